@@ -112,11 +112,12 @@ def write(found: dict[int, dict[str, Lines]], config: Config, threads: int) -> N
     trainer, rollout = config.trainer, config.rollout
     header = ["", "seed", "score at the start", f"after {last} steps", "seconds per step", "response tokens per second"]
     (PAGES / "smollm2-trl.md").write_text("\n".join([
-        f"# {title}\n", f"    python -m benchmarks.learning --prompts {trainer.prompts_per_step}\n",
+        f"# {title}\n", f"    python -m benchmarks.learning --prompts {trainer.prompts_per_step} --seeds {' '.join(map(str, found))}\n",
         f"GRPO without a KL term, {trainer.prompts_per_step} prompts with {rollout.samples_per_prompt} responses of up to "
         f"{rollout.max_response_tokens} tokens a step, {last} steps, float32, threads: {threads}. Scores: held-out sums, four samples at "
-        f"temperature 1; at the end they are {finals['Braid'].text('.3f')} and {finals['TRL'].text('.3f')}, means with 95% intervals "
-        f"(Student's t). Braid makes {ratio:.1f} times the tokens per second of TRL 1.16, which generates with transformers: response "
+        f"temperature 1; at the end they are {finals['Braid'].text('.3f')} and {finals['TRL'].text('.3f')}, "
+        f"{'of one seed' if len(found) == 1 else 'means with 95% intervals (Student)'}. Braid makes {ratio:.1f} times the tokens per "
+        "second of TRL 1.16, which generates with transformers: response "
         "tokens over the seconds of whole steps, medians per run, evaluation apart.\n",
         table(header, rows), f"![{title}](smollm2-trl.svg)\n",
     ]))  # fmt: skip

@@ -39,6 +39,8 @@ class Way:
     seeds: tuple[int, ...] = (0,)
     exported: str = ""
     """Where the model goes that was learned, for a way after it to begin with."""
+    begins_with: str = ""
+    """The way whose model it begins with: its last score is this one's first."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ STUDIES = {
         "Score: the share of right answers to all 1,319 test questions, the likeliest token each time; where that is 0.04 its "
         "standard error is half a hundredth.",
         "eval/test/avg@1",
-        {"SFT": Way("gsm8k_sft", exported="gsm8k-sft"), "then DAPO": Way("gsm8k_dapo")},
+        {"SFT": Way("gsm8k_sft", exported="gsm8k-sft"), "then DAPO": Way("gsm8k_dapo", begins_with="SFT")},
     ),
 }
 
@@ -171,9 +173,12 @@ def peak_gib(command: list[str]) -> float:
 
 def write_page(study: str, page: Page, runs: dict[tuple[str, int], Path]) -> None:
     """Write the page of a study: a table and curves of all runs, and what the first one said before and after."""
-    rows, curves = [], {}
+    rows: list[list[Any]] = []
+    curves: dict[str, Curve] = {}
     for (name, seed), folder in runs.items():
         points = curve(read_metrics(folder), page.score)
+        if before := page.ways[name].begins_with:
+            points = [(0, curves[f"{before}, seed {seed}"][-1][1]), *points]
         measured = json.loads((folder / "measured.json").read_text())
         curves[f"{name}, seed {seed}"] = points
         rows.append(row(name, seed, points, measured))
