@@ -39,8 +39,6 @@ class Way:
     seeds: tuple[int, ...] = (0,)
     exported: str = ""
     """Where the model goes that was learned, for a way after it to begin with."""
-    begins_with: str = ""
-    """The way whose model it begins with: its last score is this one's first."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +53,10 @@ class Page:
     """Makes what the ways begin with, beside the model and the questions."""
 
 
+GSM8K_SCORE = (
+    "Score: the share of right answers to all 1,319 test questions, the likeliest token each time; an answer counts that is marked as the "
+    "training text does. Where the share is 0.03 its standard error is half a hundredth."
+)
 STUDIES = {
     "sums": Page(
         "SmolLM2-135M-Instruct learns sums",
@@ -107,12 +109,16 @@ STUDIES = {
         prepare,
     ),
     "gsm8k": Page(
-        "SmolLM2-135M-Instruct and GSM8K",
-        "Grade-school mathematics: supervised fine-tuning on the training text, once through, and DAPO from there. "
-        "Score: the share of right answers to all 1,319 test questions, the likeliest token each time; where that is 0.04 its "
-        "standard error is half a hundredth.",
+        "SmolLM2-135M-Instruct is fine-tuned on GSM8K",
+        "Grade-school mathematics: supervised fine-tuning on the training text, once through. " + GSM8K_SCORE,
         "eval/test/avg@1",
-        {"SFT": Way("gsm8k_sft", exported="gsm8k-sft"), "then DAPO": Way("gsm8k_dapo", begins_with="SFT")},
+        {"SFT": Way("gsm8k_sft", exported="gsm8k-sft")},
+    ),
+    "gsm8k-dapo": Page(
+        "SmolLM2-135M-Instruct and GSM8K by DAPO",
+        "Grade-school mathematics, from where fine-tuning on the training text ended (`learn gsm8k`). " + GSM8K_SCORE,
+        "eval/test/avg@1",
+        {"DAPO": Way("gsm8k_dapo")},
     ),
 }
 
@@ -177,8 +183,6 @@ def write_page(study: str, page: Page, runs: dict[tuple[str, int], Path]) -> Non
     curves: dict[str, Curve] = {}
     for (name, seed), folder in runs.items():
         points = curve(read_metrics(folder), page.score)
-        if before := page.ways[name].begins_with:
-            points = [(0, curves[f"{before}, seed {seed}"][-1][1]), *points]
         measured = json.loads((folder / "measured.json").read_text())
         curves[f"{name}, seed {seed}"] = points
         rows.append(row(name, seed, points, measured))

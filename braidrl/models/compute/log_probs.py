@@ -47,7 +47,8 @@ def linear_log_probs(
         vocabulary, weight = Vocabulary.of(weight), weight.to_local()
     kernels = chunk_kernels(weight, compiled and vocabulary.group is None)
     if chunk_elements is None:
-        chunk_elements = CHUNK_BYTES // (weight if kernels else weight.float()).element_size()
+        held = weight.dtype if kernels else torch.promote_types(weight.dtype, torch.float32)
+        chunk_elements = CHUNK_BYTES // held.itemsize
     parts = chunks(len(hidden), len(weight), chunk_elements)
     log_probs, entropy = _LinearLogProbs.apply(
         hidden, weight, targets, temperature, with_entropy_grad, parts, vocabulary, kernels

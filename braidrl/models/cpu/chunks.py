@@ -27,7 +27,12 @@ def has_kernels(*tensors: Tensor) -> bool:
 
 
 def statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probs at `targets` (C,), log Σ exp of the logits (C, V) over temperature, and the entropies, in float32."""
+    """Return log-probs at `targets` (C,), log Σ exp of the logits (C, V) over temperature, and the entropies, in float32.
+
+    Raises IndexError for a target that is no token of the vocabulary.
+    """
+    if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < logits.shape[1]:
+        raise IndexError(f"a target is outside of the vocabulary of {logits.shape[1]} tokens")
     log_probs, log_sums, entropies = torch.empty(3, len(logits))
     _functions(logits.dtype).statistics(
         address(logits, logits.dtype), address(targets, torch.int64), temperature,

@@ -80,7 +80,7 @@ def _outer(first: Tensor, second: Tensor) -> Tensor:
 
 def add_weight_gradient(total: Tensor, grads: Tensor, x: Tensor) -> None:
     """Add grads (M, N).T @ x (M, K) to `total` (N, K), which may be of a higher precision."""
-    if total.dtype == torch.float32 != grads.dtype and has_kernels(grads, total):
+    if total.dtype == torch.float32 != grads.dtype and total.is_contiguous() and has_kernels(grads, total):
         accumulate(total, weight_gradient(grads, x))
     elif total.dtype != grads.dtype or (
         total.device.type == "cpu" and total.dtype == torch.float32 and prefers_onednn()

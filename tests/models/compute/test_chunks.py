@@ -91,3 +91,23 @@ def test_kernels_are_taken_where_they_are_wanted_and_know_the_weights_type() -> 
     weight = torch.randn(VOCABULARY, WIDTH)
     assert has_kernels(weight) and chunk_kernels(weight, wanted=True) == CPU
     assert chunk_kernels(weight, wanted=False) is None and chunk_kernels(weight.double(), wanted=True) is None
+
+
+@pytest.mark.parametrize("target", [-1, VOCABULARY])
+def test_a_target_outside_of_the_vocabulary_is_refused(target: int) -> None:
+    targets = torch.tensor([3, target])
+    with pytest.raises(IndexError, match=f"{VOCABULARY} tokens"):
+        statistics(torch.randn(2, VOCABULARY), targets, TEMPERATURE)
+
+
+def test_a_logit_that_is_no_number_shows_in_the_tokens_log_prob_alone() -> None:
+    logits = torch.randn(3, VOCABULARY)
+    logits[1, 700] = float("nan")
+    log_probs, log_sums, entropies = statistics(logits, torch.tensor([0, 1, 2]), TEMPERATURE)
+    for found in (log_probs, log_sums, entropies):
+        assert found.isnan().tolist() == [False, True, False]
+
+
+def test_no_tokens_have_no_log_probs() -> None:
+    found = statistics(torch.empty(0, VOCABULARY), torch.empty(0, dtype=torch.int64), TEMPERATURE)
+    assert [len(part) for part in found] == [0, 0, 0]
