@@ -70,11 +70,11 @@ def grpo() -> list[Case]:
 
 
 def grpo_smollm2() -> list[Case]:
-    """The same at the size of a real model, SmolLM2-135M: 64 rows of 100 tokens."""
-    return [grpo_case(Shape(49152, 30, 576, 1536, 9, 3, 64), equal_lengths(64, 100))]
+    """The same at the size of a real model, SmolLM2-135M: 64 rows of 100 tokens. One side after the other: each takes some 10 GiB."""
+    return [grpo_case(Shape(49152, 30, 576, 1536, 9, 3, 64), equal_lengths(64, 100), at_once=False)]
 
 
-def grpo_case(shape: Shape, lengths: list[int]) -> Comparison:
+def grpo_case(shape: Shape, lengths: list[int], at_once: bool = True) -> Comparison:
     data = MODELS / f"prompts-{shape.vocabulary}.jsonl"
     write_prompts(data, prompts(64, PROMPT, shape.vocabulary))
     case = {
@@ -97,7 +97,7 @@ def grpo_case(shape: Shape, lengths: list[int]) -> Comparison:
 
     tokens = f"{max(lengths)} tokens each" if min(lengths) == max(lengths) else f"up to {max(lengths)} tokens"
     name = f"GRPO step, 64 rows, {tokens}, {shape.layers} layers x {shape.width}, vocabulary {shape.vocabulary}"
-    return Comparison(name, sides, goals=goals, floor=floor)
+    return Comparison(name, sides, at_once=at_once, goals=goals, floor=floor)
 
 
 def shared_prompt() -> list[Case]:
