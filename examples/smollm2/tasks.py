@@ -15,6 +15,8 @@ from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
+from braidrl.data.conversions import gsm8k
+
 FOLDER = Path("build/smollm2")
 HELD_OUT = 80
 NUMBERS = """
@@ -108,6 +110,12 @@ def with_calculator(a: int, b: int) -> list[dict[str, str]]:
     call = f'<tool_call>{{"name": "multiply", "arguments": {{"a": {a}, "b": {b}}}}}</tool_call>'
     said = [("user", f"What is {a} times {b}?"), ("assistant", call), ("tool", str(a * b)), ("assistant", str(a * b))]
     return [{"role": role, "content": content} for role, content in said]
+
+
+def few_steps(record: dict[str, Any]) -> dict[str, Any] | str:
+    """Return GSM8K's question where its answer takes at most two calculations, or why it is left out."""
+    count = record["answer"].count("<<")
+    return gsm8k(record) if count <= 2 else f"{count} calculations"
 
 
 def write(path: Path, examples: Iterable[dict[str, Any]]) -> None:

@@ -95,6 +95,12 @@ def test_what_is_held_out_is_not_trained_on_and_every_answer_is_the_sum() -> Non
         assert int(one["answer"]) == numbers.index(first) + numbers.index(second)
 
 
+def test_a_question_of_gsm8k_that_takes_more_than_two_calculations_is_left_out() -> None:
+    record = {"question": "How many?", "answer": "2+2 = <<2+2=4>>4\n4*3 = <<4*3=12>>12\n#### 12"}
+    assert tasks.few_steps(record) == {"prompt": "How many?", "answer": "12", "response": record["answer"]}
+    assert tasks.few_steps({**record, "answer": "1+1 = <<1+1=2>>2\n" + record["answer"]}) == "3 calculations"
+
+
 def test_each_question_of_told_has_two_instructions_and_says_both_of_them() -> None:
     trained, held_out = tasks.told()
     things = [{one["prompt"].partition(".")[0] for one in part} for part in (trained, held_out)]
