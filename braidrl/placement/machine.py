@@ -86,7 +86,7 @@ def rates_file() -> Path:
 
 def machine() -> list[Any]:
     """Return what tells machines apart that share a home folder."""
-    return [usable_cores(), *processor()]
+    return [usable_cores(), *processor().values()]
 
 
 def measured_rates(side: int = SIDE, numbers: int = NUMBERS) -> DeviceRates:

@@ -57,6 +57,7 @@ GSM8K_SCORE = (
     "Score: the share of right answers to all 1,319 test questions, the likeliest token each time; an answer counts that is marked as the "
     "training text does. Where the share is 0.03 its standard error is half a hundredth."
 )
+FEW_STEPS = "data.train={path: openai/gsm8k, convert: 'examples/smollm2/tasks.py:few_steps'}"
 STUDIES = {
     "sums": Page(
         "SmolLM2-135M-Instruct learns sums",
@@ -116,9 +117,13 @@ STUDIES = {
     ),
     "gsm8k-dapo": Page(
         "SmolLM2-135M-Instruct and GSM8K by DAPO",
-        "Grade-school mathematics, from where fine-tuning on the training text ended (`learn gsm8k`). " + GSM8K_SCORE,
+        "Grade-school mathematics: supervised fine-tuning once through the worked answers of at most two calculations, then DAPO on the "
+        "same questions. " + GSM8K_SCORE,
         "eval/test/avg@1",
-        {"DAPO": Way("gsm8k_dapo")},
+        {
+            "SFT": Way("gsm8k_sft", (FEW_STEPS, "trainer.steps=84", "evaluation.every=84"), exported="gsm8k-sft-few"),
+            "DAPO": Way("gsm8k_dapo"),
+        },
     ),
 }
 

@@ -1,18 +1,18 @@
 """Matrix products on the CPU by the faster of the two libraries that torch carries.
 
 For float32 torch calls MKL, which leaves the 512-bit units of processors that are not Intel's unused; oneDNN uses them, and is
-twice as fast there. Both give a row the same bits whatever the number of rows, from 16 on.
+twice as fast there. Both give a row the same bits whatever the number of rows, from 16 on. AMD's Zen 4 takes two turns for 512 bits, so
+that MKL has all of its rate: there only the products that oneDNN computes better are oneDNN's, and a weight's gradient is MKL's.
 """
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from braidrl.models.cpu.chunks import accumulate, has_kernels
-from braidrl.models.cpu.native.building import in_memory
+from braidrl.models.cpu.native.building import in_memory, processor
 
 GRADIENT_ROWS = 512
 """Rows whose outer products are summed at once in a weight's gradient: oneDNN is slow where the inner dimension is long."""
@@ -23,8 +23,13 @@ def prefers_onednn() -> bool:
     """Return True on a CPU with 512-bit units that is not Intel's."""
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkldnn.is_available():
         return False
-    processor = Path("/proc/cpuinfo")
-    return processor.exists() and "GenuineIntel" not in processor.read_text()
+    return processor().get("vendor_id", "GenuineIntel") != "GenuineIntel"
+
+
+@cache
+def gradients_by_onednn() -> bool:
+    """Return True where oneDNN computes a weight's gradient faster than MKL: where it is preferred, but for Zen 4, AMD's family 25."""
+    return prefers_onednn() and processor().get("cpu family") != "25"
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -62,7 +67,7 @@ class _Product(torch.autograd.Function):
 
 def weight_gradient(grads: Tensor, x: Tensor) -> Tensor:
     """Return grads (M, N).T @ x (M, K), (N, K)."""
-    if grads.dtype != torch.float32 or grads.device.type != "cpu" or not prefers_onednn():
+    if grads.dtype != torch.float32 or grads.device.type != "cpu" or not gradients_by_onednn():
         return grads.t() @ x
     # oneDNN copies the first of the two: let that be the narrower one.
     return _outer(grads, x) if grads.shape[1] <= x.shape[1] else _outer(x, grads).t().contiguous()
@@ -83,7 +88,7 @@ def add_weight_gradient(total: Tensor, grads: Tensor, x: Tensor) -> None:
     if total.dtype == torch.float32 != grads.dtype and total.is_contiguous() and has_kernels(grads, total):
         accumulate(total, weight_gradient(grads, x))
     elif total.dtype != grads.dtype or (
-        total.device.type == "cpu" and total.dtype == torch.float32 and prefers_onednn()
+        total.device.type == "cpu" and total.dtype == torch.float32 and gradients_by_onednn()
     ):
         total += weight_gradient(grads, x)
     else:

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from braidrl.models.compute.attention import PackedSequences
+from braidrl.models.cpu import linear
 from braidrl.models.cpu.layers import _Gate, _Norm, compile_layers, norm_of
-from braidrl.models.cpu.linear import ProductLinear, product, use_fast_products
+from braidrl.models.cpu.linear import ProductLinear, add_weight_gradient, product, use_fast_products, weight_gradient
 from tests.models.compute.test_attention import CONFIGS, LENGTHS, models
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
@@ -69,6 +70,21 @@ def test_products_and_their_gradients_are_torchs(rows: int, out: int) -> None:
         torch.autograd.grad((result * weights).sum(), [x, layer.weight, layer.bias]), wanted, strict=True
     ):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("by_onednn", [False, True])
+@pytest.mark.parametrize(("outputs", "inputs"), [(48, 80), (80, 48)])
+def test_both_libraries_sum_the_outer_products_of_all_rows(
+    by_onednn: bool, outputs: int, inputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "gradients_by_onednn", lambda: by_onednn)
+    torch.manual_seed(3)
+    grads, x = torch.randn(700, outputs), torch.randn(700, inputs)
+    expected = sum(torch.outer(grad, row) for grad, row in zip(grads.double(), x.double(), strict=True))
+    total = torch.ones(outputs, inputs)
+    add_weight_gradient(total, grads, x)
+    torch.testing.assert_close(weight_gradient(grads, x).double(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(total.double(), 1 + expected, rtol=1e-4, atol=1e-4)
 
 
 def test_linear_layers_stay_linear_layers() -> None:

@@ -29,6 +29,7 @@ FLAGS = (
 )  # fmt: skip
 WIDE = "-mprefer-vector-width=512"
 PROCESSOR = Path("/proc/cpuinfo")
+FACTS = ("vendor_id", "cpu family", "model name", "flags")
 logger = logging.getLogger(__name__)
 
 
@@ -74,16 +75,17 @@ def cache_folder() -> Path:
 
 def _name(source: Path, command: str, flags: list[str]) -> str:
     """Hash everything that decides what the compiler makes, the processor included: a home folder may be shared by several machines."""
-    parts = [source.read_text(), HEADER.read_text(), command, *flags, platform.platform(), *processor()]
+    parts = [source.read_text(), HEADER.read_text(), command, *flags, platform.platform(), *processor().values()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def processor() -> list[str]:
-    """Return what the system says of the processor's model and abilities."""
+def processor() -> dict[str, str]:
+    """Return what the system says of the processor's maker, model and abilities, by Linux's names; what changes as it runs is left out."""
     if not PROCESSOR.exists():
-        return [platform.processor()]
-    lines = PROCESSOR.read_text().splitlines()
-    return [line for line in lines if line.startswith(("model name", "flags"))][:2]
+        return {"model name": platform.processor()}
+    lines = PROCESSOR.read_text().split("\n\n")[0].splitlines()
+    told = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return {name: told[name] for name in FACTS if name in told}
 
 
 def in_memory(*tensors: Tensor) -> bool:
