@@ -3,9 +3,9 @@
     make build/bench-venv/installed
     python -m benchmarks.learning --seeds 0 1 2
 
-Both train with as many threads as are given. Runs that are done are not repeated; with `--steps` fewer than the configuration's the
-curves end there, and with `--prompts` a step has fewer than the configuration's. Writes benchmarks/results/learning.json and
-docs/results/smollm2-trl.md.
+Both train with as many threads as are given, for `--steps` of `--prompts` prompts, by default the configuration's. Seeds that
+benchmarks/results/learning.json has of the same steps and prompts are not repeated, so that they may come from several days and
+machines; a run of build/smollm2 that is done is not repeated either. Writes that file and docs/results/smollm2-trl.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
 from benchmarks.machine import describe
@@ -31,8 +31,11 @@ CONFIG = Path("examples/smollm2/sums.yaml")
 PEER = Path("build/bench-venv/bin/python")
 RESULT = Path("benchmarks/results/learning.json")
 SCORE = "eval/held_out/avg@4"
+SIDES = ("Braid", "TRL")
 BATCH_ROWS = 64
 """Rows that TRL computes with at once, so that their logits fit."""
+Run = dict[str, Any]
+"""A seed: its date, its machine, and what was measured of each side."""
 
 
 def main() -> None:
@@ -49,14 +52,43 @@ def main() -> None:
     config = load_config(CONFIG, overrides)
     own = f"-{config.trainer.prompts_per_step}x{config.trainer.steps}" if overrides else ""
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
-    found = {}
-    for seed in arguments.seeds:
-        ours = run(Way("sums"), seed, f"sums{own}-grpo-{seed}", overrides)
-        found[seed] = {
-            "Braid": read_metrics(ours),
-            "TRL": peer(config, FOLDER / f"sums{own}-trl-{seed}.jsonl", seed, arguments.threads),
-        }
-    write(found, config, arguments.threads)
+    known = recorded(config)
+    runs = known | {
+        seed: sides(config, own, overrides, seed, arguments.threads) for seed in arguments.seeds if seed not in known
+    }
+    write_results(config, runs)
+    write_page(config, runs)
+
+
+def sizes(config: Config) -> dict[str, int]:
+    """Return what runs that are compared have in common."""
+    return {"steps": config.trainer.steps, "prompts_per_step": config.trainer.prompts_per_step}
+
+
+def recorded(config: Config) -> dict[int, Run]:
+    """Return the runs in the file of results, by their seeds; none where they are of other sizes."""
+    found = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
+    same = all(found.get(name) == size for name, size in sizes(config).items())
+    return {int(seed): run for seed, run in found["runs"].items()} if same else {}
+
+
+def sides(config: Config, own: str, overrides: list[str], seed: int, threads: int) -> Run:
+    """Train both sides with a seed, and return what each of them did."""
+    ours = run(Way("sums"), seed, f"sums{own}-grpo-{seed}", overrides)
+    theirs = peer(config, FOLDER / f"sums{own}-trl-{seed}.jsonl", seed, threads)
+    both = {"Braid": measured(read_metrics(ours), config), "TRL": measured(theirs, config)}
+    return {"date": datetime.date.today().isoformat(), "machine": describe(threads), **both}
+
+
+def measured(lines: Lines, config: Config) -> dict[str, Any]:
+    """Return a run's scores by steps, and the medians of the seconds of a step and of its response tokens per second."""
+    rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
+    steps = [line for line in lines if line.get("time/step")]
+    return {
+        "scores": curve(lines, SCORE),
+        "seconds_per_step": median(line["time/step"] for line in steps),
+        "tokens_per_second": median(rows * line["response/length_mean"] / line["time/step"] for line in steps),
+    }
 
 
 def peer(config: Config, metrics: Path, seed: int, threads: int) -> Lines:
@@ -87,50 +119,47 @@ def read_lines(path: Path) -> Lines:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def write(found: dict[int, dict[str, Lines]], config: Config, threads: int) -> None:
-    """Write the file of results and the page: scores at the same steps, seconds per step, and both curves."""
-    rows, curves, last = [], {}, min(lines[-1]["step"] for sides in found.values() for lines in sides.values())
-    per_step = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
-    for seed, sides in found.items():
-        for name, lines in sides.items():
-            lines[:] = [line for line in lines if line["step"] <= last]
-            points = curves[f"{name}, seed {seed}"] = curve(lines, SCORE)
-            speed = [f"{seconds_each(lines):.1f}", f"{tokens_each_second(lines, per_step):.1f}"]
-            rows.append([name, seed, f"{points[0][1]:.3f}", f"{points[-1][1]:.3f}", *speed])
-    by_name = {name: [each[name] for each in found.values()] for name in ("Braid", "TRL")}
-    finals = {name: Mean.of([curve(lines, SCORE)[-1][1] for lines in runs]) for name, runs in by_name.items()}
-    speeds = {name: fmean(tokens_each_second(lines, per_step) for lines in runs) for name, runs in by_name.items()}
-    ratio = speeds["Braid"] / speeds["TRL"]
-    RESULT.write_text(json.dumps({
-        "benchmark": "learning", "date": datetime.date.today().isoformat(), "machine": describe(threads), "steps": last,
-        "seconds_per_step": {name: fmean(map(seconds_each, runs)) for name, runs in by_name.items()},
-        "response_tokens_per_second": speeds, "ratio": round(ratio, 2),
-        "runs": {str(seed): {name: curve(lines, SCORE) for name, lines in sides.items()} for seed, sides in found.items()},
-    }, indent=1) + "\n")  # fmt: skip
+def write_results(config: Config, runs: dict[int, Run]) -> None:
+    """Write the file of results, all seeds in it."""
+    content = {"benchmark": "learning", **sizes(config), "runs": {str(seed): runs[seed] for seed in sorted(runs)}}
+    RESULT.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def write_page(config: Config, runs: dict[int, Run]) -> None:
+    """Write the page: scores at the same steps, seconds per step, and both sides' curves."""
+    rows, curves = [], {}
+    for seed, each in sorted(runs.items()):
+        for name in SIDES:
+            points = curves[f"{name}, seed {seed}"] = each[name]["scores"]
+            speed = [f"{each[name]['seconds_per_step']:.1f}", f"{each[name]['tokens_per_second']:.1f}"]
+            machine = each["machine"]
+            where = f"{machine['processor']}, threads: {machine['threads']}"
+            rows.append([name, seed, f"{points[0][1]:.3f}", f"{points[-1][1]:.3f}", *speed, where])
+    finals = [Mean.of([each[name]["scores"][-1][1] for each in runs.values()]).text(".3f") for name in SIDES]
+    ratios = Mean.of([each["Braid"]["tokens_per_second"] / each["TRL"]["tokens_per_second"] for each in runs.values()])
     title = "SmolLM2-135M-Instruct learns sums: Braid and TRL"
     write_curves(PAGES / "smollm2-trl.svg", title, curves)
     trainer, rollout = config.trainer, config.rollout
-    header = ["", "seed", "score at the start", f"after {last} steps", "seconds per step", "response tokens per second"]
+    header = [
+        "",
+        "seed",
+        "score at the start",
+        f"after {trainer.steps} steps",
+        "seconds per step",
+        "response tokens per second",
+        "machine",
+    ]
     (PAGES / "smollm2-trl.md").write_text("\n".join([
-        f"# {title}\n", f"    python -m benchmarks.learning --prompts {trainer.prompts_per_step} --seeds {' '.join(map(str, found))}\n",
+        f"# {title}\n",
+        f"    python -m benchmarks.learning --prompts {trainer.prompts_per_step} --threads 1 --seeds {' '.join(map(str, sorted(runs)))}\n",
         f"GRPO without a KL term, {trainer.prompts_per_step} prompts with {rollout.samples_per_prompt} responses of up to "
-        f"{rollout.max_response_tokens} tokens a step, {last} steps, float32, threads: {threads}. Scores: held-out sums, four samples at "
-        f"temperature 1; at the end they are {finals['Braid'].text('.3f')} and {finals['TRL'].text('.3f')}, "
-        f"{'of one seed' if len(found) == 1 else 'means with 95% intervals (Student)'}. Braid makes {ratio:.1f} times the tokens per "
-        "second of TRL 1.16, which generates with transformers: response "
-        "tokens over the seconds of whole steps, medians per run, evaluation apart.\n",
+        f"{rollout.max_response_tokens} tokens a step, {trainer.steps} steps, float32. Scores: held-out sums, four samples at "
+        f"temperature 1; at the end they are {' and '.join(finals)}, means with 95% intervals (Student). Braid makes "
+        f"{ratios.mean:.1f} times the tokens per second of TRL 1.16, which generates with transformers: response tokens over the "
+        "seconds of whole steps, medians per run, evaluation apart. Both sides of a seed ran on the same machine, where other work "
+        "took some of the time.\n",
         table(header, rows), f"![{title}](smollm2-trl.svg)\n",
     ]))  # fmt: skip
-
-
-def tokens_each_second(lines: Lines, rows: int) -> float:
-    """Return the median of a step's response tokens over its seconds; a step has so many rows."""
-    return median(rows * line["response/length_mean"] / line["time/step"] for line in lines if line.get("time/step"))
-
-
-def seconds_each(lines: Lines) -> float:
-    """Return the median of the seconds of a step."""
-    return median(line["time/step"] for line in lines if line.get("time/step"))
 
 
 if __name__ == "__main__":

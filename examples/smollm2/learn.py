@@ -57,6 +57,7 @@ GSM8K_SCORE = (
     "Score: the share of right answers to all 1,319 test questions, the likeliest token each time; an answer counts that is marked as the "
     "training text does. Where the share is 0.03 its standard error is half a hundredth."
 )
+ONLY_AFTERWARDS = ("trainer.steps=84", "evaluation.every=84", "evaluation.before_first_step=false")
 FEW_STEPS = "data.train={path: openai/gsm8k, convert: 'examples/smollm2/tasks.py:few_steps'}"
 STUDIES = {
     "sums": Page(
@@ -118,10 +119,10 @@ STUDIES = {
     "gsm8k-dapo": Page(
         "SmolLM2-135M-Instruct and GSM8K by DAPO",
         "Grade-school mathematics: supervised fine-tuning once through the worked answers of at most two calculations, then DAPO on the "
-        "same questions. " + GSM8K_SCORE,
+        "same questions. What the model scores before is on the page of `learn gsm8k`. " + GSM8K_SCORE,
         "eval/test/avg@1",
         {
-            "SFT": Way("gsm8k_sft", (FEW_STEPS, "trainer.steps=84", "evaluation.every=84"), exported="gsm8k-sft-few"),
+            "SFT": Way("gsm8k_sft", (FEW_STEPS, *ONLY_AFTERWARDS), exported="gsm8k-sft-few"),
             "DAPO": Way("gsm8k_dapo"),
         },
     ),
@@ -193,28 +194,31 @@ def write_page(study: str, page: Page, runs: dict[tuple[str, int], Path]) -> Non
         rows.append(row(name, seed, points, measured))
     write_curves(PAGES / f"smollm2-{study}.svg", page.title, curves)
     header = ["", "seed", "score at the start", "at the end", "gained", "steps", "minutes", "peak memory, GiB"]
-    first = next(iter(runs.values()))
+    shown = next(run for run, folder in runs.items() if len(evaluations(folder)) > 1)
     text = [
         f"# {page.title}\n", f"    python -m examples.smollm2.learn {study}\n", f"{page.text}\n", table(header, rows),
-        f"![{page.title}](smollm2-{study}.svg)\n", "The first run's responses to held-out questions, before and after:\n",
-        table(["question", "before", "after"], samples(first)),
+        f"![{page.title}](smollm2-{study}.svg)\n", f"Responses to held-out questions before and after {shown[0]}, seed {shown[1]}:\n",
+        table(["question", "before", "after"], samples(runs[shown])),
     ]  # fmt: skip
     (PAGES / f"smollm2-{study}.md").write_text("\n".join(text))
 
 
 def row(name: str, seed: int, points: Curve, measured: dict[str, float]) -> list[Any]:
-    """Return a run's line of the table."""
+    """Return a run's line of the table; one that was evaluated once has a score at the end alone."""
     (_, start), (steps, end) = points[0], points[-1]
-    numbers = [f"{start:.3f}", f"{end:.3f}", f"{end - start:+.3f}", steps]
-    return [name, seed, *numbers, f"{measured['minutes']:.0f}", f"{measured['peak_gib']:.1f}"]
+    scores = ["", f"{end:.3f}", ""] if len(points) == 1 else [f"{start:.3f}", f"{end:.3f}", f"{end - start:+.3f}"]
+    return [name, seed, *scores, steps, f"{measured['minutes']:.0f}", f"{measured['peak_gib']:.1f}"]
+
+
+def evaluations(folder: Path) -> list[Path]:
+    """Return a run's recorded evaluations, in the order of their steps."""
+    return sorted(folder.glob("rollouts/eval-*-step-*.parquet"), key=lambda path: int(path.stem.rsplit("-", 1)[1]))
 
 
 def samples(folder: Path) -> list[list[str]]:
     """Return questions with the first response to each at the first evaluation and at the last one."""
-    evaluations = sorted(
-        folder.glob("rollouts/eval-*-step-*.parquet"), key=lambda path: int(path.stem.rsplit("-", 1)[1])
-    )
-    before, after = (first_responses(path) for path in (evaluations[0], evaluations[-1]))
+    recorded = evaluations(folder)
+    before, after = (first_responses(path) for path in (recorded[0], recorded[-1]))
     chosen = list(before)[:: max(1, len(before) // SHOWN)][:SHOWN]
     return [[as_cell(text) for text in (question, before[question], after[question])] for question in chosen]
 
