@@ -52,12 +52,12 @@ def main() -> None:
     config = load_config(CONFIG, overrides)
     own = f"-{config.trainer.prompts_per_step}x{config.trainer.steps}" if overrides else ""
     os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
-    known = recorded(config)
-    runs = known | {
-        seed: sides(config, own, overrides, seed, arguments.threads) for seed in arguments.seeds if seed not in known
-    }
-    write_results(config, runs)
-    write_page(config, runs)
+    runs = recorded(config)
+    for seed in arguments.seeds:
+        if seed not in runs:
+            runs[seed] = sides(config, own, overrides, seed, arguments.threads)
+            write_results(config, runs)
+            write_page(config, runs)
 
 
 def sizes(config: Config) -> dict[str, int]:
