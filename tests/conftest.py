@@ -120,9 +120,9 @@ def workshop(tmp_path: Path, tiny_models: dict[str, Path], sums_file: Path) -> W
 def ray_cluster() -> Iterator[None]:
     """One Ray cluster for all tests; it has as many CPUs, and devices, as they ask for, whatever this machine has."""
     # Imported here: it takes a second, which tests without Ray do not have to wait.
-    import ray
+    from braidrl.cluster.ray_cluster import import_ray
 
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    ray = import_ray()
     ray.init(
         "local",
         num_cpus=16,

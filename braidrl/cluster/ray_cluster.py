@@ -33,6 +33,8 @@ def import_ray(needed_by: str = "runtime=hybrid") -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # The driver reports the first failure; those that follow from it would be printed besides.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
+    # By default Ray's workers give way to everything else on the machine: beside two busy programs they got a thirtieth of two cores.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     return importlib.import_module("ray")
 
 
@@ -54,14 +56,17 @@ class RayBeats:
         self._heard: dict[Any, float] = {}
 
     def look(self, actors: Sequence[Any]) -> None:
-        """Note who has answered, and ask again, at most once a second."""
+        """Note who of these actors has answered, and ask again, at most once a second; others are forgotten."""
         now = time.monotonic()
         if now - self._looked < BEAT_S:
             return
         if now - self._looked > ASLEEP_S:  # this program was stopped itself, or had other things to do
             self._heard = dict.fromkeys(self._heard, now)
         self._looked = now
-        asked = {self._asked[actor._actor_id]: actor._actor_id for actor in actors if actor._actor_id in self._asked}
+        watched = {actor._actor_id for actor in actors}
+        self._heard = {actor: when for actor, when in self._heard.items() if actor in watched}
+        self._asked = {actor: reference for actor, reference in self._asked.items() if actor in watched}
+        asked = {reference: actor for actor, reference in self._asked.items()}
         answered = self._ray.wait(list(asked), num_returns=len(asked), timeout=0)[0] if asked else []
         self._heard |= {asked[reference]: now for reference in answered}
         for actor in actors:

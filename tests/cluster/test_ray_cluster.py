@@ -59,10 +59,13 @@ def test_an_actor_that_answers_nothing_is_named_whoever_sees_its_process(ray_clu
     actor = cluster.start(Seated, cluster.reserve([Pool(("actor",), 1)])[0][0])
     cluster.names[actor._actor_id.hex()] = "actor rank 0"
     process = ray.get(actor.process.remote(), timeout=60)
-    for _ in range(3):
-        cluster.look()
+    assert os.getpriority(os.PRIO_PROCESS, process) == os.getpriority(os.PRIO_PROCESS, 0), "workers give way to others"
+    for asked in [[actor], [actor], [], [], [actor], [actor], [actor]]:
+        cluster.actors = asked
         time.sleep(1.1)
-    assert cluster.ready([actor.node.remote()], 60) and cluster.beats.silence(actor) < 2
+        cluster.look()
+        assert cluster.beats.silence(actor) < 2, "the time in which nobody asked counts as silence"
+    assert cluster.ready([actor.node.remote()], 60)
     os.kill(process, signal.SIGSTOP)
     try:
         with pytest.raises(LostProcess, match=r"actor rank 0 has said nothing for \d+ s"):

@@ -39,6 +39,12 @@ def rehearse(backend: HybridBackend, **orders: tuple[str, float]) -> None:
     ray.get([actor.rehearse.remote(by_stage) for group in backend.distinct for actor in group.actors])
 
 
+def release(backend: HybridBackend) -> None:
+    """End what workers linger at."""
+    aside = {"concurrency_group": "aside"}
+    ray.get([actor.release.options(**aside).remote() for group in backend.distinct for actor in group.actors])
+
+
 def told(backend: HybridBackend, method: str) -> list[list[Any]]:
     """Return what a method of each worker returns, by pool."""
     return [[ray.get(getattr(actor, method).remote()) for actor in group.actors] for group in backend.distinct]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
+from threading import Event
 from typing import Any
 
 import ray
@@ -27,12 +28,17 @@ from tests.runtimes.patience import patient
 
 
 class RehearsingWorker(HybridWorker):
-    """A worker that can be told to wait instead of computing, to raise, to refuse, or to die, at a stage."""
+    """A worker that can be told to wait instead of computing, to linger until it is released, to raise, refuse or die, at a stage."""
 
     def __init__(self) -> None:
         super().__init__()
         self.orders: dict[str, tuple[str, float]] = {}
         self.rows_given: list[int] = []
+        self.released = Event()
+
+    def release(self) -> None:
+        """End the lingering of a call, from another thread than its own."""
+        self.released.set()
 
     def rehearse(self, orders: Mapping[str, tuple[str, float]]) -> None:
         self.orders = dict(orders)
@@ -43,7 +49,7 @@ class RehearsingWorker(HybridWorker):
         if order == "wait":
             return self._write(part, stage, iteration, key, lambda rows, sums: waited(stage, rows, sums, seconds))
         if order == "linger":
-            time.sleep(seconds)
+            self.released.wait(seconds)
         if order == "raise":
             self._gather(part, stage, iteration)
             raise ZeroDivisionError("as rehearsed")
@@ -66,6 +72,7 @@ class RehearsingWorker(HybridWorker):
     def close(self) -> None:
         super().close()
         self.orders, self.rows_given = {}, []
+        self.released.clear()
         # DTensor's caches know the process groups, which end with the backend.
         _clear_sharding_prop_cache()
         clear_redistribute_planner_cache()
