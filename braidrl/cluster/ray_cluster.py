@@ -141,6 +141,11 @@ class RayCluster:
         table = self.ray.util.placement_group_table(place.strategy.placement_group)
         return str(table["bundles_to_node_id"][place.strategy.placement_group_bundle_index])
 
+    @property
+    def own_node(self) -> str:
+        """Return Ray's id of the node that this process is on."""
+        return str(self.ray.get_runtime_context().get_node_id())
+
     def start(self, worker: type, place: Reservation, *arguments: Any, name: str | None = None) -> Any:
         """Return an actor of class `worker` in a reservation; it answers `fetch` in threads of their own while another call runs.
 
@@ -198,10 +203,45 @@ class RayCluster:
             if found or left <= BEAT_S:
                 return found
 
-    def end(self, actor: Any) -> None:
-        """End one actor at once; its place is free again."""
+    def lost_among(self, actors: Sequence[Any]) -> list[Any]:
+        """Return which of these actors are dead, or say nothing for as long as `cluster.silence_s` allows."""
+        limit_s = mute_after(self.config.silence_s)
+        mute = [actor for actor in actors if self.beats.silence(actor) > limit_s]
+        asked = {a.__ray_ready__.options(concurrency_group=BEATS).remote(): a for a in actors if a not in mute}
+        answered, silent = self.ray.wait(list(asked), num_returns=len(asked), timeout=limit_s)
+        dead = [reference for reference in answered if self._failed(reference)]
+        return [*mute, *(asked[reference] for reference in (*dead, *silent))]
+
+    def _failed(self, reference: Any) -> bool:
+        try:
+            self.ray.get(reference)
+        except self.ray.exceptions.RayActorError:
+            return True
+        return False
+
+    def end(self, actor: Any, process: int | None = None) -> None:
+        """End one actor at once; its place is free again.
+
+        Args:
+            actor: One that `start` has returned.
+            process: Its process, if that is known and on this machine: Ray itself cannot end one that a signal has stopped.
+        """
         self.ray.kill(actor)
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         self.actors = [other for other in self.actors if other is not actor]
+
+    def await_end(self, name: str) -> None:
+        """Wait until no actor has this name any more. Raises WorkerError where one keeps it."""
+        deadline = time.monotonic() + self.config.start_limit_s
+        while time.monotonic() < deadline:
+            try:
+                self.ray.get_actor(name)
+            except ValueError:
+                return
+            time.sleep(0.05)
+        raise WorkerError(f"waited {self.config.start_limit_s:g} s for the end of the actor {name}")
 
     def close(self) -> None:
         """Let every worker clean up for a moment, end it, and free its device."""

@@ -232,13 +232,14 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore `state()`. Raises KeyError or RuntimeError when it belongs to another model."""
-        self.steps = int(tensors["steps"])
+        """Restore `state()`, without gradients collected since. Raises KeyError or RuntimeError when it belongs to another model."""
+        self.steps, self.sums = int(tensors["steps"]), {}
         for (i, parameter), master in zip(self.by_number.items(), self.masters, strict=True):
             if parameter.dtype != master.dtype:
                 master.copy_(tensors[f"{i}.master"])
             own = {key.partition(".")[2]: tensor for key, tensor in tensors.items() if key.startswith(f"{i}.")}
             own.pop("master", None)
+            self.optimizer.state.pop(master, None)
             if own:
                 self.optimizer.state[master] = {n: tensor.to(master.device, copy=True) for n, tensor in own.items()}
         self._publish()

@@ -94,6 +94,9 @@ class SerialBackend(Backend[T], Protocol[T]):
     def publish(self, version: int) -> None:
         """Generate with the trained weights from now on. All training is done when this returns."""
 
+    def begin_again(self) -> bool:
+        """Start processes again that were lost, and forget all rows; return False where all processes have to start again."""
+
 
 @dataclass
 class IterationResult(Generic[T]):
@@ -153,7 +156,7 @@ class Restart(Enum):
     WITH_ROWS = auto()
     """Only what trains: the others go on, with all rows in work."""
     FROM_CHECKPOINT = auto()
-    """Only what trains: the others go on when the checkpoint's position is restored, and rows are forgotten."""
+    """Only those that were lost and work together with them: the others keep their models, and rows are forgotten."""
     OF_ALL = auto()
     """All processes together."""
 

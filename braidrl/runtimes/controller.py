@@ -81,8 +81,11 @@ class SerialController(Generic[T]):
         return []
 
     def begin_again(self, version: int) -> Restart:
-        """Return that all processes begin again together."""
-        return Restart.OF_ALL
+        """Have the backend replace what was lost. All rows are forgotten, those that were kept for later among them."""
+        if not self.backend.begin_again():
+            return Restart.OF_ALL
+        self.surplus, self.unfinished = [], []
+        return Restart.FROM_CHECKPOINT
 
     def run_with_state(self, stage: Stage, table: T, iteration: int, sums: Sums) -> tuple[T, State]:
         """Return the table with the stage's columns, and the stage's state for the next iteration; empty for most stages."""

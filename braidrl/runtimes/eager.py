@@ -80,6 +80,10 @@ class EagerBackend(RowsBackend):
         self.version = version
         self.executor.publish(version)
 
+    def begin_again(self) -> bool:
+        """Return False: there is one process."""
+        return False
+
     def save(self, folder: Path) -> None:
         self.executor.save(folder)
 

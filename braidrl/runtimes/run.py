@@ -13,7 +13,7 @@ from braidrl.cluster.ranks import tell
 from braidrl.cluster.silence import FrozenWatch
 from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
-from braidrl.errors import BadUpdate, LostProcess, UserError
+from braidrl.errors import BadUpdate, LostProcess, UserError, WorkerError
 from braidrl.models.objective import NAMES_A_TOKEN
 from braidrl.models.role_settings import unusual_rates
 from braidrl.observe.metrics import MetricsWriter, Sums
@@ -181,7 +181,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             if restart is Restart.WITH_ROWS:
                 self.backend.load(folder, state.version)
                 return
-            with suppress(UserError):  # what was being written of a later step
+            with suppress(UserError, WorkerError):  # what was being written of a later step
                 self.checkpoints.wait()
             self._restore((folder, state))
             if self.metrics:

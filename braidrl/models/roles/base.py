@@ -167,6 +167,7 @@ class RoleWorker(RoleModel, TrainingBackend):
     def load(self, folder: Path) -> None:
         load_worker(self, folder)
         self.weight_updates += 1
+        self._nonfinite = ()
 
     def export(self, folder: Path, write: bool = True) -> None:
         save_worker(self, folder, write)

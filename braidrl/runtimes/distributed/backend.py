@@ -189,6 +189,10 @@ class DistributedBackend:
         self.executor.publish(version)
         self.exchange.version = version
 
+    def begin_again(self) -> bool:
+        """Return False: all ranks work together."""
+        return False
+
     def save(self, folder: Path) -> None:
         self.executor.save(folder, self.world.first)
 

@@ -6,7 +6,7 @@ reference pool          ├── log_probs ──┤
 critic pool                        ├── values ──┤                          ├─ update ─┤
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -20,7 +20,7 @@ from braidrl.config import Config
 from braidrl.data.codec import payload_forbidden
 from braidrl.data.loader import Admissions
 from braidrl.data.rows import Rows
-from braidrl.errors import UserError
+from braidrl.errors import UserError, WorkerError
 from braidrl.flow import Kind, Stage
 from braidrl.flow.compute import dropped
 from braidrl.flow.flow import is_optimized
@@ -56,6 +56,7 @@ class HybridBackend(StageDispatch):
         home: WorkerGroup,
         executor: StageExecutor,
         resources: ExitStack,
+        replace_lost: Callable[[], None],
         trace: TraceWriter | None = None,
     ) -> None:
         """Take what `start_hybrid_backend` has started.
@@ -66,10 +67,11 @@ class HybridBackend(StageDispatch):
             home: The group that reads data and writes rows to files.
             executor: Computes on index columns; it holds no role.
             resources: What `close` ends.
+            replace_lost: Starts groups again that have lost a worker; raises WorkerError where that does not succeed.
             trace: Of the driver.
         """
         super().__init__(groups, home, executor, trace)
-        self.loader, self.resources = loader, resources
+        self.loader, self.resources, self.replace_lost = loader, resources, replace_lost
         self.distinct = list(dict.fromkeys(groups.values()))
         self.training: list[Output] = []
         resources.enter_context(payload_forbidden())
@@ -147,6 +149,15 @@ class HybridBackend(StageDispatch):
             self._answers(output)
         self.training = []
         self._everywhere("publish", version)
+
+    def begin_again(self) -> bool:
+        self.training = []
+        try:
+            self.replace_lost()
+        except WorkerError:
+            # Whoever asked says what was lost first, and starts all of the run again.
+            return False
+        return True
 
     def call(self, role: str, method: str, arguments: Sequence[Any], iteration: int, sums: Sums) -> Any:
         """Call a method of the class that `roles.ROLE.methods` names.
@@ -247,7 +258,7 @@ class HybridBackend(StageDispatch):
         """Do as `save`, but each worker goes on as soon as it has copies, and writes them in a thread."""
         for group in self.distinct:
             group.wait(group.call("copy_for_saving", folder.resolve(), aside=not self._divides(group)))
-        return [partial(written, group) for group in self.distinct]
+        return [partial(written, group, group.actors) for group in self.distinct]
 
     def load(self, folder: Path, version: int) -> None:
         self._everywhere("load", folder.resolve())
@@ -269,8 +280,19 @@ class HybridBackend(StageDispatch):
         )
 
 
-def written(group: WorkerGroup) -> None:
-    """Wait until the workers have written what they copied. Raises OSError where one could not."""
+def written(group: WorkerGroup, actors: Sequence[Any]) -> None:
+    """Wait until the workers have written what they copied.
+
+    Args:
+        group: The workers.
+        actors: Those that it had when they copied.
+
+    Raises:
+        OSError: One could not write it.
+        WorkerError: One is gone, or all of them have been started again since.
+    """
+    if group.actors is not actors:
+        raise WorkerError(f"{group.pool.name} was started again while it wrote a checkpoint")
     for answer in group.wait(group.call("written", aside=True)):
         check_written(answer.result)
 

@@ -10,13 +10,14 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from braidrl.cluster.ray_cluster import RayCluster
+from braidrl.cluster.ray_cluster import RayCluster, Reservation
 from braidrl.data.rows import named_rows
 from braidrl.errors import BadUpdate, LostProcess, UserError, WorkerError
 from braidrl.flow import Stage
 from braidrl.placement.pools import Pool
 from braidrl.runtimes.hybrid.handles import Answer, Common, Future, Handle, Part
 from braidrl.runtimes.hybrid.messages import pack, unpack
+from braidrl.runtimes.hybrid.pool_worker import actor_name
 from braidrl.runtimes.hybrid.worker import HybridWorker, StageFailure
 from braidrl.transfer.protocols import Calls, Mesh, registered
 
@@ -45,7 +46,7 @@ class WorkerGroup:
     """Call a pool's actors, in order of rank; `first` is the number of rank 0 among all workers of the run."""
 
     pool: Pool
-    actors: Sequence[Any]
+    places: Sequence[Reservation]
     first: int
     cluster: RayCluster
     limit_s: float
@@ -56,6 +57,25 @@ class WorkerGroup:
     """By rank, keys of rows that nobody can ask for any more: the worker is told with its next call."""
     stages: Sequence[Stage] = ()
     """Stages that the workers know too, once they have loaded their models."""
+    actors: list[Any] = field(default_factory=list)
+    processes: Sequence[int | None] = ()
+    """Of each worker that is on the driver's machine the process, once it has loaded its models."""
+
+    def start(self) -> None:
+        """Start an actor for each rank, which other workers find by its name; it knows nothing of the run yet."""
+        self.actors, self.stages = [], ()
+        self.forgotten.clear()
+        for rank, place in enumerate(self.places):
+            actor = self.cluster.start(HybridWorker, place, name=actor_name(self.cluster.family, self.first + rank))
+            self.names[actor._actor_id.hex()] = f"{self.pool.name} rank {rank}"
+            self.actors.append(actor)
+
+    def end(self) -> None:
+        """End all actors at once, also those that a signal has stopped, and wait until their names are free."""
+        for actor, process in zip(self.actors, self.processes, strict=True):
+            self.cluster.end(actor, process)
+        for number in self.numbers:
+            self.cluster.await_end(actor_name(self.cluster.family, number))
 
     @property
     def mesh(self) -> Mesh:

@@ -161,6 +161,12 @@ class PoolWorker:
         self.world, self.notices, self.meeting, self.spec = World(), None, None, NOBODY
         self.store = self.beside = None
 
+    @register(protocol="ONE_TO_ALL")
+    def forget_rows(self) -> None:
+        """Forget all rows, workers that may have been replaced, and the checkpoint that is being written, once it is."""
+        self.kept, self.peers = {}, {}
+        self.writing.trouble()
+
     @register(protocol="ALL_TO_ALL")
     def join_run(self, number: int, order: RunOrder) -> int:
         """Find out which worker of a run this is, from the run's configuration; return the sign of the stages that it makes of it.
@@ -228,8 +234,8 @@ class PoolWorker:
         return [json.loads(bytes(words)) for words in self.world.gather("data", json.dumps(said).encode())]
 
     @register(protocol="ONE_TO_ALL")
-    def load_models(self) -> int:
-        """Load the pool's roles, with engines for those that generate in it; return this process's id."""
+    def load_models(self) -> tuple[int, str]:
+        """Load the pool's roles, with engines for those that generate in it; return this process's id, and Ray's of its node."""
         prepared, pool = self.prepared, self.spec.pool
         flow = prepared.flow if self.trains else prepared.evaluation
         self.call.doing = (pool.name, "loading its models", Part())
@@ -245,7 +251,7 @@ class PoolWorker:
         )  # fmt: skip
         self.resources.callback(self.executor.close)
         self.executor.generation.moves.trace = self.trace
-        return os.getpid()
+        return os.getpid(), ray.get_runtime_context().get_node_id()
 
     @register(protocol="ONE_TO_ALL")
     def exchange_weights(self, role: str, meeting: Meeting, first: int, size: int) -> None:

@@ -5,12 +5,12 @@ driver ──configuration, number──▶ worker: what am I? ──▶ process
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from braidrl.cluster.ray_cluster import RayCluster
-from braidrl.config import Config
 from braidrl.data.loader import Admissions
-from braidrl.errors import UserError
+from braidrl.errors import UserError, WorkerError
 from braidrl.models.role_settings import inference_layouts, layout_of
 from braidrl.observe.progress import Progress
 from braidrl.observe.trace import TraceWriter
@@ -19,8 +19,7 @@ from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.hybrid.backend import HybridBackend
 from braidrl.runtimes.hybrid.group import DriverTraffic, WorkerGroup
 from braidrl.runtimes.hybrid.handles import Answer, Future
-from braidrl.runtimes.hybrid.pool_worker import RunOrder, actor_name, hybrid_pools, method_class, sign_of
-from braidrl.runtimes.hybrid.worker import HybridWorker
+from braidrl.runtimes.hybrid.pool_worker import RunOrder, hybrid_pools, method_class, sign_of
 from braidrl.runtimes.prepare.setup import Prepared
 
 
@@ -49,44 +48,122 @@ def start_hybrid_backend(
         groups = start_groups(cluster, pools)
         first = next(iter(prepared.generating), None)
         home = next((group for group in groups if first in group.pool.generating), groups[0])
-        order = groups[0].common(RunOrder.of(config, train, folder, cluster.family))
-        joined = together(
-            [(group, group.call("join_run", group.numbers, [order] * group.mesh.size)) for group in groups]
+        workers = RunWorkers(groups, home, prepared, RunOrder.of(config, train, folder, cluster.family))
+        counts = workers.begin(groups)
+        for _, report in counts:
+            progress.print(report)
+        weights = [source.weight for source in config.data.train]
+        admissions = (
+            Admissions([kept for kept, _ in counts], weights, config.seed, config.data.shuffle) if counts else None
         )
-        if any(answer.result != sign_of(prepared.stages) for answers in joined for answer in answers):
-            raise UserError(
-                "workers make other stages of this configuration than the driver, whose device is another; write dtype=float32 or "
-                "dtype=bfloat16 in place of auto"
-            )
-        for group in groups:
-            group.stages = prepared.stages
-        form_process_groups(groups, prepared)
-        admissions = read_data(home, config, progress) if train or config.data.evaluation_sources else None
-        load_models(groups, prepared)
-        for group in groups:
-            group.limit_s = config.cluster.wait_limit_s
         flow = prepared.flow if train else prepared.evaluation
         executor = StageExecutor(config, flow, (), prepared.tokenizer, None, progress)
         roles = {role: group for group in groups for role in group.pool.roles}
         trace = TraceWriter(folder, "controller") if folder else None
         if trace is not None:
             resources.callback(trace.close)
-        return HybridBackend(admissions, roles, home, executor, resources.pop_all(), trace)
+        return HybridBackend(admissions, roles, home, executor, resources.pop_all(), workers.replace_lost, trace)
 
 
 def start_groups(cluster: RayCluster, pools: Sequence[Pool]) -> list[WorkerGroup]:
     """Start an actor for each rank of each pool. They know each other by name, and nothing of the run yet."""
-    groups, traffic, number = [], DriverTraffic(), 0
-    for pool, reserved in zip(pools, cluster.reserve(pools), strict=True):
-        actors = [
-            cluster.start(HybridWorker, place, name=actor_name(cluster.family, number + rank))
-            for rank, place in enumerate(reserved)
-        ]
-        limit_s = cluster.config.start_limit_s
-        groups.append(WorkerGroup(pool, actors, number, cluster, limit_s, traffic, cluster.names))
-        cluster.names |= {actor._actor_id.hex(): f"{pool.name} rank {rank}" for rank, actor in enumerate(actors)}
-        number += len(actors)
+    groups, traffic, number = list[WorkerGroup](), DriverTraffic(), 0
+    for pool, places in zip(pools, cluster.reserve(pools), strict=True):
+        group = WorkerGroup(pool, places, number, cluster, cluster.config.start_limit_s, traffic, cluster.names)
+        group.start()
+        groups.append(group)
+        number += len(places)
     return groups
+
+
+@dataclass(frozen=True)
+class RunWorkers:
+    """The worker groups of a run, from their actors to loaded models: all of them at first, and those again that were lost."""
+
+    groups: Sequence[WorkerGroup]
+    home: WorkerGroup
+    """Reads the data."""
+    prepared: Prepared
+    order: RunOrder
+
+    def begin(self, fresh: Sequence[WorkerGroup]) -> list[tuple[int, str]]:
+        """Let groups join the run, form process groups, read the data and load their models.
+
+        Args:
+            fresh: Groups whose actors have just started; the others have been in the run before.
+
+        Returns:
+            Of each source how many prompts are kept, and what is to be said of it; nothing where `home` is not among them, or reads none.
+
+        Raises:
+            UserError: A worker refuses the configuration or the data.
+            WorkerError: One fails, or says nothing for too long.
+        """
+        config = self.prepared.config
+        for group in fresh:
+            group.limit_s = config.cluster.start_limit_s
+        self._join(fresh)
+        form_process_groups(fresh, self.prepared)
+        reads = self.home in fresh and (self.order.train or config.data.evaluation_sources)
+        counts = self.home.wait(self.home.call("read_data"))[0].result if reads else []
+        self._load_models(fresh)
+        for group in fresh:
+            group.limit_s = config.cluster.wait_limit_s
+        return counts
+
+    def replace_lost(self) -> None:
+        """Start the groups again that have lost a worker, and those that do not come to rest; have the others forget all rows.
+
+        A rank of the others may wait in a meeting for one that has failed. They have `cluster.silence_s` to end what they do.
+
+        Raises:
+            WorkerError: That did not succeed.
+        """
+        cluster = self.home.cluster
+        cluster.look()
+        lost = set(map(id, cluster.lost_among([actor for group in self.groups for actor in group.actors])))
+        fresh = [group for group in self.groups if lost & set(map(id, group.actors))]
+        for group in fresh:
+            group.end()
+        others = [group for group in self.groups if group not in fresh]
+        for group, futures in [(group, group.call("forget_rows")) for group in others]:
+            group.limit_s = cluster.config.silence_s
+            try:
+                group.wait(futures)
+            except WorkerError:
+                group.end()
+                fresh.append(group)
+            group.limit_s = cluster.config.wait_limit_s
+        for group in fresh:
+            group.start()
+        if fresh:
+            self.begin(fresh)
+
+    def _join(self, fresh: Sequence[WorkerGroup]) -> None:
+        """Let each worker find out what it is in the run. Raises UserError where it makes other stages of the configuration."""
+        order = fresh[0].common(self.order)
+        joined = together(
+            [(group, group.call("join_run", group.numbers, [order] * group.mesh.size)) for group in fresh]
+        )
+        if any(answer.result != sign_of(self.prepared.stages) for answers in joined for answer in answers):
+            raise UserError(
+                "workers make other stages of this configuration than the driver, whose device is another; write dtype=float32 or "
+                "dtype=bfloat16 in place of auto"
+            )
+        for group in fresh:
+            group.stages = self.prepared.stages
+
+    def _load_models(self, fresh: Sequence[WorkerGroup]) -> None:
+        """Let ranks load their models, and plan the way of weights between pools."""
+        loaded = together([(group, group.call("load_models")) for group in fresh])
+        for group, answers in zip(fresh, loaded, strict=True):
+            told = [answer.result for answer in answers]
+            group.processes = [process if node == group.cluster.own_node else None for process, node in told]
+        for role in self.prepared.generating:
+            trains = next((group for group in self.groups if role in group.pool.models), None)
+            generates = next(group for group in self.groups if role in group.pool.generating)
+            if trains is not None and trains is not generates and (trains in fresh or generates in fresh):
+                exchange_weights(trains, generates, role)
 
 
 def together(begun: Sequence[tuple[WorkerGroup, Sequence[Future]]]) -> list[list[Answer]]:
@@ -107,28 +184,8 @@ def form_process_groups(groups: Sequence[WorkerGroup], prepared: Prepared) -> No
     together(begun)
 
 
-def read_data(home: WorkerGroup, config: Config, progress: Progress) -> Admissions | None:
-    """Let a group read the run's data; return which prompts come next, by their numbers, or None where nothing is trained."""
-    counts = home.wait(home.call("read_data"))[0].result
-    for _, report in counts:
-        progress.print(report)
-    weights = [source.weight for source in config.data.train]
-    return Admissions([kept for kept, _ in counts], weights, config.seed, config.data.shuffle) if counts else None
-
-
-def load_models(groups: Sequence[WorkerGroup], prepared: Prepared) -> None:
-    """Let the ranks of each pool load their models."""
-    together([(group, group.call("load_models")) for group in groups])
-    for role in prepared.generating:
-        exchange_weights(groups, role)
-
-
-def exchange_weights(groups: Sequence[WorkerGroup], role: str) -> None:
+def exchange_weights(trains: WorkerGroup, generates: WorkerGroup, role: str) -> None:
     """Let the ranks that train a role and those of another pool that generate for it plan the way of its weights."""
-    trains = next((group for group in groups if role in group.pool.models), None)
-    generates = next(group for group in groups if role in group.pool.generating)
-    if trains is None or trains is generates:
-        return
     (answer,) = trains.wait([trains.call("rendezvous")])
     size = trains.mesh.size + generates.mesh.size
     sides = ((trains, 0), (generates, trains.mesh.size))

@@ -89,10 +89,10 @@ class PlayedWorker(HybridWorker):
         return [(len(source), source.report()) for source in self.prepared.sources] if self.spec.rank == 0 else []
 
     @register(protocol="ONE_TO_ALL")
-    def load_models(self) -> int:
+    def load_models(self) -> tuple[int, str]:
         self.flow, self.rows = self.prepared.flow, self.prepared.store()
         self.executor: Any = PlayedExecutor(self.spec.number)
-        return 0
+        return 0, ""
 
     @register(protocol="ONE_TO_ALL")
     def join_process_group(self, meeting: Any) -> None: ...
