@@ -90,7 +90,8 @@ class TrainerConfig(Section):
     max_restarts: int = Field(0, ge=0)
     """How often a run starts again by itself from its newest whole checkpoint, when a process is lost that it cannot go on without: a
     rank, a trainer, a worker of hybrid. Under streaming only those that train are started again, and rows in the queue stay where that
-    checkpoint is of the last published version. What fails with an error of its own is not tried again."""
+    checkpoint is of the last published version; under hybrid only the worker's pool. What fails with an error of its own is not tried
+    again."""
     deterministic: bool = False
     """Only deterministic kernels, so that a resumed run repeats the uninterrupted one to the bit."""
     surplus: Literal["drop", "keep"] = "drop"
