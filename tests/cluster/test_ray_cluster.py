@@ -38,8 +38,8 @@ def test_without_ray_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch
 def test_each_pool_has_devices_of_its_own_which_it_gives_back(ray_cluster: None) -> None:
     import ray
 
-    free = ray.available_resources()["CPU"]
     cluster = RayCluster(ClusterConfig(start_limit_s=60), "cpu")
+    free = settled(lambda: ray.available_resources().get("CPU"))
     assert not cluster.started, "the cluster that is there was not used"
     pools = [Pool(("actor",), 2), Pool(("critic",), 1)]
     seats = cluster.reserve(pools)
@@ -111,6 +111,16 @@ def eventually(what: Callable[[], bool]) -> bool:
     while not what() and time.monotonic() < deadline:
         time.sleep(0.1)
     return what()
+
+
+def settled(what: Callable[[], float | None], seconds: float = 1.0) -> float | None:
+    """Return a value once it has stayed the same for a while: Ray gives devices of ended actors back a moment later."""
+    value, since = what(), time.monotonic()
+    while time.monotonic() - since < seconds:
+        time.sleep(0.1)
+        if (now := what()) != value:
+            value, since = now, time.monotonic()
+    return value
 
 
 def start(workshop: Workshop, workers: int, steps: int = 10_000) -> subprocess.Popen[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from typing import Any
 
@@ -12,8 +11,6 @@ import psutil
 import pytest
 
 from braidrl.cluster.silence import descendants, name_of
-from braidrl.runtimes.hybrid.backend import HybridBackend
-from braidrl.runtimes.run import TrainingRun
 from tests.runtimes.streaming.test_on_ray import RayNodes
 from tests.tiny import Workshop, braid, metrics_agree, wait_for_steps
 
@@ -59,51 +56,6 @@ def test_a_lost_process_costs_no_word_of_the_user(workshop: Workshop, case: str)
     assert metrics_agree(folder, quiet)
     # Before the first checkpoint there is nothing for the others to go on with; ranks without a driver all work together.
     assert said.count("the others go on") == {"streaming": 1, "distributed": 0, "hybrid": 1}[case]
-
-
-APART = [{"roles": ["actor"], "workers": 2}, {"roles": ["reference"], "workers": 1}]
-SAMPLING = [{"roles": ["actor", "reference"], "workers": 2}, {"roles": ["actor.generate"], "workers": 2}]
-
-
-@pytest.mark.parametrize(
-    ("pools", "victim", "sent"),
-    [
-        (APART, "actor", signal.SIGKILL),
-        pytest.param(APART, "actor", signal.SIGSTOP, marks=pytest.mark.soak),
-        pytest.param(APART, "reference", signal.SIGKILL, marks=pytest.mark.soak),
-        pytest.param(SAMPLING, "actor", signal.SIGKILL, marks=pytest.mark.soak),
-        pytest.param(SAMPLING, "actor.generate", signal.SIGKILL, marks=pytest.mark.soak),
-    ],
-)
-def test_only_the_pool_that_lost_a_worker_starts_again(
-    workshop: Workshop, ray_cluster: None, pools: list[dict[str, Any]], victim: str, sent: signal.Signals,
-) -> None:  # fmt: skip
-    trainer = {"steps": 8, "checkpoint_every": 2, "deterministic": True}
-    sections: dict[str, Any] = {"trackers": [], "dtype": "float64"}
-    quiet = workshop.run("quiet-pools", **sections, trainer=trainer)
-    sections |= {"runtime": "hybrid", "placement": {"pools": pools}, "cluster": {"silence_s": 10.0}}
-    config = workshop.config("pools", **sections, trainer={**trainer, "max_restarts": 1})
-    with TrainingRun(config) as run:
-        assert isinstance(run.backend, HybridBackend)
-        groups = run.backend.groups
-        before = {role: list(group.processes) for role, group in groups.items()}
-
-        def strike() -> None:
-            while run.step < 5:
-                time.sleep(0.01)
-            process = groups[victim].processes[0]
-            assert process is not None
-            os.kill(process, sent)
-
-        thread = threading.Thread(target=strike)
-        thread.start()
-        run.train()
-        thread.join()
-        assert run.restarts == 1
-        again = {role for role, group in groups.items() if not set(before[role]) & set(group.processes)}
-        assert again == {role for role in groups if groups[role] is groups[victim]}
-        assert all(before[role] == group.processes for role, group in groups.items() if role not in again)
-    assert metrics_agree(run.folder, quiet)
 
 
 @pytest.mark.soak
