@@ -20,7 +20,7 @@ from braidrl.config import Config
 from braidrl.data.codec import payload_forbidden
 from braidrl.data.loader import Admissions
 from braidrl.data.rows import Rows
-from braidrl.errors import UserError, WorkerError
+from braidrl.errors import UserError, WorkerError, first_line
 from braidrl.flow import Kind, Stage
 from braidrl.flow.compute import dropped
 from braidrl.flow.flow import is_optimized
@@ -154,8 +154,9 @@ class HybridBackend(StageDispatch):
         self.training = []
         try:
             self.replace_lost()
-        except WorkerError:
+        except WorkerError as error:
             # Whoever asked says what was lost first, and starts all of the run again.
+            self.executor.progress.print(f"what was lost could not be replaced alone: {first_line(error)}")
             return False
         return True
 
