@@ -212,10 +212,16 @@ class RayCluster:
         dead = [reference for reference in answered if self._failed(reference)]
         return [*mute, *(asked[reference] for reference in (*dead, *silent))]
 
+    def ended(self, limit_s: float) -> list[Any]:
+        """Return the actors that are gone; one that does not answer within `limit_s` seconds may only be busy."""
+        asked = {actor.__ray_ready__.options(concurrency_group=BEATS).remote(): actor for actor in self.actors}
+        answered = self.ray.wait(list(asked), num_returns=len(asked), timeout=limit_s)[0] if asked else []
+        return [asked[reference] for reference in answered if self._failed(reference)]
+
     def _failed(self, reference: Any) -> bool:
         try:
             self.ray.get(reference)
-        except self.ray.exceptions.RayActorError:
+        except self.ray.exceptions.RayError:  # of one that Ray has ended for its memory no RayActorError
             return True
         return False
 

@@ -297,6 +297,11 @@ class StageExecutor:
         changed = [self.workers[role] for role in self.flow.changed_roles if role in self.workers]
         return changed if write else [worker for worker in changed if worker.ranks.is_sharded]
 
+    def forget(self) -> None:
+        """Forget what was begun on rows that are given up, and what methods of the user's have kept: a checkpoint is loaded next."""
+        self.generation.checks.forget()
+        self.methods.clear()
+
     def close(self) -> None:
         """End the processes of engines and checks."""
         self.generation.close()

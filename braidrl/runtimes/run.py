@@ -178,15 +178,23 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             self.progress.print(
                 f"{error}; it starts again by itself, the others go on ({self.restarts} of trainer.max_restarts={most})"
             )
-            if restart is Restart.WITH_ROWS:
-                self.backend.load(folder, state.version)
-                return
-            with suppress(UserError, WorkerError):  # what was being written of a later step
-                self.checkpoints.wait()
-            self._restore((folder, state))
-            if self.metrics:
-                self.metrics.close()
-                self.metrics = self._open_metrics(self.step)
+            try:
+                self._go_back(restart, (folder, state))
+            except LostProcess as another:
+                self._bring_back(another)
+
+    def _go_back(self, restart: Restart, checkpoint: tuple[Path, RunState]) -> None:
+        """Go on where a checkpoint is, with processes of which some were replaced."""
+        folder, state = checkpoint
+        if restart is Restart.WITH_ROWS:
+            self.backend.load(folder, state.version)
+            return
+        with suppress(UserError, WorkerError):  # what was being written of a later step
+            self.checkpoints.wait()
+        self._restore(checkpoint)
+        if self.metrics:
+            self.metrics.close()
+            self.metrics = self._open_metrics(self.step)
 
     def _report(self) -> None:
         if self.metrics:

@@ -74,6 +74,10 @@ class Checks:
             self.shown.add(kind)
             self.progress.print(f"{failure.words}; its row counts as wrong")
 
+    def forget(self) -> None:
+        """Give up the checks under way: their rows are drawn again, perhaps with other answers."""
+        self.pending.clear()
+
     def close(self) -> None:
         """End the reward processes."""
         if self.rewards is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from braidrl.cluster.ray_cluster import RayCluster, Reservation
 from braidrl.data.rows import named_rows
@@ -185,8 +185,10 @@ class WorkerGroup:
                 future = waiting.pop(ref)
                 try:
                     packed = self._result(future)
-                except WorkerFailure:
+                except WorkerFailure as failure:
                     self._raise_deaths(list(waiting.values()))
+                    if not isinstance(failure, WorkerDied):
+                        self._raise_deaths_elsewhere()
                     raise
                 self.traffic.received += len(packed)
                 answers[ref] = unpack(packed)
@@ -205,8 +207,8 @@ class WorkerGroup:
                 raise (BadUpdate if isinstance(cause, BadUpdate) else UserError)(str(cause)) from None
             story = str(cause) if isinstance(cause, StageFailure) else f"{future.who} failed in {future.what}:\n{error}"
             raise WorkerFailure(story) from None
-        except RayActorError as error:
-            who = self.names.get(str(error.actor_id), future.who)
+        except (RayActorError, OutOfMemoryError) as error:
+            who = self.names.get(str(getattr(error, "actor_id", "")), future.who)
             raise WorkerDied(
                 f"{who} died in {future.what}{named_rows(future.part.uids())}: {' '.join(str(error).split())}"
             ) from None
@@ -218,8 +220,14 @@ class WorkerGroup:
         """Raise WorkerFailure for a worker that died: those that were waiting for it fail too, and it is the one to be named."""
         ready, _ = ray.wait([f.ref for f in others], num_returns=len(others), timeout=DEATH_S) if others else ([], [])
         for future in others:
-            if future.ref in ready and isinstance(self._error(future), RayActorError):
+            if future.ref in ready and isinstance(self._error(future), (RayActorError, OutOfMemoryError)):
                 self._result(future)
+
+    def _raise_deaths_elsewhere(self) -> None:
+        """Raise WorkerDied where workers of any pool died whose rows or weights these have waited for."""
+        if gone := self.cluster.ended(DEATH_S):
+            names = ", ".join(self.names.get(actor._actor_id.hex(), "an actor") for actor in gone)
+            raise WorkerDied(f"{names} died; others were waiting for it")
 
     @staticmethod
     def _error(future: Future) -> RayError | None:

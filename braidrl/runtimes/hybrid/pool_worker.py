@@ -140,6 +140,8 @@ class PoolWorker:
         self.beside: World | None = None
         self.stages: tuple[Stage, ...] = ()
         self.peers: dict[int, Any] = {}
+        self.exchanges: dict[str, dist.ProcessGroup] = {}
+        """Between the pools that train a role and generate for it, by role."""
         self.writing = BackgroundWriter()
 
     @property
@@ -157,7 +159,7 @@ class PoolWorker:
         """End the processes that check answers, and forget rows, files and ranks."""
         self.resources.close()
         self.trace = None
-        self.kept, self.peers = {}, {}
+        self.kept, self.peers, self.exchanges = {}, {}, {}
         self.world, self.notices, self.meeting, self.spec = World(), None, None, NOBODY
         self.store = self.beside = None
 
@@ -165,6 +167,7 @@ class PoolWorker:
     def forget_rows(self) -> None:
         """Forget all rows, workers that may have been replaced, and the checkpoint that is being written, once it is."""
         self.kept, self.peers = {}, {}
+        self.executor.forget()
         self.writing.trouble()
 
     @register(protocol="ALL_TO_ALL")
@@ -270,7 +273,11 @@ class PoolWorker:
         store: dist.Store = connect_store(host, port, self.spec.limit_s)
         store, rank, device = dist.PrefixStore(secret, store), first + self.spec.rank, self.executor.device.type
         check_devices_alike(role, store, rank, device)
+        if role in self.exchanges:
+            # Ranks of it have ended: nobody must wait for them any more.
+            self.exchanges.pop(role).abort()
         group = group_between(store, rank, size, self.spec.limit_s, device == "cuda", address_towards(host))
+        self.exchanges[role] = group
         self.executor.exchange_weights(role, DataParallel(group))
 
     @register(protocol="ONE_TO_ALL")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 
 from braidrl.errors import UserError
 from braidrl.flow import Flow, data
 from braidrl.flow.roles import Role
+from braidrl.observe.metrics import Sums
 from braidrl.runtimes.hybrid.backend import HybridBackend
-from braidrl.runtimes.hybrid.group import WorkerFailure
-from tests.runtimes.hybrid.backends import hybrid_crew, rehearse, release
+from braidrl.runtimes.hybrid.group import WorkerDied, WorkerFailure
+from tests.runtimes.hybrid.backends import hybrid_crew, rehearse, release, told
 from tests.runtimes.hybrid.test_backend import all_stages, given
 from tests.runtimes.hybrid.warm import WarmCluster
 from tests.tiny import Workshop
@@ -42,6 +46,20 @@ def test_a_worker_that_dies_is_named(workshop: Workshop, warm_cluster: WarmClust
     with hybrid_crew(config, warm_cluster, CHAIN) as backend:
         text = failure(backend, first__log_probs=("die", 0.0))
     assert text.startswith("first rank 0 died in first.log_probs on 4 rows (source, group, sample): (0, 0, 0)")
+
+
+def test_a_worker_is_lost_also_where_only_another_pool_asks_for_its_rows(
+    workshop: Workshop, warm_cluster: WarmCluster
+) -> None:
+    config = workshop.config(**given(workshop, 16), placement="standalone")
+    with hybrid_crew(config, warm_cluster, CHAIN) as backend:
+        rows = all_stages(backend, Flow("first", CHAIN.stages[:-1]), 4)
+        backend.index(rows)
+        # It is idle when it ends.
+        os.kill(told(backend, "process")[0][0], signal.SIGKILL)
+        asked = backend.run(CHAIN.stages[-1], rows, 1, Sums())
+        with pytest.raises(WorkerDied, match="first rank 0 died; others were waiting for it"):
+            backend.index(asked)
 
 
 def test_a_worker_that_is_silent_for_too_long_is_named(workshop: Workshop, warm_cluster: WarmCluster) -> None:
