@@ -54,6 +54,10 @@ def from_gguf(file: Path, key: str) -> Path:
 def write_from_gguf(file: Path, target: Path) -> None:
     """Write a Hugging Face directory from a GGUF file: weights in float32, tokenizer, chat template.
 
+    Args:
+        file: The GGUF file.
+        target: The directory, which is made.
+
     Raises:
         UserError: The file cannot be read, or the package that reads it is not installed.
     """
