@@ -67,7 +67,8 @@ def test_killed_during_step_7_and_resumed(evaluated: Workshop, kind: str) -> Non
     wait_for_steps(killed, 7, process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    assert max(line["step"] for line in read_metrics(killed)) == 6
+    # A busy machine may get a step further before it is seen; the checkpoint after step 5 is that of step 10.
+    assert 6 <= max(line["step"] for line in read_metrics(killed)) < 10
     checkpoint = latest_checkpoint(killed)
     assert checkpoint is not None and checkpoint.name == "step-5"
     if kind == "refills":
