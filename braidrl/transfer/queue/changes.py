@@ -4,7 +4,7 @@ unit ──note──▶ log: change, change, ... ──after(what a controller 
                 └── is_heard(block)? then whoever put it is answered; left rows' blocks are free
 """
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,8 +13,8 @@ from braidrl.transfer.queue.table import Block, Row, StoredPart, row_name
 
 CLOSED = 4096
 """How many leases that are done are remembered, for clients that ask again."""
-GONE = 65_536
-"""How many freed blocks are remembered."""
+GONE = 16_384
+"""How many blocks whose rows have left are remembered, for clients that repeat a put."""
 
 
 class ChangeLog:
@@ -28,7 +28,8 @@ class ChangeLog:
         self._changes: deque[dict[str, Any]] = deque()
         self._noted: dict[str, int] = {}
         self._leaving: deque[tuple[int, list[Block]]] = deque()
-        self._gone: OrderedDict[str, None] = OrderedDict()
+        self.gone: dict[str, None] = {}
+        """The names of the last blocks whose rows have left, of earlier lives too: a put that is repeated does not bring its rows back."""
 
     def note(self, change: dict[str, Any], name: str = "", leaving: Sequence[Block] = ()) -> None:
         """Add a change.
@@ -66,16 +67,14 @@ class ChangeLog:
         return all(self._noted.get(name, 0) <= least for name in names)
 
     def knows(self, block: str) -> bool:
-        """Return whether a block was noted, also if it is gone: a put that is repeated does not bring its rows back."""
-        return block in self._noted or block in self._gone
+        """Return whether a block was noted, also if it is gone."""
+        return block in self._noted or block in self.gone
 
     def forget(self, blocks: Iterable[Block]) -> None:
         """Note that blocks are gone."""
         for block in blocks:
             self._noted.pop(block.name, None)
-            self._gone[block.name] = None
-            if len(self._gone) > GONE:
-                self._gone.popitem(last=False)
+            remember(self.gone, block.name, GONE)
 
     @property
     def is_over(self) -> bool:
@@ -99,11 +98,11 @@ def born(table: Any, rows: Sequence[Row], groups: Sequence[Any], lengths: Sequen
     return {"kind": "born", "rows": rows, "table": table, "groups": groups, "lengths": lengths}
 
 
-def close(closed: dict[int, None], number: int) -> None:
-    """Remember a lease that is done, and no more than CLOSED of them."""
-    closed[number] = None
-    if len(closed) > CLOSED:
-        del closed[next(iter(closed))]
+def remember(known: dict[Any, None], one: Any, most: int) -> None:
+    """Add one to what is known; the oldest is forgotten where there are more than so many."""
+    known[one] = None
+    if len(known) > most:
+        del known[next(iter(known))]
 
 
 def part_of(message: Mapping[str, Any]) -> StoredPart:

@@ -17,7 +17,7 @@ from typing import Any
 
 from braidrl.data.frames import Frame
 from braidrl.transfer.queue.calls import Server
-from braidrl.transfer.queue.changes import close
+from braidrl.transfer.queue.changes import CLOSED, GONE, remember
 from braidrl.transfer.queue.requests import Answer, Holder, QueueController, Wait
 from braidrl.transfer.queue.samplers import Sampler
 from braidrl.transfer.queue.table import Block, Row, home, row_name
@@ -41,6 +41,8 @@ class Unit:
     parts: list[Mapping[str, Any]] = field(default_factory=list)
     freed: list[Block] = field(default_factory=list)
     """Blocks that have left by what was heard last, which the unit may not know yet."""
+    gone: dict[str, None] = field(default_factory=dict)
+    """The names of the last blocks that have left, which the unit must know when it is started again."""
     telling: tuple[int, ...] | None = None
     """Leases of which it is being told."""
 
@@ -182,7 +184,7 @@ class TaskController(QueueController):
         """Give a client back the lease that it says it holds, unless it is done or its rows are another's by now."""
         known = [row for row in rows if row in self.tasks.rows]
         if number in self.unit_closed or (known and all(self.rows.done_by.get(row) == number for row in known)):
-            close(self.closed, number)
+            remember(self.closed, number, CLOSED)
         elif number not in self.tasks.leases.held and rows and self.rows.are_free(rows):
             self.tasks.lease(self.name, rows, holder, self.clock(), self.lease_s, number)
 
@@ -210,8 +212,10 @@ class TaskController(QueueController):
                 unit.finished = answer["finished"]
             for change in answer["changes"]:
                 self._note(number, change)
+            for name in answer.get("gone", ()):
+                remember(unit.gone, name, GONE)
             for lease in answer.get("closed", ()):
-                close(self.unit_closed, lease)
+                remember(self.unit_closed, lease, CLOSED)
             for lease, row in answer.get("done", ()):
                 self.rows.learn_done(row_name(row), lease)
             self.server.wake(HEARD)
@@ -224,7 +228,10 @@ class TaskController(QueueController):
         elif kind == "born":
             self.rows.bear(number, [row_name(row) for row in change["rows"]], change)
         elif kind == "left":
-            unit.freed += self.rows.leave([row_name(row) for row in change["rows"]])
+            freed = self.rows.leave([row_name(row) for row in change["rows"]])
+            unit.freed += freed
+            for block in freed:
+                remember(unit.gone, block.name, GONE)
         elif kind == "lost":
             rows = [row for row in map(row_name, change["rows"]) if row in self.tasks.rows]
             self.rows.lose(rows, change["columns"], change["by"])
@@ -255,7 +262,7 @@ class TaskController(QueueController):
             raise RuntimeError(f"{self.units[number].address}: {answer['error']}")
         for lease in self.units[number].telling or ():
             del self.closing[lease]
-            close(self.closed, lease)
+            remember(self.closed, lease, CLOSED)
             self.server.wake(("closed", lease))
         self.units[number].telling = None
         self._tell(number)
@@ -270,5 +277,5 @@ class TaskController(QueueController):
             "request": "hold", "task": self.name, "changes": changes,
             "done": [[lease, row] for lease, row in done if lease not in self.closing], "finished": unit.finished,
             "life": unit.life, "heard": unit.heard, "closed": [*self.unit_closed, *self.closed],
-            "closing": closing, "freed": unit.freed,
+            "closing": closing, "freed": unit.freed, "gone": list(unit.gone),
         }  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any
 
 from braidrl.data.frames import Frame
 from braidrl.transfer.queue.calls import Server
-from braidrl.transfer.queue.changes import ChangeLog, born, close, grouped_rows, part_of, written
+from braidrl.transfer.queue.changes import CLOSED, GONE, ChangeLog, born, grouped_rows, part_of, remember, written
 from braidrl.transfer.queue.requests import Answer, Wait, handler_of
 from braidrl.transfer.queue.storage import DataPlane
 from braidrl.transfer.queue.table import Block, Row, StoredPart, Table, row_name
@@ -167,7 +167,7 @@ class StorageUnit:
             elif not part.rows and part.block is not None and not self._is_known(part):
                 self.data.free([part.block])
         for number, rows in request["done"]:
-            close(self.closed[task], number)
+            remember(self.closed[task], number, CLOSED)
             for row in map(row_name, rows):
                 if (state := self.rows.get(row)) is not None:
                     state.done[task] = number
@@ -267,7 +267,10 @@ class StorageUnit:
         ]
         changes += map(written, self._parts())
         closed = list(self.closed[task])
-        return {"all": True, "changes": changes, "done": done, "finished": self.finished, "closed": closed}
+        return {
+            "all": True, "changes": changes, "done": done, "finished": self.finished, "closed": closed,
+            "gone": list(self.log.gone),
+        }  # fmt: skip
 
     def _recover(self, held: Mapping[str, Mapping[str, Any]]) -> None:
         """Go on with what the controller knows that has heard most, and what each says that its task is done with.
@@ -290,7 +293,9 @@ class StorageUnit:
             # What was not confirmed and is not here any more was done.
             gone = [number for number, rows in told["closing"] if not self.rows.keys() & {*map(row_name, rows)}]
             for number in (*told["closed"], *gone):
-                close(self.closed[task], number)
+                remember(self.closed[task], number, CLOSED)
+            for name in told["gone"]:
+                remember(self.log.gone, name, GONE)
             parts = [part_of(change) for change in told["changes"] if change["kind"] == "written"]
             blocks = [part.block for part in parts if part.block and not self._is_known(part)]
             self.data.free([*blocks, *(Block(*block) for block in told["freed"])])

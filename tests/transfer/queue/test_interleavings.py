@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from braidrl.transfer.queue.samplers import SAMPLERS
@@ -19,6 +19,8 @@ HARMFUL_STEPS = 2_000
 @pytest.mark.parametrize("sampler", list(SAMPLERS))
 @settings(max_examples=10)
 @given(seed=st.integers(0, 1 << 30), units=st.integers(1, 2))
+# With shortest_first: rows left while the answer to their put was lost, the unit was killed again, and the put was repeated.
+@example(seed=37658, units=1)
 def test_whoever_is_killed_nothing_is_lost_or_done_twice_and_nothing_stands_still(
     sampler: str, seed: int, units: int
 ) -> None:
