@@ -4,6 +4,7 @@ reward-model    a reward model from preference pairs, then PPO with a critic and
 safe-rlhf       a task whose best answer breaks the cost limit
 algorithms      seven recipes from the same start, over three seeds
 ablation        GRPO, and DAPO's techniques added to it one after the other, over three seeds
+techniques      each of these techniques where its argument says that it must show, over three seeds
 runtimes        DAPO under every runtime, over three seeds
 staleness       DAPO with rows of a version before, in five ways, over three seeds
 
@@ -22,12 +23,14 @@ from study_recipes import ablation, algorithms
 from study_rewards import reward_model, safe_rlhf
 from study_runtimes import runtimes
 from study_staleness import staleness
+from study_techniques import techniques
 
 STUDIES: dict[str, Callable[[Study], Numbers]] = {
     "reward-model": reward_model,
     "safe-rlhf": safe_rlhf,
     "algorithms": algorithms,
     "ablation": ablation,
+    "techniques": techniques,
     "runtimes": runtimes,
     "staleness": staleness,
 }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,32 @@ RESPONSE_TOKENS = 40
 Tree = dict[str, Any]
 Numbers = dict[str, float]
 """What a study found, by name."""
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """Who writes the answers that a study's model first imitates."""
+
+    name: str
+    mistakes: float = 0.55
+    """The share of answers with a mistake."""
+    rambling: float = 0.0
+    """The share of answers that have their working several times over."""
+    rambling_mistakes: float | None = None
+    """The share of those with a mistake, where it is another one."""
+
+    def answers(self, pairs: Sequence[tuple[int, int]]) -> Iterator[dict[str, str]]:
+        """What the teacher writes for some sums."""
+        if self.rambling_mistakes is None:
+            return demonstrations(pairs, self.mistakes, START, self.rambling)
+        short = demonstrations(pairs, self.mistakes, START)
+        long = demonstrations(pairs, self.rambling_mistakes, START, rambling=1.0)
+        source = random.Random(START)
+        return (b if source.random() < self.rambling else a for a, b in zip(short, long, strict=True))
+
+
+CARELESS = Teacher("careless")
+RAMBLING = Teacher("rambling", rambling=0.4)
 
 
 class Study:
@@ -74,16 +102,15 @@ class Study:
         write_curves(self.pages / f"{name}.svg", title, curves, limit)
         return f"![{title}]({name}.svg)\n"
 
-    def warm_model(self, rambling: float = 0.0) -> Path:
-        """Data files, and the model that a study begins with: one that imitates a careless teacher, who may ramble too."""
-        teacher = "rambling" if rambling else "careless"
-        folder, examples = self.folder / f"{teacher}-model", self.folder / f"{teacher}.jsonl"
+    def warm_model(self, teacher: Teacher = CARELESS) -> Path:
+        """Data files, and the model that a study begins with: one that imitates a teacher."""
+        folder, examples = self.folder / f"{teacher.name}-model", self.folder / f"{teacher.name}.jsonl"
         if not examples.is_file():
-            self.write_data(examples, rambling)
+            self.write_data(examples, teacher)
         if folder.is_dir():
             return folder
         write_model(self.folder / "untrained", seed=START)
-        run = self.run(f"{teacher}-start", {
+        run = self.run(f"{teacher.name}-start", {
             "flow": "sft", "seed": START, "model": str(self.folder / "untrained"), "data": {"train": str(examples)},
             "rollout": {"samples_per_prompt": 1, "max_response_tokens": 2 * RESPONSE_TOKENS},
             "trainer": {"steps": 200, "prompts_per_step": 256, "learning_rate": 3e-3, "schedule": "linear",
@@ -92,18 +119,18 @@ class Study:
         export_model(run, folder)
         return folder
 
-    def write_data(self, examples: Path, rambling: float) -> None:
-        """Sums to train on, held-out ones, and a careless teacher's answers."""
+    def write_data(self, examples: Path, teacher: Teacher) -> None:
+        """Sums to train on, held-out ones, and a teacher's answers."""
         pairs = problems(HELD_OUT + TRAINED, DIGITS, seed=START)
         held_out, trained = pairs[:HELD_OUT], pairs[HELD_OUT:]
         write_jsonl(self.folder / "held_out.jsonl", questions(held_out))
         write_jsonl(self.folder / "train.jsonl", questions(trained))
-        write_jsonl(examples, demonstrations(trained, mistakes=0.55, seed=START, rambling=rambling))
+        write_jsonl(examples, teacher.answers(trained))
 
-    def policy(self, flow: str, algorithm: Tree, seed: int = 0, rambling: float = 0.0, **more: Any) -> Tree:
+    def policy(self, flow: str, algorithm: Tree, seed: int = 0, teacher: Teacher = CARELESS, **more: Any) -> Tree:
         """A run that improves the warm model on sums, evaluated on held-out ones."""
         tree: Tree = {
-            "flow": flow, "algorithm": algorithm, "seed": seed, "model": str(self.warm_model(rambling)),
+            "flow": flow, "algorithm": algorithm, "seed": seed, "model": str(self.warm_model(teacher)),
             "data": {"train": str(self.folder / "train.jsonl"), "eval": {"held_out": str(self.folder / "held_out.jsonl")}},
             "reward": {"verify": "gsm8k"},
             "rollout": {"samples_per_prompt": 8, "max_response_tokens": RESPONSE_TOKENS, "slots": 128},

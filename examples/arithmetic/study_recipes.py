@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import fmean, median
 
 from pages import Lines, Mean, curve, generated, mean_curve, seconds, table
-from study import RESPONSE_TOKENS, SCORE, STEPS, Numbers, Study, Tree, final_scores, over_seeds
+from study import RAMBLING, RESPONSE_TOKENS, SCORE, STEPS, Numbers, Study, Tree, final_scores, over_seeds
 
 RECIPES: dict[str, tuple[str, Tree]] = {
     "ReMax": ("remax", {"kl_coef": 0.0}),
@@ -61,7 +61,6 @@ def updated_twice(tree: Tree) -> Tree:
     return {**tree, "trainer": {**tree["trainer"], "rows_per_update": rows // 2}}
 
 
-RAMBLING = 0.4
 PLAIN: Tree = {
     "aggregate": "seq-mean-token-mean", "clip_high": 0.2, "overlong_cache": 0, "dynamic_sampling": False,
 }  # fmt: skip
@@ -94,10 +93,10 @@ def ablation(study: Study) -> Numbers:
     ]  # fmt: skip
     text = (
         "The model imitates a teacher who writes its working down several times in "
-        f"{RAMBLING:.0%} of its answers, so that some do not end within the limit of {RESPONSE_TOKENS} tokens. Each row adds a technique "
-        "to the one above it; four updates per step. Gains are paired by seed, and ± is half of a 95% interval of the mean (Student's t). "
-        "The last three columns say how many seeds came to plain GRPO's final accuracy with the same seed, and the median of what those "
-        "needed; responses are counted up to a batch's last group.\n\n"
+        f"{RAMBLING.rambling:.0%} of its answers, so that some do not end within the limit of {RESPONSE_TOKENS} tokens. Each row adds a "
+        "technique to the one above it; four updates per step. Gains are paired by seed, and ± is half of a 95% interval of the mean "
+        "(Student's t). The last three columns say how many seeds came to plain GRPO's final accuracy with the same seed, and the median "
+        "of what those needed; responses are counted up to a batch's last group.\n\n"
         + table(header, rows)
         + "\n"
         + study.curves("ablation", "Held-out avg@4, mean of the seeds", curves)

@@ -9,10 +9,12 @@ import pytest
 
 from tests.tiny import ARITHMETIC, load_module
 
+STUDIES = ("recipes", "rewards", "runtimes", "staleness", "techniques")
+
 
 @pytest.fixture(scope="module")
 def studies() -> ModuleType:
-    for name in ("task", "pages", "study", "study_recipes", "study_rewards", "study_runtimes", "study_staleness"):
+    for name in ("task", "pages", "study", *(f"study_{of}" for of in STUDIES)):
         load_module(ARITHMETIC / f"{name}.py")
     return load_module(ARITHMETIC / "studies.py")
 
@@ -39,6 +41,24 @@ def test_a_mean_over_seeds_has_students_interval(studies: ModuleType) -> None:
     # 2.776 standard errors for four degrees of freedom; the standard deviation of 1 to 5 is the root of 2.5.
     assert found.mean == 3 and found.half == pytest.approx(2.776 * (2.5 / 5) ** 0.5)
     assert found.text("+.1f") == "+3.0 ± 1.963" and pages.Mean.of([0.25]).text(".2f") == "0.25"
+
+
+def test_a_careful_teacher_makes_fewer_mistakes_where_it_rambles(studies: ModuleType) -> None:
+    teacher = load_module(ARITHMETIC / "study_techniques.py").CAREFUL
+    pairs = load_module(ARITHMETIC / "task.py").problems(2000, 2, seed=1)
+    wrong: dict[bool, list[bool]] = {False: [], True: []}
+    for example in teacher.answers(pairs):
+        working, answer = example["response"].split(" #### ")
+        wrong[len(working) > len("9+9+1=19 9+9+1=19")].append(answer != example["answer"])
+    # A mistake in a column need not change the answer, and one-digit sums are short also where they are repeated.
+    assert len(wrong[True]) == pytest.approx(1000, abs=120)
+    assert sum(wrong[True]) / len(wrong[True]) < 0.15 < 0.4 < sum(wrong[False]) / len(wrong[False])
+
+
+def test_a_technique_shows_only_the_way_that_its_argument_says(studies: ModuleType) -> None:
+    verdict, mean = load_module(ARITHMETIC / "study_techniques.py").verdict, load_module(ARITHMETIC / "pages.py").Mean
+    assert verdict(mean(0.2, 0.1), True) == verdict(mean(-0.2, 0.1), False) == "yes"
+    assert verdict(mean(-0.2, 0.1), True) == "the opposite" and verdict(mean(0.1, 0.2), True) == "no"
 
 
 def test_techniques_are_compared_seed_by_seed(studies: ModuleType) -> None:

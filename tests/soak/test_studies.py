@@ -13,10 +13,12 @@ from tests.tiny import ARITHMETIC, ROOT, load_module
 
 pytestmark = pytest.mark.soak
 
+STUDIES = ("recipes", "rewards", "runtimes", "staleness", "techniques")
+
 
 @pytest.fixture(scope="module")
 def studies() -> ModuleType:
-    for name in ("task", "pages", "study", "study_recipes", "study_rewards", "study_runtimes", "study_staleness"):
+    for name in ("task", "pages", "study", *(f"study_{of}" for of in STUDIES)):
         load_module(ARITHMETIC / f"{name}.py")
     return load_module(ARITHMETIC / "studies.py")
 
@@ -52,6 +54,12 @@ def test_the_ablation_has_a_row_for_each_technique(studies: ModuleType, study: A
     found = studies.ablation(study)
     assert list(found) == [name for name, _ in load_module(ARITHMETIC / "study_recipes.py").ADDED]
     assert max(found.values()) > 0.3
+
+
+def test_a_technique_shows_where_its_argument_applies(studies: ModuleType, study: Any) -> None:
+    found = studies.techniques(study)
+    settings = load_module(ARITHMETIC / "study_techniques.py").SETTINGS
+    assert all((found[setting.name] > 0) == setting.rises for setting in settings), found
 
 
 def test_the_example_learns_under_every_runtime(studies: ModuleType, study: Any) -> None:

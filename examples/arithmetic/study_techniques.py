@@ -1,0 +1,156 @@
+"""The study of single techniques: each in a setting where its own argument says that it must show, with it and without it.
+
+The ablation adds techniques one after the other on one task, where some have nothing to do. Here each has what it is for: right answers
+that get cut off, responses that ramble, and groups without a right answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import fmean
+
+from pages import Lines, Mean, curve, table
+from study import RAMBLING, SCORE, Numbers, Study, Teacher, Tree, over_seeds
+from study_recipes import PLAIN
+
+from braidrl.config import parse_config
+from braidrl.runtimes.evaluation import evaluate_model
+from braidrl.runtimes.saving.export import export_model
+
+STEPS = 30
+EARLY = 10
+"""Steps over which lengths are compared, while the responses are still long."""
+ROOM = 100
+"""Tokens of a response where nothing is cut off: the longest working of the teachers."""
+CAREFUL = Teacher("careful", rambling=0.5, rambling_mistakes=0.1)
+"""Makes fewer mistakes where it writes its working down several times."""
+
+Measure = Callable[[Study, str, Tree, Sequence[Lines]], list[float]]
+"""What a technique is about, for each seed: of a study, the runs' name, how they are configured, and their metrics."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A technique, why it must show here, and how that is measured."""
+
+    name: str
+    argument: str
+    teacher: Teacher
+    response_tokens: int
+    measured: str
+    measure: Measure
+    rises: bool
+    """Whether the technique is to raise what is measured, or to lower it."""
+    technique: Tree
+    without: Tree = field(default_factory=dict)
+
+
+def final_entropy(study: Study, name: str, tree: Tree, runs: Sequence[Lines]) -> list[float]:
+    """The entropy of the policy at the end, in nats for each token."""
+    return [lines[-1]["actor/entropy"] for lines in runs]
+
+
+def early(key: str, study: Study, name: str, tree: Tree, runs: Sequence[Lines]) -> list[float]:
+    """The mean of a metric over the first steps."""
+    return [fmean(value for step, value in curve(lines, key) if 1 <= step <= EARLY) for lines in runs]
+
+
+def score_with_room(study: Study, name: str, tree: Tree, runs: Sequence[Lines]) -> list[float]:
+    """The share of right held-out answers when no response is cut off."""
+    found = []
+    for seed in study.seeds:
+        run = study.folder / f"{name}-{seed}"
+        if not (model := run / "exported").is_dir():
+            export_model(run, model)
+        asked = {
+            **tree, "model": str(model), "seed": seed, "name": f"{name}-{seed}-room", "output": str(study.folder), "device": "cpu",
+            "rollout": {**tree["rollout"], "max_response_tokens": ROOM},
+        }  # fmt: skip
+        found.append(evaluate_model(parse_config(asked))[SCORE])
+    return found
+
+
+SETTINGS = (
+    Setting(
+        "Clip-Higher",
+        "the bound above keeps an unlikely token from becoming likely while the one below lets likely ones stay, so that entropy falls",
+        RAMBLING, 40, "entropy at the end", final_entropy, True, {"clip_high": 0.28},
+    ),
+    Setting(
+        "overlong filtering",
+        "a response that is cut off is counted as wrong whatever its working is worth: here longer working has fewer mistakes, and all "
+        "of it is cut off",
+        CAREFUL, 30, f"held-out avg@4 with {ROOM} tokens", score_with_room, True, {"overlong_filter": True},
+    ),
+    Setting(
+        "soft overlong punishment",
+        "where cut-off responses are left out nothing says that they are too long",
+        RAMBLING, 30, f"share cut off, steps 1 to {EARLY}", partial(early, "response/truncated_fraction"), False,
+        {"overlong_cache": 8}, {"overlong_filter": True},
+    ),
+    Setting(
+        "token-level loss",
+        "a mean over each response gives a token of a long one less weight than one of a short one, and rambling is long",
+        RAMBLING, ROOM, f"length, steps 1 to {EARLY}", partial(early, "response/length_mean"), False, {"aggregate": "token-mean"},
+    ),
+    Setting(
+        "dynamic sampling",
+        "a group whose responses are all right or all wrong has no gradient, and takes the place of one that has",
+        RAMBLING, 40, "held-out avg@4", lambda study, name, tree, runs: [curve(lines, SCORE)[-1][1] for lines in runs], True,
+        {"dynamic_sampling": True},
+    ),
+)  # fmt: skip
+
+
+def techniques(study: Study) -> Numbers:
+    """Each technique in its setting, with it and without it, over the seeds."""
+    rows, found = [], {}
+    for number, setting in enumerate(SETTINGS):
+        without, with_it = (
+            measured(study, setting, f"technique-{number}{way}", algorithm)
+            for way, algorithm in (
+                ("-without", {**PLAIN, **setting.without}),
+                ("", {**PLAIN, **setting.technique}),
+            )
+        )
+        change = Mean.of([after - before for before, after in zip(without, with_it, strict=True)])
+        rows.append([
+            setting.name, setting.argument, setting.measured, Mean.of(without).text(".3f"), Mean.of(with_it).text(".3f"),
+            change.text("+.3f"), verdict(change, setting.rises),
+        ])  # fmt: skip
+        found[setting.name] = change.mean
+    header = ["", "argument", "measured", "without", "with", "change", "shows"]
+    text = (
+        f"Every run has {STEPS} steps of 32 prompts with 8 responses and four updates. All without is plain GRPO, but for the "
+        "punishment's: that leaves cut-off responses out. Changes are paired by seed; ± is half of a 95% interval of the mean "
+        f"(Student's t) over {len(study.seeds)} seeds.\n\n" + table(header, rows)
+    )
+    study.page("techniques", "DAPO's techniques, each where its argument applies", text)
+    return found
+
+
+def measured(study: Study, setting: Setting, name: str, algorithm: Tree) -> list[float]:
+    """What a setting measures of each seed's run."""
+    tree = study.policy("dapo", algorithm, 0, setting.teacher, **sizes(setting))
+    runs = over_seeds(study, name, lambda seed: {**tree, "seed": seed})
+    return setting.measure(study, name, tree, runs)
+
+
+def sizes(setting: Setting) -> Tree:
+    """The parts of a run's configuration that belong to its setting."""
+    return {
+        "rollout": {"samples_per_prompt": 8, "max_response_tokens": setting.response_tokens, "slots": 128},
+        "trainer": {
+            "steps": STEPS, "prompts_per_step": 32, "rows_per_update": 64, "learning_rate": 2e-4, "checkpoint_every": 30,
+        },
+        "evaluation": {"every": STEPS, "samples": 4, "top_p": 1.0},
+    }  # fmt: skip
+
+
+def verdict(change: Mean, rises: bool) -> str:
+    """Whether a change is more than the seeds explain, and the one that the argument says."""
+    if abs(change.mean) <= change.half:
+        return "no"
+    return "yes" if (change.mean > 0) == rises else "the opposite"
