@@ -9,7 +9,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from braidrl.rollout.episodes.tools import ToolEnvironment
+from braidrl.rollout.episodes.environments import called
+from braidrl.rollout.episodes.tool_turns import ToolTurns
 from braidrl.rollout.episodes.turns import Observation
 from tests.rewards.attacks import ATTACKS, own_pipes
 
@@ -50,19 +51,21 @@ def attack(name: str, metadata: dict[str, Any]) -> float:
     return 0.5 + bool(name in ATTACKS and ATTACKS[name](metadata))
 
 
-class Tools(ToolEnvironment):
+LOOK = {
+    "name": "look", "description": "Look somewhere.",
+    "parameters": {"type": "object", "properties": {"at": {"type": "integer", "description": "Where."}}, "required": ["at"]},
+}  # fmt: skip
+
+
+class Tools(ToolTurns):
     """One tool, which attacks as the row's prompt says."""
 
     def __init__(self, **metadata: Any) -> None:
-        def look(at: int) -> str:
-            """Look somewhere.
+        super().__init__([{"type": "function", "function": LOOK}])
+        self.metadata = metadata
 
-            Args:
-                at: Where.
-            """
-            return f"found {attack(self.example['prompt'], metadata)}"
-
-        super().__init__([look])
+    async def call(self, name: str, arguments: dict[str, Any]) -> str:
+        return await called(lambda at: f"found {attack(self.example['prompt'], self.metadata)}", **arguments)
 
     def answered(self, text: str) -> Observation:
         return Observation(reward=0.5, done=True)

@@ -21,7 +21,7 @@ from typing import Any
 from braidrl.errors import UserError, suggest
 from braidrl.rewards.verifier import Verifier, resolve
 from braidrl.rewards.verifiers import Score
-from braidrl.rollout.episodes.tools import ToolTurns
+from braidrl.rollout.episodes.tool_turns import ToolTurns
 from braidrl.rollout.episodes.turns import Observation
 
 ADDRESSES = ("http://", "https://")
