@@ -46,6 +46,8 @@ PRINTED_BYTES = 4096
 LOOK_EVERY_S = 0.02
 IDLE_LOOK_S = 0.1
 """How often the code is looked at that nobody has asked for anything."""
+STRICT = "BRAID_STRICT_SANDBOX"
+"""A variable that is set where there is no network and no home directory."""
 PAGE_BYTES = resource.getpagesize()
 ENDING_S = 1.0
 NEW_MOUNTS = 0x00020000

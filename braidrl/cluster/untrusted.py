@@ -12,7 +12,7 @@ from pathlib import Path
 
 from braidrl.cluster.local import Spawned, spawn
 from braidrl.cluster.process import ProcessSpec
-from braidrl.cluster.sandbox import SandboxLimits
+from braidrl.cluster.sandbox import STRICT, SandboxLimits
 from braidrl.config.section import SandboxConfig
 from braidrl.errors import UserError
 
@@ -21,8 +21,6 @@ PASSED = (
     "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM",
 )  # fmt: skip
 """What untrusted code gets of the run's environment."""
-STRICT = "BRAID_STRICT_SANDBOX"
-"""A variable that is set where there is no network and no home directory."""
 PACKAGES = Path(__file__).parents[2]
 """Where this package lies, which an editable install may keep out of sys.path."""
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from braidrl.cluster.untrusted import STRICT
+from braidrl.cluster.sandbox import STRICT
 from braidrl.rewards.verifiers import Score
 
 BLOCK = re.compile(r"```[ \t]*([\w+-]*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)

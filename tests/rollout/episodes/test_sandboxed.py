@@ -196,9 +196,10 @@ def test_what_is_given_up_or_forgotten_ends_with_the_run() -> None:
         asyncio.run(give_up())
 
 
-def test_the_process_of_an_environment_is_light_and_its_example_is_the_rows() -> None:
-    names = "import sys; import braidrl.rollout.episodes.host; print('torch' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", names], capture_output=True, text=True, check=True)
+def test_the_process_of_an_environment_or_of_programs_is_light() -> None:
+    names = "braidrl.rollout.episodes.host, braidrl.rollout.episodes.tool_turns, braidrl.rewards.worker, braidrl.rewards.programs"
+    asked = f"import sys; import {names}; print('torch' in sys.modules or 'transformers' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"
 
 

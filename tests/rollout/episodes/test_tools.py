@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 
 from braidrl.rollout.episodes.tool_calls import ToolCall, parse_tool_calls
 from braidrl.rollout.episodes.tools import ToolEnvironment
 from braidrl.rollout.episodes.turns import Observation
 from tests.rollout.episodes.chat import make_chat_tokenizer, turn_template
 from tests.rollout.virtual_time import run_virtually
-from tests.tiny import ROOT
 
 
 async def wait(seconds: float) -> str:
@@ -108,10 +105,3 @@ def test_the_chat_template_tells_the_model_of_the_tools_and_frames_their_results
         "\n<|im_start|>user\n<tool_response>\n3.0\n</tool_response>\n<tool_response>\n4.5\n</tool_response><|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-
-
-def test_who_brings_schemas_along_loads_neither_torch_nor_transformers() -> None:
-    # The process of each environment over MCP begins with this.
-    asked = "import sys, braidrl.rollout.episodes.tool_turns; print({'torch', 'transformers'} & sys.modules.keys())"
-    said = subprocess.run([sys.executable, "-c", asked], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == "set()"
