@@ -1,7 +1,7 @@
 """The study of single techniques: each in a setting where its own argument says that it must show, with it and without it.
 
 The ablation adds techniques one after the other on one task, where some have nothing to do. Here each has what it is for: right answers
-that get cut off, responses that ramble, and groups without a right answer.
+that get cut off, and responses that ramble. Dynamic sampling shows in the ablation itself.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class Setting:
     """Whether the technique is to raise what is measured, or to lower it."""
     technique: Tree
     without: Tree = field(default_factory=dict)
+    trainer: Tree = field(default_factory=dict)
 
 
 def final_entropy(study: Study, name: str, tree: Tree, runs: Sequence[Lines]) -> list[float]:
@@ -55,6 +56,11 @@ def final_entropy(study: Study, name: str, tree: Tree, runs: Sequence[Lines]) ->
 def early(key: str, study: Study, name: str, tree: Tree, runs: Sequence[Lines]) -> list[float]:
     """The mean of a metric over the first steps."""
     return [fmean(value for step, value in curve(lines, key) if 1 <= step <= EARLY) for lines in runs]
+
+
+def over_all_steps(study: Study, name: str, tree: Tree, runs: Sequence[Lines]) -> list[float]:
+    """The share of responses that are cut off, the mean over all steps."""
+    return [fmean(value for step, value in curve(lines, "response/truncated_fraction") if step) for lines in runs]
 
 
 def score_with_room(study: Study, name: str, tree: Tree, runs: Sequence[Lines]) -> list[float]:
@@ -77,11 +83,16 @@ SETTINGS = (
         "Clip-Higher",
         "the bound above keeps an unlikely token from becoming likely while the one below lets likely ones stay, so that entropy falls",
         RAMBLING, 40, "entropy at the end", final_entropy, True, {"clip_high": 0.28},
+        trainer={"rows_per_update": 32, "learning_rate": 5e-4},
     ),
     Setting(
         "overlong filtering",
-        "a response that is cut off is counted as wrong whatever its working is worth: here longer working has fewer mistakes, and all "
-        "of it is cut off",
+        "a response that is cut off is counted as wrong whatever its working is worth: so long working is given up",
+        CAREFUL, 30, "share of long working, which is cut off, over all steps", over_all_steps, True, {"overlong_filter": True},
+    ),
+    Setting(
+        "overlong filtering",
+        "and the model loses what is in it: here longer working has fewer mistakes",
         CAREFUL, 30, f"held-out avg@4 with {ROOM} tokens", score_with_room, True, {"overlong_filter": True},
     ),
     Setting(
@@ -95,21 +106,16 @@ SETTINGS = (
         "a mean over each response gives a token of a long one less weight than one of a short one, and rambling is long",
         RAMBLING, ROOM, f"length, steps 1 to {EARLY}", partial(early, "response/length_mean"), False, {"aggregate": "token-mean"},
     ),
-    Setting(
-        "dynamic sampling",
-        "a group whose responses are all right or all wrong has no gradient, and takes the place of one that has",
-        RAMBLING, 40, "held-out avg@4", lambda study, name, tree, runs: [curve(lines, SCORE)[-1][1] for lines in runs], True,
-        {"dynamic_sampling": True},
-    ),
 )  # fmt: skip
 
 
 def techniques(study: Study) -> Numbers:
     """Each technique in its setting, with it and without it, over the seeds."""
     rows, found = [], {}
-    for number, setting in enumerate(SETTINGS):
+    for setting in SETTINGS:
+        runs = f"technique-{setting.name.replace(' ', '-')}".lower()
         without, with_it = (
-            measured(study, setting, f"technique-{number}{way}", algorithm)
+            measured(study, setting, f"{runs}{way}", algorithm)
             for way, algorithm in (
                 ("-without", {**PLAIN, **setting.without}),
                 ("", {**PLAIN, **setting.technique}),
@@ -120,10 +126,11 @@ def techniques(study: Study) -> Numbers:
             setting.name, setting.argument, setting.measured, Mean.of(without).text(".3f"), Mean.of(with_it).text(".3f"),
             change.text("+.3f"), verdict(change, setting.rises),
         ])  # fmt: skip
-        found[setting.name] = change.mean
+        found[f"{setting.name}: {setting.measured}"] = change.mean
     header = ["", "argument", "measured", "without", "with", "change", "shows"]
     text = (
-        f"Every run has {STEPS} steps of 32 prompts with 8 responses and four updates. All without is plain GRPO, but for the "
+        f"Every run has {STEPS} steps of 32 prompts with 8 responses and four updates, or Clip-Higher's eight, at a higher rate: with "
+        "four the bound was met by 2 of 1,000 tokens. All without is plain GRPO, but for the "
         "punishment's: that leaves cut-off responses out. Changes are paired by seed; ± is half of a 95% interval of the mean "
         f"(Student's t) over {len(study.seeds)} seeds.\n\n" + table(header, rows)
     )
@@ -144,6 +151,7 @@ def sizes(setting: Setting) -> Tree:
         "rollout": {"samples_per_prompt": 8, "max_response_tokens": setting.response_tokens, "slots": 128},
         "trainer": {
             "steps": STEPS, "prompts_per_step": 32, "rows_per_update": 64, "learning_rate": 2e-4, "checkpoint_every": 30,
+            **setting.trainer,
         },
         "evaluation": {"every": STEPS, "samples": 4, "top_p": 1.0},
     }  # fmt: skip
