@@ -8,7 +8,6 @@ SETTINGS.json is what `benchmarks.learning` writes: model, data, sizes, learning
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from pathlib import Path
@@ -84,12 +83,6 @@ class Recorder(TrainerCallback):
 
 def main() -> None:
     task = json.loads(Path(sys.argv[1]).read_text())
-    if task["engine"] == "vllm":
-        # The engine's own process would need the model's weights sent to it, and all cores.
-        os.environ |= {
-            "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        }  # fmt: skip
     torch.set_num_threads(task["threads"])
     tokenizer = AutoTokenizer.from_pretrained(task["model"])
     examples = [json.loads(line) for line in Path(task["train"]).read_text().splitlines()]
@@ -102,7 +95,6 @@ def main() -> None:
         adam_beta1=task["betas"][0], adam_beta2=task["betas"][1], weight_decay=task["weight_decay"], max_grad_norm=task["max_grad_norm"],
         gradient_checkpointing=False, max_steps=task["steps"], seed=task["seed"], save_strategy="no", logging_steps=1, report_to=[],
         disable_tqdm=True, dataloader_pin_memory=False,
-        use_vllm=task["engine"] == "vllm", vllm_mode="colocate", vllm_max_model_length=task["sequence_tokens"],
     )  # fmt: skip
     data = Dataset.from_list(
         [{"prompt": [{"role": "user", "content": e["prompt"]}], "answer": e["answer"]} for e in examples]
