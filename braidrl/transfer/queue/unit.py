@@ -10,6 +10,7 @@ killed, the others know all that anybody was told. A unit that is started again 
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from braidrl.data.frames import Frame
@@ -294,11 +295,12 @@ class StorageUnit:
             gone = [number for number, rows in told["closing"] if not self.rows.keys() & {*map(row_name, rows)}]
             for number in (*told["closed"], *gone):
                 remember(self.closed[task], number, CLOSED)
-            for name in told["gone"]:
-                remember(self.log.gone, name, GONE)
             parts = [part_of(change) for change in told["changes"] if change["kind"] == "written"]
             blocks = [part.block for part in parts if part.block and not self._is_known(part)]
             self.data.free([*blocks, *(Block(*block) for block in told["freed"])])
+        # Only now: a controller that has not heard that a block is gone has it freed above.
+        for name in chain.from_iterable(told["gone"] for told in held.values()):
+            remember(self.log.gone, name, GONE)
         here = {part.block.name: part for part in self._parts() if part.block}
         self._lose([here[name] for name in self.data.missing([part.block for part in here.values() if part.block])])
         self._leave([row for row, state in self.rows.items() if len(state.done) == len(self.tasks)])
