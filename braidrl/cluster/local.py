@@ -267,6 +267,7 @@ def _copied(
     connection: Connection, environment: Mapping[str, str], threads: int | None, starts: Sequence[str], main: str
 ) -> None:
     gc.freeze()  # What the server has imported is no garbage, and to look for some there would copy its memory.
+    gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
     # As in a fresh interpreter: with the server's own method each lock of a library (tqdm's) gets a name, of which Python's resource
     # tracker keeps account, and a tracker that was killed and came back prints a traceback for each name that it does not know.
     multiprocessing.set_start_method(None, force=True)

@@ -32,12 +32,12 @@ def algorithms(study: Study) -> Numbers:
     found[TWICE] = over_seeds(study, "gspo-twice", lambda seed: updated_twice(study.policy("gspo", {}, seed)))
     curves = {name: mean_curve(runs, SCORE) for name, runs in found.items()}
     rows = [
-        [name, *final_scores(runs), runs[0][-1]["step"], f"{fmean(map(generated, runs)):,.0f}",
-         f"{fmean(map(seconds, runs)):.0f}", f"{max(map(seconds, runs)):.0f}"]
+        [name, *final_scores(runs), gain(found["GRPO"], runs).text("+.3f") if name != "GRPO" else "", runs[0][-1]["step"],
+         f"{fmean(map(generated, runs)):,.0f}", f"{fmean(map(seconds, runs)):.0f}", f"{max(map(seconds, runs)):.0f}"]
         for name, runs in found.items()
     ]  # fmt: skip
     header = [
-        "recipe", "held-out avg@4, mean of seeds", "each seed", "steps", "tokens generated", "seconds, mean", "longest",
+        "recipe", "held-out avg@4, mean of seeds", "each seed", "above GRPO", "steps", "tokens generated", "seconds, mean", "longest",
     ]  # fmt: skip
     start = next(iter(curves.values()))[0][1]
     text = (
@@ -46,7 +46,7 @@ def algorithms(study: Study) -> Numbers:
         + table(header, rows)
         + "\n"
         + study.curves("algorithms", "Held-out avg@4, mean of the seeds", curves)
-        + "\n± is half of a 95% interval of the mean (Student's t). "
+        + "\nWhat is above GRPO is paired by seed, and ± is half of a 95% interval of the mean (Student's t). "
         "A step is one update but in the last row, so that GSPO's ratios are 1 and its gradient is GRPO's; clipping tells them apart "
         "only where a batch makes several updates. DAPO samples until every group teaches something, which costs it the tokens. Seconds "
         "are those of one thread, and grow with what else the machine does.\n"
@@ -116,12 +116,14 @@ def ablated(study: Study, algorithm: Tree, seed: int) -> Tree:
 
 
 def gains(found: Mapping[str, Sequence[Lines]]) -> dict[str, Mean]:
-    """What each row's final score is above that of the row before it, seed by seed."""
-    finals = {name: [curve(lines, SCORE)[-1][1] for lines in runs] for name, runs in found.items()}
-    return {
-        name: Mean.of([after - before for before, after in zip(finals[above], finals[name], strict=True)])
-        for above, name in pairwise(finals)
-    }
+    """What each row's final score is above that of the row before it."""
+    return {name: gain(found[above], found[name]) for above, name in pairwise(found)}
+
+
+def gain(before: Sequence[Lines], after: Sequence[Lines]) -> Mean:
+    """How much higher the final scores of the second runs are, seed by seed."""
+    scores = ([curve(lines, SCORE)[-1][1] for lines in runs] for runs in (before, after))
+    return Mean.of([second - first for first, second in zip(*scores, strict=True)])
 
 
 def middle(runs: Sequence[Lines]) -> list[str]:

@@ -5,6 +5,7 @@ worker of the same pool    ◀──all-to-all of the process group──▶ row
 worker of another pool     ──fetch──▶ rows in chunks, by Ray's object store, also while a call runs
 """
 
+import gc
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ from braidrl.data.rows import Column, Rows, named_rows, tokens_of
 from braidrl.errors import UserError, no_room
 from braidrl.flow import Stage
 from braidrl.flow.compute import computed, summed
+from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS
 from braidrl.models.objective import UpdateCounts
 from braidrl.models.parallel.replicated import all_gather_bytes
 from braidrl.observe.metrics import Sums
@@ -49,6 +51,11 @@ class StageFailure(Exception):
 
 class HybridWorker(PoolWorker):
     """Runs the stages of its roles. Calls come through `perform`, in the driver's order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        gc.freeze()  # What the process has imported is no garbage.
+        gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
 
     def perform(self, message: bytes, *answers: bytes) -> bytes:
         """Call a method by name; the message also names rows that nobody can ask for any more: they are forgotten first.
