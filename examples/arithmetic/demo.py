@@ -14,6 +14,7 @@ from pathlib import Path
 
 from task import demonstrations, problems, questions, write_jsonl, write_model
 
+from braidrl.cluster.process import usable_cores
 from braidrl.config import load_config
 from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.run import train
@@ -22,6 +23,8 @@ from braidrl.runtimes.saving.export import export_model
 HERE = Path(__file__).parent
 HELD_OUT, TRAINED = 100, 4000
 DIGITS = 2
+RANKS = 4
+"""The most processes that share a run."""
 SCORE = "eval/held_out/avg@8"
 
 
@@ -54,7 +57,7 @@ def learn(
     write_jsonl(folder / "train.jsonl", questions(pairs[held_out:]))
     write_jsonl(folder / "demonstrations.jsonl", demonstrations(pairs[held_out:], mistakes=0.55, seed=seed))
     write_model(folder / "untrained", seed)
-    common = [f"seed={seed}", f"output={folder}"]
+    common = [f"seed={seed}", f"output={folder}", *across_cores()]
     warm = train(load_config(HERE / "warm_start.yaml", [
         *common, f"model={folder}/untrained", f"data.train={folder}/demonstrations.jsonl", *warm_start,
     ]))  # fmt: skip
@@ -63,6 +66,16 @@ def learn(
         *common, f"model={folder}/warm-start-model", f"data.train={folder}/train.jsonl",
         f"data.eval.held_out={folder}/held_out.jsonl", *dapo,
     ]))  # fmt: skip
+
+
+def across_cores() -> list[str]:
+    """Share runs between as many processes as there are cores, up to `RANKS`, with the result that one has.
+
+    With so few weights most of a step is not arithmetic, and a second thread hardly helps: two processes made 18,500 tokens per second
+    where one made 11,100 with one thread and 13,200 with two, on two cores.
+    """
+    ranks = min(usable_cores(), RANKS)
+    return ["device=cpu", "runtime=distributed", f"workers={ranks}"] if ranks > 1 else ["device=cpu"]
 
 
 def clear(folder: Path) -> None:
