@@ -14,16 +14,13 @@ from typing import TYPE_CHECKING
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS
-
-gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)  # As in the command and its processes.
-
 import pytest
 import torch
 from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
+from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS
 from braidrl.placement.machine import DeviceRates, keep_rates
 from braidrl.transfer.queue.storage import shared_folder
 
@@ -40,6 +37,7 @@ os.environ["BRAID_SHARED_MEMORY"] = OWN_MEMORY.name
 os.environ["BRAID_RATES"] = f"{OWN_MEMORY.name}/rates.json"
 keep_rates(DeviceRates(dict.fromkeys(("float32", "bfloat16", "float64"), 1e15), 1e15))
 torch.set_num_threads(1)
+gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)  # As in the command and its processes.
 # The one fork server of this process imports at its start whatever any test's ranks and workers run.
 FORK_SERVER = multiprocessing.get_context("forkserver")
 FORK_SERVER.set_forkserver_preload(

@@ -9,11 +9,6 @@ from torch import Tensor
 from braidrl.algorithms.advantages import subset_share
 from braidrl.algorithms.groups import Groups
 
-# A response that reconsiders itself. DAPO watches how often this happens.
-REFLECTION_PHRASES = (
-    "wait", "let me check", "let me verify", "double-check", "on second thought", "alternatively", "however",
-)  # fmt: skip
-
 
 def explained_variance(error: Tensor, error_squared: Tensor, returns: Tensor, returns_squared: Tensor) -> Tensor:
     """Return 1 − Var(R − V)/Var(R) from means over action tokens; 0 where R is constant.
@@ -100,7 +95,7 @@ def pass_at_k(correct: Tensor, group: Tensor, k: int) -> Tensor:
     return (1 - subset_share(wrong.double(), sizes.double(), k)).sum() / max(len(groups), 1)
 
 
-def reflection_counts(responses: Sequence[str], phrases: Sequence[str] = REFLECTION_PHRASES) -> Tensor:
+def reflection_counts(responses: Sequence[str], phrases: Sequence[str]) -> Tensor:
     """Return how often any of the phrases occurs in each response, as whole words and in any case, (B,) int64.
 
     Args:

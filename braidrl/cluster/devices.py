@@ -5,17 +5,19 @@ pools of processes, and the engines that each of them starts ──▶ {process:
 A process sees its devices alone: CUDA_VISIBLE_DEVICES is set before it imports torch, so that `cuda` is its own in all of its code. Where
 there are enough, engine processes have devices of their own; otherwise they take turns on those of the process that starts them. Under
 Ray the cluster chooses which devices these are, by the counts that are computed here. Ranks that `torchrun` has started see all devices
-of their node, and take their share by LOCAL_RANK.
+of their node, and take their share by LOCAL_RANK. torch is imported where it is asked: a process that only starts others need not load it.
 """
 
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from braidrl.errors import UserError
 from braidrl.placement.pools import Pool
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,10 @@ class Devices:
     """Of each engine process that it starts."""
 
 
-def choose_device(name: str) -> torch.device:
+def choose_device(name: str) -> "torch.device":
     """Return the device that the configuration's `device` means: `auto` is CUDA where there is a device."""
+    import torch
+
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(name)
@@ -37,21 +41,29 @@ def choose_device(name: str) -> torch.device:
 
 def has_bfloat16() -> bool:
     """Return True where CUDA devices compute in bfloat16 by themselves, and where there are none, so that nobody can tell."""
+    import torch
+
     return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def device_count(name: str) -> int | None:
     """Return how many CUDA devices this process sees, or None where the configuration's `device` is not CUDA."""
+    import torch
+
     return torch.cuda.device_count() if choose_device(name).type == "cuda" else None
 
 
 def device_memory(name: str) -> int | None:
     """Return the bytes of this process's CUDA device, or None where the configuration's `device` means none that is here."""
+    import torch
+
     return int(torch.cuda.get_device_properties(0).total_memory) if device_count(name) else None
 
 
 def free_memory(name: str) -> int | None:
     """Return the bytes of this process's CUDA device that nobody has, or None as for `device_memory`."""
+    import torch
+
     return int(torch.cuda.mem_get_info()[0]) if device_count(name) else None
 
 

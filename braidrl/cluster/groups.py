@@ -22,7 +22,6 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from braidrl.errors import LostPeers
 
-LOOPBACK = "127.0.0.1"
 SIOCGIFADDR = 0x8915
 
 

@@ -29,13 +29,19 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from braidrl.cluster.child import function_of
 from braidrl.cluster.devices import Devices, assign_devices, device_count
 from braidrl.cluster.fork_server import copy_as_fork_server
-from braidrl.cluster.groups import LOOPBACK
-from braidrl.cluster.process import BEAT, END_LIMIT_S, Outcome, Process, ProcessSpec, default_threads, environment_of
+from braidrl.cluster.process import (
+    BEAT,
+    END_LIMIT_S,
+    LOOPBACK,
+    Outcome,
+    Process,
+    ProcessSpec,
+    default_threads,
+    environment_of,
+)
 from braidrl.cluster.silence import has_ended, keep_stack
 from braidrl.errors import WorkerError
 from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS
@@ -274,7 +280,7 @@ def _copied(
     os.setsid()
     _go_on_without_starter()
     os.environ.update(environment)
-    if threads is not None:  # OpenMP has read its variable when the fork server imported torch.
+    if threads is not None and (torch := sys.modules.get("torch")):  # OpenMP read its variable when torch was imported.
         torch.set_num_threads(threads)
     if starts:
         copy_as_fork_server(starts)
@@ -335,8 +341,12 @@ class LocalLauncher:
 
     def answered(self, processes: Sequence[Process], seconds: float) -> list[Process]:
         lines = {each.connection: each for each in processes if isinstance(each, LocalProcess)}
-        spoken = [lines[line] for line in wait(list(lines), seconds)]  # type: ignore[index]
-        return [each for each in spoken if each.outcome is not None or each.hung_up]
+        deadline = time.monotonic() + seconds
+        while True:
+            spoken = [lines[line] for line in wait(list(lines), max(0.0, deadline - time.monotonic()))]  # type: ignore[index]
+            ended: list[Process] = [each for each in spoken if each.outcome is not None or each.hung_up]
+            if ended or time.monotonic() >= deadline:  # Most say only that they live.
+                return ended
 
     def close(self) -> None:
         """Free nothing: nothing was reserved that others could want."""

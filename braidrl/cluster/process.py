@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from braidrl.errors import BadUpdate, LostProcess, UserError, WorkerError
 from braidrl.placement.pools import Pool
 
+LOOPBACK = "127.0.0.1"
 BEAT, BEAT_S = b"", 1.0
 """What a process says to its starter while it lives, and how often."""
 END_LIMIT_S = 10.0

@@ -10,9 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from braidrl.cluster.groups import LOOPBACK
 from braidrl.cluster.local import LocalProcess, spawn
-from braidrl.cluster.process import BEAT_S, END_LIMIT_S, Outcome, Process, ProcessSpec
+from braidrl.cluster.process import BEAT_S, END_LIMIT_S, LOOPBACK, Outcome, Process, ProcessSpec
 from braidrl.cluster.ray_cluster import RayCluster, Reservation, import_ray
 from braidrl.cluster.silence import mute_after
 from braidrl.config import ClusterConfig

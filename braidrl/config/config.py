@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from braidrl.algorithms.metrics import REFLECTION_PHRASES
 from braidrl.config.data import DataConfig, RewardConfig
 from braidrl.config.section import ONE_OR_MORE, DType, SandboxConfig, Section
 from braidrl.config.training import EvaluationConfig, RoleConfig, TrainerConfig
@@ -217,8 +216,10 @@ class RolloutConfig(Section):
     With an environment `max_response_tokens` is the limit of one turn, and this one that of all turns."""
     environment: EnvironmentConfig = EnvironmentConfig()
     """A name is short for an environment with nothing else set."""
-    reflection_phrases: list[str] = list(REFLECTION_PHRASES)
-    """Phrases of a response that reconsiders itself, counted in `response/reflections`, per response."""
+    reflection_phrases: list[str] = [
+        "wait", "let me check", "let me verify", "double-check", "on second thought", "alternatively", "however",
+    ]  # fmt: skip
+    """Phrases of a response that reconsiders itself, counted in `response/reflections`, per response, as DAPO's authors watch them."""
 
 
 class TrackerConfig(Section):

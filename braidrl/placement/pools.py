@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from braidrl.config import PlacementConfig, PoolConfig
 from braidrl.errors import UserError, suggest
-from braidrl.flow import Flow, Kind
 
 NAMES = ("colocate", "standalone", "split")
 GENERATE = ".generate"
@@ -102,18 +101,6 @@ def check_partition(pools: Sequence[PoolConfig], roles: Sequence[str], generatin
     missing = [role for role in roles if role not in placed]
     if missing:
         raise UserError(f"placement: {missing[0]} is in no pool; add it to one, or write placement=colocate")
-
-
-def check_copies(flow: Flow, pools: Sequence[Pool]) -> None:
-    """Raise UserError where a role takes its weights from one in another pool: they would have to leave their processes."""
-    for stage in flow.stages:
-        for pool in pools:
-            source = stage.params.get("source") if stage.kind is Kind.TRAIN else None
-            if source is not None and stage.role in pool.roles and source not in pool.roles:
-                raise UserError(
-                    f"{stage.name} copies weights within a process, and {source} lives in others than {stage.role}; "
-                    f"put {stage.role} and {source} into one pool, as placement=colocate does"
-                )
 
 
 def check_exchange(pools: Sequence[Pool], backends: Mapping[str, str], grouped: bool) -> None:

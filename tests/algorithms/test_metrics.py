@@ -102,7 +102,8 @@ def test_mean_probability_of_tokens_clipped_from_above_comes_out_of_the_clips_me
 
 def test_reflection_phrases_are_counted_as_words_in_any_case() -> None:
     texts = ["Wait, wait. Let me check: no", "waiting waits await", "", "On second thought, however"]
-    assert metrics.reflection_counts(texts).tolist() == [3, 0, 0, 2]
+    phrases = ["wait", "let me check", "on second thought", "however"]
+    assert metrics.reflection_counts(texts, phrases).tolist() == [3, 0, 0, 2]
     assert metrics.reflection_counts(["a.b axb"], ["a.b"]).tolist() == [1]
     assert metrics.reflection_counts(["anything"], []).tolist() == [0]
 

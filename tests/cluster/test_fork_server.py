@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from typing import Any
 
-from braidrl.cluster.local import from_server
-from braidrl.cluster.process import ProcessSpec
 from tests.tiny import ROOT
 
 COMMAND = """
@@ -26,29 +23,12 @@ sys.modules["told_apart"] = sys  # what only the command has, and whoever was co
 made = copy_as_fork_server(["json.tool"])
 launcher = LocalLauncher()
 launcher.reserve([Pool(("echo",), 1, engines={engines})])
-process = launcher.start("echo", 0, ProcessSpec("echo-0", "tests.cluster.test_fork_server:seen", {{"file": sys.argv[1]}}))
+process = launcher.start("echo", 0, ProcessSpec("echo-0", "tests.cluster.copies:seen", {{"file": sys.argv[1]}}))
 process.wait(60)
 names = sorted(map(name_of, descendants(os.getpid())))  # now that it has started a process it has its name
 print(json.dumps([made, names, process.outcome.result]))
 process.close()
 """
-
-
-def seen(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return what a copy finds: modules of the command, whether it holds its file, and what a copy that it starts finds."""
-    files = [
-        os.readlink(f"/proc/self/fd/{fd}")
-        for fd in os.listdir("/proc/self/fd")
-        if os.path.exists(f"/proc/self/fd/{fd}")
-    ]
-    there = [name for name in ("told_apart", "json.tool") if name in sys.modules]
-    found: dict[str, Any] = {"modules": there, "holds": arguments["file"] in files}
-    if not arguments.get("last"):
-        process = from_server(ProcessSpec("echo-1", f"{__name__}:seen", {**arguments, "last": True}))
-        assert process.wait(60) and process.outcome
-        found["next"] = process.outcome.result
-        process.close()
-    return found
 
 
 def run(before: str = "", engines: int = 0) -> list[Any]:

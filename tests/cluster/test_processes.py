@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from braidrl.cluster.groups import LOOPBACK
+from braidrl.cluster.process import LOOPBACK
 from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import World
 from braidrl.errors import LostPeers, UserError, WorkerError

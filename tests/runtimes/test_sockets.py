@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from braidrl.cluster.groups import LOOPBACK, interface_of, open_store
+from braidrl.cluster.groups import interface_of, open_store
+from braidrl.cluster.process import LOOPBACK
 from braidrl.runtimes.run import TrainingRun
 from braidrl.transfer.queue.transport import Connection
 from tests.leftovers import family, open_sockets

@@ -22,8 +22,9 @@ import torch.distributed as dist
 
 from braidrl.cluster.cores import follow_load
 from braidrl.cluster.devices import see_only
-from braidrl.cluster.groups import LOOPBACK, connect_store, join_group, open_store
+from braidrl.cluster.groups import connect_store, join_group, open_store
 from braidrl.cluster.local import LOOK_EVERY_S, Forked, fork
+from braidrl.cluster.process import LOOPBACK
 from braidrl.models.cpu.malloc import keep_freed_memory
 from braidrl.models.loading import load_tokenizer
 from braidrl.models.parallel.decoding import TensorRanks, load_for_decoding

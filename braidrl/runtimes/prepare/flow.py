@@ -20,6 +20,7 @@ from braidrl.flow.recipes import load_flow
 from braidrl.flow.signatures import needs_old
 from braidrl.flow.stages import make_stage
 from braidrl.models.role_settings import dtype_name, lora_of, merges_adapters, model_path
+from braidrl.placement.pools import Pool
 from braidrl.rollout.episodes.environments import check_environment
 from braidrl.rollout.episodes.listening import key_of
 
@@ -188,3 +189,15 @@ def flow_by_name(name: str, overrides: Sequence[str]) -> Flow:
     for override in overrides:
         apply_override(params, override)
     return load_flow(name, params, {"max_response_tokens": 512, "samples_per_prompt": 8})
+
+
+def check_copies(flow: Flow, pools: Sequence[Pool]) -> None:
+    """Raise UserError where a role takes its weights from one in another pool: they would have to leave their processes."""
+    for stage in flow.stages:
+        for pool in pools:
+            source = stage.params.get("source") if stage.kind is Kind.TRAIN else None
+            if source is not None and stage.role in pool.roles and source not in pool.roles:
+                raise UserError(
+                    f"{stage.name} copies weights within a process, and {source} lives in others than {stage.role}; "
+                    f"put {stage.role} and {source} into one pool, as placement=colocate does"
+                )

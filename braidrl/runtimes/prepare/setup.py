@@ -24,7 +24,7 @@ from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.readiness import serial_chain
 from braidrl.models.loading import check_model, check_scorer, load_tokenizer
 from braidrl.models.role_settings import backend_of, model_path, own_tokenizer, usual_max_tokens
-from braidrl.placement.pools import check_copies, check_exchange, place
+from braidrl.placement.pools import check_exchange, place
 from braidrl.rewards.verifier import Verifier, resolve
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.prepare.checks import (
@@ -39,7 +39,7 @@ from braidrl.runtimes.prepare.checks import (
     check_roles,
     model_settings,
 )
-from braidrl.runtimes.prepare.flow import build_flow, evaluation_flow
+from braidrl.runtimes.prepare.flow import build_flow, check_copies, evaluation_flow
 from braidrl.runtimes.saving.row_store import RowStore
 
 

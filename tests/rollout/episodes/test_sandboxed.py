@@ -196,8 +196,11 @@ def test_what_is_given_up_or_forgotten_ends_with_the_run() -> None:
         asyncio.run(give_up())
 
 
-def test_the_process_of_an_environment_or_of_programs_is_light() -> None:
-    names = "braidrl.rollout.episodes.host, braidrl.rollout.episodes.tool_turns, braidrl.rewards.worker, braidrl.rewards.programs"
+def test_the_process_of_an_environment_or_of_programs_is_light_and_so_is_one_that_only_starts_others() -> None:
+    names = (
+        "braidrl.rollout.episodes.host, braidrl.rollout.episodes.tool_turns, braidrl.rewards.worker, braidrl.rewards.programs, "
+        "braidrl.config, braidrl.cluster.child, braidrl.cluster.ray_processes"
+    )
     asked = f"import sys; import {names}; print('torch' in sys.modules or 'transformers' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"

@@ -1,0 +1,27 @@
+"""What a copy of the fork server finds, for the tests of it; with few imports, as fresh interpreters make them again."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from braidrl.cluster.local import from_server
+from braidrl.cluster.process import ProcessSpec
+
+
+def seen(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return what a copy finds: modules of the command, whether it holds its file, and what a copy that it starts finds."""
+    files = [
+        os.readlink(f"/proc/self/fd/{fd}")
+        for fd in os.listdir("/proc/self/fd")
+        if os.path.exists(f"/proc/self/fd/{fd}")
+    ]
+    there = [name for name in ("told_apart", "json.tool") if name in sys.modules]
+    found: dict[str, Any] = {"modules": there, "holds": arguments["file"] in files}
+    if not arguments.get("last"):
+        process = from_server(ProcessSpec("echo-1", f"{__name__}:seen", {**arguments, "last": True}))
+        assert process.wait(60) and process.outcome
+        found["next"] = process.outcome.result
+        process.close()
+    return found
