@@ -229,10 +229,23 @@ class Launcher(Protocol):
         """See to devices and threads for every process of the pools. Raises UserError where there are too few devices."""
 
     def node_of(self, pool: str, number: int) -> str:
-        """Return the name of the node on which a process of a pool will be."""
+        """Return the name of the node on which a process will be.
+
+        Args:
+            pool: Its pool's name.
+            number: Its number there.
+        """
 
     def serve(self, service: type, *arguments: Any) -> list[Any]:
-        """Make `service(node, ip, *arguments)` on every reserved node but this one, closed in the end; return what `place()` of each is."""
+        """Run a service on every reserved node but this one; it is closed in the end.
+
+        Args:
+            service: Its class, made there as `service(node, ip, *arguments)`.
+            arguments: What it is made with beside its node's name and address.
+
+        Returns:
+            What `place()` of each returns.
+        """
 
     def start(self, pool: str, number: int, spec: ProcessSpec) -> Process:
         """Start a process of a pool.
@@ -241,10 +254,18 @@ class Launcher(Protocol):
             pool: The pool's name.
             number: The process's number there.
             spec: What it does, with `arguments`; threads and devices are the launcher's to say.
+
+        Returns:
+            The process, which whoever has called closes.
         """
 
     def answered(self, processes: Sequence[Process], seconds: float) -> list[Process]:
-        """Return those that have said their last word or are gone; wait at most so many seconds for the first of them."""
+        """Return those that have said their last word or are gone.
+
+        Args:
+            processes: Whose word is waited for.
+            seconds: The longest wait for the first of them.
+        """
 
     def close(self) -> None:
         """Free what was reserved. Each process is closed by whoever has started it."""

@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path, default=Path("build/arithmetic"), help="remade from nothing")
     arguments = parser.parse_args()
-    print("Learns to add by SFT, then DAPO, on this machine's CPU: three to eleven minutes on two cores.", flush=True)
+    print("Learns to add by SFT, then DAPO, on this machine's CPU: two to four minutes on two cores.", flush=True)
     start = time.perf_counter()
     run = learn(arguments.folder, arguments.seed)
     scores = [line[SCORE] for line in read_metrics(run) if line.get(SCORE) is not None]

@@ -39,4 +39,5 @@ def test_steps_beside_as_many_busy_programs_as_cores_take_at_most_three_times_th
         for other in others:
             other.kill()
             other.wait()
+    print(f"{quiet:.2f} s alone, {shared:.2f} s beside others")
     assert shared <= 3 * quiet, f"{shared:.2f} s beside others, {quiet:.2f} s alone"
