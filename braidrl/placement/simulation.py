@@ -281,7 +281,8 @@ class Streaming:
         deadline = self.schedule.tasks.leases.next_deadline()
         if deadline is not None and not self.watching:
             self.watching = True
-            self.clock.after((deadline - self.clock.now) * 1.001, self._look)
+            # Later by more than times are rounded, for a lease that has exactly its seconds behind it has not run out yet.
+            self.clock.after(deadline - self.clock.now + self.work.lease_seconds / 1000, self._look)
 
     def _look(self) -> None:
         self.watching = False

@@ -141,6 +141,18 @@ def test_streaming_loses_doubles_and_blocks_nothing_whatever_fails(work: Workloa
     account(work, simulate("streaming", work))
 
 
+def test_a_lease_that_runs_out_just_when_another_is_looked_for_is_given_up() -> None:
+    seconds = {"actor.generate": 0.05, "reward.verify": 1.0}
+    work = Workload(
+        GRPO, Sizes(1, 1, 1, 1), lambda stage, uid: seconds.get(stage, 0.0),
+        fate=lambda lease: "late" if lease == 1 else "done", lease_seconds=50.0,
+    )  # fmt: skip
+    assert (
+        0.05 + 50.0 == 50.0 * 1.001
+    )  # When the first lease, of generation, would have been looked for a thousandth late.
+    account(work, simulate("streaming", work))
+
+
 @given(workloads(), st.sampled_from(RUNTIMES[:3]))
 def test_the_other_runtimes_train_every_row_once(work: Workload, runtime: Runtime) -> None:
     account(work, simulate(runtime, work))
