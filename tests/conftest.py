@@ -45,7 +45,7 @@ FORK_SERVER.set_forkserver_preload(
         "braidrl.runtimes.streaming.processes", "braidrl.runtimes.distributed.launch", "braidrl.runtimes.distributed.backend",
         # What these import when they need it.
         "braidrl.runtimes.run", "braidrl.flow.recipes.parameters", "braidrl.rewards.verifier", "pandas", "pyarrow.compute",
-        "peft", "torch.utils.tensorboard",
+        "peft", "torch.utils.tensorboard", *(f"braidrl.flow.recipes.{name}" for name in ("grpo", "dapo", "ppo")),
         *(f"transformers.models.{name}.modeling_{name}" for name in MODELS), "tests.tiny", *COMMAND,
     ]
 )  # fmt: skip

@@ -17,12 +17,16 @@ import yaml
 from tests.hub import COMMIT, TOKEN, Hub, serving
 from tests.tiny import ROOT, Workshop, recorded, sums, write_model
 
-# Commands one after the other in one process, whose import takes longer than all of them.
+NOBODY = "http://127.0.0.1:1"
+# Commands one after the other in one process, whose import takes longer than all of them; an object is environment of those after it.
 COMMANDS = """
-import json, sys
+import json, os, sys
 from braidrl import cli
-for line in sys.argv[1:]:
-    sys.argv = ["braid", *json.loads(line)]
+for line in map(json.loads, sys.argv[1:]):
+    if isinstance(line, dict):
+        os.environ |= line
+        continue
+    sys.argv = ["braid", *line]
     try:
         cli.main()
     except SystemExit as end:
@@ -32,9 +36,9 @@ for line in sys.argv[1:]:
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
-    """Has the model tiny/sums, the model gated/sums, and the data set openai/gsm8k with some sums in it."""
+    """Has the models tiny/sums, small/sums, gated/sums and private/sums, and the data set openai/gsm8k with some sums in it."""
     folder = tmp_path_factory.mktemp("hub")
-    for organisation in ("tiny", "gated", "private"):
+    for organisation in ("tiny", "small", "gated", "private"):
         write_model(folder / "models" / organisation / "sums")
         # What other programs need of a model is left where it is.
         (folder / "models" / organisation / "sums" / "model.onnx").write_bytes(b"large")
@@ -55,16 +59,16 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
         yield served
 
 
-def braid(hub: str, cache: Path, *commands: list[str], **environment: str) -> list[tuple[int, str]]:
+def braid(hub: str, cache: Path, *commands: list[str] | dict[str, str], **environment: str) -> list[tuple[int, str]]:
     """The exit code of each command and what it said on standard error."""
     ended = subprocess.run(
         [sys.executable, "-c", COMMANDS, *map(json.dumps, commands)], text=True, capture_output=True, timeout=280,
         env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(cache), "HF_ENDPOINT": hub, **environment},
     )  # fmt: skip
     parts = ended.stderr.split("ended ")
-    assert len(parts) == len(commands) + 1, ended.stderr
+    assert len(parts) == sum(isinstance(command, list) for command in commands) + 1, ended.stderr
     codes = [part.partition("\n") for part in parts[1:]]
-    return [(int(codes[i][0]), (parts[i] if i == 0 else codes[i - 1][2])) for i in range(len(commands))]
+    return [(int(codes[i][0]), (parts[i] if i == 0 else codes[i - 1][2])) for i in range(len(codes))]
 
 
 def refused(said: tuple[int, str]) -> str:
@@ -75,8 +79,25 @@ def refused(said: tuple[int, str]) -> str:
     return lines[0].removeprefix("braid: ")
 
 
-def test_the_first_page_is_followed_with_names_alone(hub: Hub, tmp_path: Path) -> None:
-    page = [str(ROOT / "examples" / "gsm8k" / "config.yaml"), "model=tiny/sums", "data.train=openai/gsm8k"]
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory, tiny_models: dict[str, Path], sums_file: Path) -> Workshop:
+    return Workshop(tmp_path_factory.mktemp("runs"), tiny_models["qwen3"], sums_file)
+
+
+@pytest.fixture(scope="module")
+def configuration(workshop: Workshop) -> str:
+    return str(workshop.config_file(trainer={"steps": 1}))
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def said(hub: Hub, workshop: Workshop, configuration: str, cache: Path) -> dict[str, tuple[int, str]]:
+    """What all commands said that reach the hub."""
+    page = [str(ROOT / "examples" / "gsm8k" / "config.yaml"), "model=small/sums", "data.train=openai/gsm8k"]
     held_out, small = "data.eval={test: openai/gsm8k}", ["data.system_prompt=null", "rollout.max_response_tokens=8"]
     sizes = [
         "rollout.samples_per_prompt=2",
@@ -84,45 +105,55 @@ def test_the_first_page_is_followed_with_names_alone(hub: Hub, tmp_path: Path) -
         "trainer.rows_per_update=4",
         "trainer.steps=1",
     ]
-    run = [f"output={tmp_path}", "name=run", "dtype=float32", "threads=1", "evaluation.every=0"]
-    shown, trained = braid(
-        hub.url, tmp_path, ["data", *page, held_out, *small], ["train", *page, *small, *sizes, *run, "data.eval={}"]
-    )
-    assert (shown[0], trained[0]) == (0, 0), (shown, trained)
-    table = recorded(tmp_path / "run", 1)
+    own = [f"output={workshop.folder}", "name=page", "dtype=float32", "threads=1", "evaluation.every=0", "data.eval={}"]
+    dry = {name: ["train", configuration, f"model={name}", "--dry-run"] for name in (
+        "tiny/summs", "tiny/sums@v2", "gated/sums", "private/sums"
+    )}  # fmt: skip
+    commands = {
+        "shown": ["data", *page, held_out, *small],
+        "trained": ["train", *page, *small, *sizes, *own],
+        "by name": ["train", configuration, "model=tiny/sums@v1"],
+        "resumed": ["train", "--resume", str(workshop.folder / "run"), "trainer.steps=2"],
+        **dry,
+    }
+    allowed = {f"{name} with a token": dry[name] for name in ("gated/sums", "private/sums")}
+    spoken = braid(hub.url, cache, *commands.values(), {"HF_TOKEN": TOKEN}, *allowed.values())
+    return dict(zip([*commands, *allowed], spoken, strict=True))
+
+
+def test_the_first_page_is_followed_with_names_alone(said: dict[str, tuple[int, str]], workshop: Workshop) -> None:
+    assert (said["shown"][0], said["trained"][0]) == (0, 0), said
+    table = recorded(workshop.folder / "page", 1)
     assert {row["answer"].isdigit() for row in table["metadata"]} == {True}
-    assert "1 records left out because the answer has no ####" in trained[1]
-    source = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["data"]["train"][0]
+    assert "1 records left out because the answer has no ####" in said["trained"][1]
+    source = yaml.safe_load((workshop.folder / "page" / "config.yaml").read_text())["data"]["train"][0]
     assert source["path"].endswith(f"datasets--openai--gsm8k/snapshots/{COMMIT}")
     assert (source["convert"], source["subset"]) == ("gsm8k", "main")
 
 
 def test_a_model_is_fetched_by_its_name_and_found_in_the_cache_without_a_network(
-    hub: Hub, workshop: Workshop, tmp_path: Path
+    said: dict[str, tuple[int, str]], hub: Hub, workshop: Workshop, configuration: str, cache: Path
 ) -> None:
-    config, asked_before = str(workshop.config_file(trainer={"steps": 1})), len(hub.asked)
-    by_name = ["train", config, "model=tiny/sums@v1"]
-    run = workshop.folder / "run"
-    said, again = braid(hub.url, tmp_path, by_name, ["train", "--resume", str(run), "trainer.steps=2"])
-    assert (said[0], again[0]) == (0, 0), (said, again)
-    folder = tmp_path / "hub" / "models--tiny--sums" / "snapshots" / COMMIT
+    assert (said["by name"][0], said["resumed"][0]) == (0, 0), said
+    folder = cache / "hub" / "models--tiny--sums" / "snapshots" / COMMIT
     assert (folder / "model.safetensors").is_file() and not (folder / "model.onnx").exists()
-    assert yaml.safe_load((run / "config.yaml").read_text())["model"] == str(folder), "a run keeps to the commit"
-    files = [asked for asked in hub.asked[asked_before:] if asked.startswith("GET /tiny")]
-    assert files and len(files) == len(set(files)), "each file was fetched once"
-    nobody = "http://127.0.0.1:1"
-    there, missing = braid(
-        nobody, tmp_path, [*by_name, "name=another"], ["train", config, "model=tiny/other"], HF_HUB_OFFLINE="1"
+    assert yaml.safe_load((workshop.folder / "run" / "config.yaml").read_text())["model"] == str(folder), (
+        "a run keeps to the commit"
     )
+    files = [asked for asked in hub.asked if asked.startswith("GET /tiny")]
+    assert files and len(files) == len(set(files)), "each file was fetched once"
+    there, missing = braid(
+        NOBODY, cache,
+        ["train", configuration, "model=tiny/sums@v1", "name=another"], ["train", configuration, "model=tiny/other"],
+        HF_HUB_OFFLINE="1",
+    )  # fmt: skip
     assert there[0] == 0, there
     assert "and HF_HUB_OFFLINE is set; where there is a network" in refused(missing)
 
 
-def test_what_the_hub_does_not_have_or_give_is_one_line(hub: Hub, workshop: Workshop, tmp_path: Path) -> None:
-    config = str(workshop.config_file())
-    names = ["tiny/summs", "tiny/sums@v2", "gated/sums", "private/sums"]
-    said = braid(hub.url, tmp_path, *(["train", config, f"model={name}", "--dry-run"] for name in names))
-    unknown, revision, gated, private = map(refused, said)
+def test_what_the_hub_does_not_have_or_give_is_one_line(said: dict[str, tuple[int, str]], hub: Hub) -> None:
+    names = ("tiny/summs", "tiny/sums@v2", "gated/sums", "private/sums")
+    unknown, revision, gated, private = (refused(said[name]) for name in names)
     assert unknown == (
         f"model: there is no file or folder tiny/summs here, and {hub.url} shows no model of this name; "
         "correct it, or set HF_TOKEN where it is private"
@@ -132,17 +163,18 @@ def test_what_the_hub_does_not_have_or_give_is_one_line(hub: Hub, workshop: Work
     )
     assert gated.startswith(f"model: gated/sums is given to those who accept its conditions; accept them at {hub.url}/")
     assert private.startswith("model: there is no file or folder private/sums here, and ")
-    both = [["train", config, f"model={name}", "--dry-run"] for name in ("gated/sums", "private/sums")]
-    assert [code for code, _ in braid(hub.url, tmp_path, *both, HF_TOKEN=TOKEN)] == [0, 0]
+    assert [said[f"{name} with a token"][0] for name in ("gated/sums", "private/sums")] == [0, 0]
 
 
-def test_without_a_network_one_line_says_how_to_fetch_it(workshop: Workshop, tmp_path: Path) -> None:
-    config, nobody = str(workshop.config_file()), "http://127.0.0.1:1"
+def test_without_a_network_one_line_says_how_to_fetch_it(configuration: str, tmp_path: Path) -> None:
     model, data = braid(
-        nobody, tmp_path, ["train", config, "model=tiny/sums@v1"], ["train", config, "data.train=tiny/data"]
+        NOBODY,
+        tmp_path,
+        ["train", configuration, "model=tiny/sums@v1"],
+        ["train", configuration, "data.train=tiny/data"],
     )
     assert refused(model) == (
-        f"model: there is no file or folder tiny/sums here, the cache {tmp_path}/hub does not have all of it, and {nobody} cannot be "
+        f"model: there is no file or folder tiny/sums here, the cache {tmp_path}/hub does not have all of it, and {NOBODY} cannot be "
         "reached; where there is a network, `hf download tiny/sums --revision v1` fills a cache, which HF_HOME names here"
     )
     assert "`hf download tiny/data --repo-type dataset` fills a cache" in refused(data)

@@ -14,10 +14,13 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from braidrl.errors import BadUpdate, LostProcess, UserError, WorkerError
-from braidrl.placement.pools import Pool
+
+if TYPE_CHECKING:
+    # It loads the configuration, which most processes of a run have no use for.
+    from braidrl.placement.pools import Pool
 
 LOOPBACK = "127.0.0.1"
 BEAT, BEAT_S = b"", 1.0
@@ -225,7 +228,7 @@ class Launcher(Protocol):
     def node(self) -> str:
         """Return the name of this process's node."""
 
-    def reserve(self, pools: Sequence[Pool]) -> None:
+    def reserve(self, pools: "Sequence[Pool]") -> None:
         """See to devices and threads for every process of the pools. Raises UserError where there are too few devices."""
 
     def node_of(self, pool: str, number: int) -> str:

@@ -13,7 +13,7 @@ ONE_OR_MORE = BeforeValidator(lambda value: value if value is None or isinstance
 class Section(BaseModel):
     """A part of the configuration; refuses keys that it does not have."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
     short_for: ClassVar[Mapping[type, str]] = {}
     """The key that a bare value of a type is short for, with nothing else set."""
 

@@ -214,13 +214,6 @@ def test_recipe_that_cannot_be_is_refused_with(given, message):
     assert message_of(lambda: load_flow(*given)).startswith(message)
 
 
-@pytest.mark.parametrize("name", list(RECIPES))
-def test_every_parameter_is_explained(name):
-    model = parameter_model(name, RECIPES.find(name))
-    assert model is not None
-    assert all(field.description for field in model.model_fields.values())
-
-
 def test_groups_smaller_than_an_estimator_needs_are_refused():
     message = message_of(lambda: load_flow("grpo", {}, {"samples_per_prompt": 1}))
     assert message == (

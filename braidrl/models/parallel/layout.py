@@ -16,7 +16,7 @@ AXES = ("pipeline", "data", "sequence", "tensor")
 class ParallelLayout(BaseModel):
     """Devices along each axis. By default each device holds a replica of the model."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     pipeline: int = Field(1, ge=1)
     """Pipeline ranks, each with as many of the layers, through which micro-batches pass one behind the other."""
