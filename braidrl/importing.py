@@ -132,11 +132,12 @@ def _load_file(path: Path) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
         raise UserError(f"no file {path}")
-    loaded = _loaded_from(path)
-    if loaded is not None:
-        return loaded
     # The name follows from the path, so that another process finds the same module.
     name = f"{LOADED_FROM_FILE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    # A verifier is looked up for each row: what was loaded here before is not looked for among thousands of modules.
+    loaded = sys.modules.get(name) or _loaded_from(path)
+    if loaded is not None:
+        return loaded
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -9,7 +9,7 @@ ranks the fullest is counted, which is the first or the last: they have the voca
 """
 
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -82,9 +82,20 @@ class Shape:
         return ModelSizes.of(self.config)
 
 
+MEASURED: dict[tuple[str, torch.dtype, bool, str], Shape] = {}
+"""The shapes of this process's models so far: a check, a plan and a dry run all ask, and adapters of a large one take half a second."""
+
+
 def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False, lora: LoraConfig | None = None) -> Shape:
     """Measure the model that a folder's config.json describes, with its adapters. Raises UserError as `load_decoder`."""
     config = read_model_config(folder)
+    key = config.to_json_string(use_diff=False), dtype, scalar_head, lora.model_dump_json() if lora else ""
+    if key not in MEASURED:
+        MEASURED[key] = measured(config, dtype, scalar_head, lora)
+    return replace(MEASURED[key], config=config)
+
+
+def measured(config: Any, dtype: torch.dtype, scalar_head: bool, lora: LoraConfig | None) -> Shape:
     model: Any = on_meta(config, dtype, scalar_head)
     if lora:
         with torch.device("meta"):
