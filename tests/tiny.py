@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.utils import logging
 
 from braidrl.config import Config, load_config
@@ -33,6 +34,7 @@ from braidrl.runtimes.start import RunContext, start_backend
 from tests.commands import Command
 
 logging.disable_progress_bar()
+get_checkpoint_conversion_mapping("qwen3")  # Made once, and not in each copy of the fork server that loads a model.
 ROOT = Path(__file__).parent.parent
 ARITHMETIC = ROOT / "examples" / "arithmetic"
 

@@ -58,7 +58,7 @@ def compared(root: Path) -> dict[str, Any]:
         warm.train()
     write_model(root / "model-wide", "wide")
     path = root / "run.yaml"
-    tree = configuration(replace(Case("run", "wide", 8)), root)
+    tree = configuration(replace(Case("run", "wide", 4)), root)
     # Less than the batch has, so that a micro-batch is as full as the plan takes it to be.
     tree["trainer"] |= {"steps": 2, "max_tokens_per_device": 512}
     path.write_text(json.dumps(tree))
