@@ -19,6 +19,8 @@ import time, torch
 from braidrl.cluster.cores import adapt_threads, follow_load
 torch.set_num_threads(len(__import__("os").sched_getaffinity(0)))
 follow_load()
+print("ready", flush=True)
+input()
 fewest, end = torch.get_num_threads(), time.monotonic() + 20
 a = torch.randn(600, 600)
 while fewest > 1 and time.monotonic() < end:
@@ -65,9 +67,12 @@ def test_there_is_always_one_thread_and_never_more_than_the_most(
 @pytest.mark.skipif(usable_cores() < 2, reason="one core has no threads to leave out")
 def test_beside_busy_programs_a_process_goes_down_to_fewer_threads() -> None:
     own = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    with other_programs(2 * usable_cores()):
-        found = subprocess.run([sys.executable, "-c", COMPUTES], capture_output=True, text=True, env=own, check=True)
-    assert int(found.stdout) < usable_cores()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", COMPUTES], text=True, env=own, **pipes) as computes:
+        assert computes.stdout is not None and computes.stdout.readline() == "ready\n"
+        with other_programs(2 * usable_cores()):
+            found, _ = computes.communicate("go\n")
+    assert computes.returncode == 0 and int(found) < usable_cores()
 
 
 @pytest.mark.parametrize("own", [{"OMP_NUM_THREADS": "2"}, {"OMP_WAIT_POLICY": "passive"}])
