@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+
+gc.disable()  # While what follows is imported: nothing of it is garbage.
+
 import multiprocessing
 import os
 import tempfile
@@ -38,6 +41,8 @@ os.environ["BRAID_RATES"] = f"{OWN_MEMORY.name}/rates.json"
 keep_rates(DeviceRates(dict.fromkeys(("float32", "bfloat16", "float64"), 1e15), 1e15))
 torch.set_num_threads(1)
 gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)  # As in the command and its processes.
+gc.freeze()
+gc.enable()
 # The one fork server of this process imports at its start whatever any test's ranks and workers run.
 FORK_SERVER = multiprocessing.get_context("forkserver")
 FORK_SERVER.set_forkserver_preload(

@@ -7,9 +7,10 @@ Where ranks divide a parameter, each has the gradient, master and moments of its
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -113,9 +114,10 @@ class MasterOptimizer:
         self.sums: dict[str, list[Tensor | None]] = {}
         self.collecting: list[Tensor | None] = []
         self.steps = 0
+        collect = WeakMethod(self._collect)
         for i, parameter in enumerate(self.parameters):
             # Moving each gradient as soon as it is there keeps one copy of all gradients, plus one parameter's.
-            parameter.register_post_accumulate_grad_hook(partial(self._collect, i))
+            parameter.register_post_accumulate_grad_hook(partial(_call, collect, i))
 
     @torch.no_grad()
     def read_masters(self, names: Sequence[str], files: Mapping[str, Tensor]) -> None:
@@ -243,3 +245,11 @@ class MasterOptimizer:
             if own:
                 self.optimizer.state[master] = {n: tensor.to(master.device, copy=True) for n, tensor in own.items()}
         self._publish()
+
+
+def _call(collect: WeakMethod[Callable[[int, Tensor], None]], i: int, parameter: Tensor) -> None:
+    """Pass a parameter's gradient on. A hook that held the optimizer would keep it and the model for ever: garbage collection does not
+    look into the hooks of a tensor.
+    """
+    if method := collect():
+        method(i, parameter)

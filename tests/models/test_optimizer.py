@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -140,6 +142,17 @@ def test_frozen_parameters_are_left_alone() -> None:
     optimizer.backward({"tokens": (frozen * p).sum()})
     optimizer.step({"tokens": 1.0}, 1)
     assert frozen.item() == 1.0 and p.item() != 1.0
+
+
+def test_nothing_is_left_of_an_optimizer_and_its_weights_once_nobody_uses_them() -> None:
+    p = parameter(1.0)
+    optimizer = make(p)
+    optimizer.backward({"tokens": p.sum()})
+    optimizer.step({"tokens": 1.0}, 1)
+    left = [ref(optimizer), ref(p)]
+    del optimizer, p
+    gc.collect()
+    assert [each() for each in left] == [None, None]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 import re
@@ -61,6 +62,16 @@ def test_a_loop_by_hand_trains_as_the_recipe_does(workshop: Workshop, warm_clust
     metrics = grpo_by_hand(workshop.config("by-hand", **settings(runtime)), workshop.folder / "saved")
     assert_same_weights(load_file(workshop.folder / "saved" / "actor" / "model.safetensors"), weights_of(recipe))
     assert len(metrics) == STEPS and all(found["actor/grad_norm"] > 0 for found in metrics)
+
+
+def test_of_a_session_that_has_ended_no_weight_is_left(workshop: Workshop) -> None:
+    def weights() -> int:
+        gc.collect()
+        return sum(type(kept) is torch.nn.Parameter for kept in gc.get_objects())
+
+    before = weights()
+    grpo_by_hand(workshop.config("by-hand", **settings()), workshop.folder / "saved")
+    assert weights() == before
 
 
 def test_select_leaves_out_the_groups_that_it_drops(workshop: Workshop) -> None:
