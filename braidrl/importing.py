@@ -7,7 +7,6 @@ ENGINES.find("engine.py:Plain")    a user's own
 
 import hashlib
 import importlib
-import importlib.metadata
 import importlib.util
 import inspect
 import sys
@@ -85,6 +84,8 @@ class PluginRegistry:
 
 def version_of(package: str) -> str:
     """Return the version of an installed package, which is not imported; else that it is not installed."""
+    import importlib.metadata  # Only here: it takes as long as all of the rest of this module.
+
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

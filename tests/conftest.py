@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-
-gc.disable()  # While what follows is imported: nothing of it is garbage.
-
 import multiprocessing
 import os
 import tempfile
@@ -14,6 +11,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+gc.disable()  # While what follows is imported: nothing of it is garbage.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -30,7 +28,6 @@ from braidrl.transfer.queue.storage import shared_folder
 if TYPE_CHECKING:
     from tests.runtimes.hybrid.warm import WarmCluster
 
-from tests.commands import COMMAND
 from tests.redis_server import redis_server  # noqa: F401 (a fixture for every test)
 from tests.tiny import MODELS, Workshop, sums, write_jsonl, write_model
 
@@ -41,19 +38,10 @@ os.environ["BRAID_RATES"] = f"{OWN_MEMORY.name}/rates.json"
 keep_rates(DeviceRates(dict.fromkeys(("float32", "bfloat16", "float64"), 1e15), 1e15))
 torch.set_num_threads(1)
 gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)  # As in the command and its processes.
-gc.freeze()
 gc.enable()
 # The one fork server of this process imports at its start whatever any test's ranks and workers run.
 FORK_SERVER = multiprocessing.get_context("forkserver")
-FORK_SERVER.set_forkserver_preload(
-    [
-        "braidrl.runtimes.streaming.processes", "braidrl.runtimes.distributed.launch", "braidrl.runtimes.distributed.backend",
-        # What these import when they need it.
-        "braidrl.runtimes.run", "braidrl.flow.recipes.parameters", "braidrl.rewards.verifier", "pandas", "pyarrow.compute",
-        "peft", "torch.utils.tensorboard", *(f"braidrl.flow.recipes.{name}" for name in ("grpo", "dapo", "ppo")),
-        *(f"transformers.models.{name}.modeling_{name}" for name in MODELS), "tests.tiny", *COMMAND,
-    ]
-)  # fmt: skip
+FORK_SERVER.set_forkserver_preload(["tests.preloaded"])
 # By how long they take, the longest first: where several processes share the files they begin with these, so that no process is left
 # with a long one at the end.
 LONGEST = (

@@ -63,6 +63,7 @@ STALL = b"["
 """Begins what a process says of work that does not come further; its last word is an object."""
 ENGINES = ("braidrl.rollout.process.server",)
 """What engines of their own run that ranks and workers start."""
+SERVER_START = "braidrl.cluster.server_start"
 LOOK_EVERY_S = 0.02
 STARTING = threading.Lock()
 """Held while a copy of the fork server starts: threads would hide the main module from each other."""
@@ -225,7 +226,7 @@ def from_server(spec: ProcessSpec) -> Forked:
     as it begins, where `spec.starts` says what it starts, else a fresh interpreter.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(spec.modules()))
+    context.set_forkserver_preload([SERVER_START, *spec.modules()])
     ours, theirs = context.Pipe()
     own = {name: value for name, value in environment_of(spec, os.environ).items() if os.environ.get(name) != value}
     process = context.Process(
@@ -274,6 +275,7 @@ def _copied(
 ) -> None:
     gc.freeze()  # What the server has imported is no garbage, and to look for some there would copy its memory.
     gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
+    gc.enable()
     # As in a fresh interpreter: with the server's own method each lock of a library (tqdm's) gets a name, of which Python's resource
     # tracker keeps account, and a tracker that was killed and came back prints a traceback for each name that it does not know.
     multiprocessing.set_start_method(None, force=True)

@@ -9,7 +9,6 @@ nothing that it executes inherits and which are of this one call or trajectory: 
 starts waits until its supervisor has counted it.
 """
 
-import asyncio
 import contextlib
 import ctypes
 import fcntl
@@ -20,6 +19,7 @@ import select
 import signal
 import socket
 import stat
+import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -30,8 +30,6 @@ from braidrl.cluster.fork_gate import LIBC, ForkGate, Start, hold_back_starts, s
 Message = dict[str, Any]
 LOAD_LIMIT_S = 120.0
 """Limit for starting Python and importing the code on a busy machine; the time limit of a call begins after it."""
-RAISED = (Exception, SystemExit, asyncio.CancelledError)
-"""Exceptions of the code that do not end its process."""
 PIECE_BYTES = 1 << 16
 """Read at once."""
 FILE_BYTES = 64 << 20
@@ -100,6 +98,15 @@ def sandboxed(call: Callable[[], Message], limits: SandboxLimits) -> Message:
         if not found.pop("again", False):
             break
     return found
+
+
+def raised() -> tuple[type[BaseException], ...]:
+    """Return the exceptions of the code that do not end its process, to be asked for once there is one.
+
+    asyncio's is among them if the code has imported asyncio, which takes long for processes that live for a second.
+    """
+    asyncio = sys.modules.get("asyncio")
+    return (Exception, SystemExit, *([asyncio.CancelledError] if asyncio else []))
 
 
 def message_of(line: bytes) -> Message:

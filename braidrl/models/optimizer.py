@@ -7,7 +7,7 @@ Where ranks divide a parameter, each has the gradient, master and moments of its
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakMethod
@@ -247,7 +247,7 @@ class MasterOptimizer:
         self._publish()
 
 
-def _call(collect: WeakMethod[Callable[[int, Tensor], None]], i: int, parameter: Tensor) -> None:
+def _call(collect: WeakMethod[Any], i: int, parameter: Tensor) -> None:
     """Pass a parameter's gradient on. A hook that held the optimizer would keep it and the model for ever: garbage collection does not
     look into the hooks of a tensor.
     """

@@ -3,10 +3,10 @@
 -> {"load": key, "concurrent", "limit_s", "limits"}             <- {}, or a failure
 -> {"call", "key", "completion", "limit_s"}           <- {"call", "score", "correct"}, or {"call", "failure", "detail"}
 
-One at a time, an ordinary function may block as it likes. Concurrently, the calls of one `async` function share an event loop.
+One at a time, an ordinary function may block as it likes. Concurrently, the calls of one `async` function share an event loop
+(`event_loop.py`).
 """
 
-import asyncio
 import inspect
 import json
 import math
@@ -14,19 +14,17 @@ import os
 import reprlib
 import signal
 import traceback
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-from braidrl.cluster.sandbox import LOAD_LIMIT_S, RAISED, SandboxLimits, sandboxed
+from braidrl.cluster.sandbox import LOAD_LIMIT_S, SandboxLimits, raised, sandboxed
 from braidrl.rewards.verifier import Verifier, resolve
 from braidrl.rewards.verifiers import Score
 
 Message = dict[str, Any]
 ORPHAN_GRACE_S = 3.0
 """How much later than its limit a call ends that nobody is there to kill."""
-HEARTBEAT_S = 0.5
-"""How often the event loop shows that it turns."""
 
 
 def main(descriptor: int) -> None:
@@ -43,7 +41,7 @@ def main(descriptor: int) -> None:
                 limits = SandboxLimits(**message["limits"]) if message["limits"] else None
                 send(connection, failed)
                 if message["concurrent"] and not failed:
-                    asyncio.run(_serve_concurrently(connection, verifiers, message["limit_s"]))
+                    serve_concurrently(connection, verifiers, message["limit_s"])
             else:
                 answer = _call_alone(verifiers[message["key"]], message, limits)
                 send(connection, {"call": message["call"], **answer})
@@ -79,7 +77,7 @@ def load(key: str, verifiers: dict[str, Verifier]) -> Message:
     try:
         name, settings = json.loads(key)
         verifiers[key] = resolve(name, settings)
-    except RAISED as error:
+    except raised() as error:
         return failure_of(error)
     finally:
         die_after(0)
@@ -100,66 +98,27 @@ def call_here(verifier: Verifier, message: Message) -> Message:
     """Call a verifier in this process and thread; return its answer, or how it failed."""
     try:
         value = verifier(message["completion"])
-        return judgement(asyncio.run(_wait(value)) if inspect.isawaitable(value) else value)
-    except RAISED as error:
+        return judgement(result_of(value) if inspect.isawaitable(value) else value)
+    except raised() as error:
         return failure_of(error)
 
 
-async def _wait(value: Any) -> Any:
-    return await value
+def serve_concurrently(connection: Connection, verifiers: Mapping[str, Verifier], limit_s: float) -> None:
+    """Call verifiers on an event loop. Raises EOFError when the pipe ends."""
+    # Imported here, as below: it takes longer than all else that a process does before it can call an ordinary function.
+    from braidrl.rewards import event_loop
+
+    event_loop.serve(connection, verifiers, limit_s)
 
 
-async def _serve_concurrently(connection: Connection, verifiers: dict[str, Verifier], limit_s: float) -> None:
-    """Start a task for each message; raises EOFError when the pipe ends."""
-    loop = asyncio.get_running_loop()
-    running: set[asyncio.Task[None]] = set()
-    ended: asyncio.Future[None] = loop.create_future()
+def result_of(awaitable: Awaitable[Any]) -> Any:
+    """Wait for what a function returned that is not declared `async`."""
+    import asyncio
 
-    async def answer(message: Message) -> None:
-        send(connection, {"call": message["call"], **await _call_limited(verifiers[message["key"]], message)})
+    async def wait() -> Any:
+        return await awaitable
 
-    def on_message() -> None:
-        try:
-            task = loop.create_task(answer(receive(connection)))
-        except (EOFError, ConnectionError) as error:
-            loop.remove_reader(connection.fileno())
-            if not ended.done():
-                ended.set_exception(error)
-        else:
-            running.add(task)
-            task.add_done_callback(on_done)
-
-    def on_done(task: asyncio.Task[None]) -> None:
-        running.discard(task)
-        # Ours, or the pipe's: a verifier's own has become an answer.
-        error = None if task.cancelled() else task.exception()
-        if error is not None and not ended.done():
-            ended.set_exception(error)
-
-    loop.add_reader(connection.fileno(), on_message)
-    heartbeat = loop.create_task(_stay_alive(limit_s + ORPHAN_GRACE_S))
-    try:
-        await ended
-    finally:
-        heartbeat.cancel()
-
-
-async def _stay_alive(seconds: float) -> None:
-    """Postpone `die_after` as long as the event loop turns."""
-    while True:
-        die_after(seconds)
-        await asyncio.sleep(HEARTBEAT_S)
-
-
-async def _call_limited(verifier: Verifier, message: Message) -> Message:
-    deadline = asyncio.timeout(message["limit_s"])
-    try:
-        async with deadline:
-            return judgement(await verifier(message["completion"]))
-    except RAISED as error:
-        if deadline.expired():
-            return {"failure": "timeout", "detail": f"no answer within {message['limit_s']:g} s"}
-        return failure_of(error)
+    return asyncio.run(wait())
 
 
 def judgement(value: Any) -> Message:

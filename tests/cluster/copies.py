@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from typing import Any
@@ -11,14 +12,14 @@ from braidrl.cluster.process import ProcessSpec
 
 
 def seen(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return what a copy finds: modules of the command, whether it holds its file, and what a copy that it starts finds."""
+    """Return what a copy finds: modules of the command, whether it holds its file and looks for garbage, and what its own copy finds."""
     files = [
         os.readlink(f"/proc/self/fd/{fd}")
         for fd in os.listdir("/proc/self/fd")
         if os.path.exists(f"/proc/self/fd/{fd}")
     ]
     there = [name for name in ("told_apart", "json.tool") if name in sys.modules]
-    found: dict[str, Any] = {"modules": there, "holds": arguments["file"] in files}
+    found: dict[str, Any] = {"modules": there, "holds": arguments["file"] in files, "collects": gc.isenabled()}
     if not arguments.get("last"):
         process = from_server(ProcessSpec("echo-1", f"{__name__}:seen", {**arguments, "last": True}))
         assert process.wait(60) and process.outcome

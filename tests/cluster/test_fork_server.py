@@ -44,6 +44,7 @@ def test_copies_have_what_the_command_imported_and_not_what_it_opened() -> None:
     assert made and "the fork server" in names
     assert (copy["modules"], copy["holds"]) == (["told_apart", "json.tool"], False)
     assert (copy["next"]["modules"], copy["next"]["holds"]) == ([], False), "its own server is a fresh interpreter"
+    assert copy["collects"] and copy["next"]["collects"], "a fresh server looks for no garbage, its copies do"
 
 
 def test_the_fork_server_of_a_copy_that_starts_engines_is_a_copy_too() -> None:
@@ -54,4 +55,4 @@ def test_the_fork_server_of_a_copy_that_starts_engines_is_a_copy_too() -> None:
 def test_a_command_that_has_threads_is_not_copied() -> None:
     made, _, copy = run("threading.Thread(target=threading.Event().wait, daemon=True).start()")
     assert not made
-    assert copy["modules"] == []
+    assert copy["modules"] == [] and copy["collects"]

@@ -6,9 +6,12 @@ float64, is compared with `allowed.py` after each.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+gc.disable()  # As in `conftest.py`, which is not loaded here: it would take a sixth of the time.
 
 import pytest
 import torch

@@ -21,7 +21,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-from braidrl.cluster.sandbox import RAISED, Message, SandboxLimits, supervised_talk, write_message
+from braidrl.cluster.sandbox import Message, SandboxLimits, raised, supervised_talk, write_message
 from braidrl.rollout.episodes.environments import Environment, agent_of, environments, is_agent
 from braidrl.rollout.episodes.turns import Observation, outcome_of
 
@@ -36,7 +36,7 @@ def main(descriptor: int) -> None:
     asked = json.loads(line.recv_bytes())
     try:
         play = played_by(asked["load"], asked["params"])
-    except RAISED as error:
+    except raised() as error:
         line.send_bytes(json.dumps({"failure": f"{type(error).__name__}: {error}"[:600]}).encode())
         return
     line.send_bytes(b"{}")
@@ -81,7 +81,7 @@ def answer_all(answer: Callable[..., Any], requests: int, answers: int) -> None:
             ((method, argument),) = json.loads(line).items()
             try:
                 found = runner.run(answer(method, argument))
-            except RAISED as error:
+            except raised() as error:
                 found = {"failure": type(error).__name__, "detail": str(error)[:600]}
             write_message(answers, found)
 

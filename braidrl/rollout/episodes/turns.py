@@ -14,12 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jinja2 import TemplateError
-
 from braidrl.errors import UserError
 from braidrl.rollout.episodes.tool_calls import FORMATS, Tools, call_text, calls_of_hermes, format_of
 
-# This is what environments import, whose processes have no need of torch.
+# This is what environments import, whose processes have no need of torch, nor of templates.
 if TYPE_CHECKING:
     from braidrl.data.templates import PromptTemplate
 
@@ -101,6 +99,8 @@ class TurnTemplate:
         return list(self.template.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _render(self, messages: list[Message], tools: Tools) -> str:
+        from jinja2 import TemplateError
+
         try:
             return self.template.tokenizer.apply_chat_template(
                 messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=True

@@ -6,6 +6,7 @@ add ──▶ waiting ──free slot──▶ vLLM ──step──▶ tokens, 
 The only files that import vLLM are this one and `logits_processor`; `worker` is Braid's part of vLLM's workers.
 """
 
+import gc
 import itertools
 import os
 from collections import deque
@@ -188,6 +189,7 @@ def start(folder: Path, slots: int, max_sequence_tokens: int, dtype: str, option
         "disable_log_stats": True, "async_scheduling": False, **(on_cuda if torch.cuda.is_available() else on_cpu),
     }  # fmt: skip
     os.environ.update(SETTINGS)
+    gc.freeze()  # vLLM looks for garbage four times while it starts, a quarter of the work that starting is; what was imported is none.
     try:
         return LLMEngine.from_engine_args(EngineArgs(**{**arguments, **taken}))
     except (ValueError, TypeError) as error:

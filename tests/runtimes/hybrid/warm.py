@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -77,6 +78,9 @@ class RehearsingWorker(HybridWorker):
         _clear_sharding_prop_cache()
         clear_redistribute_planner_cache()
         _gen_transform_infos.cache_clear()
+        # Models know them too: each group that lives on looks a hundred times a second for what has come.
+        vars(self).pop("executor", None)
+        gc.collect()
 
     def held(self) -> int:
         """Return how many calls' rows are kept here."""
