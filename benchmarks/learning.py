@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.machine import describe
 from braidrl.config import Config, load_config
 from braidrl.observe.metrics import read_metrics
-from examples.arithmetic.pages import Lines, Mean, curve, table, write_curves
+from examples.arithmetic.pages import Lines, Mean, curve, table, write_curves, write_markdown
 from examples.smollm2.fetch import fetch
 from examples.smollm2.learn import PAGES, Way, run
 from examples.smollm2.tasks import FOLDER, write_tasks
@@ -149,7 +149,7 @@ def write_page(config: Config, runs: dict[int, Run]) -> None:
         "response tokens per second",
         "machine",
     ]
-    (PAGES / "smollm2-trl.md").write_text("\n".join([
+    write_markdown(PAGES / "smollm2-trl.md", "\n".join([
         f"# {title}\n",
         f"    python -m benchmarks.learning --prompts {trainer.prompts_per_step} --threads 1 --seeds {' '.join(map(str, sorted(runs)))}\n",
         f"GRPO without a KL term, {trainer.prompts_per_step} prompts with {rollout.samples_per_prompt} responses of up to "

@@ -2,17 +2,18 @@
 
 import gc
 import os
+import platform
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from braidrl import __version__
 from braidrl.errors import UserError, WorkerError, no_room
-from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS
+from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS, version_of
 
 app = typer.Typer(
-    help="Reinforcement-learning post-training of language models.",
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
 )  # fmt: skip
 
@@ -26,6 +27,23 @@ Overrides = Annotated[
 RunFolder = Annotated[Path, typer.Argument(help="A run folder.")]
 EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2
+
+
+def show_version(asked: bool) -> None:
+    """Print the versions that a report of a fault needs, and end."""
+    if asked:
+        packages = ", ".join(f"{name} {version_of(name)}" for name in ("torch", "transformers"))
+        typer.echo(f"braid {__version__}, {packages}, Python {platform.python_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def before_commands(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print versions, and end.")
+    ] = False,
+) -> None:
+    """Reinforcement-learning post-training of language models."""
 
 
 @app.command()

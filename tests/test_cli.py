@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from braidrl import cli
+from braidrl import __version__, cli
 from braidrl.catalogue import KINDS, catalogue
 from braidrl.config.reading import section_keys
 from braidrl.flow.yaml_form import from_yaml
@@ -201,6 +201,8 @@ def test_doctor_says_what_there_is_and_keeps_what_it_can_do(
 def test_help_names_every_command(braid: Any) -> None:
     out, _ = braid("--help")
     assert all(command in out for command in ("train", "eval", "flow", "report", "export", "doctor"))
+    out, _ = braid("--version")
+    assert out.startswith(f"braid {__version__}, torch {torch.__version__}, transformers ")
 
 
 def test_a_resumed_run_takes_what_may_change_from_the_command_and_keeps_it(workshop: Workshop, braid: Any) -> None:

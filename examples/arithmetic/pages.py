@@ -14,10 +14,18 @@ WIDTH, HEIGHT = 520, 240
 LEFT, RIGHT, TOP, BOTTOM = 48, 12, 28, 28
 COLOURS = ("#3567b0", "#c0563b", "#3f8f5f", "#8a5bb0", "#b08a2e", "#3c8f9f", "#a0487a", "#6b6b6b")
 
+BY_HAND = "<!-- What follows was written by hand and stays when the page is written again. -->"
+
 Curve = Sequence[tuple[float, float]]
 """(step, value) in the order of steps."""
 Lines = list[dict[str, Any]]
 """A run's metrics, one dictionary per line."""
+
+
+def write_markdown(path: Path, text: str) -> None:
+    """Write a page of Markdown. What the one that is there has below the line `BY_HAND` stays at its end."""
+    _, line, notes = path.read_text().partition(BY_HAND) if path.is_file() else ("", "", "")
+    path.write_text(text.rstrip("\n") + "\n" + (f"\n{line}{notes}" if line else ""))
 
 
 def write_curves(path: Path, title: str, curves: Mapping[str, Curve], limit: float | None = None) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pages import Curve, Lines, Mean, curve, write_curves
+from pages import Curve, Lines, Mean, curve, write_curves, write_markdown
 from task import demonstrations, problems, questions, write_jsonl, write_model
 
 from braidrl.config import Config, parse_config
@@ -95,7 +95,7 @@ class Study:
         command = f"    python examples/arithmetic/studies.py {name}"
         if tuple(self.seeds) != SEEDS:
             command += f" --seeds {' '.join(map(str, self.seeds))}"
-        (self.pages / f"{name}.md").write_text(f"# {title}\n\n{command}\n\n{text}")
+        write_markdown(self.pages / f"{name}.md", f"# {title}\n\n{command}\n\n{text}")
 
     def curves(self, name: str, title: str, curves: Mapping[str, Curve], limit: float | None = None) -> str:
         """Draws curves beside the page; returns how the page shows them."""

@@ -20,7 +20,7 @@ from typing import Any
 
 from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.saving.export import export_model
-from examples.arithmetic.pages import Curve, curve, table, write_curves
+from examples.arithmetic.pages import Curve, curve, table, write_curves, write_markdown
 from examples.smollm2.fetch import fetch
 from examples.smollm2.preferences import prepare, recorded_responses
 from examples.smollm2.tasks import FOLDER, write_tasks
@@ -119,7 +119,8 @@ STUDIES = {
     "gsm8k-dapo": Page(
         "SmolLM2-135M-Instruct and GSM8K by DAPO",
         "Grade-school mathematics: supervised fine-tuning once through the worked answers of at most two calculations, then DAPO on the "
-        "same questions. What the model scores before is on the page of `learn gsm8k`. " + GSM8K_SCORE,
+        "same questions. What the model scores before is on the page of `learn gsm8k`; what DAPO does to sampled answers is told below the "
+        "samples. " + GSM8K_SCORE,
         "eval/test/avg@1",
         {
             "SFT": Way("gsm8k_sft", (FEW_STEPS, *ONLY_AFTERWARDS), exported="gsm8k-sft-few"),
@@ -200,7 +201,7 @@ def write_page(study: str, page: Page, runs: dict[tuple[str, int], Path]) -> Non
         f"![{page.title}](smollm2-{study}.svg)\n", f"Responses to held-out questions before and after {shown[0]}, seed {shown[1]}:\n",
         table(["question", "before", "after"], samples(runs[shown])),
     ]  # fmt: skip
-    (PAGES / f"smollm2-{study}.md").write_text("\n".join(text))
+    write_markdown(PAGES / f"smollm2-{study}.md", "\n".join(text))
 
 
 def row(name: str, seed: int, points: Curve, measured: dict[str, float]) -> list[Any]:

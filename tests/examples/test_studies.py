@@ -43,6 +43,15 @@ def test_a_mean_over_seeds_has_students_interval(studies: ModuleType) -> None:
     assert found.text("+.1f") == "+3.0 ± 1.963" and pages.Mean.of([0.25]).text(".2f") == "0.25"
 
 
+def test_what_was_written_by_hand_stays_when_a_page_is_written_again(tmp_path: Path) -> None:
+    pages, page = load_module(ARITHMETIC / "pages.py"), tmp_path / "page.md"
+    pages.write_markdown(page, "# First\n")
+    assert page.read_text() == "# First\n"
+    page.write_text(f"# First\n\n{pages.BY_HAND}\n\nWhy it is so.\n")
+    pages.write_markdown(page, "# Second\n\n")
+    assert page.read_text() == f"# Second\n\n{pages.BY_HAND}\n\nWhy it is so.\n"
+
+
 def test_a_careful_teacher_makes_fewer_mistakes_where_it_rambles(studies: ModuleType) -> None:
     teacher = load_module(ARITHMETIC / "study_techniques.py").CAREFUL
     pairs = load_module(ARITHMETIC / "task.py").problems(2000, 2, seed=1)

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from braidrl.models.compute.chunks import ChunkKernels, chunk_kernels
-from braidrl.models.cpu.linear import add_weight_gradient, product
+from braidrl.models.cpu.linear import add_weight_gradient, product, zero_gradient
 
 CHUNK_BYTES = 64 << 20
 """Logits held at once, for any vocabulary."""
@@ -86,7 +86,7 @@ class _LinearLogProbs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, log_sums, entropy = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=ctx.dtype) if ctx.needs_input_grad[1] else None
+        grad_weight = zero_gradient(weight, ctx.dtype) if ctx.needs_input_grad[1] else None
         for part in ctx.parts:
             grad_entropy = grads[1][part] if ctx.with_entropy_grad else None
             if ctx.kernels is not None:
@@ -103,7 +103,8 @@ class _LinearLogProbs(torch.autograd.Function):
             if grad_weight is not None:
                 add_weight_gradient(grad_weight, grad, hidden[part])
         grad_hidden = ctx.vocabulary.sum(grad_hidden)
-        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), *[None] * 6
+        whole = None if grad_weight is None else grad_weight.to(weight.dtype).contiguous()
+        return grad_hidden, whole, *[None] * 6
 
 
 @dataclass(frozen=True)

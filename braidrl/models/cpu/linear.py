@@ -61,16 +61,30 @@ class _Product(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows = grads[0].reshape(-1, weight.shape[0])
         grad_x = onednn(rows, weight.t()).view(x.shape) if ctx.needs_input_grad[0] else None
-        grad_weight = weight_gradient(rows, x.reshape(-1, weight.shape[1])) if ctx.needs_input_grad[1] else None
+        found = weight_gradient(rows, x.reshape(-1, weight.shape[1])) if ctx.needs_input_grad[1] else None
+        grad_weight = None if found is None else found.contiguous()
         return grad_x, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
 
 
+def zero_gradient(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return zeros of a weight's shape (N, K), to which `add_weight_gradient` adds fastest: oneDNN makes the transpose of a gradient with
+    N > K, and to turn each of many parts would take longer than to turn their sum.
+    """
+    if _by_onednn(weight) and weight.shape[0] > weight.shape[1]:
+        return weight.new_zeros(weight.shape[::-1]).t()
+    return torch.zeros_like(weight, dtype=dtype)
+
+
 def weight_gradient(grads: Tensor, x: Tensor) -> Tensor:
-    """Return grads (M, N).T @ x (M, K), (N, K)."""
-    if grads.dtype != torch.float32 or grads.device.type != "cpu" or not gradients_by_onednn():
+    """Return grads (M, N).T @ x (M, K), (N, K), in any layout."""
+    if not _by_onednn(grads):
         return grads.t() @ x
     # oneDNN copies the first of the two: let that be the narrower one.
-    return _outer(grads, x) if grads.shape[1] <= x.shape[1] else _outer(x, grads).t().contiguous()
+    return _outer(grads, x) if grads.shape[1] <= x.shape[1] else _outer(x, grads).t()
+
+
+def _by_onednn(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.float32 and tensor.device.type == "cpu" and gradients_by_onednn()
 
 
 def _outer(first: Tensor, second: Tensor) -> Tensor:
@@ -87,9 +101,7 @@ def add_weight_gradient(total: Tensor, grads: Tensor, x: Tensor) -> None:
     """Add grads (M, N).T @ x (M, K) to `total` (N, K), which may be of a higher precision."""
     if total.dtype == torch.float32 != grads.dtype and total.is_contiguous() and has_kernels(grads, total):
         accumulate(total, weight_gradient(grads, x))
-    elif total.dtype != grads.dtype or (
-        total.device.type == "cpu" and total.dtype == torch.float32 and gradients_by_onednn()
-    ):
+    elif total.dtype != grads.dtype or _by_onednn(total):
         total += weight_gradient(grads, x)
     else:
         total.addmm_(grads.t(), x)

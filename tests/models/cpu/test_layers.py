@@ -81,7 +81,9 @@ def test_both_libraries_sum_the_outer_products_of_all_rows(
     torch.manual_seed(3)
     grads, x = torch.randn(700, outputs), torch.randn(700, inputs)
     expected = sum(torch.outer(grad, row) for grad, row in zip(grads.double(), x.double(), strict=True))
-    total = torch.ones(outputs, inputs)
+    total = linear.zero_gradient(torch.empty(outputs, inputs), torch.float32)
+    assert total.shape == (outputs, inputs) and not total.any()
+    total += 1
     add_weight_gradient(total, grads, x)
     torch.testing.assert_close(weight_gradient(grads, x).double(), expected, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(total.double(), 1 + expected, rtol=1e-4, atol=1e-4)

@@ -101,8 +101,10 @@ def largest_gap(workshop: Workshop, run: Path) -> float:
 def test_interrupted_rows_go_on_under_new_weights_and_each_token_has_the_log_prob_of_its_version(
     workshop: Workshop,
 ) -> None:
-    many = {"prompts_per_step": 40, "rows_per_update": None}
-    run, _ = streamed(workshop, "interrupt", "interrupt", trainer=many, streaming={"workers": {"actor.generate": 1}})
+    # A batch takes far longer to generate than to train on, so that new weights find rows under way.
+    many = {"steps": 10, "keep_checkpoints": 10, "prompts_per_step": 24, "rows_per_update": None}
+    more = {"trainer": many, "rollout": {"slots": 16, "compile": False}, "algorithm": {"kl_coef": 0.0}}
+    run, _ = streamed(workshop, "interrupt", "interrupt", streaming={"workers": {"actor.generate": 1}}, **more)
     check_bounds(run)
     counts = versions_within_rows(run)
     print(f"rows by the versions of their tokens: {counts}")
