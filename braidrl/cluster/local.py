@@ -64,6 +64,7 @@ STALL = b"["
 ENGINES = ("braidrl.rollout.process.server",)
 """What engines of their own run that ranks and workers start."""
 SERVER_START = "braidrl.cluster.server_start"
+"""What a fresh fork server imports before anything else."""
 LOOK_EVERY_S = 0.02
 STARTING = threading.Lock()
 """Held while a copy of the fork server starts: threads would hide the main module from each other."""

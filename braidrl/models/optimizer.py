@@ -117,7 +117,7 @@ class MasterOptimizer:
         collect = WeakMethod(self._collect)
         for i, parameter in enumerate(self.parameters):
             # Moving each gradient as soon as it is there keeps one copy of all gradients, plus one parameter's.
-            parameter.register_post_accumulate_grad_hook(partial(_call, collect, i))
+            parameter.register_post_accumulate_grad_hook(partial(_collect_while_used, collect, i))
 
     @torch.no_grad()
     def read_masters(self, names: Sequence[str], files: Mapping[str, Tensor]) -> None:
@@ -247,9 +247,10 @@ class MasterOptimizer:
         self._publish()
 
 
-def _call(collect: WeakMethod[Any], i: int, parameter: Tensor) -> None:
-    """Pass a parameter's gradient on. A hook that held the optimizer would keep it and the model for ever: garbage collection does not
-    look into the hooks of a tensor.
+def _collect_while_used(collect: WeakMethod[Any], i: int, parameter: Tensor) -> None:
+    """Pass a parameter's gradient to its optimizer, if there still is one.
+
+    A hook that held the optimizer would keep it and the model for ever: Python's garbage collection does not look into a tensor's hooks.
     """
     if method := collect():
         method(i, parameter)

@@ -4,7 +4,7 @@
 -> {"call", "key", "completion", "limit_s"}           <- {"call", "score", "correct"}, or {"call", "failure", "detail"}
 
 One at a time, an ordinary function may block as it likes. Concurrently, the calls of one `async` function share an event loop
-(`event_loop.py`).
+(`concurrent_calls.py`).
 """
 
 import inspect
@@ -41,7 +41,10 @@ def main(descriptor: int) -> None:
                 limits = SandboxLimits(**message["limits"]) if message["limits"] else None
                 send(connection, failed)
                 if message["concurrent"] and not failed:
-                    serve_concurrently(connection, verifiers, message["limit_s"])
+                    # Imported here, as in `result_of`: asyncio takes longer to load than all else that an ordinary function needs.
+                    from braidrl.rewards.concurrent_calls import serve
+
+                    serve(connection, verifiers, message["limit_s"])
             else:
                 answer = _call_alone(verifiers[message["key"]], message, limits)
                 send(connection, {"call": message["call"], **answer})
@@ -103,16 +106,8 @@ def call_here(verifier: Verifier, message: Message) -> Message:
         return failure_of(error)
 
 
-def serve_concurrently(connection: Connection, verifiers: Mapping[str, Verifier], limit_s: float) -> None:
-    """Call verifiers on an event loop. Raises EOFError when the pipe ends."""
-    # Imported here, as below: it takes longer than all else that a process does before it can call an ordinary function.
-    from braidrl.rewards import event_loop
-
-    event_loop.serve(connection, verifiers, limit_s)
-
-
 def result_of(awaitable: Awaitable[Any]) -> Any:
-    """Wait for what a function returned that is not declared `async`."""
+    """Return what an awaitable gives that came from a function which is not declared `async`."""
     import asyncio
 
     async def wait() -> Any:

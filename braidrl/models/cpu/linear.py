@@ -67,8 +67,10 @@ class _Product(torch.autograd.Function):
 
 
 def zero_gradient(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return zeros of a weight's shape (N, K), to which `add_weight_gradient` adds fastest: oneDNN makes the transpose of a gradient with
-    N > K, and to turn each of many parts would take longer than to turn their sum.
+    """Return zeros of a weight's shape (N, K) in the layout in which `add_weight_gradient` adds to it fastest.
+
+    For N > K `weight_gradient` returns the transpose of what oneDNN computes. A sum in that layout is transposed once, at the end, in
+    place of each of its parts.
     """
     if _by_onednn(weight) and weight.shape[0] > weight.shape[1]:
         return weight.new_zeros(weight.shape[::-1]).t()
@@ -76,7 +78,7 @@ def zero_gradient(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def weight_gradient(grads: Tensor, x: Tensor) -> Tensor:
-    """Return grads (M, N).T @ x (M, K), (N, K), in any layout."""
+    """Return grads (M, N).T @ x (M, K), (N, K); it need not be contiguous."""
     if not _by_onednn(grads):
         return grads.t() @ x
     # oneDNN copies the first of the two: let that be the narrower one.

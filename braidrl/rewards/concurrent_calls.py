@@ -1,4 +1,4 @@
-"""Calls of one `async` verifier at a time on an event loop, in the process that calls verifiers."""
+"""Concurrent calls of one `async` verifier on an event loop, in the process that calls verifiers (`worker.py`)."""
 
 import asyncio
 from collections.abc import Mapping
@@ -13,7 +13,13 @@ HEARTBEAT_S = 0.5
 
 
 def serve(connection: Connection, verifiers: Mapping[str, Verifier], limit_s: float) -> None:
-    """Start a task for each message. Raises EOFError when the pipe ends."""
+    """Answer each message by a task of its own, until the pipe ends; raises EOFError then.
+
+    Args:
+        connection: The pipe to the run.
+        verifiers: By their keys, which messages name.
+        limit_s: Seconds that a call may take; an event loop that does not turn for longer ends the process.
+    """
     asyncio.run(_serve(connection, verifiers, limit_s))
 
 
