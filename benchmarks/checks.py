@@ -77,7 +77,15 @@ def step_seconds(folder: Path, rounds: int, count: int) -> dict[str, list[float]
                 f"name={name}", f"output={folder}", f"model={folder}/warm-start-model", f"data.train={folder}/train.jsonl",
                 "data.eval={}", "evaluation.every=0", f"trainer.steps={count}", "trainer.checkpoint_every=0",
             ]  # fmt: skip
-            command = [sys.executable, "-m", "braidrl.cli", "train", str(ARITHMETIC / "config.yaml"), *own, *settings]
+            command = [
+                sys.executable,
+                "-m",
+                "braidrl.cli",
+                "train",
+                str(ARITHMETIC / "config.yaml"),
+                *own,
+                *settings,
+            ]
             subprocess.run(command, check=True, capture_output=True)
             found[side].append(median(line["time/step"] for line in read_metrics(folder / name)[UNCOUNTED:]))
     return found

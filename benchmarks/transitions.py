@@ -24,11 +24,12 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import World
 from braidrl.config import parse_config
-from braidrl.models.parallel.decoding import join_generation_groups, load_for_decoding
-from braidrl.models.parallel.generation import GenerationLayout
-from braidrl.models.roles.make import DecoderWorker
-from braidrl.models.weights.phases import GenerationWeights
-from tests.models.weights.transitions import GROUPINGS, LAYOUTS
+from braidrl.engines.divided.decoding import join_generation_groups, load_for_decoding
+from braidrl.training.parallel.replicated import DataParallel
+from braidrl.training.roles.make import DecoderWorker
+from braidrl.weights.generation_layout import GenerationLayout
+from braidrl.weights.phases import GenerationWeights
+from tests.weights.transitions import GROUPINGS, LAYOUTS
 
 RESULT = Path("benchmarks/results/transitions.json")
 RANKS, TURNS, LIMIT_BYTES, WAIT_S = 8, 5, 8 << 20, 600.0
@@ -94,7 +95,7 @@ def transitions(world: World, model: str, training: dict[str, Any], layout: Gene
 def made(world: World, model: str, training: dict[str, Any], layout: GenerationLayout) -> GenerationWeights:
     """Return a rank's weights of both phases."""
     config = parse_config({"flow": "grpo", "model": model, "data": {"train": "none"}, "trainer": {"layout": training}})
-    worker = DecoderWorker("actor", config, False, world.data_parallel)
+    worker = DecoderWorker("actor", config, False, DataParallel(world.group, world))
     ranks = join_generation_groups(layout.groups(config.trainer.layout.resolve(world.size)))
     module, slices = load_for_decoding(worker.path, worker.dtype, "cpu", *ranks)
     return GenerationWeights(worker, module, slices, layout, LIMIT_BYTES)

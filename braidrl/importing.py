@@ -1,6 +1,6 @@
 """What a configuration names: something of ours by its short name, or a user's own as `module:name` or `path/to/file.py:name`.
 
-ENGINES = PluginRegistry("rollout engine", {"embedded": "braidrl.rollout.process.server:embedded_engine"})
+ENGINES = PluginRegistry("rollout engine", {"embedded": "braidrl.engines.process.process_server:embedded_engine"})
 ENGINES.find("embedded")           what comes with Braid, imported only now
 ENGINES.find("engine.py:Plain")    a user's own
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from braidrl.catalogue import KINDS, Listed, catalogue
+from braidrl.cli.catalogue import KINDS, Listed, catalogue
 
 PAGE = Path(__file__).parent / "catalogue.md"
 HEAD = """# Catalogue

@@ -5,7 +5,7 @@ braid train run.yaml runtime=streaming streaming.sampler=examples/longest_first.
 
 from collections.abc import Sequence
 
-from braidrl.transfer.queue.samplers import Candidate
+from braidrl.queue.samplers import Candidate
 
 
 def longest_first(ready: Sequence[Candidate], most: int, ranks: int) -> list[int]:

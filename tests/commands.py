@@ -24,7 +24,7 @@ from typing import Any, NoReturn, TextIO
 from braidrl.cluster.local import STARTING, main_module_hidden
 
 LOOK_S = 0.01
-COMMAND = ("braidrl.cli", "braidrl.runtimes.evaluation", "braidrl.rollout.process.server")
+COMMAND = ("braidrl.cli.commands", "braidrl.runtimes.evaluation", "braidrl.engines.process.process_server")
 """What commands import when they need it, for the fork server to import before."""
 
 
@@ -133,7 +133,7 @@ def become(arguments: list[str], folder: str, environment: dict[str, str], told:
         importlib.reload(module)
     status = 0
     try:
-        importlib.import_module("braidrl.cli").main()
+        importlib.import_module("braidrl.cli.commands").main()
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else bool(ended.code)
     except BaseException:

@@ -22,8 +22,8 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
 from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS
-from braidrl.placement.machine import DeviceRates, keep_rates
-from braidrl.transfer.queue.storage import shared_folder
+from braidrl.queue.storage import shared_folder
+from braidrl.training.device_rates import DeviceRates, keep_rates
 
 if TYPE_CHECKING:
     from tests.runtimes.hybrid.warm import WarmCluster

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from braidrl.cluster.silence import descendants
+from braidrl.cluster.watchdog import descendants
 
 STATE, INODE, LISTEN = 3, 9, "0A"
 """Columns of the kernel's table of TCP sockets, and how it writes the state of one that listens."""

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from braidrl import cli
+from braidrl.cli import commands as cli
 from braidrl.config import parse_config
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics

@@ -27,9 +27,9 @@ from braidrl.config import Config, load_config
 from braidrl.observe.metrics import MEASURED, read_metrics
 from braidrl.observe.progress import Progress
 from braidrl.observe.rollouts import read_rollouts, rollout_path
-from braidrl.runtimes.eager import EagerBackend
 from braidrl.runtimes.prepare.setup import prepare
 from braidrl.runtimes.run import TrainingRun
+from braidrl.runtimes.spmd.eager import EagerBackend
 from braidrl.runtimes.start import RunContext, start_backend
 from tests.commands import Command
 

@@ -17,13 +17,13 @@ from benchmarks.gpu import models
 from benchmarks.gpu.models import Shape
 from braidrl.algorithms.random import uniform
 from braidrl.cluster.groups import join_group
-from braidrl.models.cuda import kernels
-from braidrl.models.cuda.kernels import LayerKernels
-from braidrl.models.cuda.layers import use_kernels
-from braidrl.models.objective import Objective
+from braidrl.engines.requests import Response
 from braidrl.observe.metrics import Sums
-from braidrl.rollout.requests import Response
-from braidrl.rollout.weights.handles import LiveWeights, MappedWeights
+from braidrl.training.compute import cuda_kernels as kernels
+from braidrl.training.compute.cuda_kernels import LayerKernels
+from braidrl.training.compute.cuda_layers import use_kernels
+from braidrl.training.objective import Objective
+from braidrl.weights.handles import LiveWeights, MappedWeights
 
 CURVE_STEPS = 30
 

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Con
 from braidrl.algorithms.ragged import Ragged
 from braidrl.config import Config, parse_config
 from braidrl.data.rows import Rows
-from braidrl.models.objective import Objective, denominators
-from braidrl.models.roles.make import DecoderWorker
+from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.requests import Request, SamplingParams
 from braidrl.observe.metrics import Sums
-from braidrl.rollout.embedded.engine import EmbeddedEngine
-from braidrl.rollout.requests import Request, SamplingParams
+from braidrl.training.objective import Objective, denominators
+from braidrl.training.roles.make import DecoderWorker
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ import psutil
 
 from benchmarks.planning.machine import RESULTS, SHAPES, Case, configuration, write_model
 from braidrl.config import load_config
-from braidrl.placement.plan.configured import predicted
-from braidrl.placement.plan.devices import read_cluster
-from braidrl.placement.plan.lengths import batch_lengths
-from braidrl.placement.plan.problem import Problem
+from braidrl.plan.configured import predicted
+from braidrl.plan.lengths import batch_lengths
+from braidrl.plan.plan_devices import read_cluster
+from braidrl.plan.problem import Problem
 from braidrl.runtimes.prepare.flow import build_flow
 from braidrl.runtimes.run import TrainingRun
 from tests.tiny import sums, write_jsonl

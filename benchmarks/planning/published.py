@@ -26,13 +26,13 @@ from transformers import LlamaConfig
 
 from braidrl.config import parse_config
 from braidrl.errors import UserError
-from braidrl.placement.plan.choices import Choice
-from braidrl.placement.plan.devices import Cluster, read_cluster
-from braidrl.placement.plan.named import fixed, halves
-from braidrl.placement.plan.problem import Problem
-from braidrl.placement.plan.search import Plan, Search
-from braidrl.placement.plan.sets import Sets
-from braidrl.placement.plan.work import Lengths
+from braidrl.plan.choices import Choice
+from braidrl.plan.named import fixed, halves
+from braidrl.plan.plan_devices import Cluster, read_cluster
+from braidrl.plan.problem import Problem
+from braidrl.plan.search import Plan, Search
+from braidrl.plan.sets import Sets
+from braidrl.plan.work import Lengths
 from braidrl.runtimes.prepare.flow import build_flow
 
 ROOT = Path(__file__).parent.parent

@@ -20,9 +20,9 @@ from braidrl.flow import Flow, Kind, Stage, actor, reward
 from braidrl.flow.batches import Sizes
 from braidrl.flow.readiness import Uid
 from braidrl.flow.stage import Scope, Signature
-from braidrl.placement.simulation import SimulatedWorker, Streaming
-from braidrl.placement.workload import Simulation, Workload
-from tests.placement.durations import long_tailed
+from braidrl.plan.simulation import SimulatedWorker, Streaming
+from braidrl.plan.workload import Simulation, Workload
+from tests.plan.durations import long_tailed
 
 WORKERS = 12
 ITERATIONS = 4

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from benchmarks.turns import Turn
-from braidrl.models.loading import load_decoder, load_tokenizer
-from braidrl.rollout.embedded.engine import EmbeddedEngine
-from braidrl.rollout.requests import Request, SamplingParams
+from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.requests import Request, SamplingParams
+from braidrl.training.loading import load_decoder, load_tokenizer
 
 
 def prepare(case: Mapping[str, Any]) -> Turn:

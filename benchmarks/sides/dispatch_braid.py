@@ -18,6 +18,7 @@ import torch
 from benchmarks.tables import COLUMNS, DISPATCHED, TOKENS, dispatched, read, repeats, timed
 from benchmarks.turns import Channel
 from braidrl.algorithms.ragged import Ragged
+from braidrl.cluster.pools import Pool
 from braidrl.cluster.ray_cluster import RayCluster, import_ray
 from braidrl.config import ClusterConfig
 from braidrl.data.codec import decode, encode
@@ -25,14 +26,13 @@ from braidrl.data.rows import Column, Rows
 from braidrl.flow import Kind, Stage
 from braidrl.flow.stage import Signature
 from braidrl.observe.metrics import Sums
-from braidrl.placement.pools import Pool
 from braidrl.runtimes.hybrid.group import WorkerGroup
 from braidrl.runtimes.hybrid.handles import READ, Answer, Handle, Output
 from braidrl.runtimes.hybrid.messages import unpack_index
 from braidrl.runtimes.hybrid.pool_worker import RunOrder, WorkerSpec
+from braidrl.runtimes.hybrid.protocols import PROTOCOLS
 from braidrl.runtimes.hybrid.start import start_groups
 from braidrl.runtimes.hybrid.worker import HybridWorker
-from braidrl.transfer.protocols import PROTOCOLS
 
 ECHO = Stage("echo", "echo", None, Signature(Kind.COMPUTE, COLUMNS, (*COLUMNS, "score")))
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from benchmarks.turns import Turn, peak_mebibytes
 from braidrl.config import parse_config
+from braidrl.engines.requests import Request
 from braidrl.observe.metrics import read_metrics
-from braidrl.rollout.requests import Request
-from braidrl.runtimes.eager import EagerBackend
 from braidrl.runtimes.run import TrainingRun
+from braidrl.runtimes.spmd.eager import EagerBackend
 
 
 def prepare(case: Mapping[str, Any]) -> Turn:

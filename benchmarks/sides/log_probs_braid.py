@@ -10,8 +10,8 @@ import torch
 from benchmarks.sides.packing_braid import rows_of
 from benchmarks.sides.workers import worker_of
 from benchmarks.turns import Turn, peak_mebibytes
-from braidrl.models.compute.packed import pack
-from braidrl.models.roles.make import DecoderWorker
+from braidrl.training.compute.packed import pack
+from braidrl.training.roles.make import DecoderWorker
 
 
 def prepare(case: Mapping[str, Any]) -> Turn:

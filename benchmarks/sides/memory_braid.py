@@ -11,10 +11,10 @@ from benchmarks.sides.shared_prompt_braid import made_rows
 from benchmarks.sides.workers import worker_of
 from benchmarks.turns import Turn, peak_mebibytes
 from braidrl.data.rows import Rows
-from braidrl.models.compute.packed import pack
-from braidrl.models.objective import Objective, denominators
-from braidrl.models.roles.make import DecoderWorker
 from braidrl.observe.metrics import Sums
+from braidrl.training.compute.packed import pack
+from braidrl.training.objective import Objective, denominators
+from braidrl.training.roles.make import DecoderWorker
 
 PROMPT = 16
 

@@ -15,10 +15,10 @@ from benchmarks.sides.workers import worker_of
 from benchmarks.turns import Turn
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.rows import Rows
-from braidrl.models.compute.packed import Packed
-from braidrl.models.objective import Objective, denominators
-from braidrl.models.roles.make import DecoderWorker
 from braidrl.observe.metrics import Sums
+from braidrl.training.compute.packed import Packed
+from braidrl.training.objective import Objective, denominators
+from braidrl.training.roles.make import DecoderWorker
 
 MICRO_BATCH_TOKENS = 4096
 

@@ -12,7 +12,7 @@ import torch
 from benchmarks.tables import BATCH, COLUMNS, QUEUED, SMALL, queued, read, turn, values
 from benchmarks.turns import Channel
 from braidrl.algorithms.ragged import Ragged
-from braidrl.transfer.queue.transfer_queue import TransferQueue
+from braidrl.queue.transfer_queue import TransferQueue
 
 
 def run(case: Mapping[str, Any], channel: Channel) -> None:

@@ -20,9 +20,9 @@ from benchmarks.turns import Turn
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.batches import Sizes
 from braidrl.flow.stage import Signature
-from braidrl.transfer.queue.client import Client
-from braidrl.transfer.queue.transfer_queue import TransferQueue
-from braidrl.transfer.schedule import StreamSchedule
+from braidrl.queue.client import Client
+from braidrl.queue.transfer_queue import TransferQueue
+from braidrl.runtimes.streaming.schedule import StreamSchedule
 
 IN_WORK = (1_024, 8_192, 65_536, 1_000_000)
 CLIENTS = (1, 16, 128)

@@ -11,9 +11,9 @@ from benchmarks.sides.workers import worker_of
 from benchmarks.turns import Turn, peak_mebibytes
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.rows import Rows
-from braidrl.models.objective import Objective, denominators
-from braidrl.models.roles.make import DecoderWorker
 from braidrl.observe.metrics import Sums
+from braidrl.training.objective import Objective, denominators
+from braidrl.training.roles.make import DecoderWorker
 
 
 def prepare(case: Mapping[str, Any]) -> Turn:

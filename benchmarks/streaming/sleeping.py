@@ -16,14 +16,14 @@ from torch import Tensor
 from braidrl.algorithms.random import uniform
 from braidrl.algorithms.registry import advantages, losses, selections
 from braidrl.data.rows import FinishReason
+from braidrl.engines.embedded.stepping import SteppingEngine
+from braidrl.engines.engine import WeightSource
+from braidrl.engines.requests import Response, Uid
+from braidrl.engines.row_request import Row
+from braidrl.engines.wire import EngineSpec
 from braidrl.flow import Flow, actor, advantage, loss, select
-from braidrl.models.loading import load_tokenizer
-from braidrl.rollout.embedded.stepping import SteppingEngine
-from braidrl.rollout.engine import WeightSource
-from braidrl.rollout.requests import Response, Uid
-from braidrl.rollout.row import Row
-from braidrl.rollout.wire import EngineSpec
-from tests.placement.durations import long_tailed
+from braidrl.training.loading import load_tokenizer
+from tests.plan.durations import long_tailed
 
 TOKEN = 5
 """What every response is made of."""

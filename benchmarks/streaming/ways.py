@@ -27,11 +27,11 @@ from braidrl.flow.batches import Sizes
 from braidrl.flow.readiness import Uid
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.trace import Span, read_trace
-from braidrl.placement.simulation import Streaming
-from braidrl.placement.workload import SimulatedSpan, Workload
+from braidrl.plan.simulation import Streaming
+from braidrl.plan.workload import SimulatedSpan, Workload
 from braidrl.runtimes.run import TrainingRun
-from braidrl.transfer.loading import Way
-from tests.placement.durations import long_tailed
+from braidrl.weights.update_policy import Way
+from tests.plan.durations import long_tailed
 from tests.tiny import sums, write_jsonl, write_model
 
 ENGINES, SLOTS, TRAINERS, SAMPLES = 8, 32, 4, 4

@@ -15,9 +15,9 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from braidrl.cluster.process import BEAT, BEAT_S, Failure, Outcome
-from braidrl.cluster.silence import named
+from braidrl.cluster.watchdog import named
 from braidrl.errors import BadUpdate, LostPeers, UserError, no_room
-from braidrl.observe.working import WORK
+from braidrl.observe.stalls import WORK
 
 FAILED = 1
 SPEAKING = threading.Lock()

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from braidrl.cluster.pools import Pool
 from braidrl.errors import UserError
-from braidrl.placement.pools import Pool
 
 if TYPE_CHECKING:
     import torch

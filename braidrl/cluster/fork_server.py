@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from typing import NoReturn
 
-from braidrl.cluster.silence import FORK_SERVER, goes_by
+from braidrl.cluster.watchdog import FORK_SERVER, goes_by
 
 STANDARD_STREAMS = (0, 1, 2)
 TRACKER = "tracker"

@@ -32,6 +32,7 @@ from typing import Any
 from braidrl.cluster.child import function_of
 from braidrl.cluster.devices import Devices, assign_devices, device_count
 from braidrl.cluster.fork_server import copy_as_fork_server
+from braidrl.cluster.pools import Pool
 from braidrl.cluster.process import (
     BEAT,
     END_LIMIT_S,
@@ -42,11 +43,10 @@ from braidrl.cluster.process import (
     default_threads,
     environment_of,
 )
-from braidrl.cluster.silence import has_ended, keep_stack
+from braidrl.cluster.watchdog import has_ended, keep_stack
 from braidrl.errors import WorkerError
 from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS
-from braidrl.observe.working import Stall
-from braidrl.placement.pools import Pool
+from braidrl.observe.stalls import Stall
 
 BOOT = f"""
 import ctypes, gc, importlib, json, signal, sys
@@ -61,7 +61,7 @@ BOOT_ELSEWHERE = BOOT.replace("sys.path[:] = path", "sys.path += [place for plac
 """For the interpreter of another environment, whose own packages come first."""
 STALL = b"["
 """Begins what a process says of work that does not come further; its last word is an object."""
-ENGINES = ("braidrl.rollout.process.server",)
+ENGINES = ("braidrl.engines.process.process_server",)
 """What engines of their own run that ranks and workers start."""
 SERVER_START = "braidrl.cluster.server_start"
 """What a fresh fork server imports before anything else."""

@@ -20,7 +20,7 @@ from braidrl.errors import BadUpdate, LostProcess, UserError, WorkerError
 
 if TYPE_CHECKING:
     # It loads the configuration, which most processes of a run have no use for.
-    from braidrl.placement.pools import Pool
+    from braidrl.cluster.pools import Pool
 
 LOOPBACK = "127.0.0.1"
 BEAT, BEAT_S = b"", 1.0

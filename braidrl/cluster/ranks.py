@@ -18,11 +18,11 @@ from typing import Any
 from braidrl.cluster.child import TaskFailed, failure_of, function_of
 from braidrl.cluster.groups import open_store
 from braidrl.cluster.local import LocalLauncher
+from braidrl.cluster.pools import Pool
 from braidrl.cluster.process import Failure, Launcher, Outcome, Process, ProcessSpec, interrupts_handled
-from braidrl.cluster.silence import FrozenWatch, mute_after
+from braidrl.cluster.watchdog import FrozenWatch, mute_after
 from braidrl.cluster.world import World, join
 from braidrl.errors import UserError
-from braidrl.placement.pools import Pool
 
 SETTLING_S = 3.0
 """After a rank has lost its peers: how long to wait for the failure that it follows from."""

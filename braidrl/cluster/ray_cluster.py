@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from braidrl.cluster.devices import devices_each
+from braidrl.cluster.pools import Pool, check_devices
 from braidrl.cluster.process import BEAT_S, END_LIMIT_S
-from braidrl.cluster.silence import ASLEEP_S, NEEDED_BY_RAY, descendants, has_ended, mute_after, name_of
+from braidrl.cluster.watchdog import ASLEEP_S, NEEDED_BY_RAY, descendants, has_ended, mute_after, name_of
 from braidrl.config import ClusterConfig
 from braidrl.errors import LostProcess, UserError, WorkerError
-from braidrl.placement.pools import Pool, check_devices
 
 BEATS = "beats"
 """The thread of every actor that says that it lives, whatever else it does."""

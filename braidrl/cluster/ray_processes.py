@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from braidrl.cluster.local import LocalProcess, spawn
+from braidrl.cluster.pools import Pool
 from braidrl.cluster.process import BEAT_S, END_LIMIT_S, LOOPBACK, Outcome, Process, ProcessSpec
 from braidrl.cluster.ray_cluster import RayCluster, Reservation, import_ray
-from braidrl.cluster.silence import mute_after
+from braidrl.cluster.watchdog import mute_after
 from braidrl.config import ClusterConfig
-from braidrl.placement.pools import Pool
 
 
 class ProcessActor:

@@ -13,8 +13,8 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -26,8 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 from braidrl.cluster.devices import own_devices
 from braidrl.cluster.groups import join_group
 from braidrl.errors import LostPeers, first_line
-from braidrl.models.parallel.replicated import DataParallel
-from braidrl.observe.working import WORK
+from braidrl.observe.stalls import WORK
 
 HEAR_EVERY_S = 0.02
 """How often a rank looks for what is new; in between it is told nothing."""
@@ -94,11 +93,6 @@ class World:
     def first(self) -> bool:
         """Return True for the one rank that writes what is written once."""
         return self.rank == 0
-
-    @property
-    def data_parallel(self) -> DataParallel:
-        """Return the ranks as holders of copies of one model."""
-        return Supervised(self.group, self)
 
     @property
     def notices(self) -> Notices | None:
@@ -214,16 +208,6 @@ class World:
         if self.group is not None:
             dist.destroy_process_group()
             self.group = None
-
-
-@dataclass(frozen=True)
-class Supervised(DataParallel):
-    """Ranks of a role whose meetings say, when they fail, who was missing."""
-
-    world: World = field(default_factory=World)
-
-    def meeting(self, purpose: str) -> AbstractContextManager[object]:
-        return self.world.meeting(purpose)
 
 
 def join(limit_s: float, cuda: bool, engines: int = 0, engine_devices: int = 1, secret: str = "") -> World:

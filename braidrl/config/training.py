@@ -5,8 +5,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from braidrl.config.layout import ParallelLayout
 from braidrl.config.section import DType, Section
-from braidrl.models.parallel.layout import ParallelLayout
 
 
 class LoraConfig(Section):

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from braidrl.observe.working import WORK
+from braidrl.observe.stalls import WORK
 
 SHOW_AFTER = 2.0
 REDRAW_EVERY = 0.1

@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 
-from braidrl.cluster.sandbox import raised
 from braidrl.rewards.verifier import Verifier
 from braidrl.rewards.worker import ORPHAN_GRACE_S, Message, die_after, failure_of, judgement, receive, send
+from braidrl.sandbox.sandbox import raised
 
 HEARTBEAT_S = 0.5
 """How often the event loop shows that it turns."""

@@ -9,11 +9,11 @@ import struct
 from dataclasses import asdict
 from multiprocessing.connection import Connection
 
-from braidrl.cluster.sandbox import LOAD_LIMIT_S
-from braidrl.cluster.untrusted import limits_of, spawn_untrusted
 from braidrl.config import RewardConfig
 from braidrl.rewards.verifier import Verifier
 from braidrl.rewards.worker import Message, encode, receive
+from braidrl.sandbox.sandbox import LOAD_LIMIT_S
+from braidrl.sandbox.untrusted import limits_of, spawn_untrusted
 
 SEND_LIMIT_S = 30
 """A process that reads nothing for so long is stuck."""

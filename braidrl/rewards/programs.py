@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from braidrl.cluster.sandbox import STRICT
 from braidrl.rewards.verifiers import Score
+from braidrl.sandbox.sandbox import STRICT
 
 BLOCK = re.compile(r"```[ \t]*([\w+-]*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 PYTHON = ("", "python", "python3", "py")

@@ -5,10 +5,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from braidrl.cluster.sandbox import namespaces_allowed
-from braidrl.cluster.untrusted import check_bubblewrap
 from braidrl.config import RewardConfig
 from braidrl.errors import UserError
+from braidrl.sandbox.sandbox import namespaces_allowed
+from braidrl.sandbox.untrusted import check_bubblewrap
 
 
 def check_requirements(name: str, params: Mapping[str, Any], settings: RewardConfig) -> None:

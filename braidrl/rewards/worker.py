@@ -18,9 +18,9 @@ from collections.abc import Awaitable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
-from braidrl.cluster.sandbox import LOAD_LIMIT_S, SandboxLimits, raised, sandboxed
 from braidrl.rewards.verifier import Verifier, resolve
 from braidrl.rewards.verifiers import Score
+from braidrl.sandbox.sandbox import LOAD_LIMIT_S, SandboxLimits, raised, sandboxed
 
 Message = dict[str, Any]
 ORPHAN_GRACE_S = 3.0

@@ -17,10 +17,10 @@ from braidrl.flow.batches import update_plan
 from braidrl.flow.compute import State, initial_states, next_state, with_state
 from braidrl.flow.selecting import SURPLUS, UNFINISHED, GroupSelector, Verdict, scores_by_group
 from braidrl.observe.metrics import Sums
-from braidrl.observe.working import WORK
-from braidrl.runtimes.backend import BegunBatch, IterationResult, Position, Restart, SerialBackend, T, needed
+from braidrl.observe.stalls import WORK
 from braidrl.runtimes.generating.early_stop import Segment, segment_of
 from braidrl.runtimes.generating.partial import to_the_end
+from braidrl.runtimes.interfaces import BegunBatch, IterationResult, Position, Restart, SerialBackend, T, needed
 
 
 class SerialController(Generic[T]):

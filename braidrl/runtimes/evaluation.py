@@ -14,13 +14,13 @@ from braidrl.flow import Flow
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Progress, silent_progress
 from braidrl.observe.rollouts import evaluation_path
-from braidrl.runtimes.backend import Backend, T
-from braidrl.runtimes.distributed.launch import in_ranks
+from braidrl.runtimes.interfaces import Backend, T
 from braidrl.runtimes.prepare.checks import without_effect
 from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch
 from braidrl.runtimes.saving.folders import check_output, unused_folder, write_config
 from braidrl.runtimes.saving.row_store import HeldOut
+from braidrl.runtimes.spmd.launch import in_ranks
 from braidrl.runtimes.start import RunContext, start_backend
 
 SHARE_RIGHT = re.compile(r"eval/.+/(avg@\d+|pair_accuracy)")

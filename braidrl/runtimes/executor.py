@@ -26,13 +26,6 @@ from braidrl.flow.compute import computed, of_namespace, summed
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.methods import class_and_method, is_method
 from braidrl.flow.signatures import is_reward
-from braidrl.models.backend import TrainingBackend
-from braidrl.models.checkpoint import Write, saving_tasks
-from braidrl.models.objective import Objective, UpdateCounts, with_group_tokens
-from braidrl.models.parallel.replicated import DataParallel
-from braidrl.models.role_settings import inference_layouts, own_tokenizer, with_layout
-from braidrl.models.roles.make import make_worker, torch_worker
-from braidrl.models.weights.mirror import Following, InferenceCopy
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import RuleRewards
@@ -40,6 +33,13 @@ from braidrl.runtimes.generating.early_stop import EarlyStop
 from braidrl.runtimes.generating.generation import Generation
 from braidrl.runtimes.generating.residency import Residency
 from braidrl.runtimes.generating.verification import added_scores
+from braidrl.training.backends import TrainingBackend
+from braidrl.training.checkpoint import Write, saving_tasks
+from braidrl.training.objective import Objective, UpdateCounts, with_group_tokens
+from braidrl.training.parallel.replicated import DataParallel
+from braidrl.training.role_settings import inference_layouts, own_tokenizer, with_layout
+from braidrl.training.roles.make import make_worker, torch_worker
+from braidrl.weights.mirror import Following, InferenceCopy
 
 Totals = Mapping[str, Tensor]
 PREDICTED = {"score": "scores", "values": "values"}  # what infer stages ask models for; the others ask for `log_probs`

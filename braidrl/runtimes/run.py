@@ -10,21 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from braidrl.cluster.ranks import tell
-from braidrl.cluster.silence import FrozenWatch
+from braidrl.cluster.watchdog import FrozenWatch
 from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
 from braidrl.errors import BadUpdate, LostProcess, UserError, WorkerError
-from braidrl.models.objective import NAMES_A_TOKEN
-from braidrl.models.role_settings import unusual_rates
 from braidrl.observe.metrics import MetricsWriter, Sums
 from braidrl.observe.progress import Progress, silent_progress
 from braidrl.observe.report import write_report
 from braidrl.observe.rollouts import evaluation_path, recorded_steps, rollout_path
 from braidrl.observe.samples import samples_of_step
 from braidrl.observe.trackers import TrackedRun, Trackers
-from braidrl.runtimes.backend import Position, Restart
-from braidrl.runtimes.distributed.launch import in_ranks
 from braidrl.runtimes.evaluation import evaluated_sets, good_enough
+from braidrl.runtimes.interfaces import Position, Restart
 from braidrl.runtimes.interrupts import AgreedInterrupts, Interrupts
 from braidrl.runtimes.prepare.checks import rows_may_be_stale, without_effect
 from braidrl.runtimes.prepare.fetching import with_fetched
@@ -33,8 +30,11 @@ from braidrl.runtimes.prepare.sizes import check_engine_memory, memory_to_take, 
 from braidrl.runtimes.saving.checkpoints import Checkpoints, RunState, load_checkpoint, resume_point
 from braidrl.runtimes.saving.folders import held_alone, new_run_folder, unused_folder, write_config
 from braidrl.runtimes.saving.row_store import Recording, Surplus
+from braidrl.runtimes.spmd.launch import in_ranks
 from braidrl.runtimes.start import RunContext, check_runtime, start_controller
 from braidrl.runtimes.step_metrics import FailureWatch, GapWatch, step_metrics, summary
+from braidrl.training.objective import NAMES_A_TOKEN
+from braidrl.training.role_settings import unusual_rates
 
 Metrics = dict[str, float | int | None]
 

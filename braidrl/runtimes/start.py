@@ -13,23 +13,24 @@ from braidrl.cluster.ray_cluster import import_ray
 from braidrl.cluster.world import World
 from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
+from braidrl.engines.factory import own_engines
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind
 from braidrl.flow.selecting import GroupSelector
 from braidrl.observe.progress import Progress
 from braidrl.observe.trace import TraceWriter
-from braidrl.runtimes.backend import Controller, SerialBackend
 from braidrl.runtimes.controller import SerialController
-from braidrl.runtimes.distributed.backend import DistributedBackend
-from braidrl.runtimes.distributed.launch import generating_ranks
-from braidrl.runtimes.eager import EagerBackend
 from braidrl.runtimes.executor import StageExecutor
-from braidrl.runtimes.generating.engines import own_engines
+from braidrl.runtimes.interfaces import Controller, SerialBackend
 from braidrl.runtimes.interrupts import Interrupts
 from braidrl.runtimes.prepare.checks import check_machine
 from braidrl.runtimes.prepare.setup import Prepared
+from braidrl.runtimes.spmd.eager import EagerBackend
+from braidrl.runtimes.spmd.launch import generating_ranks
+from braidrl.runtimes.spmd.ranks import DistributedBackend
 from braidrl.runtimes.streaming.groups import check_streaming
 from braidrl.runtimes.streaming.program import StreamingProgram
+from braidrl.training.parallel.replicated import DataParallel
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,10 @@ class RunContext:
 
     def executor(self, generating: list[str]) -> StageExecutor:
         """Return an executor of every role in this process, with engines for the roles `generating`."""
-        prepared, ranks = self.prepared, self.world.data_parallel if self.world.group is not None else None
+        prepared, ranks = (
+            self.prepared,
+            DataParallel(self.world.group, self.world) if self.world.group is not None else None,
+        )
         return StageExecutor(
             prepared.config, self.flow, prepared.roles(self.train), prepared.tokenizer,
             prepared.rewards(), self.progress, generating, ranks,

@@ -15,10 +15,10 @@ from braidrl.algorithms.metrics import effective_sample_share, explained_varianc
 from braidrl.data.rows import FinishReason, Rows
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind
-from braidrl.models.objective import trained_rows
 from braidrl.observe.metrics import FAILURE, REQUIRED_KEYS, Sums
-from braidrl.placement.memory import in_units
-from braidrl.runtimes.backend import IterationResult
+from braidrl.runtimes.interfaces import IterationResult
+from braidrl.training.memory.budget import in_units
+from braidrl.training.objective import trained_rows
 
 # Name of a number: what computes it, from which means, and which of these it takes the place of.
 DERIVED: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], tuple[str, ...]]] = {

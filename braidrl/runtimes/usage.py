@@ -18,24 +18,23 @@ import psutil
 import torch
 from torch import Tensor
 
+from braidrl.agents.player import Episode
 from braidrl.cluster.devices import choose_device
 from braidrl.cluster.process import default_threads
 from braidrl.config import Config
 from braidrl.data.rows import Rows
+from braidrl.engines.factory import engine_processes, generation_layout, pools_ranks
+from braidrl.engines.requests import Response
 from braidrl.flow import Kind, Stage
-from braidrl.models import operations
-from braidrl.models.backend import TrainingBackend
-from braidrl.models.memory.footprint import model_shape
-from braidrl.models.operations import MatrixSizes, TokenCounts
-from braidrl.models.role_settings import DTYPES, dtype_of, model_path
-from braidrl.models.roles.base import RoleWorker
-from braidrl.models.roles.make import ScalarWorker
 from braidrl.observe.metrics import Sums
-from braidrl.placement.machine import DeviceRates, own_rates
-from braidrl.placement.plan.generation import decoding
-from braidrl.rollout.episodes.player import Episode
-from braidrl.rollout.requests import Response
-from braidrl.runtimes.generating.engines import engine_processes, generation_layout, pools_ranks
+from braidrl.training import operations
+from braidrl.training.backends import TrainingBackend
+from braidrl.training.device_rates import DeviceRates, own_rates
+from braidrl.training.memory.footprint import model_shape
+from braidrl.training.operations import MatrixSizes, TokenCounts, decoding
+from braidrl.training.role_settings import DTYPES, dtype_of, model_path
+from braidrl.training.roles.base import RoleWorker
+from braidrl.training.roles.make import ScalarWorker
 
 
 class Drawn(NamedTuple):

@@ -10,8 +10,8 @@ import os
 from typing import Any
 
 from braidrl.data.rows import Column, Rows
-from braidrl.models.roles.make import DecoderWorker
-from braidrl.transfer.protocols import Calls, DivisibleTable, Mesh, TransferProtocol, register
+from braidrl.runtimes.hybrid.protocols import Calls, DivisibleTable, Mesh, TransferProtocol, register
+from braidrl.training.roles.make import DecoderWorker
 
 
 def in_turn(mesh: Mesh, rows: DivisibleTable, *arguments: Any) -> Calls:

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
-from braidrl.models.backend import Advance, BackendSpec
-from braidrl.models.objective import Objective
 from braidrl.observe.metrics import Sums
+from braidrl.training.backends import Advance, BackendSpec
+from braidrl.training.objective import Objective
 
 
 class PlainBackend:

@@ -8,14 +8,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from braidrl.algorithms.random import uniform
-from braidrl.models.loading import load_tokenizer
-from braidrl.rollout.embedded.stepping import SteppingEngine
-from braidrl.rollout.engine import WeightSource
-from braidrl.rollout.requests import Response, Uid
-from braidrl.rollout.row import RemoteRow, Row, end_ids_of
-from braidrl.rollout.sampling import batch_sampling, sample
-from braidrl.rollout.weights.local import EngineWeights
-from braidrl.rollout.wire import EngineSpec
+from braidrl.engines.embedded.stepping import SteppingEngine
+from braidrl.engines.engine import WeightSource
+from braidrl.engines.requests import Response, Uid
+from braidrl.engines.row_request import RemoteRow, Row, end_ids_of
+from braidrl.engines.sampling import batch_sampling, sample
+from braidrl.engines.wire import EngineSpec
+from braidrl.training.loading import load_tokenizer
+from braidrl.weights.local import EngineWeights
 
 
 class PlainEngine(SteppingEngine):

@@ -1,6 +1,6 @@
 """An environment of one's own: the model counts down in turns with it."""
 
-from braidrl.rollout.episodes.turns import Observation
+from braidrl.agents.turns import Observation
 
 
 class Countdown:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from braidrl.transfer.queue.transfer_queue import TransferQueue
+from braidrl.queue.transfer_queue import TransferQueue
 
 address = Path(sys.argv[1] if len(sys.argv) > 1 else "queue_alone.address")
 with TransferQueue.serve({"fit": ["x", "y"]}, budget_bytes=1 << 16) as queue:

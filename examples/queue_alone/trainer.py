@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from braidrl.transfer.queue.transfer_queue import TransferQueue
+from braidrl.queue.transfer_queue import TransferQueue
 
 address = Path(sys.argv[1] if len(sys.argv) > 1 else "queue_alone.address")
 while not address.exists():

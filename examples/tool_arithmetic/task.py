@@ -12,8 +12,8 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from braidrl.rollout.episodes.tools import ToolEnvironment
-from braidrl.rollout.episodes.turns import Observation
+from braidrl.agents.tools import ToolEnvironment
+from braidrl.agents.turns import Observation
 
 WORDS = {"add": "plus", "multiply": "times"}
 CALLS = [f'<tool_call>{{"name": "{name}", "arguments": {{"a":' for name in WORDS]

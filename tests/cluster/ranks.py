@@ -16,7 +16,7 @@ import torch.distributed as dist
 from braidrl.cluster.groups import background_group, connect_store, join_group, mesh_of, subgroup
 from braidrl.cluster.world import World
 from braidrl.errors import LostPeers, UserError
-from braidrl.observe.working import WORK
+from braidrl.observe.stalls import WORK
 
 
 def words(world: World, task: dict[str, Any]) -> dict[str, Any]:

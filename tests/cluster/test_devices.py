@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from braidrl.cluster.devices import Devices, assign_devices, device_lines, own_devices, see_only
 from braidrl.cluster.local import LocalLauncher
+from braidrl.cluster.pools import Pool
 from braidrl.cluster.process import CHOSEN_BY_BRAID, ProcessSpec, environment_of
 from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.ray_processes import RayLauncher
 from braidrl.config import ClusterConfig
 from braidrl.errors import UserError
-from braidrl.placement.pools import Pool
 
 ROOT = Path(__file__).parent.parent.parent
 ENGINES = Pool(("actor",), 1, engines=2, engine_devices=2)

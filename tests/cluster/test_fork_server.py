@@ -14,8 +14,8 @@ import json, os, sys, threading
 from braidrl.cluster.fork_server import copy_as_fork_server
 from braidrl.cluster.local import LocalLauncher
 from braidrl.cluster.process import ProcessSpec
-from braidrl.cluster.silence import descendants, name_of
-from braidrl.placement.pools import Pool
+from braidrl.cluster.watchdog import descendants, name_of
+from braidrl.cluster.pools import Pool
 
 kept = open(sys.argv[1])
 sys.modules["told_apart"] = sys  # what only the command has, and whoever was copied from it

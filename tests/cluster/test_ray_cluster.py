@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from braidrl.cluster.pools import Pool
 from braidrl.cluster.ray_cluster import RayCluster, import_ray
 from braidrl.config import ClusterConfig
 from braidrl.errors import LostProcess, UserError
 from braidrl.observe.trace import read_trace
-from braidrl.placement.pools import Pool
 from tests.cluster.seated import Seated
 from tests.leftovers import listening
 from tests.tiny import Workshop, braid, wait_for_steps

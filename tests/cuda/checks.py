@@ -19,19 +19,19 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from braidrl.config import load_config
+from braidrl.engines.embedded import states
 from braidrl.errors import UserError
 from braidrl.flow.recipes import RECIPES
-from braidrl.models.compute import log_probs
-from braidrl.models.compute.chunks import ChunkKernels, chunk_gradient, chunk_statistics
-from braidrl.models.cuda import layers
-from braidrl.models.cuda.kernels import LayerKernels, rms_norm, rotary, silu_gate
-from braidrl.models.memory.offload import OffloadableTensors, empty, occupy, storages
-from braidrl.models.parallel.boxes import Box
-from braidrl.models.roles.make import DecoderWorker
 from braidrl.observe.metrics import read_metrics
-from braidrl.rollout.embedded import states
 from braidrl.runtimes.run import TrainingRun, train
 from braidrl.runtimes.streaming.weights import WeightBox, beside_computing, bucket_frames, bucket_pieces
+from braidrl.training.compute import cuda_layers as layers
+from braidrl.training.compute import log_probs
+from braidrl.training.compute.chunks import ChunkKernels, chunk_gradient, chunk_statistics
+from braidrl.training.compute.cuda_kernels import LayerKernels, rms_norm, rotary, silu_gate
+from braidrl.training.memory.offload import OffloadableTensors, empty, occupy, storages
+from braidrl.training.roles.make import DecoderWorker
+from braidrl.weights.boxes import Box
 from tests.cuda.allowed import DOUBLES, WAITS
 from tests.cuda.twin import CudaTwin, cuda_twin
 from tests.recipes.test_training import SETTINGS, placed

@@ -13,7 +13,7 @@ import typer
 import yaml
 from pydantic import BaseModel
 
-from braidrl.cli import app
+from braidrl.cli.commands import app
 from braidrl.config import Config, parse_config
 from braidrl.config.reading import apply_override
 from braidrl.errors import UserError

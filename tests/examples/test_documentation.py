@@ -12,16 +12,16 @@ import pyarrow.parquet as pq
 import pytest
 
 import braidrl.flow
-from braidrl.cli import app
+from braidrl.agents.endpoint import PROTOCOLS
+from braidrl.agents.environments import environments
+from braidrl.agents.openai_api import LIMITS, MOST_STOPS, UNSUPPORTED, USUAL
+from braidrl.cli.commands import app
 from braidrl.data.rows import FinishReason
 from braidrl.flow.recipes import load_flow
 from braidrl.observe.metrics import REQUIRED_KEYS, read_metrics
 from braidrl.observe.rollouts import rollout_path
 from braidrl.rewards.verifier import resolve
 from braidrl.rewards.verifiers import VERIFIERS
-from braidrl.rollout.episodes.endpoint import PROTOCOLS
-from braidrl.rollout.episodes.environments import environments
-from braidrl.rollout.episodes.openai_api import LIMITS, MOST_STOPS, UNSUPPORTED, USUAL
 from tests.tiny import ROOT, Workshop, load_module
 
 DOCS = ROOT / "docs"

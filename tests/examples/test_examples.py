@@ -17,7 +17,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
 
-from braidrl import cli
+from braidrl.cli import commands as cli
 from braidrl.config import load_config
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import read_texts, rollout_path

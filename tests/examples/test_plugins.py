@@ -13,28 +13,28 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from braidrl.models.backend import BACKENDS, BackendSpec
-from braidrl.models.contract import CHECKS as BACKEND_CHECKS
-from braidrl.models.contract import BackendUnderTest
-from braidrl.models.objective import Objective, denominators
-from braidrl.models.optimizer_contract import CHECKS as OPTIMIZER_CHECKS
-from braidrl.models.optimizer_contract import OptimizerUnderTest
+from braidrl.agents.environment_contract import CHECKS as ENVIRONMENT_CHECKS
+from braidrl.agents.environment_contract import EnvironmentUnderTest
+from braidrl.engines.engine import ENGINES, ModelWeights
+from braidrl.engines.engine_contract import CHECKS as ENGINE_CHECKS
+from braidrl.engines.engine_contract import EngineUnderTest
+from braidrl.engines.replica import EngineReplica
+from braidrl.engines.wire import EngineSpec
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.trackers import check_tracker
-from braidrl.rewards.contract import CHECKS as VERIFIER_CHECKS
-from braidrl.rewards.contract import VerifierUnderTest
 from braidrl.rewards.verifier import Completion
-from braidrl.rollout.contract import CHECKS as ENGINE_CHECKS
-from braidrl.rollout.contract import EngineUnderTest
-from braidrl.rollout.engine import ENGINES, ModelWeights
-from braidrl.rollout.episodes.contract import CHECKS as ENVIRONMENT_CHECKS
-from braidrl.rollout.episodes.contract import EnvironmentUnderTest
-from braidrl.rollout.replica import EngineReplica
-from braidrl.rollout.wire import EngineSpec
+from braidrl.rewards.verifier_contract import CHECKS as VERIFIER_CHECKS
+from braidrl.rewards.verifier_contract import VerifierUnderTest
 from braidrl.runtimes.run import TrainingRun
-from tests.models.parallel.laid_out import OBJECTIVE, config_of, make_rows
-from tests.rollout.tiny import END, make_model, make_tokenizer, training_log_probs
+from braidrl.training.backend_contract import CHECKS as BACKEND_CHECKS
+from braidrl.training.backend_contract import BackendUnderTest
+from braidrl.training.backends import BACKENDS, BackendSpec
+from braidrl.training.objective import Objective, denominators
+from braidrl.training.optimizer_contract import CHECKS as OPTIMIZER_CHECKS
+from braidrl.training.optimizer_contract import OptimizerUnderTest
+from tests.engines.tiny import END, make_model, make_tokenizer, training_log_probs
 from tests.tiny import ROOT, Workshop, recorded, weights_of
+from tests.training.parallel.laid_out import OBJECTIVE, config_of, make_rows
 
 PLUGINS = ROOT / "examples" / "plugins"
 PAGES = {

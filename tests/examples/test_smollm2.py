@@ -18,17 +18,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from braidrl.agents.turns import Observation, TurnTemplate
 from braidrl.data.templates import PromptTemplate
-from braidrl.models.compute.attention import ATTENTION
-from braidrl.rollout.contract import all_of
-from braidrl.rollout.engine import ModelWeights
-from braidrl.rollout.episodes.turns import Observation, TurnTemplate
-from braidrl.rollout.requests import Request, SamplingParams
+from braidrl.engines.engine import ModelWeights
+from braidrl.engines.engine_contract import all_of
+from braidrl.engines.requests import Request, SamplingParams
 from braidrl.runtimes.saving.export import export_model
+from braidrl.training.compute.attention import ATTENTION
 from examples.smollm2 import checks, preferences, tasks
 from examples.smollm2.learn import peak_gib
-from tests.rollout.served import Served
-from tests.rollout.tiny import training_log_probs
+from tests.engines.served import Served
+from tests.engines.tiny import training_log_probs
 from tests.tiny import ROOT, Workshop, load_module, recorded, weights_of, write_jsonl
 
 QUESTIONS = ["What is two plus three?", "Name a colour.", [{"role": "user", "content": "Say hello in French."}]]

@@ -12,7 +12,7 @@ from braidrl.flow.stages import make_stage
 from braidrl.flow.yaml_form import from_yaml, to_yaml
 
 METHODS = """
-from braidrl.transfer.protocols import register
+from braidrl.runtimes.hybrid.protocols import register
 
 class Own:
     @register(protocol="THREE_D", reads=("tokens",), writes=("surprise",))

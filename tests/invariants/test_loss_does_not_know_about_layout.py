@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from braidrl.algorithms.ragged import Ragged
 from braidrl.config import Config, parse_config
 from braidrl.data.rows import Rows
-from braidrl.models.objective import Objective, denominators, with_group_tokens
-from braidrl.models.roles.make import DecoderWorker
 from braidrl.observe.metrics import Sums
+from braidrl.training.objective import Objective, denominators, with_group_tokens
+from braidrl.training.roles.make import DecoderWorker
 from tests.tiny import MODELS, TOKENIZER, settings
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}

@@ -12,8 +12,8 @@ import pytest
 from braidrl.observe.rollouts import evaluation_path, read_texts
 from braidrl.runtimes.run import TrainingRun
 from tests.invariants.traces import EVERY_STEP, Step, assert_same, assert_same_weights, merged, run, trace
-from tests.runtimes.distributed.ranks import run_in_ranks
 from tests.runtimes.hybrid.warm import WarmCluster
+from tests.runtimes.spmd.ranks import run_in_ranks
 from tests.runtimes.turns import PLAYED
 from tests.tiny import ROOT, Workshop
 

@@ -19,17 +19,17 @@ from braidrl.flow import actor, loss
 from braidrl.flow.readiness import serial_chain
 from braidrl.flow.recipes import load_flow
 from braidrl.flow.stages import make_stage
-from braidrl.models.compute.packed import pack
-from braidrl.models.objective import Objective, denominators
-from braidrl.models.roles.make import DecoderWorker
 from braidrl.observe.metrics import Sums, read_metrics
 from braidrl.observe.rollouts import read_rollouts, rollout_path
-from braidrl.rollout.weights.local import EngineWeights
 from braidrl.runtimes.generating.generation import sampling_of
 from braidrl.runtimes.run import train
-from tests.models.roles.test_scalar import make_rows, random_rows
+from braidrl.training.compute.packed import pack
+from braidrl.training.objective import Objective, denominators
+from braidrl.training.roles.make import DecoderWorker
+from braidrl.weights.local import EngineWeights
+from tests.engines.tiny import make_model
 from tests.recipes.tiny import make_config, write_data, write_decoder
-from tests.rollout.tiny import make_model
+from tests.training.roles.test_scalar import make_rows, random_rows
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from braidrl.models.compute.shared_prompts import SharedPrompts
 from braidrl.runtimes.run import TrainingRun
+from braidrl.training.compute.shared_prompts import SharedPrompts
 from tests.invariants.test_resume_is_exact import STEPS, assert_goes_on_as
 from tests.invariants.traces import run
-from tests.runtimes.distributed.ranks import run_in_ranks
+from tests.runtimes.spmd.ranks import run_in_ranks
 from tests.tiny import Workshop, metrics_without_times, recorded
 
 # Prompts of four to six tokens and responses of at most three: a group of four shares more than half of its tokens.

@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from braidrl.data.prompts import load_train
-from braidrl.models.loading import load_decoder
-from braidrl.rollout.embedded.engine import EmbeddedEngine
-from braidrl.rollout.requests import Request, SamplingParams
+from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.requests import Request, SamplingParams
+from braidrl.training.loading import load_decoder
 from tests.tiny import MODELS, TOKENIZER, Workshop, recorded
 
 TEMPERATURE = 0.8

@@ -15,14 +15,14 @@ from typing import Any
 import psutil
 import pytest
 
-from braidrl.cluster.fork_gate import LIBC, hold_back_starts
-from braidrl.cluster.sandbox import PR_SET_NO_NEW_PRIVILEGES
-from braidrl.cluster.untrusted import bubblewrap, why_bubblewrap_fails
 from braidrl.config import RewardConfig
 from braidrl.errors import UserError
 from braidrl.rewards.lanes import CallOutcome
 from braidrl.rewards.pool import RewardPool
 from braidrl.rewards.verifier import Completion, Verifier, resolve
+from braidrl.sandbox.fork_gate import LIBC, hold_back_starts
+from braidrl.sandbox.sandbox import PR_SET_NO_NEW_PRIVILEGES
+from braidrl.sandbox.untrusted import bubblewrap, why_bubblewrap_fails
 
 ATTACKS = str(Path(__file__).with_name("attacks.py"))
 BY_NAME = f"{ATTACKS}:by_name"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from braidrl.config import load_config
 from braidrl.runtimes.run import TrainingRun
-from braidrl.runtimes.streaming.backend import StreamingBackend
+from braidrl.runtimes.streaming.orders import StreamingBackend
 from tests.runtimes.streaming.test_program import kill_when_it_holds_rows
 
 

@@ -11,7 +11,7 @@ import pytest
 from braidrl.cluster import world
 from braidrl.cluster.world import World
 from braidrl.rewards.verify import Pending
-from tests.runtimes.distributed.ranks import run_all
+from tests.runtimes.spmd.ranks import run_all
 
 
 def at_once(check: Pending) -> bool:

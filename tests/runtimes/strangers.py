@@ -20,7 +20,7 @@ from pathlib import Path
 import msgpack
 import zmq
 
-from braidrl.transfer.queue.transport import asking_socket
+from braidrl.queue.transport import asking_socket
 
 GREETING = b"\xff" + b"\0" * 7 + b"\x01\x7f\x03\0" + b"NULL".ljust(20, b"\0") + b"\0" * 32
 READY = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"

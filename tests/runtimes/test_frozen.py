@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from braidrl.cluster.silence import FrozenWatch, descendants, has_ended, name_of
-from braidrl.observe.working import ENOUGH, WORK
+from braidrl.cluster.watchdog import FrozenWatch, descendants, has_ended, name_of
+from braidrl.observe.stalls import ENOUGH, WORK
 from tests.tiny import Workshop, braid, metrics_agree, wait_for_steps
 
 SILENCE_S = 3.0
@@ -129,7 +129,7 @@ def test_the_main_program_says_where_its_own_work_makes_no_progress(tmp_path: Pa
 
 def test_a_stopped_process_that_can_say_where_it_was_leaves_its_stack(tmp_path: Path) -> None:
     code = (
-        "from braidrl.cluster.silence import named\nimport time\nnamed('sleeper')\n"
+        "from braidrl.cluster.watchdog import named\nimport time\nnamed('sleeper')\n"
         "def deeply():\n  print(1, flush=True)\n  time.sleep(600)\ndeeply()"
     )
     said: list[str] = []

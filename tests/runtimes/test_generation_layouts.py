@@ -16,7 +16,7 @@ from braidrl.observe.metrics import read_metrics
 from braidrl.observe.trace import read_trace
 from braidrl.runtimes.run import train
 from tests.invariants.traces import EVERY_STEP, assert_same, merged, trace
-from tests.runtimes.distributed.ranks import run_in_ranks
+from tests.runtimes.spmd.ranks import run_in_ranks
 from tests.tiny import MODELS, TOKENIZER, Workshop
 
 FEW: dict[str, Any] = merged(

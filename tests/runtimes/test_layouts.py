@@ -14,7 +14,7 @@ from braidrl.errors import UserError
 from braidrl.runtimes.run import TrainingRun, train
 from braidrl.runtimes.saving.folders import run_config, write_whole
 from tests.invariants.traces import EVERY_STEP, assert_same, merged, trace
-from tests.runtimes.distributed.ranks import run_in_ranks
+from tests.runtimes.spmd.ranks import run_in_ranks
 from tests.tiny import Workshop
 
 DIAMOND = Path(__file__).parent / "diamond.yaml"

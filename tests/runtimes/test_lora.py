@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 
 from braidrl.errors import UserError
-from braidrl.models.lora import ADAPTER, WEIGHTS
 from braidrl.runtimes.prepare.flow import build_flow
 from braidrl.runtimes.run import TrainingRun
-from tests.runtimes.distributed.ranks import run_in_ranks
+from braidrl.training.lora import ADAPTER, WEIGHTS
+from tests.runtimes.spmd.ranks import run_in_ranks
 from tests.tiny import Workshop, metrics_without_times, recorded, weights_of
 
 FLOW: dict[str, Any] = {"flow": "grpo", "algorithm": {"old": "recompute"}, "rollout": {"max_response_tokens": 3}}

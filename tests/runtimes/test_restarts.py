@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from braidrl.cluster.silence import descendants, name_of
+from braidrl.cluster.watchdog import descendants, name_of
 from tests.runtimes.streaming.test_on_ray import RayNodes
 from tests.tiny import Workshop, braid, metrics_agree, wait_for_steps
 

@@ -16,8 +16,8 @@ import pytest
 
 from braidrl.cluster.groups import interface_of, open_store
 from braidrl.cluster.process import LOOPBACK
+from braidrl.queue.transport import Connection
 from braidrl.runtimes.run import TrainingRun
-from braidrl.transfer.queue.transport import Connection
 from tests.leftovers import family, open_sockets
 from tests.tiny import ROOT, Workshop, braid, metrics_agree, wait_for_steps
 

@@ -6,7 +6,7 @@ import json
 
 from typer.testing import CliRunner
 
-from braidrl.cli import app
+from braidrl.cli.commands import app
 from braidrl.observe.trace import read_trace
 from tests.tiny import Workshop
 

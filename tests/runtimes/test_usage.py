@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from braidrl.agents.player import Episode
+from braidrl.agents.trajectory import Trajectory
 from braidrl.flow import Kind, Stage
 from braidrl.flow.stage import Signature
-from braidrl.models.memory.footprint import model_shape
-from braidrl.models.operations import MatrixSizes, decoding_bytes
 from braidrl.observe.metrics import REQUIRED_KEYS, Sums
-from braidrl.placement.machine import DeviceRates
-from braidrl.rollout.episodes.player import Episode
-from braidrl.rollout.episodes.trajectory import Trajectory
 from braidrl.runtimes.step_metrics import summary
 from braidrl.runtimes.usage import DeviceUsage, Drawn
+from braidrl.training.device_rates import DeviceRates
+from braidrl.training.memory.footprint import model_shape
+from braidrl.training.operations import MatrixSizes, decoding_bytes
 from tests.tiny import Workshop
 
 GENERATE = Stage("actor.generate", "generate", "actor", Signature(Kind.GENERATE))

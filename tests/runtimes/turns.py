@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from braidrl.rollout.episodes.turns import Observation
+from braidrl.agents.turns import Observation
 
 PLAYED = f"{__file__}:Sums"
 

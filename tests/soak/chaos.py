@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 
-from braidrl.cluster.silence import NEEDED_BY_RAY, descendants, has_ended, name_of
+from braidrl.cluster.watchdog import NEEDED_BY_RAY, descendants, has_ended, name_of
 from braidrl.runtimes.saving.folders import checkpoints_of
 from tests.leftovers import family, open_sockets
 from tests.tiny import Workshop, braid, metrics_agree, recorded, sums, write_jsonl, write_model

@@ -12,7 +12,7 @@ from braidrl.config import load_config
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import read_rollouts, rollout_path
 from braidrl.runtimes.run import train
-from tests.rollout.served import vllm_python
+from tests.engines.served import vllm_python
 from tests.tiny import ROOT, load_module
 
 SMOLLM2 = ROOT / "examples" / "smollm2"

@@ -13,34 +13,34 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from braidrl.agents.environments import in_thread, is_agent
+from braidrl.agents.listening import key_of
+from braidrl.agents.player import Episode, Episodes, Limits, episode_columns, failure_counts
+from braidrl.agents.sandboxed import EnvironmentHosts
+from braidrl.agents.trajectory import response_columns
+from braidrl.agents.turns import TurnTemplate
 from braidrl.algorithms.metrics import reflection_counts
 from braidrl.algorithms.ragged import Ragged
 from braidrl.config import Config
 from braidrl.data.rows import Column, Rows
 from braidrl.data.templates import PromptTemplate
+from braidrl.engines.engine import Engine, RoleEngine
+from braidrl.engines.factory import Publish, start_engine
+from braidrl.engines.requests import Request, Response, SamplingParams, Uid
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Stage
-from braidrl.models.backend import TrainingBackend
-from braidrl.models.parallel.replicated import DataParallel
-from braidrl.models.roles.make import torch_worker
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import RuleRewards
-from braidrl.rollout.engine import Engine, RoleEngine
-from braidrl.rollout.episodes.environments import in_thread, is_agent
-from braidrl.rollout.episodes.listening import key_of
-from braidrl.rollout.episodes.player import Episode, Episodes, Limits, episode_columns, failure_counts
-from braidrl.rollout.episodes.sandboxed import EnvironmentHosts
-from braidrl.rollout.episodes.trajectory import response_columns
-from braidrl.rollout.episodes.turns import TurnTemplate
-from braidrl.rollout.requests import Request, Response, SamplingParams, Uid
 from braidrl.runtimes.generating.early_stop import EarlyStop
-from braidrl.runtimes.generating.engines import Publish, start_engine
 from braidrl.runtimes.generating.partial import PartialResponses
-from braidrl.runtimes.generating.receiving import ReceivedWeights, receiving, sending
 from braidrl.runtimes.generating.residency import WeightMoves
 from braidrl.runtimes.generating.verification import Checks, EarlyChecks, early_verify_stages, verified
 from braidrl.runtimes.usage import DeviceUsage, Drawn
+from braidrl.training.backends import TrainingBackend
+from braidrl.training.parallel.replicated import DataParallel
+from braidrl.training.roles.make import torch_worker
+from braidrl.weights.receiving import ReceivedWeights, receiving, sending
 
 
 class Generation:
@@ -185,8 +185,8 @@ class Generation:
         purpose, seed = str(stage.params.get("purpose", "train")), self.config.seed
         if is_agent(stage.params["environment"]):
             # Imported here: only agents need aiohttp, which need not be installed.
-            from braidrl.rollout.episodes.agents import Agents
-            from braidrl.rollout.episodes.endpoint import Endpoint
+            from braidrl.agents.agents import Agents
+            from braidrl.agents.endpoint import Endpoint
 
             longest = limits.max_sequence_tokens
             listener = await in_thread(lambda: self.environments.listener(stage.params["environment"]))

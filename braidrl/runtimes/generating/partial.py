@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from braidrl.agents.trajectory import response_columns
 from braidrl.algorithms.metrics import repeats_itself
 from braidrl.config import Config
 from braidrl.data.rows import FinishReason, Rows
+from braidrl.engines.requests import Request, Response, Uid, joined, remaining_request
 from braidrl.flow import Stage
-from braidrl.rollout.episodes.trajectory import response_columns
-from braidrl.rollout.requests import Request, Response, Uid, joined, remaining_request
 
 TO_THE_END = "to_the_end"
 """Parameter of a generate stage whose rows have no budget."""

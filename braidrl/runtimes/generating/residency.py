@@ -9,17 +9,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from braidrl.config import Config
+from braidrl.engines.engine import RoleEngine
 from braidrl.flow import Flow, Kind, Stage
-from braidrl.models.backend import TrainingBackend
-from braidrl.models.memory.offload import OffloadableTensors, storages
-from braidrl.models.roles.base import RoleWorker
-from braidrl.models.roles.make import torch_worker
-from braidrl.models.weights.phases import GenerationWeights
-from braidrl.models.weights.transfer import TransferVolume
 from braidrl.observe.metrics import Sums
 from braidrl.observe.trace import TraceWriter
-from braidrl.placement.residency import PUBLISH, Asset, needed_assets, residency_plan, stage_needs
-from braidrl.rollout.engine import RoleEngine
+from braidrl.training.backends import TrainingBackend
+from braidrl.training.memory.offload import OffloadableTensors, storages
+from braidrl.training.memory.residency import PUBLISH, Asset, needed_assets, residency_plan, stage_needs
+from braidrl.training.roles.base import RoleWorker
+from braidrl.training.roles.make import torch_worker
+from braidrl.weights.phases import GenerationWeights
+from braidrl.weights.transfer import TransferVolume
 
 GIB = 1 << 30
 NOTHING = frozenset[Asset]()

@@ -9,17 +9,17 @@ from itertools import takewhile
 
 from torch import Tensor
 
+from braidrl.agents.trajectory import response_columns
 from braidrl.data.rows import IDENTITY, Column, Rows
+from braidrl.engines.engine import RoleEngine
+from braidrl.engines.requests import Response, Uid
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.columns import ADMISSION
 from braidrl.flow.signatures import SUMMED, in_namespace
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
-from braidrl.observe.working import WORK
+from braidrl.observe.stalls import WORK
 from braidrl.rewards.verify import CheckFailure, Pending, RuleRewards
-from braidrl.rollout.engine import RoleEngine
-from braidrl.rollout.episodes.trajectory import response_columns
-from braidrl.rollout.requests import Response, Uid
 
 Tell = Callable[[Rows, Mapping[str, Pending]], object]
 VERIFY_CHUNK = 8

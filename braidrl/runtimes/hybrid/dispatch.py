@@ -14,13 +14,13 @@ from typing import Any
 
 from torch import Tensor
 
+from braidrl.cluster.pools import GENERATE
 from braidrl.data.packing import balanced_partition, in_turn
 from braidrl.data.rows import Column, Rows
 from braidrl.flow import Kind, Scope, Stage
 from braidrl.flow.compute import summed
 from braidrl.observe.metrics import Sums
 from braidrl.observe.trace import Done, TraceWriter, traced
-from braidrl.placement.pools import GENERATE
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.hybrid.group import WorkerGroup
 from braidrl.runtimes.hybrid.handles import READ, Answer, Future, Handle, Output, columns_read

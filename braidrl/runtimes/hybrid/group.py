@@ -10,16 +10,16 @@ from typing import Any
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError, RayTaskError
 
+from braidrl.cluster.pools import Pool
 from braidrl.cluster.ray_cluster import RayCluster, Reservation
 from braidrl.data.rows import named_rows
 from braidrl.errors import BadUpdate, LostProcess, UserError, WorkerError
 from braidrl.flow import Stage
-from braidrl.placement.pools import Pool
 from braidrl.runtimes.hybrid.handles import Answer, Common, Future, Handle, Part
 from braidrl.runtimes.hybrid.messages import pack, unpack
 from braidrl.runtimes.hybrid.pool_worker import actor_name
+from braidrl.runtimes.hybrid.protocols import Calls, Mesh, registered
 from braidrl.runtimes.hybrid.worker import HybridWorker, StageFailure
-from braidrl.transfer.protocols import Calls, Mesh, registered
 
 DEATH_S = 2.0
 """Seconds within which Ray is told of a worker's end, after others have noticed."""

@@ -16,23 +16,23 @@ import torch
 import torch.distributed as dist
 
 from braidrl.cluster.groups import address_towards, connect_store, group_between, join_group, open_store
+from braidrl.cluster.pools import GENERATE, Pool, place
 from braidrl.cluster.world import Notices, World
 from braidrl.config import Config, parse_config
 from braidrl.data.prompts import Readers
 from braidrl.data.rows import Rows
+from braidrl.engines.factory import with_engines
 from braidrl.flow import Stage
 from braidrl.importing import import_function
-from braidrl.models.parallel.replicated import DataParallel
 from braidrl.observe.progress import Progress
 from braidrl.observe.trace import TraceWriter
-from braidrl.placement.pools import GENERATE, Pool, place
 from braidrl.runtimes.executor import StageExecutor
-from braidrl.runtimes.generating.engines import with_engines
-from braidrl.runtimes.generating.receiving import check_devices_alike
 from braidrl.runtimes.hybrid.handles import Part
+from braidrl.runtimes.hybrid.protocols import register
 from braidrl.runtimes.prepare.setup import Prepared, set_up_torch, with_data, without_data
 from braidrl.runtimes.saving.background import BackgroundWriter
-from braidrl.transfer.protocols import register
+from braidrl.training.parallel.replicated import DataParallel
+from braidrl.weights.receiving import check_devices_alike
 
 Meeting = tuple[str, int, str]
 """Host and port of a store, and what the keys of those begin with who meet there."""

@@ -8,19 +8,19 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from braidrl.cluster.pools import Pool
 from braidrl.cluster.ray_cluster import RayCluster
 from braidrl.data.loader import Admissions
 from braidrl.errors import UserError, WorkerError
-from braidrl.models.role_settings import inference_layouts, layout_of
 from braidrl.observe.progress import Progress
 from braidrl.observe.trace import TraceWriter
-from braidrl.placement.pools import Pool
 from braidrl.runtimes.executor import StageExecutor
-from braidrl.runtimes.hybrid.backend import HybridBackend
+from braidrl.runtimes.hybrid.driver import HybridBackend
 from braidrl.runtimes.hybrid.group import DriverTraffic, WorkerGroup
 from braidrl.runtimes.hybrid.handles import Answer, Future
 from braidrl.runtimes.hybrid.pool_worker import RunOrder, hybrid_pools, method_class, sign_of
 from braidrl.runtimes.prepare.setup import Prepared
+from braidrl.training.role_settings import inference_layouts, layout_of
 
 
 def start_hybrid_backend(

@@ -23,23 +23,23 @@ from torch import Tensor
 
 from braidrl.data.codec import decode, encode
 from braidrl.data.rows import Column, Rows, named_rows, tokens_of
+from braidrl.engines.requests import Uid
 from braidrl.errors import UserError, no_room
 from braidrl.flow import Stage
 from braidrl.flow.compute import computed, summed
 from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS
-from braidrl.models.objective import UpdateCounts
-from braidrl.models.parallel.replicated import all_gather_bytes
 from braidrl.observe.metrics import Sums
 from braidrl.observe.rollouts import part_path
 from braidrl.observe.trace import traced
-from braidrl.rollout.requests import Uid
 from braidrl.runtimes.executor import checked
 from braidrl.runtimes.generating.early_stop import EarlyStop, Needless, Segment
 from braidrl.runtimes.hybrid.handles import Answer, Common, Numbers, Part, assemble, columns_read
 from braidrl.runtimes.hybrid.messages import PoolExchange, pack, pack_index, unpack
 from braidrl.runtimes.hybrid.pool_worker import PoolWorker
+from braidrl.runtimes.hybrid.protocols import register
 from braidrl.runtimes.saving.row_store import TEXT_COLUMNS, Origin, with_added
-from braidrl.transfer.protocols import register
+from braidrl.training.objective import UpdateCounts
+from braidrl.training.parallel.replicated import all_gather_bytes
 
 FETCHED_ROWS = 256
 """Rows in one message between workers of different pools."""

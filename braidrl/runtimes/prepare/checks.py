@@ -12,20 +12,28 @@ from typing import Any
 import torch
 
 from braidrl.cluster.devices import choose_device, device_count, has_bfloat16
-from braidrl.cluster.sandbox import namespaces_allowed
-from braidrl.cluster.untrusted import check_bubblewrap
+from braidrl.cluster.pools import NAMES as PLACEMENTS
+from braidrl.cluster.pools import Pool
 from braidrl.config import Config, LoraConfig, PlacementConfig, StreamingConfig
+from braidrl.config.layout import ParallelLayout
 from braidrl.config.section import SandboxConfig
+from braidrl.engines.divided.decoding import check_heads
+from braidrl.engines.engine import ENGINES
+from braidrl.engines.factory import engine_processes, generation_layout, pools_ranks
+from braidrl.engines.http.dialects import DIALECTS
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
-from braidrl.models.backend import BACKENDS
-from braidrl.models.four_bit import import_bitsandbytes
-from braidrl.models.memory.footprint import model_shape
-from braidrl.models.optimizer import check_optimizer
-from braidrl.models.parallel.decoding import check_heads
-from braidrl.models.parallel.generation import GenerationLayout
-from braidrl.models.parallel.layout import ParallelLayout
-from braidrl.models.role_settings import (
+from braidrl.observe.tracker_logins import missing_login
+from braidrl.observe.trackers import TRACKERS, check_installed
+from braidrl.rewards.requirements import check_requirements
+from braidrl.rewards.verifiers import VERIFIERS
+from braidrl.sandbox.sandbox import namespaces_allowed
+from braidrl.sandbox.untrusted import check_bubblewrap
+from braidrl.training.backends import BACKENDS
+from braidrl.training.four_bit import import_bitsandbytes
+from braidrl.training.memory.footprint import model_shape
+from braidrl.training.optimizer import check_optimizer
+from braidrl.training.role_settings import (
     backend_of,
     dtype_of,
     inference_layout_key,
@@ -37,15 +45,7 @@ from braidrl.models.role_settings import (
     model_path,
     own_settings,
 )
-from braidrl.observe.tracker_logins import missing_login
-from braidrl.observe.trackers import TRACKERS, check_installed
-from braidrl.placement.pools import NAMES as PLACEMENTS
-from braidrl.placement.pools import Pool
-from braidrl.rewards.requirements import check_requirements
-from braidrl.rewards.verifiers import VERIFIERS
-from braidrl.rollout.engine import ENGINES
-from braidrl.rollout.http.dialects import DIALECTS
-from braidrl.runtimes.generating.engines import engine_processes, generation_layout, pools_ranks
+from braidrl.weights.generation_layout import GenerationLayout
 
 POOLED = ("distributed", "hybrid")
 """Runtimes whose processes that train a role may generate with it together."""

@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 
 from braidrl.cluster.devices import Devices, assign_devices, device_count
-from braidrl.placement.memory import RoleUse
-from braidrl.placement.pools import Pool, place
-from braidrl.runtimes.generating.engines import with_engines
+from braidrl.cluster.pools import Pool, place
+from braidrl.engines.factory import with_engines
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.streaming.groups import Group, pools_of, worker_groups
+from braidrl.training.memory.budget import RoleUse
 
 
 @dataclass(frozen=True)

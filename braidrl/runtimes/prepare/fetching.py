@@ -6,7 +6,7 @@ from typing import Any
 from braidrl.config import Config, DataConfig, SourceConfig
 from braidrl.data.conversions import KNOWN
 from braidrl.hub import fetch, is_hub_name
-from braidrl.models.gguf import SUFFIX, from_gguf
+from braidrl.training.gguf import SUFFIX, from_gguf
 
 
 def with_fetched(config: Config, whole: bool = True) -> Config:

@@ -11,6 +11,9 @@ from typing import Any
 
 import yaml
 
+from braidrl.agents.environments import check_environment
+from braidrl.agents.listening import key_of
+from braidrl.cluster.pools import Pool
 from braidrl.config import Config, apply_override, load_config
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Stage
@@ -19,10 +22,7 @@ from braidrl.flow.flow import is_optimized
 from braidrl.flow.recipes import load_flow
 from braidrl.flow.signatures import needs_old
 from braidrl.flow.stages import make_stage
-from braidrl.models.role_settings import dtype_name, lora_of, merges_adapters, model_path
-from braidrl.placement.pools import Pool
-from braidrl.rollout.episodes.environments import check_environment
-from braidrl.rollout.episodes.listening import key_of
+from braidrl.training.role_settings import dtype_name, lora_of, merges_adapters, model_path
 
 TRUNCATED = {"name": "truncated"}
 

@@ -13,6 +13,7 @@ from transformers.utils import logging as transformers_logging
 
 from braidrl.cluster.cores import follow_load
 from braidrl.cluster.devices import device_memory
+from braidrl.cluster.pools import check_exchange, place
 from braidrl.cluster.process import CHOSEN_BY_BRAID
 from braidrl.cluster.world import World
 from braidrl.config import Config, SourceConfig, VerifierConfig
@@ -22,9 +23,6 @@ from braidrl.data.records import place as place_of
 from braidrl.errors import LostPeers, UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.readiness import serial_chain
-from braidrl.models.loading import check_model, check_scorer, load_tokenizer
-from braidrl.models.role_settings import backend_of, model_path, own_tokenizer, usual_max_tokens
-from braidrl.placement.pools import check_exchange, place
 from braidrl.rewards.verifier import Verifier, resolve
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.prepare.checks import (
@@ -41,6 +39,8 @@ from braidrl.runtimes.prepare.checks import (
 )
 from braidrl.runtimes.prepare.flow import build_flow, check_copies, evaluation_flow
 from braidrl.runtimes.saving.row_store import RowStore
+from braidrl.training.loading import check_model, check_scorer, load_tokenizer
+from braidrl.training.role_settings import backend_of, model_path, own_tokenizer, usual_max_tokens
 
 
 @dataclass(frozen=True)

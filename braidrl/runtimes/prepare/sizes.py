@@ -8,12 +8,12 @@ from math import floor
 
 from braidrl.cluster.devices import device_count, device_memory, free_memory
 from braidrl.config import Config
+from braidrl.engines.factory import generation_layout, own_engines, pools_ranks
 from braidrl.errors import UserError
-from braidrl.placement.memory import CACHE, ENGINE, RoleUse, footprint, in_units
-from braidrl.placement.sizing import RESERVE, Demand, demand_of, fitting_sizes, with_sizes
-from braidrl.runtimes.generating.engines import generation_layout, own_engines, pools_ranks
 from braidrl.runtimes.prepare.devices import DeviceGroup, device_groups, pools_of_run
 from braidrl.runtimes.prepare.setup import Prepared, longest
+from braidrl.training.memory.budget import CACHE, ENGINE, RoleUse, footprint, in_units
+from braidrl.training.memory.sizing import RESERVE, Demand, demand_of, fitting_sizes, with_sizes
 
 VLLM_SHARE = 0.9
 """What vLLM takes of a device unless told otherwise."""

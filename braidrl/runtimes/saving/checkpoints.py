@@ -17,8 +17,7 @@ from typing import Any
 from braidrl.config import Config
 from braidrl.errors import UserError, first_line
 from braidrl.flow.selecting import Selection
-from braidrl.models.checkpoint import Write
-from braidrl.runtimes.backend import Backend, BegunBatch, Position
+from braidrl.runtimes.interfaces import Backend, BegunBatch, Position
 from braidrl.runtimes.saving.background import TROUBLES, BackgroundWriter, write
 from braidrl.runtimes.saving.folders import (
     begin_whole,
@@ -33,6 +32,7 @@ from braidrl.runtimes.saving.folders import (
     whole_folder,
 )
 from braidrl.runtimes.saving.manifest import MANIFEST, damage, write_manifest
+from braidrl.training.checkpoint import Write
 
 FORMAT = 2
 """Since 2 a checkpoint has a manifest, which is checked; 1 is read as it is."""

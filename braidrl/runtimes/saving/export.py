@@ -4,9 +4,9 @@ import shutil
 from pathlib import Path
 
 from braidrl.errors import UserError
-from braidrl.models.checkpoint import OPTIMIZER, PARTS, describe_worker
 from braidrl.runtimes.saving.checkpoints import checkpoint_damage
 from braidrl.runtimes.saving.folders import latest_checkpoint, whole_folder
+from braidrl.training.checkpoint import OPTIMIZER, PARTS, describe_worker
 
 
 def export_model(run: Path, folder: Path, role: str = "actor") -> str:

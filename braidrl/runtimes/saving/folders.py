@@ -15,11 +15,11 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
+from braidrl.agents.environments import AGENT
 from braidrl.config import Config, parse_config
 from braidrl.config.reading import apply_override
 from braidrl.errors import UserError, first_line, no_room
 from braidrl.importing import relative_to
-from braidrl.rollout.episodes.environments import AGENT
 
 LATEST = "latest"
 MAY_CHANGE = (

@@ -19,14 +19,14 @@ from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.flow import Kind, Stage
 from braidrl.flow.flow import is_optimized
+from braidrl.queue.requests import Answer, Holder, QueueController, Wait
+from braidrl.queue.storage import DataPlane
+from braidrl.queue.table import Block, StoredPart
+from braidrl.queue.tasks import Tasks
 from braidrl.runtimes.streaming.activity import Activity
 from braidrl.runtimes.streaming.stream import IterationRecord, Stream
 from braidrl.runtimes.streaming.weights import Copies, Versions
-from braidrl.transfer.loading import LoadingSchedule
-from braidrl.transfer.queue.requests import Answer, Holder, QueueController, Wait
-from braidrl.transfer.queue.storage import DataPlane
-from braidrl.transfer.queue.table import Block, StoredPart
-from braidrl.transfer.queue.tasks import Tasks
+from braidrl.weights.update_policy import LoadingSchedule
 
 OF_LEADERS = {"stepped", "given", "weights", "ordered"}
 

@@ -16,28 +16,28 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
+from braidrl.agents.player import Episode
 from braidrl.data.rows import Column, FinishReason, Rows, tokens_of
+from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.engine import Engine
+from braidrl.engines.requests import Response
+from braidrl.engines.resuming import ResumingEngine
 from braidrl.flow import Stage
 from braidrl.flow.compute import of_namespace
 from braidrl.flow.readiness import Uid
-from braidrl.models.parallel.replicated import DataParallel
 from braidrl.observe.metrics import Sums
+from braidrl.observe.stalls import WORK, PieceOfWork
 from braidrl.observe.trace import BusySpan
-from braidrl.observe.working import WORK, PieceOfWork
-from braidrl.rollout.embedded.engine import EmbeddedEngine
-from braidrl.rollout.engine import Engine
-from braidrl.rollout.episodes.player import Episode
-from braidrl.rollout.requests import Response
-from braidrl.rollout.resuming import ResumingEngine
+from braidrl.queue.client import Client, WorkItem
+from braidrl.queue.storage import Evicted
+from braidrl.queue.table import Block
 from braidrl.runtimes.generating.generation import limits_of, requests_of
 from braidrl.runtimes.generating.partial import to_the_end
 from braidrl.runtimes.streaming.weights import WeightReceiver, as_blocks
 from braidrl.runtimes.streaming.worker import WorkerContext
 from braidrl.runtimes.usage import Drawn
-from braidrl.transfer.loading import LoadingSchedule
-from braidrl.transfer.queue.client import Client, WorkItem
-from braidrl.transfer.queue.storage import Evicted
-from braidrl.transfer.queue.table import Block
+from braidrl.training.parallel.replicated import DataParallel
+from braidrl.weights.update_policy import LoadingSchedule
 
 LOAD = "load weights"
 

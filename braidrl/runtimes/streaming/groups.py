@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from braidrl.cluster.pools import Pool
 from braidrl.config import Config
+from braidrl.engines.engine import ENGINES
+from braidrl.engines.factory import with_engines
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
-from braidrl.models.role_settings import inference_layout_key, inference_layouts, layout_key, layout_of
-from braidrl.placement.pools import Pool
-from braidrl.rollout.engine import ENGINES
-from braidrl.runtimes.generating.engines import with_engines
-from braidrl.transfer.older_groups import older_places
-from braidrl.transfer.queue.samplers import Sampler, sampler_named
+from braidrl.queue.samplers import Sampler, sampler_named
+from braidrl.runtimes.streaming.older_groups import older_places
+from braidrl.training.role_settings import inference_layout_key, inference_layouts, layout_key, layout_of
 
 COMPUTE = "compute"
 

@@ -17,13 +17,15 @@ from braidrl.cluster.local import LocalLauncher
 from braidrl.cluster.process import END_LIMIT_S, Failure, Launcher, Process, ProcessSpec
 from braidrl.cluster.ranks import tell
 from braidrl.cluster.ray_processes import RayLauncher
-from braidrl.cluster.silence import mute_after
+from braidrl.cluster.watchdog import mute_after
 from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
 from braidrl.errors import LostProcess, WorkerError
-from braidrl.models.loading import load_tokenizer
-from braidrl.models.parallel.replicated import DataParallel
 from braidrl.observe.trace import WorkerTrace
+from braidrl.queue.client import Client
+from braidrl.queue.owner import StorageNode, remove_run
+from braidrl.queue.storage import Place, shared_folder
+from braidrl.queue.storage_backends import data_plane
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.prepare.flow import build_flow, evaluation_flow
 from braidrl.runtimes.prepare.setup import rule_rewards, set_up_torch
@@ -31,10 +33,8 @@ from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.generate import GenerateLoop
 from braidrl.runtimes.streaming.groups import Group, pools_of
 from braidrl.runtimes.streaming.worker import LeaseProgress, StageLoop, WorkerContext
-from braidrl.transfer.queue.client import Client
-from braidrl.transfer.queue.owner import StorageNode, remove_run
-from braidrl.transfer.queue.storage import Place, shared_folder
-from braidrl.transfer.queue.storage_backends import data_plane
+from braidrl.training.loading import load_tokenizer
+from braidrl.training.parallel.replicated import DataParallel
 
 RANKS_LIMIT_S = 600.0
 """A rank that the others have waited for so long is given up."""
@@ -230,7 +230,7 @@ def work(arguments: Mapping[str, Any]) -> None:
     world = join_ranks(group, arguments, choose_device(config.device).type == "cuda")
     data = data_plane(Place(*arguments["place"]), arguments["holder"], config.cluster.wait_limit_s, arguments["secret"])
     generating = [str(group.role)] if group.kind == "generate" else []
-    ranks = OneOf(None, arguments["number"], group.processes) if generating else world.data_parallel
+    ranks = OneOf(None, None, arguments["number"], group.processes) if generating else DataParallel(world.group, world)
     executor = StageExecutor(
         config, flow, [str(group.role)] if group.kind == "model" else [], tokenizer,
         rule_rewards(config, [*flow.stages, *evaluation.stages], tokenizer) if group.kind == "compute" else None,

@@ -20,18 +20,18 @@ from braidrl.flow import Flow
 from braidrl.flow.batches import Sizes, admissible, check_update_size
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
-from braidrl.runtimes.backend import BegunBatch, IterationResult, Position, Restart, needed
+from braidrl.queue.client import assembled
+from braidrl.queue.owner import StorageNode
+from braidrl.queue.transport import QueueServer
+from braidrl.runtimes.interfaces import BegunBatch, IterationResult, Position, Restart, needed
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.saving.row_store import Admission, Surplus
-from braidrl.runtimes.streaming.backend import LOOK_EVERY_S, StreamingBackend
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.groups import Group, check_streaming, most_out, older_groups, samplers_of, worker_groups
+from braidrl.runtimes.streaming.orders import LOOK_EVERY_S, StreamingBackend
 from braidrl.runtimes.streaming.processes import Processes, worker_launcher
 from braidrl.runtimes.streaming.stream import IterationRecord, Report, Stream, versions_of
-from braidrl.transfer.loading import LoadingSchedule
-from braidrl.transfer.queue.client import assembled
-from braidrl.transfer.queue.owner import StorageNode
-from braidrl.transfer.queue.transport import QueueServer
+from braidrl.weights.update_policy import LoadingSchedule
 
 
 class StreamingProgram:

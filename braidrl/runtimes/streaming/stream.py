@@ -17,12 +17,12 @@ from braidrl.flow.columns import ADMISSION
 from braidrl.flow.compute import State, initial_states, next_state
 from braidrl.flow.readiness import Uid, waits_for
 from braidrl.flow.selecting import GroupSelector, Selection, scores_by_group
-from braidrl.runtimes.backend import BegunBatch
-from braidrl.transfer.queue.requests import Answer
-from braidrl.transfer.queue.samplers import Sampler
-from braidrl.transfer.queue.table import Block, StoredPart, Table
-from braidrl.transfer.queue.tasks import Lease, LeaseLost
-from braidrl.transfer.schedule import StreamSchedule, UnfinishedRow
+from braidrl.queue.requests import Answer
+from braidrl.queue.samplers import Sampler
+from braidrl.queue.table import Block, StoredPart, Table
+from braidrl.queue.tasks import Lease, LeaseLost
+from braidrl.runtimes.interfaces import BegunBatch
+from braidrl.runtimes.streaming.schedule import StreamSchedule, UnfinishedRow
 
 Put = Callable[[Rows], Block | None]
 """Lays the payload of rows down where others can read it; None for rows without any."""

@@ -20,13 +20,13 @@ from torch import Tensor
 
 from braidrl.data.codec import DTYPES
 from braidrl.data.frames import Frame
-from braidrl.models.parallel.boxes import Box
-from braidrl.models.parallel.decoding import Slices
-from braidrl.models.weights.mirror import Parts
-from braidrl.models.weights.plan import shared_blocks
-from braidrl.models.weights.weight_index import WeightIndex, WeightPart
-from braidrl.transfer.queue.storage import DataPlane
-from braidrl.transfer.queue.table import Block
+from braidrl.engines.divided.decoding import Slices
+from braidrl.queue.storage import DataPlane
+from braidrl.queue.table import Block
+from braidrl.weights.boxes import Box
+from braidrl.weights.mirror import Parts
+from braidrl.weights.reshard_plan import shared_blocks
+from braidrl.weights.weight_index import WeightIndex, WeightPart
 
 BUCKET_BYTES = 64 << 20
 

@@ -30,21 +30,21 @@ from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.batches import trained_on
 from braidrl.flow.compute import dropped, summed, with_state
 from braidrl.flow.flow import is_optimized
-from braidrl.models.objective import UpdateCounts
-from braidrl.models.roles.make import torch_worker
-from braidrl.models.weights.mirror import following_parts, local_weight_parts
-from braidrl.models.weights.weight_index import gather_weight_index
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
+from braidrl.observe.stalls import WORK
 from braidrl.observe.trace import BusySpan, WorkerTrace
-from braidrl.observe.working import WORK
+from braidrl.queue.client import Client, StreamLoader, WorkItem, write_columns
+from braidrl.queue.storage import DataPlane, Evicted
+from braidrl.queue.table import Block, StoredPart
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.saving.background import BackgroundWriter
 from braidrl.runtimes.streaming.groups import Group
 from braidrl.runtimes.streaming.weights import WeightExport, WeightReceiver, WrongWeights, as_blocks, own_boxes
-from braidrl.transfer.queue.client import Client, StreamLoader, WorkItem, write_columns
-from braidrl.transfer.queue.storage import DataPlane, Evicted
-from braidrl.transfer.queue.table import Block, StoredPart
+from braidrl.training.objective import UpdateCounts
+from braidrl.training.roles.make import torch_worker
+from braidrl.weights.mirror import following_parts, local_weight_parts
+from braidrl.weights.weight_index import gather_weight_index
 
 SOON_S = 0.2
 """How long a leader waits for work at most while others wait for what it writes."""

@@ -13,19 +13,19 @@ from braidrl.cluster import world
 from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import Notices
 from braidrl.data.rows import Rows
+from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.requests import Uid
 from braidrl.errors import UserError
 from braidrl.flow.recipes import load_flow
 from braidrl.flow.selecting import GroupSelector
 from braidrl.observe.metrics import MEASURED, read_metrics
 from braidrl.observe.trace import read_trace
 from braidrl.rewards.verify import Pending
-from braidrl.rollout.embedded.engine import EmbeddedEngine
-from braidrl.rollout.requests import Uid
 from braidrl.runtimes.generating.early_stop import EarlyStop, segment_of
 from tests.invariants.traces import assert_same_weights
-from tests.runtimes.distributed.ranks import WAIT_S
 from tests.runtimes.hybrid.warm import WarmCluster
 from tests.runtimes.patience import at_once
+from tests.runtimes.spmd.ranks import WAIT_S
 from tests.tiny import Workshop, recorded, weights_of
 
 SECTIONS: dict[str, Any] = {

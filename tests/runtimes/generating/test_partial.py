@@ -15,10 +15,10 @@ from braidrl.algorithms.metrics import repeats_itself
 from braidrl.data.rows import FinishReason
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
+from braidrl.queue.tasks import Lease
 from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.saving.folders import run_config
-from braidrl.runtimes.streaming.backend import StreamingBackend
-from braidrl.transfer.queue.tasks import Lease
+from braidrl.runtimes.streaming.orders import StreamingBackend
 from tests.invariants.traces import assert_same, merged, trace
 from tests.runtimes.streaming.test_program import kill_when_it_holds_rows
 from tests.tiny import Workshop, metrics_agree, recorded, sums, write_jsonl, write_model

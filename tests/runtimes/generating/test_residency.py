@@ -10,15 +10,15 @@ import pytest
 import torch
 from rich.console import Console
 
+from braidrl.cli.dry_run import dry_run
 from braidrl.errors import UserError
-from braidrl.models.memory.offload import storages
-from braidrl.placement.residency import Asset
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.residency import GIB, Residency
 from braidrl.runtimes.prepare.checks import without_effect
-from braidrl.runtimes.prepare.dry_run import dry_run
 from braidrl.runtimes.run import TrainingRun
-from tests.runtimes.distributed.ranks import run_in_ranks
+from braidrl.training.memory.offload import storages
+from braidrl.training.memory.residency import Asset
+from tests.runtimes.spmd.ranks import run_in_ranks
 from tests.tiny import Workshop, metrics_without_times, weights_of
 
 PPO: dict[str, Any] = {

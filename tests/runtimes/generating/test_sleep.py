@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from braidrl.rollout.embedded.engine import EmbeddedEngine
-from braidrl.rollout.vllm.sleeping import PARTS, VllmMemory
+from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.vllm.sleeping import PARTS, VllmMemory
 from braidrl.runtimes.controller import SerialController
 from braidrl.runtimes.generating.generation import requests_of
 from tests.tiny import Workshop, eager_backend

@@ -11,18 +11,18 @@ import ray
 import torch
 
 from braidrl.algorithms.ragged import Ragged
+from braidrl.cluster.pools import Pool
 from braidrl.cluster.ray_cluster import RayCluster
 from braidrl.config import ClusterConfig, parse_config
 from braidrl.data.rows import Column, Rows
 from braidrl.flow import Stage
 from braidrl.observe.metrics import Sums
 from braidrl.observe.rollouts import part_path, write_rollouts
-from braidrl.placement.pools import Pool
 from braidrl.runtimes.hybrid.handles import assemble
 from braidrl.runtimes.hybrid.pool_worker import RunOrder, WorkerSpec, hybrid_pools, sign_of
+from braidrl.runtimes.hybrid.protocols import register
 from braidrl.runtimes.hybrid.worker import HybridWorker
 from braidrl.runtimes.prepare.setup import Prepared, with_data, without_data
-from braidrl.transfer.protocols import register
 
 COUNTS = ("length", "action_tokens", "reflections")
 FLAGS = ("finish_reason", "correct", "score", "reward")

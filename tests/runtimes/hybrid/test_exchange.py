@@ -7,7 +7,7 @@ from braidrl.flow.roles import Role
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.hybrid.worker import FETCHED_ROWS
 from tests.runtimes.hybrid.backends import hybrid_crew, rehearse, told
-from tests.runtimes.hybrid.test_backend import all_stages, given
+from tests.runtimes.hybrid.test_driver import all_stages, given
 from tests.runtimes.hybrid.warm import WarmCluster
 from tests.tiny import Workshop
 

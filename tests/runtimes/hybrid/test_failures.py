@@ -11,10 +11,10 @@ from braidrl.errors import UserError
 from braidrl.flow import Flow, data
 from braidrl.flow.roles import Role
 from braidrl.observe.metrics import Sums
-from braidrl.runtimes.hybrid.backend import HybridBackend
+from braidrl.runtimes.hybrid.driver import HybridBackend
 from braidrl.runtimes.hybrid.group import WorkerDied, WorkerFailure
 from tests.runtimes.hybrid.backends import hybrid_crew, rehearse, release, told
-from tests.runtimes.hybrid.test_backend import all_stages, given
+from tests.runtimes.hybrid.test_driver import all_stages, given
 from tests.runtimes.hybrid.warm import WarmCluster
 from tests.tiny import Workshop
 

@@ -13,8 +13,8 @@ import torch
 
 from braidrl.errors import UserError
 from braidrl.importing import import_function
+from braidrl.runtimes.hybrid.protocol_contract import check_protocol
 from braidrl.runtimes.session import Session
-from braidrl.transfer.contract import check_protocol
 from tests.runtimes.hybrid.backends import told
 from tests.runtimes.hybrid.warm import WarmCluster
 from tests.tiny import ROOT, Workshop, load_module, recorded
@@ -24,7 +24,7 @@ PAGE = (ROOT / "docs" / "add-a-protocol.md").read_text()
 PIDS = """
 import os
 import torch
-from braidrl.transfer.protocols import register
+from braidrl.runtimes.hybrid.protocols import register
 PROTOCOL
 
 class Probe:

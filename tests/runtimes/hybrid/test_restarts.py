@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from braidrl.runtimes.hybrid.backend import HybridBackend
+from braidrl.runtimes.hybrid.driver import HybridBackend
 from braidrl.runtimes.run import TrainingRun
 from tests.tiny import Workshop, metrics_agree
 

@@ -15,16 +15,16 @@ from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_r
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from braidrl.algorithms.ragged import Ragged
+from braidrl.cluster.pools import Pool
 from braidrl.cluster.ray_cluster import BEATS, RayCluster
 from braidrl.config import ClusterConfig
 from braidrl.data.rows import Column, Rows
 from braidrl.errors import UserError
 from braidrl.flow import Stage
 from braidrl.observe.metrics import Sums
-from braidrl.placement.pools import Pool
 from braidrl.runtimes.hybrid.handles import Answer, Numbers, Part
+from braidrl.runtimes.hybrid.protocols import register
 from braidrl.runtimes.hybrid.worker import HybridWorker
-from braidrl.transfer.protocols import register
 from tests.runtimes.patience import patient
 
 

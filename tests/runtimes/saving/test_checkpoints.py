@@ -15,12 +15,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import braidrl.models.checkpoint as checkpoint
+import braidrl.training.checkpoint as checkpoint
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.saving.folders import latest_checkpoint, partial_path, run_config
-from tests.runtimes.distributed.ranks import run_in_ranks
+from tests.runtimes.spmd.ranks import run_in_ranks
 from tests.tiny import Workshop, braid, metrics_without_times, wait_for_steps, weights_of
 
 LIMIT_S = 180.0
@@ -120,7 +120,7 @@ def test_ctrl_c_waits_for_what_is_being_written(workshop: Workshop, monkeypatch:
 
 
 HANGING = """
-import time, braidrl.models.checkpoint as checkpoint
+import time, braidrl.training.checkpoint as checkpoint
 write = checkpoint.write_tensors
 checkpoint.write_tensors = lambda tensors, path: time.sleep(600) if "step-4" in str(path) else write(tensors, path)
 """

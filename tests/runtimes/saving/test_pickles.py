@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from braidrl.cli import app
+from braidrl.cli.commands import app
 from tests.tiny import Workshop, write_model
 
 

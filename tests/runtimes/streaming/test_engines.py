@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
+from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.replica import EngineReplica
 from braidrl.errors import UserError
-from braidrl.rollout.embedded.engine import EmbeddedEngine
-from braidrl.rollout.replica import EngineReplica
 from braidrl.runtimes.run import TrainingRun
+from tests.engines.http.servers import SglangSpeaker, VllmServer, in_a_thread
+from tests.engines.served import served_model, vllm_python, write_served_model
+from tests.engines.test_factory import gaps_of
+from tests.engines.tiny import make_tokenizer
 from tests.invariants.traces import assert_same, merged, trace
-from tests.rollout.http.servers import SglangSpeaker, VllmServer, in_a_thread
-from tests.rollout.served import served_model, vllm_python, write_served_model
-from tests.rollout.tiny import make_tokenizer
-from tests.runtimes.generating.test_engines import gaps_of
 from tests.tiny import Workshop, recorded, sums, write_jsonl, write_model
 
 FEW: dict[str, Any] = {

@@ -15,7 +15,7 @@ from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.saving.folders import run_config
-from braidrl.runtimes.streaming.backend import StreamingBackend
+from braidrl.runtimes.streaming.orders import StreamingBackend
 from tests.invariants.traces import EVERY_STEP, assert_same, merged, trace
 from tests.tiny import ROOT, Workshop, recorded, sums, write_jsonl, write_model
 

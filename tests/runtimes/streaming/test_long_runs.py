@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from braidrl.observe.metrics import read_metrics
+from braidrl.queue.storage import PREFIX, shared_folder
 from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.saving.folders import latest_checkpoint, read_state
-from braidrl.runtimes.streaming.backend import StreamingBackend
-from braidrl.transfer.queue.storage import PREFIX, shared_folder
+from braidrl.runtimes.streaming.orders import StreamingBackend
 from tests.tiny import Workshop, braid, recorded, sums, wait_for_steps, write_jsonl, write_model
 
 pytestmark = pytest.mark.soak

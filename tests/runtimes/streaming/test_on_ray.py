@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from braidrl.observe.metrics import read_metrics
-from braidrl.transfer.queue.owner import remove_abandoned
-from braidrl.transfer.queue.storage import PREFIX, shared_folder
+from braidrl.queue.owner import remove_abandoned
+from braidrl.queue.storage import PREFIX, shared_folder
 from tests.runtimes.streaming.test_program import assert_same, faulty, sections_of, without_owner
 from tests.tiny import ROOT, Workshop, braid, recorded, sums, wait_for_steps, write_jsonl, write_model
 

@@ -22,7 +22,7 @@ import os
 import time
 from pathlib import Path
 
-from braidrl.rollout.episodes.turns import Observation
+from braidrl.agents.turns import Observation
 
 
 class LongTailed:

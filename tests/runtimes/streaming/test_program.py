@@ -19,12 +19,12 @@ from braidrl.algorithms.shaping import next_kl_coefficient
 from braidrl.errors import UserError, WorkerError
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.trace import read_trace
+from braidrl.queue.owner import remove_abandoned
+from braidrl.queue.storage import PREFIX, shared_folder
+from braidrl.queue.tasks import Lease
 from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.saving.folders import checkpoint_folder, latest_checkpoint, read_state, run_config
-from braidrl.runtimes.streaming.backend import StreamingBackend
-from braidrl.transfer.queue.owner import remove_abandoned
-from braidrl.transfer.queue.storage import PREFIX, shared_folder
-from braidrl.transfer.queue.tasks import Lease
+from braidrl.runtimes.streaming.orders import StreamingBackend
 from tests.invariants.traces import assert_usage_is_told
 from tests.leftovers import family, listening
 from tests.runtimes.turns import PLAYED

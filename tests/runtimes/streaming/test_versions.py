@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from braidrl.queue.table import Block
 from braidrl.runtimes.streaming.weights import Copies, Versions
-from braidrl.transfer.queue.table import Block
 
 
 def block(name: str) -> Block:

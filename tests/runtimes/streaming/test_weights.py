@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from braidrl.models.parallel.boxes import Box
-from braidrl.models.parallel.decoding import Slices
-from braidrl.models.weights.weight_index import WeightPart, described, read_index, weight_parts
+from braidrl.engines.divided.decoding import Slices
+from braidrl.queue.owner import Owner
+from braidrl.queue.storage import DataPlane, Evicted, Segments
+from braidrl.queue.table import Block
 from braidrl.runtimes.streaming.weights import WeightExport, WeightReceiver, WrongWeights, own_boxes
-from braidrl.transfer.queue.owner import Owner
-from braidrl.transfer.queue.storage import DataPlane, Evicted, Segments
-from braidrl.transfer.queue.table import Block
+from braidrl.weights.boxes import Box
+from braidrl.weights.weight_index import WeightPart, described, read_index, weight_parts
 from tests.tiny import MODELS
 
 

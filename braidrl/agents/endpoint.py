@@ -1,0 +1,372 @@
+"""An OpenAI-compatible endpoint in front of an engine: an agent written elsewhere is trained as a black box.
+
+agent ──POST {url}/sessions/3.1.0.KEY/v1/chat/completions──▶ session ──token ids──▶ engine
+  ▲        or /completions, or /responses                   │  what is new in `messages`, tokenised alone
+  └──────────────── the reply as text ◀── token ids, log-probs, versions, appended to the session's trajectory
+
+A session is one row. While the agent's messages go on from what was said before, its tokens are only ever appended to; messages
+that do not (a summary, a second conversation) open a new sequence in the same row.
+"""
+
+import asyncio
+import hmac
+import json
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from aiohttp import web
+from aiohttp.typedefs import Handler
+
+from braidrl.agents.listening import check_listening
+from braidrl.agents.openai_api import CHAT, COMPLETIONS, MODEL, Protocol, TurnReply, TurnRequest, event, reply
+from braidrl.agents.responses_api import RESPONSES
+from braidrl.agents.trajectory import Trajectory
+from braidrl.agents.turns import TurnTemplate
+from braidrl.data.rows import FinishReason
+from braidrl.data.sources import Message
+from braidrl.engines.engine import Engine, EngineError
+from braidrl.engines.requests import Request, SamplingParams, Uid
+from braidrl.errors import UserError
+
+BODY_BYTES = 64 << 20
+"""A longer request is answered with 413."""
+PROTOCOLS = {"chat/completions": CHAT, "completions": COMPLETIONS, "responses": RESPONSES}
+"""By the path below a session's."""
+WORD_EVERY_S, UNDER_WAY = 10.0, ": the turn is under way\n\n"
+"""How often a client that waits for events is told that its turn is under way, and how."""
+UNFINISHED = "\ufffd"
+"""What a decoder writes for bytes that are no character yet."""
+REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "length"}
+
+
+@dataclass
+class EndpointSession:
+    """One row's conversation: the messages that were seen, and exactly the tokens behind them."""
+
+    trajectory: Trajectory
+    said: list[Message] = field(default_factory=list)
+    """All messages so far, replies included, as they went over the wire."""
+    text: str = ""
+    """Of `completions`, the prompt and what went on from it."""
+    responses: dict[str, list[Message]] = field(default_factory=dict)
+    """By the name of a response, the conversation up to its end."""
+    turns: int = 0
+    finish_reason: FinishReason = FinishReason.STOP
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held during a turn, since a row's tokens are ordered."""
+
+
+class TurnStream:
+    """A turn that is sent to its client while it is drawn: its tokens, and the pieces of their text that may be sent."""
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
+        self.name, self.pieces = "", list[str]()
+        self.drawn = asyncio.Event()
+        self._decode, self._stops = decode, stops
+        self._tokens: list[int] = []
+        self._text, self._sent, self._from, self._read = "", 0, 0, 0
+
+    def add_token(self, number: int, token: int) -> None:
+        """Add a token by its number in the response; one that another engine draws again is there already."""
+        if number == len(self._tokens):
+            self._tokens.append(token)
+            self.drawn.set()
+
+    def add_piece(self) -> bool:
+        """Add a piece of the text that goes on where the last one ended: whole characters, and nothing that may begin a stop text.
+
+        Returns False where there is none yet.
+        """
+        self.drawn.clear()
+        # Decoded with the tokens before them, since a decoder may treat the first token of a text differently.
+        before, now = (self._decode(self._tokens[self._from : end]) for end in (self._read, len(self._tokens)))
+        if not now.endswith(UNFINISHED):
+            self._text += now[len(before) :]
+            self._from, self._read = self._read, len(self._tokens)
+        piece = before_stop(self._text, self._stops, to_come=True)[self._sent :]
+        self._sent += len(piece)
+        self.pieces += [piece] if piece else []
+        return bool(piece)
+
+
+class Endpoint:
+    """An HTTP server on a free port of this machine, unless one is given; it serves while its context is open.
+
+    Sampling is the run's, whatever a client asks for, since its log-probs must be training's; `max_tokens` alone is the client's.
+    """
+
+    def __init__(
+        self, engine: Engine, template: TurnTemplate, sampling: SamplingParams, max_sequence_tokens: int,
+        purpose: str = "train", stage: str = "generate", host: str = "127.0.0.1", port: int = 0,
+        listener: socket.socket | None = None, key: str | None = None,
+    ) -> None:  # fmt: skip
+        """Raise UserError for a tokenizer without a chat template, which could not tell the speakers apart, or an address without its key.
+
+        Args:
+            engine: Who generates.
+            template: The run's, with its tokenizer.
+            sampling: The run's.
+            max_sequence_tokens: Of a context and its reply.
+            purpose: What the rows are for, in their random numbers.
+            stage: The generate stage's name.
+            host: The address to listen on, by which clients reach it.
+            port: 0 for a free one.
+            listener: Listens already, perhaps in another network, and stands in for host and port.
+            key: What clients have to send as their API key; None for whoever knows a session's URL.
+        """
+        check_listening(host, key)
+        if not template.template.is_chat:
+            raise UserError("the endpoint serves chats, and the tokenizer has no chat template; set one in its folder")
+        self.engine, self.template, self.sampling = engine, template, sampling
+        self.max_sequence_tokens, self.purpose, self.stage = max_sequence_tokens, purpose, stage
+        self._host, self._port, self._listener, self.key = host, port, listener, key
+        self._began = int(time.time())
+        self._sessions: dict[str, EndpointSession] = {}
+        self._names: dict[Uid, str] = {}
+        """Of each open session the name that its client alone is told."""
+        self._runner: web.AppRunner | None = None
+
+    async def __aenter__(self) -> "Endpoint":
+        application = web.Application(client_max_size=BODY_BYTES, middlewares=[self._check_key])
+        for path in PROTOCOLS:
+            application.router.add_post(f"/sessions/{{name}}/v1/{{path:{path}}}", self._handle)
+        application.router.add_get("/sessions/{name}/v1/models", self._models)
+        application.router.add_get("/sessions/{name}/v1/models/{model:.+}", self._models)
+        application.router.add_route("*", "/{path:.*}", not_served)
+        self._runner = web.AppRunner(application)
+        await self._runner.setup()
+        site = web.SockSite(self._runner, self._listener) if self._listener else None
+        await (site or web.TCPSite(self._runner, self._host, self._port)).start()
+        self._port = self._runner.addresses[0][1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._runner is not None
+        await self._runner.cleanup()
+
+    def open(self, uid: Uid) -> str:
+        """Begin a row's session, and return the base URL for its client. Raises ValueError when it is open already."""
+        if uid in self._names:
+            raise ValueError(f"the session of row {uid} is open already")
+        name = self._names[uid] = f"{session_name(uid)}.{secrets.token_hex(8)}"
+        self._sessions[name] = EndpointSession(Trajectory(uid))
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._port}/sessions/{name}/v1"
+
+    async def close(self, uid: Uid) -> EndpointSession:
+        """End a row's session, aborting a turn in flight; later requests get an error. Raises KeyError for a session that is not open."""
+        session = self._sessions.pop(self._names.pop(uid))
+        if session.lock.locked():
+            # the turn may just be before or behind its time in the engine; then there is nothing to abort
+            with suppress(KeyError):
+                await self.engine.abort(uid)
+        async with session.lock:
+            return session
+
+    @web.middleware
+    async def _check_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        sent = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if self.key is not None and not hmac.compare_digest(sent.encode(), self.key.encode()):
+            return failed(401, "the API key is not this endpoint's")
+        return await handler(request)
+
+    async def _handle(self, http: web.Request) -> web.StreamResponse:
+        session = self._sessions.get(http.match_info["name"])
+        if session is None:
+            return failed(404, f"no session {http.match_info['name']!r} is open")
+        protocol = PROTOCOLS[http.match_info["path"]]
+        try:
+            body = await body_of(http)
+            asked = protocol.read(body if isinstance(body, dict) else {})
+            # What may be a call of a tool is told when it is whole.
+            stream = TurnStream(self.template.text, asked.stops) if asked.stream and not asked.tools else None
+            turn = asyncio.ensure_future(self._turn(session, asked, stream))
+            if asked.stream:
+                return await streamed(http, protocol, asked, turn, stream or TurnStream(self.template.text, ()))
+            return web.json_response(protocol.whole(asked, await turn))
+        except UserError as error:
+            return failed(400, str(error))
+        except EngineError as error:
+            return failed(503, str(error))
+
+    async def _turn(self, session: EndpointSession, asked: TurnRequest, stream: TurnStream | None) -> TurnReply:
+        async with session.lock:
+            return await self._complete(session, asked, stream)
+
+    async def _models(self, http: web.Request) -> web.Response:
+        if http.match_info["name"] not in self._sessions:
+            return failed(404, f"no session {http.match_info['name']!r} is open")
+        one = {
+            "id": http.match_info.get("model", MODEL),
+            "object": "model",
+            "created": self._began,
+            "owned_by": "braid",
+        }
+        return web.json_response(one if "model" in http.match_info else {"object": "list", "data": [one]})
+
+    async def _complete(self, session: EndpointSession, asked: TurnRequest, stream: TurnStream | None) -> TurnReply:
+        trajectory = session.trajectory
+        if asked.previous is not None:
+            if asked.previous not in session.responses:
+                raise UserError(f"this session has no response {asked.previous!r}")
+            asked = replace(asked, messages=gone_on(session.responses[asked.previous], asked.messages))
+        try:
+            ids, opens = self._context(session, asked)
+        # A chat template may raise whatever it likes over what a client has written into a message.
+        except Exception as error:
+            raise UserError(f"the messages are none for the chat template: {type(error).__name__}: {error}") from error
+        context = ids if opens else [*trajectory.sequence, *ids]
+        room = self.max_sequence_tokens - len(context)
+        if room < 1:
+            raise UserError(f"{len(context)} tokens leave no room in a sequence of {self.max_sequence_tokens}")
+        limit = min(asked.limit or self.sampling.max_tokens, room)
+        sampling = replace(self.sampling, max_tokens=limit, stop=(*self.sampling.stop, *asked.stops))
+        name = f"{session_name(trajectory.uid)}-{session.turns + 1}"
+        if stream is not None:
+            stream.name = name
+        finished = await self.engine.submit(
+            Request(
+                trajectory.uid, torch.tensor(context), sampling,
+                self.purpose, self.stage, first_draw=trajectory.action_tokens, on_token=stream.add_token if stream else None,
+            )
+        )  # fmt: skip
+        # only now: a client that repeats a request which failed must find the row as it was
+        trajectory.append(ids, opens=opens)
+        trajectory.append(finished.tokens.tolist(), log_probs=finished.log_probs, versions=finished.versions)
+        session.turns, session.finish_reason = session.turns + 1, finished.finish_reason
+        return self._said(session, asked, name, REASONS[finished.finish_reason], (len(context), len(finished.tokens)))
+
+    def _said(
+        self, session: EndpointSession, asked: TurnRequest, name: str, reason: str, counts: tuple[int, int]
+    ) -> TurnReply:
+        """Return the turn that was drawn last, and remember the conversation up to it."""
+        text = before_stop(self.template.text(session.trajectory.last_turn, asked.tools), asked.stops)
+        message = reply(text, bool(asked.tools))
+        if asked.prompt is not None:
+            session.said, session.text = [], asked.prompt + text
+        else:
+            session.said, session.text = [*asked.messages, message], ""
+            session.responses[name] = session.said
+        return TurnReply(name, message, "tool_calls" if "tool_calls" in message else reason, *counts)
+
+    def _context(self, session: EndpointSession, asked: TurnRequest) -> tuple[list[int], bool]:
+        """Return the token ids to append before the reply, and whether they open a new sequence."""
+        if asked.prompt is not None:
+            goes_on = bool(session.text) and asked.prompt.startswith(session.text)
+            new = asked.prompt[len(session.text) :] if goes_on else asked.prompt
+            return self.template.plain(new, session.trajectory.sequence[-1] if goes_on else None), not goes_on
+        known, messages = len(session.said), asked.messages
+        if known and len(messages) > known and [*map(bare, messages[:known])] == [*map(bare, session.said)]:
+            added = [as_template(message) for message in messages[known:]]
+            return self.template.following(added, session.trajectory.sequence[-1], asked.tools), False
+        return self.template.first([as_template(message) for message in messages], asked.tools), True
+
+
+async def streamed(
+    http: web.Request, protocol: Protocol, asked: TurnRequest, turn: "asyncio.Future[TurnReply]", stream: TurnStream
+) -> web.StreamResponse:
+    """Send a turn as events as its tokens are drawn, else every `WORD_EVERY_S` that it is under way, and the rest when it is over.
+
+    Raises UserError or EngineError where the turn fails before anything was sent.
+    """
+    answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    try:
+        while not await ended_or_drawn(turn, stream.drawn):
+            drawn = stream.drawn.is_set()
+            if stream.add_piece():
+                await write(answer, http, protocol.delta(asked, stream.name, stream.pieces))
+            elif not drawn:
+                await write(answer, http, (UNDER_WAY,))
+        error = turn.exception()
+        if error is not None and not answer.prepared:
+            raise error
+        failure = [event({"error": {"message": str(error)}})]
+        await write(answer, http, failure if error else protocol.events(asked, turn.result(), stream.pieces))
+    except ConnectionError:  # the client has gone; what was drawn for it belongs to its row
+        await asyncio.wait((turn,))
+    return answer
+
+
+async def ended_or_drawn(turn: "asyncio.Future[TurnReply]", drawn: asyncio.Event) -> bool:
+    """Return whether the turn is over, once it is, or a token came, or after some seconds."""
+    coming = asyncio.ensure_future(drawn.wait())
+    await asyncio.wait((turn, coming), timeout=WORD_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+    coming.cancel()
+    return turn.done()
+
+
+async def write(answer: web.StreamResponse, http: web.Request, events: Iterable[str]) -> None:
+    """Send events, behind the head of the answer."""
+    for each in events:
+        if not answer.prepared:
+            await answer.prepare(http)
+        await answer.write(each.encode())
+
+
+def bare(message: Message) -> Message:
+    """Return a message without what it leaves open, which client libraries spell out."""
+    return {name: value for name, value in message.items() if value is not None and value != []}
+
+
+def gone_on(earlier: list[Message], messages: list[Message]) -> list[Message]:
+    """Return a conversation that goes on; instructions are those of its last request."""
+    if messages[0]["role"] != "system":
+        return [*earlier, *messages]
+    return [messages[0], *(earlier[1:] if earlier[0]["role"] == "system" else earlier), *messages[1:]]
+
+
+def session_name(uid: Uid) -> str:
+    return ".".join(map(str, uid))
+
+
+async def body_of(http: web.Request) -> Any:
+    """Return a request's JSON. Raises UserError for what is none."""
+    try:
+        return await http.json()
+    except (ValueError, LookupError, RecursionError) as error:
+        raise UserError(f"the body is not JSON: {type(error).__name__}: {error}") from error
+
+
+def before_stop(text: str, stops: Sequence[str], to_come: bool = False) -> str:
+    """Return a reply without the stop text that ended it; its tokens, which were drawn, are trained on.
+
+    With `to_come` more follows, and what may be the beginning of a stop text is left out too.
+    """
+    ends = [place for stop in stops if (place := text.find(stop)) >= 0]
+    if to_come and not ends:
+        ends = [len(text) - n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
+    return text[: min(ends)] if ends else text
+
+
+async def not_served(http: web.Request) -> web.Response:
+    """Answer a request for anything else."""
+    return failed(
+        404,
+        f"{http.method} {http.path} is not served here: only POST {', '.join(PROTOCOLS)} and GET models under a session's URL",
+    )
+
+
+def as_template(message: Message) -> Message:
+    """Convert a message for chat templates: content as text, arguments of calls as objects."""
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        content = "".join(part.get("text", "") for part in content)
+    taken = {**message, "content": content}
+    if message.get("tool_calls"):
+        taken["tool_calls"] = [{**call, "function": with_object(call["function"])} for call in message["tool_calls"]]
+    return taken
+
+
+def with_object(function: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = function["arguments"]
+    return {**function, "arguments": json.loads(arguments) if isinstance(arguments, str) else arguments}
+
+
+def failed(status: int, message: str) -> web.Response:
+    return web.json_response({"error": {"message": message, "type": "invalid_request_error"}}, status=status)

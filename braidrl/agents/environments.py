@@ -1,0 +1,174 @@
+"""Environments: what a model acts in, turn by turn, and how they are found by name.
+
+    reset(example) ──▶ context ──▶ the model's text ──step──▶ Observation ──▶ the model's text ──step──▶ ... done
+
+`module:Class`      a class with `reset` and `step`; one object plays one trajectory
+`module:function`   called with all texts of the trajectory so far and the example; returns an Observation
+`gem:name`          an environment of gem-llm
+`mcp:server`        the tools of an MCP server, a command or an address
+`openenv:address`   an environment that an OpenEnv server has
+
+`agent:module:function` is no environment but a whole agent; see `agents`. So is `verifiers:name`, an environment with a loop of its own.
+"""
+
+import asyncio
+import importlib
+import importlib.util
+import inspect
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from braidrl.agents.turns import Context, Observation
+from braidrl.errors import UserError
+from braidrl.importing import PluginRegistry, import_function
+
+__all__ = ["Context", "Environment", "FunctionEnvironment", "MakeEnvironment", "Observation", "environments"]
+
+
+class Environment(Protocol):
+    """One trajectory's world. Methods are coroutines; plain ones are called in a thread of their own.
+
+    It may also have `tools`, JSON schemas for the chat template, and `close()`, called when the trajectory is over.
+    """
+
+    def reset(self, example: dict[str, Any]) -> Awaitable[Context | None] | Context | None:
+        """Return the first context; None takes the example's own prompt.
+
+        `example` holds the fields of the data file, `prompt`, `answer`, `group`, `sample`, and `seed`, the same for a group.
+        """
+
+    def step(self, text: str) -> Awaitable[Observation] | Observation:
+        """Return what follows from the model's turn."""
+
+
+ENVIRONMENTS = PluginRegistry("environment", {})
+"""A user's class, or function of all texts so far; names with a scheme are looked up elsewhere."""
+LIBRARIES = {name: f"braidrl.agents.libraries.{name}" for name in ("gem", "mcp", "openenv")}
+"""Schemes, and what plays the environments of each."""
+MakeEnvironment = Callable[[], Environment | Awaitable[Environment]]
+AGENT, VERIFIERS = "agent:", "verifiers:"
+
+
+class FunctionEnvironment:
+    """A plain function as an environment without state: it sees every turn of the trajectory, and the example."""
+
+    def __init__(self, function: Callable[..., Any], settings: Mapping[str, Any]) -> None:
+        """Begin without a trajectory.
+
+        Args:
+            function: Given the texts of all turns and the example, returns an Observation; may be a coroutine function.
+            settings: Further arguments of the function.
+        """
+        self._function, self._settings = function, dict(settings)
+        self._example: dict[str, Any] = {}
+        self._texts: list[str] = []
+
+    async def reset(self, example: dict[str, Any]) -> None:
+        self._example, self._texts = example, []
+
+    async def step(self, text: str) -> Observation:
+        self._texts.append(text)
+        found: Observation = await called(self._function, list(self._texts), self._example, **self._settings)
+        return found
+
+
+def environments(name: str, settings: Mapping[str, Any]) -> MakeEnvironment:
+    """Return what makes a new environment for each trajectory.
+
+    Args:
+        name: `module:Class`, `module:function`, or a library's, such as `gem:name`.
+        settings: Arguments for it.
+
+    Raises:
+        UserError: There is none of this name.
+    """
+    scheme, _, rest = name.partition(":")
+    if scheme in LIBRARIES:
+        made: MakeEnvironment = importlib.import_module(LIBRARIES[scheme]).environment(rest, settings)
+        return made
+    found: Any = ENVIRONMENTS.find(name)
+    if not isinstance(found, type):
+        return partial(FunctionEnvironment, found, settings)
+    lacking = [method for method in ("reset", "step") if not callable(getattr(found, method, None))]
+    if lacking:
+        raise UserError(f"{name} is no environment: it lacks {' and '.join(lacking)}")
+    kind: Any = found
+
+    def make() -> Environment:
+        environment: Environment = kind(**settings)
+        return environment
+
+    return make
+
+
+def is_agent(name: str) -> bool:
+    """Return whether a name is that of an agent, which is played against an endpoint."""
+    return name.startswith((AGENT, VERIFIERS))
+
+
+def agent_of(name: str, settings: Mapping[str, Any]) -> Callable[..., Any]:
+    """Return an agent, a function of the endpoint's address and the example. Raises UserError when there is none."""
+    if name.startswith(VERIFIERS):
+        found: Callable[..., Any] = verifiers_library().agent(name.removeprefix(VERIFIERS), settings)
+        return found
+    return partial(import_function(name.removeprefix(AGENT)), **settings)
+
+
+def verifiers_library() -> Any:
+    return importlib.import_module("braidrl.agents.libraries.verifiers")
+
+
+def check_endpoint(name: str) -> None:
+    """Raise UserError where an agent cannot be served."""
+    if importlib.util.find_spec("aiohttp") is None:
+        raise UserError(f"{name} needs aiohttp for its endpoint; install it with `pip install 'braidrl[endpoint]'`")
+
+
+def check_environment(name: str, settings: Mapping[str, Any], python: Path | None = None) -> None:
+    """Raise UserError for a name that is neither an environment nor an agent; what needs another interpreter is looked up by that one."""
+    if is_agent(name):
+        check_endpoint(name)
+    if python is not None:
+        return
+    if name.startswith(VERIFIERS):
+        verifiers_library().check_verifiers(name.removeprefix(VERIFIERS))
+    elif name.startswith(AGENT):
+        agent_of(name, settings)
+    else:
+        environments(name, settings)
+
+
+async def called(function: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
+    """Return what a coroutine function returns, or a plain one in a thread of its own, so that nobody else waits for it."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments, **settings)
+    return await in_thread(partial(function, *arguments, **settings))
+
+
+async def in_thread(function: Callable[[], Any]) -> Any:
+    """Return the function's result. Where the wait is given up, the thread goes on alone and does not hold up the process's end."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: BaseException | None) -> None:
+        if answer.done():
+            return
+        if error is None:
+            answer.set_result(result)
+        else:
+            answer.set_exception(error)
+
+    def work() -> None:
+        result, failure = None, None
+        try:
+            result = function()
+        except Exception as error:
+            failure = error
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, failure)
+
+    threading.Thread(target=work, daemon=True, name="environment").start()
+    return await answer

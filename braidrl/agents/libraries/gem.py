@@ -1,0 +1,88 @@
+"""Environments of gem-llm, such as `gem:game:GuessTheNumber-v0-easy`."""
+
+import importlib
+import importlib.util
+import logging
+import random
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from braidrl.agents.turns import Observation
+from braidrl.errors import UserError, suggest
+
+# gem draws from the random numbers of the process, which all of its environments share.
+LOCK = threading.Lock()
+
+
+def environment(name: str, settings: Mapping[str, Any]) -> Callable[[], "GemEnvironment"]:
+    """Return what makes a gem environment. Raises UserError when gem is not installed or has none of this name."""
+    check_gem(name)
+    return partial(GemEnvironment, name, dict(settings))
+
+
+class GemEnvironment:
+    """A gem environment with random numbers of its own, whatever runs beside it."""
+
+    def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
+        self._name, self._settings = name, settings
+        self._random: tuple[Any, Any] | None = None
+        self._environment: Any = None
+
+    def reset(self, example: dict[str, Any]) -> str:
+        """Return the instructions; the seed is the example's."""
+        with self._own_random_numbers():
+            self._environment = load_gem().make(self._name, **self._settings)
+            instructions, info = self._environment.reset(seed=example["seed"])
+        return with_suffix(instructions, info)
+
+    def step(self, text: str) -> Observation:
+        with self._own_random_numbers():
+            said, reward, terminated, truncated, info = self._environment.step(text)
+        return Observation(with_suffix(said, info), float(reward), bool(terminated or truncated))
+
+    @contextmanager
+    def _own_random_numbers(self) -> Iterator[None]:
+        with LOCK:
+            outside = (random.getstate(), np.random.get_state())
+            if self._random is not None:
+                random.setstate(self._random[0])
+                np.random.set_state(self._random[1])
+            try:
+                yield
+            finally:
+                self._random = (random.getstate(), np.random.get_state())
+                random.setstate(outside[0])
+                np.random.set_state(outside[1])
+
+
+def with_suffix(said: str, info: Mapping[str, Any]) -> str:
+    """Append gem's request for the next action to what it says."""
+    return "\n".join(part for part in (said, info.get("suffix")) if part)
+
+
+def check_gem(name: str) -> None:
+    """Raise UserError when gem is not installed or has no environment of this name."""
+    if importlib.util.find_spec("gem") is None:
+        raise UserError(f"environment gem:{name} needs gem-llm; install it with `pip install 'braidrl[gem]'`")
+    load_gem()
+    known = importlib.import_module("gem.envs.registration").ENV_REGISTRY
+    if name not in known:
+        raise UserError(f"gem has no environment {name!r}. {suggest(name, known)}")
+
+
+def load_gem() -> ModuleType:
+    """Import gem with its environments registered, and undo what that does to the process's logging."""
+    root = logging.getLogger()
+    before = (root.level, list(root.handlers))
+    try:
+        importlib.import_module("gem.envs")
+        return importlib.import_module("gem")
+    finally:
+        root.setLevel(before[0])
+        root.handlers[:] = before[1]

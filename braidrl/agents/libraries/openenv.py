@@ -1,0 +1,76 @@
+"""Environments that a server of OpenEnv has, by the package `openenv`: `openenv:http://host:8000`. Each trajectory is a session of its own.
+
+the model's text ──▶ {"message": text} or the action that it wrote as JSON ──▶ server ──▶ observation, as text
+"""
+
+import importlib.util
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from braidrl.agents.turns import Observation
+from braidrl.errors import UserError, suggest
+
+ADDRESSES = ("http://", "https://", "ws://", "wss://")
+SETTINGS = ("action", "observation")
+NOT_SAID = ("metadata",)
+"""Of an observation, what is for its program and not for the model."""
+
+
+def environment(name: str, settings: Mapping[str, Any]) -> Callable[[], "OpenEnvEnvironment"]:
+    """Return what opens a session with a server.
+
+    Args:
+        name: The server's address.
+        settings: `action`, the field of an action that takes the model's text; without it the text is an action, as a JSON object.
+            `observation`, the field of an observation that is told; without it all are, as a JSON object.
+
+    Raises:
+        UserError: The package is not there, or the name is no address.
+    """
+    if importlib.util.find_spec("openenv") is None:
+        raise UserError(
+            f"environment openenv:{name} needs openenv; install it with `pip install openenv`, where versions collide into an "
+            "environment of its own, whose interpreter is rollout.environment.python"
+        )
+    if not name.startswith(ADDRESSES):
+        raise UserError(f"openenv:{name} is no address of a server; write openenv:http://HOST:PORT")
+    for key in settings:
+        if key not in SETTINGS:
+            raise UserError(f"rollout.environment.params: openenv: has no setting {key!r}. {suggest(key, SETTINGS)}")
+    return partial(OpenEnvEnvironment, name, settings.get("action"), settings.get("observation"))
+
+
+class OpenEnvEnvironment:
+    """A session with a server."""
+
+    def __init__(self, address: str, action: str | None, observation: str | None) -> None:
+        from openenv.core.generic_client import GenericEnvClient
+
+        self._client = GenericEnvClient(base_url=address)
+        self._action, self._observation = action, observation
+
+    async def reset(self, example: dict[str, Any]) -> str:
+        """Return the first observation, as text; the seed is the example's."""
+        return self._said((await self._client.reset(seed=example["seed"])).observation)
+
+    async def step(self, text: str) -> Observation:
+        """Return what follows from an action; a turn that is none is told so, and costs nothing but itself."""
+        try:
+            action = {self._action: text} if self._action else json.loads(text)
+        except ValueError as error:
+            return Observation(f"error: an action is a JSON object: {error}")
+        if not isinstance(action, dict):
+            return Observation("error: an action is a JSON object")
+        result = await self._client.step(action)
+        return Observation(self._said(result.observation), float(result.reward or 0.0), bool(result.done))
+
+    async def close(self) -> None:
+        """End the session."""
+        await self._client.close()
+
+    def _said(self, observation: dict[str, Any]) -> str:
+        if self._observation is None:
+            return json.dumps({name: value for name, value in observation.items() if name not in NOT_SAID})
+        return str(observation[self._observation])

@@ -1,0 +1,256 @@
+"""What clients of OpenAI's API send and are sent, as pure functions: chat completions, completions and responses, whole or as events.
+
+body ──read──▶ TurnRequest ──a turn of the row──▶ TurnReply ──whole──▶ JSON
+                                │                    ──events──▶ server-sent events, the rest of them when the turn is over
+                                └── text so far ─────delta───▶ server-sent events
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from braidrl.agents.tool_calls import call_id, parse_tool_calls
+from braidrl.data.sources import Message
+from braidrl.errors import UserError
+
+UNSUPPORTED = (
+    "logprobs", "top_logprobs", "functions", "function_call", "logit_bias", "audio", "prediction", "echo", "suffix", "background",
+)  # fmt: skip
+"""Fields that ask for what is not served; with a value that asks for nothing, such as `echo: false`, they are let pass."""
+USUAL = {
+    "response_format": {"type": "text"}, "tool_choice": "auto", "modalities": ["text"], "n": 1, "best_of": 1,
+    "text": {"format": {"type": "text"}}, "truncation": "disabled",
+}  # fmt: skip
+"""Fields that may have this value alone."""
+LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
+MOST_STOPS = 16
+MODEL = "actor"
+"""The name of the one model; requests may call it as they like."""
+DONE = "data: [DONE]\n\n"
+
+
+@dataclass(frozen=True)
+class TurnRequest:
+    """One request for a turn."""
+
+    messages: list[Message]
+    """The conversation; of `completions` nothing."""
+    prompt: str | None = None
+    """Of `completions`, the text that is to go on."""
+    tools: Sequence[Mapping[str, Any]] = ()
+    limit: int | None = None
+    stops: tuple[str, ...] = ()
+    stream: bool = False
+    counts: bool = False
+    """Whether chunks end with one that counts tokens."""
+    model: str = MODEL
+    previous: str | None = None
+    """The response that the conversation goes on from."""
+
+
+@dataclass(frozen=True)
+class TurnReply:
+    """One turn of the model."""
+
+    name: str
+    """Of the row and the turn."""
+    message: Message
+    """The assistant's, as chat completions write it."""
+    reason: str
+    """stop, length or tool_calls."""
+    prompt: int
+    """Tokens of the context."""
+    sampled: int
+
+    @property
+    def text(self) -> str:
+        """Return what the turn says beside calls."""
+        return self.message["content"] or ""
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """Return the turn's calls of tools."""
+        calls: list[dict[str, Any]] = self.message.get("tool_calls", [])
+        return calls
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """One of the ways to ask for a turn."""
+
+    read: Callable[[Mapping[str, Any]], TurnRequest]
+    """Raises UserError for what is not served here."""
+    whole: Callable[[TurnRequest, TurnReply], dict[str, Any]]
+    delta: Callable[[TurnRequest, str, Sequence[str]], Iterator[str]]
+    """Called with the turn's name and all pieces of its text so far: the events that send the last piece."""
+    events: Callable[[TurnRequest, TurnReply, Sequence[str]], Iterator[str]]
+    """Called with the pieces that were sent: the events that add what is missing, and end the turn."""
+
+
+def read_common(body: Mapping[str, Any], **own: Any) -> TurnRequest:
+    """Return a request, with what only one of the protocols has. Raises UserError for what is not served here."""
+    for name in UNSUPPORTED:
+        if body.get(name):
+            raise UserError(f"{name!r} is not served here; leave it out")
+    for name, usual in USUAL.items():
+        if body.get(name, usual) not in (usual, None):
+            more = ": each session is one row" if name == "n" else ""
+            raise UserError(f"{name} must be {usual if name == 'n' else json.dumps(usual)}{more}")
+    options = body.get("stream_options") or {}
+    counts = isinstance(options, dict) and bool(options.get("include_usage"))
+    model = str(body.get("model", MODEL))
+    return TurnRequest(
+        limit=limit_of(body), stops=stops_of(body), stream=bool(body.get("stream")), counts=counts, model=model, **own
+    )
+
+
+def limit_of(body: Mapping[str, Any]) -> int | None:
+    """Return how many tokens a client wants at most, None where it does not say. Raises UserError for what is no such number."""
+    name = next((name for name in LIMITS if body.get(name) is not None), None)
+    if name is None:
+        return None
+    wanted = body[name]
+    if isinstance(wanted, bool) or not isinstance(wanted, int | float) or wanted != wanted // 1 or wanted < 1:
+        raise UserError(f"{name} must be a whole number from 1 on, not {wanted!r}")
+    return int(wanted)
+
+
+def stops_of(body: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the texts that a client's reply ends before. Raises UserError for what are none."""
+    stop = body.get("stop")
+    stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
+    if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(isinstance(s, str) and s for s in stops):
+        raise UserError(f"stop must be a text that is not empty, or a list of up to {MOST_STOPS} such, not {stop!r}")
+    return tuple(stops)
+
+
+def read_chat(body: Mapping[str, Any]) -> TurnRequest:
+    """Return a request of chat completions."""
+    if not isinstance(body.get("messages"), list) or not body["messages"]:
+        raise UserError("`messages` must be a list of {role, content}")
+    for message in body["messages"]:
+        check_message(message)
+    return read_common(body, messages=body["messages"], tools=tools_of(body))
+
+
+def tools_of(body: Mapping[str, Any]) -> list[Any]:
+    """Return a request's tools. Raises UserError for what is no list."""
+    tools = body.get("tools") or []
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise UserError("`tools` must be a list of functions")
+    return tools
+
+
+def check_message(message: Any) -> None:
+    """Raise UserError unless this is a message, with text alone in it."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise UserError(f"a message is an object with a role, not {message!r}")
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise UserError(f"the content of a message is text, or a list of {{type: text, text}}, not {content!r}")
+
+
+def reply(text: str, with_tools: bool) -> Message:
+    """Make the assistant's message; well-formed tool calls are parsed where the request named tools."""
+    calls = [call for call in parse_tool_calls(text) if call.fault is None] if with_tools else []
+    if not calls:
+        return {"role": "assistant", "content": text}
+    made = [
+        {
+            "id": call_id(number),
+            "type": "function",
+            "function": {"name": call.name, "arguments": json.dumps(call.arguments)},
+        }
+        for number, call in enumerate(calls)
+    ]
+    return {"role": "assistant", "content": text.partition("<tool_call>")[0].strip() or None, "tool_calls": made}
+
+
+def usage(answered: TurnReply) -> dict[str, int]:
+    """Return the counts of tokens."""
+    total = answered.prompt + answered.sampled
+    return {"prompt_tokens": answered.prompt, "completion_tokens": answered.sampled, "total_tokens": total}
+
+
+def chat_whole(asked: TurnRequest, answered: TurnReply) -> dict[str, Any]:
+    """Return a chat completion."""
+    choice = {"index": 0, "message": answered.message, "finish_reason": answered.reason}
+    return {
+        "id": answered.name, "object": "chat.completion", "created": int(time.time()), "model": asked.model, "choices": [choice],
+        "usage": usage(answered),
+    }  # fmt: skip
+
+
+def chunk_of(asked: TurnRequest, name: str, *choices: Mapping[str, Any], **more: Any) -> str:
+    """Return a chunk of a chat completion."""
+    head = {"id": name, "object": "chat.completion.chunk", "created": int(time.time()), "model": asked.model}
+    return event({**head, "choices": [{"index": 0, "finish_reason": None, **choice} for choice in choices], **more})
+
+
+def chat_delta(asked: TurnRequest, name: str, pieces: Sequence[str]) -> Iterator[str]:
+    """Yield the chunk with the last piece of a text."""
+    role = {"role": "assistant"} if len(pieces) == 1 else {}
+    yield chunk_of(asked, name, {"delta": {**role, "content": pieces[-1]}})
+
+
+def chat_events(asked: TurnRequest, answered: TurnReply, pieces: Sequence[str] = ()) -> Iterator[str]:
+    """Yield the chunks of a chat completion that follow the pieces which were sent."""
+    name, rest = answered.name, answered.text[len("".join(pieces)) :]
+    if rest or not pieces:
+        yield from chat_delta(asked, name, [*pieces, rest])
+    for number, call in enumerate(answered.calls):
+        yield chunk_of(asked, name, {"delta": {"tool_calls": [{"index": number, **call}]}})
+    yield chunk_of(asked, name, {"delta": {}, "finish_reason": answered.reason})
+    if asked.counts:
+        yield chunk_of(asked, name, usage=usage(answered))
+    yield DONE
+
+
+def read_completion(body: Mapping[str, Any]) -> TurnRequest:
+    """Return a request of completions."""
+    prompt = body.get("prompt")
+    prompt = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
+    if not isinstance(prompt, str) or not prompt:
+        raise UserError("`prompt` must be one text that is not empty")
+    return read_common(body, messages=[], prompt=prompt)
+
+
+def completion_whole(asked: TurnRequest, answered: TurnReply) -> dict[str, Any]:
+    """Return a completion."""
+    choice = {"index": 0, "text": answered.text, "logprobs": None, "finish_reason": answered.reason}
+    return {
+        "id": answered.name, "object": "text_completion", "created": int(time.time()), "model": asked.model, "choices": [choice],
+        "usage": usage(answered),
+    }  # fmt: skip
+
+
+def completion_delta(asked: TurnRequest, name: str, pieces: Sequence[str]) -> Iterator[str]:
+    """Yield the chunk with the last piece of a text."""
+    whole = completion_whole(asked, TurnReply(name, {"content": pieces[-1]}, "", 0, 0))
+    del whole["usage"]
+    whole["choices"][0]["finish_reason"] = None
+    yield event(whole)
+
+
+def completion_events(asked: TurnRequest, answered: TurnReply, pieces: Sequence[str] = ()) -> Iterator[str]:
+    """Yield the chunks of a completion that follow the pieces which were sent."""
+    whole = completion_whole(asked, answered)
+    counts = whole.pop("usage")
+    whole["choices"][0]["text"] = answered.text[len("".join(pieces)) :]
+    yield event(whole)
+    if asked.counts:
+        yield event({**whole, "choices": [], "usage": counts})
+    yield DONE
+
+
+def event(data: Mapping[str, Any], kind: str | None = None) -> str:
+    """Return a server-sent event."""
+    return (f"event: {kind}\n" if kind else "") + f"data: {json.dumps(data)}\n\n"
+
+
+CHAT = Protocol(read_chat, chat_whole, chat_delta, chat_events)
+COMPLETIONS = Protocol(read_completion, completion_whole, completion_delta, completion_events)

@@ -1,0 +1,258 @@
+"""Plays trajectories: the model and an environment take turns until one of them ends it, many trajectories at once.
+
+                ┌──────────────────── text, decoded ───────────────────┐
+context ──▶ engine ──▶ sampled tokens ──append──▶ Trajectory        environment
+                ▲                                     ▲                 |
+                └──────────── its tokens ─────────────┴── observation, tokenised alone
+"""
+
+import asyncio
+import math
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from braidrl.agents.environments import Environment, called
+from braidrl.agents.trajectory import Trajectory, trajectory_columns
+from braidrl.agents.turns import EnvironmentFailed, Observation, TurnTemplate, check_context
+from braidrl.algorithms.random import hashed
+from braidrl.data.rows import Column, FinishReason, Rows
+from braidrl.engines.engine import Engine
+from braidrl.engines.requests import Request, SamplingParams, Uid
+from braidrl.errors import UserError
+from braidrl.observe.stalls import WORK
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a trajectory, and how many are played at a time."""
+
+    at_once: int
+    timeout_s: float
+    """Seconds for one `reset` or `step`."""
+    max_turns: int
+    max_sequence_tokens: int
+    correct_score: float = 1.0
+    """A score from which on a trajectory counts as correct, where its environment does not say."""
+    max_abs: float = math.inf
+    """A score further from 0 is a failure of the environment."""
+
+    def check(self, score: float) -> None:
+        """Raise EnvironmentFailed for a score that is beyond the limit."""
+        if not abs(score) <= self.max_abs:
+            raise EnvironmentFailed("reward", f"the score is {score:g}, and reward.max_abs is {self.max_abs:g}")
+
+
+@dataclass
+class Episode:
+    """A trajectory and its outcome."""
+
+    trajectory: Trajectory
+    turns: int = 0
+    score: float = 0.0
+    correct: bool | None = None
+    finish_reason: FinishReason = FinishReason.STOP
+    failure: str | None = None
+    """`timeout`, or the name of the exception that the environment raised."""
+    detail: str = ""
+    killed: bool = False
+    """True where somebody else has ended the environment's process."""
+
+
+class Player(ABC):
+    """Plays rows, each by itself."""
+
+    limits: Limits
+    on_finished: Callable[[Episode], None]
+
+    async def play(self, rows: Rows) -> list[Episode]:
+        """Play one episode for each row, at most `at_once` at a time, and return them in the order of the rows."""
+        prompts, metadata = rows["prompt"], rows["metadata"]
+
+        async def one(number: int, uid: Uid) -> Episode:
+            for _ in range(2):
+                episode = await self.one(uid, prompts[number].tolist(), metadata[number])
+                if not episode.killed:
+                    break
+            self.on_finished(episode)
+            return episode
+
+        return await run_limited(
+            self.limits.at_once, [partial(one, number, uid) for number, uid in enumerate(rows.uids())]
+        )
+
+    @abstractmethod
+    async def one(self, uid: Uid, prompt: list[int], metadata: dict[str, Any]) -> Episode:
+        """Play a row's trajectory to its end, whatever happens in it."""
+
+
+@dataclass
+class Episodes(Player):
+    """Plays with one engine, one kind of environment and one way of sampling."""
+
+    engine: Engine
+    make: Callable[[], Environment | Awaitable[Environment]]
+    template: TurnTemplate
+    sampling: SamplingParams
+    limits: Limits
+    seed: int = 0
+    purpose: str = "train"
+    stage: str = "generate"
+    on_finished: Callable[[Episode], None] = field(default=lambda episode: None)
+
+    async def one(self, uid: Uid, prompt: list[int], metadata: dict[str, Any]) -> Episode:
+        """Play a row's trajectory to its end, whatever its environment does."""
+        episode = Episode(Trajectory(uid))
+        environment: Environment | None = None
+        try:
+            environment = await self._ask(self.make)
+            await self._play(episode, environment, prompt, example_of(uid, metadata, self.seed, self.purpose))
+        except EnvironmentFailed as failed:
+            fail(episode, failed)
+        if environment is not None and hasattr(environment, "close"):
+            try:
+                await self._ask(environment.close)
+            except EnvironmentFailed as failed:
+                fail(episode, failed)
+        if not episode.trajectory.sequence_lengths:
+            episode.trajectory.append(prompt, opens=True)
+        return episode
+
+    async def _play(
+        self, episode: Episode, environment: Environment, prompt: list[int], example: dict[str, Any]
+    ) -> None:
+        trajectory, tools = episode.trajectory, getattr(environment, "tools", ())
+        context = await self._ask(environment.reset, example)
+        if context is None and not tools:
+            trajectory.append(prompt, opens=True)
+        else:
+            trajectory.append(self._first(example["prompt"] if context is None else context, tools), opens=True)
+        if len(trajectory.sequence) >= self.limits.max_sequence_tokens:
+            raise UserError(
+                f"row {trajectory.uid}: a first context of {len(trajectory.sequence)} tokens leaves no room for a response "
+                f"in a sequence of {self.limits.max_sequence_tokens}; raise rollout.max_sequence_tokens"
+            )
+        while await self._turn(episode):
+            text = self.template.text(trajectory.last_turn, tools)
+            observation = await self._ask(environment.step, text)
+            if not isinstance(observation, Observation):
+                raise EnvironmentFailed("TypeError", f"`step` returned {observation!r}, which is no Observation")
+            self.limits.check(episode.score + observation.reward)
+            episode.score += observation.reward
+            episode.correct = observation.correct if observation.correct is not None else episode.correct
+            if observation.done:
+                return
+            if episode.turns >= self.limits.max_turns or not self._continue(trajectory, observation, tools):
+                episode.finish_reason = FinishReason.LENGTH
+                return
+
+    def _first(self, context: Any, tools: Any) -> list[int]:
+        try:
+            check_context(context)
+        except TypeError as error:
+            raise EnvironmentFailed("TypeError", str(error)) from error
+        return tokenised(self.template.first, context, tools)
+
+    async def _turn(self, episode: Episode) -> bool:
+        trajectory = episode.trajectory
+        context = torch.tensor(trajectory.sequence, dtype=torch.int64)
+        room = self.limits.max_sequence_tokens - len(context)
+        finished = await self.engine.submit(
+            Request(
+                trajectory.uid, context, replace(self.sampling, max_tokens=min(self.sampling.max_tokens, room)),
+                self.purpose, self.stage, first_draw=trajectory.action_tokens,
+            )
+        )  # fmt: skip
+        trajectory.append(finished.tokens.tolist(), log_probs=finished.log_probs, versions=finished.versions)
+        episode.turns += 1
+        episode.finish_reason = finished.finish_reason
+        return finished.finish_reason is not FinishReason.ABORT
+
+    def _continue(self, trajectory: Trajectory, observation: Observation, tools: Any) -> bool:
+        """Append the observation. Returns False, and appends nothing, where it leaves no room for another action."""
+        held, opens = trajectory.sequence, False
+        if observation.restart:
+            ids = tokenised(self.template.first, observation.said, tools)
+            opens = ids[: len(held)] != held
+            ids = ids if opens else ids[len(held) :]
+        else:
+            ids = tokenised(self.template.following, observation.said, held[-1], tools)
+        if (0 if opens else len(held)) + len(ids) >= self.limits.max_sequence_tokens:
+            return False
+        trajectory.append(ids, opens=opens)
+        return True
+
+    async def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return await call_user(function, *arguments, timeout_s=self.limits.timeout_s)
+
+
+def tokenised(template: Callable[..., list[int]], *said: Any) -> list[int]:
+    """Return the token ids of what an environment says. Raises EnvironmentFailed where the chat template refuses it."""
+    try:
+        return template(*said)
+    # A chat template may raise whatever it likes over what an environment has written into a message.
+    except Exception as error:
+        raise EnvironmentFailed("template", f"{type(error).__name__}: {error}"[:600]) from error
+
+
+async def call_user(function: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
+    """Call a user's function. Raises EnvironmentFailed for an exception and after the time limit."""
+    try:
+        with WORK.waiting():
+            async with asyncio.timeout(timeout_s) as limit:
+                return await called(function, *arguments)
+    except EnvironmentFailed:
+        raise
+    except Exception as error:
+        if limit.expired():
+            name = getattr(function, "__name__", "the call")
+            raise EnvironmentFailed("timeout", f"{name} took over {timeout_s:g} s") from None
+        raise EnvironmentFailed(type(error).__name__, str(error)) from error
+
+
+async def run_limited(limit: int, starts: Sequence[Callable[[], Coroutine[Any, Any, Episode]]]) -> list[Episode]:
+    """Run coroutines, at most `limit` at a time. The first exception cancels the others and is raised."""
+    free = asyncio.Semaphore(limit)
+
+    async def one(start: Callable[[], Coroutine[Any, Any, Episode]]) -> Episode:
+        async with free:
+            return await start()
+
+    tasks = [asyncio.ensure_future(one(start)) for start in starts]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def fail(episode: Episode, failed: EnvironmentFailed) -> None:
+    """Record why the environment ended the trajectory."""
+    episode.finish_reason = FinishReason.ERROR
+    episode.failure, episode.detail, episode.killed = failed.reason, failed.detail, failed.killed
+
+
+def example_of(uid: Uid, metadata: dict[str, Any], seed: int, purpose: str) -> dict[str, Any]:
+    """Return the row's example for `Environment.reset`; `seed` is the same for all rows of a group."""
+    source, group, sample = uid
+    own = int(hashed(seed, "environment", purpose, source, group)) & 0x7FFFFFFF
+    return {**metadata, "source": source, "group": group, "sample": sample, "seed": own}
+
+
+def episode_columns(episodes: Sequence[Episode], limits: Limits) -> dict[str, Column]:
+    """Return the columns of a generate stage with an environment, in the order of `episodes`."""
+    columns = trajectory_columns([e.trajectory for e in episodes], [e.finish_reason for e in episodes])
+    score = torch.tensor([e.score for e in episodes], dtype=torch.float32)
+    correct = [e.score >= limits.correct_score if e.correct is None else e.correct for e in episodes]
+    return {**columns, "score": score, "correct": torch.tensor(correct, dtype=torch.float32), "reward": score.clone()}
+
+
+def failure_counts(episodes: Sequence[Episode]) -> Counter[str]:
+    """Count the trajectories that their environments ended, by reason."""
+    return Counter(episode.failure for episode in episodes if episode.failure is not None)

@@ -1,0 +1,63 @@
+"""Turns with tools, wherever these are: calls are what the model writes in whatever format; `tool_calls` has made that of Hermes of it.
+
+the model's turn ──parse──▶ calls, all at once ──▶ one `tool` message for each, in the order of the calls
+"""
+
+import asyncio
+import inspect
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Sequence
+from typing import Any
+
+from braidrl.agents.tool_calls import ToolCall, call_id, parse_tool_calls
+from braidrl.agents.turns import Context, Message, Observation
+
+
+class ToolTurns(ABC):
+    """A task with tools, wherever they are: a turn with calls is answered with their results; a turn without calls is the final answer."""
+
+    def __init__(self, tools: Sequence[dict[str, Any]]) -> None:
+        """Take the JSON schemas of functions, as chat templates take them."""
+        self.tools = list(tools)
+        self._names = [tool["function"]["name"] for tool in tools]
+        self.example: dict[str, Any] = {}
+
+    async def reset(self, example: dict[str, Any]) -> Context | None:
+        self.example = example
+        return None
+
+    async def step(self, text: str) -> Observation:
+        calls = parse_tool_calls(text)
+        if not calls:
+            answer = self.answered(text)
+            return await answer if inspect.isawaitable(answer) else answer
+        results = await asyncio.gather(*(self.result(call) for call in calls))
+        return Observation([message_of(*each) for each in enumerate(zip(calls, results, strict=True))])
+
+    @abstractmethod
+    def answered(self, text: str) -> Observation | Awaitable[Observation]:
+        """Score the final answer; this ends the trajectory."""
+
+    @abstractmethod
+    async def call(self, name: str, arguments: dict[str, Any]) -> Any:
+        """Return what the tool `name` returns for its `arguments`, text or JSON. What it raises is for the model to read."""
+
+    async def result(self, call: ToolCall) -> str:
+        """Return the function's result, or why there is none, as text for the model."""
+        if call.fault is None and call.name not in self._names:
+            return f"error: no tool is called {call.name!r}; there are {', '.join(self._names)}"
+        if call.fault is not None or call.arguments is None:
+            return f"error: {call.fault}"
+        try:
+            found = await self.call(call.name, call.arguments)
+        # what a tool raises is for the model to read, which may call it better next time
+        except Exception as error:
+            return f"error: {type(error).__name__}: {error}"
+        return found if isinstance(found, str) else json.dumps(found)
+
+
+def message_of(number: int, answered: tuple[ToolCall, str]) -> Message:
+    """Return a call's result as a message. Some chat templates ask for the name, and for an id, Mistral's for nine characters."""
+    call, result = answered
+    return {"role": "tool", "name": call.name, "tool_call_id": call_id(number), "content": result}

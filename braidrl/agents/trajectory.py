@@ -1,0 +1,159 @@
+"""One trajectory while it grows: token ids that are only ever appended to, and what the engine said of those that it drew; and the columns
+that a generate stage writes, from trajectories or from single responses.
+
+context ──▶ actions ──▶ observation ──▶ actions | context ──▶ actions          | a new sequence of the same row
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from braidrl.algorithms.ragged import Ragged
+from braidrl.data.rows import Column, FinishReason, Rows
+from braidrl.engines.requests import Response, Uid
+
+
+@dataclass
+class Trajectory:
+    """A growing trajectory; only `append` changes it."""
+
+    uid: Uid
+    tokens: list[int] = field(default_factory=list)
+    """Token ids of all sequences, joined."""
+    actions: list[bool] = field(default_factory=list)
+    """True for each token that was sampled."""
+    sequence_lengths: list[int] = field(default_factory=list)
+    log_probs: list[Tensor] = field(default_factory=list)
+    """Log-probs of the sampled tokens, one tensor for each turn."""
+    versions: list[Tensor] = field(default_factory=list)
+
+    @property
+    def sequence(self) -> list[int]:
+        """Return the tokens of the sequence that is being extended, which the engine gets next."""
+        return self.tokens[len(self.tokens) - self.sequence_lengths[-1] :]
+
+    @property
+    def action_tokens(self) -> int:
+        """Return the number of tokens sampled so far, which is also the number of the row's random numbers that are used up."""
+        return sum(len(turn) for turn in self.log_probs)
+
+    @property
+    def last_turn(self) -> list[int]:
+        """Return the tokens sampled last, while nothing has been appended to them."""
+        return self.tokens[len(self.tokens) - len(self.log_probs[-1]) :]
+
+    def append(
+        self, tokens: Sequence[int], *, log_probs: Tensor | None = None, versions: Tensor | None = None,
+        opens: bool = False,
+    ) -> None:  # fmt: skip
+        """Append sampled tokens, or tokens that were not sampled.
+
+        Args:
+            tokens: Token ids.
+            log_probs: (T,) for sampled tokens, None for others.
+            versions: (T,) int64 for sampled tokens, None for others.
+            opens: Begin a new sequence, which cannot begin with sampled tokens.
+
+        Raises:
+            ValueError: And nothing changes, for lengths that differ, log-probs without versions or the reverse, or actions that nothing
+                predicts.
+        """
+        if (log_probs is None) != (versions is None):
+            raise ValueError(f"row {self.uid}: sampled tokens have log-probs and versions, others have neither")
+        if log_probs is not None and versions is not None:
+            if not len(tokens) == len(log_probs) == len(versions):
+                raise ValueError(
+                    f"row {self.uid}: {len(tokens)} tokens, {len(log_probs)} log-probs and {len(versions)} versions"
+                )
+            if opens or not self.sequence_lengths:
+                raise ValueError(f"row {self.uid}: a sequence cannot begin with an action, since nothing predicts it")
+        elif not opens and not self.sequence_lengths:
+            raise ValueError(f"row {self.uid}: the first tokens must open a sequence")
+        elif opens and not tokens:
+            raise ValueError(f"row {self.uid}: a sequence must begin with at least one token")
+        if opens:
+            self.sequence_lengths.append(0)
+        self.tokens.extend(tokens)
+        self.actions.extend([log_probs is not None] * len(tokens))
+        self.sequence_lengths[-1] += len(tokens)
+        if log_probs is not None and versions is not None:
+            self.log_probs.append(log_probs)
+            self.versions.append(versions)
+
+
+def trajectory_columns(trajectories: Sequence[Trajectory], reasons: Sequence[FinishReason]) -> dict[str, Column]:
+    """Return the columns `prompt` to `version` of a generate stage, in the order of `trajectories`.
+
+    `prompt` is what precedes the first action of the first sequence.
+    """
+    prompts = [first_context(trajectory) for trajectory in trajectories]
+    dtype = dtype_of([turn for t in trajectories for turn in t.log_probs])
+    return {
+        "prompt": Ragged.from_rows(prompts, torch.int64),
+        "prompt_length": torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64),
+        **_columns(
+            Ragged.from_rows([t.tokens for t in trajectories], torch.int64),
+            Ragged.from_rows([t.actions for t in trajectories], torch.bool),
+            Ragged.from_rows([t.sequence_lengths for t in trajectories], torch.int64),
+            Ragged.from_rows([torch.cat([*t.log_probs, torch.empty(0, dtype=dtype)]) for t in trajectories], dtype),
+            [torch.cat([*t.versions, torch.empty(0, dtype=torch.int64)]) for t in trajectories],
+            reasons,
+        ),
+    }
+
+
+def response_columns(rows: Rows, finished: Sequence[Response]) -> dict[str, Column]:
+    """Return the columns `tokens` to `version` of a generate stage with single responses, in the order of `rows`.
+
+    Raises ValueError when `rows` and `finished` do not have the same uids.
+    """
+    by_uid = {response.uid: response for response in finished}
+    uids = rows.uids()
+    if len(by_uid) != len(finished) or set(by_uid) != set(uids) or len(uids) != len(finished):
+        raise ValueError(f"{len(finished)} responses for {len(uids)} rows, which are not the same")
+    ordered = [by_uid[uid] for uid in uids]
+    prompts: Ragged = rows["prompt"]
+    tokens = Ragged.from_rows([torch.cat([prompts[i], r.tokens]) for i, r in enumerate(ordered)], torch.int64)
+    log_probs = [response.log_probs for response in ordered]
+    stretches = torch.stack([prompts.lengths, tokens.lengths - prompts.lengths], dim=1).flatten()
+    actions = torch.tensor([False, True]).repeat(len(ordered)).repeat_interleave(stretches)
+    return _columns(
+        tokens,
+        tokens.with_values(actions),
+        Ragged.from_lengths(tokens.lengths, torch.ones_like(tokens.lengths)),
+        Ragged.from_rows(log_probs, dtype_of(log_probs)),
+        [response.versions for response in ordered],
+        [response.finish_reason for response in ordered],
+    )
+
+
+def _columns(
+    tokens: Ragged, action_mask: Ragged, sequence_lengths: Ragged, log_probs: Ragged, versions: Sequence[Tensor],
+    reasons: Sequence[FinishReason],
+) -> dict[str, Column]:  # fmt: skip
+    """Return the columns; `version` is the oldest among the row's action tokens, 0 without any."""
+    return {
+        "tokens": tokens,
+        "action_mask": action_mask,
+        "sequence_lengths": sequence_lengths,
+        "rollout_log_probs": log_probs,
+        "rollout_versions": Ragged.from_rows(versions, torch.int64),
+        "length": tokens.lengths,
+        "action_tokens": torch.tensor([len(each) for each in versions], dtype=torch.int64),
+        "finish_reason": torch.tensor([int(reason) for reason in reasons], dtype=torch.int64),
+        "version": torch.tensor([int(each.min()) if len(each) else 0 for each in versions], dtype=torch.int64),
+    }
+
+
+def first_context(trajectory: Trajectory) -> list[int]:
+    """Return the tokens before the first action; all of the first sequence where there is none."""
+    end = trajectory.sequence_lengths[0]
+    acted = trajectory.actions[:end]
+    return trajectory.tokens[: acted.index(True) if True in acted else end]
+
+
+def dtype_of(log_probs: Sequence[Tensor]) -> torch.dtype:
+    """Return the engine's log-prob dtype, the same for all; float32 where there are none."""
+    return log_probs[0].dtype if log_probs else torch.float32

@@ -1,0 +1,110 @@
+"""Everything that a flow or a configuration can name, with its settings and where it comes from: `braid list losses`.
+
+registries of algorithms ──name, docstring, settings, columns──╮
+registries of plug-ins ────name, docstring, settings───────────┴─▶ Listed
+"""
+
+import importlib
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import braidrl.algorithms.library  # noqa: F401  registers them
+from braidrl.algorithms import registry
+from braidrl.errors import UserError, suggest
+from braidrl.importing import PluginRegistry
+
+ALGORITHMS = {
+    "losses": registry.losses, "advantages": registry.advantages, "shapes": registry.shapes, "selections": registry.selections,
+    "aggregations": registry.aggregations, "corrections": registry.corrections, "kl-estimators": registry.divergences,
+}  # fmt: skip
+PLUGINS = {
+    "recipes": "braidrl.flow.recipes:RECIPES", "conversions": "braidrl.data.conversions:CONVERSIONS",
+    "rewards": "braidrl.rewards.verifiers:VERIFIERS",
+    "engines": "braidrl.engines.engine:ENGINES",
+    "backends": "braidrl.training.backends:BACKENDS", "optimizers": "braidrl.training.optimizer:OPTIMIZERS",
+    "trackers": "braidrl.observe.trackers:TRACKERS", "samplers": "braidrl.queue.samplers:SAMPLERS",
+    "protocols": "braidrl.runtimes.hybrid.protocols:PROTOCOLS",
+}  # fmt: skip
+KINDS = (*ALGORITHMS, "environments", *PLUGINS)
+SCHEMES = {
+    "gem:NAME": "An environment of the package gem-llm, such as gem:game:GuessTheNumber-v0-easy.",
+    "mcp:SERVER": "Tools of an MCP server, a command such as mcp:python server.py or an address; a verifier scores the answer.",
+    "openenv:ADDRESS": "An environment that a server of OpenEnv has, such as openenv:http://127.0.0.1:8000.",
+    "verifiers:NAME": "An environment of the package verifiers, or a file with load_environment; it talks to an endpoint as agents do.",
+    "agent:MODULE:FUNCTION": "A whole agent with its own loop, which talks to an OpenAI-compatible endpoint.",
+    "MODULE:CLASS": "Your own: a class with reset and step, or a function of all texts so far.",
+}
+"""What `rollout.environment` may begin with."""
+SECTIONS = re.compile(r"\n\s*(?:Args|Returns|Raises):.*", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One thing that can be named."""
+
+    name: str
+    about: str
+    """What it does and its source: the docstring without its lists of arguments."""
+    settings: dict[str, str] = field(default_factory=dict)
+    """Default of each setting, as it is written; `required` where there is none."""
+    reads: tuple[str, ...] = ()
+    """Columns; one in brackets is read where an earlier stage writes it."""
+
+
+def catalogue(kind: str) -> list[Listed]:
+    """Return what comes with Braid of a kind. Raises UserError for a kind that is none."""
+    if kind in ALGORITHMS:
+        entries = [ALGORITHMS[kind][name] for name in ALGORITHMS[kind]]
+        return [of_algorithm(entry) for entry in entries if entry.function.__module__.startswith("braidrl.")]
+    if kind == "environments":
+        return [Listed(name, about) for name, about in SCHEMES.items()]
+    if kind not in PLUGINS:
+        raise UserError(f"there is no list of {kind!r}. {suggest(kind, KINDS)}")
+    place, _, name = PLUGINS[kind].partition(":")
+    return list(of_plugins(getattr(importlib.import_module(place), name)))
+
+
+def of_algorithm(entry: registry.Entry) -> Listed:
+    """Return a registered algorithm with its settings and the columns that it reads."""
+    defaults = {name: "required" if name in entry.required else repr(value) for name, value in entry.settings.items()}
+    state = {name: repr(value) for name, value in entry.state.items()}
+    reads = [*map(entry.column, entry.reads), *(f"[{entry.column(name)}]" for name in entry.optional)]
+    columns = dict.fromkeys(name for name in reads if name not in ("offsets", "[statistics_mask]", "[loss_mask]"))
+    return Listed(entry.name, summary(entry.function), {**defaults, **state}, tuple(columns))
+
+
+def of_plugins(plugins: PluginRegistry) -> Iterator[Listed]:
+    """Yield each that comes with Braid; where it needs a package that is not there, its entry says so."""
+    for name in plugins:
+        try:
+            found = plugins.find(name)
+        except UserError as error:
+            yield Listed(name, str(error))
+        else:
+            # A protocol is a pair of functions; the first says whom its arguments go to.
+            about = summary(getattr(found, "distribute", found))
+            yield Listed(name, about, settings_of(found) if plugins.kind == "verifier" else {})
+
+
+def summary(thing: Any) -> str:
+    """Return a docstring in one line, without its lists of arguments."""
+    return " ".join(SECTIONS.sub("", inspect.getdoc(thing) or "").split())
+
+
+def settings_of(function: Callable[..., Any]) -> dict[str, str]:
+    """Return the keyword-only parameters of a function with their defaults."""
+    keywords = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    return {p.name: "required" if p.default is p.empty else repr(p.default) for p in keywords}
+
+
+def lines(listed: Listed) -> Iterator[str]:
+    """Yield what `braid list` shows of one thing."""
+    yield listed.name
+    yield f"    {listed.about}"
+    if listed.settings:
+        yield f"    settings: {', '.join(f'{name}={default}' for name, default in listed.settings.items())}"
+    if listed.reads:
+        yield f"    reads: {', '.join(listed.reads)}"

@@ -1,0 +1,156 @@
+"""`braid plan`: from a configuration and devices to the best plan as a configuration of its own, and from runs to rates.
+
+config ──flow, lengths──▶ Problem ──search──▶ plans ──▶ table, overlay.yaml, timeline          runs ──calibrate──▶ rates.yaml
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+
+from braidrl.config import Config
+from braidrl.data.prompts import LoadedSource, load_train
+from braidrl.errors import UserError, suggest
+from braidrl.flow import Flow
+from braidrl.observe.metrics import read_metrics
+from braidrl.observe.rollouts import recorded_steps
+from braidrl.observe.trace import read_trace
+from braidrl.plan.calibration import Observed, calibrate, written_rates
+from braidrl.plan.lengths import batch_lengths, step_lengths
+from braidrl.plan.named import like
+from braidrl.plan.overlay import overlay_of
+from braidrl.plan.plan_devices import Cluster, read_cluster
+from braidrl.plan.plan_report import show, timeline
+from braidrl.plan.problem import Problem
+from braidrl.plan.rates import Rates, read_rates
+from braidrl.plan.search import Plan, Search
+from braidrl.plan.streaming import StreamingSearch
+from braidrl.plan.work import Lengths
+from braidrl.runtimes.prepare.fetching import with_fetched
+from braidrl.runtimes.prepare.flow import build_flow
+from braidrl.runtimes.saving.folders import run_config
+from braidrl.training.loading import load_tokenizer
+
+SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What `braid plan` was asked for beside the configuration."""
+
+    devices: str
+    lengths: str | None = None
+    seconds: Sequence[str] = ()
+    rates: Path | None = None
+    like: str | None = None
+    max_staleness: int | None = None
+    time_limit: float | None = None
+    runtimes: Sequence[str] = field(default_factory=lambda: ("eager", "hybrid", "distributed", "streaming"))
+
+
+def plan(config: Config, wanted: Wanted, overlay: Path | None, html: Path | None, console: Console) -> list[Plan]:
+    """Find the best plans, print them, and write the first.
+
+    Raises:
+        UserError: for devices, lengths or stages that cannot be planned for, and models that fit nowhere.
+    """
+    problem = problem_of(config, wanted)
+    plans = best_plans(problem, wanted) if wanted.like is None else [like(problem, wanted.like)]
+    show(problem, plans, console)
+    if html is not None:
+        html.write_text(timeline(plans[0], f"{problem.flow.name} on {problem.cluster}"), encoding="utf-8")
+        console.print(f"drawn in {html}", soft_wrap=True)
+    if overlay is not None:
+        overlay.write_text(yaml.safe_dump(overlay_of(plans[0], problem), sort_keys=False), encoding="utf-8")
+        console.print(
+            f"plan 1 is in {overlay}; it lies over the configuration: braid train CONFIG {overlay}", soft_wrap=True
+        )
+    return plans
+
+
+def problem_of(config: Config, wanted: Wanted) -> Problem:
+    """Return what is to be planned. Raises UserError for the first thing that cannot be read."""
+    cluster, config = read_cluster(wanted.devices), with_fetched(config, whole=False)
+    flow = build_flow(config)
+    lengths = batch_lengths(config, wanted.lengths, sources_of(config, flow))
+    rates = read_rates(wanted.rates) if wanted.rates is not None else {}
+    return Problem(config, flow, cluster, lengths, rates, given_seconds(wanted.seconds, flow))
+
+
+def sources_of(config: Config, flow: Flow) -> list[LoadedSource]:
+    """Return the data, read and tokenised; nothing where they are not on this machine."""
+    if not config.data.train or not all(source.path.exists() for source in config.data.train):
+        return []
+    given = "response" in flow.needs_from_data()
+    return load_train(config.data, load_tokenizer(config.model), responses=given, pairs=flow.trains_on_pairs)
+
+
+def given_seconds(said: Sequence[str], flow: Flow) -> dict[str, float]:
+    """Return the seconds of stages that are given as STAGE=SECONDS. Raises UserError for others."""
+    names = [stage.name for stage in flow.stages]
+    found = {}
+    for one in said:
+        name, _, seconds = one.rpartition("=")
+        if name not in names:
+            raise UserError(f"--seconds: flow {flow.name} has no stage {name or one!r}. {suggest(name or one, names)}")
+        try:
+            found[name] = float(seconds)
+        except ValueError:
+            raise UserError(f"--seconds: {one!r} is not STAGE=SECONDS, as in --seconds {names[0]}=2.5") from None
+    return found
+
+
+def best_plans(problem: Problem, wanted: Wanted) -> list[Plan]:
+    """Return the best plans of all runtimes, the quickest first. Raises UserError where the models fit on no allocation."""
+    until = time.monotonic() + wanted.time_limit if wanted.time_limit else None
+    search = Search(problem, SHOWN, until)
+    found: list[Plan] = []
+    if problem.cluster.size == 1:
+        found += search.colocated("eager")
+        found += [] if found else search.hybrid()
+    else:
+        found += search.hybrid()
+        found += search.colocated("distributed")
+    if "streaming" in wanted.runtimes and any(model.generates for model in problem.models.values()):
+        found += streaming_plans(problem, wanted.max_staleness)
+    found = [one for one in found if one.runtime in wanted.runtimes]
+    return sorted(found, key=lambda one: one.seconds)[:SHOWN]
+
+
+def streaming_plans(problem: Problem, most: int | None) -> list[Plan]:
+    """Return the best streaming plan for each bound on staleness from the configuration's up to `most`."""
+    given = problem.config.trainer.max_staleness
+    found = []
+    for staleness in range(given, max(given, most or 0) + 1):
+        trainer = problem.config.trainer.model_copy(update={"max_staleness": staleness})
+        config = problem.config.model_copy(update={"trainer": trainer, "runtime": "streaming"})
+        # Staleness adds stages: log-probs are computed again and corrected for.
+        found.append(StreamingSearch(replace(problem, config=config, flow=build_flow(config))).best(staleness))
+    return [one for one in found if one is not None]
+
+
+def calibrated(runs: Sequence[Path], devices: str, file: Path) -> Rates:
+    """Fit rates to runs that were made on devices of one kind, and keep them in a file beside those of other kinds.
+
+    Raises:
+        UserError: for a folder that is no run, or has nothing recorded.
+    """
+    cluster = read_cluster(devices)
+    known = read_rates(file) if file.is_file() else {}
+    rates = calibrate([observe(run, cluster) for run in runs], known)
+    file.write_text(written_rates({**known, cluster.groups[0].kind: rates}), encoding="utf-8")
+    return rates
+
+
+def observe(run: Path, cluster: Cluster) -> Observed:
+    """Return what a run shows of itself. Raises UserError for a folder that is no run."""
+    config = run_config(run)
+    steps = {int(line["step"]): float(line["time/step"]) for line in read_metrics(run) if "time/step" in line}
+    lengths = {step: Lengths(*step_lengths(run, step)) for step in recorded_steps(run) if step in steps}
+    if not lengths:
+        raise UserError(f"--calibrate: {run} recorded no rollouts")
+    problem = Problem(config, build_flow(config), cluster, next(iter(lengths.values())))
+    return Observed(problem, lengths, read_trace(run), steps)

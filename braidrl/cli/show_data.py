@@ -1,0 +1,78 @@
+"""`braid data CONFIG`: what a configuration reads, as a run would read it: counts, lengths, samples, and what is left out and why.
+
+configuration ──with_data──▶ sources ──▶ a table of lengths, a picture of them, examples as the model will see them
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from braidrl.config import Config
+from braidrl.data.prompts import LoadedSource
+from braidrl.errors import UserError
+from braidrl.runtimes.prepare.fetching import with_fetched
+from braidrl.runtimes.prepare.flow import build_flow, evaluation_flow
+from braidrl.runtimes.prepare.setup import Prepared, with_data
+from braidrl.training.loading import load_tokenizer
+
+PERCENTILES = (0, 25, 50, 75, 90, 99, 100)
+BARS = " ▁▂▃▄▅▆▇█"
+BINS = 40
+SAMPLES = 5
+
+
+def show_data(config: Config, console: Console | None = None) -> None:
+    """Print what every source of a configuration holds. Raises UserError as a run does for data that it cannot use."""
+    console = console or Console()
+    config = with_fetched(config)
+    flow, tokenizer = build_flow(config), load_tokenizer(config.model)
+    data = with_data(Prepared(config, flow, evaluation_flow(config, flow), tokenizer), bool(config.data.train))
+    named = {
+        **{f"data.train {i}" if i else "data.train": source for i, source in enumerate(data.sources)},
+        **{f"data.eval.{name}": source for name, source in data.eval_sources.items()},
+        **({"data.ptx": data.texts} if data.texts else {}),
+    }
+    if not named:
+        raise UserError("data names no source; give one, as in data.train=train.jsonl")
+    for key, source in named.items():
+        show_source(key, source, tokenizer, config.data.max_prompt_tokens, console)
+
+
+def show_source(key: str, source: LoadedSource, tokenizer: Any, limit: int, console: Console) -> None:
+    """Print what one source holds."""
+    console.print(f"[bold]{key}[/bold]  {escape(str(source.path))}", soft_wrap=True)
+    console.print(f"{len(source)} examples, {source.dropped} dropped as longer than data.max_prompt_tokens={limit}")
+    for reason, count in source.left_out.items():
+        console.print(f"{count} records left out because {escape(reason)}")
+    lengths = {"prompt": source.prompts, "response": source.responses, "rejected": source.rejected}
+    known = {name: tokens.lengths.numpy() for name, tokens in lengths.items() if tokens is not None}
+    table = Table("tokens of the", *(f"{p}%" if p % 100 else ("least", "most")[p // 100] for p in PERCENTILES), "")
+    for name, tokens in known.items():
+        table.add_row(name, *(f"{number:.0f}" for number in np.percentile(tokens, PERCENTILES)), picture(tokens))
+    console.print(table)
+    for line in samples(source, tokenizer):
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
+def picture(lengths: np.ndarray) -> str:
+    """Return how many lengths there are of each size from the least to the most, as bars of text."""
+    counts, _ = np.histogram(lengths, bins=min(BINS, int(np.ptp(lengths)) + 1))
+    tops = np.ceil(counts / counts.max() * (len(BARS) - 1)).astype(int)
+    return "".join(BARS[top] for top in tops)
+
+
+def samples(source: LoadedSource, tokenizer: Any) -> Iterator[str]:
+    """Yield examples, evenly spread over the source, as the model will see them: what its token ids say."""
+    for place in sorted({round(i * (len(source) - 1) / max(1, SAMPLES - 1)) for i in range(SAMPLES)}):
+        example = source.examples[place]
+        yield f"── example {place}, record {example.line}"
+        yield tokenizer.decode(source.prompt(place).tolist())
+        for name, tokens in (("response", source.response(place)), ("rejected", source.rejected_response(place))):
+            if tokens is not None:
+                yield f"── {name}: {tokenizer.decode(tokens.tolist())}"
+        if example.answer is not None:
+            yield f"── answer: {example.answer}"

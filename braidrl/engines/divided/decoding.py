@@ -1,0 +1,255 @@
+"""Decoding among several ranks: plain layers that compute their local slices, and layers with a collective.
+
+    embedding ──all-reduce──▶ [q k v ─▶ attend ─▶ o ──all-reduce──▶ gate up ─▶ down ──all-reduce──▶] × layers ─▶ norm ─▶ output
+    ──all-gather──▶ logits
+
+All ranks compute the same rows, with hidden states that are bitwise equal. For generation: no gradients. With pipeline ranks each of these
+has some of the layers, and the last one draws for all.
+
+Shapes: V vocabulary, D model width; `...` are rows and tokens.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import embedding, pad
+from transformers import PreTrainedModel
+
+from braidrl.cluster.groups import subgroup
+from braidrl.errors import UserError
+from braidrl.native.linear import product
+from braidrl.training.loading import is_on_meta, load_decoder
+from braidrl.training.parallel.pipeline import PassThrough, local_layers, split_layers
+from braidrl.training.parallel.tensor import full_plan_of
+from braidrl.weights.boxes import Box
+from braidrl.weights.slices import boxes_of, chunk, pattern_of
+from braidrl.weights.weight_files import ParameterReader
+
+KEY = "rollout.tensor"
+
+
+class TensorRanks:
+    """This rank's view of the tensor-parallel group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self.rank, self.size = group, group.rank(), group.size()
+
+    def all_reduce(self, part: Tensor) -> Tensor:
+        """Return the sum of every rank's partial result, bitwise equal on all of them.
+
+        On a CPU it is added in the order of ranks, so that a row's sum does not depend on how many rows there are.
+        """
+        if part.device.type != "cpu":
+            dist.all_reduce(part, group=self._group)
+            return part
+        first, *others = self._gather(part)
+        total = first.to(torch.promote_types(part.dtype, torch.float32))
+        for other in others:
+            total += other
+        return total.to(part.dtype)
+
+    def all_gather(self, part: Tensor, width: int) -> Tensor:
+        """Gather every rank's chunk (..., chunk of width) along the last dimension, (..., width), on all ranks."""
+        each = -(-width // self.size)
+        parts = self._gather(pad(part, (0, each - part.shape[-1])))
+        return torch.cat(parts, -1)[..., :width].contiguous()
+
+    def _gather(self, part: Tensor) -> list[Tensor]:
+        part = part.contiguous()
+        found = [torch.empty_like(part) for _ in range(self.size)]
+        dist.all_gather(found, part, group=self._group)
+        return found
+
+
+class PipelineRanks:
+    """This rank's view of the ranks that have the layers of one model, each some of them."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self.rank, self.size = group, group.rank(), group.size()
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.size - 1
+
+    def send(self, hidden: Tensor) -> None:
+        """Send hidden states to the rank with the next layers."""
+        dist.send(hidden.contiguous(), group=self._group, group_dst=self.rank + 1)
+
+    def receive(self, hidden: Tensor) -> Tensor:
+        """Fill `hidden` from the rank with the layers before."""
+        dist.recv(hidden, group=self._group, group_src=self.rank - 1)
+        return hidden
+
+    def broadcast_draws(self, tokens: Tensor, log_probs: Tensor) -> None:
+        """Give every rank what the last one has drawn, in place."""
+        for values in (tokens, log_probs):
+            dist.broadcast(values, group=self._group, group_src=self.size - 1)
+
+
+class ReceiveHidden(nn.Module):
+    """Takes the place of the embedding: returns the hidden states of the layers before."""
+
+    def __init__(self, ranks: PipelineRanks, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.ranks, self.width, self.dtype = ranks, width, dtype
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.ranks.receive(torch.empty(*input.shape, self.width, dtype=self.dtype, device=input.device))
+
+
+class SendHidden(nn.Module):
+    """Takes the place of the last norm: sends the hidden states on."""
+
+    def __init__(self, ranks: PipelineRanks, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.ranks, self.dtype = ranks, dtype
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.ranks.send(hidden.to(self.dtype))
+        return hidden
+
+
+def join_generation_groups(groups: Tensor) -> tuple[TensorRanks, PipelineRanks | None]:
+    """Form the process groups of ranks that decode together; all ranks call this at the same time.
+
+    Args:
+        groups: The ranks of each generation group, (groups, pipeline, tensor), as `GenerationLayout.groups` returns them.
+
+    Returns:
+        The ranks that divide this rank's matrices, and those that have the other layers, None where each rank has all of them.
+    """
+    tensor = subgroup(groups.flatten(0, 1))
+    pipeline = subgroup(groups.movedim(1, 2).flatten(0, 1)) if groups.shape[1] > 1 else None
+    assert tensor is not None, "every rank that generates is in a group"
+    return TensorRanks(tensor), PipelineRanks(pipeline) if pipeline else None
+
+
+class RowParallelLinear(nn.Linear):
+    """A linear layer sharded along its inputs; every rank has the bias, which is added once."""
+
+    ranks: TensorRanks
+
+    def forward(self, input: Tensor) -> Tensor:
+        total = self.ranks.all_reduce(product(input, self.weight))
+        return total if self.bias is None else total + self.bias
+
+
+class ParallelLMHead(nn.Linear):
+    """An output layer sharded along the vocabulary, whose logits are gathered."""
+
+    ranks: TensorRanks
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.ranks.all_gather(product(input, self.weight, self.bias), self.out_features)
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """An embedding sharded along the vocabulary."""
+
+    ranks: TensorRanks
+
+    def forward(self, input: Tensor) -> Tensor:
+        start, count = chunk(self.num_embeddings, self.ranks.rank, self.ranks.size)
+        known = (input >= start) & (input < start + count)
+        found = embedding((input - start).where(known, 0), self.weight)
+        return self.ranks.all_reduce(found.masked_fill(~known[..., None], 0.0))
+
+
+PARALLEL_MODULES: dict[str, type[nn.Module]] = {
+    "rowwise": RowParallelLinear,
+    "embedding_rowwise": VocabParallelEmbedding,
+}
+"""The module class by style, for styles that need a collective; other modules compute their slices alone."""
+
+
+@dataclass(frozen=True)
+class Slices:
+    """For each of a model's tensors, under each of its names: the global shape and the local block."""
+
+    shapes: Mapping[str, torch.Size]
+    boxes: Mapping[str, Box]
+
+
+def load_for_decoding(
+    path: str | Path,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    ranks: TensorRanks,
+    pipeline: PipelineRanks | None = None,
+) -> tuple[PreTrainedModel, Slices]:
+    """Load this rank's layers and slices of the decoder in a Hugging Face directory; nothing else of it is read.
+
+    Raises UserError as `load_decoder`, and for a model that has no tensor-parallel plan or does not divide among so many ranks.
+    """
+    model: Any = load_decoder(path, dtype, on_meta=True)
+    check_heads(model.config.to_dict(), ranks.size)
+    plan = full_plan_of(model, KEY, f"{KEY}=1") if ranks.size > 1 else {}
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    boxes = boxes_of(shapes, plan, ranks.rank, ranks.size)
+    if pipeline is not None:
+        split_layers(model, pipeline.rank, pipeline.size)
+    if is_on_meta(model):
+        ParameterReader(Path(path), model, boxes)(model)
+    else:
+        _keep_local_slices(model, boxes)
+    if ranks.size > 1:
+        _use_parallel_modules(model, ranks, plan)
+        _set_local_heads(model.config, ranks.size)
+    if pipeline is not None:
+        _connect(model, pipeline)
+    return model.requires_grad_(False).eval().to(device), Slices(shapes, boxes)
+
+
+def _connect(model: Any, pipeline: PipelineRanks) -> None:
+    """Receive hidden states before this rank's layers and send them after; the key/value cache numbers its layers from 0."""
+    body = model.base_model
+    for number, layer in enumerate(local_layers(model)):
+        layer.self_attn.layer_idx = number  # type: ignore[union-attr]
+    if pipeline.rank > 0:
+        received, embedding = ReceiveHidden(pipeline, model.config.hidden_size, model.dtype), body.embed_tokens
+        if not isinstance(embedding, PassThrough):
+            # The output layer's weight, under the name that it has on the first rank.
+            received.weight = embedding.weight
+        body.embed_tokens = received
+    if not pipeline.is_last:
+        body.norm = SendHidden(pipeline, model.dtype)
+
+
+def check_heads(settings: Mapping[str, Any], ranks: int) -> None:
+    """Raise UserError where the number of ranks does not divide a model's attention and key/value heads."""
+    heads = settings.get("num_attention_heads", 1)
+    for name, count in (("attention", heads), ("key/value", settings.get("num_key_value_heads", heads))):
+        if count % ranks:
+            raise UserError(
+                f"{KEY}={ranks} does not divide the model's {count} {name} heads; write a number that divides {count}"
+            )
+
+
+def _keep_local_slices(model: nn.Module, boxes: Mapping[str, Box]) -> None:
+    """Replace a full model's parameters by this rank's slices; tied tensors stay tied."""
+    kept: dict[nn.Parameter, nn.Parameter] = {}
+    for name, whole in list(model.named_parameters(remove_duplicate=False)):
+        if whole not in kept:
+            kept[whole] = nn.Parameter(boxes[name].of(whole.detach()).clone())
+        module, _, own = name.rpartition(".")
+        setattr(model.get_submodule(module), own, kept[whole])
+
+
+def _use_parallel_modules(model: Any, ranks: TensorRanks, plan: Mapping[str, str]) -> None:
+    output = model.get_output_embeddings()
+    for name, module in model.named_modules():
+        kind = ParallelLMHead if module is output else PARALLEL_MODULES.get(plan.get(pattern_of(name), ""))
+        if kind is not None:
+            module.__class__, module.ranks = kind, ranks
+
+
+def _set_local_heads(config: Any, ranks: int) -> None:
+    """Set the number of heads in a model's configuration to those of one rank: the key/value cache is made for these."""
+    config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    config.num_attention_heads //= ranks
+    config.num_key_value_heads //= ranks

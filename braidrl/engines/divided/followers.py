@@ -1,0 +1,239 @@
+"""The processes of an engine that each hold a slice of its model: a leader, and followers forked before it has computed anything.
+
+run ──▶ leader ──add, abort, clear ... step──▶ follower, follower, ...        within a step they run collectives in each layer
+               ◀──"" when done, or an error──┘                               a pipe that ends is the end of the leader, and so of all
+
+All execute the same commands in the same order. Drawing is deterministic, so that all processes draw the same tokens, and the
+leader's results are everybody's.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import msgpack
+import torch
+import torch.distributed as dist
+
+from braidrl.cluster.cores import follow_load
+from braidrl.cluster.devices import see_only
+from braidrl.cluster.groups import connect_store, join_group, open_store
+from braidrl.cluster.local import LOOK_EVERY_S, Forked, fork
+from braidrl.cluster.process import LOOPBACK
+from braidrl.engines.divided.decoding import TensorRanks, load_for_decoding
+from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.engine import EngineError, WeightSource
+from braidrl.engines.requests import Response, Uid
+from braidrl.engines.row_request import Row
+from braidrl.engines.wire import EngineSpec, plain_request, request_of
+from braidrl.native.malloc import keep_freed_memory
+from braidrl.training.loading import load_tokenizer
+from braidrl.weights.shared_file import WeightFile
+
+Command = list[Any]
+"""A method's name and plain arguments."""
+
+
+class LeadingEngine(EmbeddedEngine):
+    """Used like an engine that has the full model. After a failure of any process every call raises `EngineError`."""
+
+    def __init__(self, followers: "ForkedFollowers", **settings: Any) -> None:
+        """Make the engine with `settings` of `EmbeddedEngine`."""
+        super().__init__(**settings)
+        self._followers = followers
+        self._pending: list[Command] = []
+        self._failure: EngineError | None = None
+
+    def await_followers(self) -> None:
+        """Wait until all have loaded their slices. Raises EngineError for one that did not."""
+        with self._in_lockstep():
+            self._followers.wait()
+
+    def publish(self, version: int, source: WeightSource | None = None) -> None:
+        """Raise ValueError also for a source that is no file: every process reads its own part."""
+        if not isinstance(source, WeightFile):
+            raise ValueError("an engine of several processes takes weights from a file that all of them can read")
+        given = self._weights.checked(source)
+        with self._in_lockstep():
+            self._command("publish", version, str(source.path))
+            self._weights.take(given)
+            self._changed(version)
+            # The file may be gone once this returns.
+            self._followers.wait()
+
+    def step(self) -> list[Response]:
+        with self._in_lockstep():
+            self._command("step")
+            return super().step()
+
+    def abort(self, uid: Uid) -> Response:
+        finished = super().abort(uid)
+        self._pending.append(["abort", uid])
+        return finished
+
+    def clear(self, release: bool = True) -> None:
+        super().clear(release)
+        if self._failure is None:
+            with self._in_lockstep():
+                self._command("clear", release)
+
+    def recover(self) -> int:
+        """Raise EngineError after any failure: processes that are out of step cannot be brought together."""
+        if self._failure is not None:
+            raise self._failure
+        return super().recover()
+
+    def _accept(self, row: Row) -> None:
+        super()._accept(row)
+        self._pending.append(["add", plain_request(row.request)])
+
+    def _command(self, name: str, *arguments: Any) -> None:
+        self._followers.send([*self._pending, [name, *arguments]])
+        self._pending.clear()
+
+    @contextmanager
+    def _in_lockstep(self) -> Iterator[None]:
+        """Mark the engine as failed where anything inside fails: its processes are out of step then."""
+        if self._failure is not None:
+            raise self._failure
+        try:
+            yield
+        except Exception as error:
+            self._failure = EngineError(self._followers.describe_end(error))
+            raise self._failure from error
+
+
+def execute(engine: EmbeddedEngine, commands: Sequence[Command]) -> bool:
+    """Repeat the leader's commands; returns True where the leader waits for an acknowledgement."""
+    asked = False
+    for name, *arguments in commands:
+        if name == "add":
+            engine.add(request_of(*arguments))
+        elif name == "abort":
+            engine.abort(tuple(*arguments))
+        elif name == "clear":
+            engine.clear(*arguments)
+        elif name == "publish":
+            version, path = arguments
+            engine.publish(version, WeightFile(path))
+            asked = True
+        else:
+            assert name == "step", name
+            engine.step()
+    return asked
+
+
+ENDING_S = 10.0
+"""How long to look for the process that caused a failure: its connections close before it ends, on a busy machine seconds before."""
+DONE = ""
+FAILED = 1
+
+
+class ForkedFollowers:
+    """The followers of an engine, from 1 on. The leader waits for their answers as long as `wait_s` says."""
+
+    def __init__(self, spec: EngineSpec, inherited: int) -> None:
+        """Fork the followers.
+
+        Args:
+            spec: Their engine.
+            inherited: A descriptor that followers close: on it the run sees the end of the leader.
+        """
+        self._limit_s = wait_s(spec)
+        self._processes: list[Forked] = []
+        for rank in range(1, spec.tensor):
+            kept = [inherited, *(process.connection.fileno() for process in self._processes)]
+            self._processes.append(fork(f"follower {rank}", partial(_run, rank, spec), kept))
+
+    def connect(self, port: int) -> None:
+        """Tell the followers the port of the rendezvous."""
+        self._send(port)
+
+    def send(self, commands: Sequence[Command]) -> None:
+        self._send(commands)
+
+    def wait(self) -> None:
+        deadline = time.monotonic() + self._limit_s
+        for pipe in (process.connection for process in self._processes):
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError(f"no word in {self._limit_s:g} s")
+            if error := msgpack.unpackb(pipe.recv_bytes()):
+                raise RuntimeError(error)
+
+    def describe_end(self, error: Exception) -> str:
+        deadline = time.monotonic() + ENDING_S
+        while all(process.alive for process in self._processes) and time.monotonic() < deadline:
+            time.sleep(LOOK_EVERY_S)
+        names = [f"{process.name} (process {process.pid})" for process in self._processes]
+        statuses = [process.status for process in self._processes]
+        ended = [f"{n} ended; its exit status is {s}" for n, s in zip(names, statuses, strict=True) if s is not None]
+        seen = f"{type(error).__name__}: {error}".splitlines()[0]
+        return f"{'; '.join(ended) or ', '.join(names) + ' was waited for'} ({seen})"
+
+    def close(self) -> None:
+        """Kill the followers."""
+        for process in self._processes:
+            process.kill()
+
+    def _send(self, value: object) -> None:
+        message = msgpack.packb(value)
+        for process in self._processes:
+            process.connection.send_bytes(message)
+
+
+def _run(rank: int, spec: EngineSpec, pipe: Connection) -> None:
+    """Run a follower in its own process."""
+    try:
+        engine = _follower(spec, rank, msgpack.unpackb(pipe.recv_bytes()))
+        pipe.send_bytes(msgpack.packb(DONE))
+        while True:
+            if execute(engine, msgpack.unpackb(pipe.recv_bytes())):
+                pipe.send_bytes(msgpack.packb(DONE))
+    except (EOFError, ConnectionError):
+        os._exit(0)
+    except Exception as error:
+        # Whoever waits hears of it; when nobody does, the leader sees that the process has ended.
+        with contextlib.suppress(OSError):
+            pipe.send_bytes(msgpack.packb(f"{type(error).__name__}: {error}"))
+        os._exit(FAILED)
+
+
+def lead(spec: EngineSpec, followers: ForkedFollowers) -> LeadingEngine:
+    """Make the leader's engine, once every process has loaded its slices.
+
+    Raises UserError for a model that cannot be used, and EngineError for a follower that fails.
+    """
+    store = open_store(LOOPBACK, wait_s(spec))
+    followers.connect(store.port)
+    engine = LeadingEngine(**_parts(spec, 0, store), followers=followers)
+    engine.await_followers()
+    return engine
+
+
+def _follower(spec: EngineSpec, rank: int, port: int) -> EmbeddedEngine:
+    follow_load()
+    keep_freed_memory()
+    return EmbeddedEngine(**_parts(spec, rank, connect_store(LOOPBACK, port, wait_s(spec))))
+
+
+def _parts(spec: EngineSpec, rank: int, store: dist.Store) -> dict[str, Any]:
+    """Return the arguments of a rank's engine, once it has joined the group."""
+    device = torch.device(spec.device)
+    if device.type == "cuda":
+        see_only(rank)
+    group = join_group(store, rank, spec.tensor, wait_s(spec), device.type == "cuda", LOOPBACK)
+    model, slices = load_for_decoding(spec.model, getattr(torch, spec.dtype), device, TensorRanks(group))
+    return {
+        "model": model, "tokenizer": load_tokenizer(spec.model), "slots": spec.slots,
+        "max_sequence_tokens": spec.max_sequence_tokens, "seed": spec.seed, "slices": slices, **spec.options,
+    }  # fmt: skip
+
+
+def wait_s(spec: EngineSpec) -> float:
+    """Return how long processes wait for one another, in seconds: less than the run waits for the leader, which says who was missing."""
+    return spec.limit_s / 2

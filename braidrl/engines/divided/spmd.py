@@ -1,0 +1,86 @@
+"""The embedded engine of ranks that share one model: each holds a slice, and together they decode the rows of all.
+
+rank 0   its requests ╮                ╭─ step, step, step ... ─▶ its responses
+rank 1   its requests ┴─ all-gather ───┴─ step, step, step ... ─▶ its responses        within a step they run collectives in each layer
+
+Drawing is deterministic: ranks with the same requests in the same order draw the same tokens, and none has to lead.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import msgpack
+import torch.distributed as dist
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from braidrl.engines.divided.decoding import PipelineRanks, Slices
+from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.engine import EngineMemory, WeightSource
+from braidrl.engines.requests import Request, Response, Uid
+from braidrl.engines.wire import plain_request, request_of
+from braidrl.training.parallel.replicated import all_gather_bytes
+from braidrl.weights.phases import GenerationWeights
+
+
+class SpmdEngine(EmbeddedEngine):
+    """One rank's engine. All ranks of the group make the same calls at the same time, also those without a request."""
+
+    is_collective = True
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, slots: int, max_sequence_tokens: int,
+        seed: int, slices: Slices, group: dist.ProcessGroup, compile: bool = True, pipeline: PipelineRanks | None = None,
+    ) -> None:  # fmt: skip
+        """Make the engine of a model of which this rank holds `slices`; the other settings are the same on all ranks.
+
+        `group` has all ranks that decode together; `pipeline` are those of them that have other layers.
+        """
+        # Set where the weights take turns with those of training.
+        self.phases: GenerationWeights | None = None
+        super().__init__(
+            model, tokenizer, slots, max_sequence_tokens, seed, compile=compile, slices=slices, pipeline=pipeline
+        )
+        self.slices, self._group = slices, group
+
+    @property
+    def memory(self) -> EngineMemory:
+        return replace(super().memory, weights=self.phases)
+
+    def publish(self, version: int, source: WeightSource | None = None) -> None:
+        """Weights that take turns with those of training come with the next generation."""
+        if self.phases is not None:
+            self.phases.leave()
+        super().publish(version, source)
+
+    def generate(
+        self,
+        requests: Iterable[Request],
+        on_finished: Callable[[Response], None] | None = None,
+        rows_to_end: Callable[[], Iterable[Uid]] | None = None,
+    ) -> list[Response]:
+        """Return this rank's responses, in the order of `requests`. `rows_to_end` of any rank end in the same step on all."""
+        own = list(requests)
+        uids = {request.uid for request in own}
+        said = self._all_gather([rows_to_end is not None, [plain_request(request) for request in own]])
+        gathered = [request_of(plain) for _, asked in said for plain in asked]
+        # Asked of everybody after each step, and only where somebody may end rows.
+        ends = self._ending(rows_to_end) if any(may_end for may_end, _ in said) else None
+
+        def report(finished: Response) -> None:
+            if on_finished is not None and finished.uid in uids:
+                on_finished(finished)
+
+        found = {finished.uid: finished for finished in super().generate(gathered, report, ends)}
+        return [found[request.uid] for request in own]
+
+    def _ending(self, rows_to_end: Callable[[], Iterable[Uid]] | None) -> Callable[[], list[Uid]]:
+
+        def ending() -> list[Uid]:
+            named = self._all_gather(list(rows_to_end() if rows_to_end else ()))
+            return list(dict.fromkeys(tuple(uid) for part in named for uid in part))
+
+        return ending
+
+    def _all_gather(self, value: Any) -> list[Any]:
+        return [msgpack.unpackb(part) for part in all_gather_bytes(bytearray(msgpack.packb(value)), self._group)]

@@ -1,0 +1,196 @@
+"""The rows that are being decoded: puts prompts into slots, takes a step with all of them, and removes finished rows.
+
+    expect ──▶ begin ──▶ slots ──step──▶ slots whose rows ended ──take──▶ Response
+
+All slots take part in every step, idle ones to no effect, so that a row's numbers do not depend on the batch. When fewer
+rows are left than slots, the step shrinks in multiples of 16 rows: from 16 on, a CPU's matrix products give each row the
+same bits whatever the number of rows.
+
+Shapes: B slots in the step.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from braidrl.engines.divided.decoding import PipelineRanks
+from braidrl.engines.embedded.graphs import StepGraphs
+from braidrl.engines.embedded.native_decoder import NativeDecoder
+from braidrl.engines.embedded.prompts import ROW_MULTIPLE, Prompts, prompt_key
+from braidrl.engines.embedded.slots import SlotCache, SlotStep, round_up
+from braidrl.engines.embedded.states import SlotStates
+from braidrl.engines.requests import Response
+from braidrl.engines.row_request import Row
+from braidrl.engines.sampling import sample
+from braidrl.training.parallel.pipeline import local_layers
+
+
+class SlotBatch:
+    """Rows in `slots` slots (a multiple of 16) of one model; with `shrink` a step computes no more rows than it must."""
+
+    def __init__(
+        self, model: PreTrainedModel, slots: int, seed: int, shrink: bool, native: NativeDecoder | None = None,
+        graphs: StepGraphs | None = None, pipeline: PipelineRanks | None = None,
+    ) -> None:  # fmt: skip
+        """Start empty. `native` computes the steps in place of the model's own forward; `graphs` record and replay that forward.
+
+        Of the ranks of a `pipeline` the last one draws.
+        """
+        self._pipeline = pipeline
+        self._model, self.slots, self._seed, self._shrink = model, slots, seed, shrink
+        self._native, self._graphs = native, graphs
+        self._cache = SlotCache(model.config, len(local_layers(model)), slots, model.dtype, model.device)
+        self.prompts = Prompts(self._cache)
+        self._states = SlotStates.idle(slots, 1, 1, self.log_prob_dtype, model.device)
+        self.rows: dict[int, Row] = {}
+        self.clear()
+
+    @property
+    def log_prob_dtype(self) -> torch.dtype:
+        """Return float32, or float64 for a model in float64."""
+        return torch.promote_types(self._model.dtype, torch.float32)
+
+    def clear(self, release: bool = True) -> None:
+        """Drop every row and free the keys and values; without `release` memory that recorded steps touch stays."""
+        self.rows.clear()
+        self._positions, self._response_tokens, self._stop_tokens = 0, 1, 1
+        if release or self._graphs is None:
+            self._cache.release()
+            self._states = SlotStates.idle(self.slots, 1, 1, self.log_prob_dtype, self._model.device)
+        else:
+            self._states.end(self._index(range(self.slots)))
+        self._steps = 0
+        self._changed()
+
+    def expect(self, row: Row) -> None:
+        """Announce a row: room for it is reserved, and its prompt is kept."""
+        self._positions = max(self._positions, len(row.request.prompt) + row.limit - 1)
+        self._response_tokens = max(self._response_tokens, row.limit)
+        self._stop_tokens = max(self._stop_tokens, len(row.stop_token_ids))
+        self.prompts.expect(row.request.prompt)
+
+    def free(self) -> list[int]:
+        return [slot for slot in range(self.slots) if slot not in self.rows]
+
+    def begin(self, new: Mapping[int, Row], version: int) -> None:
+        """Put announced rows into free slots, and compute the prompts that are missing."""
+        self._cache.reserve(self._positions)
+        if self._native is not None:
+            self._native.refresh()
+        self._states = self._states.with_room(self._response_tokens, self._stop_tokens)
+        if self._graphs is not None:
+            self._graphs.invalidate_if_moved(self._touched())
+        self.prompts.compute(self._model, (row.request.prompt for row in new.values()))
+        self._place(new)
+        for row in new.values():
+            row.begun = self._steps
+            row.versions.append((0, version))
+        self.rows |= new
+        self._states.begin(self._index(new), list(new.values()), self._seed)
+        self._changed()
+
+    def version_changed(self, version: int) -> None:
+        """Continue all rows with new weights; cached prompts are discarded."""
+        self.prompts.discard()
+        for slot, row in self.rows.items():
+            row.versions.append((int(self._states.drawn[slot]), version))
+
+    def step(self) -> list[int]:
+        """Draw one token for every row, and return the slots of those that ended."""
+        self._fit()
+        tokens, ended = self._decode()
+        slots = set(ended.nonzero().flatten().tolist())
+        if self._watched:
+            ids = tokens.tolist()
+            slots.update(slot for slot, row in self._watched.items() if row.record_token(ids[slot]))
+        return sorted(slots)
+
+    def take(self, slots: Sequence[int], aborted: bool = False) -> list[Response]:
+        """Return the responses in these slots, which become idle."""
+        if not slots:
+            return []
+        index = self._index(slots)
+        tokens, log_probs = self._states.tokens[index].cpu(), self._states.log_probs[index].cpu()
+        drawn = self._states.drawn[index].tolist()
+        self._states.end(index)
+        rows = [self.rows.pop(slot) for slot in slots]
+        self._changed()
+        return [
+            row.finished(tokens[number, :count].clone(), log_probs[number, :count].clone(), aborted)
+            for number, (row, count) in enumerate(zip(rows, drawn, strict=True))
+        ]
+
+    def _place(self, new: Mapping[int, Row]) -> None:
+        """Copy each prompt's keys and values into the slots of all rows that begin with it."""
+        by_prompt: dict[bytes, list[int]] = {}
+        for slot, row in new.items():
+            by_prompt.setdefault(prompt_key(row.request.prompt), []).append(slot)
+        for slots in by_prompt.values():
+            prompt = new[slots[0]].request.prompt
+            prefix = self.prompts.prefix(prompt)
+            if prefix is not None:
+                self._cache.fill(self._index(slots), prefix)
+            for _ in slots:
+                self.prompts.forget(prompt)
+
+    def _fit(self) -> None:
+        """Move rows down into free slots where that makes the step smaller."""
+        target = round_up(len(self.rows), ROW_MULTIPLE)
+        if not self._shrink or target >= len(self._active.current):
+            return
+        free = (slot for slot in range(target) if slot not in self.rows)
+        for source in [slot for slot in self.rows if slot >= target]:
+            slot = next(free)
+            row = self.rows[slot] = self.rows.pop(source)
+            self._cache.move(source, slot, row.length(self._steps))
+            self._states.move(source, slot)
+        self._changed()
+
+    def _decode(self) -> tuple[Tensor, Tensor]:
+        """Draw one token for each slot of the step, (B,), and mark rows that came to a stop token or their limit, (B,)."""
+        states, longest = self._active, self._longest + self._steps
+        native, uniforms = self._native, states.uniforms()
+        if native:
+            logits = native.logits(states.current, states.position, self._cache)
+        elif self._graphs is not None:
+            logits = self._graphs.logits(len(states.current), longest, self._logits)
+        else:
+            logits = self._logits(longest)
+        if self._pipeline is not None and not self._pipeline.is_last:
+            tokens = torch.empty_like(states.current)
+            log_probs = logits.new_empty(len(logits), dtype=self.log_prob_dtype)
+        elif native and self._sampling.top_k is None and self._sampling.top_p is None:
+            tokens, log_probs = native.kernels.draw(logits, states.temperature, states.greedy, uniforms)
+        else:
+            tokens, log_probs = sample(logits, self._sampling, uniforms)
+        if self._pipeline is not None:
+            self._pipeline.broadcast_draws(tokens, log_probs)
+        self._steps += 1
+        return tokens, states.advance(tokens, log_probs)
+
+    def _logits(self, longest: int) -> Tensor:
+        """Run the model's own forward, (B, V); `longest` is the length of the longest row."""
+        states = self._active
+        context = SlotStep(self._cache, states.position, longest)
+        hidden = self._model.base_model(
+            input_ids=states.current[:, None], position_ids=states.position[:, None], use_cache=False, sequences=context
+        ).last_hidden_state
+        logits: Tensor = self._model.get_output_embeddings()(hidden[:, 0])
+        return logits
+
+    def _changed(self) -> None:
+        top = round_up(max(self.rows, default=0) + 1, ROW_MULTIPLE) if self._shrink else self.slots
+        self._active = self._states.first(top)
+        self._sampling = self._active.batch_sampling([row.request.sampling for row in self.rows.values()])
+        self._longest = max((row.length(self._steps) for row in self.rows.values()), default=0) - self._steps
+        self._watched = {slot: row for slot, row in self.rows.items() if row.is_followed}
+
+    def _touched(self) -> Iterator[Tensor]:
+        yield from (self._states.current, self._states.position, self._cache.store)
+        yield from self._model.parameters()
+        yield from self._model.buffers()
+
+    def _index(self, slots: Iterable[int]) -> Tensor:
+        return torch.tensor(list(slots), dtype=torch.int64, device=self._states.current.device)

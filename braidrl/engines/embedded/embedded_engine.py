@@ -1,0 +1,146 @@
+"""The embedded engine: decodes many rows at once with the trainer's own module, and needs nothing but torch.
+
+add ──▶ waiting ──free slot──▶ slots ──step──▶ a token for each ──stop, limit──▶ Response
+           |                     ▲                                                  |
+           └── prompt, computed ─┘                                    its slot is filled in the next step
+               once for all rows that share it
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from braidrl.cluster.cores import adapt_threads
+from braidrl.engines.divided.decoding import PipelineRanks, Slices
+from braidrl.engines.embedded.batch import SlotBatch
+from braidrl.engines.embedded.graphs import CudaRecorder, StepGraphs
+from braidrl.engines.embedded.native_decoder import native_decoder
+from braidrl.engines.embedded.prompts import ROW_MULTIPLE
+from braidrl.engines.embedded.slots import round_up
+from braidrl.engines.embedded.stepping import SteppingEngine
+from braidrl.engines.engine import EngineMemory, WeightSource
+from braidrl.engines.requests import Response, Uid
+from braidrl.engines.row_request import Row, end_of_sequence_ids
+from braidrl.training.memory.footprint import cache_bytes
+from braidrl.training.parallel.pipeline import local_layers
+from braidrl.weights.local import EngineWeights
+
+
+class EmbeddedEngine(SteppingEngine):
+    """Generates with `model`, which stays the trainer's.
+
+    `slots` rows are decoded at once, rounded up to a multiple of 16. `max_sequence_tokens` limits prompt and response together.
+    With another `dtype` than the model's the engine has a copy of the weights, refreshed by `publish`. `shrink` lets steps get
+    smaller when few rows are left; by default on the CPU, where results stay bitwise equal. `compile` is `rollout.compile`.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, slots: int, max_sequence_tokens: int,
+        seed: int = 0, dtype: torch.dtype | None = None, shrink: bool | None = None, compile: bool = True,
+        slices: Slices | None = None, pipeline: PipelineRanks | None = None,
+    ) -> None:  # fmt: skip
+        """With `slices` the model is a rank's part of one, and all ranks execute the same calls in the same order.
+
+        Under `pipeline` it has some of the layers.
+        """
+        super().__init__(tokenizer, end_of_sequence_ids(model.generation_config, tokenizer), max_sequence_tokens, seed)
+        self._weights = EngineWeights(model, dtype, slices)
+        shrink = model.device.type == "cpu" if shrink is None else shrink
+        native = native_decoder(self._weights.model) if compile else None
+        graphs = StepGraphs(CudaRecorder()) if compile and slices is None and model.device.type == "cuda" else None
+        self._batch = SlotBatch(
+            self._weights.model, round_up(slots, ROW_MULTIPLE), seed, shrink, native, graphs, pipeline
+        )
+        self._waiting: deque[Row] = deque()
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """Return the model that decodes: the trainer's module, or a copy."""
+        return self._weights.model
+
+    @property
+    def memory(self) -> EngineMemory:
+        """Return its model and the size of its keys and values."""
+        model = self.model
+        config, layers = model.config, len(local_layers(model))
+        of_all = cache_bytes(config, model.dtype.itemsize, self.slots, self.max_sequence_tokens)
+        return EngineMemory(model, of_all * layers // config.num_hidden_layers)
+
+    @property
+    def slots(self) -> int:
+        return self._batch.slots
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._batch.rows)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def prompt_tokens_computed(self) -> int:
+        """Prompt tokens that went through the model, each shared prompt counted once."""
+        return self._batch.prompts.computed_tokens
+
+    def publish(self, version: int, source: WeightSource | None = None) -> None:
+        self._weights.refresh(source)
+        self._changed(version)
+
+    def _changed(self, version: int) -> None:
+        self._batch.version_changed(version)
+        self.version = version
+
+    def _accept(self, row: Row) -> None:
+        self._batch.expect(row)
+        self._waiting.append(row)
+
+    def step(self) -> list[Response]:
+        """Fill free slots, then draw a token for each row."""
+        adapt_threads()
+        with self._decoding():
+            if self._waiting:
+                count = min(self.waiting, len(free := self._batch.free()))
+                if count:
+                    self._batch.begin({slot: self._waiting.popleft() for slot in free[:count]}, self.version)
+            if not self.in_flight:
+                return []
+            self.tokens_generated += self.in_flight
+            return self._done(self._batch.take(self._batch.step()))
+
+    def abort(self, uid: Uid) -> Response:
+        for slot, row in self._batch.rows.items():
+            if row.request.uid == uid:
+                return self._done(self._batch.take([slot], aborted=True))[0]
+        for row in self._waiting:
+            if row.request.uid == uid:
+                self._waiting.remove(row)
+                self._batch.prompts.forget(row.request.prompt)
+                nothing = torch.empty(0, dtype=torch.int64)
+                log_probs = nothing.to(self._batch.log_prob_dtype)
+                return self._done([row.finished(nothing, log_probs, aborted=True)])[0]
+        raise KeyError(f"row {uid} is not under way")
+
+    def clear(self, release: bool = True) -> None:
+        for row in self._waiting:
+            self._batch.prompts.forget(row.request.prompt)
+        self._waiting.clear()
+        self._under_way.clear()
+        self._batch.clear(release)
+
+    @contextmanager
+    def _decoding(self) -> Iterator[None]:
+        """Disable gradients and activation checkpointing, and restore the module's mode afterwards."""
+        model = self._weights.model
+        training = model.training
+        if training:
+            model.eval()
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            if training:
+                model.train()

@@ -1,0 +1,90 @@
+"""Decode steps on CUDA as recorded graphs: one launch in place of hundreds, for a model whose layers finish faster than they are launched.
+
+    rows in the step, positions read ──▶ a recorded step, made the first time ──replay──▶ logits
+
+A graph reads and writes the same addresses each time, so everything that it touches stays where it is from one generation to the
+next; where something moved (longer rows, other weights), graphs are recorded anew.
+
+Shapes: B slots in the step, V vocabulary.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from braidrl.engines.embedded.slots import READ_MULTIPLE, round_up
+
+Recorder = Callable[[Callable[[], None]], Callable[[], None]]
+"""Takes a step and returns a function that repeats it on the same addresses; it may run the step while it records."""
+
+logger = logging.getLogger(__name__)
+
+
+class StepGraphs:
+    """Recorded steps by their shape."""
+
+    def __init__(self, record: Recorder) -> None:
+        self._record = record
+        self._graphs: dict[tuple[int, int], Callable[[], None]] = {}
+        self._results: dict[int, Tensor] = {}
+        self._places: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def invalidate_if_moved(self, touched: Iterable[Tensor]) -> None:
+        """Drop every graph if one of the tensors that steps read or write has moved."""
+        places = tuple(tensor.data_ptr() for tensor in touched)
+        if places != self._places:
+            self._graphs.clear()
+            self._results.clear()
+            self._places = places
+
+    def logits(self, rows: int, positions: int, compute: Callable[[int], Tensor]) -> Tensor:
+        """Return `compute`'s logits (B, V) for at least so many positions read; the next call overwrites them."""
+        read = padded_positions(positions)
+        if (rows, read) not in self._graphs:
+            self._graphs[rows, read] = self._recorded(rows, read, compute)
+        self._graphs[rows, read]()
+        return self._results[rows]
+
+    def _recorded(self, rows: int, read: int, compute: Callable[[int], Tensor]) -> Callable[[], None]:
+        start = time.perf_counter()
+        if rows not in self._results:
+            self._results[rows] = torch.empty_like(compute(read))
+        result = self._results[rows]
+
+        def step() -> None:
+            result.copy_(compute(read))
+
+        graph = self._record(step)
+        logger.info("recorded a step of %d rows and %d positions in %.1f s", rows, read, time.perf_counter() - start)
+        return graph
+
+
+class CudaRecorder:
+    """Records CUDA graphs that share one memory pool, as only one runs at a time."""
+
+    def __init__(self) -> None:
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            step()  # kernels are chosen and loaded outside of the recording
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            step()
+        return graph.replay
+
+
+def padded_positions(positions: int) -> int:
+    """Round up by at most an eighth: there are 8 lengths between a power of two and the next, so that few graphs are made."""
+    eighth = 1 << max(0, positions.bit_length() - 4)
+    return round_up(positions, max(READ_MULTIPLE, eighth))

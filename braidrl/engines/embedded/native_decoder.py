@@ -1,0 +1,239 @@
+"""One decode step of a Llama-like model on the CPU: matrix products by torch, all between them by compiled kernels.
+
+token ─▶ [norm ─▶ q k v ─▶ rotate, store, attend ─▶ o ─▶ add, norm ─▶ gate up ─▶ silu · ─▶ down] × layers ─▶ norm ─▶ logits ─▶ draw
+
+Each slot reads its own keys up to its own position, so a long row costs the others nothing. The sum that runs through the layers
+is float32 whatever the weights are.
+
+Shapes: B slots in the step, W width, H query heads, K key heads, D head width, V vocabulary.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from braidrl.engines.divided.decoding import SendHidden
+from braidrl.engines.embedded.slots import SlotCache
+from braidrl.native.building import FLOAT, INT, LONG, NATIVE, POINTER, address, build
+from braidrl.native.linear import product
+from braidrl.training.lora import is_adapter
+from braidrl.training.parallel.pipeline import local_layers
+
+BLOCK = 128
+SOURCE = NATIVE / "decode.c"
+ARGUMENTS: dict[str, Sequence[type]] = {
+    "add_norm": [POINTER] * 4 + [LONG] * 2 + [FLOAT, INT],
+    "gated": [POINTER] * 2 + [LONG] * 2 + [INT],
+    "attend": [POINTER] * 3 + [FLOAT] + [POINTER] * 6 + [LONG] * 4 + [FLOAT, INT],
+    "draw": [POINTER] * 7 + [LONG] * 2 + [INT],
+}
+
+
+class Kernels:
+    """Kernels for one head width, one number of query heads per key head and one dtype: float32 or bfloat16."""
+
+    def __init__(self, functions: ctypes.CDLL, dtype: torch.dtype) -> None:
+        self.dtype, self._functions = dtype, functions
+        for name, types in ARGUMENTS.items():
+            function = getattr(functions, name)
+            function.argtypes, function.restype = types, ctypes.c_int if name == "attend" else None
+
+    @staticmethod
+    def of(head_width: int, group: int, dtype: torch.dtype) -> "Kernels | None":
+        """Compile the kernels; None where no compiler works."""
+        half = {"BFLOAT16": 1} if dtype == torch.bfloat16 else {}
+        functions = build(SOURCE, HEAD=head_width, GROUP=group, **half)
+        return None if functions is None else Kernels(functions, dtype)
+
+    def add_norm(self, residual: Tensor, update: Tensor | None, weight: Tensor, epsilon: float) -> Tensor:
+        """Add `update` (B, W) to `residual` (B, W) float32 in place, and return its RMS norm times `weight` (W,), (B, W)."""
+        out = torch.empty(residual.shape, dtype=self.dtype)
+        self._functions.add_norm(
+            address(residual, torch.float32), None if update is None else address(update, self.dtype),
+            address(weight, self.dtype), address(out, self.dtype), *residual.shape, epsilon, torch.get_num_threads(),
+        )  # fmt: skip
+        return out
+
+    def gated(self, both: Tensor) -> Tensor:
+        """Return silu(first half) · second half of `both` (B, 2W), (B, W)."""
+        out = torch.empty((len(both), both.shape[1] // 2), dtype=self.dtype)
+        self._functions.gated(address(both, self.dtype), address(out, self.dtype), *out.shape, torch.get_num_threads())
+        return out
+
+    def attend(
+        self, projected: Tensor, norms: tuple[Tensor, Tensor] | None, epsilon: float, angles: tuple[Tensor, Tensor],
+        positions: Tensor, keys: Tensor, values: Tensor, window: int | None, scaling: float,
+    ) -> Tensor:  # fmt: skip
+        """Attend with B slots' new tokens, given their projections; returns (B, H · D). Raises MemoryError.
+
+        Args:
+            projected: (B, (H + 2K) · D).
+            norms: The weights (D,) of the RMS norms of queries and keys.
+            epsilon: Of these norms.
+            angles: Cosines and sines (B, D) float32.
+            positions: (B,) int64.
+            keys: (slots, K, capacity, D), written at `positions`.
+            values: The same shape, written at `positions`.
+            window: How far back a query sees.
+            scaling: Of the scores.
+        """
+        rows, (_, key_heads, capacity, width) = len(projected), keys.shape
+        out = torch.empty((rows, projected.shape[1] - 2 * key_heads * width), dtype=self.dtype)
+        done = self._functions.attend(
+            address(projected, self.dtype), *([address(n, self.dtype) for n in norms] if norms else [None, None]), epsilon,
+            *(address(angle, torch.float32) for angle in angles), address(positions, torch.int64),
+            address(keys, self.dtype), address(values, self.dtype), address(out, self.dtype),
+            rows, key_heads, capacity, window or 0, scaling, torch.get_num_threads(),
+        )  # fmt: skip
+        if not done:
+            raise MemoryError("no memory for the scores of a decode step")
+        return out
+
+    def draw(self, logits: Tensor, temperatures: Tensor, greedy: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw tokens (B,) at the rows' temperatures from logits (B, V), and return them with their log-probs (B,) float32.
+
+        `uniforms` (B,) float64 decide the tokens; where `greedy` (B,) it is the likeliest.
+        """
+        rows, vocabulary = logits.shape
+        tokens, log_probs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
+        sums = torch.empty((rows, -(-vocabulary // BLOCK)), dtype=torch.float64)
+        self._functions.draw(
+            address(logits, self.dtype), address(temperatures, torch.float64), address(greedy, torch.bool),
+            address(uniforms, torch.float64), address(tokens, torch.int64), address(log_probs, torch.float32),
+            address(sums, torch.float64), rows, vocabulary, torch.get_num_threads(),
+        )  # fmt: skip
+        return tokens, log_probs
+
+
+FAMILIES = {"qwen2", "qwen3", "llama"}
+
+
+def native_decoder(model: PreTrainedModel) -> "NativeDecoder | None":
+    """Return a compiled decoder, or None where the kernels do not know the model or nothing compiles them."""
+    config: Any = model.config
+    if config.model_type not in FAMILIES or config.hidden_act != "silu":
+        return None
+    if any(is_adapter(name) for name, _ in model.named_parameters()):
+        return None
+    if model.device.type != "cpu" or model.dtype not in (torch.float32, torch.bfloat16):
+        return None
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    kernels = Kernels.of(width, config.num_attention_heads // config.num_key_value_heads, model.dtype)
+    return None if kernels is None else NativeDecoder(model, kernels)
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """One layer's weights, as views of the module's parameters."""
+
+    input_norm: Tensor
+    projections: Tensor
+    projection_bias: Tensor | None
+    head_norms: tuple[Tensor, Tensor] | None
+    output: nn.Module
+    """Called as a module: in a tensor-parallel model it runs a collective."""
+    post_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: nn.Module
+    window: int | None
+    scaling: float
+
+
+class NativeDecoder:
+    """Decodes with the weights of `model` in place; see `native_decoder` for the models it knows."""
+
+    def __init__(self, model: PreTrainedModel, kernels: Kernels) -> None:
+        config: Any = model.config
+        self._model, self._epsilon, self.kernels = model, float(config.rms_norm_eps), kernels
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look up the weights again, in case they have moved."""
+        self._layers = [_layer(layer) for layer in local_layers(self._model)]
+
+    def logits(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
+        """Return logits (B, V) for the tokens (B,) at `positions` (B,) of the first B slots, whose keys and values are written.
+
+        A pipeline rank other than the last returns the hidden states that it has sent.
+        """
+        body: Any = self._model.base_model
+        kernels, epsilon = self.kernels, self._epsilon
+        residual = body.embed_tokens(tokens[:, None])[:, 0].float()
+        cosine, sine = body.rotary_emb(residual, positions[:, None])
+        angles = (cosine[:, 0].contiguous(), sine[:, 0].contiguous())
+        update = None
+        for number, layer in enumerate(self._layers):
+            normed = kernels.add_norm(residual, update, layer.input_norm, epsilon)
+            projected = product(normed, layer.projections, layer.projection_bias)
+            keys, values = cache.store[0, number], cache.store[1, number]
+            attended = kernels.attend(
+                projected, layer.head_norms, epsilon, angles, positions, keys, values, layer.window, layer.scaling
+            )
+            update = layer.output(attended)
+            normed = kernels.add_norm(residual, update, layer.post_norm, epsilon)
+            gated = kernels.gated(product(normed, layer.gate_up, layer.gate_up_bias))
+            update = layer.down(gated)
+        if isinstance(body.norm, SendHidden):
+            sent: Tensor = body.norm(residual + update)
+            return sent
+        normed = kernels.add_norm(residual, update, body.norm.weight, epsilon)
+        logits: Tensor = self._model.get_output_embeddings()(normed)
+        return logits
+
+
+def _layer(module: Any) -> DecoderLayer:
+    attention, mlp = module.self_attn, module.mlp
+    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
+    halves = (mlp.gate_proj, mlp.up_proj)
+    norms = (
+        (attention.q_norm.weight.detach(), attention.k_norm.weight.detach()) if hasattr(attention, "q_norm") else None
+    )
+    return DecoderLayer(
+        module.input_layernorm.weight.detach(),
+        side_by_side([p.weight for p in projections]), _bias(projections), norms, attention.o_proj,
+        module.post_attention_layernorm.weight.detach(),
+        side_by_side([p.weight for p in halves]), _bias(halves), mlp.down_proj,
+        getattr(attention, "sliding_window", None), float(attention.scaling),
+    )  # fmt: skip
+
+
+def _bias(layers: Sequence[nn.Linear]) -> Tensor | None:
+    if any(layer.bias is None for layer in layers):
+        return None
+    return side_by_side([layer.bias for layer in layers])
+
+
+@torch.no_grad()
+def side_by_side(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Join parameters along their first dimension and return the joined tensor, whose storage they share from now on.
+
+    An optimizer's step on the parameters is then a step on the joined weight too. Parameters that are joined already stay where they are;
+    otherwise their data moves, and the parameters remain the same objects.
+    """
+    joined = _joined(parameters)
+    if joined is None:
+        joined = torch.cat([parameter.detach() for parameter in parameters])
+        start = 0
+        for parameter in parameters:
+            parameter.data = joined[start : start + len(parameter)]
+            start += len(parameter)
+    return joined
+
+
+def _joined(parameters: Sequence[nn.Parameter]) -> Tensor | None:
+    """Return the tensor that parameters make up which lie one after the other in one storage; None where they do not."""
+    first = parameters[0]
+    address, storage = first.data_ptr(), first.untyped_storage().data_ptr()
+    for parameter in parameters:
+        same = parameter.untyped_storage().data_ptr() == storage and parameter.data_ptr() == address
+        if not same or not parameter.is_contiguous() or parameter.shape[1:] != first.shape[1:]:
+            return None
+        address += parameter.numel() * parameter.element_size()
+    shape = (sum(len(parameter) for parameter in parameters), *first.shape[1:])
+    return first.detach().as_strided(shape, first.stride())

@@ -1,0 +1,88 @@
+"""Prompts, computed once for all rows that begin with them, and kept until the last of those rows has its slot.
+
+All ids of a prompt but the last go through the model here; the last one is the first that a slot decodes. So every token
+is drawn in a decode step, at the shape that all rows share.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from braidrl.engines.embedded.slots import PrefillSequences, SlotCache, round_up
+from braidrl.training.compute.attention import PackedSequences
+
+ROW_MULTIPLE = 16
+"""Rows of a matrix product come in multiples of this: below it a CPU's kernels round the same row differently."""
+PREFILL_TOKENS = 8192
+"""Prompt tokens in one forward pass; a longer prompt goes alone."""
+
+
+class Prompts:
+    """Keys and values of the prompts of waiting rows, each (2, layers, K, P - 1, D)."""
+
+    def __init__(self, cache: SlotCache) -> None:
+        self._cache = cache
+        self._kept: dict[bytes, Tensor] = {}
+        self._waiting: Counter[bytes] = Counter()
+        self.computed_tokens = 0
+
+    def expect(self, prompt: Tensor) -> None:
+        """Count one more waiting row with this prompt."""
+        self._waiting[prompt_key(prompt)] += 1
+
+    def forget(self, prompt: Tensor) -> None:
+        """Count one waiting row less with this prompt; after the last its keys and values are freed."""
+        name = prompt_key(prompt)
+        self._waiting[name] -= 1
+        if not self._waiting[name]:
+            del self._waiting[name]
+            self._kept.pop(name, None)
+
+    def discard(self) -> None:
+        """Free all keys and values because the weights changed; they are recomputed when needed."""
+        self._kept.clear()
+
+    def compute(self, model: PreTrainedModel, prompts: Iterable[Tensor]) -> None:
+        """Compute the keys and values of prompts that have none yet, several in one packed forward."""
+        missing = {prompt_key(prompt): prompt[:-1] for prompt in prompts if len(prompt) > 1}
+        missing = {name: ids for name, ids in missing.items() if name not in self._kept}
+        for part in _packs(missing):
+            self._kept |= self._forward(model, part)
+            self.computed_tokens += sum(len(ids) for ids in part.values())
+
+    def prefix(self, prompt: Tensor) -> Tensor | None:
+        """Return the keys and values of this prompt; None for a prompt of a single token."""
+        return self._kept[prompt_key(prompt)] if len(prompt) > 1 else None
+
+    def _forward(self, model: PreTrainedModel, part: dict[bytes, Tensor]) -> dict[bytes, Tensor]:
+        lengths = [len(ids) for ids in part.values()]
+        filler = -sum(lengths) % ROW_MULTIPLE
+        device = self._cache.store.device
+        sequences = PackedSequences.of([*lengths, filler], device)
+        ids = torch.cat([*part.values(), torch.zeros(filler, dtype=torch.int64)])
+        keeping = PrefillSequences(sequences, self._cache)
+        model.base_model(
+            input_ids=ids[None].to(device), position_ids=sequences.position_ids(), use_cache=False, sequences=keeping
+        )
+        return dict(zip(part, keeping.kept.split([*lengths, filler], dim=3)[: len(lengths)], strict=True))
+
+
+def _packs(prompts: dict[bytes, Tensor]) -> Iterator[dict[bytes, Tensor]]:
+    part: dict[bytes, Tensor] = {}
+    held = 0
+    for name, ids in prompts.items():
+        if part and round_up(held + len(ids), ROW_MULTIPLE) > PREFILL_TOKENS:
+            yield part
+            part, held = {}, 0
+        part[name] = ids
+        held += len(ids)
+    if part:
+        yield part
+
+
+def prompt_key(prompt: Tensor) -> bytes:
+    """Return the prompt's ids as a key: rows with equal prompts share it, also across groups."""
+    return prompt.numpy().tobytes()

@@ -1,0 +1,152 @@
+"""The base of engines that draw one token for each of their rows in every step, whoever computes the step.
+
+add ──▶ waiting ──▶ step, step, step ... ──▶ Response
+"""
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Coroutine, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from braidrl.engines.engine import Engine, EngineMemory, T, WeightSource
+from braidrl.engines.event_loop import run_cancelled_by_interrupts
+from braidrl.engines.replica import EngineReplica
+from braidrl.engines.requests import Request, Response, Uid
+from braidrl.engines.row_request import Row, row_of
+
+
+class SteppingEngine(ABC):
+    """A `RoleEngine` with rows in flight, and counters."""
+
+    is_collective = False
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...], max_sequence_tokens: int, seed: int
+    ) -> None:
+        """Make an engine without rows.
+
+        Args:
+            tokenizer: The model's.
+            end_ids: Tokens with which the model ends a response.
+            max_sequence_tokens: Prompt and response of a row together, at most.
+            seed: The run's, from which draws follow.
+        """
+        self.seed, self.version = seed, 0
+        self.tokens_generated = 0
+        self._tokenizer, self._end_ids = tokenizer, end_ids
+        self.max_sequence_tokens = max_sequence_tokens
+        self._under_way: set[Uid] = set()
+
+    @property
+    def memory(self) -> EngineMemory | None:
+        return None
+
+    @property
+    @abstractmethod
+    def slots(self) -> int:
+        """Return the number of rows that can be decoded at once."""
+
+    @property
+    @abstractmethod
+    def in_flight(self) -> int:
+        """Return the number of rows that are being decoded."""
+
+    @property
+    @abstractmethod
+    def waiting(self) -> int:
+        """Return the number of rows that have no slot yet."""
+
+    @abstractmethod
+    def publish(self, version: int, source: WeightSource | None = None) -> None:
+        """Set the weights; rows in flight continue with them, and tokens drawn before keep their version.
+
+        Args:
+            version: Of the weights, from now on.
+            source: Where they come from; None is the trainer that the engine shares them with.
+
+        Raises:
+            ValueError: The source lacks a tensor; nothing is changed.
+        """
+
+    @abstractmethod
+    def step(self) -> list[Response]:
+        """Draw one token for every row that has a slot, and return the responses that ended."""
+
+    @abstractmethod
+    def abort(self, uid: Uid) -> Response:
+        """End a row at once with what it has. Raises KeyError when it is not in flight."""
+
+    @abstractmethod
+    def clear(self, release: bool = True) -> None:
+        """Drop every row and free the keys and values; without `release` an engine may keep memory that it will need again."""
+
+    def sleep(self) -> None:
+        """Give back what generation alone needs: keys and values, and whatever else an engine knows of."""
+        if self._under_way:
+            raise RuntimeError(f"{len(self._under_way)} rows are under way; an engine sleeps when it has none")
+        self.clear()
+
+    def wake(self) -> None:  # noqa: B027
+        """Get ready to generate again; what `sleep` gave back is taken when it is needed."""
+
+    def recover(self) -> int:
+        """Make a failed engine ready, and return the version of its weights. Raises EngineError when it cannot."""
+        return self.version
+
+    def generate(
+        self,
+        requests: Iterable[Request],
+        on_finished: Callable[[Response], None] | None = None,
+        rows_to_end: Callable[[], Iterable[Uid]] | None = None,
+    ) -> list[Response]:
+        if self._under_way:
+            raise RuntimeError(f"{len(self._under_way)} rows are under way; step until they end, or clear them")
+        order = []
+        finished: dict[Uid, Response] = {}
+        try:
+            for request in requests:
+                self.add(request)
+                order.append(request.uid)
+            with self._decoding():
+                while self._under_way:
+                    for row in self.step():
+                        finished[row.uid] = row
+                        if on_finished:
+                            on_finished(row)
+                    for uid in rows_to_end() if rows_to_end else ():
+                        if uid in self._under_way:
+                            finished[uid] = self.abort(uid)
+        finally:
+            self.clear(release=False)
+        return [finished[uid] for uid in order]
+
+    def run(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
+        try:
+            with asyncio.Runner() as runner:
+                return run_cancelled_by_interrupts(runner, work(EngineReplica(self)))
+        finally:
+            self.clear()
+
+    def close(self) -> None:  # noqa: B027
+        """End whatever the engine has started; by default nothing."""
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises UserError for a prompt that leaves no room for a response."""
+        if request.uid in self._under_way:
+            raise ValueError(f"row {request.uid} is under way already")
+        self._accept(row_of(request, self._tokenizer, self._end_ids, self.max_sequence_tokens))
+        self._under_way.add(request.uid)
+
+    @abstractmethod
+    def _accept(self, row: Row) -> None:
+        """Queue a row that has been checked."""
+
+    def _done(self, finished: list[Response]) -> list[Response]:
+        self._under_way.difference_update(row.uid for row in finished)
+        return finished
+
+    def _decoding(self) -> AbstractContextManager[None]:
+        return nullcontext()

@@ -1,0 +1,262 @@
+"""The contract of engines, as checks that run against ours and against those that users write.
+
+    for check in CHECKS:
+        asyncio.run(check(subject))
+
+A check fails by AssertionError. `subject.make()` gives an engine with weights of version 0 and no row in flight; its model
+must be random enough that greedy tokens differ between prompts.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from braidrl.data.rows import FinishReason
+from braidrl.engines.engine import Engine, WeightSource
+from braidrl.engines.requests import Request, Response, SamplingParams
+from braidrl.errors import UserError
+
+
+@dataclass(frozen=True)
+class EngineUnderTest:
+    """An engine under test and what the checks need to know of its model."""
+
+    make: Callable[[], Engine]
+    vocabulary: int
+    """Token ids below this are plain tokens, none of which ends a response."""
+    max_sequence_tokens: int
+    training_log_probs: Callable[[Sequence[Request], Sequence[Response]], list[Tensor]]
+    """Training's log-probs of the responses, (T,) each, under the weights of version 0."""
+    other_weights: Callable[[], WeightSource]
+    """Weights of the same shapes that draw other tokens."""
+    tolerance: float = 1e-5
+    """Absolute tolerance of log-probs against training's."""
+    long: int = 40
+    """Length in tokens of a response that is still being drawn when its engine is asked for something else."""
+
+
+def requests(subject: EngineUnderTest, count: int, tokens: int = 12) -> list[Request]:
+    """Make requests in groups of two, with prompts of different lengths; each draws exactly `tokens` tokens."""
+    generator = torch.Generator().manual_seed(7)
+    prompts = [torch.randint(0, subject.vocabulary, (3 + 2 * g,), generator=generator) for g in range(count)]
+    sampling = SamplingParams(max_tokens=tokens, ends=False)
+    return [Request((0, i // 2, i % 2), prompts[i // 2], sampling) for i in range(count)]
+
+
+async def all_of(engine: Engine, wanted: Sequence[Request]) -> list[Response]:
+    return list(await asyncio.gather(*(engine.submit(request) for request in wanted)))
+
+
+async def under_way(engine: Engine, request: Request) -> asyncio.Task[Response]:
+    """Submit a request and return when it is being decoded; again, where on a busy machine it is over before that is heard of."""
+    for _ in range(100):
+        task = asyncio.ensure_future(engine.submit(request))
+        while not task.done():
+            if engine.load().running:
+                return task
+            await asyncio.sleep(0.001)
+        await task
+    raise AssertionError(f"no row of 100 was ever seen under way: {engine.load()}")
+
+
+async def every_request_is_answered_once_with_what_it_asked_for(subject: EngineUnderTest) -> None:
+    engine, wanted = subject.make(), requests(subject, 10)
+    for request, finished in zip(wanted, await all_of(engine, wanted), strict=True):
+        assert finished.uid == request.uid
+        assert len(finished.tokens) == len(finished.log_probs) == len(finished.versions) == 12
+        assert finished.tokens.dtype == finished.versions.dtype == torch.int64
+        assert finished.finish_reason is FinishReason.LENGTH
+        assert finished.versions.tolist() == [0] * 12
+    assert engine.load().rows == 0
+
+
+async def log_probs_are_those_of_training(subject: EngineUnderTest) -> None:
+    engine, wanted = subject.make(), requests(subject, 8)
+    sampling = replace(wanted[0].sampling, temperature=0.7, top_p=0.8)
+    wanted = [replace(request, sampling=sampling) if i % 2 else request for i, request in enumerate(wanted)]
+    finished = await all_of(engine, wanted)
+    for response, expected in zip(finished, subject.training_log_probs(wanted, finished), strict=True):
+        torch.testing.assert_close(response.log_probs, expected, rtol=0, atol=subject.tolerance)
+
+
+async def a_later_turn_has_the_log_probs_of_training(subject: EngineUnderTest) -> None:
+    """Also where an engine keeps what it has computed of the turns before."""
+    engine, (request, *_), generator = subject.make(), requests(subject, 1), torch.Generator().manual_seed(8)
+    said, observed = (
+        torch.randint(0, subject.vocabulary, (count,), generator=generator)
+        for count in (2 * subject.max_sequence_tokens // 3, 3)
+    )
+    first = replace(request, prompt=said)
+    turn = await engine.submit(first)
+    later = replace(first, prompt=torch.cat([said, turn.tokens, observed]), first_draw=len(turn.tokens))
+    finished = [turn, await engine.submit(later)]
+    for response, expected in zip(finished, subject.training_log_probs([first, later], finished), strict=True):
+        torch.testing.assert_close(response.log_probs, expected, rtol=0, atol=subject.tolerance)
+
+
+async def a_rows_tokens_depend_on_the_row_alone(subject: EngineUnderTest) -> None:
+    wanted = requests(subject, 9)
+    together = await all_of(subject.make(), wanted)
+    backwards = await all_of(subject.make(), wanted[::-1])
+    engine = subject.make()
+    alone = [await engine.submit(request) for request in wanted[:3]]
+    assert [r.tokens.tolist() for r in together] == [r.tokens.tolist() for r in backwards[::-1]]
+    assert [r.tokens.tolist() for r in together[:3]] == [r.tokens.tolist() for r in alone]
+    assert together[0].tokens.tolist() != together[1].tokens.tolist(), "samples of a group differ"
+
+
+async def a_row_goes_on_where_its_earlier_draws_ended(subject: EngineUnderTest) -> None:
+    engine, (request, *_) = subject.make(), requests(subject, 1)
+    whole = await engine.submit(request)
+    begun = await engine.submit(replace(request, sampling=replace(request.sampling, max_tokens=5)))
+    rest = await engine.submit(
+        replace(
+            request, prompt=torch.cat([request.prompt, begun.tokens]), first_draw=5,
+            sampling=replace(request.sampling, max_tokens=7),
+        )
+    )  # fmt: skip
+    assert torch.cat([begun.tokens, rest.tokens]).tolist() == whole.tokens.tolist()
+
+
+async def stop_tokens_end_a_row_and_belong_to_it(subject: EngineUnderTest) -> None:
+    engine, (request, *_) = subject.make(), requests(subject, 1)
+    free = await engine.submit(request)
+    stop = int(free.tokens[4])
+    stopped = await engine.submit(replace(request, sampling=replace(request.sampling, stop_token_ids=(stop,))))
+    assert stopped.finish_reason is FinishReason.STOP
+    assert stopped.tokens.tolist() == free.tokens[: free.tokens.tolist().index(stop) + 1].tolist()
+
+
+async def a_request_without_room_is_refused_and_harms_no_other(subject: EngineUnderTest) -> None:
+    engine, (request, *_) = subject.make(), requests(subject, 1)
+    long = replace(request, uid=(0, 99, 0), prompt=torch.zeros(subject.max_sequence_tokens, dtype=torch.int64))
+    fine, refused = await asyncio.gather(engine.submit(request), engine.submit(long), return_exceptions=True)
+    assert isinstance(refused, UserError)
+    assert isinstance(fine, Response) and len(fine.tokens) == 12
+
+
+async def abort_gives_what_there_is(subject: EngineUnderTest) -> None:
+    engine, (request, other, *_) = subject.make(), requests(subject, 2)
+    free = await engine.submit(replace(request, sampling=replace(request.sampling, max_tokens=subject.long)))
+    endless = replace(request, sampling=replace(request.sampling, max_tokens=subject.long))
+    beside = asyncio.ensure_future(engine.submit(other))
+    # On a busy machine a row may be over before it is aborted.
+    for _ in range(100):
+        task = await under_way(engine, endless)
+        with contextlib.suppress(KeyError):
+            await engine.abort(request.uid)
+        if (ended := await task).finish_reason is FinishReason.ABORT:
+            break
+    assert ended.finish_reason is FinishReason.ABORT
+    assert len(ended.tokens) == len(ended.log_probs) == len(ended.versions) < subject.long
+    assert ended.tokens.tolist() == free.tokens[: len(ended.tokens)].tolist()
+    assert len((await beside).tokens) == 12
+    assert engine.load().rows == 0
+    try:
+        await engine.abort(request.uid)
+    except KeyError:
+        return
+    raise AssertionError("a row that is not under way was aborted")
+
+
+async def a_pause_changes_nothing_but_the_time(subject: EngineUnderTest) -> None:
+    wanted = requests(subject, 4, tokens=subject.long)
+    straight = await all_of(subject.make(), wanted)
+    engine = subject.make()
+    for _ in range(100):
+        tasks = [await under_way(engine, wanted[0]), *(asyncio.ensure_future(engine.submit(r)) for r in wanted[1:3])]
+        await engine.pause()
+        if not all(task.done() for task in tasks):
+            break
+        await engine.resume()
+    late = asyncio.ensure_future(engine.submit(wanted[3]))
+    await asyncio.sleep(0.05)
+    assert not late.done() and not all(task.done() for task in tasks)
+    await engine.resume()
+    finished = [await task for task in [*tasks, late]]
+    assert [r.tokens.tolist() for r in finished] == [r.tokens.tolist() for r in straight]
+
+
+async def new_weights_draw_the_tokens_after_them(subject: EngineUnderTest) -> None:
+    (request, *_) = requests(subject, 1, tokens=subject.long)
+    engine = subject.make()
+    old = await engine.submit(request)
+    task = await under_way(engine, request)
+    update = asyncio.ensure_future(engine.update_weights(3, subject.other_weights()))
+    # On a busy machine a row may be over before the weights are there; the row that they reach is the one that tells.
+    for _ in range(100):
+        if (both := await task).versions[-1] == 3:
+            break
+        task = asyncio.ensure_future(engine.submit(request))
+    await update
+    new = await engine.submit(request)
+    assert set(new.versions.tolist()) == {3} and new.tokens.tolist() != old.tokens.tolist()
+    before = both.versions.tolist().count(0)
+    assert both.versions.tolist() == [0] * before + [3] * (subject.long - before) and before < subject.long
+    assert both.tokens[:before].tolist() == old.tokens[:before].tolist()
+
+
+async def weights_that_lack_a_tensor_are_refused(subject: EngineUnderTest) -> None:
+    engine, (request, *_) = subject.make(), requests(subject, 1)
+    before = await engine.submit(request)
+    try:
+        await engine.update_weights(1, Lacking(subject.other_weights()))
+    except ValueError:
+        after = await engine.submit(request)
+        assert after.tokens.tolist() == before.tokens.tolist() and after.versions.tolist() == before.versions.tolist()
+        return
+    raise AssertionError("weights without one of the model's tensors were taken")
+
+
+async def an_engine_sleeps_when_idle_and_requests_wait_for_it(subject: EngineUnderTest) -> None:
+    engine, (request, other, *_) = subject.make(), requests(subject, 2)
+    endless = replace(request, sampling=replace(request.sampling, max_tokens=subject.long))
+    # On a busy machine a row may be over before the engine is told to sleep.
+    for _ in range(100):
+        task = await under_way(engine, endless)
+        try:
+            await engine.sleep()
+        except RuntimeError:
+            break
+        await engine.wake()
+        await task
+    else:
+        raise AssertionError("the engine slept with a row under way")
+    first = await task
+    await engine.sleep()
+    waiting = asyncio.ensure_future(engine.submit(other))
+    await asyncio.sleep(0.02)
+    assert not waiting.done()
+    await engine.wake()
+    assert len((await waiting).tokens) == 12 and len(first.tokens) == subject.long
+
+
+@dataclass
+class Lacking:
+    """A weight source without its last tensor."""
+
+    whole: WeightSource
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        return list(self.whole.tensors())[:-1]
+
+
+CHECKS: tuple[Callable[[EngineUnderTest], Awaitable[None]], ...] = (
+    every_request_is_answered_once_with_what_it_asked_for,
+    log_probs_are_those_of_training,
+    a_later_turn_has_the_log_probs_of_training,
+    a_rows_tokens_depend_on_the_row_alone,
+    a_row_goes_on_where_its_earlier_draws_ended,
+    stop_tokens_end_a_row_and_belong_to_it,
+    a_request_without_room_is_refused_and_harms_no_other,
+    abort_gives_what_there_is,
+    a_pause_changes_nothing_but_the_time,
+    new_weights_draw_the_tokens_after_them,
+    weights_that_lack_a_tensor_are_refused,
+    an_engine_sleeps_when_idle_and_requests_wait_for_it,
+)
+"""For an engine that reproduces only per request, leave out `a_rows_tokens_depend_on_the_row_alone`."""

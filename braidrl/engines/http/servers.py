@@ -1,0 +1,146 @@
+"""A generation server as the run sees it: requests and answers, and which weights it has."""
+
+import asyncio
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
+
+from braidrl.engines.engine import EngineError
+from braidrl.engines.http.dialects import Call, Dialect
+from braidrl.errors import UserError
+from braidrl.weights.broadcast import BUCKET_BYTES, Broadcast, in_thread
+from braidrl.weights.shared_file import ReadableFolder, WeightFile
+
+IDLE_S = 2.0
+"""How long a connection may lie idle and be used again; vLLM's server closes one after 5 s."""
+
+
+@dataclass(frozen=True)
+class BroadcastSettings:
+    """How weights are sent over the network: the run's device, whether checksums are compared, and bytes in a bucket."""
+
+    device: torch.device
+    checked: bool = False
+    bucket_bytes: int = BUCKET_BYTES
+
+
+class GenerationServer:
+    """Belongs to the event loop in which it is connected. A request waits at most `limit_s` seconds for its answer."""
+
+    def __init__(
+        self, url: str, dialect: Dialect, limit_s: float = 600.0, sending: BroadcastSettings | None = None
+    ) -> None:
+        """Name the server; it gets weights over the network with `sending`, and else reads them from a folder."""
+        self.url, self.dialect, self.limit_s, self.sending = url.rstrip("/"), dialect, limit_s, sending
+        self.weights = secrets.token_hex(8)
+        """The name of its weights, unique over all runs."""
+        self._given = False
+        self._session: ClientSession | None = None
+
+    def open(self) -> None:
+        """Get ready to ask, in the event loop that runs."""
+        # No connection is used again after a training step: servers close idle ones, and nobody looks for that meanwhile.
+        connector = TCPConnector(limit=0, keepalive_timeout=IDLE_S)
+        self._session = ClientSession(connector=connector, timeout=ClientTimeout(total=self.limit_s))
+
+    async def connect(self, max_sequence_tokens: int) -> None:
+        """Raise UserError for a server that does not answer, or was started in a way that Braid cannot train with."""
+        self.open()
+        told = f"rollout.servers: {self.url}"
+        try:
+            info = await self.ask("GET", self.dialect.settings)
+        except UserError:
+            raise UserError(
+                f"{told} has no {self.dialect.settings}, and could not be given weights: start it with {self.dialect.start}"
+            ) from None
+        except EngineError as error:
+            raise UserError(f"{error}; start it, or correct rollout.servers") from error
+        missing = self.dialect.missing(info, max_sequence_tokens)
+        if missing is None and self.sending is not None and self.dialect.network is not None:
+            missing = self.dialect.network.missing(info)
+        if missing is not None:
+            raise UserError(f"{told} is a server that Braid cannot train with: start it with {missing}")
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def load_weights(self, weights: ReadableFolder | WeightFile) -> None:
+        """Change the server's weights. Raises EngineError where that fails: which weights it has is not known then."""
+        label = secrets.token_hex(8)
+        try:
+            if isinstance(weights, ReadableFolder):
+                for path, body in self.dialect.load_weights(str(weights.path), label):
+                    await self.ask("POST", path, body)
+            else:
+                await self._send(weights, label)
+        except UserError as error:
+            raise EngineError(f"the weights of {self.url} could not be changed: {error}") from error
+        self.weights, self._given = label, True
+
+    async def _send(self, weights: WeightFile, label: str) -> None:
+        network, sending, host = self.dialect.network, self.sending, urlsplit(self.url).hostname
+        assert network is not None and sending is not None and host is not None, "checked when it was reached"
+        path, field = network.workers
+        workers = int((await self.ask("GET", path))[field])
+        broadcast = Broadcast(
+            weights, workers, host, sending.device, self.limit_s, sending.checked, sending.bucket_bytes
+        )
+        first, *others = network.receive(broadcast.notice.plain(), label)
+        await self._while_sent(first, broadcast)
+        for call in others:
+            await self.ask("POST", *call)
+
+    async def _while_sent(self, call: Call, broadcast: Broadcast) -> None:
+        """Ask the server to receive, and send; when one of the two fails, the other is not waited for."""
+        asked, sent = asyncio.ensure_future(self.ask("POST", *call)), in_thread(broadcast.run)
+        try:
+            both: list[asyncio.Future[Any]] = [asked, sent]
+            await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
+            for each in both:
+                if each.done():
+                    each.result()
+        finally:
+            broadcast.cancel()
+            asked.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await asked
+
+    async def check_weights(self) -> None:
+        """Raise EngineError where the server was restarted since it got its weights: its tokens may be those of others."""
+        if not self._given:
+            return
+        before, (path, field) = self.weights, self.dialect.label
+        found = (await self.ask("GET", path)).get(field)
+        if found not in (before, self.weights):
+            raise EngineError(f"{self.url} was started anew, or given weights by somebody else: it has {found!r}")
+
+    async def check_alive(self) -> None:
+        """Wait for the server's answer; it may have been restarted. Raises EngineError when there is none."""
+        try:
+            await self.ask("GET", self.dialect.settings)
+        except UserError as error:
+            raise EngineError(str(error)) from error
+        self._given = False
+
+    async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Send a request. Raises UserError for what the server refuses, and EngineError when it fails or does not answer."""
+        if self._session is None or self._session.closed:
+            raise EngineError(f"{self.url} has not been reached")
+        try:
+            async with self._session.request(method, self.url + path, json=body) as response:
+                if response.status >= 400:
+                    text = " ".join((await response.text()).split())[:300]
+                    kind = UserError if response.status < 500 else EngineError
+                    raise kind(f"{self.url}{path} answers {response.status}: {text}")
+                return await response.json(content_type=None) or {}
+        except TimeoutError:
+            raise EngineError(f"{self.url}{path} said nothing for {self.limit_s:g} s") from None
+        except ClientError as error:
+            raise EngineError(f"{self.url} does not answer: {error}") from error

@@ -1,0 +1,230 @@
+"""An engine in a process of its own: the run's side of the socket to `host`.
+
+submit, abort, ... ──message──▶ process
+                   ◀──answer───    a process that ends, or says nothing for too long, fails what waits for it with EngineError
+"""
+
+import asyncio
+import contextlib
+import itertools
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from braidrl.cluster.local import LocalProcess, from_server, spawn
+from braidrl.cluster.process import ProcessSpec
+from braidrl.engines.engine import EngineError, Load, WeightSource
+from braidrl.engines.process.process_server import READY
+from braidrl.engines.requests import Request, Response, Uid
+from braidrl.engines.wire import EngineSpec, Message, error_of, packed, plain_request, receive, response_of
+from braidrl.errors import UserError
+from braidrl.observe.stalls import WORK
+from braidrl.weights.handles import LiveWeights
+from braidrl.weights.shared_file import SharedWeights, WeightFile
+
+DEFAULTS = {
+    "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1",
+    # vLLM would bind each of its workers to a memory node of its own, and refuse more of them than there are
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}  # fmt: skip
+"""Environment variables of vLLM, where the run's own environment does not set them."""
+NOTHING_YET = -1
+"""Version of an engine whose process was started anew."""
+
+
+class EngineProcess:
+    """Belongs to the event loop in which it is started. Whoever waits for it waits at most `limit_s` seconds without a word."""
+
+    def __init__(
+        self, spec: EngineSpec, name: str = "engine", python: Path | None = None, limit_s: float = 600.0
+    ) -> None:
+        """`python` is the interpreter that has what the engine needs; by default this process's."""
+        self.spec, self.name, self.limit_s = spec, name, limit_s
+        self.max_sequence_tokens = spec.max_sequence_tokens
+        self._python = str(python or sys.executable)
+        self._process: LocalProcess | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._listener: asyncio.Task[None] | None = None
+        self._answers: dict[int | None, asyncio.Future[Any]] = {}
+        self._rows: dict[Uid, int] = {}
+        self._followed: dict[int, Callable[[int, int], None]] = {}
+        """By the number of its message, who is told of a row's tokens."""
+        self._recovering = asyncio.Lock()
+        self._numbers = itertools.count()
+        self._load = Load(spec.slots, 0, 0)
+        self._heard = 0.0
+        self._end = "has not been started"
+
+    @property
+    def pid(self) -> int | None:
+        """Return the process id, while there is a process."""
+        return self._process.pid if self._process else None
+
+    async def start(self) -> None:
+        """Start the process, and wait until the model is loaded. Raises UserError where it cannot be used, EngineError as `submit`."""
+        if shutil.which(self._python) is None:
+            raise UserError(f"rollout.python: {self._python} is no interpreter that can be run")
+        # vLLM and what users add may need an interpreter of their own, and who has a device knows it before importing torch.
+        copied = self.spec.kind == "embedded" and self.spec.device == "cpu" and self._python == sys.executable
+        start = from_server if copied else spawn
+        self._process = start(process_spec(self.spec, self.name, self._python))
+        line = socket.socket(fileno=os.dup(self._process.connection.fileno()))
+        self._process.connection.close()
+        reader, self._writer = await asyncio.open_connection(sock=line)
+        ready = self._answers[READY] = asyncio.get_running_loop().create_future()
+        self._listener = asyncio.create_task(self._listen(reader, self._writer))
+        self._writer.write(packed(self.spec.plain()))
+        await self._wait(ready, "loading the model")
+
+    async def submit(self, request: Request) -> Response:
+        number = next(self._numbers)
+        self._rows[request.uid] = number
+        if request.on_token is not None:
+            self._followed[number] = request.on_token
+        try:
+            with WORK.waiting():
+                return response_of(await self._ask("submit", number, request=plain_request(request)))
+        except asyncio.CancelledError:
+            if self._writer is not None:
+                self._send("abort", next(self._numbers), uid=request.uid)
+            raise
+        finally:
+            self._rows.pop(request.uid, None)
+            self._followed.pop(number, None)
+
+    async def abort(self, uid: Uid) -> None:
+        if uid not in self._rows:
+            raise KeyError(f"row {uid} is not under way")
+        await self._call("abort", uid=uid)
+
+    async def pause(self) -> None:
+        await self._call("pause")
+
+    async def resume(self) -> None:
+        await self._call("resume")
+
+    async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
+        """Raise ValueError also without a source: a process of its own shares no weights."""
+        if source is None:
+            raise ValueError(f"{self.name} is a process of its own and shares no weights: give it a source")
+        if isinstance(source, WeightFile):
+            await self._call("update_weights", version=version, path=str(source.path))
+            return
+        if isinstance(source, LiveWeights):
+            with source.handles() as handles:
+                await self._call("update_weights", version=version, handles=handles)
+            return
+        with contextlib.closing(SharedWeights(source.tensors())) as shared:
+            await self._call("update_weights", version=version, path=str(shared.path))
+
+    async def sleep(self) -> None:
+        await self._call("sleep")
+
+    async def wake(self) -> None:
+        await self._call("wake")
+
+    async def recover(self) -> int:
+        """Start a new process in place of one that ended or cannot continue; its weights are those of the model's directory."""
+        # several may want it back at once
+        async with self._recovering:
+            if self._writer is not None:
+                try:
+                    return int(await self._call("recover"))
+                except EngineError:
+                    self._die("could not recover")
+            try:
+                await self.start()
+            except UserError as error:
+                raise EngineError(f"{self.name}: {error}") from error
+            return NOTHING_YET
+
+    def load(self) -> Load:
+        running = min(self._load.running, len(self._rows))
+        return Load(self._load.slots, running, len(self._rows) - running)
+
+    async def close(self) -> None:
+        """End the process and waits until it is gone."""
+        self._die("was closed")
+        if self._listener is not None:
+            await asyncio.gather(self._listener, return_exceptions=True)
+
+    async def _call(self, method: str, **arguments: Any) -> Any:
+        return await self._ask(method, next(self._numbers), **arguments)
+
+    async def _ask(self, method: str, number: int, **arguments: Any) -> Any:
+        if self._writer is None:
+            raise EngineError(f"{self.name} {self._end}")
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        self._send(method, number, **arguments)
+        try:
+            return await self._wait(answer, method)
+        finally:
+            answer.cancel()
+
+    def _send(self, method: str, number: int, **arguments: Any) -> None:
+        assert self._writer is not None
+        self._writer.write(packed({"id": number, "method": method, **arguments}))
+
+    async def _wait(self, answer: asyncio.Future[Any], what: str) -> Any:
+        """Return the answer. Raises EngineError when the process ends, or after `limit_s` seconds without any message."""
+        now = asyncio.get_running_loop().time
+        begun = now()
+        while not answer.done():
+            left = max(begun, self._heard) + self.limit_s - now()
+            if left <= 0:
+                self._die(f"said nothing for {self.limit_s:g} s, and {what} was waited for")
+            else:
+                await asyncio.wait([answer], timeout=left)
+        return answer.result()
+
+    async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while (message := await receive(reader)) is not None:
+            self._heard = asyncio.get_running_loop().time()
+            self._hear(message)
+        if self._writer is writer:
+            self._die("ended")
+
+    def _hear(self, message: Message) -> None:
+        if "load" in message:
+            self._load = Load(*message["load"])
+        if "drawn" in message and message["of"] in self._followed:
+            self._followed[message["of"]](*message["drawn"])
+        answer = self._answers.pop(message.get("id"), None)
+        if answer is None or answer.done():
+            return
+        if "error" in message:
+            answer.set_exception(self._named(error_of(message)))
+        else:
+            answer.set_result(message.get("result"))
+
+    def _named(self, error: Exception) -> Exception:
+        """Add this engine's name to an EngineError."""
+        return EngineError(f"{self.name}: {error}") if isinstance(error, EngineError) else error
+
+    def _die(self, why: str) -> None:
+        """Kill what is left of the process, and fail everything that waits for it."""
+        if self._writer is None or self._process is None:
+            return
+        self._writer.close()
+        self._writer = None
+        self._process.kill()
+        self._end = f"(process {self._process.pid}) {why}; its exit status is {self._process.status}"
+        answers, self._answers = self._answers, {}
+        for answer in answers.values():
+            if not answer.done():
+                answer.set_exception(EngineError(f"{self.name} {self._end}"))
+
+
+def process_spec(spec: EngineSpec, name: str, python: str) -> ProcessSpec:
+    """Return how the process of an engine is started."""
+    own = {}
+    if spec.kind == "vllm":
+        own = {name: value for name, value in DEFAULTS.items() if name not in os.environ}
+        # On the CPU vLLM computes eagerly, and would still compile small parts of its sampling with a C++ compiler.
+        own |= {"TORCHDYNAMO_DISABLE": "1"} if spec.device == "cpu" else {}
+    entry = "braidrl.engines.process.process_server:main"
+    return ProcessSpec(name, entry, python=python, threads=spec.threads, devices=spec.devices, environment=own)

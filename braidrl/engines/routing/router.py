@@ -1,0 +1,237 @@
+"""Several engines as one: each request goes to the engine that the dispatcher chooses, and to another if that one dies.
+
+submit ──▶ waiting ──dispatch──▶ engine ──▶ Response
+              ▲                    |
+              └──── EngineError ───┘      the engine is asked every `retry_s` seconds to recover, and gets the weights it missed
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from braidrl.data.rows import FinishReason
+from braidrl.engines.engine import Engine, EngineError, Load, WeightSource
+from braidrl.engines.requests import Request, Response, Uid
+from braidrl.engines.routing.dispatch import Dispatcher
+from braidrl.weights.handles import LiveWeights
+from braidrl.weights.shared_file import ReadableFolder, UnnamedWeights
+
+
+class StoredWeights(WeightSource, Protocol):
+    """One version of the weights where all engines can read it."""
+
+    def close(self) -> None:
+        """Free the space."""
+
+
+class Router:
+    """An engine over engines. Random numbers belong to the row, so a row that is moved to another engine gets the same tokens there."""
+
+    def __init__(
+        self, engines: Sequence[Engine], retry_s: float = 5.0, give_up_s: float = 600.0,
+        store: Callable[[Iterable[tuple[str, Tensor]]], StoredWeights] | None = None,
+    ) -> None:  # fmt: skip
+        """Start with all engines alive.
+
+        Args:
+            engines: Started.
+            retry_s: Seconds between attempts to recover one that failed.
+            give_up_s: Requests raise EngineError when no engine has been alive for so many seconds.
+            store: Writes weights where all engines read them; by default each is given the source.
+        """
+        self.engines, self._retry_s, self._give_up_s, self._store = list(engines), retry_s, give_up_s, store
+        self._dispatcher = Dispatcher([engine.load().slots for engine in engines])
+        self._places: dict[Uid, asyncio.Future[None]] = {}
+        """For each row without an engine: done when there is room, or when the row is aborted."""
+        self._calls: dict[Uid, asyncio.Future[Response]] = {}
+        self._aborted: set[Uid] = set()
+        self._recovering: dict[int, asyncio.Task[None]] = {}
+        self._errors: dict[int, EngineError] = {}
+        self._version: int | None = None
+        self._source: WeightSource | None = None
+        self._paused = self._asleep = False
+
+    @property
+    def alive(self) -> int:
+        """Return the number of engines that take requests."""
+        return len(self._living())
+
+    @property
+    def failures(self) -> list[EngineError]:
+        """Return why engines do not take requests."""
+        return list(self._errors.values())
+
+    async def submit(self, request: Request) -> Response:
+        uid = request.uid
+        self._dispatcher.add(uid, len(request.prompt))
+        finished: Response | None = None
+        try:
+            while finished is None:
+                if not await self._place(uid):
+                    return empty_response(uid)
+                finished = await self._ask(request)
+            self._dispatcher.done(uid, len(finished.tokens))
+            return finished
+        finally:
+            self._aborted.discard(uid)
+            if finished is None:
+                self._dispatcher.drop(uid)
+            self._send()
+
+    async def abort(self, uid: Uid) -> None:
+        if uid not in self._places:
+            number = self._dispatcher.engine_of(uid)
+            assert number is not None, f"row {uid} waits without a place to wait for"
+            await self.engines[number].abort(uid)
+            return
+        self._aborted.add(uid)
+        if not self._places[uid].done():
+            self._places[uid].set_result(None)
+
+    async def pause(self) -> None:
+        self._paused = True
+        await self._everywhere(lambda engine: engine.pause())
+
+    async def resume(self) -> None:
+        self._paused = False
+        await self._everywhere(lambda engine: engine.resume())
+
+    async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
+        """Give new weights to the engines, stored once; those of the version before are closed where they were stored."""
+        # an engine that comes back later is given those of now
+        before, weights = self._source, self._stored(source)
+        self._version, self._source = version, weights
+        try:
+            await self._everywhere(lambda engine: engine.update_weights(version, weights))
+        finally:
+            self._free(before)
+
+    def _stored(self, source: WeightSource | None) -> WeightSource | None:
+        if self._store is None or source is None or isinstance(source, UnnamedWeights | ReadableFolder | LiveWeights):
+            return source
+        return self._store(source.tensors())
+
+    def _free(self, weights: WeightSource | None) -> None:
+        if self._store is not None and weights is not None:
+            weights.close()  # type: ignore[attr-defined]  # it was stored
+
+    async def sleep(self) -> None:
+        if self._places or self._calls:
+            raise RuntimeError(f"{len(self._places) + len(self._calls)} rows are under way; engines sleep without any")
+        self._asleep = True
+        await self._everywhere(lambda engine: engine.sleep())
+
+    async def wake(self) -> None:
+        self._asleep = False
+        await self._everywhere(lambda engine: engine.wake())
+        self._send()
+
+    async def recover(self) -> int:
+        """Recover every dead engine. Raises EngineError when one cannot be recovered now."""
+        for number, state in enumerate(self._dispatcher.engines):
+            if not state.alive:
+                await self._recover(number)
+        return self._version or 0
+
+    def load(self) -> Load:
+        loads = [self.engines[number].load() for number in self._living()]
+        slots, running, waiting = (sum(getattr(load, n) for load in loads) for n in ("slots", "running", "waiting"))
+        return Load(slots, running, waiting + self._dispatcher.waiting)
+
+    async def close(self) -> None:
+        """Stop trying to recover dead engines, and free the weights that were stored."""
+        for task in self._recovering.values():
+            task.cancel()
+        await asyncio.gather(*self._recovering.values(), return_exceptions=True)
+        self._free(self._source)
+        self._source = None
+
+    async def _place(self, uid: Uid) -> bool:
+        """Wait for an engine with room. Returns False for an aborted row; raises EngineError after `give_up_s` without a living engine."""
+        loop = asyncio.get_running_loop()
+        place = self._places.setdefault(uid, loop.create_future())
+        # rows that are submitted together are dispatched together, in the order in which they came
+        loop.call_soon(self._send)
+        try:
+            while not place.done():
+                await asyncio.wait([place], timeout=self._give_up_s)
+                if not place.done() and not self.alive:
+                    causes = "; ".join(str(error) for error in self._errors.values())
+                    raise EngineError(f"no engine has been alive for {self._give_up_s:g} s: {causes}")
+            return uid not in self._aborted
+        finally:
+            self._places.pop(uid, None)
+
+    async def _ask(self, request: Request) -> Response | None:
+        number = self._dispatcher.engine_of(request.uid)
+        assert number is not None
+        call = self._calls[request.uid] = asyncio.ensure_future(self.engines[number].submit(request))
+        try:
+            await asyncio.wait([call])
+        finally:
+            del self._calls[request.uid]
+            call.cancel()
+        if call.cancelled():
+            return None
+        error = call.exception()
+        if isinstance(error, EngineError):
+            self._engine_failed(number, error)
+            return None
+        return call.result()
+
+    def _send(self) -> None:
+        if not self._asleep:
+            for uid, _ in self._dispatcher.assign():
+                place = self._places.setdefault(uid, asyncio.get_running_loop().create_future())
+                if not place.done():
+                    place.set_result(None)
+
+    def _engine_failed(self, number: int, error: EngineError) -> None:
+        if not self._dispatcher.engines[number].alive:
+            return
+        self._errors[number] = error
+        for uid in self._dispatcher.fail(number):
+            if uid in self._calls:
+                self._calls[uid].cancel()
+        self._recovering[number] = asyncio.ensure_future(self._recover_later(number))
+
+    async def _recover_later(self, number: int) -> None:
+        while not self._dispatcher.engines[number].alive:
+            await asyncio.sleep(self._retry_s)
+            try:
+                await self._recover(number)
+            except EngineError as error:
+                self._errors[number] = error
+
+    async def _recover(self, number: int) -> None:
+        engine = self.engines[number]
+        version = await engine.recover()
+        while self._version is not None and version != self._version:
+            version = self._version
+            await engine.update_weights(version, self._source)
+        await (engine.pause() if self._paused else engine.resume())
+        await (engine.sleep() if self._asleep else engine.wake())
+        self._errors.pop(number, None)
+        self._dispatcher.recover(number)
+        self._send()
+
+    def _living(self) -> list[int]:
+        return [number for number, state in enumerate(self._dispatcher.engines) if state.alive]
+
+    async def _everywhere(self, call: Callable[[Engine], Awaitable[None]]) -> None:
+        living = self._living()
+        results = await asyncio.gather(*(call(self.engines[number]) for number in living), return_exceptions=True)
+        for number, result in zip(living, results, strict=True):
+            if isinstance(result, EngineError):
+                self._engine_failed(number, result)
+            elif isinstance(result, BaseException):
+                raise result
+
+
+def empty_response(uid: Uid) -> Response:
+    """Return the response of a row that was aborted before an engine had it."""
+    nothing = torch.empty(0, dtype=torch.int64)
+    return Response(uid, nothing, nothing.to(torch.float32), FinishReason.ABORT, nothing)

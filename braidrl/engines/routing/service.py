@@ -1,0 +1,138 @@
+"""Engines in other processes as one engine, for callers that generate batches without an event loop.
+
+generate ──▶ router ──▶ engine, engine, ... ──▶ Response
+publish ──▶ weights, written once ──▶ every engine reads them
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from braidrl.data.rows import FinishReason
+from braidrl.engines.engine import Engine, EngineError, ServedEngine, T, WeightSource
+from braidrl.engines.event_loop import run_cancelled_by_interrupts
+from braidrl.engines.requests import Request, Response, Uid
+from braidrl.engines.routing.router import Router, StoredWeights
+from braidrl.weights.shared_file import SharedWeights
+
+ASK_EVERY_S = 0.02
+"""Seconds between calls of `rows_to_end`."""
+
+
+class EngineService:
+    """Owns the event loop of its engines, which runs only inside its methods. `close` ends the engines."""
+
+    is_collective = False
+    memory = None
+    """What they take of a device is theirs."""
+
+    def __init__(
+        self,
+        engines: Sequence[ServedEngine],
+        limit_s: float = 600.0,
+        store: Callable[[Iterable[tuple[str, Tensor]]], StoredWeights] = SharedWeights,
+    ) -> None:
+        """Start the engines.
+
+        Args:
+            engines: Not started yet.
+            limit_s: Seconds without a living engine after which calls raise EngineError.
+            store: Writes weights where the engines read them.
+
+        Raises:
+            UserError: For a model that the engines cannot use.
+        """
+        self.engines, self._limit_s, self._store = list(engines), limit_s, store
+        self.max_sequence_tokens = self.engines[0].max_sequence_tokens
+        self._runner = asyncio.Runner()
+        self._router: Router | None = None
+        try:
+            self._router = run_cancelled_by_interrupts(self._runner, self._start())
+        except BaseException as error:
+            self.close()
+            if isinstance(error, ExceptionGroup):
+                raise error.exceptions[0] from None
+            raise
+
+    @property
+    def router(self) -> Router:
+        assert self._router is not None, "the engines are running"
+        return self._router
+
+    @property
+    def slots(self) -> int:
+        return self.router.load().slots
+
+    @property
+    def in_flight(self) -> int:
+        return self.router.load().running
+
+    def generate(
+        self,
+        requests: Iterable[Request],
+        on_finished: Callable[[Response], None] | None = None,
+        rows_to_end: Callable[[], Iterable[Uid]] | None = None,
+    ) -> list[Response]:
+        async def one(request: Request) -> Response:
+            finished = await self.router.submit(request)
+            if on_finished and finished.finish_reason is not FinishReason.ABORT:
+                on_finished(finished)
+            return finished
+
+        async def everything() -> list[Response]:
+            ending = asyncio.ensure_future(self._end(rows_to_end)) if rows_to_end else None
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(one(request)) for request in requests]
+            finally:
+                if ending is not None:
+                    ending.cancel()
+                    await asyncio.gather(ending, return_exceptions=True)
+            return [task.result() for task in tasks]
+
+        try:
+            return run_cancelled_by_interrupts(self._runner, everything())
+        except ExceptionGroup as several:
+            raise several.exceptions[0] from None
+
+    def run(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
+        return run_cancelled_by_interrupts(self._runner, work(self.router))
+
+    def publish(self, version: int, source: WeightSource) -> None:
+        """Give new weights to the engines; the file of the version before is closed. Raises ValueError where the source lacks a tensor."""
+        run_cancelled_by_interrupts(self._runner, self.router.update_weights(version, source))
+
+    def clear(self) -> None:
+        """Do nothing: between two calls nothing is under way."""
+
+    def sleep(self) -> None:
+        run_cancelled_by_interrupts(self._runner, self.router.sleep())
+
+    def wake(self) -> None:
+        run_cancelled_by_interrupts(self._runner, self.router.wake())
+
+    def close(self) -> None:
+        run_cancelled_by_interrupts(self._runner, self._stop())
+        self._runner.close()
+
+    async def _end(self, rows_to_end: Callable[[], Iterable[Uid]]) -> None:
+        while True:
+            await asyncio.sleep(ASK_EVERY_S)
+            for uid in rows_to_end():
+                # it may have ended by itself, or with the engine that it was on
+                with contextlib.suppress(KeyError, EngineError):
+                    await self.router.abort(uid)
+
+    async def _start(self) -> Router:
+        async with asyncio.TaskGroup() as group:
+            for engine in self.engines:
+                group.create_task(engine.start())
+        return Router(self.engines, 1.0, self._limit_s, self._store)
+
+    async def _stop(self) -> None:
+        if self._router is not None:
+            await self._router.close()
+        await asyncio.gather(*(engine.close() for engine in self.engines))

@@ -1,0 +1,141 @@
+"""A request on its way through an engine, as the host tracks it, and what ends it: an end of sequence, a stop text, its length."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+
+from braidrl.data.rows import FinishReason
+from braidrl.engines.requests import Request, Response
+from braidrl.errors import UserError
+
+CONTEXT = 4
+"""Tokens decoded before those that a stop text can span: some decoders treat the first token of a text differently."""
+
+
+class StopTexts:
+    """Watches one row for stop texts."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: tuple[str, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._texts = texts
+        # each token that is text holds at least one byte of it
+        self._window = max(len(text.encode()) for text in texts) + CONTEXT
+        self._tokens: list[int] = []
+
+    def follow(self, tokens: list[int]) -> None:
+        """Note what the response has begun with."""
+        self._tokens = tokens[1 - self._window :]
+
+    def contains_stop_text(self, token: int) -> bool:
+        """Append a token; returns True when the text now ends with, or has just passed, one of the stop texts."""
+        self._tokens = [*self._tokens[1 - self._window :], token]
+        tail = self._tokenizer.decode(self._tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return any(text in tail for text in self._texts)
+
+
+def end_of_sequence_ids(settings: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the tokenizer's end of sequence and those of the model's generation settings."""
+    configured = getattr(settings, "eos_token_id", None)
+    several = configured if isinstance(configured, list) else [configured]
+    return tuple(dict.fromkeys(token for token in (tokenizer.eos_token_id, *several) if token is not None))
+
+
+def end_ids_of(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return `end_of_sequence_ids` for the model in a directory.
+
+    Args:
+        folder: A Hugging Face directory.
+        tokenizer: The model's.
+    """
+    settings = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
+    return end_of_sequence_ids(settings, tokenizer)
+
+
+@dataclass
+class Row:
+    """One row that was requested."""
+
+    request: Request
+    limit: int
+    """Tokens that may be drawn."""
+    stop_token_ids: tuple[int, ...]
+    stop_texts: StopTexts | None
+    begun: int = 0
+    """The engine's step in which it got its slot."""
+    versions: list[tuple[int, int]] = field(default_factory=list)
+    """(first token, weights version) of each stretch of tokens."""
+    stop_text_found: bool = False
+    """True once the text holds one of the stop texts."""
+    recorded: int = 0
+    """Tokens that `record_token` was given."""
+
+    @property
+    def is_followed(self) -> bool:
+        """Return whether `record_token` must be given each token as soon as it is drawn."""
+        return self.stop_texts is not None or self.request.on_token is not None
+
+    def record_token(self, token: int) -> bool:
+        """Record the next token that was drawn, and tell `Request.on_token`; returns True when it completes a stop text."""
+        if self.request.on_token is not None:
+            self.request.on_token(self.request.continues + self.recorded, token)
+        self.recorded += 1
+        self.stop_text_found = self.stop_texts is not None and self.stop_texts.contains_stop_text(token)
+        return self.stop_text_found
+
+    def length(self, step: int) -> int:
+        """Return the tokens in the row's slot in this step, including the one being fed."""
+        return len(self.request.prompt) + step - self.begun
+
+    def finished(self, tokens: Tensor, log_probs: Tensor, aborted: bool = False) -> Response:
+        """Return the row's response.
+
+        Args:
+            tokens: The response, (T,) int64.
+            log_probs: Of each token when it was drawn, (T,) floating point, in nats.
+            aborted: The row was ended from outside.
+        """
+        stopped = self.stop_text_found or (len(tokens) > 0 and int(tokens[-1]) in self.stop_token_ids)
+        reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+        return Response(
+            self.request.uid, tokens, log_probs, FinishReason.ABORT if aborted else reason, self._versions(len(tokens))
+        )
+
+    def _versions(self, tokens: int) -> Tensor:
+        starts = [start for start, _ in self.versions] + [tokens]
+        lengths = torch.tensor(starts).diff()
+        return torch.tensor([version for _, version in self.versions], dtype=torch.int64).repeat_interleave(lengths)
+
+
+@dataclass
+class RemoteRow:
+    """A row that another engine computes, and its tokens so far."""
+
+    row: Row
+    name: str = ""
+    """Its name in that engine."""
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+
+    def finished(self, aborted: bool = False) -> Response:
+        return self.row.finished(torch.tensor(self.tokens, dtype=torch.int64), torch.tensor(self.log_probs), aborted)
+
+
+def row_of(
+    request: Request, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...], max_sequence_tokens: int
+) -> Row:
+    """Make the row of a request. Raises UserError for a prompt that leaves no room for a response."""
+    sampling, length = request.sampling, len(request.prompt)
+    room = max_sequence_tokens - length
+    if room < 1:
+        raise UserError(
+            f"row {request.uid}: a prompt of {length} tokens leaves no room for a response in a sequence of "
+            f"{max_sequence_tokens}; shorten it or raise the limit"
+        )
+    ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *(end_ids if sampling.ends else ()))))
+    texts = StopTexts(tokenizer, sampling.stop) if sampling.stop else None
+    if texts is not None and request.continues:
+        texts.follow(request.prompt[-request.continues :].tolist())
+    return Row(request, min(sampling.max_tokens, room), ids, texts)

@@ -1,0 +1,121 @@
+"""Sampling: from logits and one uniform number per row to a token and its log-probability, without sorting the vocabulary.
+
+Shapes: B rows, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from braidrl.engines.requests import SamplingParams
+
+BLOCK = 128
+"""Tokens per block when the vocabulary is long: a block is found first, then the token in it."""
+NUCLEUS = 256
+"""Likeliest tokens that are searched for a top-p set before the whole vocabulary is sorted."""
+
+
+@dataclass(frozen=True)
+class BatchSampling:
+    """The sampling settings of B rows as tensors (B,); None where no row has the setting."""
+
+    temperature: Tensor | None = None
+    greedy: Tensor | None = None
+    top_k: Tensor | None = None
+    top_p: Tensor | None = None
+    most: int = 0
+    """The largest top-k, which the host knows without asking a device."""
+
+
+def batch_sampling(
+    asked: Sequence[SamplingParams], temperature: Tensor, greedy: Tensor, top_k: Tensor, top_p: Tensor
+) -> BatchSampling:
+    """Return the settings of B rows, without those that no row asked for.
+
+    Args:
+        asked: What each row asked for, B of them.
+        temperature: (B,) floating point.
+        greedy: (B,) bool, take the likeliest token.
+        top_k: (B,) int64, 0 is no cut.
+        top_p: (B,) floating point, 1 is no cut.
+    """
+    return BatchSampling(
+        temperature=temperature if any(s.log_prob_temperature != 1 for s in asked) else None,
+        greedy=greedy if any(s.takes_likeliest for s in asked) else None,
+        top_k=top_k if any(s.top_k for s in asked) else None,
+        most=max((s.top_k for s in asked), default=0),
+        top_p=top_p if any(s.top_p < 1 for s in asked) else None,
+    )
+
+
+def sample(logits: Tensor, sampling: BatchSampling, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Draw a token for each of B rows.
+
+    Args:
+        logits: (B, V), overwritten where they are float32 or float64.
+        sampling: The rows' settings.
+        uniforms: (B,) float64 in [0, 1), which decide the tokens.
+
+    Returns:
+        The tokens (B,) int64, and their log-probs (B,) in nats at the rows' temperatures, before any cut.
+    """
+    scaled = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+    if sampling.temperature is not None:
+        scaled = scaled.div_(sampling.temperature.to(scaled.dtype)[:, None])
+    largest, likeliest = scaled.max(-1, keepdim=True)
+    weights = (scaled - largest).exp_()
+    total = weights.sum(-1, keepdim=True)
+    tokens = inverse_cdf(_cut(weights, sampling), uniforms)[:, None]
+    if sampling.greedy is not None:
+        tokens = torch.where(sampling.greedy[:, None], likeliest, tokens)
+    log_probs = scaled.gather(-1, tokens) - largest - total.log()
+    return tokens[:, 0], log_probs[:, 0]
+
+
+def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Return the token (B,) at which the running sum of `weights` (B, V) passes `uniforms` (B,) of the total."""
+    if weights.shape[-1] <= 8 * BLOCK:
+        return _passing(weights.cumsum(-1, dtype=torch.float64), uniforms)[0]
+    blocks = pad(weights, (0, -weights.shape[-1] % BLOCK)).unflatten(-1, (-1, BLOCK))
+    block, rest = _passing(blocks.sum(-1).cumsum(-1, dtype=torch.float64), uniforms)
+    within = blocks[torch.arange(len(block), device=block.device), block]
+    return block * BLOCK + _passing(within.cumsum(-1, dtype=torch.float64), rest)[0]
+
+
+def _passing(cumulative: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where the running sums (B, C) pass the given share of the total, (B,), and how far into that entry, (B,) in [0, 1]."""
+    total = cumulative[:, -1:]
+    # below the total even where the product rounds up to it, so that the entry found has a weight
+    target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    found = torch.searchsorted(cumulative, target, right=True)
+    upper = cumulative.gather(-1, found)
+    lower = cumulative.gather(-1, (found - 1).clamp(min=0)).masked_fill(found == 0, 0.0)
+    return found[:, 0], ((target - lower) / (upper - lower))[:, 0]
+
+
+def _cut(weights: Tensor, sampling: BatchSampling) -> Tensor:
+    """Set `weights` (B, V) to 0 outside the rows' top-k, and then outside their top-p of what is left."""
+    if sampling.top_k is not None:
+        ranks = sampling.top_k.clamp(max=weights.shape[-1])
+        values = weights.topk(min(sampling.most, weights.shape[-1]), dim=-1).values
+        least = values.gather(-1, (ranks - 1).clamp(min=0)[:, None])
+        weights = weights.masked_fill((weights < least) & (ranks > 0)[:, None], 0.0)
+    if sampling.top_p is not None:
+        weights = weights.masked_fill(weights < _nucleus_threshold(weights, sampling.top_p), 0.0)
+    return weights
+
+
+def _nucleus_threshold(weights: Tensor, top_p: Tensor) -> Tensor:
+    """Return the smallest weight in the smallest set of likeliest tokens that holds `top_p` (B,) of the total, (B, 1)."""
+    everything = (top_p >= 1)[:, None]
+    wanted = top_p.double()[:, None] * weights.sum(-1, keepdim=True, dtype=torch.float64)
+    for width in (NUCLEUS, weights.shape[-1]):
+        values = weights.topk(min(width, weights.shape[-1]), dim=-1).values
+        short = values.cumsum(-1, dtype=torch.float64) < wanted
+        if not bool((short[:, -1:] & ~everything).any()):
+            break
+    last = short.sum(-1, keepdim=True).clamp(max=values.shape[-1] - 1)
+    return values.gather(-1, last).masked_fill(everything, 0.0)

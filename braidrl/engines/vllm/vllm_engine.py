@@ -1,0 +1,214 @@
+"""vLLM as an engine of this process: it computes the steps, Braid keeps the rows, and draws their tokens.
+
+add ──▶ waiting ──free slot──▶ vLLM ──step──▶ tokens, log-probs ──▶ Response
+                               └── with tensor_parallel_size=2: two workers in processes of their own
+
+The only files that import vLLM are this one and `logits_processor`; `worker` is Braid's part of vLLM's workers.
+"""
+
+import gc
+import itertools
+import os
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedTokenizerBase
+from vllm import EngineArgs, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from braidrl.engines.embedded.stepping import SteppingEngine
+from braidrl.engines.engine import EngineError, WeightSource
+from braidrl.engines.requests import Response, Uid, row_draws
+from braidrl.engines.row_request import RemoteRow, Row, end_ids_of
+from braidrl.engines.vllm.logits_processor import DrawByRow
+from braidrl.engines.vllm.sleeping import PARTS, VllmMemory
+from braidrl.engines.vllm.weight_engine import BACKEND, calls_to_load
+from braidrl.errors import UserError
+from braidrl.weights.handles import MappedWeights
+from braidrl.weights.local import check_shapes, shapes_of
+from braidrl.weights.shared_file import WeightFile
+
+SETTINGS = {
+    # the engine's core in the process that holds the rows, so that a step is one call
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # the newer runner has no place for what draws the tokens
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+}
+CPU_BLOCK = 128
+"""Tokens of a block of keys and values on the CPU."""
+
+
+class VllmEngine(SteppingEngine):
+    """Generates with the model in a Hugging Face directory until `publish` gives it other weights; at most `slots` rows at once.
+
+    `options` are further arguments of vLLM's `EngineArgs`, such as `gpu_memory_utilization`.
+    """
+
+    def __init__(
+        self, folder: Path, tokenizer: PreTrainedTokenizerBase, slots: int, max_sequence_tokens: int, seed: int = 0,
+        dtype: str = "float32", options: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        """Start vLLM. Raises UserError where it does not take the model."""
+        super().__init__(tokenizer, end_ids_of(folder, tokenizer), max_sequence_tokens, seed)
+        self._slots = slots
+        self._expected = shapes_of(folder)
+        self._engine = start(folder, slots, max_sequence_tokens, dtype, options or {})
+        self._memory = VllmMemory(self._engine, bool((options or {}).get("enable_sleep_mode")))
+        self._waiting: deque[Row] = deque()
+        self._flights: dict[str, RemoteRow] = {}
+        self._names = itertools.count()
+        self._failure: EngineError | None = None
+        """Why no token may be drawn any more: by what weights is not known."""
+
+    @property
+    def slots(self) -> int:
+        return self._slots
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._flights)
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def publish(self, version: int, source: WeightSource | None = None) -> None:
+        """Raise ValueError for a source that is neither a file nor mapped: each of vLLM's workers reads its own part of it."""
+        if not isinstance(source, WeightFile | MappedWeights):
+            raise ValueError(
+                "vLLM's workers take weights from a file or by handles, which each of them reads for itself"
+            )
+        check_shapes(source.shapes(), self._expected)
+        self._memory.bring("weights")
+        try:
+            for method, arguments in calls_to_load(source):
+                self._engine.collective_rpc(method, args=arguments)
+        except Exception as error:
+            self._failure = EngineError(f"vLLM could not take the weights of version {version}: {error}")
+            raise self._failure from error
+        self.version = version
+        for flight in list(self._flights.values()):
+            if flight.tokens:
+                flight.row.versions.append((len(flight.tokens), version))
+            else:
+                # what has been computed of its prompt belongs to the weights before
+                self._leave(flight)
+                self._begin(flight.row)
+
+    def step(self) -> list[Response]:
+        """Fill free slots, then run a step of vLLM."""
+        while self._waiting and self.in_flight < self._slots:
+            self._begin(self._waiting.popleft())
+        ended = []
+        for output in self._engine.step():
+            flight = self._flights.get(output.request_id)
+            # vLLM may still have had a token for a row that was ended here
+            if flight is not None and self._take(flight, output):
+                ended.append(flight.finished())
+        return self._done(ended)
+
+    def abort(self, uid: Uid) -> Response:
+        for flight in self._flights.values():
+            if flight.row.request.uid == uid:
+                self._leave(flight)
+                return self._done([flight.finished(aborted=True)])[0]
+        for row in self._waiting:
+            if row.request.uid == uid:
+                self._waiting.remove(row)
+                return self._done([RemoteRow(row).finished(aborted=True)])[0]
+        raise KeyError(f"row {uid} is not under way")
+
+    def recover(self) -> int:
+        if self._failure is not None:
+            raise self._failure
+        try:
+            self._engine.collective_rpc("check_health")
+        except Exception as error:
+            raise EngineError(f"vLLM cannot go on: {error}") from error
+        return self.version
+
+    def clear(self, release: bool = True) -> None:
+        for flight in list(self._flights.values()):
+            self._leave(flight)
+        self._waiting.clear()
+        self._under_way.clear()
+
+    def sleep(self) -> None:
+        super().sleep()
+        self._memory.leave()
+
+    def wake(self) -> None:
+        self._memory.bring(*PARTS)
+
+    def _accept(self, row: Row) -> None:
+        self._waiting.append(row)
+
+    def _begin(self, row: Row) -> None:
+        request, name = row.request, str(next(self._names))
+        row.versions = [(0, self.version)]
+        # prompts computed under other weights are not found under this salt
+        prompt = {"prompt_token_ids": request.prompt.tolist(), "cache_salt": str(self.version)}
+        self._engine.add_request(name, prompt, params_of(row, self.seed))
+        self._flights[name] = RemoteRow(row, name)
+
+    def _leave(self, flight: RemoteRow) -> None:
+        del self._flights[flight.name]
+        self._engine.abort_request([flight.name])
+
+    def _take(self, flight: RemoteRow, output: Any) -> bool:
+        (part,) = output.outputs
+        for token, log_probs in zip(part.token_ids, part.logprobs, strict=True):
+            flight.tokens.append(token)
+            flight.log_probs.append(log_probs[token].logprob)
+            self.tokens_generated += 1
+            if flight.row.record_token(token) and not output.finished:
+                self._leave(flight)
+                return True
+        if output.finished:
+            del self._flights[flight.name]
+        return bool(output.finished)
+
+
+def start(folder: Path, slots: int, max_sequence_tokens: int, dtype: str, options: dict[str, Any]) -> LLMEngine:
+    """Start vLLM with the model in this process. Raises UserError for what it does not take."""
+    on_cpu = {
+        "kv_cache_memory_bytes": cpu_cache_bytes(folder, slots, max_sequence_tokens, dtype),
+        "enforce_eager": True,
+    }
+    # On a CPU vLLM refuses the mode and takes its calls: it pauses, wakes part by part, and its memory stays.
+    refused = set() if torch.cuda.is_available() else {"enable_sleep_mode"}
+    taken = {name: value for name, value in options.items() if name not in refused}
+    on_cuda = {"weight_transfer_config": {"backend": BACKEND}}
+    arguments = {
+        "model": str(folder), "skip_tokenizer_init": True, "dtype": dtype, "seed": 0, "max_num_seqs": slots,
+        "max_model_len": max_sequence_tokens, "logits_processors": [DrawByRow], "logprobs_mode": "processed_logits",
+        "worker_extension_cls": "braidrl.engines.vllm.vllm_worker.TakesWeights",
+        "disable_log_stats": True, "async_scheduling": False, **(on_cuda if torch.cuda.is_available() else on_cpu),
+    }  # fmt: skip
+    os.environ.update(SETTINGS)
+    gc.freeze()  # vLLM looks for garbage four times while it starts, a quarter of the work that starting is; what was imported is none.
+    try:
+        return LLMEngine.from_engine_args(EngineArgs(**{**arguments, **taken}))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"rollout.engine=vllm: {' '.join(str(error).split())}") from error
+
+
+def params_of(row: Row, seed: int) -> SamplingParams:
+    """Return vLLM's parameters for a row; `DrawByRow` draws its tokens."""
+    return SamplingParams(
+        max_tokens=row.limit, stop_token_ids=list(row.stop_token_ids), ignore_eos=True, detokenize=False,
+        logprobs=0, output_kind=RequestOutputKind.DELTA, extra_args=row_draws(row.request, seed).arguments(),
+    )  # fmt: skip
+
+
+def cpu_cache_bytes(folder: Path, slots: int, max_sequence_tokens: int, dtype: str) -> int:
+    """Return the bytes of keys and values of `slots` of the longest rows."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    heads, width = config.num_key_value_heads, getattr(config, "head_dim", None)
+    width = width or config.hidden_size // config.num_attention_heads
+    blocks = slots * -(-max_sequence_tokens // CPU_BLOCK) + 1
+    bytes_each = getattr(torch, dtype).itemsize
+    return int(2 * config.num_hidden_layers * heads * width * bytes_each * blocks * CPU_BLOCK)

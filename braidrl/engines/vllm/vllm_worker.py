@@ -1,0 +1,56 @@
+"""Braid's part of vLLM's workers, in whatever process each of them is: receiving weights.
+
+path ──▶ worker: maps the file ──────────────┬─tensor by tensor──▶ vLLM's loaders, which copy the worker's own part of each
+handles ──▶ worker: maps another's memory ───┤
+notice ──▶ worker: joins a group, receives ──┘
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+
+from braidrl.weights.broadcast import receive_tensors
+from braidrl.weights.handles import MappedWeights
+from braidrl.weights.shared_file import WeightFile
+
+
+class TakesWeights:
+    """vLLM adds this to the class of its workers (`worker_extension_cls`), whose methods `collective_rpc` calls by name."""
+
+    reload_weights: Callable[..., None]
+    """vLLM's own, as the next three are."""
+    vllm_config: Any
+    rank: int
+    device: Any
+    has_weights_in_part = False
+
+    def take_weights(self, path: str) -> None:
+        """Load weights from a file. The caller has checked that they are the model's."""
+        self.load_as_they_come(WeightFile(path).tensors())
+
+    def map_weights(self, handles: Sequence[Mapping[str, Any]]) -> None:
+        """Load weights from the memory of another process. As for `take_weights`."""
+        self.load_as_they_come(MappedWeights(handles).tensors())
+
+    def receive_weights(self, notice: Mapping[str, Any]) -> None:
+        """Load weights that the run broadcasts to all workers; `notice` is plain JSON."""
+        parallel = self.vllm_config.parallel_config
+        worker = parallel.data_parallel_index * parallel.world_size + self.rank
+        self.load_as_they_come(receive_tensors(notice, worker, self.device))
+
+    def load_as_they_come(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Load tensors one by one. Raises RuntimeError from then on if they end in the middle.
+
+        Nothing changes before the first one arrives. After a part, vLLM would continue where it stopped and take what comes next for the
+        rest.
+        """
+        if self.has_weights_in_part:
+            raise RuntimeError("only a part of an earlier version arrived: vLLM has to be started anew")
+        first = next(tensors)
+        try:
+            self.reload_weights(weights_iterator=chain([first], tensors))
+        except BaseException:
+            self.has_weights_in_part = True
+            raise

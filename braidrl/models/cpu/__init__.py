@@ -1,1 +1,0 @@
-"""Fast paths on a CPU: compiled kernels (`native`) behind `layers` and `attention`, matrix products (`linear`), memory (`malloc`)."""

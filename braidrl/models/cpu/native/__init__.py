@@ -1,1 +1,0 @@
-"""Kernels in C for the CPU, and their compilation for this processor."""

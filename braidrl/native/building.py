@@ -1,0 +1,101 @@
+"""Compiles kernels for this processor, and one model's shape, with the system's C compiler; kept, so that it is done once.
+
+source + shape + processor ──hash──▶ kept library? ──no──▶ cc, about a second ──▶ loaded with ctypes
+
+Where nothing compiles them a line of the log says so, once, and torch computes what they would have.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float
+NATIVE = Path(__file__).parent
+HEADER = NATIVE / "numbers.h"
+# No -ffast-math: it lets denormal numbers become 0 in the whole process.
+FLAGS = (
+    "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC",
+    "-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math",
+)  # fmt: skip
+WIDE = "-mprefer-vector-width=512"
+PROCESSOR = Path("/proc/cpuinfo")
+FACTS = ("vendor_id", "cpu family", "model name", "flags")
+logger = logging.getLogger(__name__)
+
+
+def build(source: Path, **constants: int) -> ctypes.CDLL | None:
+    """Compile a C file with these constants defined, or load the kept result; None where no compiler works."""
+    command = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
+    if command is None:
+        _say_once("no C compiler, so torch computes what kernels would: install gcc or clang, or write compile=false")
+        return None
+    flags = [*FLAGS, f"-I{HEADER.parent}", *(f"-D{name}={value}" for name, value in constants.items())]
+    flags += [WIDE] * (platform.machine() == "x86_64")
+    kept = cache_folder() / f"{source.stem}-{_name(source, command, flags)}.so"
+    if not kept.exists() and not _compile(source, command, flags, kept):
+        return None
+    return ctypes.CDLL(str(kept))
+
+
+def _compile(source: Path, command: str, flags: list[str], target: Path) -> bool:
+    """Compile into a temporary file first, since several processes may compile at once; returns False where the compiler fails."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        made = Path(folder) / target.name
+        done = subprocess.run([command, *flags, str(source), "-o", str(made), "-lm"], capture_output=True, text=True)
+        if done.returncode:
+            reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
+            _say_once(f"{command} failed on {source.name}, so torch computes what its kernels would: {reason}")
+            return False
+        os.replace(made, target)
+    logger.info("compiled %s in %.1f s", source.name, time.perf_counter() - start)
+    return True
+
+
+@cache
+def _say_once(line: str) -> None:
+    logger.warning(line)
+
+
+def cache_folder() -> Path:
+    """Return the folder of this user's for what is found out once about a machine."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "braidrl"
+
+
+def _name(source: Path, command: str, flags: list[str]) -> str:
+    """Hash everything that decides what the compiler makes, the processor included: a home folder may be shared by several machines."""
+    parts = [source.read_text(), HEADER.read_text(), command, *flags, platform.platform(), *processor().values()]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def processor() -> dict[str, str]:
+    """Return what the system says of the processor's maker, model and abilities, by Linux's names; what changes as it runs is left out."""
+    if not PROCESSOR.exists():
+        return {"model name": platform.processor()}
+    lines = PROCESSOR.read_text().split("\n\n")[0].splitlines()
+    told = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return {name: told[name] for name in FACTS if name in told}
+
+
+def in_memory(*tensors: Tensor) -> bool:
+    """Return True for plain CPU tensors, whose numbers lie at their addresses; not for DTensors or results of pending collectives."""
+    return all(type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu" for tensor in tensors)
+
+
+def address(tensor: Tensor, dtype: torch.dtype) -> int:
+    """Return the address of a tensor's numbers. Raises TypeError for a tensor that the kernels would misread."""
+    if tensor.dtype != dtype or not tensor.is_contiguous() or tensor.is_cuda:
+        raise TypeError(f"a contiguous {dtype} tensor in memory is needed, got {tensor.dtype} {tensor.stride()}")
+    return tensor.data_ptr()

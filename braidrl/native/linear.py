@@ -1,0 +1,124 @@
+"""Matrix products on the CPU by the faster of the two libraries that torch carries.
+
+For float32 torch calls MKL, which leaves the 512-bit units of processors that are not Intel's unused; oneDNN uses them, and is
+twice as fast there. Both give a row the same bits whatever the number of rows, from 16 on. AMD's Zen 4 takes two turns for 512 bits, so
+that MKL has all of its rate: there only the products that oneDNN computes better are oneDNN's, and a weight's gradient is MKL's.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from braidrl.native.building import in_memory, processor
+from braidrl.native.chunk_kernels import accumulate, has_kernels
+
+GRADIENT_ROWS = 512
+"""Rows whose outer products are summed at once in a weight's gradient: oneDNN is slow where the inner dimension is long."""
+
+
+@cache
+def prefers_onednn() -> bool:
+    """Return True on a CPU with 512-bit units that is not Intel's."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkldnn.is_available():
+        return False
+    return processor().get("vendor_id", "GenuineIntel") != "GenuineIntel"
+
+
+@cache
+def gradients_by_onednn() -> bool:
+    """Return True where oneDNN computes a weight's gradient faster than MKL: where it is preferred, but for Zen 4, AMD's family 25."""
+    return prefers_onednn() and processor().get("cpu family") != "25"
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x (..., K) @ weight (N, K).T + bias (N,), (..., N). Differentiable."""
+    if not prefers_onednn() or not in_memory(x, weight) or not x.dtype == weight.dtype == torch.float32:
+        return nn.functional.linear(x, weight, bias)
+    if torch.is_grad_enabled() and (
+        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    ):
+        result: Tensor = _Product.apply(x, weight, bias)
+        return result
+    return onednn(x, weight, bias)
+
+
+def onednn(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute `product` in float32 without gradients."""
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return result
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return onednn(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        rows = grads[0].reshape(-1, weight.shape[0])
+        grad_x = onednn(rows, weight.t()).view(x.shape) if ctx.needs_input_grad[0] else None
+        found = weight_gradient(rows, x.reshape(-1, weight.shape[1])) if ctx.needs_input_grad[1] else None
+        grad_weight = None if found is None else found.contiguous()
+        return grad_x, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
+
+
+def zero_gradient(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return zeros of a weight's shape (N, K) in the layout in which `add_weight_gradient` adds to it fastest.
+
+    For N > K `weight_gradient` returns the transpose of what oneDNN computes. A sum in that layout is transposed once, at the end, in
+    place of each of its parts.
+    """
+    if _by_onednn(weight) and weight.shape[0] > weight.shape[1]:
+        return weight.new_zeros(weight.shape[::-1]).t()
+    return torch.zeros_like(weight, dtype=dtype)
+
+
+def weight_gradient(grads: Tensor, x: Tensor) -> Tensor:
+    """Return grads (M, N).T @ x (M, K), (N, K); it need not be contiguous."""
+    if not _by_onednn(grads):
+        return grads.t() @ x
+    # oneDNN copies the first of the two: let that be the narrower one.
+    return _outer(grads, x) if grads.shape[1] <= x.shape[1] else _outer(x, grads).t()
+
+
+def _by_onednn(tensor: Tensor) -> bool:
+    return tensor.dtype == torch.float32 and tensor.device.type == "cpu" and gradients_by_onednn()
+
+
+def _outer(first: Tensor, second: Tensor) -> Tensor:
+    """Return first (M, N).T @ second (M, K), (N, K)."""
+    total = None
+    for part, other in zip(first.split(GRADIENT_ROWS), second.split(GRADIENT_ROWS), strict=True):
+        made = onednn(part.t(), other.t())
+        total = made if total is None else total.add_(made)
+    assert total is not None
+    return total
+
+
+def add_weight_gradient(total: Tensor, grads: Tensor, x: Tensor) -> None:
+    """Add grads (M, N).T @ x (M, K) to `total` (N, K), which may be of a higher precision."""
+    if total.dtype == torch.float32 != grads.dtype and total.is_contiguous() and has_kernels(grads, total):
+        accumulate(total, weight_gradient(grads, x))
+    elif total.dtype != grads.dtype or _by_onednn(total):
+        total += weight_gradient(grads, x)
+    else:
+        total.addmm_(grads.t(), x)
+
+
+class ProductLinear(nn.Linear):
+    """A linear layer that multiplies with `product`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return product(input, self.weight, self.bias)
+
+
+def use_fast_products(model: nn.Module) -> None:
+    """Let every plain linear layer of the model multiply with `product`, where that is faster."""
+    if prefers_onednn():
+        for module in model.modules():
+            if type(module) is nn.Linear:
+                module.__class__ = ProductLinear

@@ -1,0 +1,208 @@
+"""List the ways in which a role can lie on so many devices, and keep those worth trying.
+
+layouts × micro-batch tokens × checkpointing × engine ──memory, seconds──▶ Choice
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from braidrl.config.layout import ParallelLayout
+from braidrl.flow import Kind
+from braidrl.plan.layouts import activations, divisors, layouts
+from braidrl.plan.plan_devices import USABLE, NodeGroup
+from braidrl.plan.problem import Model, Problem
+from braidrl.plan.rates import Cost
+from braidrl.training.memory.budget import CACHE, ENGINE, Deployment, EngineUse, assets, at_once, role_memory
+from braidrl.training.memory.residency import Asset
+from braidrl.training.memory.residency import Part as MovedPart
+from braidrl.training.role_settings import slots_of, usual_max_tokens
+
+Part = Literal["all", "model", "generate"]
+PARTS: tuple[MovedPart, ...] = ("weights", "optimizer", "engine", "inference")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way for a role to lie on its devices, with the seconds of its stages and the bytes of each device."""
+
+    use: Deployment
+    costs: Mapping[str, Cost]
+    resident: Mapping[str, int]
+    working: int
+
+    @cached_property
+    def busy(self) -> float:
+        """Return the seconds of all its stages."""
+        return sum(cost.seconds for cost in self.costs.values())
+
+    @cached_property
+    def peak(self) -> int:
+        """Return the most bytes that it takes of a device at a time, with what it works with."""
+        return at_once([self.resident], self.working)
+
+    @cached_property
+    def largest(self) -> int:
+        """Return the most bytes that any of its stages needs at once, beside what it works with."""
+        return largest_stage("", self.resident)
+
+    def measure(self) -> tuple[float, ...]:
+        """Return the numbers of which none may be larger in a choice that is never worse: seconds, bytes of each part."""
+        held = assets("", dict(self.resident))
+        weights = self.resident.get(ENGINE, 0)  # what of an engine stays while it sleeps
+        return (self.busy, *(held.get(Asset("", part), 0) for part in PARTS), weights, self.working)
+
+
+def best(choices: Iterable[Choice]) -> list[Choice]:
+    """Return the choices that no other equals or betters in every number (the Pareto front), the quickest first."""
+    front: list[tuple[tuple[float, ...], Choice]] = []
+    for numbers, choice in sorted(((choice.measure(), choice) for choice in choices), key=lambda pair: pair[0]):
+        if not any(all(a <= b for a, b in zip(other, numbers, strict=True)) for other, _ in front):
+            front.append((numbers, choice))
+    return [choice for _, choice in front]
+
+
+class Choices:
+    """The choices of a problem's roles, each computed once. `layouts_tried` counts them."""
+
+    def __init__(
+        self, problem: Problem, laid_out: bool = True, allowed: Callable[[Choice], bool] | None = None
+    ) -> None:
+        """Without `laid_out` every device has a copy of the model: eager and streaming.
+
+        Args:
+            allowed: which choices may be taken, where a named placement has not all of them.
+        """
+        self.problem, self.laid_out, self.allowed = problem, laid_out, allowed
+        self.layouts_tried = 0
+        self._roles: dict[tuple[str, str, int, str], list[Choice]] = {}
+
+    def of_role(self, role: str, group: NodeGroup, devices: int, part: Part = "all") -> list[Choice]:
+        """Return the choices of a role that fit so many devices alone, those never better than another left out.
+
+        Args:
+            part: `all`, or where they are apart `generate` and `model`.
+        """
+        key = (role, group.kind, devices, part)
+        if key not in self._roles:
+            keep = list if self.allowed else best
+            every = self.every_choice(self.problem.models[role], group, devices, part, keep)
+            self._roles[key] = best(filter(self.allowed, every) if self.allowed else every)
+        return self._roles[key]
+
+    def every_choice(
+        self, model: Model, group: NodeGroup, devices: int, part: Part = "all",
+        keep: Callable[[Iterable[Choice]], list[Choice]] = list,
+    ) -> Iterator[Choice]:  # fmt: skip
+        """Yield each choice of a role that fits its devices alone.
+
+        Args:
+            keep: what may be left out of the choices of one layout. Which micro-batch is best does not depend on the engine.
+        """
+        if part == "generate":
+            yield from self._fitting(
+                model, group, self._engines_alone(model, group, devices), devices, part, apart=True
+            )
+            return
+        found = (
+            list(layouts(model.shape, devices, group, model.trained, self.problem.config.max_sequence_tokens))
+            if self.laid_out
+            else [ParallelLayout(data=devices)]
+        )
+        for layout in found:
+            uses = self._uses(model, layout, found)
+            models = keep(self._fitting(model, group, uses, devices, "model"))
+            if not model.generates or part == "model":
+                yield from models
+                continue
+            engines = [
+                replace(problem_use, engine=engine)
+                for engine in self.engines(model, group, devices, not layout.is_replicated)
+                for problem_use in (self.problem.use(model.role, layout, 1),)
+            ]
+            decoders = keep(self._fitting(model, group, engines, devices, "generate"))
+            yield from (self._joined(one, other) for one in models for other in decoders)
+
+    def _fitting(
+        self, model: Model, group: NodeGroup, uses: Iterable[Deployment], devices: int, part: Part, apart: bool = False
+    ) -> Iterator[Choice]:
+        """The choices that fit their devices alone, with the seconds of the stages of this part."""
+        room = self.problem.kind(group).memory * USABLE
+        stages = [stage for stage in model.stages if (stage.kind is Kind.GENERATE) == (part == "generate")]
+        for use in uses:
+            self.layouts_tried += 1
+            resident, working = role_memory(use, activations)
+            if part == "generate" and (self.laid_out or not apart):
+                # The trainer's part of it is counted with the trainer.
+                resident, working = {name: size for name, size in resident.items() if name in (ENGINE, CACHE)}, {}
+            if largest_stage(model.role, resident) + sum(working.values()) > room:
+                continue
+            costs = {s.name: self.problem.stage_cost(s, use, group, devices, apart) for s in stages}
+            yield Choice(use, costs, resident, sum(working.values()))
+
+    def _joined(self, model: Choice, decoder: Choice) -> Choice:
+        use = replace(model.use, engine=decoder.use.engine)
+        names = [stage.name for stage in self.problem.flow.stages]
+        costs = {**decoder.costs, **model.costs}
+        ordered = {name: costs[name] for name in names if name in costs}
+        return Choice(use, ordered, {**model.resident, **decoder.resident}, model.working)
+
+    def _uses(self, model: Model, layout: ParallelLayout, found: Sequence[ParallelLayout]) -> Iterator[Deployment]:
+        """A role on a layout, with each micro-batch and each way to infer."""
+        checkpointing = (False, True) if model.trained else (False,)
+        copies = self._inference_layouts(model, layout, found)
+        for tokens, again, inference in itertools.product(self._tokens(), checkpointing, copies):
+            yield replace(self.problem.use(model.role, layout, tokens, again), inference=inference)
+
+    def _engines_alone(self, model: Model, group: NodeGroup, devices: int) -> Iterator[Deployment]:
+        """Engines on devices of their own, with weights of their own."""
+        use = self.problem.use(model.role, ParallelLayout(data=devices), usual_max_tokens(self.problem.config))
+        use = replace(use, shape=model.plain, trained=False)
+        for engine in self.engines(model, group, devices, own_weights=self.laid_out):
+            whole = replace(engine, shape=replace(model.plain, dtype=engine.shape.dtype))
+            yield replace(use, engine=whole)
+
+    def engines(self, model: Model, group: NodeGroup, devices: int, own_weights: bool) -> Iterator[EngineUse]:
+        for divisor in self._engine_ranks(model, group, devices):
+            for slots in self._slots(devices // divisor):
+                yield self.problem.engine(model, slots, divisor, own_weights)
+
+    def _tokens(self) -> list[int]:
+        """Tokens of a micro-batch: the configuration's, four times as many, or no more than the longest row has."""
+        given, longest = usual_max_tokens(self.problem.config), self.problem.config.max_sequence_tokens
+        return sorted({longest, max(longest, given), max(longest, given * 4)})
+
+    def _slots(self, engines: int) -> list[int]:
+        """Slots of an engine: the configuration's, or as many as it has rows for at a time."""
+        rows = math.ceil(self.problem.rows * self.problem.lengths.generated / max(1, engines))
+        enough = -(-rows // 16) * 16
+        return sorted({min(slots_of(self.problem.config), enough), enough, max(16, enough // 4)})
+
+    def _engine_ranks(self, model: Model, group: NodeGroup, devices: int) -> list[int]:
+        if not self.laid_out:
+            return [1]
+        config = model.shape.sizes
+        heads = math.gcd(config.num_attention_heads, config.num_key_value_heads)
+        return divisors(math.gcd(heads, math.gcd(devices, group.devices)))
+
+    def _inference_layouts(
+        self, model: Model, layout: ParallelLayout, found: Sequence[ParallelLayout]
+    ) -> list[ParallelLayout | None]:
+        """Layouts to infer in with a copy: where training gathers its weights, those that do not."""
+        if not (model.infers and model.trained and layout.shard == "full"):
+            return [None]
+        pure = [one for one in found if one.shard == "none" and one.pipeline == one.sequence == 1]
+        return [None, *pure[:2]]
+
+
+def largest_stage(role: str, resident: Mapping[str, int]) -> int:
+    """Return the most bytes of a role that any stage of it needs at once: to train, to decode, or to infer."""
+    sizes = assets(role, dict(resident))
+
+    def size(*parts: MovedPart) -> int:
+        return sum(sizes.get(Asset(role, part), 0) for part in parts)
+
+    return max(size("weights", "optimizer"), size("weights", "inference"), size("engine"))

@@ -1,0 +1,94 @@
+"""Find how long rows are: from the data, from what a recorded run generated, or as given.
+
+--lengths RUN        prompts and responses that the run recorded      --lengths 300            every response
+--lengths 300:2000   log-normal, with this median and longest         nothing                  prompts of the data, the longest responses
+"""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+
+from braidrl.config import Config
+from braidrl.data.prompts import LoadedSource
+from braidrl.errors import UserError
+from braidrl.observe.metrics import read_metrics
+from braidrl.observe.rollouts import read_rollouts, recorded_steps, rollout_path
+from braidrl.plan.work import Lengths, Numbers
+
+
+def batch_lengths(config: Config, given: str | None = None, sources: Sequence[LoadedSource] = ()) -> Lengths:
+    """Return the lengths of one batch's rows.
+
+    Raises:
+        UserError: for lengths that cannot be read, and a run that recorded none.
+    """
+    rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
+    if given is not None and Path(given).is_dir():
+        return recorded_lengths(Path(given), rows)
+    prompts = spread(prompt_lengths(config, sources), rows)
+    responses = spread(response_lengths(config, given, sources, rows), rows)
+    # Neither follows the other: long answers go with short prompts as with long ones.
+    return Lengths(np.random.default_rng(0).permutation(prompts), responses, config.trainer.over_sampling)
+
+
+def prompt_lengths(config: Config, sources: Sequence[LoadedSource]) -> Numbers:
+    """Return the prompts' tokens in the data, or the most there may be where there are no data."""
+    known = [source.prompts.lengths.numpy() for source in sources if source.prompts is not None]
+    return np.concatenate(known).astype(np.int64) if known else np.array([config.data.max_prompt_tokens])
+
+
+def response_lengths(config: Config, given: str | None, sources: Sequence[LoadedSource], rows: int) -> Numbers:
+    """Return the tokens of responses: as given, of the data's own responses, or the most there may be."""
+    if given is None:
+        known = [one.lengths.numpy() for s in sources for one in (s.responses, s.rejected) if one is not None]
+        longest = config.rollout.max_response_tokens
+        return np.concatenate(known).astype(np.int64) if known else np.array([longest])
+    median, _, longest_said = given.partition(":")
+    if not median.isdigit() or (longest_said and (not longest_said.isdigit() or int(longest_said) < int(median))):
+        raise UserError(
+            f"--lengths: {given!r} is no run folder and not TOKENS or MEDIAN:LONGEST, as in --lengths 300:2000"
+        )
+    if not longest_said or longest_said == median:
+        return np.array([int(median)])
+    sigma = math.log(int(longest_said) / int(median)) / NormalDist().inv_cdf(1 - 1 / max(rows, 3))
+    quantiles = [NormalDist().inv_cdf((i + 0.5) / rows) for i in range(rows)]
+    drawn = [min(int(longest_said), int(int(median) * math.exp(sigma * q))) for q in quantiles]
+    return np.array([max(1, tokens) for tokens in drawn])
+
+
+def recorded_lengths(run: Path, rows: int | None = None) -> Lengths:
+    """Return the lengths of the rows that a run recorded, spread over so many. Raises UserError where there are none."""
+    steps = recorded_steps(run)
+    if not steps:
+        raise UserError(f"--lengths {run}: the run recorded no rollouts")
+    # The last half: responses change their length while a policy learns.
+    parts = [step_lengths(run, step) for step in steps[len(steps) // 2 :]]
+    prompts, responses = (np.concatenate(one) for one in zip(*parts, strict=True))
+    count = rows or len(parts[0][0])
+    order = np.argsort(responses, kind="stable")[places(len(responses), count)]
+    lines = read_metrics(run)
+    trained = len(parts[0][0])
+    generated = np.mean([line.get("rows/generated", trained) for line in lines]) / trained if lines else 1.0
+    return Lengths(prompts[order], responses[order], max(1.0, float(generated)))
+
+
+def step_lengths(run: Path, step: int) -> tuple[Numbers, Numbers]:
+    """Return the tokens of a recorded step's prompts and of what follows them."""
+    rows = read_rollouts(rollout_path(run, step))
+    prompts = np.asarray(rows["prompt_length"]).astype(np.int64)
+    return prompts, np.asarray(rows["length"]).astype(np.int64) - prompts
+
+
+def spread(lengths: Numbers, rows: int) -> Numbers:
+    """Return so many rows with the same distribution of lengths, from the shortest to the longest."""
+    picked: Numbers = np.sort(lengths)[places(len(lengths), rows)]
+    return picked
+
+
+def places(known: int, rows: int) -> Numbers:
+    """Return the middles of `rows` equal parts of `known` places: of many steps' rows the longest is not in every one."""
+    found: Numbers = ((np.arange(rows) + 0.5) * known / rows).astype(np.int64)
+    return found

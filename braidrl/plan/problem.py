@@ -1,0 +1,234 @@
+"""State what is to be planned: a flow with its models, the lengths of its rows, and the devices. Price each stage on a layout.
+
+configuration + flow + Lengths + Cluster + Rates ──▶ Problem ──stage_cost──▶ Cost
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from braidrl.config import Config
+from braidrl.config.layout import ParallelLayout
+from braidrl.errors import UserError
+from braidrl.flow import Flow, Kind, Stage
+from braidrl.flow.flow import is_optimized
+from braidrl.plan.generation import generate_work
+from braidrl.plan.plan_devices import Cluster, DeviceKind, NodeGroup
+from braidrl.plan.rates import Cost, Rates, RuntimeRates, Work, price, rates_for
+from braidrl.plan.work import Lengths, Nodes, infer_work, reshard_bytes, train_work
+from braidrl.training.memory.budget import Deployment, EngineUse, shape_of
+from braidrl.training.memory.footprint import Shape, model_shape
+from braidrl.training.optimizer import moment_bytes
+from braidrl.training.role_settings import DTYPES, dtype_name, lora_of, model_path
+
+ROW_MULTIPLE = 16
+"""The embedded engine computes rows in multiples of so many, on a CPU also where fewer are left."""
+COMPUTED = ("advantage.", "shape.", "select.", "data.")
+"""Families of functions that come with the package: milliseconds for any batch."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A role's model and what it does in the flow."""
+
+    role: str
+    shape: Shape
+    plain: Shape
+    """Without adapters."""
+    dtype: str
+    trained: bool
+    scalar: bool
+    stages: tuple[Stage, ...]
+
+    @property
+    def generates(self) -> bool:
+        """Return whether the role samples responses."""
+        return any(stage.kind is Kind.GENERATE for stage in self.stages)
+
+    @property
+    def computes(self) -> bool:
+        """Return whether the role infers or trains."""
+        return any(stage.kind in (Kind.INFER, Kind.TRAIN) for stage in self.stages)
+
+    @property
+    def infers(self) -> bool:
+        """Return whether the role infers."""
+        return any(stage.kind is Kind.INFER for stage in self.stages)
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """What is to be planned. `seconds` are those per iteration of stages that are given, by name."""
+
+    config: Config
+    flow: Flow
+    cluster: Cluster
+    lengths: Lengths
+    rates: Mapping[str, Rates] = field(default_factory=dict)
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    @cached_property
+    def models(self) -> dict[str, Model]:
+        """Return the roles that need a model, in order of first use."""
+        return {role: self._model(role) for role in self.flow.roles}
+
+    def _model(self, role: str) -> Model:
+        dtype = dtype_name(role, self.config, self.cluster.device)
+        scalar, trained = role in self.flow.scalar_roles, role in self.flow.trained_roles
+        folder = model_path(role, self.config)
+        plain = shape_of(folder, DTYPES[dtype], scalar)
+        lora = lora_of(role, self.config) if trained else None
+        shape = model_shape(folder, DTYPES[dtype], scalar, lora) if lora else plain
+        stages = tuple(stage for stage in self.flow.stages if stage.role == role and stage.type != "verify")
+        return Model(role, shape, plain, dtype, trained, scalar, stages)
+
+    @cached_property
+    def updates(self) -> int:
+        """Return the optimizer steps of one pass over a batch."""
+        rows = self.rows
+        return -(-rows // (self.config.trainer.rows_per_update or rows))
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of a batch."""
+        return self.config.trainer.prompts_per_step * self.config.rollout.samples_per_prompt
+
+    def kind(self, group: NodeGroup) -> DeviceKind:
+        """Return what a group's devices are."""
+        return self.cluster.kinds[group.kind]
+
+    def rates_of(self, group: NodeGroup) -> Rates:
+        """Return what programs reach of a group's devices."""
+        return rates_for(group.kind, self.rates)
+
+    def with_runtime(self, runtime: str, seconds: float) -> float:
+        """Return the seconds of an iteration whose stages take so many, with what the runtime adds to them."""
+        own = self.rates_of(self.cluster.groups[0]).runtimes.get(runtime, RuntimeRates())
+        return own.iteration_s + own.row_s * self.rows + (1 + own.slower) * seconds
+
+    def check_stages(self) -> None:
+        """Raise UserError for a stage whose seconds nobody knows, saying how to give them."""
+        for stage in self.flow.stages:
+            if not self._is_priced(stage):
+                what = "plays in an environment" if stage.kind is Kind.GENERATE else "is a function of yours"
+                raise UserError(
+                    f"{stage.name} {what}, whose time cannot be derived; give its seconds per iteration as in "
+                    f"--seconds {stage.name}=2.5, or calibrate with a run that has it"
+                )
+
+    def _is_priced(self, stage: Stage) -> bool:
+        if stage.name in self.seconds or any(
+            stage.type in self.rates_of(group).stages for group in self.cluster.groups
+        ):
+            return True
+        if stage.kind is Kind.GENERATE:
+            return "environment" not in stage.params
+        return stage.role is not None or stage.type.startswith(COMPUTED)
+
+    def rows_of(self, stage: Stage) -> Lengths:
+        """Return the rows that a stage sees: before selection as many as are sampled."""
+        if self.lengths.generated > 1 and stage in self.flow.sampling_segment and stage.kind is not Kind.GENERATE:
+            more = int(self.lengths.generated * len(self.lengths))
+            picks = [i % len(self.lengths) for i in range(more)]
+            return replace(
+                self.lengths, prompts=self.lengths.prompts[picks], responses=self.lengths.responses[picks], generated=1
+            )
+        return self.lengths
+
+    def compute_cost(self, stage: Stage, group: NodeGroup) -> Cost:
+        """Return the seconds of a stage that uses no model."""
+        if stage.name in self.seconds:
+            return Cost(overhead=self.seconds[stage.name])
+        return Cost(overhead=self.rates_of(group).stages.get(stage.type, 0.0) * len(self.rows_of(stage)))
+
+    def stage_cost(self, stage: Stage, use: Deployment, group: NodeGroup, devices: int, apart: bool = False) -> Cost:
+        """Return the seconds of a stage of a model.
+
+        Args:
+            use: how its role lies on the devices, with `data` filled in.
+            apart: true where engines have devices of their own.
+        """
+        if stage.name in self.seconds:
+            return Cost(overhead=self.seconds[stage.name])
+        model = self.models[str(stage.role)]
+        if stage.kind is Kind.GENERATE:
+            # Many layouts to train in share an engine, whose way through its rows is computed once.
+            assert use.engine is not None
+            key = (model.role, group.kind, devices, use.engine.divisor, use.engine.slots, use.engine.shape.dtype)
+            if key not in self._generation:
+                prefill, decode = self.works(stage, use, group, devices)
+                self._generation[key] = self.price(model, prefill, group).plus(self.price(model, decode, group))
+            return self._generation[key].plus(Cost(weights=self.publication_seconds(model, use, group, apart)))
+        if stage.kind is Kind.TRAIN and not is_optimized(stage):
+            return Cost(memory=3 * model.shape.parameters * 4 / self.kind(group).bandwidth)
+        (work,) = self.works(stage, use, group, devices)
+        cost = self.price(model, work, group)
+        if stage.kind is Kind.INFER and use.inference is not None:
+            divisor = use.inference.tensor * use.inference.pipeline
+            moved = reshard_bytes(model.plain, use.layout, divisor, True, use.plain.element_bytes)
+            cost = cost.plus(Cost(weights=moved / (self.kind(group).link * self.rates_of(group).link)))
+        return cost
+
+    @cached_property
+    def _generation(self) -> dict[Any, Cost]:
+        return {}
+
+    def works(self, stage: Stage, use: Deployment, group: NodeGroup, devices: int) -> list[Work]:
+        """Return the work of a stage of a model on its busiest device; of generation that of prompts, and of decoding."""
+        model, nodes, config = self.models[str(stage.role)], Nodes(group.devices), self.config
+        if stage.kind is Kind.GENERATE:
+            assert use.engine is not None
+            engine, multiple = use.engine, ROW_MULTIPLE if self.cluster.device == "cpu" else 1
+            replicas = max(1, devices // engine.divisor)
+            samples = config.rollout.samples_per_prompt
+            return [*generate_work(
+                engine.shape, engine.divisor, replicas, self.lengths, engine.slots, samples, nodes, multiple
+            )]  # fmt: skip
+        lengths, tokens = self.rows_of(stage), use.tokens
+        if config.runtime == "streaming":
+            # A micro-batch is no more than what comes at once.
+            tokens = min(tokens, math.ceil(config.streaming.dispatch_rows * lengths.tokens / len(lengths)))
+        if stage.kind is Kind.INFER:
+            return [infer_work(model.plain, use.inference or use.layout, lengths, tokens, model.scalar, nodes)]
+        return [train_work(
+            model.shape, use.layout, lengths, tokens, use.checkpointing, model.scalar, nodes, self.updates,
+            config.trainer.epochs,
+        )]  # fmt: skip
+
+    def publication_seconds(self, model: Model, use: Deployment, group: NodeGroup, apart: bool) -> float:
+        """Return the seconds until engines have new weights: none where they decode with the trainer's own."""
+        engine = use.engine
+        if engine is None or not (engine.own_weights or apart):
+            return 0.0
+        moved = reshard_bytes(engine.shape, use.layout, engine.divisor, not apart, engine.shape.element_bytes)
+        kind, rates = self.kind(group), self.rates_of(group)
+        within = not apart and use.layout.ranks_per_replica * (use.layout.data or 1) <= group.devices
+        return moved / (kind.link * rates.link if within else kind.network * rates.network)
+
+    def price(self, model: Model, work: Work, group: NodeGroup) -> Cost:
+        """Return the seconds of some work of a model."""
+        return price(work, self.kind(group), self.rates_of(group), model.dtype)
+
+    def engine(self, model: Model, slots: int, divisor: int, own_weights: bool) -> EngineUse:
+        """Return the embedded engine of a role."""
+        rollout = self.config.rollout
+        shape = replace(model.shape, dtype=DTYPES[rollout.dtype]) if rollout.dtype else model.shape
+        other = shape.dtype != model.shape.dtype or (model.shape is not model.plain and not model.shape.four_bit)
+        return EngineUse(shape, slots, self.config.max_sequence_tokens, divisor, own_weights or other or divisor > 1)
+
+    def use(self, role: str, layout: ParallelLayout, tokens: int, checkpointing: bool = False) -> Deployment:
+        """Return a role on a layout, without an engine."""
+        model = self.models[role]
+        return Deployment(
+            model.shape,
+            model.plain,
+            layout,
+            model.trained,
+            model.scalar,
+            model.computes,
+            tokens,
+            checkpointing,
+            moment_bytes=moment_bytes(self.config.trainer),
+        )

@@ -1,0 +1,242 @@
+"""Search placements as HybridFlow's Algorithm 1 does (arXiv 2409.19256): set partitions of the roles, devices for each set, layouts.
+
+partitions of the roles ──▶ devices of each set ──▶ choices of each set (sets.py) ──makespan──▶ the best of each partition
+        cut by the least that each set can take                                    the runtime's own order of calls
+
+The paper adds seconds within a set and takes the largest across sets, phase by phase. Here the calls of an iteration are laid out as the
+hybrid runtime makes them, which comes to the same where phases do not overlap.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from braidrl.errors import UserError
+from braidrl.plan.choices import Choice
+from braidrl.plan.plan_devices import NodeGroup
+from braidrl.plan.problem import Problem
+from braidrl.plan.rates import Cost
+from braidrl.plan.sets import SetChoice, Sets
+from braidrl.plan.simulation import Runtime, call_times
+from braidrl.plan.workload import Simulation
+
+FINEST = 32
+"""Allocations divide the devices into at most so many parts, so that a search over a thousand devices ends in seconds."""
+Partition = tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A runtime, the sets of its placement, and the seconds of an iteration."""
+
+    runtime: Runtime
+    sets: tuple[SetChoice, ...]
+    seconds: float
+    costs: Mapping[str, Cost]
+    """Of each stage, in the flow's order."""
+    starts: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """When the calls of each stage begin and end."""
+    staleness: int = 0
+    simulation: Simulation | None = None
+    """The run in virtual time that a streaming plan was timed by."""
+
+    @cached_property
+    def name(self) -> str:
+        """Return the placement as people write it."""
+        return " | ".join(f"{'+'.join(one.roles)} x{one.devices}" for one in self.sets)
+
+    @property
+    def devices(self) -> int:
+        """Return the devices in use."""
+        return sum(one.devices for one in self.sets)
+
+
+@dataclass
+class Considered:
+    """What a search looked at."""
+
+    partitions: int = 0
+    allocations: int = 0
+    layouts: int = 0
+    cut: int = 0
+    """Partitions and allocations that a bound has shown to lose."""
+
+
+def partitions(items: Sequence[str]) -> Iterator[Partition]:
+    """Yield every set partition of the items: Bell's number of them."""
+    if not items:
+        yield ()
+        return
+    first, rest = items[0], items[1:]
+    for size in range(len(rest) + 1):
+        for others in itertools.combinations(rest, size):
+            left = tuple(item for item in rest if item not in others)
+            for more in partitions(left):
+                yield ((first, *others), *more)
+
+
+def allocations(devices: int, sets: int, unit: int = 1) -> Iterator[tuple[int, ...]]:
+    """Yield every way to give all devices to sets: C(devices / unit - 1, sets - 1) of them.
+
+    Args:
+        devices: How many there are.
+        sets: How many sets share them.
+        unit: What each set gets at least, and multiples of.
+    """
+    units = devices // unit
+    for cuts in itertools.combinations(range(1, units), sets - 1):
+        ends = (0, *cuts, units)
+        yield tuple((b - a) * unit for a, b in itertools.pairwise(ends))
+
+
+class Search:
+    """A search over one problem; `considered` says what it looked at."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        keep: int = 8,
+        until: float | None = None,
+        allowed: Callable[[Choice], bool] | None = None,
+    ) -> None:
+        """Look for the best plans.
+
+        Args:
+            problem: what is searched.
+            keep: how many plans, one for each partition.
+            until: when to end, in seconds of the monotonic clock.
+            allowed: which choices of a role may be taken; None for all.
+        """
+        problem.check_stages()
+        self.problem, self.keep, self.until = problem, keep, until
+        self.considered = Considered()
+        self.sets = Sets(problem, allowed)
+        self.edges = {
+            stage.name: [edge.source for edge in problem.flow.edges if edge.target == stage.name]
+            for stage in problem.flow.stages
+        }
+
+    def hybrid(self) -> list[Plan]:
+        """Return the best plan of each partition, the quickest first, at most `keep` of them.
+
+        Raises:
+            UserError: where no allocation has room for the models, naming the least that would.
+        """
+        found: list[Plan] = []
+        roles = tuple(self.problem.flow.roles)
+        for partition in sorted(partitions(roles), key=len):
+            if found and self.until is not None and time.monotonic() > self.until:
+                break
+            self.considered.partitions += 1
+            plan = self.best_of(partition, found[self.keep - 1].seconds if len(found) >= self.keep else math.inf)
+            if plan is not None:
+                found = sorted([*found, plan], key=lambda plan: plan.seconds)[: self.keep]
+        self.considered.layouts = self.sets.choices.layouts_tried
+        if not found:
+            raise UserError(self.least())
+        return found
+
+    def best_of(self, partition: Partition, limit: float = math.inf) -> Plan | None:
+        """Return the quickest plan of a partition.
+
+        Args:
+            partition: Which roles share devices.
+            limit: Seconds of an iteration that it must be quicker than.
+
+        Returns:
+            The plan, or None where it has no room or is no quicker.
+        """
+        quickest: Plan | None = None
+        for groups in itertools.product(self.problem.cluster.groups, repeat=len(partition)):
+            for sizes in self._sizes(groups):
+                self.considered.allocations += 1
+                bar = min(limit, quickest.seconds if quickest else math.inf)
+                plan = self._quickest(partition, groups, sizes, bar)
+                quickest = plan or quickest
+        return quickest
+
+    def _sizes(self, groups: Sequence[NodeGroup]) -> Iterator[tuple[int, ...]]:
+        """Devices of each set, where each has its group's kind: all devices of every kind that is used."""
+        by_group = {group: [i for i, other in enumerate(groups) if other == group] for group in groups}
+        ways = [
+            [dict(zip(places, sizes, strict=True)) for sizes in allocations(group.size, len(places), unit_of(group))]
+            for group, places in by_group.items()
+        ]
+        for picked in itertools.product(*ways):
+            sizes = {place: size for one in picked for place, size in one.items()}
+            yield tuple(sizes[i] for i in range(len(groups)))
+
+    def _quickest(
+        self, partition: Partition, groups: Sequence[NodeGroup], sizes: Sequence[int], bar: float
+    ) -> Plan | None:
+        sets: list[SetChoice] = []
+        for roles, group, size in zip(partition, groups, sizes, strict=True):
+            found = self.sets.of_set(roles, group, size)
+            # A set's devices cannot be done before they have done all that is theirs.
+            if found is None or found.busy >= bar:
+                self.considered.cut += 1
+                return None
+            sets.append(found)
+        plan = self.plan("hybrid", sets)
+        return plan if plan.seconds < bar else None
+
+    def plan(self, runtime: Runtime, sets: Sequence[SetChoice]) -> Plan:
+        """Return a plan with its calls laid out as a runtime makes them.
+
+        Args:
+            runtime: Who makes the calls.
+            sets: The roles of each set of devices, with their layouts.
+        """
+        costs = self._costs(sets)
+        pools = self._pools(sets) if runtime == "hybrid" else dict.fromkeys(costs, 0)
+        times = call_times(self.edges, pools, {name: cost.seconds for name, cost in costs.items()})
+        seconds = self.problem.with_runtime(runtime, max(end for _, end in times.values()))
+        return Plan(runtime, tuple(sets), seconds, costs, times)
+
+    def _costs(self, sets: Sequence[SetChoice]) -> dict[str, Cost]:
+        modelled = {name: cost for one in sets for name, cost in one.costs.items()}
+        group = sets[0].group
+        return {
+            stage.name: modelled.get(stage.name) or self.problem.compute_cost(stage, group)
+            for stage in self.problem.flow.stages
+        }
+
+    def _pools(self, sets: Sequence[SetChoice]) -> dict[str, int]:
+        """The set of each stage; what uses no model runs where the first set is."""
+        found = {name: i for i, one in enumerate(sets) for name in one.costs}
+        return {stage.name: found.get(stage.name, 0) for stage in self.problem.flow.stages}
+
+    def colocated(self, runtime: Runtime) -> list[Plan]:
+        """Return the best plans in which all roles share all devices and take turns."""
+        roles = tuple(self.problem.flow.roles)
+        group = max(self.problem.cluster.groups, key=lambda group: group.size)
+        found = self.sets.of_set(roles, group, group.size)
+        return [] if found is None else [self.plan(runtime, [found])]
+
+    def least(self) -> str:
+        """Return a line that says on how many devices of these kinds the models would fit."""
+        roles = tuple(self.problem.flow.roles)
+        for group in self.problem.cluster.groups:
+            for nodes in (2**power for power in range(1, 11)):
+                wider = group.model_copy(update={"nodes": group.nodes * nodes})
+                if self.sets.of_set(roles, wider, wider.size):
+                    return (
+                        f"the models of flow {self.problem.flow.name} fit on no allocation of {self.problem.cluster}; "
+                        f"the least that has room is --devices {wider.nodes}x{wider.devices}x{wider.kind}"
+                    )
+        largest = max(self.problem.models.values(), key=lambda model: model.shape.parameters)
+        return (
+            f"the models of flow {self.problem.flow.name} fit on no allocation of {self.problem.cluster}, nor on a thousand times as "
+            f"many: {largest.role} has {largest.shape.parameters / 1e9:.1f}B parameters; choose a kind with more memory"
+        )
+
+
+def unit_of(group: NodeGroup) -> int:
+    """Return the devices that allocations of a group are multiples of: the least that divide it into no more than FINEST parts."""
+    return next(n for n in range(1, group.size + 1) if group.size % n == 0 and group.size // n <= FINEST)
+
+
+__all__ = ["Considered", "Partition", "Plan", "Search", "allocations", "partitions", "unit_of"]

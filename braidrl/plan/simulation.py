@@ -1,0 +1,321 @@
+"""Runtimes in virtual time, for plans: the streaming runtime's schedule, and the calls of the hybrid one.
+
+workers of each stage ── take ──▶ schedule ── rows ──▶ seconds pass, a worker dies, an answer is late ──▶ acknowledge
+engines               ── load ──▶ which weights, and when ──▶ seconds pass in which their rows get no further
+"""
+
+import heapq
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from braidrl.data.packing import balanced_partition
+from braidrl.flow.readiness import Uid
+from braidrl.flow.stage import Kind, Stage
+from braidrl.plan.workload import Fate, SimulatedSpan, Simulation, Workload
+from braidrl.queue.tasks import Lease, LeaseLost
+from braidrl.runtimes.streaming.schedule import StreamSchedule
+from braidrl.weights.update_policy import LoadingSchedule
+
+Runtime = Literal["eager", "hybrid", "distributed", "streaming"]
+
+
+class Deadlock(RuntimeError):
+    """Nothing is under way and the run is not over."""
+
+
+@dataclass
+class Clock:
+    """Runs actions at their times; those of one time run in the order in which they were asked for."""
+
+    now: float = 0.0
+    events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
+    asked: int = 0
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        """Ask for `action` in `seconds` from now."""
+        heapq.heappush(self.events, (self.now + seconds, self.asked, action))
+        self.asked += 1
+
+    def step(self) -> bool:
+        """Run the next event; return False if there is none."""
+        if not self.events:
+            return False
+        self.now, _, action = heapq.heappop(self.events)
+        action()
+        return True
+
+
+@dataclass
+class LeaseUnderWay:
+    """A lease under way: its end, if nothing comes between, and for a row of an engine the version that it began with."""
+
+    lease: Lease
+    end: float
+    version: int | None
+    fate: Fate = "done"
+    drawn: float | None = None
+    """Seconds that its row, which is set aside then, has been drawn; None for one that is done."""
+    turn: int = 0
+    """How often its end was put off."""
+
+
+@dataclass
+class SimulatedWorker:
+    """A worker of one stage; a train stage's workers are one group of so many ranks, and an engine has several slots."""
+
+    name: str
+    stage: Stage
+    ranks: int = 1
+    slots: int = 1
+    work: dict[int, LeaseUnderWay] = field(default_factory=dict)
+    """By the number of its lease."""
+    loads: bool = False
+    steps_since: float = 0.0
+    """When the decode steps of an engine began, one after the other."""
+
+    @property
+    def is_free(self) -> bool:
+        """Return whether it has room for a lease."""
+        return not self.loads and len(self.work) < self.slots
+
+
+class Streaming:
+    """One simulated run."""
+
+    def __init__(self, work: Workload) -> None:
+        self.work = work
+        self.result = Simulation()
+        self.clock = Clock()
+        self.schedule = StreamSchedule(work.flow, work.sizes)
+        self.workers = [worker for stage in work.flow.stages for worker in _workers(work, stage)]
+        self.engines = [worker for worker in self.workers if worker.stage.kind is Kind.GENERATE]
+        self.loading = LoadingSchedule(work.loading, max(1, int(work.share_out * len(self.engines))))
+        for engine in self.engines:
+            self.loading.join(engine.name)
+        self.drawn: dict[Uid, float] = {}
+        """Seconds that rows which were set aside have been drawn."""
+        self.watching = False
+
+    def simulate(self) -> Simulation:
+        """Run to the last publication. Raises Deadlock where nothing goes on before."""
+        self._decide()
+        while self.schedule.published < self.work.sizes.iterations:
+            if not self.clock.step():
+                waiting = len(self.schedule.tasks.rows)
+                raise Deadlock(f"{waiting} rows wait for ever behind version {self.schedule.published}")
+            self._decide()
+        self.result.staleness = self.schedule.max_staleness_seen
+        return self.result
+
+    def _decide(self) -> None:
+        """Begin everything that can begin now."""
+        while self._admit() or self._step() or self._publish() or self._load():
+            pass
+        idle: set[tuple[str, int | None]] = set()
+        for worker in self.workers:
+            # What one worker of a stage does not find, another one of that version would not find either.
+            kind = worker.stage.name, self.loading.version_of(worker.name)
+            if kind not in idle and self.loading.takes_rows(worker.name):
+                while worker.is_free and kind not in idle:
+                    if not self._begin(worker):
+                        idle.add(kind)
+
+    def _admit(self) -> bool:
+        count = self.schedule.groups_wanted(self.loading.target)
+        if count:
+            first = self.schedule.next_group
+            uids = self.work.uids(range(first, first + count))
+            self.schedule.admit(uids)
+            self.result.admitted.update(uids)
+        outcome = self.schedule.close()
+        if outcome is not None:
+            self.result.finish_batch(outcome)
+        return count > 0 or outcome is not None
+
+    def _step(self) -> bool:
+        due = self.schedule.due_steps()
+        for stage in due:
+            self.schedule.stepped(stage)
+        return bool(due)
+
+    def _publish(self) -> bool:
+        if self.schedule.due_publication() is None:
+            return False
+        batch = self.schedule.batches[self.schedule.published + 1]
+        self.result.versions.append([self.schedule.versions[uid] for uid in batch.uids])
+        self.schedule.publish()
+        self.result.ends.append(self.clock.now)
+        return True
+
+    def _load(self) -> bool:
+        """Let engines receive and load weights whose turn it is."""
+        published, begun = self.schedule.published, False
+        self.loading.advance(published, self.schedule.is_generation_over(self.loading.target))
+        for engine in self.engines:
+            if engine.loads:
+                continue
+            if self.loading.receive(engine.name, published):
+                self.clock.after(self.work.receive_seconds, partial(self.loading.received, engine.name, published))
+            load = self.loading.load(engine.name, len(engine.work))
+            if load is not None:
+                self._begin_loading(engine, load.version)
+                begun = True
+        return begun
+
+    def _begin_loading(self, engine: SimulatedWorker, version: int) -> None:
+        """Put off the ends of an engine's rows, which it sets down after their decode step, until it has loaded."""
+        ahead = self.loading.receives_ahead and self.loading.engines[engine.name].received >= version
+        seconds = self.work.load_seconds + (0.0 if ahead else self.work.receive_seconds)
+        engine.loads = True
+        step = self._until_step(engine)
+        for work in engine.work.values():
+            # What ends with this step is not set down; ends and steps are sums of the same seconds in another order.
+            if work.end > self.clock.now + step + 1e-9:
+                work.end, work.turn = work.end + seconds, work.turn + 1
+                self._wait_for(engine, work)
+        engine.steps_since += seconds
+        self.clock.after(step + seconds, lambda: self._loaded(engine, version))
+
+    def _loaded(self, engine: SimulatedWorker, version: int) -> None:
+        engine.loads = False
+        self.loading.loaded(engine.name, version)
+
+    def _begin(self, worker: SimulatedWorker) -> bool:
+        """Give a worker what is ready for it; return False if nothing is."""
+        version = self.loading.version_of(worker.name)
+        most = self.work.dispatch_rows if version is None else 1
+        lease = self.schedule.take(
+            worker.stage.name, worker.name, self.clock.now, self.work.lease_seconds, most, engine_version=version
+        )
+        if lease is None:
+            return False
+        shares, drawn = self._shares(worker, lease.rows), None
+        if worker.stage.kind is Kind.GENERATE:
+            shares, drawn = self._until_set_aside(lease, shares[0])
+        fate, seconds = self.work.fate(lease.number), max(shares) + self._until_begun(worker)
+        late = self.work.lease_seconds if fate == "late" else 0.0
+        seconds = seconds / 2 if fate == "dies" else seconds + late
+        work = worker.work[lease.number] = LeaseUnderWay(lease, self.clock.now + seconds, version, fate, drawn)
+        self._wait_for(worker, work)
+        self._note(worker, lease, shares)
+        self._watch()
+        return True
+
+    def _wait_for(self, worker: SimulatedWorker, work: LeaseUnderWay) -> None:
+        turn = work.turn
+        self.clock.after(work.end - self.clock.now, lambda: self._ends(worker, work) if turn == work.turn else None)
+
+    def _ends(self, worker: SimulatedWorker, work: LeaseUnderWay) -> None:
+        # What died meanwhile has lost its rows.
+        if worker.work.pop(work.lease.number, None) is None:
+            return
+        if work.fate == "dies":
+            worker.work.clear()
+            self.schedule.fail_holder(worker.name)
+        else:
+            self._answers(worker, work)
+
+    def _shares(self, worker: SimulatedWorker, rows: Sequence[Uid]) -> list[float]:
+        costs = [self.work.seconds(worker.stage.name, row) for row in rows]
+        return [sum(costs[i] for i in part) for part in balanced_partition(costs, worker.ranks)]
+
+    def _until_begun(self, worker: SimulatedWorker) -> float:
+        """Return how long a row that an engine is given now waits: the step that follows its asking goes by without it."""
+        if not worker.work:
+            worker.steps_since = self.clock.now
+        if not self.work.step_seconds or worker.stage.kind is not Kind.GENERATE or worker.steps_since == self.clock.now:
+            return 0.0
+        return self._until_step(worker) or self.work.step_seconds
+
+    def _until_step(self, engine: SimulatedWorker) -> float:
+        """Return the seconds until an engine's decode step ends; 0 between two, and where it has no rows."""
+        seconds = self.work.step_seconds
+        if not engine.work or not seconds:
+            return 0.0
+        # Between two steps up to the rounding of sums of seconds.
+        done = round((self.clock.now - engine.steps_since) / seconds, 6)
+        return (math.ceil(done) - done) * seconds
+
+    def _until_set_aside(self, lease: Lease, seconds: float) -> tuple[list[float], float | None]:
+        """Return how long an engine draws its row now, and if it is set aside then how long it has been drawn."""
+        before, most = self.drawn.get(lease.rows[0], 0.0), self.work.seconds_per_iteration
+        if seconds - before <= most or not self.schedule.may_set_aside(lease):
+            return [seconds - before], None
+        return [most], before + most
+
+    def _note(self, worker: SimulatedWorker, lease: Lease, shares: Sequence[float]) -> None:
+        iteration = self.schedule.iteration_of[lease.rows[0][1]]
+        for rank, share in enumerate(shares):
+            name = worker.name if worker.ranks == 1 else f"{worker.name}/{rank}"
+            start, rows = self.clock.now, len(lease.rows)
+            self.result.spans.append(SimulatedSpan(name, worker.stage.name, start, start + share, rows, iteration))
+
+    def _answers(self, worker: SimulatedWorker, work: LeaseUnderWay) -> None:
+        lease = work.lease
+        try:
+            if worker.stage.kind is Kind.SELECT:
+                groups = dict.fromkeys(uid[1] for uid in lease.rows)
+                self.schedule.select(
+                    lease.number, self.clock.now, {group: self._reason(worker, group) for group in groups}
+                )
+            elif work.drawn is not None:
+                self.schedule.set_aside(lease.number, self.clock.now, work.version or 0)
+                self.drawn[lease.rows[0]] = work.drawn
+            else:
+                self.schedule.acknowledge(lease.number, self.clock.now, work.version)
+        except LeaseLost:
+            # Its rows are someone else's by now, or were dropped; what it made of them is thrown away.
+            return
+        if worker.stage.kind is Kind.TRAIN:
+            self.result.trained.update((lease.task, row) for row in lease.rows)
+
+    def _reason(self, worker: SimulatedWorker, group: int) -> str | None:
+        """Return the verdict, which falls at the last select; those before it keep everything."""
+        return self.work.verdict(group) if worker.stage.name == self.schedule.selects[-1] else None
+
+    def _watch(self) -> None:
+        """Ask to be woken when the first lease will have run out."""
+        deadline = self.schedule.tasks.leases.next_deadline()
+        if deadline is not None and not self.watching:
+            self.watching = True
+            # Later by more than times are rounded, for a lease that has exactly its seconds behind it has not run out yet.
+            self.clock.after(deadline - self.clock.now + self.work.lease_seconds / 1000, self._look)
+
+    def _look(self) -> None:
+        self.watching = False
+        tasks = self.schedule.tasks
+        tasks.give_up(tasks.leases.expired(self.clock.now))
+        self._watch()
+
+
+def _workers(work: Workload, stage: Stage) -> list[SimulatedWorker]:
+    count = work.workers.get(stage.name, 1)
+    if stage.kind is Kind.TRAIN:
+        return [SimulatedWorker(f"{stage.name}/0", stage, ranks=count)]
+    slots = work.slots if stage.kind is Kind.GENERATE else 1
+    return [SimulatedWorker(f"{stage.name}/{number}", stage, slots=slots) for number in range(count)]
+
+
+def call_times(
+    before: Mapping[str, Sequence[str]], pools: Mapping[str, object], seconds: Mapping[str, float]
+) -> dict[str, tuple[float, float]]:
+    """Return when the calls of one iteration begin and end under the hybrid runtime, each a whole.
+
+    Args:
+        before: The stages that each waits for, by name in the flow's order.
+        pools: Where each runs; a pool works through its calls in order.
+        seconds: How long each takes.
+    """
+    free: dict[object, float] = {}
+    times: dict[str, tuple[float, float]] = {}
+    for stage, needed in before.items():
+        start = free.get(pools[stage], 0.0)
+        for name in needed:
+            if name in times and times[name][1] > start:
+                start = times[name][1]
+        free[pools[stage]] = start + seconds[stage]
+        times[stage] = (start, free[pools[stage]])
+    return times

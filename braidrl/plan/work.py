@@ -1,0 +1,228 @@
+"""Count the work of one role on one layout: training and inference, and the bytes of a change of layout.
+
+rows' lengths, a model's shape, a layout ──▶ Work of the busiest device ──rates.price──▶ seconds
+
+Operations of a forward pass over N tokens: 2·N·P of P parameters in matrices, 2·H·D·T² per layer in causal attention of a row of T tokens
+with H heads of D numbers. A backward pass takes twice as many; recomputed activations one forward pass more. Tensor parallelism
+gathers and scatters tokens twice per layer and pass (Korthikanti et al., arXiv 2205.05198); a pipeline of p ranks and n micro-batches
+idles (p - 1) of n + p - 1 turns; a ring of g ranks carries (g - 1) / g of the bytes for each of gather and scatter.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from braidrl.config.layout import ParallelLayout
+from braidrl.plan.rates import Phase, Work
+from braidrl.training import operations
+from braidrl.training.memory.footprint import MASTER_BYTES, Shape, beside_layers
+from braidrl.training.parallel.pipeline import RUN
+
+OPTIMIZER_BYTES = 30
+"""What an AdamW step reads and writes of each parameter: gradient, master weight and moments in float32, the weight itself."""
+Numbers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Lengths:
+    """Tokens of the rows of one batch: of prompts (R,) and responses (R,); `generated` times as many rows are sampled as are trained."""
+
+    prompts: Numbers
+    responses: Numbers
+    generated: float = 1.0
+
+    @cached_property
+    def totals(self) -> Numbers:
+        """Return the tokens of each row, (R,)."""
+        return self.prompts + self.responses
+
+    @cached_property
+    def tokens(self) -> int:
+        """Return the tokens of all rows."""
+        return int(self.totals.sum())
+
+    @cached_property
+    def squares(self) -> float:
+        """Return the sum of the squared lengths of rows, which attention grows with."""
+        return float((self.totals.astype(np.float64) ** 2).sum())
+
+    @cached_property
+    def longest(self) -> int:
+        """Return the tokens of the longest row."""
+        return int(self.totals.max())
+
+    @cached_property
+    def ordered(self) -> Numbers:
+        """Return responses from the shortest to the longest, (R,)."""
+        return np.sort(self.responses)
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+
+class Share(NamedTuple):
+    """What the busiest of some copies of a model computes of a batch: tokens, squared lengths, rows."""
+
+    tokens: float
+    squares: float
+    rows: float
+
+
+def share_of(lengths: Lengths, copies: int, updates: int = 1) -> Share:
+    """Return one copy's share of one update; never less than whole rows, and never less than the longest."""
+    rows = len(lengths) / updates
+    own = math.ceil(rows / copies)
+    mean = lengths.tokens / len(lengths)
+    tokens = max(lengths.tokens / updates / copies, own * mean if own <= 2 else 0.0)
+    if rows / copies < 8:
+        # Of few rows one is the longest, now and then: the copy that has it is waited for.
+        tokens = max(tokens, mean * (own - 1) + expected_longest(lengths, copies))
+    return Share(tokens, lengths.squares / len(lengths) * (tokens / mean), own)
+
+
+@cache
+def expected_longest(lengths: Lengths, among: int) -> float:
+    """Return the typical length of the longest of so many rows."""
+    return float(np.quantile(lengths.totals, 1 - 1 / (among + 1)))
+
+
+class Nodes(NamedTuple):
+    """How many devices of a node neighbour each other."""
+
+    devices: int
+
+    def sent(self, inner: int, ranks: int, moved: float) -> "Roads":
+        """Return by which road each of `ranks` ranks, at intervals of `inner` devices, sends so many bytes.
+
+        A group that has several devices of each node sends over the network adapters of all of them at once, a part of the bytes over each.
+        """
+        if inner * ranks <= self.devices:
+            return Roads(link=moved)
+        return Roads(network=moved / max(1, self.devices // inner))
+
+
+class Roads(NamedTuple):
+    """Bytes within a node and between nodes."""
+
+    link: float = 0.0
+    network: float = 0.0
+
+    def plus(self, other: "Roads") -> "Roads":
+        """Return the sum by road."""
+        return Roads(self.link + other.link, self.network + other.network)
+
+
+def matrix_sizes(shape: Shape, scalar: bool) -> operations.MatrixSizes:
+    """Return the sizes from which a model's operations follow."""
+    return operations.MatrixSizes.of(shape.sizes, shape.parameters, scalar)
+
+
+def forward_operations(shape: Shape, tokens: float, squares: float, scalar: bool) -> float:
+    """Return the operations of a forward pass over rows of so many tokens, all of them predicted, and squared lengths together."""
+    counts = operations.TokenCounts(tokens, tokens, squares / 2)
+    return operations.forward_operations(matrix_sizes(shape, scalar), counts)
+
+
+def model_work(
+    phase: Phase, shape: Shape, layout: ParallelLayout, share: Share, max_tokens: int, passes: float, scalar: bool,
+    nodes: Nodes,
+) -> Work:  # fmt: skip
+    """Return the work of one rank while its copy of the model computes a share of rows.
+
+    Args:
+        layout: with `data` filled in.
+        passes: forward passes' worth of operations: 1 to infer, 3 to train, 4 with recomputation, 2 with adapters.
+    """
+    t, s, p = layout.tensor, layout.sequence, layout.pipeline
+    layers = shape.sizes.num_hidden_layers / p
+    batches = max(1, math.ceil(share.tokens / max_tokens))
+    run = min(batches, RUN * p)
+    bubble = (run + p - 1) / run
+    computed = passes * forward_operations(shape, share.tokens, share.squares, scalar) / (t * s * p) * bubble
+    width = share.tokens * shape.sizes.hidden_size * shape.element_bytes / s
+    times = layers * (1 if passes == 1 else passes - 1)
+    waited, collectives = Roads(), 0.0
+    if t > 1:
+        waited = waited.plus(nodes.sent(1, t, 4 * times * width * (t - 1) / t * bubble))
+        collectives += 4 * times * batches
+    if s > 1:
+        waited = waited.plus(nodes.sent(t, s, 4 * times * width / t * (s - 1) / s * bubble))
+        collectives += 4 * times * batches
+    if p > 1:
+        both = 1 if passes == 1 else 2
+        waited = waited.plus(nodes.sent(t * s * (layout.data or 1), p, both * width / t))
+        collectives += both * batches * bubble
+    shared = sharing_work(shape, layout, batches, passes > 1, nodes)
+    return shared._replace(
+        phase=phase, operations=computed, activations=passes * layers * width / t * bubble, tokens=share.tokens / s,
+        calls=layers * batches * passes * bubble, rows=share.rows, steps=1, link=shared.link + waited.link,
+        network=shared.network + waited.network, collectives=shared.collectives + collectives,
+    )  # fmt: skip
+
+
+def sharing_work(shape: Shape, layout: ParallelLayout, batches: int, trains: bool, nodes: Nodes) -> Work:
+    """Return what ranks that share a model send for some micro-batches: weights and gradients of shards while they compute, sums after.
+
+    Shards are gathered and scattered layer by layer behind computing (FSDP2); gradients of copies are summed once before the optimizer's
+    step, which waits for them.
+    """
+    inner, outer, g = layout.tensor, (layout.data or 1) * layout.sequence, layout.shard_ranks
+    layers = shape.sizes.num_hidden_layers // layout.pipeline
+    own = (layers * shape.layer_parameters + beside_layers(shape, layout)) / inner
+    trained = own * shape.trained / shape.parameters
+    behind, waited, collectives = Roads(), Roads(), 0.0
+    if layout.shard != "none" and g > 1:
+        gathers = batches * (2 if trains else 1) if layout.shard == "full" else 1
+        scatters = batches if trains else 0
+        moved = gathers * own * shape.element_bytes + scatters * trained * MASTER_BYTES
+        behind = nodes.sent(inner, g, moved * (g - 1) / g)
+        collectives += (gathers + scatters) * (layers + 1)
+    summed = outer if layout.shard == "none" else outer // g
+    if trains and summed > 1:
+        sums = nodes.sent(inner * g, summed, 2 * trained * MASTER_BYTES / g * (summed - 1) / summed)
+        waited, behind = (sums, behind) if layout.shard == "none" else (waited, behind.plus(sums))
+        collectives += 1
+    return Work(
+        "train", link=waited.link, network=waited.network, collectives=collectives, behind_link=behind.link,
+        behind_network=behind.network,
+    )  # fmt: skip
+
+
+def train_work(
+    shape: Shape, layout: ParallelLayout, lengths: Lengths, max_tokens: int, checkpointing: bool, scalar: bool,
+    nodes: Nodes, updates: int = 1, epochs: int = 1,
+) -> Work:  # fmt: skip
+    """Return the work of training one batch in `updates` optimizer steps in each of `epochs` passes."""
+    share = share_of(lengths, layout.data or 1, updates)
+    passes = (2.0 if shape.trained < shape.parameters else 3.0) + checkpointing
+    one = model_work("train", shape, layout, share, max_tokens, passes, scalar, nodes)
+    divisor = layout.tensor * layout.pipeline * layout.shard_ranks
+    optimizer = shape.trained / divisor * OPTIMIZER_BYTES
+    one = one._replace(memory=optimizer)
+    return Work("train", *(number * updates * epochs for number in one[1:]))
+
+
+def infer_work(
+    shape: Shape, layout: ParallelLayout, lengths: Lengths, max_tokens: int, scalar: bool, nodes: Nodes
+) -> Work:
+    """Return the work of one forward pass over a batch."""
+    return model_work(
+        "infer", shape, layout, share_of(lengths, layout.data or 1), max_tokens, 1.0, scalar, nodes
+    )  # fmt: skip
+
+
+def reshard_bytes(shape: Shape, layout: ParallelLayout, target: int, shared: bool, element_bytes: int) -> float:
+    """Return the bytes that a rank receives when trained weights go to a layout that divides them by `target`.
+
+    What a rank holds already is not sent: HybridFlow's zero-redundancy transition, arXiv 2409.19256, table 2.
+
+    Args:
+        shared: true where trainer and target are the same ranks.
+    """
+    whole = shape.parameters * element_bytes
+    held = whole / (layout.tensor * layout.pipeline * layout.shard_ranks) if shared else 0.0
+    return max(0.0, whole / target - held)

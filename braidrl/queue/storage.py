@@ -1,0 +1,244 @@
+"""Payload in the storage of the node where it was written; readers on other nodes ask that node's server for their rows.
+
+same node     read ──▶ segment, as views
+another node  read ──▶ that node's server ──▶ the named columns of the rows that are asked for, as frames
+
+A segment is written once, whole, by whoever makes it, and can be read until it is unlinked. Its name, braid-<run>-<writer>-<n>, carries
+the run and the process that wrote it, so that all that either has left can be found. Segments are files in shared memory or on a
+disk (`Segments`), or what another backend makes of them (`storage_backends`).
+"""
+
+import itertools
+import mmap
+import os
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from braidrl.data.codec import decode, encode
+from braidrl.data.frames import Frame, laid_out, split
+from braidrl.data.rows import Rows
+from braidrl.queue.requests import Answer
+from braidrl.queue.table import Block
+from braidrl.queue.transport import Connections
+
+SHARED = "/dev/shm"
+PREFIX = "braid-"
+NAME = re.compile(r"braid-[0-9a-f]+-[A-Za-z0-9_.]+-[0-9]+")
+
+
+class Place(NamedTuple):
+    """What a process has to know of its node: its name, that of the run's segments, its server's address, and the storage."""
+
+    host: str
+    run: str
+    address: str
+    storage: str = "shared_memory"
+
+
+class Evicted(LookupError):
+    """A block is gone: its rows were dropped, so that whatever was to be made of them is not needed."""
+
+
+class StorageBackend(Protocol):
+    """The segments of one run. `check_storage` is its contract."""
+
+    run: str
+
+    def write(self, frames: Sequence[Frame]) -> tuple[str, int]:
+        """Write a new segment with these frames; return its name and size in bytes. Raises OSError where there is no room."""
+
+    def read(self, name: str) -> Sequence[Frame]:
+        """Return the frames of a segment. Raises FileNotFoundError for one that was unlinked, ValueError for what is no name."""
+
+    def unlink(self, names: Collection[str]) -> None:
+        """Free segments; those that are gone already are left at that. Raises ValueError for what is no name."""
+
+    def names(self, writer: str | None = None) -> list[str]:
+        """Return the names of all segments of the run, or those of one writer."""
+
+
+class DataPlane:
+    """A process's view of the payload of all nodes. `host` names its own one, whose server is at `address`."""
+
+    def __init__(
+        self, segments: StorageBackend, address: str, host: str = "here", limit_s: float = 60.0,
+        secret: str | None = None,
+    ) -> None:  # fmt: skip
+        self.segments, self.address, self.host, self.secret = segments, address, host, secret
+        self.served = 0
+        """Bytes that this node's server has given to other nodes."""
+        self.connections = Connections(limit_s, secret)
+        """To other nodes' servers, and to whoever else this process asks."""
+
+    def write(self, frames: Sequence[Frame]) -> Block:
+        """Put frames into a segment of this node. Raises OSError where memory is full."""
+        name, size = self.segments.write(frames)
+        return Block(self.host, self.address, name, size)
+
+    def write_rows(self, rows: Rows) -> Block | None:
+        """Write the payload columns as a block; None where there are none."""
+        payload = rows.payload
+        return self.write(encode(payload)) if list(payload) else None
+
+    def read(self, block: Block) -> Sequence[Frame]:
+        """Return the block's frames: views on shared memory, or bytes from its node. Raises Evicted."""
+        if block.host == self.host:
+            return self._here(block.name)
+        return self._from(block, {"request": "frames", "name": block.name})
+
+    def read_rows(self, block: Block, columns: Sequence[str], positions: Sequence[int] | None = None) -> Rows:
+        """Return the named payload columns of a block, of all its rows or of those at some positions. Raises Evicted."""
+        if block.host == self.host:
+            return chosen(self._here(block.name), columns, positions)
+        wanted = {"columns": list(columns), "positions": positions}
+        return decode(self._from(block, {"request": "rows", "name": block.name, **wanted}))
+
+    def free(self, blocks: Iterable[Block]) -> None:
+        """Free blocks, on whatever node they are; nobody waits for other nodes."""
+        by_address: defaultdict[str, list[str]] = defaultdict(list)
+        for block in blocks:
+            if block.host == self.host:
+                self.segments.unlink([block.name])
+            else:
+                by_address[block.address].append(block.name)
+        for address, names in by_address.items():
+            self.connections.tell(address, {"request": "free", "names": names})
+
+    def missing(self, blocks: Iterable[Block]) -> set[str]:
+        """Return the names of those blocks that should be on this node and are not."""
+        wanted = {block.name for block in blocks if block.host == self.host}
+        return wanted - set(self.segments.names()) if wanted else wanted
+
+    def abandon(self, address: str, writer: str, known: Collection[str]) -> None:
+        """Free what a process of the node at `address` has written, but for the segments that are `known`: it is gone."""
+        request = {"request": "abandon", "writer": writer, "known": sorted(known)}
+        if address == self.address:
+            self.answer(request)
+        else:
+            self.connections.tell(address, request)
+
+    def served_by(self, address: str) -> int:
+        """Return the bytes that the node at `address` has given to others so far."""
+        if address == self.address:
+            return self.served
+        return int(self.connections.ask(address, {"request": "served"})[0]["bytes"])
+
+    def answer(self, request: dict[str, Any], frames: Sequence[Frame] = ()) -> Answer:
+        """Answer another node: with frames or rows of a block, or that blocks are freed."""
+        if request["request"] == "served":
+            return {"bytes": self.served}, ()
+        if request["request"] == "free":
+            self.segments.unlink(request["names"])
+            return {}, ()
+        if request["request"] == "abandon":
+            self.segments.unlink(set(self.segments.names(request["writer"])) - set(request["known"]))
+            return {}, ()
+        try:
+            frames = self.segments.read(request["name"])
+        except FileNotFoundError:
+            return {"missing": request["name"]}, ()
+        if request["request"] == "rows":
+            frames = encode(chosen(frames, request["columns"], request["positions"]))
+        self.served += sum(memoryview(frame).nbytes for frame in frames)
+        return {}, frames
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.connections.close()
+
+    def _here(self, name: str) -> Sequence[Frame]:
+        try:
+            return self.segments.read(name)
+        except FileNotFoundError:
+            raise Evicted(f"{name} was evicted") from None
+
+    def _from(self, block: Block, request: dict[str, Any]) -> Sequence[Frame]:
+        answer, frames = self.connections.ask(block.address, request)
+        if "missing" in answer:
+            raise Evicted(f"{block.name} was evicted from {block.host}")
+        return frames
+
+
+def chosen(frames: Sequence[Frame], columns: Sequence[str], positions: Sequence[int] | None) -> Rows:
+    """Return the named columns of encoded rows, of all or of those at some positions."""
+    rows = decode(frames, columns)
+    return rows if positions is None else rows.take(positions)
+
+
+class Named:
+    """Gives names to the segments of one process."""
+
+    def __init__(self, run: str, writer: str) -> None:
+        """Begin with number 0; `writer` tells the segments of processes apart."""
+        self.run, self.writer = run, re.sub(r"[^A-Za-z0-9_.]", ".", writer)
+        self._numbers = itertools.count()
+
+    def next_name(self) -> str:
+        """Return a name that no other segment of the run has."""
+        return f"{PREFIX}{self.run}-{self.writer}-{next(self._numbers)}"
+
+    def pattern(self, writer: str | None) -> str:
+        """Return the glob pattern of a writer's segments, or of all."""
+        return f"{PREFIX}{self.run}-{'*' if writer is None else re.sub(r'[^A-Za-z0-9_.]', '.', writer)}-*"
+
+
+class Segments(Named):
+    """Segments that are files of one folder."""
+
+    def __init__(self, run: str, writer: str, folder: Path | None = None) -> None:
+        """Use shared memory, or another folder."""
+        super().__init__(run, writer)
+        self.folder = folder or shared_folder()
+
+    def write(self, frames: Sequence[Frame]) -> tuple[str, int]:
+        size, pieces = laid_out(frames)
+        name = self.next_name()
+        handle = os.open(self.folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        try:
+            # Not through a mapping: that fills every page with zeros first, and full memory ends the process by SIGBUS.
+            os.ftruncate(handle, size)
+            for start, piece in pieces:
+                written = 0
+                while written < piece.nbytes:
+                    written += os.pwrite(handle, piece[written:], start + written)
+        except BaseException as error:
+            self.unlink([name])
+            if isinstance(error, OSError):
+                error.filename = str(self.folder)
+            raise
+        finally:
+            os.close(handle)
+        return name, size
+
+    def read(self, name: str) -> list[memoryview]:
+        """Return read-only views, which keep the memory even when the segment is unlinked."""
+        handle = os.open(self.folder / allowed(name), os.O_RDONLY)
+        try:
+            return split(memoryview(mmap.mmap(handle, 0, access=mmap.ACCESS_READ)))
+        finally:
+            os.close(handle)
+
+    def unlink(self, names: Collection[str]) -> None:
+        """Free segments once their last reader lets go; those that are gone already are left at that."""
+        for name in names:
+            (self.folder / allowed(name)).unlink(missing_ok=True)
+
+    def names(self, writer: str | None = None) -> list[str]:
+        return sorted(path.name for path in self.folder.glob(self.pattern(writer)))
+
+
+def allowed(name: str) -> str:
+    """Return a segment's name, which came over the wire and must not lead anywhere else. Raises ValueError for any other."""
+    if not NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is no segment's name")
+    return name
+
+
+def shared_folder() -> Path:
+    """Return where files live in memory: the folder that BRAID_SHARED_MEMORY names, else /dev/shm; without such a place, on disk."""
+    folder = Path(os.environ.get("BRAID_SHARED_MEMORY", SHARED))
+    return folder if folder.is_dir() else Path(tempfile.gettempdir())

@@ -1,0 +1,315 @@
+"""The queue's sockets: a msgpack map, then raw frames; every request gets one answer, and is repeated until it has.
+
+           ┌───────────── request ────────────▶ handle ──▶ answer at once
+client ────┤    again after REPEAT_S, same number   └── Wait ──▶ parked until what it waits for has changed ──▶ answer
+           └◀──── {"waited": true} once it has waited as long as it said                          (requests.py)
+
+Nothing is unpickled. What is no request costs its sender the right to be read.
+"""
+
+import contextlib
+import secrets
+import threading
+import time
+import traceback
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import msgpack
+import zmq
+from zmq.utils import z85
+
+from braidrl.data.frames import Frame
+from braidrl.queue.requests import Answer, Handler, Parking
+
+REPEAT_S = 1.0
+"""How long a request may be unanswered before it is sent again: its server may have been replaced."""
+FRAME_BYTES = 1 << 31
+"""A server that answers with a larger frame loses the connection."""
+TICK_S = 0.1
+"""How late an expired lease or a reader's limit may be noticed."""
+REQUEST_BYTES = 1 << 28
+"""Whoever sends a larger frame loses the connection: requests name rows and say where payload lies, and hold none."""
+REFUSED = 1024
+"""How many senders of malformed messages are remembered."""
+FRAMES = 4096
+"""A message of more frames is malformed."""
+END_LIMIT_S = 10.0
+"""How long a server may take over the request that it is at when it is closed."""
+AT_ONCE = 100
+"""How many requests are taken in before those that wait are looked at again."""
+
+
+class QueueError(RuntimeError):
+    """The queue refused a request; the text is the queue's."""
+
+
+class QueueTimeout(TimeoutError):
+    """The queue did not answer."""
+
+
+def pack(message: Mapping[str, Any]) -> bytes:
+    """Return a message as one frame."""
+    packed: bytes = msgpack.packb(dict(message))
+    return packed
+
+
+def unpack(frame: Frame) -> dict[str, Any]:
+    """Return the message in a frame. Raises ValueError for bytes that are no map."""
+    message = msgpack.unpackb(frame, strict_map_key=False)
+    if not isinstance(message, dict):
+        raise ValueError(f"a message is a map, not {type(message).__name__}")
+    return message
+
+
+def key_pair(secret: str) -> tuple[bytes, bytes]:
+    """Return the public and the private CURVE key of everybody who knows a secret."""
+    private = z85.encode(blake2b(secret.encode(), digest_size=32, person=b"braid queue").digest())
+    return zmq.curve_public(private), private
+
+
+def asking_socket(context: zmq.Context[Any], address: str, secret: str | None) -> zmq.Socket[Any]:
+    """Return a socket that is connected to a server, encrypted where there is a secret."""
+    socket = context.socket(zmq.DEALER)
+    # By this name a server knows a repeated request, also when it came over another connection.
+    socket.setsockopt(zmq.IDENTITY, b"c" + secrets.token_bytes(15))
+    socket.setsockopt(zmq.LINGER, 0)
+    # What is told to a server that is gone must not block whoever tells it.
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RECONNECT_IVL, 20)
+    socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES)
+    if secret is not None:
+        # The server's public key never travels in the clear: who has it has the secret.
+        public, private = key_pair(secret)
+        socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = public, public, private
+    socket.connect(address)
+    return socket
+
+
+def send(socket: zmq.Socket[Any], message: Sequence[Frame]) -> None:
+    """Send a message without waiting. Where no server can be spoken to, as one with another secret, it is dropped: it will be repeated."""
+    with contextlib.suppress(zmq.Again):
+        socket.send_multipart(message, zmq.NOBLOCK, copy=False)
+
+
+class Connection:
+    """One side of a conversation in which each request waits for its answer. For one thread at a time."""
+
+    def __init__(self, address: str, limit_s: float, secret: str | None = None) -> None:
+        self.address, self.limit_s = address, limit_s
+        self._context = zmq.Context()
+        self._socket = asking_socket(self._context, address, secret)
+        self._number = 0
+
+    def ask(self, request: Mapping[str, Any], frames: Sequence[Frame] = (), wait_s: float = 0.0) -> Answer:
+        """Send a request, again when nothing comes, and return its answer.
+
+        Args:
+            request: a map of plain values.
+            frames: raw bytes that go with it.
+            wait_s: how long the server may park it, in seconds, beyond the connection's own limit.
+
+        Raises:
+            QueueError: the request was refused.
+            QueueTimeout: nothing came within the limits.
+        """
+        self._number += 1
+        message, limit = [pack({**request, "number": self._number}), *frames], self.limit_s + wait_s
+        until = time.monotonic() + limit
+        while (left := until - time.monotonic()) > 0:
+            send(self._socket, message)
+            if (answer := self._answer(min(left, REPEAT_S))) is not None:
+                if "error" in answer[0]:
+                    raise QueueError(answer[0]["error"])
+                return answer
+        raise QueueTimeout(f"{self.address} did not answer {request['request']!r} within {limit:g} s")
+
+    def _answer(self, seconds: float) -> Answer | None:
+        until = time.monotonic() + seconds
+        while self._socket.poll(max(0, round((until - time.monotonic()) * 1000))):
+            first, *rest = self._socket.recv_multipart(copy=False)
+            answer = unpack(first.buffer)
+            # An answer to a request that was given up on, or the second one to a repeated request, is not this one's.
+            if answer.pop("number") == self._number:
+                return answer, [frame.buffer for frame in rest]
+        return None
+
+    def tell(self, request: Mapping[str, Any]) -> None:
+        """Send a request whose answer nobody waits for."""
+        while self._socket.poll(0):
+            self._socket.recv_multipart(copy=False)
+        self._number += 1
+        send(self._socket, [pack({**request, "number": self._number})])
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+        self._context.term()
+
+
+class Connections:
+    """Connections to several servers, made when they are needed. For several threads: each that asks has one for itself meanwhile."""
+
+    def __init__(self, limit_s: float, secret: str | None = None) -> None:
+        self.limit_s, self.secret = limit_s, secret
+        self._idle: defaultdict[str, deque[Connection]] = defaultdict(deque)
+        self._telling = threading.Lock()
+        self._told: dict[str, Connection] = {}
+
+    def ask(
+        self, address: str, request: Mapping[str, Any], frames: Sequence[Frame] = (), wait_s: float = 0.0
+    ) -> Answer:
+        """Ask as `Connection.ask` does."""
+        try:
+            connection = self._idle[address].pop()
+        except IndexError:
+            connection = Connection(address, self.limit_s, self.secret)
+        try:
+            return connection.ask(request, frames, wait_s)
+        finally:
+            self._idle[address].append(connection)
+
+    def tell(self, address: str, request: Mapping[str, Any]) -> None:
+        """Tell as `Connection.tell` does, in the order in which it is told."""
+        with self._telling:
+            if address not in self._told:
+                self._told[address] = Connection(address, self.limit_s, self.secret)
+            self._told[address].tell(request)
+
+    def close(self) -> None:
+        """Close all connections; nobody may be asking."""
+        while self._told:
+            self._told.popitem()[1].close()
+        for idle in self._idle.values():
+            while idle:
+                idle.pop().close()
+
+
+class QueueServer:
+    """Serves `handle` on an address of this machine until it is closed."""
+
+    def __init__(
+        self, handle: Handler, tick: Callable[[], None] | None = None, address: str = "tcp://127.0.0.1:*",
+        secret: str | None = None, remembers: bool = True,
+    ) -> None:  # fmt: skip
+        """Serve from a thread.
+
+        Args:
+            handle: answers a request, or says what it waits for.
+            tick: called several times a second.
+            address: where to listen.
+            secret: what everybody must know who connects; None is nothing.
+            remembers: keep answers for requests that are repeated; not where every request may be handled twice.
+
+        Raises:
+            zmq.ZMQError: the address cannot be bound.
+        """
+        self._tick, self.poller = tick, zmq.Poller()
+        self._parking = Parking(handle, self._send, remembers)
+        self._context = zmq.Context()
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.setsockopt(zmq.LINGER, 0)
+        self._router.setsockopt(zmq.MAXMSGSIZE, REQUEST_BYTES)
+        self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        if secret is not None:
+            self._router.curve_server, self._router.curve_secretkey = True, key_pair(secret)[1]
+        self._router.bind(address)
+        self.address: str = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._inside = self._context.socket(zmq.PULL)
+        self._inside.bind("inproc://changed")
+        self._outside = self._context.socket(zmq.PUSH)
+        self._outside.connect("inproc://changed")
+        self._outside_lock = threading.Lock()
+        self._refused: OrderedDict[bytes, None] = OrderedDict()
+        """Senders of malformed messages, the last ones."""
+        self._closing = False
+        self.failure: str | None = None
+        self._thread = threading.Thread(target=self._run, name="queue-server", daemon=True)
+        self._thread.start()
+
+    def begin(self) -> None:
+        """Called by the thread before it serves."""
+
+    def receive(self, ready: dict[Any, int]) -> None:
+        """Called by the thread whenever something has come; `ready` are the sockets of `poller` that can be read."""
+
+    def end(self) -> None:
+        """Called by the thread before it ends."""
+
+    def wake(self, key: Hashable) -> None:
+        """Have requests asked again that wait for a key; from the server's own thread."""
+        self._parking.wake(key)
+
+    def changed(self) -> None:
+        """Have those asked again that wait for any change; for changes that came by other ways than a request."""
+        # Not waited for: the thread may have ended, or has more to read already than it needs to wake up.
+        with self._outside_lock, contextlib.suppress(zmq.Again):
+            self._outside.send(b"", zmq.NOBLOCK)
+
+    def join(self) -> None:
+        """Wait until the thread ends. Raises RuntimeError with its traceback where it has failed."""
+        self._thread.join()
+        if self.failure is not None:
+            raise RuntimeError(self.failure)
+
+    def close(self) -> None:
+        """End the thread and free the port. Raises QueueError where it does not end."""
+        self._closing = True
+        self.changed()
+        self._thread.join(END_LIMIT_S)
+        if self._thread.is_alive():
+            raise QueueError(f"the server of {self.address} does not end within {END_LIMIT_S:g} s")
+        self._outside.close()
+        self._context.term()
+
+    def _run(self) -> None:
+        self.poller.register(self._router, zmq.POLLIN)
+        self.poller.register(self._inside, zmq.POLLIN)
+        try:
+            self.begin()
+            while not self._closing:
+                # What was woken by what was woken is looked at before anything else is waited for.
+                ready = dict(self.poller.poll(0 if self._parking.is_woken else round(TICK_S * 1000)))
+                while self._inside in ready and self._inside.poll(0):
+                    self._inside.recv()
+                if self._router in ready:
+                    self._take_in()
+                self.receive(ready)
+                if self._tick is not None:
+                    self._tick()
+                self._parking.ask_parked(time.monotonic())
+        except Exception:
+            self.failure = traceback.format_exc()
+        finally:
+            self._router.close()
+            self._inside.close()
+            self.end()
+
+    def _take_in(self) -> None:
+        """Read what has come before those that wait are asked again, which may be many."""
+        with contextlib.suppress(zmq.Again):
+            for _ in range(AT_ONCE):
+                self._receive(self._router.recv_multipart(zmq.NOBLOCK, copy=False))
+
+    def _receive(self, message: Sequence[zmq.Frame]) -> None:
+        sender = message[0].bytes
+        if sender in self._refused:
+            return
+        frames = [frame.buffer for frame in message[1:]]
+        try:
+            request = unpack(frames[0])
+            number, _ = int(request["number"]), float(request.get("wait_s", 0.0))
+            if len(frames) > FRAMES or not isinstance(request["request"], str):
+                raise ValueError("no request")
+        except (ValueError, TypeError, LookupError, RecursionError):
+            # Not from one of ours: it has no number to answer to, and nothing that it sends is read any more.
+            self._refused[sender] = None
+            if len(self._refused) > REFUSED:
+                self._refused.popitem(last=False)
+            return
+        self._parking.receive(sender, number, request, frames[1:], time.monotonic())
+
+    def _send(self, sender: bytes, number: int, answer: Answer) -> None:
+        self._router.send_multipart([sender, pack({**answer[0], "number": number}), *answer[1]], copy=False)

@@ -1,0 +1,306 @@
+"""The hybrid driver: it calls roles in the flow's order and returns handles at once; the rows stay with the workers.
+
+driver      run(verify) ─ run(reference.log_probs) ─ run(critic.values) ─ index: waits ─ train ─ train ─ publish: waits
+actor pool      ├── verify ──┤                                             ├─ update ─┤
+reference pool          ├── log_probs ──┤
+critic pool                        ├── values ──┤                          ├─ update ─┤
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from braidrl.cluster.pools import Pool
+from braidrl.config import Config
+from braidrl.data.codec import payload_forbidden
+from braidrl.data.loader import Admissions
+from braidrl.data.rows import Rows
+from braidrl.engines.factory import generation_layout, pools_ranks
+from braidrl.errors import UserError, WorkerError, first_line
+from braidrl.flow import Kind, Stage
+from braidrl.flow.compute import dropped
+from braidrl.flow.flow import is_optimized
+from braidrl.flow.methods import class_and_method, is_method
+from braidrl.flow.stage import Signature
+from braidrl.observe.metrics import Sums
+from braidrl.observe.rollouts import join_parts, part_path
+from braidrl.observe.trace import TraceWriter
+from braidrl.runtimes.executor import StageExecutor
+from braidrl.runtimes.generating.early_stop import Needless, Segment
+from braidrl.runtimes.hybrid.dispatch import StageDispatch, by_length, by_number, group_of, where_made
+from braidrl.runtimes.hybrid.group import WorkerGroup
+from braidrl.runtimes.hybrid.handles import READ, Handle, Output, columns_read
+from braidrl.runtimes.hybrid.messages import unpack_index
+from braidrl.runtimes.hybrid.pool_worker import method_class
+from braidrl.runtimes.hybrid.protocols import Mesh, Registration, registered
+from braidrl.runtimes.saving.background import check_written
+from braidrl.runtimes.saving.row_store import TEXT_COLUMNS, Admission, Origin, RowText, divided
+from braidrl.training.checkpoint import Write
+from braidrl.training.objective import UpdateCounts, with_group_tokens
+from braidrl.training.role_settings import layout_of
+
+
+class HybridBackend(StageDispatch):
+    """Implements `SerialBackend` with handles. Every role has a worker group; rows are made by `home`."""
+
+    def __init__(
+        self,
+        loader: Admissions | None,
+        groups: Mapping[str, WorkerGroup],
+        home: WorkerGroup,
+        executor: StageExecutor,
+        resources: ExitStack,
+        replace_lost: Callable[[], None],
+        trace: TraceWriter | None = None,
+    ) -> None:
+        """Take what `start_hybrid_backend` has started.
+
+        Args:
+            loader: Which prompts come next; None for evaluation alone.
+            groups: The worker group of each role.
+            home: The group that reads data and writes rows to files.
+            executor: Computes on index columns; it holds no role.
+            resources: What `close` ends.
+            replace_lost: Starts groups again that have lost a worker; raises WorkerError where that does not succeed.
+            trace: Of the driver.
+        """
+        super().__init__(groups, home, executor, trace)
+        self.loader, self.resources, self.replace_lost = loader, resources, replace_lost
+        self.distinct = list(dict.fromkeys(groups.values()))
+        self.training: list[Output] = []
+        resources.enter_context(payload_forbidden())
+
+    def admit(self, groups: int) -> Handle:
+        assert self.loader is not None, "this backend only evaluates"
+        return self.read(Admission(self.loader.advance(groups)))
+
+    def read(self, origin: Origin) -> Handle:
+        """Read rows on the ranks of `home`, each its share."""
+        self.release_forgotten()
+        key, origins = next(self.keys), divided(origin, self.home.mesh.size)
+        futures = [self.home.send(rank, "make", (own, key)) for rank, own in enumerate(origins)]
+        answers = self.home.wait(futures)
+        output, ends = Output(READ), [0, *accumulate(len(unpack_index(answer.index)) for answer in answers)]
+        self._note(output, key, self.home, futures, [range(*edges) for edges in pairwise(ends)])
+        output.finish(answers)
+        return Handle((output,), torch.arange(len(output.future))[None])
+
+    def run(self, stage: Stage, table: Handle, iteration: int, sums: Sums) -> Handle:
+        """Begin a stage; one without a role is deferred until somebody needs what it writes."""
+        if is_method(stage.type, stage.role):
+            written: Handle = self._call(stage, registered(*class_and_method(stage.type)), [table], iteration, sums)
+            return written
+        output = Output(stage, table, iteration, sums)
+        if stage.role is not None:
+            self._begin(output, *self._place(stage, table), "execute")
+        return table.with_output(output)
+
+    def generate_needed(
+        self, segment: Segment, table: Handle, iteration: int, sums: Sums, needless: Needless
+    ) -> Handle:
+        """Do as `run`; ranks tell each other of their rows meanwhile, and each ends those of its own that nobody needs."""
+        stage = segment.generate
+        if pools_ranks(self.executor.config):
+            # A rank without rows would have to be asked for those that others end: all are drawn to their ends.
+            return self.run(stage, table, iteration, sums)
+        output, group, index = Output(stage, table, iteration, sums), group_of(stage, self.groups), self.index(table)
+        parts = by_number(index, group.mesh.size)
+        uids = group.common(index.uids())
+        self._begin(output, group, parts, "generate_needed", segment, needless, uids)
+        return table.with_output(output)
+
+    def totals(self, stage: Stage, table: Handle) -> dict[str, float]:
+        output = Output(stage, table)
+        return {name: float(total) for name, total in self._totals(output, *self._place(stage, table)).items()}
+
+    def select(self, stage: Stage, table: Handle) -> dict[int, str]:
+        index = self.index(table)
+        with self._traced(stage, table, max(output.iteration for output in table.outputs)):
+            return dropped(stage, index)
+
+    def train(self, stage: Stage, table: Handle, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
+        """Begin every optimizer step; `publish` waits for them."""
+        group = self.groups[str(stage.role)]
+        if not is_optimized(stage):
+            copied = group.call("copy_weights", stage)
+            self.training.append(Output(stage, None, iteration, sums, group, copied))
+            return
+        index, objective = self.index(table), self.executor.objective(stage)
+        for update in updates:
+            rows = index.take(update)
+            counts, chosen = group.common(UpdateCounts.of(rows)), table.take(update)
+            if objective.needs_group_tokens:
+                counted = Output(stage, index=with_group_tokens(rows.only(("group",)), rows).only(("group_tokens",)))
+                chosen = chosen.with_output(counted)
+            chosen = replace(chosen, parts=by_length(rows, group.mesh.size, objective.whole_groups))
+            reads = frozenset((*columns_read(stage), *rows, "group_tokens"))
+            futures = group.call("update", chosen, counts, stage, iteration, reads=reads)
+            self.training.append(Output(stage, None, iteration, sums, group, futures))
+
+    def publish(self, version: int) -> None:
+        """Wait for all training first."""
+        for output in self.training:
+            self._answers(output)
+        self.training = []
+        self._everywhere("publish", version)
+
+    def begin_again(self) -> bool:
+        self.training = []
+        try:
+            self.replace_lost()
+        except WorkerError as error:
+            # Whoever asked says what was lost first, and starts all of the run again.
+            self.executor.progress.print(f"what was lost could not be replaced alone: {first_line(error)}")
+            return False
+        return True
+
+    def call(self, role: str, method: str, arguments: Sequence[Any], iteration: int, sums: Sums) -> Any:
+        """Call a method of the class that `roles.ROLE.methods` names.
+
+        Args:
+            role: The role whose workers have the class.
+            method: Name of a registered method.
+            arguments: What its protocol distributes.
+            iteration: For messages and the trace.
+            sums: Where the time goes.
+
+        Returns:
+            What its protocol collects: of tables, at once, where the method writes columns; else of what the workers returned.
+
+        Raises:
+            UserError: The role has no such class, or the class no such method.
+        """
+        config = self.executor.config
+        methods = method_class(config, role)
+        if methods is None:
+            raise UserError(f"{role} has no methods of your own; write roles.{role}.methods=file.py:Class")
+        registration = registered(methods, method)
+        signature = Signature(Kind.INFER, registration.reads, registration.writes)
+        stage = Stage(f"{role}.{method}", f"{config.roles[role].methods}.{method}", role, signature)
+        return self._call(stage, registration, arguments, iteration, sums)
+
+    def _call(self, stage: Stage, own: Registration, arguments: Sequence[Any], iteration: int, sums: Sums) -> Any:
+        """Call a user's method by its protocol, with the mesh of the stage's role."""
+        group, key = self.groups[str(stage.role)], next(self.keys)
+        mesh = role_mesh(self.executor.config, str(stage.role), group.pool)
+        for table in arguments:
+            if isinstance(table, Handle):
+                self._begin_deferred(table.writers(own.reads))
+        calls = own.protocol.distribute(mesh, *arguments)
+        told = [None if call is None else (stage, iteration, key, *call) for call in calls]
+        futures = group.send_all("call_own", told, columns_read(stage))
+        if not own.writes:
+            answers = self._answers(Output(stage, None, iteration, sums, group, futures))
+            return own.protocol.collect(mesh, calls, [answer.result for answer in answers])
+        results = []
+        for future, (rows, *_) in zip(futures, [call for call in calls if call is not None], strict=True):
+            output = Output(stage, None, iteration, sums)
+            self._note(output, key, group, [future], [range(len(rows))])
+            results.append(rows.with_output(output))
+        return own.protocol.collect(mesh, calls, results)
+
+    def index(self, table: Handle) -> Rows:
+        """Wait for all that was begun, and compute what was deferred."""
+        self._wait(table.outputs)
+        return table.index
+
+    def columns(self, table: Handle) -> Collection[str]:
+        return table.columns
+
+    def texts(self, table: Handle) -> list[RowText]:
+        """Have each rank say the rows that it generated."""
+        self.index(table)
+        group, parts = where_made(table)
+        answers = group.wait(group.call("texts", [table.take(rows) for rows in parts], reads=TEXT_COLUMNS))
+        said: dict[int, RowText] = {}
+        for rows, answer in zip(parts, answers, strict=True):
+            said |= {row: RowText(*text) for row, text in zip(rows, answer.result, strict=True)}
+        return [said[row] for row in range(len(table))]
+
+    def take(self, table: Handle, positions: Sequence[int]) -> Handle:
+        return table.take(positions)
+
+    def cat(self, tables: Sequence[Handle]) -> Handle:
+        return Handle.cat(tables)
+
+    def record(self, path: Path, table: Handle, final: Handle) -> None:
+        """Have each rank write the rows that it generated."""
+        self.index(table)
+        self.index(final)
+        group, parts = where_made(table)
+        own, added = ([each.take(rows) for rows in parts] for each in (table, final.without(table)))
+        group.wait(group.call("record", [group.common(path.resolve())] * len(parts), own, added))
+        if written := [part_path(path, rank) for rank, rows in enumerate(parts) if rows]:
+            join_parts(path, written)
+
+    def save_rows(self, path: Path, table: Handle) -> None:
+        """Have each rank write the rows that it generated, beside a call that may be running."""
+        self.index(table)
+        group, parts = where_made(table)
+        folder = group.common(path.resolve())
+        calls = [(folder, table.take(rows)) if rows else None for rows in parts]
+        group.wait(group.send_all("keep", calls, aside=True))
+
+    def save(self, folder: Path) -> None:
+        """Save beside a call that may be running: an interrupt does not wait until all rows are generated.
+
+        Where ranks have divided a model they save it with each other, and that they do in turn.
+        """
+        for group in self.distinct:
+            group.wait(group.call("save", folder.resolve(), aside=not self._divides(group)))
+
+    def copy_for_saving(self, folder: Path) -> list[Write]:
+        """Do as `save`, but each worker goes on as soon as it has copies, and writes them in a thread."""
+        for group in self.distinct:
+            group.wait(group.call("copy_for_saving", folder.resolve(), aside=not self._divides(group)))
+        return [partial(written, group, group.actors) for group in self.distinct]
+
+    def load(self, folder: Path, version: int) -> None:
+        self._everywhere("load", folder.resolve())
+        self._everywhere("publish", version)
+
+    def close(self) -> None:
+        self.resources.close()
+
+    def _everywhere(self, method: str, *arguments: Any) -> None:
+        """Call all workers of all groups, and wait."""
+        for group, futures in [(group, group.call(method, *arguments)) for group in self.distinct]:
+            group.wait(futures)
+
+    def _divides(self, group: WorkerGroup) -> bool:
+        """Return True where the group's ranks have parts of a role's weights, or compute with each other."""
+        layouts = [layout_of(role, self.executor.config) for role in group.pool.models]
+        return pools_ranks(self.executor.config) or not all(
+            layout.resolve(group.mesh.size).is_replicated for layout in layouts
+        )
+
+
+def written(group: WorkerGroup, actors: Sequence[Any]) -> None:
+    """Wait until the workers have written what they copied.
+
+    Args:
+        group: The workers.
+        actors: Those that it had when they copied.
+
+    Raises:
+        OSError: One could not write it.
+        WorkerError: One is gone, or all of them have been started again since.
+    """
+    if group.actors is not actors:
+        raise WorkerError(f"{group.pool.name} was started again while it wrote a checkpoint")
+    for answer in group.wait(group.call("written", aside=True)):
+        check_written(answer.result)
+
+
+def role_mesh(config: Config, role: str, pool: Pool) -> Mesh:
+    """Return a role's worker group along each axis of its layout, and its generation groups where its ranks generate together."""
+    layout = layout_of(role, config).resolve(pool.workers)
+    together = pools_ranks(config) and role in pool.generating
+    groups = generation_layout(config).groups(layout).flatten(1).tolist() if together else []
+    return Mesh(layout.data or 1, layout.pipeline, layout.tensor, layout.sequence, tuple(map(tuple, groups)))

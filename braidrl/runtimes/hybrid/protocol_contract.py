@@ -1,0 +1,66 @@
+"""What every transfer protocol that divides rows has to keep, as a check that a test of your own can run.
+
+from braidrl.runtimes.hybrid.protocol_contract import check_protocol
+
+check_protocol(IN_TURN)
+"""
+
+from collections.abc import Iterable, Sequence
+
+from braidrl.runtimes.hybrid.protocols import Mesh, TransferProtocol
+
+
+class Numbered(tuple[int, ...]):
+    """Row numbers, in the place of a table."""
+
+    def divide(self, parts: int) -> "list[Numbered]":
+        edges = [len(self) * n // parts for n in range(parts + 1)]
+        return [Numbered(self[edges[n] : edges[n + 1]]) for n in range(parts)]
+
+    def take(self, positions: Sequence[int]) -> "Numbered":
+        return Numbered(self[position] for position in positions)
+
+    @staticmethod
+    def cat(tables: "Sequence[Numbered]") -> "Numbered":
+        return Numbered(row for table in tables for row in table)
+
+
+MESHES = (
+    *(Mesh(size) for size in range(1, 9)),
+    *(Mesh(d, p, t) for p in (1, 2, 4) for t in (1, 2, 4) for d in (1, 2, 3)),
+    Mesh(2, 2, 1, 2),
+    Mesh(2, tensor=4, generation=((0, 2), (1, 3), (4, 6), (5, 7))),
+    Mesh(2, 2, 2, generation=((0, 4), (1, 5), (2, 6), (3, 7))),
+)
+"""Worker groups of one process to some dozen, divided along every axis, also with generation groups."""
+
+
+def check_protocol(
+    protocol: TransferProtocol, meshes: Iterable[Mesh] = MESHES, counts: Sequence[int] = range(20)
+) -> None:
+    """Check that workers which return the rows they are given return all rows once and in order, on any mesh.
+
+    Args:
+        protocol: A protocol whose methods take rows and further arguments; it may give a row to several workers.
+        meshes: Worker groups.
+        counts: Rows of a table.
+
+    Raises:
+        AssertionError: It says what does not hold, for how many rows on how many workers.
+    """
+    for mesh in meshes:
+        for count in counts:
+            _check(protocol, mesh, Numbered(range(count)), f"{protocol.name} of {count} rows on {mesh.size} workers")
+
+
+def _check(protocol: TransferProtocol, mesh: Mesh, rows: Numbered, case: str) -> None:
+    other = object()
+    calls = protocol.distribute(mesh, rows, other)
+    assert len(calls) == mesh.size, f"{case}: distribute has {len(calls)} entries; write one for each worker"
+    called = [call for call in calls if call is not None]
+    assert called, f"{case}: distribute calls nobody"
+    assert all(call[1:] == (other,) for call in called), f"{case}: distribute loses or changes what is not rows"
+    given = [row for call in called for row in call[0]]
+    assert set(given) == set(rows), f"{case}: distribute gives rows {given}; each has to be given"
+    back = protocol.collect(mesh, calls, [call[0] for call in called])
+    assert back == rows, f"{case}: collect returns rows {back}; they have to be all, in their order"

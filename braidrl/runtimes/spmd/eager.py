@@ -1,0 +1,100 @@
+"""The eager runtime: stages run in order in this process, on the rows themselves. A breakpoint stops where it stands.
+
+loader ──▶ Rows ──▶ stage ──▶ Rows + columns ──▶ stage ──▶ ... ──▶ optimizer steps
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+from braidrl.config import Config
+from braidrl.data.loader import PromptLoader
+from braidrl.data.rows import Rows, tokens_of
+from braidrl.flow import Stage
+from braidrl.flow.compute import dropped, summed
+from braidrl.observe.metrics import Sums
+from braidrl.observe.trace import Done, TraceWriter, traced
+from braidrl.runtimes.executor import StageExecutor
+from braidrl.runtimes.generating.early_stop import EarlyStop, Needless, Segment
+from braidrl.runtimes.saving.row_store import Admission, RowsBackend, RowStore
+from braidrl.training.checkpoint import Write
+from braidrl.training.objective import UpdateCounts
+
+
+class EagerBackend(RowsBackend):
+    """One executor that holds every role; the table is the rows."""
+
+    def __init__(
+        self,
+        config: Config,
+        loader: PromptLoader | None,
+        executor: StageExecutor,
+        store: RowStore,
+        trace: TraceWriter | None = None,
+    ) -> None:
+        super().__init__(store)
+        self.config, self.loader, self.executor = config, loader, executor
+        self.trace, self.version = trace, 0
+
+    def admit(self, groups: int) -> Rows:
+        assert self.loader is not None, "this backend only evaluates"
+        return self.store.make(Admission(tuple(self.loader.advance(groups))))
+
+    def run(self, stage: Stage, table: Rows, iteration: int, sums: Sums, stop: EarlyStop | None = None) -> Rows:
+        with self._traced(stage, iteration, len(table)) as done:
+            table = table.with_columns(self.executor.run(stage, table, sums, stop))
+            done.tokens = tokens_of(table)
+        return table
+
+    def generate_needed(self, segment: Segment, table: Rows, iteration: int, sums: Sums, needless: Needless) -> Rows:
+        stop = EarlyStop.of(segment, needless, self.executor.flow, table.uids())
+        return self.run(segment.generate, table, iteration, sums, stop)
+
+    def _traced(self, stage: Stage, iteration: int, rows: int) -> AbstractContextManager[Done]:
+        role = stage.role or "compute"
+        return traced(self.trace, role, stage.name, iteration, rows=rows, version=self.version)
+
+    def totals(self, stage: Stage, table: Rows) -> dict[str, float]:
+        return {name: float(total) for name, total in summed(stage, table).items()}
+
+    def select(self, stage: Stage, table: Rows) -> dict[int, str]:
+        return dropped(stage, table.index)
+
+    def train(self, stage: Stage, table: Rows, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
+        parts = (self._update(stage, table.take(update), iteration) for update in updates)
+        self.executor.train(stage, parts, iteration, sums, sum(map(len, updates)))
+
+    @contextmanager
+    def _update(self, stage: Stage, rows: Rows, iteration: int) -> Iterator[tuple[UpdateCounts, Rows]]:
+        with self._traced(stage, iteration, len(rows)) as done:
+            done.tokens = int(rows["length"].sum())
+            yield self.executor.update(stage, rows.index, rows)
+
+    def take(self, table: Rows, positions: Sequence[int]) -> Rows:
+        return table.take(positions)
+
+    def cat(self, tables: Sequence[Rows]) -> Rows:
+        return Rows.cat(tables)
+
+    def publish(self, version: int) -> None:
+        self.version = version
+        self.executor.publish(version)
+
+    def begin_again(self) -> bool:
+        """Return False: there is one process."""
+        return False
+
+    def save(self, folder: Path) -> None:
+        self.executor.save(folder)
+
+    def copy_for_saving(self, folder: Path) -> list[Write]:
+        return self.executor.copy_for_saving(folder)
+
+    def load(self, folder: Path, version: int) -> None:
+        self.executor.load(folder)
+        self.publish(version)
+
+    def close(self) -> None:
+        self.executor.close()
+        if self.trace is not None:
+            self.trace.close()

@@ -1,0 +1,139 @@
+"""From one command to the ranks of a distributed run: started here or on a Ray cluster, or met where `torchrun` has started them."""
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from braidrl.cluster.child import end_at_once, function_of
+from braidrl.cluster.devices import choose_device, device_count, devices_each
+from braidrl.cluster.local import LocalLauncher
+from braidrl.cluster.pools import Pool
+from braidrl.cluster.ranks import rank_failure, run_ranks
+from braidrl.cluster.ray_processes import RayLauncher
+from braidrl.cluster.world import World, join
+from braidrl.config import Config, PlacementConfig
+from braidrl.engines.factory import own_engines
+from braidrl.errors import LostPeers, UserError, WorkerError
+from braidrl.flow import Flow, Kind
+from braidrl.flow.selecting import GroupSelector
+from braidrl.runtimes.prepare.checks import check_divided_engines, check_generating_ranks, check_layouts
+from braidrl.runtimes.prepare.flow import build_flow
+from braidrl.training.role_settings import layout_key, layout_of
+
+
+def in_ranks(config: Config, entry: str, options: Mapping[str, Any]) -> Any:
+    """Run `module:function(world, task)` on every rank; what it returned on rank 0, a JSON value.
+
+    Raises UserError, before anything starts, for what the ranks could not place.
+    """
+    launcher = launcher_of(config)
+    given = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
+    cuda = choose_device(config.device).type == "cuda"
+    task = {"config": config.model_dump(mode="json"), "options": given, "cuda": cuda}
+    if launcher == "torchrun":
+        return joined(config, entry, task)
+    check_ranks(config, build_flow(config), config.workers)
+    starter = RayLauncher(config.cluster, config.device) if launcher == "ray" else LocalLauncher(config.device)
+    cluster = config.cluster
+    return run_ranks(entry, task, rank_pool(config, config.workers), cluster.wait_limit_s, starter, cluster.silence_s)
+
+
+def launcher_of(config: Config) -> str:
+    """Return who starts the ranks. Raises UserError where the configuration says otherwise than what has happened."""
+    wanted, started = config.cluster.launcher, "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if wanted == "torchrun" and not started:
+        raise UserError(
+            "cluster.launcher=torchrun, but no torchrun has started this command; write "
+            "`torchrun --nproc-per-node N -m braidrl.cli train ...`, or leave cluster.launcher out"
+        )
+    if wanted not in (None, "torchrun") and started:
+        raise UserError(f"cluster.launcher={wanted}, but torchrun has started this command; leave cluster.launcher out")
+    return wanted or ("torchrun" if started else "local")
+
+
+def rank_pool(config: Config, size: int) -> Pool:
+    """Return the ranks of a run, with the engine processes that each of them starts."""
+    return Pool(("rank",), size, engines=own_engines(config), engine_devices=config.rollout.tensor)
+
+
+def joined_world(config: Config) -> World:
+    """Return the ranks that `torchrun` has started, this process among them. Raises UserError where it has not, or they do not fit."""
+    if launcher_of(config) != "torchrun":
+        raise UserError(
+            "a session under runtime=distributed runs in every rank; start the script by `torchrun --nproc-per-node N`, or write "
+            "runtime=hybrid"
+        )
+    size = int(os.environ["WORLD_SIZE"])
+    if "workers" in config.model_fields_set and config.workers != size:
+        raise UserError(f"workers={config.workers}, but torchrun has started {size}; leave `workers` out")
+    check_ranks(config, build_flow(config), size)
+    cuda = choose_device(config.device).type == "cuda"
+    return join(config.cluster.wait_limit_s, cuda, own_engines(config), config.rollout.tensor)
+
+
+def joined(config: Config, entry: str, task: dict[str, Any]) -> Any:
+    """Do this process's part, which is a rank already; return rank 0's result, as all others do.
+
+    Raises WorkerError for a failure of its own; a rank that only noticed another's says so in one line and ends.
+    """
+    world = joined_world(config)
+    try:
+        result = world.share("the end of the run", function_of(entry)(world, task))
+    except (UserError, KeyboardInterrupt):
+        raise
+    except LostPeers as error:
+        print(f"braid: rank {world.rank}: {error}", file=sys.stderr, flush=True)
+        # Other ranks may be stuck: the process group cannot be left in order.
+        end_at_once()
+    except Exception as error:
+        raise WorkerError(rank_failure(world, error).message) from error
+    world.close()
+    return result
+
+
+def is_reporting_rank() -> bool:
+    """Return True for the one process of those that `torchrun` has started whose words are meant for the user."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def check_ranks(config: Config, flow: Flow, size: int) -> None:
+    """Raise UserError where roles or devices do not fit `size` ranks."""
+    if config.placement != PlacementConfig():
+        raise UserError(
+            "runtime=distributed keeps every role on every rank; write placement=colocate, or runtime=hybrid for pools"
+        )
+    # Asked now, and not when every rank has begun: whether surplus may be kept.
+    GroupSelector(config.trainer.prompts_per_step, 1, config.trainer.surplus, config.trainer.max_staleness)
+    generating = {stage.role for stage in flow.stages if stage.kind is Kind.GENERATE}
+    for role, own in config.roles.items():
+        if own.generate_workers is None:
+            continue
+        if role not in generating:
+            raise UserError(f"roles.{role}.generate_workers is set, but {role} generates nothing in {flow.name}")
+        generating_ranks(config, role, size)
+        if own.generate_workers < size and not layout_of(role, config).is_replicated:
+            raise UserError(
+                f"roles.{role}.generate_workers={own.generate_workers}: ranks that divide a model ({layout_key(role, config)}) "
+                "all generate; remove it"
+            )
+    check_layouts(config, flow, flow.roles, size)
+    check_divided_engines(config, flow.stages)
+    check_generating_ranks(config, Pool(tuple(flow.roles), size, generating=tuple(map(str, generating))))
+    # Ray's cluster says what devices there are.
+    available = None if launcher_of(config) == "ray" else device_count(config.device)
+    if available is not None:
+        devices_each([rank_pool(config, int(os.environ.get("LOCAL_WORLD_SIZE", size)))], available, "this machine")
+
+
+def generating_ranks(config: Config, role: str, size: int) -> int:
+    """Return how many ranks generate for a role. Raises UserError where they are more than there are."""
+    own = config.roles.get(role)
+    wanted = own.generate_workers if own else None
+    if wanted is not None and wanted > size:
+        raise UserError(
+            f"roles.{role}.generate_workers={wanted}, but there are {size} ranks; "
+            f"write at most {size}, or workers={wanted}"
+        )
+    return wanted or size

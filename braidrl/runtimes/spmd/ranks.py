@@ -1,0 +1,248 @@
+"""The distributed runtime: every rank runs the same chain of stages, and nobody decides for the others.
+
+rank 0   its prompts ──generate──▶ its rows ──verify──▶ its rows ╮            ╭─▶ its rows ──forward_backward──╮
+rank 1   its prompts ──generate──▶ its rows ──verify──▶ its rows ┼▶ balanced? ┼─▶ its rows ──forward_backward──┼▶ sum, step
+                                       │                    │    ╰all-to-all──╯
+                                       ╰── index columns ───┴──▶ gathered on every rank: selection, updates and partitions
+                                                                 follow from them, the same everywhere
+
+What is said of a row in a few numbers (its index columns) every rank knows of every row; its payload lies on one rank.
+"""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from braidrl.cluster.world import World
+from braidrl.config import Config
+from braidrl.data.loader import PromptLoader
+from braidrl.data.packing import in_turn
+from braidrl.data.rows import Column, Rows, tokens_of
+from braidrl.flow import Flow, Kind, Stage
+from braidrl.flow.batches import update_plan
+from braidrl.flow.compute import dropped, summed
+from braidrl.observe.metrics import Sums
+from braidrl.observe.rollouts import join_parts, part_path
+from braidrl.observe.trace import TraceWriter
+from braidrl.runtimes.executor import StageExecutor
+from braidrl.runtimes.generating.early_stop import EarlyStop, Needless, Segment
+from braidrl.runtimes.interrupts import Interrupts
+from braidrl.runtimes.saving.row_store import Admission, HeldOut, Origin, RowStore, RowText, with_added
+from braidrl.runtimes.spmd.data_buffer import balanced_owners, equal_shares
+from braidrl.runtimes.spmd.shard import Shard, ShardExchange, columns_of, only_present
+from braidrl.training.checkpoint import Write
+from braidrl.training.objective import UpdateCounts
+
+
+class DistributedBackend:
+    """One rank's part of the work; every rank has one, and all are asked for the same things in the same order."""
+
+    def __init__(
+        self,
+        config: Config,
+        flow: Flow,
+        loader: PromptLoader | None,
+        executor: StageExecutor,
+        store: RowStore,
+        world: World,
+        generating: Mapping[str, int],
+        interrupts: Interrupts,
+        trace: TraceWriter | None,
+    ) -> None:
+        """`generating` says how many ranks, from rank 0 on, generate for a role; all ranks do everything else."""
+        self.config, self.flow, self.loader, self.executor, self.store = config, flow, loader, executor, store
+        self.samples = config.rollout.samples_per_prompt
+        self.world, self.generating, self.interrupts, self.trace = world, generating, interrupts, trace
+        self.exchange, self.notices, self.waves = ShardExchange(world, interrupts, trace), world.notices, 0
+
+    def admit(self, groups: int) -> Shard:
+        """Make this rank's own rows. After the start, when the first rank tokenised every prompt, a rank tokenises no others."""
+        assert self.loader is not None, "this backend only evaluates"
+        self.world.at("admission")
+        numbers = self.loader.advance(groups)
+        first_use = next((s for s in self.flow.stages if s.kind is Kind.GENERATE), self.flow.stages[0])
+        ranks, group_of = self._ranks_of(first_use), [group for group in numbers for _ in range(self.samples)]
+        # Where selection may turn out not to need the last groups, every rank begins with the first ones.
+        selects = bool(self.flow.sampling_segment)
+        owner = torch.tensor(in_turn(group_of, ranks)) if selects else equal_shares(len(group_of), ranks)
+        mine = (owner == self.world.rank).nonzero().flatten().tolist()
+        place = {group: number for number, group in enumerate(sorted({group_of[row] for row in mine}))}
+        rows = Rows({})
+        if mine:
+            made = [place[group_of[row]] * self.samples + row % self.samples for row in mine]
+            rows = self.store.make(Admission(tuple(place))).take(made)
+        return self.exchange.gather(Shard(Rows({}), owner, Rows({}), self.world.rank), columns_of(rows), Sums(), Sums())
+
+    def generate_needed(self, segment: Segment, table: Shard, iteration: int, sums: Sums, needless: Needless) -> Shard:
+        """Generate while ranks tell each other of their rows; each ends those of its own that nobody needs."""
+        self.waves += 1
+        if self.notices is not None:
+            self.notices.begin(str(self.waves))
+        stop = EarlyStop.of(segment, needless, self.flow, table.index.uids(), self.notices)
+        return self.run(segment.generate, table, iteration, sums, stop)
+
+    def run(self, stage: Stage, table: Shard, iteration: int, sums: Sums, stop: EarlyStop | None = None) -> Shard:
+        self.exchange.at(stage, iteration)
+        if self._known_everywhere(stage, table):
+            return table.with_everywhere(self.executor.run(stage, table.index, Sums()))
+        table = self._placed(stage, table)
+        own, columns = Sums(), dict[str, Column]()
+        # Where ranks compute together none may leave in the middle.
+        collective = self.executor.is_collective(stage)
+        try:
+            with (
+                nullcontext() if collective else self.interrupts.local(),
+                self.exchange.working(stage, table.rows) as done,
+            ):
+                columns = dict(self.executor.run(stage, table.rows, own, stop, self.exchange.add_up))
+                done.tokens = tokens_of(Rows(columns)) or done.tokens
+        except KeyboardInterrupt:
+            columns = {}  # all ranks end together, when they gather
+        return self.exchange.gather(table, columns, own, sums)
+
+    def totals(self, stage: Stage, table: Shard) -> dict[str, float]:
+        everywhere = self._known_everywhere(stage, table)
+        rows = table.index if everywhere else table.rows
+        found = summed(stage, rows) if len(rows) else {}
+        return {name: float(total) for name, total in (found if everywhere else self.exchange.add_up(found)).items()}
+
+    def select(self, stage: Stage, table: Shard) -> dict[int, str]:
+        return dropped(stage, table.index)
+
+    def train(self, stage: Stage, table: Shard, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
+        """Divide each update's rows among the ranks by length; every rank then makes the same optimizer step."""
+        self.exchange.at(stage, iteration)
+        own = Sums()
+        parts = (self._update(stage, table.take(update), number) for number, update in enumerate(updates, 1))
+        self.executor.train(stage, parts, iteration, own, counted=self.world.first)
+        self.exchange.gather(replace(table, index=Rows({})), {}, own, sums)
+
+    @contextmanager
+    def _update(self, stage: Stage, part: Shard, number: int) -> Iterator[tuple[UpdateCounts, Rows]]:
+        """Return one update on the ranks that train it: the counts of all rows, and the rows that are here."""
+        self.world.at(f"step {self.exchange.iteration}, {stage.name}, update {number}")
+        needed = [column.name for column in self.flow.inputs[stage.name]]
+        owner = self._balanced(part, self.executor.objective(stage).whole_groups)
+        part = self.exchange.move(stage.name, part, owner, needed)
+        with self.exchange.working(stage, part.rows):
+            yield self.executor.update(stage, part.index, part.rows)
+
+    def index(self, table: Shard) -> Rows:
+        return table.index
+
+    def columns(self, table: Shard) -> Collection[str] | None:
+        return [*table.index, *table.payload] if len(table.mine) else None
+
+    def texts(self, table: Shard) -> list[RowText]:
+        return self.store.row_texts(table.rows)
+
+    def take(self, table: Shard, positions: Sequence[int]) -> Shard:
+        return table.take(positions)
+
+    def cat(self, tables: Sequence[Shard]) -> Shard:
+        index, payload = Rows.cat([t.index for t in tables]), Rows.cat([t.payload for t in tables])
+        return Shard(index, torch.cat([t.owner for t in tables]), payload, self.world.rank)
+
+    def read(self, origin: Origin) -> Shard:
+        """Read the rows on every rank, and hold this rank's own: equally many to generate, else balanced by their lengths."""
+        rows = self.store.make(origin)
+        if isinstance(origin, HeldOut):
+            owner = equal_shares(len(rows), min(self.generating.values(), default=self.world.size))
+        else:
+            lengths = rows["length" if "length" in rows else "prompt_length"].tolist()
+            owner = balanced_owners(lengths, torch.zeros(len(rows), dtype=torch.int64), self.world.size)
+        return Shard(rows.index, owner, rows.payload.take(owner == self.world.rank), self.world.rank)
+
+    def record(self, path: Path, table: Shard, final: Shard) -> None:
+        """Write this rank's rows to a file; the first rank joins the files, so that no rank ever holds all rows."""
+        self.world.at(f"writing {path.name}")
+        # A rank without rows knows no payload columns: the others tell it which were added.
+        said = self.exchange.tell({"known": list(table.payload), "later": list(final.payload)})
+        added = {name for about in said for name in about["later"] if all(name not in o["known"] for o in said)}
+        later = replace(final, payload=only_present(final.payload, sorted(added)))
+        back = (
+            self.exchange.move(path.name, later, table.owner)
+            if added
+            else replace(final, owner=table.owner, payload=Rows({}))
+        )
+        rows = with_added(table.rows, back.rows)
+        part = part_path(path, self.world.rank)
+        if len(rows):
+            self.store.record(part, rows)
+        wrote = self.exchange.tell({"wrote": len(rows)})
+        parts = [part_path(path, rank) for rank, about in enumerate(wrote) if about["wrote"]]
+        if self.world.first and parts:
+            join_parts(path, parts)
+
+    def save_rows(self, path: Path, table: Shard) -> None:
+        """Move the rows, less than a batch, to the rank that writes them into the checkpoint."""
+        self.world.at(f"writing {path.name}")
+        whole = self.exchange.move(path.name, table, torch.zeros_like(table.owner))
+        if self.world.first:
+            self.store.save(path, whole.rows)
+
+    def publish(self, version: int) -> None:
+        self.executor.publish(version)
+        self.exchange.version = version
+
+    def begin_again(self) -> bool:
+        """Return False: all ranks work together."""
+        return False
+
+    def save(self, folder: Path) -> None:
+        self.executor.save(folder, self.world.first)
+
+    def copy_for_saving(self, folder: Path) -> list[Write]:
+        self.world.at(f"copying for {folder.name}")
+        return self.executor.copy_for_saving(folder, self.world.first)
+
+    def load(self, folder: Path, version: int) -> None:
+        self.executor.load(folder)
+        self.publish(version)
+
+    def close(self) -> None:
+        self.executor.close()
+        if self.trace is not None:
+            self.trace.close()
+
+    def _ranks_of(self, stage: Stage) -> int:
+        return self.generating.get(str(stage.role), self.world.size) if stage.kind is Kind.GENERATE else self.world.size
+
+    def _known_everywhere(self, stage: Stage, table: Shard) -> bool:
+        """Return True where a compute stage reads index columns alone: each rank then computes it for all rows."""
+        inputs = [column.name for column in self.flow.inputs.get(stage.name, ())]
+        return stage.kind is Kind.COMPUTE and stage.role is None and all(name in table.index for name in inputs)
+
+    def _placed(self, stage: Stage, table: Shard) -> Shard:
+        """Return the rows on ranks that can do this stage: inference is balanced, generation stays on its own ranks."""
+        if stage.kind is Kind.INFER:
+            # Columns that neither this stage nor a later one reads stay behind.
+            later = self.flow.stages[self.flow.stages.index(stage) :]
+            needed = [column.name for s in later for column in self.flow.inputs[s.name]]
+            return self.exchange.move(stage.name, table, self._owner_by_update(table), needed)
+        ranks = self._ranks_of(stage)
+        if len(table.owner) and int(table.owner.max()) >= ranks:
+            return self.exchange.move(stage.name, table, equal_shares(len(table.owner), ranks))
+        return table
+
+    def _owner_by_update(self, table: Shard) -> Tensor:
+        """Return the owners that are balanced in each update that the rows will be trained in, so that they need not move again."""
+        index, owner = table.index, table.owner.clone()
+        rows = self.config.trainer.rows_per_update or len(index)
+        if len(index) % rows:
+            rows = len(index)
+        updates = update_plan(
+            index["group"].tolist(), index["sample"].tolist(), rows_per_update=rows, epochs=1, seed=self.config.seed,
+            iteration=self.exchange.iteration,
+        )  # fmt: skip
+        for update in updates:
+            owner[update] = self._balanced(table.take(update))
+        return owner
+
+    def _balanced(self, table: Shard, whole_groups: bool = False) -> Tensor:
+        groups = table.index["group"].tolist() if whole_groups else None
+        return balanced_owners(table.index["length"].tolist(), table.owner, self.world.size, groups)

@@ -1,0 +1,167 @@
+"""A table that lies on many ranks: what each of them knows of all rows, what it has of its own, and what they give each other.
+
+            index columns of all rows     owner      payload
+rank 0      g0 g0 g1 g1                   0 0 1 1    tokens of rows 0, 1
+rank 1      g0 g0 g1 g1                   0 0 1 1    tokens of rows 2, 3
+
+gather      new index columns and metric sums of every rank, on every rank
+move        payload to the ranks that are to have it
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from braidrl.cluster.world import World
+from braidrl.data.codec import decode, encode
+from braidrl.data.frames import join, split
+from braidrl.data.rows import Column, Rows, named_rows, tokens_of
+from braidrl.flow import Stage
+from braidrl.observe.metrics import Sums
+from braidrl.observe.trace import Done, State, TraceWriter, traced
+from braidrl.runtimes.interrupts import Interrupts
+from braidrl.runtimes.spmd.data_buffer import DataBuffer, Key
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's view of a table of B rows.
+
+    `index` holds the index columns of all rows and `owner` (B,) int64 the rank that has each row's payload, the same on every rank;
+    `payload` the payload columns of this rank's rows, in the order of the table.
+    """
+
+    index: Rows
+    owner: Tensor
+    payload: Rows
+    rank: int
+
+    def __len__(self) -> int:
+        """Return the number of rows on all ranks."""
+        return len(self.owner)
+
+    @property
+    def mine(self) -> Tensor:
+        """Return the positions of this rank's rows."""
+        return (self.owner == self.rank).nonzero().flatten()
+
+    @property
+    def rows(self) -> Rows:
+        """Return this rank's rows with every column."""
+        own = self.index.take(self.mine)
+        return own.with_columns(dict(self.payload.items())) if len(own) else own
+
+    def take(self, positions: Sequence[int]) -> "Shard":
+        chosen = torch.tensor(positions, dtype=torch.int64)
+        owner = self.owner[chosen]
+        place = torch.zeros(len(self.owner), dtype=torch.int64)
+        place[self.mine] = torch.arange(len(self.mine))
+        payload = self.payload.take(place[chosen[owner == self.rank]])
+        return Shard(self.index.take(chosen), owner, payload, self.rank)
+
+    def with_everywhere(self, columns: Mapping[str, Column]) -> "Shard":
+        """Return the table with columns that every rank has of all rows; of payload each keeps its own."""
+        here = Rows(columns)
+        kept = here.payload.take(self.mine) if len(self.mine) else Rows({})
+        return replace(self, index=self.index.with_columns(columns_of(here.index)), payload=joined(self.payload, kept))
+
+
+class ShardExchange:
+    """What ranks give each other of a table. Every rank makes the same calls in the same order, of iteration `iteration`."""
+
+    def __init__(self, world: World, interrupts: Interrupts, trace: TraceWriter | None) -> None:
+        self.world, self.interrupts, self.trace = world, interrupts, trace
+        self.buffer = DataBuffer(world)
+        self.iteration = self.version = 0
+
+    def at(self, stage: Stage, iteration: int) -> None:
+        """Note which stage this rank is in."""
+        self.iteration = iteration
+        self.world.at(f"step {iteration}, {stage.name}")
+
+    def move(self, edge: str, table: Shard, owner: Tensor, needed: Sequence[str] | None = None) -> Shard:
+        """Return the table with each row's payload, or the columns `needed` of it, on its `owner`; in place where nothing moves."""
+        if needed is not None:
+            if torch.equal(owner, table.owner):
+                return table
+            table = replace(table, payload=only_present(table.payload, needed))
+        key = Key(self.iteration, edge)
+        with self._span("ranks", edge, 0, 0, "waiting"):
+            self.buffer.put(key, table.payload, table.owner, owner)
+        return replace(table, owner=owner, payload=self.buffer.take(key))
+
+    def gather(self, table: Shard, columns: Mapping[str, Column], own: Sums, sums: Sums) -> Shard:
+        """Return the table with columns that each rank computed for its rows: index columns go to everybody.
+
+        Args:
+            table: The rows.
+            columns: Of this rank's rows; none where it has none.
+            own: This rank's metric sums, which are added on every rank to
+            sums: those of the iteration.
+
+        Raises:
+            KeyboardInterrupt: On every rank, where one was asked to stop.
+        """
+        new = Rows(columns)
+        about: dict[str, Any] = {"sums": own.pairs(), "interrupted": self.interrupts.asked}
+        with self._span("ranks", "index columns", 0, 0, "waiting"):
+            parts = self._all("index columns", about, new.index)
+        self.interrupts.agree(any(about["interrupted"] for about, _ in parts))
+        for about, _ in parts:
+            sums.merge(Sums(about["sums"]))
+        order = torch.cat([(table.owner == rank).nonzero().flatten() for rank in range(self.world.size)]).argsort()
+        everywhere = Rows.cat([rows for _, rows in parts])
+        index = columns_of(everywhere.take(order)) if len(everywhere) else {}
+        return replace(table, index=table.index.with_columns(index), payload=joined(table.payload, new.payload))
+
+    def add_up(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the sums of all ranks, added in the order of ranks; a rank without rows has none."""
+        parts = self._all("sums over the batch", {}, Rows({name: total[None] for name, total in own.items()}))
+        found = [rows for _, rows in parts if len(rows)]
+        return {name: torch.stack([rows[name][0] for rows in found]).sum(0) for name in found[0]} if found else {}
+
+    def tell(self, about: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return what every rank says, a few JSON values."""
+        return [said for said, _ in self._all("a word", about, Rows({}))]
+
+    def _all(self, purpose: str, about: Mapping[str, Any], index: Rows) -> list[tuple[dict[str, Any], Rows]]:
+        found = []
+        for message in self.world.gather(purpose, join([json.dumps(about).encode(), *encode(index)])):
+            words, *frames = split(message)
+            found.append((json.loads(bytes(words)), decode(frames)))
+        return found
+
+    @contextmanager
+    def working(self, stage: Stage, rows: Rows) -> Iterator[Done]:
+        """Trace the work on rows, and name them where it fails."""
+        self.world.rows = named_rows(rows.uids() if "group" in rows else ())
+        with (
+            self._span(stage.role or "compute", stage.name, len(rows), tokens_of(rows)) as done,
+            self.world.supervised("what ranks compute together"),
+        ):
+            yield done
+        self.world.rows = ""
+
+    def _span(
+        self, role: str, stage: str, rows: int, tokens: int, state: State = "busy"
+    ) -> AbstractContextManager[Done]:
+        about = {"rows": rows, "tokens": tokens, "version": self.version, "state": state}
+        return traced(self.trace, role, stage, self.iteration, **about)
+
+
+def columns_of(rows: Rows) -> dict[str, Column]:
+    return dict(rows.items())
+
+
+def joined(payload: Rows, new: Rows) -> Rows:
+    """Return the payload with new columns of the same rows; a rank without rows has no columns."""
+    return Rows({**columns_of(payload), **columns_of(new)}) if len(new) or len(payload) else Rows({})
+
+
+def only_present(rows: Rows, names: Sequence[str]) -> Rows:
+    return rows.only([name for name in dict.fromkeys(names) if name in rows])

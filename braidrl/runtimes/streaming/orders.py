@@ -1,0 +1,181 @@
+"""What a streaming run is asked for beside its iterations: evaluation, and what is written to files and read from them.
+
+run ──read, run──▶ an evaluation's rows into the queue ──workers──▶ their columns
+run ──save, copy_for_saving, load──order──▶ queue ──▶ leaders of trained roles ──ordered, result──▶ queue ──▶ run
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from braidrl.data.rows import Rows
+from braidrl.errors import UserError, WorkerError
+from braidrl.flow import Flow, Stage
+from braidrl.flow.batches import Sizes
+from braidrl.flow.readiness import Uid
+from braidrl.observe.metrics import Sums
+from braidrl.queue.client import assembled
+from braidrl.runtimes.interfaces import BegunBatch
+from braidrl.runtimes.saving.background import check_written
+from braidrl.runtimes.saving.row_store import Origin, Recording, RowsBackend, RowStore, Surplus
+from braidrl.runtimes.streaming.control import ControlPlane
+from braidrl.runtimes.streaming.processes import Processes
+from braidrl.runtimes.streaming.stream import Stream
+from braidrl.training.checkpoint import Write
+
+LOOK_EVERY_S = 0.05
+ORDER_LIMIT_S = 600.0
+"""How long the leader of a trained role may take to carry out an order."""
+
+
+class StreamingBackend(RowsBackend):
+    """What a run asks for is done by the workers of the queue. The table is the rows."""
+
+    def __init__(
+        self, store: RowStore, evaluation: Flow, control: ControlPlane, processes: Processes, wait: Callable[[], None],
+        admit_refills: Callable[[], object], resources: ExitStack,
+    ) -> None:  # fmt: skip
+        """Work with a queue and workers that have been started.
+
+        Args:
+            store: makes rows from what they are named by, and writes them to files.
+            evaluation: the flow of evaluations.
+            control: the queue's control plane.
+            processes: the workers.
+            wait: waits until something changes at the queue, or shortly.
+            admit_refills: called while the batch that is open must be generated to its end.
+            resources: what `close` ends.
+        """
+        super().__init__(store)
+        self.evaluation, self.control, self.processes = evaluation, control, processes
+        self.stream, self.wait, self.admit_refills, self.resources = control.training, wait, admit_refills, resources
+        self.evaluating: Stream | None = None
+        self.restored: tuple[dict[str, Any], list[Rows]] | None = {}, []
+        """The selection state and the rows of a checkpoint whose weights are about to be loaded; None where all rows are still there."""
+        self.begun: list[BegunBatch] = []
+        """Its batches that are begun."""
+        self.forgotten: set[Uid] = set()
+        """Rows that engines had begun when a trainer was lost, and that are not kept."""
+        self.counted_bytes = 0
+
+    def read(self, origin: Origin) -> Rows:
+        """Return rows of a checkpoint, or those of an evaluation set, which workers begin to generate at once."""
+        if isinstance(origin, Recording):
+            raise UserError("runtime=streaming cannot replay recorded rows; write runtime=eager, hybrid or distributed")
+        rows = super().read(origin)
+        if not isinstance(origin, Surplus):
+            self._begin_evaluation(rows)
+        return rows
+
+    def run(self, stage: Stage, table: Rows, iteration: int, sums: Sums) -> Rows:
+        """Return the rows of the evaluation with the columns of its next stage."""
+        stream, uids = self.evaluating, table.uids()
+        assert stream is not None
+        while not stream.schedule.is_done(stage.name):
+            self.wait()
+        with self.control.changed:
+            written = stream.content(uids, [stage.name])
+        table = table.with_columns(dict(assembled(self.control.data, *written).items()))
+        if stage is stream.flow.stages[-1]:
+            self.control.end_stream(stream)
+            self.evaluating = None
+            self.control.change(lambda: setattr(self.control.loading, "pinned", False))
+        return table
+
+    # Weights
+
+    def save(self, folder: Path) -> None:
+        """Have every role that changes written by its leader."""
+        self._carry_out({"do": "save", "folder": str(folder.resolve())})
+
+    def copy_for_saving(self, folder: Path) -> list[Write]:
+        """Do as `save`, but leaders go on as soon as they have copies, and write them in a thread."""
+        self._carry_out({"do": "copy", "folder": str(folder.resolve())})
+        return [partial(self._written, *given) for given in self._give({"do": "tell"}).items()]
+
+    def load(self, folder: Path, version: int) -> None:
+        """Have every role that changes loaded; generation goes on with these weights, and the queue after iteration `version`.
+
+        Where all rows are still there engines have, or load, that version anyway.
+        """
+        known = self.restored is None
+        self._carry_out({"do": "load", "folder": str(folder.resolve()), "version": None if known else version})
+        with self.control.changed:
+            if self.restored is not None:
+                self._resume(version, *self.restored)
+            self.control.unloaded = frozenset()
+        self.control.notify()
+
+    def _resume(self, version: int, sampling: dict[str, Any], tables: list[Rows]) -> None:
+        """Put the rows of a checkpoint into the queue, and count those that are drawn again."""
+        self.stream.resume(version, sampling, tables, self.control.data.write_rows)
+        for batch in self.begun:
+            self.stream.put_back(batch, self.control.data.write_rows)
+        self.control.loading.target = self.control.allowed = version
+        self.control.loading.pinned = False
+        schedule = self.stream.schedule
+        self.control.activity.drawn_again += len(self.forgotten - {*schedule.versions, *schedule.set_aside_rows})
+        self.forgotten = set()
+
+    def close(self) -> None:
+        """Tell all workers that the run is over, and leave no process, segment or port behind."""
+        with self.resources:
+            self.control.change(lambda: setattr(self.control, "stopping", True))
+            self.processes.close()
+
+    def bytes_between_nodes(self) -> int:
+        """Return the bytes of payload and weights that nodes have given to one another since this was asked last."""
+        before = self.counted_bytes
+        self.counted_bytes = sum(self.control.data.served_by(place.address) for place in self.processes.places.values())
+        return self.counted_bytes - before
+
+    def _begin_evaluation(self, rows: Rows) -> None:
+        """Wait until engines may load the newest version, keep them at it, and put the set's rows into the queue."""
+        schedule = self.stream.schedule
+        while self.control.loading.target < schedule.published:
+            self.admit_refills()
+            self.wait()
+        groups = len(set(rows["group"].tolist()))
+        sizes = Sizes(1, groups, len(rows) // groups, len(rows))
+        stream = self.evaluating = Stream(self.evaluation, sizes, during=schedule.published)
+        with self.control.changed:
+            self.control.loading.pinned = True
+            self.control.streams.append(stream)
+            stream.schedule.groups_wanted(0)
+        self.control.admit(stream, rows)
+        self.control.change(lambda: None)
+
+    def _carry_out(self, order: dict[str, Any]) -> None:
+        """Return when every leader has done it. Raises WorkerError where one does not in time."""
+        limit = time.monotonic() + ORDER_LIMIT_S
+        for number, holder in self._give(order).items():
+            while number not in self.control.results:
+                self._wait_until(limit, holder)
+
+    def _give(self, order: dict[str, Any]) -> dict[int, str]:
+        """Give every leader an order; return who got it by its number. Raises WorkerError for a leader that is not there in time."""
+        limit, given = time.monotonic() + ORDER_LIMIT_S, {}
+        for holder, role in self.processes.trainers().items():
+            while holder not in self.control.holders:
+                self._wait_until(limit, holder)
+            version = order.get("version") if role in self.control.exported else None
+            given[self.control.give_order(holder, {**order, "version": version})] = holder
+        self.control.notify()
+        return given
+
+    def _written(self, number: int, holder: str) -> None:
+        """Wait, in whatever thread, until a leader has written what it copied. Raises OSError where it could not, or has ended."""
+        process = next(member.process for member in self.processes.members if member.holder == holder)
+        while number not in self.control.results:
+            if self.control.stopping or not process.alive:
+                raise OSError(f"{holder} has ended")
+            time.sleep(LOOK_EVERY_S)
+        check_written(self.control.results[number]["trouble"])
+
+    def _wait_until(self, limit: float, holder: str) -> None:
+        if time.monotonic() > limit:
+            raise WorkerError(f"{holder} did not answer within {ORDER_LIMIT_S:g} s")
+        self.wait()

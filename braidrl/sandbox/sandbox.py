@@ -1,0 +1,402 @@
+"""Code that is not trusted, in processes that cannot reach the run: a call of a verifier, or a trajectory's environment or agent.
+
+worker ──fork──▶ supervisor: namespaces ──fork──▶ code: its first process, with limits and without capabilities
+       ◀─answer─            ──── requests, a line each ────▶  what it starts ends with it
+                            ◀── answers, at most answer_bytes each ──
+
+The code sees no process but its own, so that it can neither signal nor trace another, and holds no socket. It speaks over two pipes, which
+nothing that it executes inherits and which are of this one call or trajectory: no other's result can be forged. Each process that it
+starts waits until its supervisor has counted it.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import stat
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from braidrl.sandbox.fork_gate import LIBC, ForkGate, Start, hold_back_starts, send_listener
+
+Message = dict[str, Any]
+LOAD_LIMIT_S = 120.0
+"""Limit for starting Python and importing the code on a busy machine; the time limit of a call begins after it."""
+PIECE_BYTES = 1 << 16
+"""Read at once."""
+FILE_BYTES = 64 << 20
+"""The longest file that the code may write, and the most that it may print."""
+SCRATCH = b"size=256m"
+"""How much it may write in all where it has files of its own, in /dev/shm."""
+OPEN_FILES = 256
+THREADS = 16
+"""How many threads it may have for each process that it may have."""
+PRINTED_BYTES = 4096
+"""How much of what was printed is shown."""
+LOOK_EVERY_S = 0.02
+IDLE_LOOK_S = 0.1
+"""How often the code is looked at that nobody has asked for anything."""
+STRICT = "BRAID_STRICT_SANDBOX"
+"""A variable that is set where there is no network and no home directory."""
+PAGE_BYTES = resource.getpagesize()
+ENDING_S = 1.0
+NEW_MOUNTS = 0x00020000
+NEW_NAMESPACES = 0x10000000 | 0x20000000 | 0x08000000 | NEW_MOUNTS
+"""Of users, processes, semaphores and shared memory, mounts."""
+MS_PRIVATE, MS_RECURSIVE, MS_RESTRICTED = 1 << 18, 1 << 14, 0b1110
+PR_SET_DEATH_SIGNAL, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVILEGES = 1, 4, 38
+
+
+@dataclass(frozen=True)
+class SandboxLimits:
+    """What the code may take."""
+
+    seconds: float
+    """For one answer."""
+    cpu_seconds: float
+    """Of each of its processes."""
+    memory_bytes: int
+    """Address space of each of its processes, and memory of all together."""
+    processes: int
+    """At a time; of threads `THREADS` times as many."""
+    answer_bytes: int = 1 << 16
+    """A longer answer is none."""
+
+
+def sandboxed(call: Callable[[], Message], limits: SandboxLimits) -> Message:
+    """Return what `call` returned, a JSON object, or the failure of a process that was killed or took too much.
+
+    A call whose processes were killed from outside is made once more.
+    """
+    for _ in range(2):
+        reader, writer = os.pipe()
+        supervisor = os.fork()
+        if supervisor == 0:
+            answer: bytes = b""
+            try:
+                os.setsid()  # whoever ends the worker's group must not end this process before the code
+                os.close(reader)
+                answer = supervised_call(call, limits)
+            finally:
+                os.write(writer, answer)
+                os._exit(0)
+        os.close(writer)
+        with open(reader, "rb") as pipe:
+            answer = pipe.read()
+        os.waitpid(supervisor, 0)
+        found = (
+            message_of(answer) if answer else {"failure": "died", "again": True, "detail": "its supervisor was killed"}
+        )
+        if not found.pop("again", False):
+            break
+    return found
+
+
+def raised() -> tuple[type[BaseException], ...]:
+    """Return the exceptions of the code that do not end its process, to be asked for once there is one.
+
+    asyncio's is among them if the code has imported asyncio, which takes long for processes that live for a second.
+    """
+    asyncio = sys.modules.get("asyncio")
+    return (Exception, SystemExit, *([asyncio.CancelledError] if asyncio else []))
+
+
+def message_of(line: bytes) -> Message:
+    """Return what the code has answered, in which nothing is believed; a failure where it is no JSON object."""
+    with contextlib.suppress(ValueError, RecursionError):
+        found = json.loads(line)
+        if isinstance(found, dict):
+            return found
+    return {"failure": "result", "detail": "its process gave an answer that is none"}
+
+
+def supervised_call(call: Callable[[], Message], limits: SandboxLimits) -> bytes:
+    """Make a call in a process of its own, and see that it keeps within its limits; nothing that it started is left."""
+    parent = os.getppid()
+
+    def serve(requests: int, answers: int) -> None:
+        write_message(answers, call())
+
+    return SandboxedCode(serve, limits, lambda: os.getppid() != parent).last_answer()
+
+
+def supervised_talk(serve: Callable[[int, int], None], limits: SandboxLimits, asker: socket.socket) -> None:
+    """Pass requests of whoever is at the other end of a socket to `serve` in a process of its own, and its answers back.
+
+    It ends with the socket, or after a failure, which is the last answer.
+
+    Args:
+        serve: Reads a request at a time from the first descriptor that it is given, and writes an answer to the second.
+        limits: What it may take.
+        asker: Sends requests, a line each, and none before the last one is answered.
+    """
+    code = SandboxedCode(serve, limits, lambda: hung_up(asker))
+    try:
+        while code.ready([asker], look_every_s=IDLE_LOOK_S) and (request := asker.recv(PIECE_BYTES)):
+            if not code.ask(request):
+                break
+            if request.endswith(b"\n"):
+                answer = code.answer()
+                if not answer:
+                    break
+                asker.sendall(answer)
+    finally:
+        with contextlib.suppress(OSError):
+            asker.sendall(code.last_answer())
+
+
+def hung_up(end: socket.socket) -> bool:
+    """Return whether there is nobody at the other end of a socket."""
+    try:
+        return not end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def write_message(descriptor: int, message: Message) -> None:
+    """Write a message as a line."""
+    rest = memoryview(json.dumps(message).encode() + b"\n")
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+class SandboxedCode:
+    """A process of code that is not trusted, as seen by the supervisor that has started it and that ends with it."""
+
+    def __init__(self, serve: Callable[[int, int], None], limits: SandboxLimits, abandoned: Callable[[], bool]) -> None:
+        """Start the process.
+
+        Args:
+            serve: What it does, with descriptors to read requests from and write answers to.
+            limits: What it may take.
+            abandoned: Whether nobody waits for it any more.
+        """
+        self.limits, self.abandoned = limits, abandoned
+        self.failure: Message = {}
+        self.isolated, self.mounted = enter_namespaces(), os.stat("/proc").st_dev
+        requests, self.requests = os.pipe()
+        self.answers, answers = os.pipe()
+        self.printed = os.memfd_create("printed")
+        self.unread = bytearray()
+        gate, sender = socket.socketpair()
+        self.process = os.fork()
+        if self.process == 0:
+            try:
+                confine({requests, answers, sender.fileno()}, self.printed, limits, self.isolated)
+                send_listener(sender, hold_back_starts() if self.isolated else [])
+                serve(requests, answers)
+            finally:
+                os._exit(1)
+        os.close(requests)
+        os.close(answers)
+        sender.close()
+        with gate:
+            self.gate = ForkGate(gate)
+        flags = fcntl.fcntl(self.requests, fcntl.F_GETFL)
+        fcntl.fcntl(self.requests, fcntl.F_SETFL, flags | os.O_NONBLOCK)
+
+    def ready(
+        self, readable: Sequence[Any] = (), writable: Sequence[int] = (), seconds: float | None = None,
+        look_every_s: float = LOOK_EVERY_S,
+    ) -> bool:  # fmt: skip
+        """Wait for a descriptor; return False, with `failure` set, where the code takes too much or nobody waits for it any more."""
+        deadline = None if seconds is None else time.monotonic() + seconds
+        while not self.failure:
+            read, written, _ = select.select([*readable, *self.gate.listeners], writable, [], look_every_s)
+            if written or any(end in read for end in readable):
+                return True
+            if deadline is not None and time.monotonic() > deadline:
+                self.failure = {"failure": "timeout", "detail": f"no answer within {self.limits.seconds:g} s"}
+            elif self.abandoned():
+                self.failure = {"failure": "died", "detail": "nobody waits for it"}
+            elif self.isolated and (taken := self._excess()):
+                self.failure = {"failure": "died", "detail": taken}
+        return False
+
+    def _excess(self) -> str:
+        """Return what the code has too much of, or nothing; a process or thread that it is about to start is allowed then."""
+        start = self.gate.next_start()
+        taken = excess(processes_of(self.process, self.mounted, self.limits.processes), self.limits, start)
+        if start and not taken:
+            self.gate.allow(start)
+        return taken
+
+    def ask(self, request: bytes) -> bool:
+        """Send the code a part of a request, or all of it; return whether it took it."""
+        with contextlib.suppress(BrokenPipeError):
+            while request and self.ready(writable=[self.requests], seconds=self.limits.seconds):
+                request = request[os.write(self.requests, request) :]
+        return not request
+
+    def answer(self) -> bytes:
+        """Return the code's next line, nothing where there is none."""
+        deadline = time.monotonic() + self.limits.seconds
+        while b"\n" not in self.unread and len(self.unread) <= self.limits.answer_bytes:
+            if not self.ready([self.answers], seconds=deadline - time.monotonic()):
+                return b""
+            piece = os.read(self.answers, PIECE_BYTES)
+            if not piece:
+                return b""
+            self.unread += piece
+        line, end, rest = self.unread.partition(b"\n")
+        if not end or len(line) > self.limits.answer_bytes:
+            most = self.limits.answer_bytes
+            self.failure = {"failure": "result", "detail": f"its answer has more than {most} bytes"}
+            return b""
+        self.unread = rest
+        return bytes(line + end)
+
+    def last_answer(self) -> bytes:
+        """Return what the code has answered, or why there is no answer; its processes are gone then."""
+        answer = b"" if self.failure else self.answer()
+        status, usage = end(self.process, ended=not self.failure)
+        show(self.printed)
+        failure = self.failure or death(status, usage.ru_utime + usage.ru_stime, self.limits)
+        return answer or json.dumps(failure).encode() + b"\n"
+
+
+def death(status: int, cpu_seconds: float, limits: SandboxLimits) -> Message:
+    """Return the failure of a process that has ended by itself, or that somebody else has ended, without an answer."""
+    if status == -signal.SIGKILL and cpu_seconds >= limits.cpu_seconds:
+        return {"failure": "timeout", "detail": f"it took over {limits.cpu_seconds:g} s of a processor"}
+    how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
+    outside = status in (-signal.SIGKILL, -signal.SIGTERM)
+    return {"failure": "died", "detail": f"its process died: {how}", "again": outside}
+
+
+def end(code: int, ended: bool) -> tuple[int, resource.struct_rusage]:
+    """Kill the code, and with the first process of their namespace all that it started; return how it ended and what it used."""
+    deadline = time.monotonic() + ENDING_S
+    # It has closed its pipe a moment before it has ended.
+    while ended and time.monotonic() < deadline and not os.waitid(os.P_PID, code, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        time.sleep(0.001)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(code, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(code, signal.SIGKILL)
+    _, status, usage = os.wait4(code, 0)
+    return os.waitstatus_to_exitcode(status), usage
+
+
+def enter_namespaces() -> bool:
+    """Have the next child be the first process of namespaces of its own; return False where this system allows nobody that."""
+    user, group = os.getuid(), os.getgid()
+    if LIBC.unshare(NEW_NAMESPACES) != 0:
+        return False
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    return True
+
+
+def namespaces_allowed() -> bool:
+    """Return whether this system gives a process namespaces of its own; without them the code could reach the run's processes."""
+    child = os.fork()
+    if child == 0:
+        os._exit(LIBC.unshare(NEW_NAMESPACES) != 0)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def confine(own: Collection[int], printed: int, limits: SandboxLimits, isolated: bool) -> None:
+    """Give up, in the code's process, whatever reaches beyond it but its own pipes."""
+    os.setsid()
+    for stream in (1, 2):
+        os.dup2(printed, stream)
+    close_connections(own)
+    if isolated:
+        checked(LIBC.mount(b"none", b"/", None, MS_PRIVATE | MS_RECURSIVE, None))
+        if LIBC.mount(b"proc", b"/proc", b"proc", MS_RESTRICTED, None) != 0:
+            # Inside of bubblewrap nobody may list processes anew: the code sees none, its supervisor those of bubblewrap.
+            checked(LIBC.unshare(NEW_MOUNTS))
+            checked(LIBC.mount(b"none", b"/proc", b"tmpfs", MS_RESTRICTED, None))
+        if os.path.isdir("/dev/shm"):  # where the run's rows may lie
+            checked(LIBC.mount(b"none", b"/dev/shm", b"tmpfs", MS_RESTRICTED, SCRATCH))
+        # Version 3, this process; three sets of 64 bits.
+        checked(LIBC.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()))
+    checked(LIBC.prctl(PR_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
+    checked(LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))
+    checked(LIBC.prctl(PR_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0))  # its supervisor may be killed
+    seconds = int(limits.cpu_seconds) + 1
+    for kind, most in (
+        (resource.RLIMIT_AS, limits.memory_bytes), (resource.RLIMIT_FSIZE, FILE_BYTES), (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NOFILE, OPEN_FILES), (resource.RLIMIT_CPU, seconds),
+    ):  # fmt: skip
+        hard = resource.getrlimit(kind)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (most, most))
+
+
+def close_connections(own: Collection[int]) -> None:
+    """Close every socket and pipe of this process but its own: the connection to the run, and the supervisor's to the worker."""
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            mode = os.fstat(number).st_mode
+            if number not in own and (stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode)):
+                os.close(number)
+
+
+def processes_of(code: int, mounted: int, most: int) -> set[str]:
+    """Return the code's processes, whoever else has started some meanwhile; of more than `most` only as many as show that.
+
+    Args:
+        code: The first of them, to which those fall whose parent has ended.
+        mounted: The device of the list of processes that was mounted here at first.
+        most: How many it may have.
+    """
+    if os.stat("/proc").st_dev != mounted:  # the code has mounted its own
+        return {name for name in os.listdir("/proc") if name.isdecimal()}
+    found, waiting = set[str](), [str(code)]
+    while waiting and len(found) <= most:
+        process = waiting.pop()
+        found.add(process)
+        with contextlib.suppress(OSError):
+            for thread in os.listdir(f"/proc/{process}/task"):
+                with open(f"/proc/{process}/task/{thread}/children") as children:
+                    waiting += children.read().split()
+    return found
+
+
+def excess(processes: set[str], limits: SandboxLimits, start: Start | None) -> str:
+    """Return what the code's processes have too much of, or nothing.
+
+    Args:
+        processes: Their numbers.
+        limits: What they may have.
+        start: One more that is about to begin.
+    """
+    if len(processes) + (start is not None and not start.is_thread) > limits.processes:
+        return f"it started more than {limits.processes} processes"
+    own, threads = 0, int(start is not None)
+    for process in processes:
+        with contextlib.suppress(OSError):
+            threads += os.stat(f"/proc/{process}/task").st_nlink - 2  # its folders, but two
+        with contextlib.suppress(OSError, IndexError), open(f"/proc/{process}/statm") as file:
+            _, resident, shared, *_ = map(int, file.read().split())
+            own += (resident - shared) * PAGE_BYTES
+    if threads > THREADS * limits.processes:
+        return f"it started more than {THREADS * limits.processes} threads"
+    return f"its processes took more than {limits.memory_bytes / 2**30:g} GiB" if own > limits.memory_bytes else ""
+
+
+def show(printed: int) -> None:
+    """Pass on the beginning of what the code has printed."""
+    os.lseek(printed, 0, os.SEEK_SET)
+    text = os.read(printed, PRINTED_BYTES)
+    if text:
+        os.write(2, text)
+
+
+def checked(result: int) -> None:
+    """Raise OSError where a call into the C library has failed."""
+    if result != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -1,0 +1,261 @@
+"""A role's worker on disk: a plain Hugging Face directory that anything can load, with the optimizer's tensors beside it.
+
+    actor/  config.json  model.safetensors  tokenizer.json        full tensors under every layout, adapters merged
+            adapter/                                              adapters in peft's format, where they alone are trained
+            optimizer.safetensors                                 where each rank has the full model
+            optimizer/  .metadata  __0_0.distcp  __1_0.distcp     else: each rank writes its own shards
+
+Either form of the optimizer's state is read under any layout.
+"""
+
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from pickle import UnpicklingError
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import AutoTokenizer
+
+from braidrl.cluster.groups import background_group
+from braidrl.errors import UserError
+from braidrl.training.eight_bit import UNDIVIDED
+from braidrl.training.lora import (
+    ADAPTER,
+    WEIGHTS,
+    adapter_name,
+    adapter_parameters,
+    is_adapter,
+    merged,
+    plain_names,
+    save_adapters,
+)
+from braidrl.training.optimizer import MasterOptimizer
+from braidrl.training.roles.model import RoleModel
+from braidrl.weights.shards import as_dtensor, full_tensor, local_shard, shard_of
+from braidrl.weights.tensor_reader import TensorReader
+from braidrl.weights.weight_files import WeightFiles, shapes_in
+
+OPTIMIZER = "optimizer.safetensors"
+PARTS = "optimizer"
+Write = Callable[[], object]
+"""Write one file or folder of a checkpoint."""
+
+
+def save_worker(worker: RoleModel, folder: Path, write: bool = True) -> None:
+    """Write model, tokenizer and optimizer into a new folder.
+
+    Where the model is sharded, every rank calls this; otherwise one rank of the role does.
+
+    Args:
+        worker: The role's worker on this rank.
+        folder: The directory to make.
+        write: True on the one rank that writes what all ranks have in full: rank 0, as transformers writes nothing on others.
+    """
+    for part in saving_tasks(worker, folder, write):
+        part()
+
+
+def saving_tasks(worker: RoleModel, folder: Path, write: bool = True, copy: bool = False) -> list[Write]:
+    """Return the writes of `save_worker` as calls, in order.
+
+    Args:
+        worker: The role's worker on this rank.
+        folder: The directory to make.
+        write: True on the one rank that writes what all ranks have in full: rank 0, as transformers writes nothing on others.
+        copy: Copy the tensors to host memory first, so that a thread may make the calls while the worker trains on.
+    """
+    kept = copied if copy else dict[str, Tensor]
+    weights = full_state_dict(worker, wanted=write)
+    adapters = full_adapters(worker) if worker.lora else {}
+    parts: list[Write] = []
+    if write:
+        parts.append(partial(write_model, worker, folder, kept(weights), kept(adapters)))
+    if worker.optimizer is not None and worker.ranks.is_sharded:
+        state, place = divided_state(worker.optimizer), folder / PARTS
+        if copy:
+            # Threads of several roles meet their ranks at once: each role in a group of its own.
+            worker.background = worker.background or background_group()
+            begun = dcp.async_save(state, checkpoint_id=place, process_group=worker.background)
+            assert isinstance(begun, Future)
+            parts.append(begun.result)
+        else:
+            parts.append(partial(dcp.save, state, checkpoint_id=place))
+    elif worker.optimizer is not None and write:
+        parts.append(partial(write_tensors, kept(worker.optimizer.state()), folder / OPTIMIZER))
+    return parts
+
+
+def write_model(worker: RoleModel, folder: Path, weights: dict[str, Tensor], adapters: dict[str, Tensor]) -> None:
+    """Write the model's Hugging Face directory, and the adapters beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if worker.lora:
+        save_adapters(folder / ADAPTER, worker.lora, adapters, worker.path)
+    worker.model.save_pretrained(folder, state_dict=weights)
+    AutoTokenizer.from_pretrained(worker.path, local_files_only=True).save_pretrained(folder)
+
+
+def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+
+
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copy tensors to host memory; tied tensors stay tied."""
+    found: dict[int, Tensor] = {}
+    return {name: found.setdefault(id(t), t.detach().to("cpu", copy=True).contiguous()) for name, t in tensors.items()}
+
+
+def full_state_dict(worker: RoleModel, wanted: bool = True) -> dict[str, Tensor]:
+    """Return the full tensors of the model by name, with adapters merged and tied tensors under each of their names.
+
+    Where the model is sharded, all ranks call this at the same time. Gathered tensors go to host memory, so that a device holds one
+    full tensor at a time. Ranks where they are not `wanted` get an empty dict.
+    """
+    worker.ranks.reshard(worker.model)
+    named = plain_names(worker.model, worker.model.state_dict(keep_vars=True))
+    found: dict[str, Tensor] = {}
+    for names, tensor in worker.ranks.full_tensors(named, merged):
+        if wanted:
+            found |= dict.fromkeys(names, tensor if worker.has_full_weights else tensor.cpu())
+    return found
+
+
+def full_adapters(worker: RoleModel) -> dict[str, Tensor]:
+    """Return the full trained tensors by peft's names; all ranks of a sharded model call this at the same time."""
+    named = adapter_parameters(worker.model)
+    return {name: tensor for names, tensor in worker.ranks.full_tensors(named, full_tensor) for name in names}
+
+
+@torch.no_grad()
+def load_worker(worker: RoleModel, folder: Path) -> None:
+    """Load a saved worker's weights and optimizer state in place. Raises UserError for another model's files, or damaged ones."""
+    worker.ranks.reshard(worker.model)
+    saved = saved_parameters(worker, folder)
+    if kept_shapes(worker) != shapes_in(saved):
+        raise another_model(worker, folder)
+    # Read before anything is overwritten: it may be damaged.
+    state = optimizer_state(worker, folder) if worker.optimizer is not None else {}
+    for name, parameter in kept_parameters(worker).items():
+        local_shard(parameter).copy_(shard_of(saved[name], parameter))
+    if worker.optimizer is not None:
+        worker.optimizer.load_state(state)
+
+
+def kept_parameters(worker: RoleModel) -> dict[str, Tensor]:
+    """Return this rank's trained state: the adapters where adapters are trained, else every parameter."""
+    return adapter_parameters(worker.model) if worker.lora else dict(worker.model.named_parameters())
+
+
+def kept_shapes(worker: RoleModel) -> dict[str, torch.Size]:
+    """Return the global shapes of `kept_parameters`, over all ranks."""
+    if not worker.lora:
+        return worker.shapes
+    return {adapter_name(name): shape for name, shape in worker.shapes.items() if is_adapter(name)}
+
+
+def saved_parameters(worker: RoleModel, folder: Path) -> Mapping[str, Tensor]:
+    """Return the saved counterpart of `kept_parameters`. Raises UserError where adapters alone were trained before or are now, not both."""
+    if (folder / ADAPTER).is_dir() != bool(worker.lora):
+        how, now = ("without", "remove it") if worker.lora else ("with", "set it as it was")
+        raise UserError(
+            f"{folder} was trained {how} trainer.lora or roles.{worker.role}.lora; {now} to go on from there"
+        )
+    if worker.lora:
+        return load_file(folder / ADAPTER / WEIGHTS)
+    return WeightFiles(folder) if worker.ranks.is_sharded else dict(worker.load_model(folder).named_parameters())
+
+
+def optimizer_state(worker: RoleModel, folder: Path) -> dict[str, Tensor]:
+    """Return this rank's shards of a saved optimizer state, whichever layout wrote it."""
+    optimizer = worker.optimizer
+    assert optimizer is not None
+    try:
+        if (folder / OPTIMIZER).is_file():
+            tensors = {key: tensor for key, tensor in load_file(folder / OPTIMIZER).items() if ours(worker, key)}
+            check_shapes(optimizer, {key: tensor.shape for key, tensor in tensors.items()})
+            return {key: shard_of(tensor, owner(optimizer, key, tensor)) for key, tensor in tensors.items()}
+        reader = TensorReader(folder / PARTS)
+        known = reader.read_metadata().state_dict_metadata
+        check_shapes(optimizer, {key: size_of(about) for key, about in known.items() if ours(worker, key)})
+        wanted = {key: empty_part(optimizer, key, about) for key, about in known.items() if ours(worker, key)}
+        with warnings.catch_warnings():
+            # That each rank reads for itself what it needs is meant, and nothing to warn of.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(wanted, storage_reader=reader, no_dist=True)
+    except LookupError as error:
+        raise another_model(worker, folder) from error
+    except (CheckpointException, SafetensorError, OSError, EOFError, RuntimeError, UnpicklingError) as error:
+        raise UserError(
+            f"the optimizer in {folder} is damaged or incomplete; resume from an older checkpoint, or copy it whole"
+        ) from error
+    return {key: local_shard(tensor) for key, tensor in wanted.items()}
+
+
+def divided_state(optimizer: MasterOptimizer) -> dict[str, Tensor]:
+    """Return the optimizer's state as DTensors, sharded like their parameters."""
+    return {key: as_dtensor(tensor, owner(optimizer, key, tensor)) for key, tensor in optimizer.state().items()}
+
+
+def ours(worker: RoleModel, key: str) -> bool:
+    """Return False for state of parameters that only other ranks have. Raises LookupError for another model's state."""
+    assert worker.optimizer is not None
+    number = key.split(".")[0]
+    if not number.isdecimal() or int(number) in worker.optimizer.by_number:
+        return True
+    if int(number) >= len(worker.shapes):
+        raise LookupError(f"{key} is of another model: this one has {len(worker.shapes)} parameters")
+    return False
+
+
+def owner(optimizer: MasterOptimizer, key: str, tensor: Tensor) -> Tensor:
+    """Return the tensor whose sharding a state tensor follows: its parameter; for a scalar, and what is never divided, itself."""
+    number, _, name = key.partition(".")
+    return optimizer.by_number[int(number)] if tensor.dim() and name not in UNDIVIDED else tensor
+
+
+def check_shapes(optimizer: MasterOptimizer, saved: Mapping[str, torch.Size]) -> None:
+    """Raise LookupError where saved state, by name and global shape, is not that of each of the optimizer's parameters."""
+    names: dict[int, set[str]] = {number: set() for number in optimizer.by_number}
+    for key, shape in saved.items():
+        number, _, name = key.partition(".")
+        if name and name not in UNDIVIDED:
+            names[int(number)].add(name)
+            if shape and shape != optimizer.by_number[int(number)].shape:
+                raise LookupError(f"{key} is {tuple(shape)}, and not {tuple(optimizer.by_number[int(number)].shape)}")
+    if len(set(map(frozenset, names.values()))) > 1:
+        raise LookupError(f"parameters have different state: {names}")
+
+
+def size_of(about: object) -> torch.Size:
+    """Return the global shape of a saved tensor. Raises LookupError for anything but a tensor."""
+    if not isinstance(about, TensorStorageMetadata):
+        raise LookupError(f"{type(about).__name__} is no tensor")
+    return about.size
+
+
+def empty_part(optimizer: MasterOptimizer, key: str, about: object) -> Tensor:
+    """Return an empty local shard to read a saved tensor into."""
+    assert isinstance(about, TensorStorageMetadata)
+    if not about.size:
+        return torch.empty((), dtype=about.properties.dtype)
+    parameter = optimizer.by_number[int(key.split(".")[0])]
+    return as_dtensor(torch.empty_like(local_shard(parameter), dtype=about.properties.dtype), parameter)
+
+
+def another_model(worker: RoleModel, folder: Path) -> UserError:
+    return UserError(f"{folder} holds another model than {worker.path}; resume with the configuration it was made with")
+
+
+def describe_worker(folder: Path) -> str:
+    """Describe a saved model in one line: its architecture and size on disk."""
+    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors") if file.name != OPTIMIZER)
+    return f"{architecture}, {size / 2**20:.1f} MiB of weights"

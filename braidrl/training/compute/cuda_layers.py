@@ -1,0 +1,85 @@
+"""Norms, gated activations and rotary embeddings of a model on CUDA by the kernels that `kernels` has chosen.
+
+The modules stay transformers' own, with their parameters and names; on another device or in float64 they compute as before.
+"""
+
+import inspect
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from braidrl.training.compute.cuda_kernels import LayerKernels, layer_kernels
+from braidrl.training.compute.swapping import ATTENTIONS, GATES, NORMS, derived, is_silu
+
+NOT_PLAIN = (DTensor, AsyncCollectiveTensor)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROTARY = "apply_rotary_pos_emb"
+"""The function that transformers' attention layers turn queries and keys with."""
+
+
+def fuse_layers(model: PreTrainedModel) -> None:
+    """Switch a model that is going to a CUDA device to fused kernels, where this machine has any."""
+    if kernels := layer_kernels():
+        use_kernels(model, kernels)
+
+
+def use_kernels(model: PreTrainedModel, kernels: LayerKernels) -> None:
+    """Have the norms, gated activations and attention layers of a model compute with these kernels."""
+    forwards = forwards_by(kernels)
+    for module in model.modules():
+        kind: Any = type(module)
+        name = kind.__name__
+        if name in NORMS:
+            module.__class__ = derived(kind, forwards["norm"])
+        elif name in GATES and is_silu(module):
+            module.__class__ = derived(kind, forwards["gate"])
+        elif name in ATTENTIONS:
+            module.__class__ = derived(kind, turning(kind, kernels))
+
+
+@cache
+def forwards_by(kernels: LayerKernels) -> dict[str, Any]:
+    """Return the forward methods of norms and gated MLPs."""
+
+    def norm(module: Any, hidden_states: Tensor) -> Tensor:
+        if not fits(kernels, hidden_states, module.weight):
+            plain: Tensor = module.plain_forward(hidden_states)
+            return plain
+        return kernels.norm(hidden_states, module.weight, module.variance_epsilon)
+
+    def gate(module: Any, x: Tensor) -> Tensor:
+        up = module.up_proj(x)
+        gated = module.gate_proj(x)
+        multiplied = kernels.gate(gated, up) if fits(kernels, gated, up) else module.act_fn(gated) * up
+        result: Tensor = module.down_proj(multiplied)
+        return result
+
+    return {"norm": norm, "gate": gate}
+
+
+@cache
+def turning(kind: Any, kernels: LayerKernels) -> Any:
+    """Return an attention layer's forward with another rotary function: a copy, as other models have that of transformers."""
+    plain: Any = inspect.unwrap(kind.forward)
+    theirs = plain.__globals__[ROTARY]
+
+    def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> Any:
+        turn = kernels.rotate if fits(kernels, query, key) and cos.dtype == query.dtype else theirs
+        return turn(query, key, cos, sin)
+
+    names = {**plain.__globals__, ROTARY: rotate}
+    copied = FunctionType(plain.__code__, names, plain.__name__, plain.__defaults__, plain.__closure__)
+    copied.__kwdefaults__ = plain.__kwdefaults__
+    return copied
+
+
+def fits(kernels: LayerKernels, *tensors: Tensor) -> bool:
+    """Return True for plain tensors on the kernels' device, of one type that they compute in; not for DTensors and pending collectives."""
+    plain = all(not isinstance(t, NOT_PLAIN) and t.device.type == kernels.device for t in tensors)
+    return plain and tensors[0].dtype in DTYPES and len({tensor.dtype for tensor in tensors}) == 1

@@ -1,0 +1,179 @@
+"""Log-probabilities and entropy of given tokens from hidden states, a chunk of tokens at a time.
+
+hidden_ND ──chunk──▶ logits_CV ──▶ log_prob_C, entropy_C        C tokens at once; the (N, V) logits never exist in full
+                        ▲
+backward: recomputed, turned into their own gradient in place, and folded into hidden and weight
+
+N action tokens, D model width, V vocabulary. Where the vocabulary is sharded, V is this rank's shard, and global quantities (the sum of
+exponentials, the target's logit, the entropy) are reduced over the ranks.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from braidrl.native.linear import add_weight_gradient, product, zero_gradient
+from braidrl.training.compute.chunks import ChunkKernels, chunk_kernels
+
+CHUNK_BYTES = 64 << 20
+"""Logits held at once, for any vocabulary."""
+
+
+def linear_log_probs(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, with_entropy_grad: bool = False,
+    chunk_elements: int | None = None, compiled: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return log_softmax(hidden @ weight.T / temperature) at `targets`, and the entropy of that distribution.
+
+    Args:
+        hidden: (N, D).
+        weight: The output layer's weight, (V, D); may be a DTensor sharded by rows.
+        targets: (N,) int64 token ids.
+        temperature: Divides the logits.
+        with_entropy_grad: Let the entropy carry a gradient, at the cost of one more pass over the logits in the backward.
+        chunk_elements: Logits held at once; None are those that CHUNK_BYTES hold.
+        compiled: Compute a chunk by compiled kernels where there are any for the weight's device.
+
+    Returns:
+        Log-probs and entropy in nats, (N,) float32 each, or float64 for float64 weights.
+    """
+    vocabulary = Vocabulary()
+    if isinstance(weight, DTensor):
+        vocabulary, weight = Vocabulary.of(weight), weight.to_local()
+    kernels = chunk_kernels(weight, compiled and vocabulary.group is None)
+    if chunk_elements is None:
+        held = weight.dtype if kernels else torch.promote_types(weight.dtype, torch.float32)
+        chunk_elements = CHUNK_BYTES // held.itemsize
+    parts = chunks(len(hidden), len(weight), chunk_elements)
+    log_probs, entropy = _LinearLogProbs.apply(
+        hidden, weight, targets, temperature, with_entropy_grad, parts, vocabulary, kernels
+    )
+    return log_probs, entropy if with_entropy_grad else entropy.detach()
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, with_entropy_grad: bool,
+        parts: list[slice], vocabulary: "Vocabulary", kernels: ChunkKernels | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        log_probs = hidden.new_empty(len(hidden), dtype=dtype)
+        entropy = hidden.new_empty(len(hidden), dtype=dtype)
+        log_sums = hidden.new_empty(len(hidden), dtype=dtype)
+        ctx.kernels = kernels
+        for part in parts:
+            if kernels is not None:
+                found = kernels.statistics(product(hidden[part], weight), targets[part], temperature)
+                log_probs[part], log_sums[part], entropy[part] = found
+                continue
+            logits = scaled_logits(hidden[part], weight, temperature, dtype)
+            log_sums[part] = vocabulary.log_sum(logits.logsumexp(-1))
+            log_probs[part] = vocabulary.at(targets[part], logits) - log_sums[part]
+            logits.sub_(log_sums[part, None])
+            entropy[part] = vocabulary.sum(-(logits.exp() * logits).sum(-1))
+        ctx.vocabulary = vocabulary
+        ctx.save_for_backward(hidden, weight, targets, log_sums, entropy)
+        ctx.temperature, ctx.with_entropy_grad, ctx.dtype, ctx.parts = temperature, with_entropy_grad, dtype, parts
+        return log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, log_sums, entropy = ctx.saved_tensors
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = zero_gradient(weight, ctx.dtype) if ctx.needs_input_grad[1] else None
+        for part in ctx.parts:
+            grad_entropy = grads[1][part] if ctx.with_entropy_grad else None
+            if ctx.kernels is not None:
+                grad = ctx.kernels.gradient(
+                    product(hidden[part], weight), targets[part], ctx.temperature, log_sums[part], entropy[part],
+                    grads[0][part], grad_entropy,
+                )  # fmt: skip
+            else:
+                logits = scaled_logits(hidden[part], weight, ctx.temperature, ctx.dtype).sub_(log_sums[part, None])
+                places, here = ctx.vocabulary.places(targets[part], logits)
+                grad = logits_grad(logits, places, here, grads[0][part], grad_entropy, entropy[part])
+                grad = grad.div_(ctx.temperature).to(weight.dtype)
+            grad_hidden[part] = product(grad, weight.T)
+            if grad_weight is not None:
+                add_weight_gradient(grad_weight, grad, hidden[part])
+        grad_hidden = ctx.vocabulary.sum(grad_hidden)
+        whole = None if grad_weight is None else grad_weight.to(weight.dtype).contiguous()
+        return grad_hidden, whole, *[None] * 6
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """This rank's shard of the vocabulary: the entries from `start` on; all of them without a group."""
+
+    start: int = 0
+    group: dist.ProcessGroup | None = None
+
+    @staticmethod
+    def of(weight: DTensor) -> "Vocabulary":
+        """Return the shard of an output layer that is sharded by rows."""
+        _, (start, _) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
+        return Vocabulary(start, weight.device_mesh.get_group())
+
+    def sum(self, part: Tensor) -> Tensor:
+        """All-reduce a tensor in place and return it."""
+        if self.group is not None:
+            dist.all_reduce(part, group=self.group)
+        return part
+
+    def log_sum(self, own: Tensor) -> Tensor:
+        """Return log Σ exp over the global vocabulary from each rank's local value (C,)."""
+        if self.group is None:
+            return own
+        parts = [torch.empty_like(own) for _ in range(self.group.size())]
+        dist.all_gather(parts, own, group=self.group)
+        return torch.stack(parts).logsumexp(0)
+
+    def places(self, targets: Tensor, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the targets' columns (C,) in the local logits (C, V), and a mask of those that are local; None where all are."""
+        if self.group is None:
+            return targets, None
+        places = targets - self.start
+        here = (places >= 0) & (places < logits.shape[1])
+        return places.where(here, 0), here
+
+    def at(self, targets: Tensor, logits: Tensor) -> Tensor:
+        """Return the logits of the targets, (C,)."""
+        places, here = self.places(targets, logits)
+        found = logits.gather(-1, places[:, None]).squeeze(-1)
+        return found if here is None else self.sum(found * here)
+
+
+def logits_grad(
+    log_softmax: Tensor, targets: Tensor, here: Tensor | None, grad_log_prob: Tensor, grad_entropy: Tensor | None,
+    entropy: Tensor,
+) -> Tensor:  # fmt: skip
+    """Return the gradient with respect to scaled logits (C, V), written over `log_softmax`; `here` masks the targets that are local.
+
+    d log p_y / dz = 1[y] − p;   d H / dz = −p (log p + H)
+    """
+    if grad_entropy is None:
+        grad = log_softmax.exp_().mul_(-grad_log_prob[:, None])
+    else:
+        probs = log_softmax.exp()
+        factor = log_softmax.add_(entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(grad_log_prob[:, None])
+        grad = factor.mul_(probs)
+    at_target = grad_log_prob if here is None else grad_log_prob * here
+    return grad.scatter_add_(-1, targets[:, None], at_target[:, None])
+
+
+def scaled_logits(hidden: Tensor, weight: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
+    """Return a new (C, V) tensor of logits over temperature in `dtype`."""
+    logits = product(hidden, weight).to(dtype)
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+def chunks(tokens: int, vocabulary: int, elements: int) -> list[slice]:
+    """Return slices of at least 16 tokens, each with at most so many logits."""
+    size = max(16, elements // vocabulary)
+    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]

@@ -1,0 +1,81 @@
+"""Rows laid end to end for one forward pass: nothing is padded, and attention stays inside a sequence.
+
+tokens      p p p a a | p p a a a | p a          rows, or sequences of a row, joined
+actions           ^ ^       ^ ^ ^     ^          what was sampled; each is predicted from the position before it
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from braidrl.algorithms.ragged import offsets_of
+from braidrl.data.rows import Rows
+from braidrl.training.compute.attention import AttentionContext, PackedSequences
+
+FILLER = 64
+"""Length of the sequences used as padding: attention over many short ones costs less than over a long one."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """N tokens of B rows with A action tokens, packed without padding.
+
+    input_ids, position_ids (N,); sequence_lengths of all sequences; predictors (A,): positions whose hidden state predicts an action;
+    targets (A,): the actions; offsets (B + 1,), on the CPU: each row's part of the A actions; row_ends (B,): position of each row's last
+    token;
+    hidden (1, N, D): the previous pipeline rank's output, None on the first.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    sequence_lengths: tuple[int, ...]
+    predictors: Tensor
+    targets: Tensor
+    offsets: Tensor
+    row_ends: Tensor
+    hidden: Tensor | None = field(default=None, kw_only=True)
+
+    def attention(self) -> AttentionContext:
+        """Return the attention context of these tokens."""
+        return PackedSequences.of(self.sequence_lengths, self.input_ids.device, keep_scores=True)
+
+    def padded(self, tokens: int) -> Self:
+        """Return the same rows padded to so many tokens, with sequences that belong to no row."""
+        missing = tokens - len(self.input_ids)
+        if not missing:
+            return self
+        positions = torch.arange(missing, device=self.input_ids.device) % FILLER
+        lengths = tuple(min(FILLER, missing - start) for start in range(0, missing, FILLER))
+        return replace(
+            self,
+            input_ids=torch.cat([self.input_ids, torch.zeros_like(positions)]),
+            position_ids=torch.cat([self.position_ids, positions]),
+            **self._followed_by(lengths),
+        )
+
+    def _followed_by(self, lengths: tuple[int, ...]) -> dict[str, Any]:
+        """Return the fields of the attention context with sequences of these lengths appended."""
+        return {"sequence_lengths": (*self.sequence_lengths, *lengths)}
+
+
+def pack(rows: Rows, device: torch.device) -> Packed:
+    """Pack rows into one forward pass. Raises ValueError where an action begins a sequence, since nothing predicts it."""
+    tokens, lengths = rows["tokens"], rows["sequence_lengths"].values
+    actions = rows["action_mask"].values.nonzero().flatten()
+    starts = offsets_of(lengths)
+    positions = torch.arange(len(tokens.values)) - starts[:-1].repeat_interleave(lengths)
+    if len(actions) and int(positions[actions].min()) == 0:
+        raise ValueError("an action token begins a sequence; a prompt must hold at least one token")
+    per_row = rows["action_mask"].with_values(rows["action_mask"].values.to(torch.int64)).row_sums()
+    return Packed(
+        tokens.values.to(device), positions.to(device), tuple(lengths.tolist()), (actions - 1).to(device),
+        tokens.values[actions].to(device), offsets_of(per_row), (tokens.offsets[1:] - 1).to(device),
+    )  # fmt: skip
+
+
+def empty_packed(device: torch.device) -> Packed:
+    """Return one token of no row, without an action, for a rank that only joins the collectives of a forward pass."""
+    none, one = torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    return Packed(one, one, (1,), none, none, torch.zeros(1, dtype=torch.int64), none)

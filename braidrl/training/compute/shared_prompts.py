@@ -1,0 +1,218 @@
+"""Rows with one prompt, packed so that the prompt goes through the model once; gradients are the same as for separate rows.
+
+separate  p p p a a a | p p p b b | p p p c c c c
+shared    p p p a a a b b c c c c                      a, b and c each see p and themselves, never one another
+
+Every token of the prompt computes the same numbers in each row, so its keys and values serve all responses, and its gradient is
+the sum of theirs. The token after the prompt is predicted from the prompt's last, for all rows alike.
+
+Shapes: N tokens packed, P of a prompt, R of the responses to it, H query heads, K key/value heads, D head width.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from braidrl.data.packing import plan_micro_batches
+from braidrl.data.rows import Rows
+from braidrl.training.compute.attention import attend_equal
+from braidrl.training.compute.packed import Packed, pack
+
+LEAST_SAVED = 0.25
+"""Least share of tokens that sharing must save: below it, the masks cost more than is saved."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """Rows that share a prompt: tokens of the prompt and of each response, and the row number of each response."""
+
+    prompt: int
+    responses: tuple[int, ...]
+    rows: tuple[int, ...]
+
+    @property
+    def tokens(self) -> int:
+        return self.prompt + sum(self.responses)
+
+
+@dataclass(frozen=True, eq=False)
+class SharedPrompts:
+    """The attention context of families packed one after the other."""
+
+    families: tuple[Family, ...]
+    device: torch.device
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        """Attend with queries (1, H, N, D) to keys and values (1, K, N, D); returns (1, N, H, D). Raises ValueError for another N."""
+        sizes = [size for family in self.families for size in (family.prompt, *_blocks(family))]
+        if query.shape[0] != 1 or query.shape[2] != sum(sizes):
+            raise ValueError(f"families of {sum(sizes)} tokens, but the input is {tuple(query.shape)}")
+        # split, not slices: the backward of a split is one concatenation
+        queries, keys, values = (states[0].transpose(0, 1).split(sizes) for states in (query, key, value))
+        outputs, place = [], 0
+        for number, family in enumerate(self.families):
+            prompt = place
+            outputs.append(
+                attend_equal(queries[prompt][None], keys[prompt][None], values[prompt][None], scaling, window, True)
+            )
+            for block in range(len(_blocks(family))):
+                place += 1
+                seen_keys = torch.cat([keys[prompt], keys[place]])
+                seen_values = torch.cat([values[prompt], values[place]])
+                mask = self._mask(number, block, window)
+                outputs.append(_masked(queries[place], seen_keys, seen_values, mask, scaling))
+            place += 1
+        return torch.cat(outputs)[None]
+
+    @cached_property
+    def _masks(self) -> dict[tuple[int, int, int | None], Tensor]:
+        return {}
+
+    def _mask(self, family: int, block: int, window: int | None) -> Tensor:
+        """Return a bool mask: may a response token of the block (rows) see a key of prompt and block (columns)."""
+        known = self._masks.get((family, block, window))
+        if known is None:
+            prompt, lengths = self.families[family].prompt, _responses_by_block(self.families[family])[block]
+            known = visible(prompt, lengths, window).to(self.device)
+            self._masks[family, block, window] = known
+        return known
+
+
+def visible(prompt: int, responses: Sequence[int], window: int | None) -> Tensor:
+    """Return the (R, P + R) bool mask: a token sees the prompt and earlier tokens of its response, at most `window` back."""
+    own = torch.cat([torch.full((n,), i) for i, n in enumerate(responses)])
+    place = torch.cat([torch.arange(n) for n in responses]) + prompt
+    of_key = torch.cat([torch.full((prompt,), -1), own])
+    key_place = torch.cat([torch.arange(prompt), place])
+    seen = ((of_key == -1) | (of_key == own[:, None])) & (key_place <= place[:, None])
+    return seen if window is None else seen & (place[:, None] - key_place < window)
+
+
+def _responses_by_block(family: Family) -> list[list[int]]:
+    """Group responses that attend in one call: together about as long as the prompt, so that masked scores cost no more than the prompt."""
+    blocks: list[list[int]] = []
+    for length in family.responses:
+        if blocks and sum(blocks[-1]) + length <= family.prompt:
+            blocks[-1].append(length)
+        else:
+            blocks.append([length])
+    return blocks
+
+
+def _blocks(family: Family) -> list[int]:
+    return [sum(block) for block in _responses_by_block(family)]
+
+
+def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
+    """Attend with (R, H, D) queries to (P + R, K, D) keys and values under a mask; returns (R, H, D)."""
+    output = scaled_dot_product_attention(
+        query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None],
+        attn_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    return output[0].transpose(0, 1)
+
+
+def families_of(rows: Rows) -> list[Family] | None:
+    """Group rows by group and by the tokens before their first action; None where a row holds several sequences or no action."""
+    lengths = rows["tokens"].lengths
+    if not torch.equal(rows["sequence_lengths"].values, lengths):
+        return None
+    offsets, actions = rows["action_mask"].offsets.tolist(), rows["action_mask"].values
+    found: dict[tuple[int, bytes], list[tuple[int, int, int]]] = {}
+    tokens, groups = rows["tokens"].values, rows["group"].tolist()
+    for row, (start, end) in enumerate(pairwise(offsets)):
+        sampled = actions[start:end].nonzero()
+        first = int(sampled[0]) if len(sampled) else 0
+        if first == 0:
+            return None
+        name = (groups[row], tokens[start : start + first].numpy().tobytes())
+        found.setdefault(name, []).append((row, first, end - start - first))
+    return [
+        Family(members[0][1], tuple(m[2] for m in members), tuple(m[0] for m in members)) for members in found.values()
+    ]
+
+
+def saves_enough(rows: Rows) -> bool:
+    """Return True where sharing prompts saves enough tokens."""
+    if not len(rows):
+        return False
+    families = families_of(rows)
+    total = len(rows["tokens"].values)
+    return families is not None and total - sum(family.tokens for family in families) >= LEAST_SAVED * total
+
+
+def plan_shared(rows: Rows, max_tokens: int) -> list[list[int]]:
+    """Return the row numbers of each micro-batch, counting shared prompts once; families over the limit are split.
+
+    Raises UserError for a row over the limit.
+    """
+    parts: list[Family] = []
+    for family in families_of(rows) or []:
+        start, held = 0, family.prompt
+        for i, length in enumerate(family.responses):
+            if i > start and held + length > max_tokens:
+                parts.append(Family(family.prompt, family.responses[start:i], family.rows[start:i]))
+                start, held = i, family.prompt
+            held += length
+        parts.append(Family(family.prompt, family.responses[start:], family.rows[start:]))
+    uids = rows.uids()
+    (plan,) = plan_micro_batches(
+        [part.tokens for part in parts], 1, max_tokens, uids=[uids[part.rows[0]] for part in parts]
+    )
+    return [sorted(row for number in batch for row in parts[number].rows) for batch in plan if batch]
+
+
+@dataclass(frozen=True)
+class PackedFamilies(Packed):
+    """Rows packed with each prompt once; `sequence_lengths` are those of the separate rows."""
+
+    families: tuple[Family, ...]
+
+    def attention(self) -> SharedPrompts:
+        return SharedPrompts(self.families, self.input_ids.device)
+
+    def _followed_by(self, lengths: tuple[int, ...]) -> dict[str, Any]:
+        return {"families": (*self.families, *(Family(length, (), ()) for length in lengths))}
+
+
+def pack_shared(rows: Rows, device: torch.device) -> PackedFamilies:
+    """Pack rows with each family's prompt once. Raises ValueError for rows that have no families."""
+    families = families_of(rows)
+    if families is None:
+        raise ValueError("rows of several sequences, or without actions, share no prompts")
+    packed = pack(rows, torch.device("cpu"))
+    place, total = _places(families, rows["tokens"].offsets.tolist(), len(packed.input_ids))
+
+    def moved(values: Tensor) -> Tensor:
+        result = values.new_empty(total)
+        result[place] = values
+        return result.to(device)
+
+    return PackedFamilies(
+        moved(packed.input_ids), moved(packed.position_ids), packed.sequence_lengths,
+        place[packed.predictors].to(device), packed.targets.to(device), packed.offsets,
+        place[packed.row_ends].to(device), tuple(families),
+    )  # fmt: skip
+
+
+def _places(families: Sequence[Family], offsets: Sequence[int], tokens: int) -> tuple[Tensor, int]:
+    """Return the position of each of the rows' tokens (N,) in the shared packing, and the number of tokens that it has."""
+    place = torch.empty(tokens, dtype=torch.int64)
+    begin = 0
+    for family in families:
+        end = begin + family.prompt
+        for row, length in zip(family.rows, family.responses, strict=True):
+            start = offsets[row]
+            place[start : start + family.prompt] = torch.arange(begin, begin + family.prompt)
+            place[start + family.prompt : start + family.prompt + length] = torch.arange(end, end + length)
+            end += length
+        begin = end
+    return place, begin

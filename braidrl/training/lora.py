@@ -1,0 +1,171 @@
+"""Low-rank adapters (LoRA) by peft: the adapters alone are trained; the role's weights are base and adapters merged.
+
+training     y = x Wᵀ + α/r · (x Aᵀ) Bᵀ          W frozen, A and B trained
+elsewhere    W + α/r · B A                        exports, engines, and roles that take this one's weights
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from braidrl.config import LoraConfig
+from braidrl.errors import UserError, suggest
+from braidrl.training.four_bit import FourBitLinear, quiet
+from braidrl.weights.boxes import Box
+from braidrl.weights.shards import box_of, full_tensor, local_shard
+from braidrl.weights.weight_files import HEAD
+
+ADAPTER = "adapter"
+"""Folder in a role's checkpoint with the adapters as peft writes them."""
+NAME = "default"
+WEIGHTS = "adapter_model.safetensors"
+"""Their tensors in that folder."""
+PREFIX = "base_model.model."
+"""The prefix of tensor names in peft's files."""
+
+
+def import_peft() -> Any:
+    """Import peft. Raises UserError where it is not installed."""
+    quiet()
+    try:
+        import peft
+    except ImportError as error:
+        raise UserError("lora needs peft; install it by `pip install 'braidrl[lora]'`") from error
+    return peft
+
+
+def add_adapters(model: Any, lora: LoraConfig, seed: int = 0) -> None:
+    """Add adapters to a decoder's linear layers, in place; they change no output until they are trained.
+
+    The same seed draws the same adapters in every process. Raises UserError for a target that the model does not have.
+    """
+    peft = import_peft()
+    linear = {name.rpartition(".")[2] for name, m in model.base_model.named_modules() if isinstance(m, nn.Linear)}
+    for target in lora.targets:
+        if target not in linear:
+            raise UserError(
+                f"lora.targets: {type(model).__name__} has no linear layer {target!r} in its layers. "
+                f"{suggest(target, linear)}"
+            )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        peft.inject_adapter_in_model(peft_config(lora), model, NAME)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.data = parameter.data.to(model.dtype)
+    train_adapters_only(model)
+
+
+def peft_config(lora: LoraConfig, model: Path | None = None, head: bool = False) -> Any:
+    """Return peft's configuration; a `head` is trained in full beside the adapters."""
+    return import_peft().LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=list(lora.targets), bias="none",
+        base_model_name_or_path=str(model) if model else None, task_type="SEQ_CLS" if head else "CAUSAL_LM",
+        modules_to_save=["score"] if head else None,
+    )  # fmt: skip
+
+
+def train_adapters_only(model: nn.Module) -> None:
+    """Freeze everything but the adapters and a scorer's head."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+
+
+def is_adapter(name: str) -> bool:
+    """Return True for a parameter that is trained where adapters are: an adapter's factor, or a scorer's head."""
+    return ".lora_" in name or name == HEAD
+
+
+def adapter_name(name: str) -> str:
+    """Return a parameter's name in peft's files."""
+    return PREFIX + name.replace(f".{NAME}.", ".")
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A weight (out, in) with its adapter: `down` (rank, in) and `up` (out, rank)."""
+
+    layer: nn.Linear | FourBitLinear
+    """The layer under the adapter."""
+    down: Tensor
+    up: Tensor
+    scaling: float
+
+    @property
+    def base(self) -> Tensor:
+        """Return the weight without its adapter; one that is kept in 4 bits is computed."""
+        return self.layer.weight
+
+    @property
+    def box(self) -> Box:
+        """Return the block of the global weight that this rank has."""
+        return Box.whole(self.shape) if isinstance(self.layer, FourBitLinear) else box_of(self.base)
+
+    @property
+    def device(self) -> torch.device:
+        return self.up.device
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.layer.out_features, self.layer.in_features))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layer.dtype if isinstance(self.layer, FourBitLinear) else self.layer.weight.dtype
+
+    @torch.no_grad()
+    def merged(self) -> Tensor:
+        """Return the full tensor base + scaling · up down, rounded once; all ranks of a sharded model call this at the same time."""
+        return self._added(full_tensor(self.base), Box.whole(self.shape))
+
+    @torch.no_grad()
+    def merged_part(self) -> Tensor:
+        """Return this rank's shard of `merged`; all ranks of a sharded model call this at the same time."""
+        return self._added(local_shard(self.base), self.box)
+
+    def _added(self, base: Tensor, box: Box) -> Tensor:
+        """Merge the adapter into a block of the base. Adapters are small: they are gathered in full."""
+        rows, columns = box.slices
+        up, down = full_tensor(self.up)[rows], full_tensor(self.down)[:, columns]
+        dtype = torch.promote_types(base.dtype, torch.float32)
+        return torch.addmm(base.to(dtype), up.to(dtype), down.to(dtype), alpha=self.scaling).to(base.dtype)
+
+
+def plain_names(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor | Adapted]:
+    """Return a module's tensors by their names without adapters, each adapted weight together with its adapter."""
+    found: dict[str, Tensor | Adapted] = {}
+    for name, tensor in named.items():
+        layer, _, own = name.partition(".base_layer.")
+        if own in ("weight", "codes"):
+            module: Any = model.get_submodule(layer)
+            down, up = module.lora_A[NAME].weight, module.lora_B[NAME].weight
+            found[f"{layer}.weight"] = Adapted(module.base_layer, down, up, float(module.scaling[NAME]))
+        elif own == "scales":
+            continue
+        elif own:
+            found[f"{layer}.{own}"] = tensor
+        elif ".lora_" not in name:
+            found[name] = tensor
+    return found
+
+
+def merged(tensor: Tensor | Adapted) -> Tensor:
+    """Return the full tensor, with its adapter merged if it has one; all ranks of a sharded model call this at the same time."""
+    return tensor.merged() if isinstance(tensor, Adapted) else full_tensor(tensor)
+
+
+def adapter_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Return the trained parameters by peft's names."""
+    return {adapter_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def save_adapters(folder: Path, lora: LoraConfig, tensors: Mapping[str, Tensor], base: Path) -> None:
+    """Write adapters of the model in `base` in peft's format."""
+    folder.mkdir(parents=True, exist_ok=True)
+    peft_config(lora, base, PREFIX + HEAD in tensors).save_pretrained(folder)
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)

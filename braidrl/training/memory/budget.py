@@ -1,0 +1,209 @@
+"""Return what a role takes of each of its devices, counted by `models.footprint`; `--dry-run` and `braid plan` both ask here.
+
+configuration or candidate ──▶ Deployment ──role_memory──▶ Footprint(resident, working) ──peak──▶ bytes of a device
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+from braidrl.config import Config
+from braidrl.config.layout import ParallelLayout
+from braidrl.flow import Flow, Kind
+from braidrl.training.memory.footprint import (
+    Shape,
+    activation_bytes,
+    cache_bytes,
+    gathered_bytes,
+    logits_bytes,
+    message_bytes,
+    model_shape,
+    resident_bytes,
+)
+from braidrl.training.memory.residency import Asset
+from braidrl.training.optimizer import MASTER_BYTES, moment_bytes
+from braidrl.training.role_settings import (
+    DTYPES,
+    checkpoints_activations,
+    dtype_of,
+    inference_layouts,
+    layout_of,
+    lora_of,
+    max_tokens_of,
+    merges_adapters,
+    model_path,
+    slots_of,
+)
+
+MIB, GIB = 1 << 20, 1 << 30
+ENGINE, CACHE, INFERENCE = "weights of the engine", "keys and values", "weights to infer with"
+PART_OF = {"weights": "weights", ENGINE: "engine", CACHE: "engine", INFERENCE: "inference"}
+shape_of = cache(model_shape)
+ActivationBytes = Callable[[Shape, int, bool, ParallelLayout], int]
+
+
+@dataclass(frozen=True)
+class RoleUse:
+    """A role on a device, and what it does there."""
+
+    role: str
+    trained: bool
+    generates: bool
+    apart: bool = False
+    """True where it generates in a pool of its own."""
+
+
+@dataclass(frozen=True)
+class EngineUse:
+    """An embedded engine: `divisor` ranks divide it; without `own_weights` it decodes with the trainer's."""
+
+    shape: Shape
+    slots: int
+    tokens: int
+    """Of the longest sequence."""
+    divisor: int = 1
+    own_weights: bool = False
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """How a role lies on its devices and what it does there. `plain` is its model without adapters."""
+
+    shape: Shape
+    plain: Shape
+    layout: ParallelLayout
+    trained: bool
+    scalar: bool
+    computes: bool
+    """True where it infers or trains."""
+    tokens: int
+    """Of a micro-batch."""
+    checkpointing: bool = False
+    inference: ParallelLayout | None = None
+    """The layout of a second copy that infers."""
+    engine: EngineUse | None = None
+    moment_bytes: float = MASTER_BYTES
+    """Of each of the optimizer's two moments of a weight in float32."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What a role takes of its device, in bytes by part: all the time, and while it works."""
+
+    use: RoleUse
+    shape: Shape
+    resident: dict[str, int]
+    working: dict[str, int]
+
+
+def role_memory(
+    use: Deployment, activations: ActivationBytes = activation_bytes
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the bytes of each device by part: those that stay, and those needed while the role works."""
+    resident = resident_bytes(use.shape, use.trained, use.layout, use.moment_bytes)
+    if use.inference is not None:
+        resident[INFERENCE] = resident_bytes(use.plain, False, use.inference)["weights"]
+    if use.engine is not None:
+        engine = use.engine
+        if engine.own_weights:
+            resident[ENGINE] = engine.shape.parameters * engine.shape.element_bytes // engine.divisor
+        whole = cache_bytes(engine.shape.sizes, engine.shape.element_bytes, engine.slots, engine.tokens)
+        resident[CACHE] = whole // engine.divisor
+    working: dict[str, int] = {}
+    if use.computes:
+        working = working_bytes(use, activations)
+        if use.inference is not None:
+            copy = replace(use, shape=use.plain, layout=use.inference, trained=False, inference=None)
+            inferring = working_bytes(copy, activations)
+            working = {part: max(working.get(part, 0), inferring.get(part, 0)) for part in {**working, **inferring}}
+    return resident, working
+
+
+def working_bytes(use: Deployment, activations: ActivationBytes = activation_bytes) -> dict[str, int]:
+    """Return what a role takes beside what stays, by part, while it computes a micro-batch."""
+    shape, layout, tokens = use.shape, use.layout, use.tokens
+    working: dict[str, int] = {}
+    if gathered := gathered_bytes(shape, layout):
+        working["weights gathered"] = gathered
+    if messages := message_bytes(shape, tokens, use.trained, layout):
+        working["messages between pipeline ranks"] = messages
+    if shape.four_bit:
+        working["weights of a layer"] = shape.layer_parameters * shape.element_bytes
+    if use.trained:
+        working["activations"] = activations(shape, tokens, use.checkpointing, layout)
+    if not use.scalar:
+        working["logits"] = logits_bytes(shape, tokens, layout)
+    return working
+
+
+def footprint(use: RoleUse, config: Config, flow: Flow, devices: int, decoding_ranks: int = 1) -> Footprint:
+    """Return one role's parts on each of its devices.
+
+    Args:
+        decoding_ranks: ranks of the run that decode together, with slices of the model.
+
+    Raises:
+        UserError: for a layout that does not fit the devices or the model.
+    """
+    role, rollout, dtype = use.role, config.rollout, dtype_of(use.role, config)
+    scalar = role in flow.scalar_roles
+    plain = shape_of(model_path(role, config), dtype, scalar)
+    lora = lora_of(role, config) if use.trained else None
+    shape = model_shape(model_path(role, config), dtype, scalar, lora) if lora else plain
+    decodes = ParallelLayout(pipeline=rollout.pipeline, tensor=decoding_ranks // rollout.pipeline)
+    layout = (decodes if use.apart else layout_of(role, config)).resolve(devices)
+    sizes = shape.sizes
+    layout.check_model(sizes.num_attention_heads, sizes.num_key_value_heads, sizes.num_hidden_layers)
+    other = inference_layouts(config, flow).get(role) if use.trained else None
+    engine = None
+    # Servers have devices of their own.
+    if use.generates and rollout.engine != "http":
+        decoder = replace(shape, dtype=DTYPES[rollout.dtype]) if rollout.dtype else shape
+        differs = (
+            decoder.dtype != dtype or merges_adapters(lora, config) or not layout.is_replicated or decoding_ranks > 1
+        )
+        own_weights = differs and not use.apart
+        engine = EngineUse(decoder, slots_of(config), config.max_sequence_tokens, decoding_ranks, own_weights)
+    computes = not use.apart and any(
+        stage.role == role and stage.kind in (Kind.INFER, Kind.TRAIN) for stage in flow.stages
+    )
+    deployed = Deployment(
+        shape, plain, layout, use.trained, scalar, computes, max_tokens_of(role, config),
+        checkpoints_activations(role, config), other and other.resolve(devices), engine, moment_bytes(config.trainer),
+    )  # fmt: skip
+    return Footprint(use, shape, *role_memory(deployed))
+
+
+def peak(footprints: Sequence[Footprint], resident: int | None = None) -> int:
+    """Return the bytes of one device at their peak: what stays there, and the most that any role needs beside it.
+
+    Roles take turns, and engines sleep while others work: keys and values are there while their role generates, and not while one infers
+    or trains. `resident` says how much stays there where not everything does.
+    """
+    working = max(sum(f.working.values()) for f in footprints)
+    return resident + working if resident is not None else at_once([f.resident for f in footprints], working)
+
+
+def at_once(resident: Sequence[Mapping[str, int]], working: int) -> int:
+    """Return the most bytes at a time of roles that stay on a device and take turns: keys and values beside none of what is `working`."""
+    caches = max(parts.get(CACHE, 0) for parts in resident)
+    return sum(size for parts in resident for part, size in parts.items() if part != CACHE) + max(working, caches)
+
+
+def assets(role: str, resident: dict[str, int]) -> dict[Asset, int]:
+    """Return a role's parts as they move between device and host, in bytes."""
+    found: dict[Asset, int] = {}
+    for name, size in resident.items():
+        asset = Asset(role, PART_OF.get(name, "optimizer"))  # type: ignore[arg-type]
+        found[asset] = found.get(asset, 0) + size
+    return found
+
+
+def asleep(role: str, resident: dict[str, int]) -> dict[Asset, int]:
+    """Return what a role's engine takes while it sleeps: its own weights, without keys and values."""
+    return {asset: size for asset, size in assets(role, {**resident, CACHE: 0}).items() if asset.part == "engine"}
+
+
+def in_units(size: int) -> str:
+    """Return the bytes as people say them."""
+    return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / MIB:,.1f} MiB"

@@ -1,0 +1,273 @@
+"""The device memory that a model needs, counted on the meta device: no weights are read and nothing is computed.
+
+weights ─ gradient sums ─ master weights ─ AdamW's moments      from the parameters' number and types
+weights gathered while it computes                              from the layout
+activations of a micro-batch                                    from what autograd keeps of a forward pass on shapes alone
+
+A layout's axes are taken to divide everything evenly; norms, which no axis divides, are a ten-thousandth of a model. Of the pipeline
+ranks the fullest is counted, which is the first or the last: they have the vocabulary.
+"""
+
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+
+from braidrl.config import LoraConfig
+from braidrl.config.layout import ParallelLayout
+from braidrl.training.compute.attention import ATTENTION
+from braidrl.training.compute.log_probs import CHUNK_BYTES
+from braidrl.training.four_bit import BYTES_PER_WEIGHT
+from braidrl.training.loading import read_model_config
+from braidrl.training.lora import add_adapters
+from braidrl.training.optimizer import MASTER_BYTES
+from braidrl.training.parallel.pipeline import RUN
+from braidrl.training.parallel.tensor import blocks_of, copied_factors, in_layer, plan_of
+
+MOMENTS = 2
+ALONE = ParallelLayout(data=1)
+
+
+class ModelSizes(NamedTuple):
+    """What a model's configuration says of its sizes, under the same names: asking transformers' object takes microseconds."""
+
+    num_hidden_layers: int
+    hidden_size: int
+    vocab_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    tie_word_embeddings: bool
+
+    @staticmethod
+    def of(config: Any) -> "ModelSizes":
+        """Return the sizes of a transformers configuration."""
+        tied = bool(getattr(config, "tie_word_embeddings", False))
+        return ModelSizes(
+            config.num_hidden_layers, config.hidden_size, config.vocab_size, config.num_attention_heads,
+            config.num_key_value_heads, head_width(config), tied,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Shape:
+    """Size of a role's model."""
+
+    name: str
+    config: Any
+    parameters: int
+    layer_parameters: int
+    """Parameters of one decoder layer."""
+    dtype: torch.dtype
+    trained: int
+    """Parameters that training changes: all, or the adapters."""
+    copied: int
+    """Adapter parameters that tensor parallelism does not divide."""
+    four_bit: int = 0
+    """Parameters that are kept in 4 bits, under adapters."""
+
+    @property
+    def element_bytes(self) -> int:
+        return self.dtype.itemsize
+
+    @cached_property
+    def sizes(self) -> ModelSizes:
+        """Return the sizes that its configuration says."""
+        return ModelSizes.of(self.config)
+
+
+MEASURED: dict[tuple[str, torch.dtype, bool, str], Shape] = {}
+"""The shapes of this process's models so far: a check, a plan and a dry run all ask, and adapters of a large one take half a second."""
+
+
+def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False, lora: LoraConfig | None = None) -> Shape:
+    """Measure the model that a folder's config.json describes, with its adapters. Raises UserError as `load_decoder`."""
+    config = read_model_config(folder)
+    key = config.to_json_string(use_diff=False), dtype, scalar_head, lora.model_dump_json() if lora else ""
+    if key not in MEASURED:
+        MEASURED[key] = measured(config, dtype, scalar_head, lora)
+    return replace(MEASURED[key], config=config)
+
+
+def measured(config: Any, dtype: torch.dtype, scalar_head: bool, lora: LoraConfig | None) -> Shape:
+    model: Any = on_meta(config, dtype, scalar_head)
+    if lora:
+        with torch.device("meta"):
+            add_adapters(model, lora)
+    layer = model.base_model.layers[0]
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    copied = sum(elements(factor) for factor in copied_factors(model, config.base_model_tp_plan or {}))
+    few = sum(m.base_layer.weight.numel() for m in model.modules() if hasattr(m, "base_layer"))
+    four_bit = few if lora and lora.base_dtype else 0
+    return Shape(type(model).__name__, config, elements(model), elements(layer), dtype, trained, copied, four_bit)
+
+
+def elements(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def on_meta(config: Any, dtype: torch.dtype, scalar_head: bool = False) -> PreTrainedModel:
+    """Make a model without storage."""
+    auto: Any = AutoModelForSequenceClassification if scalar_head else AutoModelForCausalLM
+    own = deepcopy(config)
+    if scalar_head:
+        own.num_labels = 1
+    with torch.device("meta"):
+        return auto.from_config(own, dtype=dtype, attn_implementation=ATTENTION)
+
+
+def resident_bytes(
+    shape: Shape, trained: bool, layout: ParallelLayout = ALONE, moment_bytes: float = MASTER_BYTES
+) -> dict[str, int]:
+    """Return the bytes that stay on the device from step to step, by kind; `moment_bytes` are those of a float32 weight's moment."""
+    layers = shape.sizes.num_hidden_layers // layout.pipeline
+    whole = layers * shape.layer_parameters + beside_layers(shape, layout)
+    own = whole // (layout.tensor * layout.shard_ranks)
+    saved = shape.four_bit * (shape.element_bytes - BYTES_PER_WEIGHT)
+    parts = {"weights": own * shape.element_bytes - int(saved)}
+    if trained:
+        if shape.trained < shape.parameters:
+            divided = (shape.trained - shape.copied) // layout.tensor
+            own = (divided + shape.copied) // (layout.pipeline * layout.shard_ranks)
+        master = max(MASTER_BYTES, shape.element_bytes)
+        parts["gradients"] = own * master
+        if master > shape.element_bytes:
+            parts["master weights"] = own * master
+        parts["AdamW moments"] = int(own * master * MOMENTS * moment_bytes / MASTER_BYTES)
+    return parts
+
+
+def gathered_bytes(shape: Shape, layout: ParallelLayout) -> int:
+    """Return the bytes of weights that are gathered from other devices while a micro-batch is computed.
+
+    `full` holds two layers, of which one arrives while the other computes, and what is in no layer; `optimizer` holds all of them.
+    """
+    if layout.shard == "none":
+        return 0
+    layers = shape.sizes.num_hidden_layers // layout.pipeline
+    gathered = layers if layout.shard == "optimizer" else min(2, layers)
+    held = beside_layers(shape, layout) + gathered * shape.layer_parameters
+    return held * shape.element_bytes // layout.tensor
+
+
+def beside_layers(shape: Shape, layout: ParallelLayout) -> int:
+    """Count the parameters of embedding, norm and head; in a pipeline those of the first or the last rank, whichever has more."""
+    both = shape.parameters - shape.sizes.num_hidden_layers * shape.layer_parameters
+    if layout.pipeline == 1:
+        return both
+    embedding = shape.sizes.vocab_size * shape.sizes.hidden_size
+    # With tied weights the last pipeline rank has the embedding too.
+    return both if both < 2 * embedding else both - embedding
+
+
+def message_bytes(shape: Shape, tokens: int, trained: bool, layout: ParallelLayout) -> int:
+    """Return the bytes of a pipeline rank's receive buffers: activations and, in training, gradients of a run of the schedule."""
+    if layout.pipeline == 1:
+        return 0
+    one = -(-tokens // (layout.sequence * layout.tensor)) * shape.sizes.hidden_size * shape.element_bytes
+    return one * RUN * layout.pipeline * (2 if trained and layout.pipeline > 2 else 1)
+
+
+def cache_bytes(config: Any, element_bytes: int, slots: int, tokens: int) -> int:
+    """Return the bytes of the keys and values of `slots` rows of `tokens` tokens."""
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_width(config) * element_bytes
+    return per_token * slots * tokens
+
+
+def head_width(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def logits_bytes(shape: Shape, tokens: int, layout: ParallelLayout = ALONE) -> int:
+    """Return the bytes of the logits that exist at once: a chunk of the tokens, with its copy in at least float32 or its gradient."""
+    logits = tokens * shape.sizes.vocab_size // layout.tensor
+    return min(2 * CHUNK_BYTES, logits * (max(MASTER_BYTES, shape.element_bytes) + shape.element_bytes))
+
+
+def activation_bytes(shape: Shape, tokens: int, checkpointing: bool, layout: ParallelLayout = ALONE) -> int:
+    """Return the bytes kept for the backward pass of a micro-batch: of every layer, or with checkpointing of one and all layers' inputs."""
+    share = -(-tokens // (layout.sequence * layout.tensor))
+    one, two = (saved_bytes(shape, layers, share * layout.tensor, layout.tensor) for layers in (1, 2))
+    # A pipeline rank has fewer layers, and as many times more micro-batches under way.
+    layer, layers = two - one, shape.sizes.num_hidden_layers
+    if not checkpointing:
+        return one + (layers - 1) * layer
+    inputs = share * shape.sizes.hidden_size * shape.element_bytes
+    return one + layers * inputs
+
+
+def saved_bytes(shape: Shape, layers: int, tokens: int, tensor: int = 1) -> int:
+    """Count the bytes that autograd keeps of a forward pass of so many tokens and layers on one of `tensor` ranks, without parameters."""
+    config = deepcopy(shape.config)
+    config.head_dim = head_width(config)
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        setattr(config, name, getattr(config, name) // tensor)
+    config.num_hidden_layers = layers
+    if getattr(config, "layer_types", None):
+        config.layer_types = (list(config.layer_types) * layers)[:layers]
+    model = on_meta(config, shape.dtype)
+    if tensor > 1:
+        divide_tokens(model, tensor)
+    own = {p.untyped_storage()._cdata for p in model.parameters()}
+    # Kept alive, so that no two of them have one address.
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()._cdata
+        if storage not in own:
+            kept[storage] = tensor
+        return tensor
+
+    places = torch.arange(tokens, device="meta")[None]
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden = model.base_model(
+            input_ids=places, position_ids=places, use_cache=False, sequences=FusedAttention()
+        ).last_hidden_state
+    kept[hidden.untyped_storage()._cdata] = hidden
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+def divide_tokens(model: Any, ranks: int) -> None:
+    """Make a model on the meta device keep as many tokens between matrices as one of several tensor-parallel ranks does."""
+
+    def scattered(_: nn.Module, __: Any, states: Tensor) -> Tensor:
+        return states[:, : states.shape[1] // ranks].clone()
+
+    def gathered(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if given:
+            return (given[0].repeat(1, ranks, 1), *given[1:]), named
+        return given, {**named, "hidden_states": named["hidden_states"].repeat(1, ranks, 1)}
+
+    body, styles = model.base_model, in_layer(plan_of(model))
+    body.embed_tokens.register_forward_hook(scattered)
+    for layer in body.layers:
+        for name in blocks_of(styles):
+            layer.get_submodule(name).register_forward_pre_hook(gathered, with_kwargs=True)
+        for name, style in styles.items():
+            if style == "rowwise":
+                layer.get_submodule(name).register_forward_hook(scattered)
+    body.norm.register_forward_hook(lambda _, __, states: states.repeat(1, ranks, 1))
+
+
+class FusedAttention:
+    """The attention context of shapes alone: keeps for the backward pass what a fused kernel keeps, and no scores."""
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        output: Tensor = _Shapes.apply(query, key, value)
+        return output
+
+
+class _Shapes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        output = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
+        ctx.save_for_backward(query, key, value, output)
+        return output

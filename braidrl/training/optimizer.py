@@ -1,0 +1,256 @@
+"""The optimizer on master weights of at least float32, with sums accumulated per denominator and divided once.
+
+loss sums ──backward──▶ gradient sums per denominator ──step: / global count, clip──▶ master weights ──▶ model weights
+
+Where ranks divide a parameter, each has the gradient, master and moments of its own part alone. `trainer.optimizer` names what steps;
+`braidrl.training.optimizer_contract` holds the checks that an optimizer must pass.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor, nn
+
+from braidrl.config import TrainerConfig
+from braidrl.errors import UserError
+from braidrl.importing import PluginRegistry
+from braidrl.training import eight_bit
+from braidrl.training.parallel.replicated import DataParallel
+from braidrl.weights.shards import local_gradient, local_shard, shard_of
+
+MASTER_BYTES = 4
+OPTIMIZERS = PluginRegistry(
+    "optimizer",
+    {
+        "adamw": "braidrl.training.optimizer:adamw",
+        "adamw8bit": "braidrl.training.eight_bit:adamw8bit",
+        "sgd": "braidrl.training.optimizer:sgd",
+    },
+)
+"""What makes an optimizer: called with a list of tensors, `lr`, and the settings by keyword, as those of `torch.optim` are."""
+
+
+MOMENT_BYTES = {"adamw": float(MASTER_BYTES), "adamw8bit": eight_bit.MOMENT_BYTES}
+"""Bytes of each of the two moments of a weight, of optimizers that take AdamW's keys."""
+
+
+def moment_bytes(config: TrainerConfig) -> float:
+    """Return the bytes of each of the two moments of a weight in float32, which an optimizer is taken to keep."""
+    return MOMENT_BYTES.get(config.optimizer, MASTER_BYTES)
+
+
+def adamw(parameters: Sequence[Tensor], lr: float, **settings: Any) -> torch.optim.Optimizer:
+    """Return torch's AdamW in one fused pass over all tensors."""
+    return torch.optim.AdamW(parameters, lr=lr, fused=True, **settings)
+
+
+def sgd(parameters: Sequence[Tensor], lr: float, **settings: Any) -> torch.optim.Optimizer:
+    """Return torch's SGD: without momentum it keeps nothing beside the weights."""
+    return torch.optim.SGD(parameters, lr=lr, fused=True, **settings)
+
+
+def optimizer_settings(config: TrainerConfig) -> dict[str, Any]:
+    """Return the settings of the configured optimizer by keyword; AdamW has keys of its own for some."""
+    own = {"betas": config.betas, "eps": config.epsilon, "weight_decay": config.weight_decay}
+    return {**(own if config.optimizer in MOMENT_BYTES else {}), **config.optimizer_settings}
+
+
+def check_optimizer(config: TrainerConfig) -> None:
+    """Raise UserError for an optimizer that there is not, and for settings that it does not have."""
+    OPTIMIZERS.check(config.optimizer)
+    if config.optimizer not in MOMENT_BYTES:
+        OPTIMIZERS.check_settings(config.optimizer, config.optimizer_settings)
+        for key in ("weight_decay", "betas", "epsilon"):
+            if getattr(config, key) != TrainerConfig.model_fields[key].default:
+                raise UserError(
+                    f"trainer.{key} is AdamW's, and trainer.optimizer is {config.optimizer}; remove it, or write what that one has in "
+                    "trainer.optimizer_settings"
+                )
+    try:
+        OPTIMIZERS.find(config.optimizer)([torch.zeros(1)], lr=config.learning_rate, **optimizer_settings(config))
+    except (TypeError, ValueError) as error:
+        raise UserError(f"trainer.optimizer={config.optimizer}: {' '.join(str(error).split())}") from error
+
+
+def learning_rate(iteration: int, config: TrainerConfig, peak: float) -> float:
+    """Return the rate of iteration 1, 2, ...: linear warm-up, then constant, or linear or cosine decay to 0 after `steps`."""
+    if iteration <= config.warmup_steps:
+        return peak * iteration / config.warmup_steps
+    done = (iteration - 1 - config.warmup_steps) / max(1, config.steps - config.warmup_steps)
+    done = min(max(done, 0.0), 1.0)
+    if config.schedule == "linear":
+        return peak * (1 - done)
+    if config.schedule == "cosine":
+        return peak * 0.5 * (1 + math.cos(math.pi * done))
+    return peak
+
+
+class MasterOptimizer:
+    """Holds the optimizer of one model; where the model is float32 or float64 its weights are the masters themselves."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        config: TrainerConfig,
+        peak: float,
+        ranks: DataParallel | None = None,
+        numbers: Sequence[int] | None = None,
+    ) -> None:
+        """`numbers` are the parameters' places in the whole model, where ranks have some of them alone."""
+        self.ranks = ranks or DataParallel()
+        self.numbers = numbers or range(len(parameters))
+        placed = zip(self.numbers, parameters, strict=True)
+        self.by_number = {number: p for number, p in placed if p.requires_grad}
+        self.parameters = list(self.by_number.values())
+        self.config, self.peak = config, peak
+        parts = [local_shard(p) for p in self.parameters]
+        self.masters = [p if p.dtype in (torch.float32, torch.float64) else p.detach().float() for p in parts]
+        make = OPTIMIZERS.find(config.optimizer)
+        self.optimizer: torch.optim.Optimizer = make(self.masters, lr=peak, **optimizer_settings(config))
+        self.sums: dict[str, list[Tensor | None]] = {}
+        self.collecting: list[Tensor | None] = []
+        self.steps = 0
+        collect = WeakMethod(self._collect)
+        for i, parameter in enumerate(self.parameters):
+            # Moving each gradient as soon as it is there keeps one copy of all gradients, plus one parameter's.
+            parameter.register_post_accumulate_grad_hook(partial(_collect_while_used, collect, i))
+
+    @torch.no_grad()
+    def read_masters(self, names: Sequence[str], files: Mapping[str, Tensor]) -> None:
+        """Begin masters that are copies as the weights were before they were rounded to their type.
+
+        A master that begins on a weight of that type has to go half of the way to the next one before any weight moves.
+
+        Args:
+            names: Of the parameters that were given, in their order.
+            files: The model's tensors by name, whole and as precise as they were saved; one that is not there stays as it is.
+        """
+        named = [name for name, number in zip(names, self.numbers, strict=True) if number in self.by_number]
+        for name, parameter, master in zip(named, self.parameters, self.masters, strict=True):
+            if parameter.dtype != master.dtype and name in files:
+                master.copy_(shard_of(files[name], parameter))
+
+    def backward(self, losses: Mapping[str, Tensor]) -> None:
+        """Accumulate the gradients of loss sums, one scalar per denominator's name."""
+        names = [name for name, loss in losses.items() if loss.requires_grad]
+        for name in names:
+            self.collect(name)
+            losses[name].backward(retain_graph=name != names[-1])
+
+    def collect(self, name: str) -> None:
+        """Add the gradients of later backward passes to the sum of this denominator."""
+        self.collecting = self.sums.setdefault(name, [None] * len(self.parameters))
+
+    def _collect(self, i: int, parameter: Tensor) -> None:
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        gradient = local_gradient(gradient, parameter)
+        known = self.collecting[i]
+        self.collecting[i] = gradient.to(self.masters[i].dtype) if known is None else known.add_(gradient)
+
+    def step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
+        """Make one update with every sum over its global count; return the gradient norm before clipping.
+
+        All ranks pass the same denominators. One of zero leaves its sum out; with nothing left, nothing is done and None returned.
+        Where the norm is not finite, nothing is updated.
+        """
+        counted = {name: count for name, count in sorted(denominators.items()) if count > 0}
+        sums = {name: self._summed(name) for name in counted}
+        self.sums = {}
+        if not counted:
+            return None
+        for i, master in enumerate(self.masters):
+            parts = [part.div_(counted[name]) for name, all_parts in sums.items() if (part := all_parts[i]) is not None]
+            master.grad = sum(parts[1:], parts[0]) if parts else None
+        norm = self._clip()
+        if not math.isfinite(norm):
+            self.optimizer.zero_grad(set_to_none=True)
+            return norm
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(iteration, self.config, self.peak)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+        self._publish()
+        return norm
+
+    def _summed(self, name: str) -> list[Tensor | None]:
+        """All-reduce the gradient sums; a rank without rows contributes zeros."""
+        sums = self.sums.get(name, [None] * len(self.parameters))
+        if self.ranks.size == 1:
+            return sums
+        filled = [torch.zeros_like(m) if part is None else part for part, m in zip(sums, self.masters, strict=True)]
+        self.ranks.all_reduce_gradients(filled, self.parameters)
+        return list(filled)
+
+    def _clip(self) -> float:
+        norm = self.ranks.gradient_norm([master.grad for master in self.masters], self.parameters)
+        if self.config.max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.masters, self.config.max_grad_norm, norm)
+        return float(norm)
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            if parameter.dtype != master.dtype:
+                local_shard(parameter).copy_(master)
+
+    @property
+    def bytes_in_use(self) -> int:
+        """Return the bytes of gradients, moments and masters that are copies, from the first step on."""
+        copies = [p.dtype != m.dtype for p, m in zip(self.parameters, self.masters, strict=True)]
+        moments = 2 * moment_bytes(self.config) / MASTER_BYTES
+        return int(sum(m.nbytes * (1 + moments + copied) for m, copied in zip(self.masters, copies, strict=True)))
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that it holds besides the model's own weights."""
+        return [tensor for name, tensor in self.state().items() if name != "steps"]
+
+    def state(self) -> dict[str, Tensor]:
+        """Return everything that a resumed run needs, as flat tensors by name: masters that are copies, moments, counts."""
+        tensors = {"steps": torch.tensor(self.steps)}
+        for (i, parameter), master in zip(self.by_number.items(), self.masters, strict=True):
+            if parameter.dtype != master.dtype:
+                tensors[f"{i}.master"] = master
+            for name, value in self.optimizer.state.get(master, {}).items():
+                # SGD without momentum notes that it has none.
+                if value is not None:
+                    tensors[f"{i}.{name}"] = self._checked(name, value, master)
+        return tensors
+
+    def _checked(self, name: str, value: Any, master: Tensor) -> Tensor:
+        """Return the value. Raises UserError for what a checkpoint cannot divide among ranks as it divides the weights."""
+        divisible = isinstance(value, Tensor) and value.shape in (master.shape, torch.Size())
+        if not divisible and name not in eight_bit.UNDIVIDED:
+            raise UserError(
+                f"trainer.optimizer={self.config.optimizer} keeps {name!r}, which is no tensor of its parameter's shape and no tensor of "
+                "one number; a checkpoint holds only these"
+            )
+        return value
+
+    @torch.no_grad()
+    def load_state(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore `state()`, without gradients collected since. Raises KeyError or RuntimeError when it belongs to another model."""
+        self.steps, self.sums = int(tensors["steps"]), {}
+        for (i, parameter), master in zip(self.by_number.items(), self.masters, strict=True):
+            if parameter.dtype != master.dtype:
+                master.copy_(tensors[f"{i}.master"])
+            own = {key.partition(".")[2]: tensor for key, tensor in tensors.items() if key.startswith(f"{i}.")}
+            own.pop("master", None)
+            self.optimizer.state.pop(master, None)
+            if own:
+                self.optimizer.state[master] = {n: tensor.to(master.device, copy=True) for n, tensor in own.items()}
+        self._publish()
+
+
+def _collect_while_used(collect: WeakMethod[Any], i: int, parameter: Tensor) -> None:
+    """Pass a parameter's gradient to its optimizer, if there still is one.
+
+    A hook that held the optimizer would keep it and the model for ever: Python's garbage collection does not look into a tensor's hooks.
+    """
+    if method := collect():
+        method(i, parameter)

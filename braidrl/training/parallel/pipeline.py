@@ -1,0 +1,165 @@
+"""Pipeline parallelism: each rank has some of the layers, and micro-batches pass through them one behind the other (1F1B).
+
+rank 0    embedding, layers 0..n          F0 F1    B0 F2    B1 F3    B2    B3
+rank 1    layers n..2n, norm, head           F0 B0    F1 B1    F2 B2    F3 B3
+
+The schedule is torch's. All messages of one run have the same shape, so micro-batches are padded to the longest, and it keeps buffers for
+all of them, so a run has at most `RUN` micro-batches for each pipeline rank. A rank holds transformers' own model with `PassThrough` in
+place of other ranks' layers.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from braidrl.training.compute.packed import Packed
+from braidrl.training.parallel.replicated import OnPrediction, Predict, all_gather_bytes, by_tensor
+
+RUN = 8
+"""Micro-batches in one run of the schedule, for each pipeline rank: receive buffers against time in the bubble."""
+HIDDEN = "hidden"
+"""The name under which a pipeline rank other than the last returns its hidden states."""
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The pipeline group of one replica of the model."""
+
+    group: dist.ProcessGroup
+    embedding_group: dist.ProcessGroup | None
+    """The first and the last rank, which both hold weights that embedding and output layer share; None on the others."""
+    divisor: int
+    """Ranks that divide the tokens of a micro-batch."""
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    @property
+    def size(self) -> int:
+        return self.group.size()
+
+    @property
+    def is_last(self) -> bool:
+        return self.rank == self.size - 1
+
+    def run_micro_batches(
+        self, model: Any, compute: Predict, micro_batches: Sequence[Packed], on_prediction: OnPrediction
+    ) -> None:
+        """Run micro-batches as `DataParallel.run_micro_batches`; `on_prediction` is called on the last pipeline rank alone.
+
+        All ranks of the pipeline call this at the same time with the same micro-batches, at least one for each pipeline rank.
+        """
+        for numbers in runs(len(micro_batches), self.size):
+            self._run(model, compute, micro_batches, on_prediction, numbers)
+
+    def _run(
+        self, model: Any, compute: Predict, micro_batches: Sequence[Packed], on_prediction: OnPrediction,
+        numbers: Tensor,
+    ) -> None:  # fmt: skip
+        train = torch.is_grad_enabled()
+        longest = max(len(micro_batches[number].input_ids) for number in numbers.tolist())
+        own = -(-longest // self.divisor)
+
+        def forward(number: int, hidden: Tensor | None) -> Tensor:
+            packed = replace(micro_batches[number].padded(own * self.divisor), hidden=hidden)
+            predicted = compute(packed)
+            if not self.is_last:
+                return predicted[HIDDEN]
+            loss = on_prediction(number, predicted)
+            return torch.zeros(()) if loss is None else loss
+
+        message = torch.empty(1, own, model.config.hidden_size, dtype=model.dtype, device="meta", requires_grad=train)
+        pipeline_stage = PipelineStage(
+            RankModule(forward), self.rank, self.size, self.device,
+            input_args=() if self.rank == 0 else (message,), output_args=(message,), group=self.group,
+        )  # fmt: skip
+        # The last pipeline rank's output is its loss; sums are divided once, at `step`.
+        loss = (lambda output, number: output) if train else None
+        schedule = Schedule1F1B(pipeline_stage, len(numbers), loss, scale_grads=False)
+        try:
+            schedule.step(number=numbers, target=numbers if train else None, return_outputs=False)
+        except RuntimeError as error:
+            # The schedule puts what a rank raises into words of its own, in which nobody finds a lost peer or a user's mistake.
+            raise error.__cause__ or error from None
+
+    def full_tensors(
+        self, named: Mapping[str, Any], materialize: Callable[[Any], Tensor]
+    ) -> Iterator[tuple[list[str], Tensor]]:
+        """Yield tensors as `DataParallel.full_tensors`; each pipeline rank broadcasts its own. A name may come twice, with equal values."""
+        own = by_tensor(named)
+        about = [(names, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for names, tensor in own]
+        of_all = [
+            json.loads(bytes(part)) for part in all_gather_bytes(bytearray(json.dumps(about).encode()), self.group)
+        ]
+        for rank, described in enumerate(of_all):
+            for number, (names, shape, dtype) in enumerate(described):
+                tensor = (
+                    materialize(own[number][1])
+                    if rank == self.rank
+                    else torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
+                )
+                dist.broadcast(tensor, group_src=rank, group=self.group)
+                yield names, tensor
+
+    def broadcast_predictions(self, values: Tensor) -> Tensor:
+        """Broadcast the last pipeline rank's values; the other ranks pass a buffer of the same shape and type."""
+        dist.broadcast(values, group_src=self.size - 1, group=self.group)
+        return values
+
+
+def runs(micro_batches: int, ranks: int) -> tuple[Tensor, ...]:
+    """Return the micro-batch numbers of each run: about as many in each, and at least one for each pipeline rank if there are so many."""
+    return torch.arange(micro_batches).tensor_split(-(-micro_batches // (RUN * ranks))) if micro_batches else ()
+
+
+class RankModule(nn.Module):
+    """The module that torch's schedule calls, with a micro-batch's number and the previous pipeline rank's output."""
+
+    def __init__(self, run: Callable[[int, Tensor | None], Tensor]) -> None:
+        super().__init__()
+        self.run = run
+
+    def forward(self, hidden: Tensor | None = None, *, number: Tensor) -> Tensor:
+        return self.run(int(number), hidden)
+
+
+class PassThrough(nn.Module):
+    """Takes the place of a layer, norm, embedding or head that another pipeline rank holds."""
+
+    def forward(self, hidden: Tensor, **_: Any) -> Tensor:
+        return hidden
+
+
+def split_layers(model: Any, rank: int, ranks: int) -> None:
+    """Keep one of `ranks` equal parts of a model's layers, in place; parameters keep their names."""
+    body = model.base_model
+    each = len(body.layers) // ranks
+    for number in range(len(body.layers)):
+        if number // each != rank:
+            body.layers[number] = PassThrough()
+    head = next(name for name, child in model.named_children() if child is not body)
+    tied = is_tied(model)
+    if rank < ranks - 1:
+        body.norm = PassThrough()
+        setattr(model, head, PassThrough())
+    if rank > 0 and not (tied and rank == ranks - 1):
+        body.embed_tokens = PassThrough()
+
+
+def is_tied(model: Any) -> bool:
+    """Return True where embedding and output layer share their weight."""
+    output, tokens = model.get_output_embeddings(), model.get_input_embeddings()
+    return isinstance(output, nn.Linear) and isinstance(tokens, nn.Embedding) and output.weight is tokens.weight
+
+
+def local_layers(model: Any) -> list[nn.Module]:
+    """Return the decoder layers that this rank holds."""
+    return [layer for layer in model.base_model.layers if not isinstance(layer, PassThrough)]

@@ -1,0 +1,245 @@
+"""Ranks that shard a role's model: their mesh, and what each of its axes divides.
+
+                    data 0                      data 1
+            tensor 0    tensor 1        tensor 0    tensor 1
+layers      all, or with pipeline > 1 those of its rank               `pipeline.split_layers`
+rows        those of replica 0          those of replica 1            `gather_rows`
+matrices    left half   right half      left half   right half        `tensor_parallel.parallelize_layer`
+tokens      all, or with sequence > 1 a share of the replica's        `sequence_parallel`
+            of those, between matrices, half each
+shards      upper       upper           lower       lower             FSDP2, with shard=full or optimizer
+
+The ranks of one replica compute the same rows: each contributes the rows that it was given.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+from braidrl.cluster.groups import mesh_of, subgroup
+from braidrl.config.layout import AXES, ParallelLayout
+from braidrl.data.codec import encode, unpack_rows
+from braidrl.data.frames import join
+from braidrl.data.rows import Rows
+from braidrl.training.compute.packed import Packed
+from braidrl.training.parallel import tensor as tensor_parallel
+from braidrl.training.parallel.pipeline import Pipeline, is_tied, local_layers, split_layers
+from braidrl.training.parallel.replicated import (
+    DataParallel,
+    OnPrediction,
+    Part,
+    Predict,
+    ReadParameters,
+    all_gather_bytes,
+    sum_in_buckets,
+)
+from braidrl.training.parallel.sequence import sequence_parallel
+from braidrl.weights.shards import num_shards
+
+
+@dataclass(frozen=True)
+class Sharded(DataParallel):
+    """Ranks under a layout that gives none of them a full replica; made by `apply_layout`."""
+
+    layout: ParallelLayout = field(default_factory=ParallelLayout)
+    world: DataParallel = field(default_factory=DataParallel)
+    """All ranks of the role."""
+    mesh: DeviceMesh | None = None
+    """Dimensions (pipeline, node, shard, tensor), by these names; ranks along `node` and `shard` have different tokens."""
+    replica_group: dist.ProcessGroup | None = None
+    """The ranks of this replica, which compute the same rows."""
+    sequence_group: dist.ProcessGroup | None = None
+    """The ranks of this replica that divide its tokens."""
+    pipeline: Pipeline | None = None
+    """The ranks of this replica that hold other layers; None where each holds them all."""
+    tied_embedding: list[Tensor] = field(default_factory=list)
+    """The parameter that the first and the last pipeline rank both hold, if there is one."""
+    partial_gradients: list[Tensor] = field(default_factory=list)
+    """Parameters that all ranks along `tensor` hold, and whose local gradient is a partial sum."""
+
+    @property
+    def is_reporting_rank(self) -> bool:
+        assert self.replica_group is not None
+        return (
+            self.replica_group.rank()
+            == self.layout.ranks_per_replica - self.layout.ranks_per_replica // self.layout.pipeline
+        )
+
+    @property
+    def has_predictions(self) -> bool:
+        return self.pipeline is None or self.pipeline.is_last
+
+    @property
+    def forward_is_collective(self) -> bool:
+        return True
+
+    @property
+    def is_sharded(self) -> bool:
+        return self.layout.tensor > 1 or self.uses_fsdp or self.pipeline is not None
+
+    @property
+    def uses_fsdp(self) -> bool:
+        """Return True where ranks with different rows join collectives in every micro-batch."""
+        return self.layout.shard != "none"
+
+    def parallelize(self, model: Any, predict: Predict, read_parameters: ReadParameters) -> Predict:
+        assert self.mesh is not None and self.sequence_group is not None
+        tied = is_tied(model)
+        if self.pipeline is not None:
+            split_layers(model, self.pipeline.rank, self.pipeline.size)
+        if self.layout.sequence > 1:
+            predict = sequence_parallel(predict, self.sequence_group, self.has_predictions)
+        plan = tensor_parallel.plan_of(model) if self.layout.tensor > 1 else None
+        if plan:
+            predict = tensor_parallel.pad_to_multiple(predict, self.layout.sequence * self.layout.tensor)
+        # One layer after the other, so that a rank never has more than one whole.
+        for layer in local_layers(model):
+            read_parameters(layer)
+            if plan:
+                tensor_parallel.parallelize_layer(layer, plan, self.mesh["tensor"])
+            self._shard(layer)
+        read_parameters(model)
+        if plan:
+            tensor_parallel.parallelize_rest(model, plan, self.mesh["tensor"])
+        self._shard(model)
+        if plan:
+            self.partial_gradients.extend(tensor_parallel.partial_gradient_parameters(model))
+        if self.uses_fsdp:
+            # The output layer's weight is used without the layer's forward: the whole prediction is one forward of the model.
+            model.predict = predict
+            register_fsdp_forward_method(model, "predict")
+            predict = model.predict
+        if tied and self.pipeline is not None and self.pipeline.embedding_group is not None:
+            self.tied_embedding.append(model.get_input_embeddings().weight)
+        return predict
+
+    def _shard(self, module: Any) -> None:
+        assert self.mesh is not None
+        if not self.uses_fsdp:
+            return
+        # Gradients are summed in float32 whatever the weights are; loss sums are divided once, at `step`.
+        dtype = next(module.parameters()).dtype
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.promote_types(dtype, torch.float32))
+        keep = self.layout.shard == "optimizer"
+        mesh = self.mesh["node", "shard"] if self.layout.nodes > 1 else self.mesh["shard"]
+        fully_shard(module, mesh=mesh, reshard_after_forward=not keep, mp_policy=policy)
+        module.set_force_sum_reduction_for_comms(True)
+        module.set_gradient_divide_factor(1.0)
+        module.set_reshard_after_backward(not keep, recurse=False)
+
+    def reshard(self, model: Any) -> None:
+        for module in sharded_modules(model):
+            module.reshard()
+
+    def gather_rows(self, rows: Rows) -> tuple[Rows, slice]:
+        if self.layout.ranks_per_replica == 1:
+            return rows, slice(0, len(rows))
+        assert self.replica_group is not None
+        with self.meeting("rows of one copy of the model"):
+            parts = [unpack_rows(part) for part in all_gather_bytes(join(encode(rows)), self.replica_group)]
+        before = sum(len(part) for part in parts[: self.replica_group.rank()])
+        filled = [part for part in parts if len(part)]
+        return Rows.cat(filled) if filled else rows, slice(before, before + len(rows))
+
+    def num_micro_batches(self, micro_batches: int) -> int:
+        if self.uses_fsdp:
+            most = torch.tensor(micro_batches)
+            with self.meeting("the number of micro-batches"):
+                dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
+            micro_batches = int(most)
+        # Torch's schedule has at least one for each pipeline rank.
+        return max(micro_batches, self.layout.pipeline) if micro_batches else 0
+
+    def run_micro_batches(
+        self, model: Any, compute: Predict, micro_batches: Sequence[Packed], on_prediction: OnPrediction
+    ) -> None:
+        if self.pipeline is None:
+            super().run_micro_batches(model, compute, micro_batches, on_prediction)
+        else:
+            self.pipeline.run_micro_batches(model, compute, micro_batches, on_prediction)
+
+    def broadcast_predictions(self, values: Tensor) -> Tensor:
+        return values if self.pipeline is None else self.pipeline.broadcast_predictions(values)
+
+    def full_tensors(
+        self, named: Mapping[str, Part], materialize: Callable[[Part], Tensor]
+    ) -> Iterator[tuple[list[str], Tensor]]:
+        if self.pipeline is None:
+            yield from super().full_tensors(named, materialize)
+        else:
+            yield from self.pipeline.full_tensors(named, materialize)
+
+    def all_reduce_gradients(self, tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+        with self.meeting("the sum of gradients"):
+            assert self.mesh is not None
+            if not self.uses_fsdp:
+                sum_in_buckets(tensors, self.mesh["shard"].get_group())
+            if self.partial_gradients:
+                sum_in_buckets(
+                    select_by_parameter(self.partial_gradients, tensors, parameters), self.mesh["tensor"].get_group()
+                )
+            if self.tied_embedding:
+                assert self.pipeline is not None
+                sum_in_buckets(
+                    select_by_parameter(self.tied_embedding, tensors, parameters), self.pipeline.embedding_group
+                )
+
+    def gradient_norm(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
+        """Return the norm, from each rank's squares weighted so that every element of a gradient counts once."""
+        squares = torch.zeros((), dtype=torch.float64)
+        for gradient, parameter in zip(gradients, parameters, strict=True):
+            if gradient is not None:
+                held = (
+                    self.size
+                    // self.layout.pipeline
+                    * (2 if select_by_parameter(self.tied_embedding, [gradient], [parameter]) else 1)
+                )
+                squares += gradient.double().square().sum().cpu() * num_shards(parameter) / held
+        with self.meeting("the norm of gradients"):
+            dist.all_reduce(squares, group=self.group)
+        return squares.sqrt()
+
+
+def apply_layout(layout: ParallelLayout, world: DataParallel, device: torch.device) -> DataParallel:
+    """Return this rank's view of a layout over all of `world`; every rank calls this at the same time.
+
+    Raises UserError where the layout does not fit the number of ranks.
+    """
+    layout = layout.resolve(world.size)
+    if layout.is_replicated:
+        return world
+    sizes = [getattr(layout, axis) for axis in AXES]
+    grid = torch.arange(world.size).view(sizes)
+    pools = grid.movedim(AXES.index("data"), 0).flatten(1)
+    sequence_group = grid.movedim(AXES.index("sequence"), -1).flatten(0, -2)
+    different = world.size // (layout.pipeline * layout.nodes * layout.tensor)
+    shape = (layout.pipeline, layout.nodes, different, layout.tensor)
+    mesh = mesh_of(device.type, shape, ("pipeline", "node", "shard", "tensor"))
+    pipeline = None
+    if layout.pipeline > 1:
+        # Groups of their own: that of a mesh on CUDA may have no way to send what lies on the host.
+        pipeline_ranks, embedding_group = subgroup(grid.flatten(1).T), subgroup(grid[[0, -1]].flatten(1).T)
+        assert pipeline_ranks is not None
+        pipeline = Pipeline(pipeline_ranks, embedding_group, layout.sequence * layout.tensor, device)
+    return Sharded(
+        world.group, world.supervisor, layout, world, mesh, subgroup(pools), subgroup(sequence_group), pipeline
+    )
+
+
+def select_by_parameter(
+    known: Sequence[Tensor], tensors: Sequence[Tensor], parameters: Sequence[Tensor]
+) -> list[Tensor]:
+    """Select the tensors, one for each of `parameters`, whose parameter is among `known`."""
+    numbers = {id(parameter) for parameter in known}
+    return [tensor for tensor, parameter in zip(tensors, parameters, strict=True) if id(parameter) in numbers]
+
+
+def sharded_modules(model: Any) -> Iterator[FSDPModule]:
+    """Iterate over the modules that FSDP gathers as units."""
+    return (module for module in model.modules() if isinstance(module, FSDPModule))

@@ -1,0 +1,181 @@
+"""A role's worker: forward passes over rows, gradient accumulation, and optimizer steps. Roles differ in what they predict.
+
+rows ──plan──▶ micro-batches ──pack──▶ hidden states ──predict──▶ per action or row ──objective──▶ sums ──backward──▶ optim_step
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from braidrl.algorithms.ragged import Ragged
+from braidrl.cluster.cores import adapt_threads
+from braidrl.data.packing import plan_micro_batches
+from braidrl.data.rows import Rows
+from braidrl.observe.metrics import Sums
+from braidrl.training.backends import Advance, TrainingBackend
+from braidrl.training.checkpoint import full_state_dict, load_worker, save_worker
+from braidrl.training.compute.packed import Packed, empty_packed, pack
+from braidrl.training.compute.shared_prompts import pack_shared, plan_shared, saves_enough
+from braidrl.training.objective import Objective, nonfinite_tokens
+from braidrl.training.parallel.replicated import OnPrediction
+from braidrl.training.roles.likelihood import Likelihood
+from braidrl.training.roles.model import RoleModel
+
+
+def zero_loss(predicted: Mapping[str, Tensor]) -> Tensor:
+    """Return a zero loss that touches every output, so that all ranks run the same collectives."""
+    return sum((0 * values.sum() for values in predicted.values()), torch.zeros(()))
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows that are computed together, their numbers in the batch, and their packing; an empty one has no rows."""
+
+    numbers: list[int]
+    rows: Rows
+    packed: Packed
+
+
+class RoleWorker(RoleModel, TrainingBackend):
+    """The training backend that needs nothing but torch."""
+
+    _nonfinite: tuple[str, ...] = ()
+
+    def micro_batches(self, rows: Rows, whole_groups: bool = False) -> Iterator[tuple[list[int], Rows]]:
+        """Yield micro-batches of at most `max_tokens_per_device` tokens.
+
+        Args:
+            rows: This rank's rows, B of them.
+            whole_groups: Keep the rows of a group together.
+
+        Returns:
+            For each micro-batch the places of its rows in `rows`, and the rows.
+        """
+        if self.shares_prompts(rows) and not whole_groups:
+            for numbers in plan_shared(rows, self.max_tokens):
+                yield numbers, rows.take(numbers)
+        elif len(rows):
+            groups = rows["group"].tolist() if whole_groups else None
+            (plan,) = plan_micro_batches(
+                rows["tokens"].lengths.tolist(), 1, self.max_tokens, uids=rows.uids(), groups=groups
+            )
+            for numbers in plan:
+                if numbers:
+                    yield numbers, rows.take(numbers)
+
+    def shares_prompts(self, rows: Rows) -> bool:
+        """Return True where prompts of these rows go through the model once for all rows that share them."""
+        return self.config.trainer.share_prompts and saves_enough(rows)
+
+    def pack(self, rows: Rows) -> Packed:
+        """Pack the rows of a micro-batch for one forward pass."""
+        return pack_shared(rows, self.device) if self.shares_prompts(rows) else pack(rows, self.device)
+
+    def padded_micro_batches(self, rows: Rows, whole_groups: bool = False) -> list[MicroBatch]:
+        """Return the micro-batches, followed by empty ones where other ranks have more and would wait.
+
+        Args:
+            rows: This rank's rows.
+            whole_groups: Keep the rows of a group together.
+        """
+        found = [MicroBatch(n, part, self.pack(part)) for n, part in self.micro_batches(rows, whole_groups)]
+        empty = MicroBatch([], Rows({}), empty_packed(self.device))
+        return found + [empty] * (self.ranks.num_micro_batches(len(found)) - len(found))
+
+    @torch.no_grad()
+    def forward(self, name: str, rows: Rows, advance: Advance | None = None) -> Ragged:
+        rows, own = self.ranks.gather_rows(rows)
+        batches = self.padded_micro_batches(rows)
+        offsets = [torch.arange(len(b.rows) + 1) if name == "scores" else b.packed.offsets for b in batches]
+        sizes = [int(each[-1]) for each in offsets]
+        found = torch.empty(sum(sizes), dtype=torch.promote_types(self.dtype, torch.float32))
+
+        def keep(number: int, predicted: dict[str, Tensor]) -> None:
+            batch = batches[number]
+            if batch.numbers:
+                found.split(sizes)[number].copy_(predicted[name])
+                self._report_progress(advance, batch)
+
+        self._run(batches, keep)
+        if not len(rows):
+            return Ragged(torch.empty(0), torch.zeros(1, dtype=torch.int64))
+        parts = self.ranks.broadcast_predictions(found).split(sizes)
+        order = torch.tensor([number for batch in batches for number in batch.numbers])
+        return Ragged.cat([Ragged(*part) for part in zip(parts, offsets, strict=True)]).take(order.argsort()[own])
+
+    def forward_backward(
+        self, objective: Objective, rows: Rows, sums: Sums, advance: Advance | None = None
+    ) -> dict[str, float]:
+        totals: dict[str, float] = {}
+        rows, _ = self.ranks.gather_rows(rows)
+        self.model.train()
+        terms: tuple[Objective | Likelihood, ...] = (objective, *objective.auxiliary)
+        for term in terms:
+            self._forward_backward(term, rows, sums, totals, advance)
+        self.model.eval()
+        return totals
+
+    def _forward_backward(
+        self, term: Objective | Likelihood, rows: Rows, sums: Sums, totals: dict[str, float], advance: Advance | None
+    ) -> None:
+        assert self.optimizer is not None, f"{self.role} is not trained"
+        batches = self.padded_micro_batches(term.select(rows) if len(rows) else rows, term.whole_groups)
+
+        def loss_of(number: int, predicted: dict[str, Tensor]) -> Tensor:
+            batch = batches[number]
+            if not batch.numbers:
+                return zero_loss(predicted)
+            losses, metrics = term.sums(batch.rows, batch.packed.offsets, predicted)
+            loss = losses[term.denominator]
+            if self.ranks.is_reporting_rank:
+                total = float(loss.detach())
+                totals[term.denominator] = totals.get(term.denominator, 0.0) + total
+                if not math.isfinite(total):
+                    self._nonfinite += (nonfinite_tokens(batch.rows, batch.packed.offsets, predicted),)
+                sums.add_per_token(self.role, metrics)
+            self._report_progress(advance, batch, isinstance(term, Objective))
+            return loss
+
+        self.optimizer.collect(term.denominator)
+        self._run(batches, loss_of, term)
+
+    def _run(self, batches: Sequence[MicroBatch], on_prediction: OnPrediction, *term: Objective | Likelihood) -> None:
+        def compute(packed: Packed) -> dict[str, Tensor]:
+            adapt_threads()
+            return self.compute(packed, *term)
+
+        self.ranks.run_micro_batches(self.model, compute, [batch.packed for batch in batches], on_prediction)
+
+    def _report_progress(self, advance: Advance | None, batch: MicroBatch, counts_rows: bool = True) -> None:
+        if advance and self.ranks.is_reporting_rank:
+            advance(len(batch.rows) if counts_rows else 0, len(batch.packed.input_ids))
+
+    @property
+    def shared_model(self) -> Any:
+        """Return the model where an engine may decode with it, else None."""
+        return self.model if self.shares_weights else None
+
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """Yield every full tensor of the model, adapters merged; all ranks that have divided it call this at the same time."""
+        return full_state_dict(self).items()
+
+    def load(self, folder: Path) -> None:
+        load_worker(self, folder)
+        self.weight_updates += 1
+        self._nonfinite = ()
+
+    def export(self, folder: Path, write: bool = True) -> None:
+        save_worker(self, folder, write)
+
+    def optim_step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
+        assert self.optimizer is not None, f"{self.role} is not trained"
+        self.ranks.reshard(self.model)
+        norm = self.optimizer.step(denominators, iteration)
+        self.nonfinite, self._nonfinite = self._nonfinite, ()
+        self.weight_updates += norm is not None and math.isfinite(norm)
+        return norm

@@ -1,0 +1,103 @@
+"""What trains and infers a role: the backend that the configuration names, by default on torch, with or without a scalar head.
+
+tokens       p  p  p  a1 a2 a3
+log_probs             l1 l2 l3       of each action, by an actor or a reference
+values             v1 v2 v3          of the state before each action, by a critic: read where the action is predicted
+score                     s          of the row, by a reward model: read at its last token
+"""
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from braidrl.config import Config
+from braidrl.flow import Flow
+from braidrl.training.backends import BACKENDS, BackendSpec, TrainingBackend
+from braidrl.training.compute.log_probs import linear_log_probs
+from braidrl.training.compute.packed import Packed
+from braidrl.training.loading import load_decoder, load_scorer
+from braidrl.training.objective import Objective
+from braidrl.training.parallel.replicated import DataParallel
+from braidrl.training.role_settings import backend_of
+from braidrl.training.roles.base import RoleWorker
+from braidrl.training.roles.likelihood import Likelihood
+
+
+class ScalarWorker(RoleWorker):
+    """Predicts `values` (A,), one per action token, and `scores` (B,), one per row."""
+
+    def load_model(self, folder: Path, on_meta: bool = False) -> Any:
+        return load_scorer(folder, self.dtype, fresh_head=self.train or self.is_copy, on_meta=on_meta)
+
+    def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
+        hidden = self.hidden_states(packed)
+        wanted = {"values": packed.predictors, "scores": packed.row_ends}
+        if objective is not None:
+            wanted = {name: places for name, places in wanted.items() if name in objective.loss.reads}
+        return {name: self._head(hidden[places]) for name, places in wanted.items()}
+
+    def _head(self, hidden: Tensor) -> Tensor:
+        """Map (K, D) to (K,) in at least float32: returns and margins need more precision than bfloat16 has."""
+        weight = self.model.score.weight
+        dtype = hidden.dtype if hidden.element_size() >= 4 else hidden.float().dtype
+        return (hidden.to(dtype) @ weight.to(dtype).T).squeeze(-1)
+
+
+class DecoderWorker(RoleWorker):
+    """Predicts `log_probs` and `entropy`, (A,) each, of the action tokens under the current weights."""
+
+    def load_model(self, folder: Path, on_meta: bool = False) -> Any:
+        """Return the model of a Hugging Face directory.
+
+        Args:
+            folder: The directory.
+            on_meta: Make it without weights, which are filled in later.
+        """
+        return load_decoder(folder, self.dtype, on_meta=on_meta)
+
+    def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
+        """Predict every action token of a micro-batch.
+
+        Args:
+            packed: Its N tokens, of which P are predicted.
+            objective: What the gradients are for; None where there are none.
+
+        Returns:
+            `log_probs` and `entropy`, (P,) float32 or float64, in nats at the run's temperature.
+        """
+        hidden = self.hidden_states(packed)[packed.predictors]
+        weight = self.model.get_output_embeddings().weight
+        with_entropy_grad = objective is not None and objective.entropy_coef != 0
+        temperature = self.config.rollout.temperature
+        log_probs, entropy = linear_log_probs(
+            hidden, weight, packed.targets, temperature, with_entropy_grad, compiled=self.config.trainer.compile
+        )
+        return {"log_probs": log_probs, "entropy": entropy}
+
+
+def make_worker(
+    role: str, config: Config, flow: Flow, ranks: DataParallel | None = None, training: bool = True
+) -> TrainingBackend:
+    """Return the role's worker: with a scalar head where it gives values or scores, with an optimizer where the flow trains it.
+
+    Without `training` it is a copy whose weights come from elsewhere.
+    """
+    trained = role in flow.trained_roles
+    spec = BackendSpec(
+        role, config, training and trained, role in flow.scalar_roles, trained and not training, ranks or DataParallel()
+    )
+    worker: TrainingBackend = BACKENDS.find(backend_of(role, config))(spec)
+    return worker
+
+
+def torch_backend(spec: BackendSpec) -> RoleWorker:
+    """Return the backend on torch alone."""
+    kind = ScalarWorker if spec.is_scalar else DecoderWorker
+    return kind(spec.role, spec.config, spec.train, spec.ranks, is_copy=spec.is_copy)
+
+
+def torch_worker(worker: TrainingBackend) -> RoleWorker:
+    """Return the worker as the torch backend's, which alone can be moved, divided, followed and copied."""
+    assert isinstance(worker, RoleWorker), f"check_backends lets {worker.role} have no other here"
+    return worker

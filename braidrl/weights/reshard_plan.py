@@ -1,0 +1,288 @@
+"""The plan from one layout of a model's weights to another: which of its blocks a rank sends to whom, and which it gets from whom.
+
+has        rank 0: upper half   rank 1: lower half         wants    rank 0: left half    rank 1: left half
+                                                                    ─────────────────────────────────────
+moves      upper left:  0 ─▶ 0 (stays)   0 ─▶ 1      lower left:  1 ─▶ 0    1 ─▶ 1 (stays)
+
+Each rank plans its own moves alone, once for all tensors of a group: those that lie on the ranks alike, such as a matrix of all layers.
+The boxes that ranks have cut a tensor into cells. A rank copies locally the cells that it has; the ranks that have a cell take turns in
+sending it. Pure functions of who has what.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from braidrl.weights.boxes import Box
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+Blocks = Sequence[tuple[int, Box]]
+"""Ranks and a block of each; a rank may come several times."""
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """Tensors of one shape and type of which every rank has the same block, and wants the same."""
+
+    tensors: Sequence[int]
+    """Their numbers in the order of all tensors."""
+    name: str
+    """One of them, for messages."""
+    shape: tuple[int, ...]
+    item_bytes: int
+    held: Blocks
+    wanted: Blocks = ()
+
+
+@dataclass(frozen=True)
+class Moves:
+    """One rank's moves in one direction, by peer and then in the order of tensors, which both ends know."""
+
+    peers: Ints
+    tensors: Ints
+    boxes: Ints
+    """For each move, the index of its block in `shapes`."""
+    item_bytes: Ints
+    shapes: Sequence[Box]
+    sizes: Ints
+    """Bytes of each move."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of all moves."""
+        return int(self.sizes.sum())
+
+    def of_item(self, item_bytes: int) -> "Moves":
+        """Return the moves of tensors of one element size."""
+        kept = self.item_bytes == item_bytes
+        return replace(
+            self, peers=self.peers[kept], tensors=self.tensors[kept], boxes=self.boxes[kept],
+            item_bytes=self.item_bytes[kept], sizes=self.sizes[kept],
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one rank does: blocks that it copies locally, by tensor, and the moves to and from other ranks."""
+
+    stays: dict[int, list[Box]]
+    sends: Moves
+    receives: Moves
+
+
+class Found:
+    """Moves of one rank while they are collected."""
+
+    def __init__(self) -> None:
+        self.shapes: list[Box] = []
+        self._tensors: list[Ints] = []
+        self._about: list[tuple[int, ...]] = []
+
+    def add(self, tensors: Ints, item_bytes: int, peer: int, box: Box, order: int) -> None:
+        """Add the move of a block of each of these tensors; `order` is that of moves of one tensor."""
+        self._tensors.append(tensors)
+        self._about.append((peer, order, len(self.shapes), item_bytes, box.elements * item_bytes))
+        self.shapes.append(box)
+
+    def moves(self) -> Moves:
+        """Return the moves by peer, then by tensor, then in the order of its cells."""
+        about = np.array(self._about, dtype=np.int64).reshape(-1, 5)
+        peers, order, boxes, items, sizes = np.repeat(about, [len(some) for some in self._tensors], axis=0).T
+        tensors = np.concatenate([np.empty(0, dtype=np.int64), *self._tensors])
+        place = np.lexsort((order, tensors, peers))
+        return Moves(peers[place], tensors[place], boxes[place], items[place], self.shapes, sizes[place])
+
+
+def plan_moves(
+    groups: Iterable[TensorGroup], rank: int, ranks: int, machines: Sequence[Hashable] | None = None
+) -> RankPlan:
+    """Return the moves of one rank by which each rank gets every element that it wants exactly once.
+
+    Args:
+        groups: All tensors.
+        rank: Whose moves.
+        ranks: The number of ranks.
+        machines: Each rank's machine: a block comes from a rank of the same machine if possible.
+
+    Raises:
+        ValueError: For an element that no rank has.
+    """
+    places = Places.of(machines or [None] * ranks)
+    stays: dict[int, list[Box]] = {}
+    sends, receives = Found(), Found()
+    for number, group in enumerate(groups):
+        cells = Cells(group, places)
+        cells.check_complete()
+        own = [box for holder, box in group.wanted if holder == rank]
+        for box in cells.kept(rank, own):
+            for tensor in group.tensors:
+                stays.setdefault(tensor, []).append(box)
+        cells.receive(rank, own, number, receives)
+        cells.send(rank, number, sends)
+    return RankPlan(stays, sends.moves(), receives.moves())
+
+
+@dataclass(frozen=True)
+class Places:
+    """Ranks in the order of machines: `ranks[place]`, `place_of[rank]`, and where the machine of each place begins and ends."""
+
+    ranks: Ints
+    place_of: Ints
+    starts: Ints
+    ends: Ints
+
+    @classmethod
+    def of(cls, machines: Sequence[Hashable]) -> "Places":
+        """Number machines in the order of their first ranks."""
+        numbers = {machine: number for number, machine in enumerate(dict.fromkeys(machines))}
+        machine_of = np.array([numbers[machine] for machine in machines], dtype=np.int64)
+        ranks = np.argsort(machine_of, kind="stable")
+        ordered = machine_of[ranks]
+        return cls(
+            ranks, np.argsort(ranks), np.searchsorted(ordered, ordered), np.searchsorted(ordered, ordered, "right")
+        )
+
+
+class Cells:
+    """The cells of a group's tensors: `holds` and `needs` say which rank, by its place, has a cell and wants some of it, (cells, ranks)."""
+
+    def __init__(self, group: TensorGroup, places: Places) -> None:
+        self.group, self.places, self.tensors = group, places, np.asarray(group.tensors, dtype=np.int64)
+        edges = [{0, size} for size in group.shape]
+        for box in {box for _, box in group.held if box.elements}:
+            for axis, (at, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+                edges[axis] |= {at, at + size}
+        self.edges = [sorted(some) for some in edges]
+        self.counts = tuple(len(some) - 1 for some in self.edges)
+        self.holds, self.wanted = self._marked(group.held), self._marked(group.wanted)
+        self.needs = self.wanted & ~self.holds
+
+    def _marked(self, blocks: Iterable[tuple[int, Box]]) -> Bools:
+        marks = np.zeros((*self.counts, len(self.places.ranks)), dtype=np.bool_)
+        by_box: dict[Box, list[int]] = {}
+        for rank, box in blocks:
+            by_box.setdefault(box, []).append(rank)
+        for box, ranks in by_box.items():
+            if box.elements:
+                marks[self._touched(box)][..., self.places.place_of[ranks]] = True
+        return marks.reshape(-1, marks.shape[-1])
+
+    def _touched(self, box: Box) -> tuple[slice, ...]:
+        """Return along each axis the cells that a block overlaps."""
+        return tuple(
+            slice(bisect_right(edges, at) - 1, bisect_left(edges, at + size))
+            for edges, at, size in zip(self.edges, box.offsets, box.sizes, strict=True)
+        )
+
+    def box(self, cell: int) -> Box:
+        """Return the block that is a cell."""
+        at = np.unravel_index(cell, self.counts) if self.counts else ()
+        starts = tuple(edges[i] for edges, i in zip(self.edges, at, strict=True))
+        sizes = tuple(edges[i + 1] - edges[i] for edges, i in zip(self.edges, at, strict=True))
+        return Box(starts, sizes)
+
+    def check_complete(self) -> None:
+        """Raise ValueError for a cell that somebody wants and nobody has."""
+        missing = self.needs.any(1) & ~self.holds.any(1)
+        if missing.any():
+            cell = int(missing.argmax())
+            rank = int(self.places.ranks[self.needs[cell].argmax()])
+            raise ValueError(f"no rank has {self.group.name} at {self.box(cell).offsets}, which rank {rank} wants")
+
+    def kept(self, rank: int, own: Sequence[Box]) -> list[Box]:
+        """Return the blocks that a rank wants and has."""
+        place = self.places.place_of[rank]
+        cells = np.nonzero(self.wanted[:, place] & self.holds[:, place])[0].tolist()
+        return [piece for cell in cells for box in own if (piece := self.box(cell).overlap(box))]
+
+    def receive(self, rank: int, own: Sequence[Box], number: int, found: Found) -> None:
+        """Add what a rank gets from others; `number` is the group's: it says who begins."""
+        place = int(self.places.place_of[rank])
+        cells = np.nonzero(self.needs[:, place])[0]
+        if not len(cells):
+            return
+        holds = self.holds[cells]
+        rows, places = np.arange(len(cells)), np.full(len(cells), place)
+        at = Turns(holds, self.needs[cells], self.places).sender(rows, places, number, len(self.tensors))
+        # The holders of each cell, one cell after the other.
+        counts = holds.sum(1)
+        senders = self.places.ranks[np.nonzero(holds)[1][(np.cumsum(counts) - counts)[:, None] + at]]
+        for cell, by_tensor in zip(cells.tolist(), senders, strict=True):
+            for piece, order in self._pieces(cell, own):
+                for sender in set(by_tensor.tolist()):
+                    found.add(self.tensors[by_tensor == sender], self.group.item_bytes, sender, piece, order)
+
+    def send(self, rank: int, number: int, found: Found) -> None:
+        """Add what a rank sends to others."""
+        place = int(self.places.place_of[rank])
+        cells = np.nonzero(self.holds[:, place])[0]
+        rows, places = np.nonzero(self.needs[cells])
+        if not len(rows):
+            return
+        turns = Turns(self.holds[cells], self.needs[cells], self.places)
+        own = turns.holders[rows, place]
+        chosen = turns.sender(rows, places, number, len(self.tensors)) == own[:, None]
+        wanted: dict[int, list[Box]] = {}
+        for target, box in self.group.wanted:
+            wanted.setdefault(target, []).append(box)
+        for pair in np.nonzero(chosen.any(1))[0]:
+            target = int(self.places.ranks[places[pair]])
+            for piece, order in self._pieces(int(cells[rows[pair]]), wanted[target]):
+                found.add(self.tensors[chosen[pair]], self.group.item_bytes, target, piece, order)
+
+    def _pieces(self, cell: int, wanted: Sequence[Box]) -> list[tuple[Box, int]]:
+        """Return what of a cell is wanted, each piece with its place in the order of the tensor's moves."""
+        one = self.box(cell)
+        pieces = ((one.overlap(box), cell * len(wanted) + number) for number, box in enumerate(wanted))
+        return [(piece, order) for piece, order in pieces if piece is not None]
+
+
+class Turns:
+    """Who sends a cell to whom: its holders on a rank's machine serve it in turn, those of all machines where that has none."""
+
+    def __init__(self, holds: Bools, needs: Bools, places: Places) -> None:
+        """Count for each place, (cells, ranks + 1), how many before it hold a cell, need it, and need it from another machine."""
+        self.places, self.holders, self._here = places, _sums_before(holds), _sums_before(needs)
+        starts, machine_of = np.unique(places.starts, return_inverse=True)
+        near = np.logical_or.reduceat(holds, starts, axis=1)
+        self._far = np.zeros_like(self._here) if near.all() else _sums_before(needs & ~near[:, machine_of])
+
+    def sender(self, rows: Ints, places: Ints, number: int, tensors: int) -> Ints:
+        """Return which of a cell's holders serves these pairs, (pairs, tensors): the next tensor goes on where the last one stopped."""
+        start, end = self.places.starts[places], self.places.ends[places]
+        first = self.holders[rows, start]
+        local = self.holders[rows, end] - first
+        begun = self._here[rows, start]
+        turn = np.where(local, self._here[rows, places] - begun, self._far[rows, places])
+        served = np.where(local, self._here[rows, end] - begun, self._far[rows, -1])
+        choices = np.where(local, local, self.holders[rows, -1])
+        rotated = turn[:, None] + number + np.arange(tensors) * served[:, None]
+        found: Ints = np.where(local, first, 0)[:, None] + rotated % choices[:, None]
+        return found
+
+
+def _sums_before(marks: Bools) -> NDArray[np.int32]:
+    """Return how many marks come before each place, and last how many there are: (cells, ranks + 1)."""
+    sums = np.zeros((marks.shape[0], marks.shape[1] + 1), dtype=np.int32)
+    np.cumsum(marks, axis=1, out=sums[:, 1:])
+    return sums
+
+
+def shared_blocks(group: TensorGroup, ranks: Sequence[int]) -> list[tuple[int, Box]]:
+    """Divide the elements of a group's tensors among `ranks`, which write one file together.
+
+    A block that some of them have is divided equally among these, one that none has among all.
+    """
+    place_of = {rank: place for place, rank in enumerate(ranks)}
+    held = [(place_of[rank], box) for rank, box in group.held if rank in place_of]
+    cells = Cells(replace(group, held=held, wanted=()), Places.of([None] * len(ranks)))
+    found = []
+    for cell, holds in enumerate(cells.holds):
+        writers = np.nonzero(holds)[0].tolist() or range(len(ranks))
+        parts = cells.box(cell).divided(len(writers))
+        found += [(ranks[writer], part) for writer, part in zip(writers, parts, strict=False)]
+    return found

@@ -1,0 +1,92 @@
+"""Lazy reading of a model directory's tensors: ranks that shard a model read no more than they keep.
+
+skeleton on the meta device ──split──▶ own layers ──read one──▶ shard it ──▶ read the next ...        a rank holds its shards and one layer
+"""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from braidrl.errors import UserError
+from braidrl.weights.boxes import Box
+
+HEAD = "score.weight"
+"""A scorer's head; where the directory has none it begins as zero."""
+
+
+class WeightFiles(Mapping[str, Tensor]):
+    """The tensors of a directory's safetensors files by name. Raises UserError for a file that is damaged."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files: dict[str, Any] = {}
+        for path in sorted(folder.expanduser().glob("model*.safetensors")):
+            try:
+                file = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise UserError(f"model: {path} cannot be read: {error}; copy it whole") from error
+            self._files |= dict.fromkeys(file.keys(), file)
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor: Tensor = self._files[name].get_tensor(name)
+        return tensor
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def shape(self, name: str) -> torch.Size:
+        """Return a tensor's shape without reading the tensor."""
+        return torch.Size(self._files[name].get_slice(name).get_shape())
+
+
+def shapes_in(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    """Return the tensors' shapes by name."""
+    if isinstance(tensors, WeightFiles):
+        return {name: tensors.shape(name) for name in tensors}
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
+class ParameterReader:
+    """Reads the parameters of modules that are on the meta device; for a model that was loaded in full there is nothing to read."""
+
+    def __init__(self, folder: Path, model: nn.Module, boxes: Mapping[str, Box] | None = None) -> None:
+        """Read from `folder`; of a tensor with an entry in `boxes`, only this block."""
+        self._folder, self._boxes = folder, boxes or {}
+        self._on_meta = {p: name for name, p in model.named_parameters() if p.is_meta}
+        # Known as long as they are whole, so that tied ones stay tied and none is kept beside its parts.
+        self._read: WeakValueDictionary[nn.Parameter, nn.Parameter] = WeakValueDictionary()
+        self._files = WeightFiles(folder) if self._on_meta else {}
+
+    def __call__(self, module: nn.Module) -> None:
+        """Read the module's parameters that are on the meta device."""
+        for part in module.modules():
+            for name, parameter in part.named_parameters(recurse=False):
+                if parameter in self._on_meta:
+                    setattr(part, name, self._filled(parameter))
+
+    def _filled(self, parameter: nn.Parameter) -> nn.Parameter:
+        found = self._read.get(parameter)
+        if found is None:
+            found = self._read[parameter] = nn.Parameter(self._values(self._on_meta[parameter], parameter))
+        return found
+
+    def _values(self, name: str, parameter: nn.Parameter) -> Tensor:
+        if name == HEAD and name not in self._files:
+            return torch.zeros(parameter.shape, dtype=parameter.dtype)
+        values = self._files[name]
+        if values.shape != parameter.shape:
+            raise UserError(f"model: {name} in {self._folder} is {tuple(values.shape)}, not {tuple(parameter.shape)}")
+        if name in self._boxes:
+            values = self._boxes[name].of(values)
+        # A copy: what the file shows would change with it. No more of the file is read than is copied.
+        return values.to(parameter.dtype, copy=True, memory_format=torch.contiguous_format)

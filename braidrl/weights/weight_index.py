@@ -1,0 +1,233 @@
+"""What every rank knows of a model's tensors: which block each rank has, described once for tensors that differ in a number alone.
+
+model.layers.0.mlp.up_proj.weight ╮
+model.layers.1.mlp.up_proj.weight ┼─▶ model.layers.*.mlp.up_proj.weight, numbers 0 1 2 ..., shape, type, block      one line for each rank
+model.layers.2.mlp.up_proj.weight ╯
+"""
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from braidrl.engines.divided.decoding import Slices
+from braidrl.training.lora import Adapted, plain_names
+from braidrl.training.parallel.replicated import DataParallel, all_gather_bytes, by_tensor
+from braidrl.weights.boxes import Box
+from braidrl.weights.reshard_plan import TensorGroup
+from braidrl.weights.shards import box_of, local_shard
+
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+@dataclass(frozen=True)
+class WeightPart:
+    """This rank's local part of a tensor, with all names of the tensor (tied ones have several) and its adapter, if it has one."""
+
+    names: list[str]
+    tensor: Tensor | Adapted
+    slices: Slices | None = None
+    """The slice of the global tensor that a plain (non-DTensor) tensor holds."""
+    kept: float = 0.0
+    """The share of the old values that stays when a block is put."""
+
+    @cached_property
+    def box(self) -> Box:
+        """The local block of the global tensor."""
+        if self.slices is not None:
+            return self.slices.boxes[self.names[0]]
+        return self.tensor.box if isinstance(self.tensor, Adapted) else box_of(self.tensor)
+
+    @property
+    def device(self) -> torch.device:
+        return self.tensor.device
+
+    @property
+    def shape(self) -> torch.Size:
+        """The global shape."""
+        return self.tensor.shape if self.slices is None else self.slices.shapes[self.names[0]]
+
+    @property
+    def local(self) -> Tensor:
+        """The local shard of a part that has no adapter."""
+        assert isinstance(self.tensor, Tensor)
+        return local_shard(self.tensor)
+
+    @property
+    def is_merged_together(self) -> bool:
+        """Return whether `values` merges an adapter that ranks have divided, so that all of them must call it at the same time."""
+        return isinstance(self.tensor, Adapted) and isinstance(self.tensor.up, DTensor)
+
+    def block(self, box: Box) -> Tensor:
+        """Return a block of the global tensor as a view of this part, which contains it."""
+        return self.local[box.within(self.box)]
+
+    def lying_in(self, other: "WeightPart") -> "WeightPart":
+        """Return this part where its values are a block of another one."""
+        slices = Slices({self.names[0]: self.shape}, {self.names[0]: self.box})
+        return WeightPart(self.names, other.block(self.box), slices)
+
+    def values(self) -> Tensor:
+        """Return the local values, adapters merged: all ranks of a sharded tensor call this at the same time."""
+        return self.tensor.merged_part() if isinstance(self.tensor, Adapted) else local_shard(self.tensor)
+
+    def put(self, block: Tensor, box: Box) -> None:
+        """Write a block of the global tensor into its place in this part, which has no adapter."""
+        own = self.block(box)
+        if self.kept:
+            own.lerp_(block.to(own), 1.0 - self.kept)
+        elif own.data_ptr() != block.data_ptr():
+            own.copy_(block)
+
+
+def weight_parts(model: nn.Module, slices: Slices | None = None) -> dict[str, WeightPart]:
+    """Return this rank's parts of a model by the first of each tensor's names; `slices` describes a divided model of plain tensors."""
+    named = by_tensor(plain_names(model, model.state_dict(keep_vars=True)))
+    return {names[0]: WeightPart(names, tensor, slices) for names, tensor in named}
+
+
+class Tensors(NamedTuple):
+    """One rank's blocks of tensors whose names differ in numbers alone: `numbers` has the numbers of each, as text."""
+
+    names: tuple[str, ...]
+    numbers: str
+    shape: tuple[int, ...]
+    dtype: str
+    box: Box
+
+    @property
+    def each(self) -> list[tuple[str, ...]]:
+        """The numbers of each tensor; of a name without any, one empty tuple."""
+        return [tuple(one.split(".")) if one else () for one in self.numbers.split(" ")]
+
+
+@dataclass(frozen=True)
+class WeightIndex:
+    """Which blocks of which tensors each rank has, and the ranks' machines: those with the same value share memory."""
+
+    ranks: Sequence[Sequence[Tensors]]
+    machines: Sequence[str]
+
+    @cached_property
+    def tensors(self) -> dict[str, Tensors]:
+        """Tensors by name, in an order that all ranks know: those of a layer together."""
+        kinds = {(said.names[0], said.numbers): said for rank in self.ranks for said in rank}
+        order = {
+            named(said.names[0], numbers): (tuple(map(int, numbers)), place, said)
+            for place, said in enumerate(kinds.values())
+            for numbers in said.each
+        }
+        return {name: said for name, (*_, said) in sorted(order.items(), key=lambda one: one[1][:2])}
+
+    @cached_property
+    def names(self) -> dict[str, list[str]]:
+        """All names of each tensor, tied ones of all ranks."""
+        found: dict[str, dict[str, None]] = {}
+        for said in dict.fromkeys((one.names, one.numbers) for rank in self.ranks for one in rank):
+            for numbers in Tensors(*said, (), "", Box((), ())).each:
+                every = [named(pattern, numbers) for pattern in said[0]]
+                found.setdefault(every[0], {}).update(dict.fromkeys(every))
+        return {name: list(every) for name, every in found.items()}
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: said.shape for name, said in self.tensors.items()}
+
+    @cached_property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        return {name: getattr(torch, said.dtype) for name, said in self.tensors.items()}
+
+    def groups(self, wanted: "WeightIndex | None" = None) -> list[TensorGroup]:
+        """Return the tensors in groups that lie on the ranks alike, here and in `wanted`.
+
+        Raises:
+            ValueError: A tensor is wanted that no rank has in this shape.
+        """
+        place_of = {name: place for place, name in enumerate(self.tensors)}
+        held, targets = by_pattern(self), by_pattern(wanted) if wanted else {}
+        found = []
+        for pattern, shape in {**held, **targets}:
+            here, there = held.get((pattern, shape), {}), targets.get((pattern, shape), {})
+            for numbers, some in alike([*here, *there]):
+                names = [named(pattern, one) for one in numbers]
+                if names[0] not in place_of or not here:
+                    raise ValueError(f"no rank has {names[0]} of shape {shape}")
+                dtype = getattr(torch, self.tensors[names[0]].dtype)
+                blocks = ([block for text in some for block in of_text.get(text, ())] for of_text in (here, there))
+                found.append(TensorGroup([place_of[n] for n in names], names[0], shape, dtype.itemsize, *blocks))
+        return found
+
+
+def named(pattern: str, numbers: Iterable[str]) -> str:
+    """Return a name with its numbers in place of the asterisks."""
+    parts = pattern.split("*")
+    return "".join(part for pair in zip(parts, (*numbers, ""), strict=True) for part in pair)
+
+
+def by_pattern(index: WeightIndex) -> dict[tuple[str, tuple[int, ...]], dict[str, list[tuple[int, Box]]]]:
+    """Return ranks and their blocks by the tensors' pattern and shape, and by their numbers."""
+    found: dict[tuple[str, tuple[int, ...]], dict[str, list[tuple[int, Box]]]] = {}
+    for rank, own in enumerate(index.ranks):
+        for said in own:
+            found.setdefault((said.names[0], said.shape), {}).setdefault(said.numbers, []).append((rank, said.box))
+    return found
+
+
+def alike(texts: Sequence[str]) -> list[tuple[list[tuple[str, ...]], frozenset[str]]]:
+    """Return numbers that come in the same of these texts, and in which."""
+    in_texts: dict[tuple[str, ...], list[str]] = {}
+    for text in dict.fromkeys(texts):
+        for numbers in Tensors((), text, (), "", Box((), ())).each:
+            in_texts.setdefault(numbers, []).append(text)
+    found: dict[frozenset[str], list[tuple[str, ...]]] = {}
+    for numbers, some in in_texts.items():
+        found.setdefault(frozenset(some), []).append(numbers)
+    return [(numbers, some) for some, numbers in found.items()]
+
+
+def gather_weight_index(parts: Mapping[str, WeightPart], ranks: DataParallel, machine: str = "") -> WeightIndex:
+    """Gather the index of all ranks' parts; each calls this at the same time with its own."""
+    message = bytearray(json.dumps([machine, described(parts)]).encode())
+    of_all: list[Any] = [message]
+    if ranks.group is not None:
+        with ranks.meeting("who has which weights"):
+            of_all = all_gather_bytes(message, ranks.group)
+    return read_index([bytes(one) for one in of_all])
+
+
+def read_index(messages: Sequence[bytes]) -> WeightIndex:
+    """Return the index that ranks have described; replicas say the same, and are read once."""
+    read = {message: _read(message) for message in dict.fromkeys(messages)}
+    return WeightIndex([read[message][1] for message in messages], [read[message][0] for message in messages])
+
+
+def described(parts: Mapping[str, WeightPart]) -> list[list[Any]]:
+    """Describe parts in JSON values, as `describe`."""
+    return describe((p.names, p.shape, str(p.tensor.dtype).removeprefix("torch."), p.box) for p in parts.values())
+
+
+def describe(blocks: Iterable[tuple[Sequence[str], Sequence[int], str, Box]]) -> list[list[Any]]:
+    """Describe the names, global shape, type and block of tensors: tensors that differ in their numbers alone are one entry."""
+    found: dict[tuple[Any, ...], list[str]] = {}
+    for names, shape, dtype, box in blocks:
+        patterns = tuple(NUMBER.sub("*", name) for name in names)
+        numbers = {".".join(NUMBER.findall(name)) for name in names}
+        if len(numbers) > 1:
+            patterns, numbers = tuple(names), {""}
+        found.setdefault((patterns, tuple(shape), dtype, box.offsets, box.sizes), []).append(numbers.pop())
+    return [[patterns, " ".join(numbers), *about] for (patterns, *about), numbers in found.items()]
+
+
+def _read(message: bytes) -> tuple[str, list[Tensors]]:
+    """Return a rank's machine and blocks."""
+    machine, said = json.loads(message)
+    return machine, [
+        Tensors(tuple(names), numbers, tuple(shape), dtype, Box(tuple(offsets), tuple(sizes)))
+        for names, numbers, shape, dtype, offsets, sizes in said
+    ]

@@ -1,0 +1,443 @@
+"""An agent that knows nothing but HTTP is recorded token by token, and what it was served is what is trained."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+
+from braidrl.agents.agents import Agents
+from braidrl.agents.endpoint import Endpoint, TurnStream
+from braidrl.agents.player import Limits, episode_columns, failure_counts
+from braidrl.data.rows import FinishReason
+from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.replica import EngineReplica
+from braidrl.engines.requests import Request, Response, SamplingParams
+from braidrl.errors import UserError
+from tests.agents.chat import Recorder, Script, make_chat_tokenizer, make_rows, turn_template
+from tests.agents.test_turns import engine_parts, packed_log_probs
+
+LIMITS = Limits(at_once=8, timeout_s=20, max_turns=8, max_sequence_tokens=400)
+USER = [{"role": "user", "content": "a b"}]
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]
+
+
+async def post(url: str, messages: list[Any], **more: Any) -> tuple[int, Any]:
+    """What any client library sends."""
+    async with (
+        aiohttp.ClientSession() as client,
+        client.post(f"{url}/chat/completions", json={"model": "m", "messages": messages, **more}) as response,
+    ):
+        return response.status, await response.json()
+
+
+async def chatting(url: str, example: dict[str, Any]) -> float:
+    """Three turns of one conversation, and then another one."""
+    messages: list[Any] = [{"role": "user", "content": example["prompt"]}]
+    for number in range(3):
+        status, body = await post(url, messages, max_tokens=6 + number)
+        assert status == 200, body
+        messages += [body["choices"][0]["message"], {"role": "user", "content": f"higher {number}"}]
+    status, body = await post(url, [{"role": "user", "content": "again"}])
+    return 0.5 * body["usage"]["completion_tokens"] ** 0
+
+
+def test_an_agents_conversations_are_one_row_each_with_the_tokens_that_the_engine_saw() -> None:
+    tokenizer, model = engine_parts("chatml")
+    recorder = Recorder(EngineReplica(EmbeddedEngine(model, tokenizer, 16, 400)))
+    rows = make_rows(tokenizer, ["the number", "a b"], samples=3)
+
+    async def run() -> list[Any]:
+        async with Endpoint(recorder, turn_template(tokenizer), SamplingParams(max_tokens=9), 400) as endpoint:  # type: ignore[arg-type]
+            return await Agents(endpoint, chatting, LIMITS).play(rows)
+
+    played = asyncio.run(run())
+    for episode, uid in zip(played, rows.uids(), strict=True):
+        trajectory, seen = episode.trajectory, recorder.seen[uid]
+        assert (episode.turns, episode.score, episode.failure) == (4, 0.5, None)
+        assert len(trajectory.sequence_lengths) == 2, "the second conversation is a sequence of its own"
+        whole = [*seen[2][0], *seen[2][1], *seen[3][0], *seen[3][1]]
+        assert trajectory.tokens == whole
+        for earlier, later in pairwise(seen[:3]):
+            assert later[0][: sum(map(len, earlier))] == [*earlier[0], *earlier[1]]
+    table = rows.with_columns(episode_columns(played, LIMITS))
+    torch.testing.assert_close(table["rollout_log_probs"].values, packed_log_probs(model, table), rtol=0, atol=1e-5)
+    assert len({tuple(e.trajectory.tokens) for e in played}) == 6, "every row draws its own numbers"
+
+
+def test_tool_calls_and_their_results_go_over_the_wire_as_clients_expect_them() -> None:
+    tokenizer = make_chat_tokenizer("chatml")
+    script = Script(tokenizer, ['so <tool_call>{"name": "look", "arguments": {"at": 3}}</tool_call>', "it is 12"])
+
+    async def run() -> tuple[Any, Any, Any]:
+        async with Endpoint(script, turn_template(tokenizer), SamplingParams(), 600) as endpoint:  # type: ignore[arg-type]
+            url = endpoint.open((0, 0, 0))
+            messages: list[Any] = [{"role": "user", "content": "look"}]
+            _, first = await post(url, messages, tools=TOOLS)
+            message = first["choices"][0]["message"]
+            result = {"role": "tool", "content": "12", "tool_call_id": message["tool_calls"][0]["id"]}
+            _, second = await post(url, [*messages, message, result], tools=TOOLS)
+            return first["choices"][0], second["choices"][0], await endpoint.close((0, 0, 0))
+
+    first, second, session = asyncio.run(run())
+    assert first["finish_reason"] == "tool_calls" and first["message"]["content"] == "so"
+    assert first["message"]["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"at": 3}'}
+    assert second["message"] == {"role": "assistant", "content": "it is 12"} and second["finish_reason"] == "stop"
+    assert len(session.trajectory.sequence_lengths) == 1, "the second request went on from the first"
+    assert "<tool_response>\n12\n</tool_response>" in tokenizer.decode(session.trajectory.tokens)
+
+
+def test_requests_that_cannot_be_served_get_an_error_and_leave_the_row_as_it_was() -> None:
+    tokenizer = make_chat_tokenizer("chatml")
+    user = [{"role": "user", "content": "a"}]
+
+    async def run() -> tuple[list[tuple[int, str]], Any]:
+        async with Endpoint(Script(tokenizer, ["b"]), turn_template(tokenizer), SamplingParams(), 60) as endpoint:  # type: ignore[arg-type]
+            url = endpoint.open((0, 0, 0))
+            with pytest.raises(ValueError, match="open already"):
+                endpoint.open((0, 0, 0))
+            answers = [
+                await post(url, user, echo=True),
+                await post(url, user, n=2),
+                await post(url, []),
+                await post(url, ["a"]),
+                await post(url, [{"role": "user", "content": "a " * 60}]),
+                await post(url.replace("0.0.0", "0.0.1").replace("127.0.0.1.", ""), user),
+            ]
+            return [(status, body["error"]["message"]) for status, body in answers], await endpoint.close((0, 0, 0))
+
+    answers, session = asyncio.run(run())
+    statuses, messages = zip(*answers, strict=True)
+    assert statuses == (400, 400, 400, 400, 400, 404)
+    for message, part in zip(
+        messages, ["'echo' is not served", "n must be 1", "`messages` must be", "a message is", "leave no room", "no session"],
+        strict=True,
+    ):  # fmt: skip
+        assert part in message
+    assert session.trajectory.tokens == []
+
+
+MALFORMED: dict[str, tuple[Any, str]] = {
+    "no JSON": (b"{", "the body is not JSON"),
+    "no text": (b"\xff\xfe", "the body is not JSON"),
+    "too deep": (b"[" * 100_000, "the body is not JSON"),
+    "no object": (b"[1]", "`messages` must be"),
+    "half a token": ({"max_tokens": 8.5}, "max_tokens must be a whole number from 1 on, not 8.5"),
+    "no number": ({"max_tokens": "8"}, "max_tokens must be a whole number"),
+    "no tokens": ({"max_completion_tokens": 0}, "max_completion_tokens must be a whole number"),
+    "infinity": ({"max_tokens": float("inf")}, "max_tokens must be a whole number"),
+    "content of numbers": ({"messages": [{"role": "user", "content": [1, 2]}]}, "the content of a message is text"),
+    "a picture": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "the content of a message is text",
+    ),
+    "an object as content": (
+        {"messages": [{"role": "user", "content": {"text": "a"}}]},
+        "the content of a message is text",
+    ),
+    "no stop": ({"stop": [""]}, "stop must be a text that is not empty"),
+    "a stop of numbers": ({"stop": 3}, "stop must be a text that is not empty"),
+    "a schema": ({"response_format": {"type": "json_object"}}, 'response_format must be {"type": "text"}'),
+    "a forced tool": ({"tool_choice": "required"}, 'tool_choice must be "auto"'),
+    "log-probs": ({"logprobs": True}, "'logprobs' is not served here; leave it out"),
+    "calls of nothing": ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "none for the chat template"),
+    "tools of nothing": ({"tools": 3}, "`tools` must be a list of functions"),
+}
+
+
+def test_a_malformed_request_gets_its_reason_and_no_other_row_notices() -> None:
+    tokenizer, model = engine_parts("chatml")
+    user = [{"role": "user", "content": "a"}]
+
+    async def send(url: str, body: Any) -> tuple[int, str]:
+        data = body if isinstance(body, bytes) else json.dumps({"messages": user, **body}).encode()
+        headers = {"Content-Type": "application/json"}
+        async with (
+            aiohttp.ClientSession() as client,
+            client.post(f"{url}/chat/completions", data=data, headers=headers) as response,
+        ):
+            answer = await response.json()
+            return response.status, answer.get("error", {}).get("message", "")
+
+    async def run() -> tuple[dict[str, tuple[int, str]], list[int], Any, Any]:
+        engine = EngineReplica(EmbeddedEngine(model, tokenizer, 16, 400))
+        async with Endpoint(engine, turn_template(tokenizer), SamplingParams(max_tokens=9), 400) as endpoint:
+            bad, good = endpoint.open((0, 0, 0)), endpoint.open((0, 0, 1))
+            answers = {name: await send(bad, body) for name, (body, _) in MALFORMED.items()}
+            served = [(await send(url, {"max_tokens": 8.0}))[0] for url in (bad, good)]
+            stranger = good.replace("0.0.1.", "0.0.0.")
+            served.append((await send(stranger, {}))[0])
+            return answers, served, await endpoint.close((0, 0, 0)), await endpoint.close((0, 0, 1))
+
+    answers, served, bad, good = asyncio.run(run())
+    for name, (_, reason) in MALFORMED.items():
+        assert answers[name][0] == 400 and reason in answers[name][1], (name, answers[name])
+    assert served == [200, 200, 404], "8.0 is 8; nobody speaks in another row's name who knows only his own"
+    assert bad.turns == good.turns == 1
+
+
+def test_agents_that_fail_or_take_too_long_end_their_own_rows() -> None:
+    tokenizer = make_chat_tokenizer("chatml")
+    rows = make_rows(tokenizer, ["fine", "raise", "hang", "silent", "word"])
+
+    async def agent(url: str, example: dict[str, Any]) -> Any:
+        if example["prompt"] != "silent":
+            await post(url, [{"role": "user", "content": "a"}])
+        if example["prompt"] == "raise":
+            raise KeyError("plan")
+        if example["prompt"] == "hang":
+            await post(url, [{"role": "user", "content": "b"}])
+            await asyncio.sleep(100)
+        return "no score" if example["prompt"] == "word" else 1
+
+    async def run() -> list[Any]:
+        limits = Limits(at_once=8, timeout_s=1.5, max_turns=8, max_sequence_tokens=60)
+        async with Endpoint(Script(tokenizer, ["b"]), turn_template(tokenizer), SamplingParams(), 60) as endpoint:  # type: ignore[arg-type]
+            return await Agents(endpoint, agent, limits).play(rows)
+
+    played = asyncio.run(run())
+    assert [e.failure for e in played] == [None, "KeyError", "timeout", None, "TypeError"]
+    assert [e.turns for e in played] == [1, 1, 2, 0, 1]
+    assert failure_counts(played) == {"KeyError": 1, "timeout": 1, "TypeError": 1}
+    assert [e.finish_reason for e in played].count(FinishReason.ERROR) == 3
+    assert episode_columns(played, LIMITS)["action_tokens"].tolist()[3] == 0  # type: ignore[union-attr]
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused() -> None:
+    tokenizer = make_chat_tokenizer(None)
+    with pytest.raises(UserError, match="has no chat template"):
+        Endpoint(Script(tokenizer, ["b"]), turn_template(tokenizer), SamplingParams(), 60)  # type: ignore[arg-type]
+
+
+def test_a_clients_stop_text_ends_the_reply_before_it_and_the_tokens_behind_it_are_trained() -> None:
+    tokenizer, model = engine_parts("chatml")
+    user, uid = [{"role": "user", "content": "a"}], (0, 0, 0)
+
+    async def run() -> tuple[str, str, list[int], list[int]]:
+        engine = EngineReplica(EmbeddedEngine(model, tokenizer, 16, 400))
+        async with Endpoint(engine, turn_template(tokenizer), SamplingParams(max_tokens=40), 400) as endpoint:
+            found = []
+            for stop in (None, [" "], " "):
+                _, body = await post(endpoint.open(uid), user, stop=stop)
+                session = await endpoint.close(uid)
+                found.append((body["choices"][0]["message"]["content"], session.trajectory.tokens))
+            assert found[1] == found[2], "a text is a list of one"
+            return found[0][0], found[1][0], found[0][1], found[1][1]
+
+    whole, ended, tokens, cut = asyncio.run(run())
+    assert " " in whole and ended == whole.partition(" ")[0]
+    assert tokens[: len(cut)] == cut and len(cut) < len(tokens) and " " in tokenizer.decode(cut)
+
+
+def test_a_client_finds_the_model_and_is_told_what_else_is_not_served() -> None:
+    tokenizer = make_chat_tokenizer("chatml")
+
+    async def run() -> list[tuple[int, Any]]:
+        async with Endpoint(Script(tokenizer, ["b"]), turn_template(tokenizer), SamplingParams(), 60) as endpoint:  # type: ignore[arg-type]
+            url = endpoint.open((0, 0, 0))
+            answers = []
+            async with aiohttp.ClientSession() as client:
+                for path in ("/models", "/models/org/mine", "/embeddings", "/chat/completions"):
+                    async with client.get(url + path) as response:
+                        answers.append((response.status, await response.json()))
+                async with client.get(url.replace("0.0.0", "0.0.1") + "/models") as response:
+                    answers.append((response.status, await response.json()))
+            return answers
+
+    listed, named, unknown, wrong, stranger = asyncio.run(run())
+    assert listed[0] == 200 and [model["id"] for model in listed[1]["data"]] == ["actor"]
+    assert named[0] == 200 and named[1]["id"] == "org/mine"
+    assert (
+        unknown[0] == 404
+        and "only POST chat/completions, completions, responses and GET models" in unknown[1]["error"]["message"]
+    )
+    assert wrong[0] == 404 and stranger[0] == 404 and "no session" in stranger[1]["error"]["message"]
+
+
+async def streamed(url: str, path: str, key: str = "-", **body: Any) -> list[Any]:
+    """The events of a turn: kind and data of each."""
+    headers = {"Authorization": f"Bearer {key}"}
+    async with (
+        aiohttp.ClientSession() as client,
+        client.post(f"{url}/{path}", json={"model": "m", "stream": True, **body}, headers=headers) as response,
+    ):
+        assert (response.status, response.content_type) == (200, "text/event-stream")
+        blocks = [
+            dict(line.split(": ", 1) for line in b.split("\n")) for b in (await response.text()).split("\n\n") if b
+        ]
+    return [(b.get("event"), b["data"] if b["data"] == "[DONE]" else json.loads(b["data"])) for b in blocks]
+
+
+class PausedAmidATurn(EngineReplica):
+    """Draws the rest of a turn when its client has some pieces of it."""
+
+    client_has_some: asyncio.Event
+
+    async def hold(self) -> None:
+        await self.pause()
+        await self.client_has_some.wait()
+        await self.resume()
+
+    async def submit(self, request: Request) -> Response:
+        def hear(number: int, token: int) -> None:
+            assert request.on_token is not None
+            request.on_token(number, token)
+            if number == 20:
+                self._holding = asyncio.ensure_future(self.hold())
+
+        return await super().submit(replace(request, on_token=hear))
+
+
+async def pieces(engine: PausedAmidATurn, url: str, path: str, **body: Any) -> list[str]:
+    """The pieces of a streamed turn's text."""
+    found, engine.client_has_some = [], asyncio.Event()
+    async with (
+        aiohttp.ClientSession() as client,
+        client.post(f"{url}/{path}", json={"stream": True, **body}) as response,
+    ):
+        async for line in response.content:
+            data = json.loads(line[6:]) if line.startswith(b"data: {") else {}
+            (choice,) = data.get("choices") or [{}]
+            of_response = data.get("delta") if data.get("type") == "response.output_text.delta" else None
+            text = of_response or choice.get("text") or choice.get("delta", {}).get("content")
+            found += [text] if text else []
+            if len(found) == 2:
+                engine.client_has_some.set()
+    return found
+
+
+def test_a_turn_is_sent_piece_by_piece_while_the_engine_draws_it() -> None:
+    tokenizer, model = engine_parts("chatml")
+    engine, template = PausedAmidATurn(EmbeddedEngine(model, tokenizer, 16, 400)), turn_template(tokenizer)
+    asked = {"chat/completions": {"messages": USER}, "completions": {"prompt": "a b"}, "responses": {"input": "a b"}}
+
+    async def run() -> None:
+        async with Endpoint(engine, template, SamplingParams(max_tokens=40, ends=False), 400) as endpoint:
+            for number, (path, body) in enumerate(asked.items()):
+                url = endpoint.open((0, number, 0))
+                found = await asyncio.wait_for(pieces(engine, url, path, **body), 60)
+                session = await endpoint.close((0, number, 0))
+                assert "".join(found) == template.text(session.trajectory.last_turn)
+
+    asyncio.run(run())
+
+
+def test_a_piece_has_whole_characters_and_nothing_of_a_stop_text() -> None:
+    decode = turn_template(tokenizer := make_chat_tokenizer("chatml")).text
+    for text, told in (("né 🙂 a", "né 🙂 a"), ("né STOP x", "né "), ("a STO b S", "a STO b ")):
+        turn = TurnStream(decode, ["STOP"])
+        for number, token in enumerate(tokenizer.encode(text)):
+            turn.add_token(number, token)
+            turn.add_token(0, token)
+            turn.add_piece()
+        assert "".join(turn.pieces) == told and len(turn.pieces) > 1
+
+
+CALL = 'so <tool_call>{"name": "look", "arguments": {"at": 3}}</tool_call>'
+
+
+def test_a_turn_is_streamed_as_chunks_that_add_up_to_the_message() -> None:
+    tokenizer = make_chat_tokenizer("chatml")
+    user = {"role": "user", "content": "look"}
+
+    async def run() -> tuple[list[Any], Any, Any]:
+        async with Endpoint(
+            Script(tokenizer, [CALL, "it is 12"]), turn_template(tokenizer), SamplingParams(), 600
+        ) as endpoint:  # type: ignore[arg-type]
+            url = endpoint.open((0, 0, 0))
+            chunks = await streamed(
+                url, "chat/completions", messages=[user], tools=TOOLS, stream_options={"include_usage": True}
+            )
+            (call,) = chunks[1][1]["choices"][0]["delta"]["tool_calls"]
+            del call["index"]
+            message = {"role": "assistant", "content": "so", "refusal": None, "tool_calls": [call]}
+            result = {"role": "tool", "content": "12", "tool_call_id": call["id"]}
+            _, second = await post(url, [user, message, result], tools=TOOLS)
+            return chunks, second, await endpoint.close((0, 0, 0))
+
+    chunks, second, session = asyncio.run(run())
+    assert chunks[-1] == (None, "[DONE]") and chunks[-2][1]["usage"]["completion_tokens"] > 3
+    assert [c[1]["choices"][0]["finish_reason"] for c in chunks[:3]] == [None, None, "tool_calls"]
+    assert chunks[0][1]["choices"][0]["delta"] == {"role": "assistant", "content": "so"}
+    assert second["choices"][0]["message"]["content"] == "it is 12"
+    assert len(session.trajectory.sequence_lengths) == 1, "what was put together from chunks is what was said"
+
+
+def test_responses_go_on_from_one_another_by_name_and_by_their_items() -> None:
+    tokenizer = make_chat_tokenizer("chatml")
+    tools = [{"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}]
+
+    async def run() -> tuple[Any, list[Any], Any, Any]:
+        async with Endpoint(
+            Script(tokenizer, [CALL, "it is 12", "bye"]), turn_template(tokenizer), SamplingParams(), 900
+        ) as endpoint:  # type: ignore[arg-type]
+            url = endpoint.open((0, 0, 0))
+            asked: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "look"}]}]
+            first = await posted(url, "responses", input=asked, tools=tools, instructions="be brief")
+            output = {"type": "function_call_output", "call_id": first["output"][1]["call_id"], "output": "12"}
+            asked += [*first["output"], output]
+            events = await streamed(url, "responses", input=asked, tools=tools, instructions="be brief")
+            last = await posted(
+                url, "responses", input="more", previous_response_id=events[-1][1]["response"]["id"], tools=tools
+            )
+            return first, events, last, await endpoint.close((0, 0, 0))
+
+    first, events, last, session = asyncio.run(run())
+    assert [item["type"] for item in first["output"]] == ["message", "function_call"]
+    assert first["output"][1]["arguments"] == '{"at": 3}' and first["status"] == "completed"
+    assert [kind for kind, _ in events][:1] == ["response.created"] and events[-1][0] == "response.completed"
+    assert "".join(data["delta"] for kind, data in events if kind == "response.output_text.delta") == "it is 12"
+    assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
+    assert last["output"][0]["content"][0]["text"] == "bye"
+    assert session.turns == 3 and len(session.trajectory.sequence_lengths) == 1, "each went on from what was said"
+
+
+async def posted(url: str, path: str, key: str = "-", status: int = 200, **body: Any) -> Any:
+    headers = {"Authorization": f"Bearer {key}"}
+    async with aiohttp.ClientSession() as client, client.post(f"{url}/{path}", json=body, headers=headers) as response:
+        assert response.status == status, await response.text()
+        return await response.json()
+
+
+def test_a_completion_goes_on_from_its_own_text_and_is_the_tokens_that_were_drawn() -> None:
+    tokenizer = make_chat_tokenizer("chatml")
+
+    async def run() -> tuple[Any, list[Any], Any]:
+        async with Endpoint(
+            Script(tokenizer, ["ab", "abab"]), turn_template(tokenizer), SamplingParams(), 90
+        ) as endpoint:  # type: ignore[arg-type]
+            url = endpoint.open((0, 0, 0))
+            first = await posted(url, "completions", prompt="user 12")
+            more = await streamed(url, "completions", prompt="user 12ab<|im_end|>user")
+            return first, more, await endpoint.close((0, 0, 0))
+
+    first, more, session = asyncio.run(run())
+    assert first["choices"][0]["text"] == "ab" and first["object"] == "text_completion"
+    assert more[0][1]["choices"][0]["text"] == "abab" and more[-1][1] == "[DONE]"
+    assert len(session.trajectory.sequence_lengths) == 1
+    assert tokenizer.decode(session.trajectory.tokens).count("<|im_end|>") == 2, "the end of a turn is there once"
+
+
+def test_an_endpoint_that_others_reach_has_a_key_and_obeys_no_other() -> None:
+    tokenizer = make_chat_tokenizer("chatml")
+    parts = (Script(tokenizer, ["b"]), turn_template(tokenizer), SamplingParams(), 60)
+    with pytest.raises(UserError, match=r"rollout.environment.host=0.0.0.0 is reached by others, and there is no key"):
+        Endpoint(*parts, host="0.0.0.0")  # type: ignore[arg-type]
+
+    async def run() -> Any:
+        async with Endpoint(*parts, host="0.0.0.0", key="s3cret") as endpoint:  # type: ignore[arg-type]
+            url = endpoint.open((0, 0, 0))
+            for key in ("-", "s3cre", "s3crets", "é"):
+                refused = await posted(url, "completions", key, 401, prompt="a")
+                assert refused["error"]["message"] == "the API key is not this endpoint's"
+            served = await posted(url, "completions", "s3cret", prompt="a")
+            return served, (await endpoint.close((0, 0, 0))).turns
+
+    served, turns = asyncio.run(run())
+    assert served["choices"][0]["text"] == "b" and turns == 1

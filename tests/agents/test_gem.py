@@ -1,0 +1,54 @@
+"""Environments of gem-llm play by their own rules and draw random numbers of their own."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import pytest
+
+from braidrl.agents.environments import environments
+from braidrl.agents.libraries.gem import GemEnvironment
+from braidrl.errors import UserError
+
+NAME = "game:GuessTheNumber-v0-easy"
+needs_gem = pytest.importorskip("gem", reason="gem-llm is not installed")
+
+
+def secret(environment: GemEnvironment) -> int:
+    return environment._environment.game_number
+
+
+def test_a_game_is_played_to_its_end_with_gems_rewards() -> None:
+    game = GemEnvironment(NAME, {})
+    assert "between 1 and 10" in game.reset({"seed": 3})
+    number = secret(game)
+    wrong = game.step(f"\\boxed{{{number % 10 + 1}}}")
+    assert (wrong.reward, wrong.done) == (0.0, False)
+    assert "the target number is" in str(wrong.said) and str(wrong.said).endswith("Enter your next guess.")
+    right = game.step(f"I say \\boxed{{{number}}}")
+    assert (right.reward, right.done) == (1.0, True)
+
+
+def test_the_seed_decides_the_game_whatever_is_drawn_beside_it() -> None:
+    first, second, other = (GemEnvironment(NAME, {}) for _ in range(3))
+    first.reset({"seed": 3})
+    random.seed(99)
+    before = random.getstate()
+    second.reset({"seed": 3})
+    assert random.getstate() == before
+    assert secret(first) == secret(second)
+    secrets = set()
+    for seed in range(20):
+        other.reset({"seed": seed})
+        secrets.add(secret(other))
+    assert len(secrets) > 3
+
+
+def test_names_are_checked_and_logging_stays_as_it_was() -> None:
+    before = (logging.getLogger().level, list(logging.getLogger().handlers))
+    environment = environments(f"gem:{NAME}", {"max_turns": 2})()
+    assert isinstance(environment, GemEnvironment)
+    with pytest.raises(UserError, match=r"gem has no environment 'game:GuessTheNumber-v0-eas'. Did you mean"):
+        environments("gem:game:GuessTheNumber-v0-eas", {})
+    assert (logging.getLogger().level, list(logging.getLogger().handlers)) == before

@@ -1,0 +1,176 @@
+"""Environments of other libraries: their own servers are spoken to, and what a model does there is trained on."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from braidrl.agents.environments import environments
+from braidrl.agents.player import Episode, Episodes, Limits
+from braidrl.agents.sandboxed import EnvironmentHosts
+from braidrl.config import EnvironmentConfig, load_config
+from braidrl.engines.requests import SamplingParams
+from braidrl.errors import UserError
+from braidrl.observe.metrics import read_metrics
+from braidrl.observe.rollouts import read_rollouts, rollout_path
+from braidrl.runtimes.run import train
+from examples.guess_number import demo as guess_number
+from examples.tool_arithmetic import demo, task
+from tests.agents.chat import Script, make_chat_tokenizer, make_rows, turn_template
+from tests.tiny import free_port
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+OPENENV = EXAMPLES.parent / "build" / "environments-venv" / "bin" / "python"
+SERVER = EXAMPLES / "tool_arithmetic" / "server.py"
+LIMITS = Limits(at_once=3, timeout_s=60, max_turns=4, max_sequence_tokens=4000)
+
+
+def played(config: EnvironmentConfig, says: list[str], prompts: list[str]) -> list[Episode]:
+    """The episodes of rows that all say the same."""
+    tokenizer = make_chat_tokenizer("chatml")
+    hosts = EnvironmentHosts(config)
+    try:
+        script, template = Script(tokenizer, says), turn_template(tokenizer)
+        make = hosts.find(str(config.name))
+        return asyncio.run(
+            Episodes(script, make, template, SamplingParams(), LIMITS).play(make_rows(tokenizer, prompts))  # type: ignore[arg-type]
+        )
+    finally:
+        hosts.close()
+
+
+def failures(run: Path) -> list[str]:
+    """Why environments ended trajectories."""
+    return [name for name in read_metrics(run)[-1] if name.startswith("environment/failures/")]
+
+
+@pytest.fixture
+def mcp_address() -> Iterator[str]:
+    """The calculator served over HTTP."""
+    pytest.importorskip("mcp", reason="mcp is not installed")
+    import uvicorn
+
+    from examples.tool_arithmetic.server import server
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        running = uvicorn.Server(uvicorn.Config(server.streamable_http_app(), log_level="error"))
+        thread = threading.Thread(target=running.run, args=([listener],), daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/mcp"
+        running.should_exit = True
+        thread.join(30)
+
+
+def test_tools_of_a_command_are_called_and_their_errors_told() -> None:
+    pytest.importorskip("mcp", reason="mcp is not installed")
+    calls = task.call("multiply", 7, 8) + task.call("divide", 7, 8) + '<tool_call>{"name": "add"}</tool_call>'
+    config = EnvironmentConfig(name=f"mcp:python {SERVER}", timeout_s=60)
+    (episode,) = played(config, [calls, "56"], ["what is 7 times 8"])
+    text = make_chat_tokenizer("chatml").decode(episode.trajectory.tokens)
+    assert (episode.failure, episode.turns, episode.score) == (None, 2, 0.0), "there is no answer in the example"
+    assert '"name": "multiply"' in text and "The product of two numbers." in text, "the tools are told"
+    assert "<tool_response>\n56\n" in text
+    assert (
+        "error: no tool is called 'divide'; there are add, multiply" in text
+        and "error: Error executing tool add" in text
+    )
+
+
+def test_a_step_is_trained_on_three_episodes_with_the_tools_of_a_server(mcp_address: str, tmp_path: Path) -> None:
+    demo.prepare(tmp_path, seed=1)
+    config = load_config(
+        EXAMPLES / "tool_arithmetic" / "mcp.yaml",
+        [
+            f"model={tmp_path / 'untrained'}", f"data.train={tmp_path / 'train.jsonl'}", "data.eval={}", f"output={tmp_path}",
+            "trainer.steps=1", "trainer.prompts_per_step=1", "rollout.samples_per_prompt=3", "evaluation.every=0",
+            f"rollout.environment.name=mcp:{mcp_address}", "threads=1",
+        ],
+    )  # fmt: skip
+    run = train(config)
+    rows = read_rollouts(rollout_path(run, 1))
+    assert len(rows) == 3 and failures(run) == [] and (rows["action_tokens"] > 0).all()
+
+
+@pytest.fixture
+def openenv_address() -> Iterator[str]:
+    """The example's server, in the environment of its library."""
+    if not OPENENV.parents[1].joinpath("installed").exists():
+        pytest.skip("make environments has not installed openenv")
+    port = free_port()
+    server = subprocess.Popen([OPENENV, str(EXAMPLES / "guess_number" / "openenv_server.py"), str(port)])
+    try:
+        deadline = time.monotonic() + 120
+        while not answers(port):
+            assert server.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.kill()
+        server.wait()
+
+
+def answers(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
+
+
+def test_a_step_is_trained_on_three_episodes_of_a_server_of_environments(openenv_address: str, tmp_path: Path) -> None:
+    guess_number.prepare(tmp_path, seed=1)
+    config = load_config(
+        EXAMPLES / "guess_number" / "openenv.yaml",
+        [
+            f"model={tmp_path / 'model'}", f"data.train={tmp_path / 'games.jsonl'}", f"output={tmp_path}", "trainer.steps=1",
+            "trainer.prompts_per_step=1", "rollout.samples_per_prompt=3", "threads=1", "name=openenv",
+            f"rollout.environment.name=openenv:{openenv_address}", f"rollout.environment.python={OPENENV}",
+        ],
+    )  # fmt: skip
+    run = train(config)
+    rows, line = read_rollouts(rollout_path(run, 1)), read_metrics(run)[-1]
+    assert (len(rows), failures(run)) == (3, [])
+    assert line["environment/turns"] > 1, "what the server says is answered"
+    told = Path(config.model)
+    text = AutoTokenizer.from_pretrained(told).decode(rows["tokens"][0])
+    assert "Guess the number between 1 and 10" in text and ("higher" in text or "lower" in text or "right" in text)
+
+
+def test_a_step_is_trained_on_three_episodes_of_an_environment_that_talks_to_the_endpoint(tmp_path: Path) -> None:
+    if not OPENENV.parents[1].joinpath("installed").exists():
+        pytest.skip("make environments has not installed verifiers")
+    demo.prepare(tmp_path, seed=1)
+    config = load_config(
+        EXAMPLES / "tool_arithmetic" / "verifiers.yaml",
+        [
+            f"model={tmp_path / 'untrained'}", f"data.train={tmp_path / 'train.jsonl'}", f"output={tmp_path}", "trainer.steps=1",
+            "trainer.prompts_per_step=1", "rollout.samples_per_prompt=3", "threads=1", "rollout.environment.params.count=1",
+            f"rollout.environment.name=verifiers:{EXAMPLES / 'tool_arithmetic' / 'verifiers_sums.py'}",
+            f"rollout.environment.python={OPENENV}",
+        ],
+    )  # fmt: skip
+    run = train(config)
+    rows = read_rollouts(rollout_path(run, 1))
+    assert (len(rows), failures(run), read_metrics(run)[-1]["environment/turns"]) == (3, [], 1)
+    text = AutoTokenizer.from_pretrained(config.model).decode(rows["tokens"][0])
+    assert re.match(r"<user> ?what is \d plus \d ?<end>", text), "the question is that of the environment's own data"
+
+
+def test_what_is_not_there_is_said_in_a_line() -> None:
+    pytest.importorskip("mcp", reason="mcp is not installed")
+    for name, params, message in (
+        ("mcp:", {}, "mcp: names no server"),
+        ("mcp:no-such-command x", {}, "there is no command 'no-such-command'"),
+        ("mcp:http://127.0.0.1:1/mcp", {"verfy": "exact"}, "has no setting 'verfy'. Did you mean 'verify'"),
+        ("mcp:http://127.0.0.1:1/mcp", {"verify": "exat"}, "no verifier is called 'exat'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            environments(name, params)

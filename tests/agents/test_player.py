@@ -1,0 +1,266 @@
+"""Many trajectories at once: slow environments hold nobody up, failing ones end their own trajectory and are counted."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from braidrl.agents.environments import environments
+from braidrl.agents.player import Episode, Episodes, Limits, episode_columns, failure_counts
+from braidrl.agents.turns import Observation
+from braidrl.data.rows import FinishReason
+from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.replica import EngineReplica
+from braidrl.engines.requests import SamplingParams
+from braidrl.engines.routing.router import Router
+from braidrl.errors import UserError
+from braidrl.flow.signatures import PLAYED
+from tests.agents.chat import Script, make_chat_tokenizer, make_rows, turn_template
+from tests.engines.tiny import make_model, make_tokenizer
+from tests.engines.virtual_time import run_virtually
+
+HERE = __file__
+LIMITS = Limits(at_once=64, timeout_s=30, max_turns=8, max_sequence_tokens=300)
+
+
+class Turns:
+    """So many turns, of which each takes `seconds`; keeps account of when it was busy."""
+
+    def __init__(self, turns: int = 4, seconds: float = 0.0, log: list[tuple[float, float]] | None = None) -> None:
+        self.left, self.seconds, self.log = turns, seconds, [] if log is None else log
+
+    async def reset(self, example: dict[str, Any]) -> None:
+        self.example = example
+
+    async def step(self, text: str) -> Observation:
+        start = asyncio.get_running_loop().time()
+        await asyncio.sleep(self.seconds)
+        self.log.append((start, asyncio.get_running_loop().time()))
+        self.left -= 1
+        return Observation("more", reward=0.25, done=self.left == 0)
+
+
+class Faulty:
+    """Fails as its row's prompt says, in its second turn."""
+
+    def __init__(self) -> None:
+        self.turn = 0
+        self.closed = False
+
+    async def reset(self, example: dict[str, Any]) -> Any:
+        self.how = example["prompt"]
+        if self.how == "reset":
+            raise OSError("no sandbox")
+        return 7 if self.how == "context" else None
+
+    async def step(self, text: str) -> Any:
+        self.turn += 1
+        if self.turn == 2:
+            if self.how == "raise":
+                raise KeyError("board")
+            if self.how == "hang":
+                await asyncio.sleep(1000)
+            if self.how == "type":
+                return "not an observation"
+        return Observation("on", reward=0.5, done=self.turn == 3)
+
+    async def close(self) -> None:
+        if self.how == "close":
+            raise RuntimeError("cannot stop")
+
+
+def is_long(texts: list[str], example: dict[str, Any], length: int = 3) -> Observation:
+    """An environment that is a plain function."""
+    return Observation("longer", reward=float(len(texts[-1])), done=len(texts) == length)
+
+
+RELEASED = threading.Event()
+LATE: list[bool] = []
+"""Whether calls that hung were released before they gave up waiting."""
+
+
+def play_slowly(texts: list[str], example: dict[str, Any]) -> Observation:
+    if example["sample"] == 0:
+        LATE.append(RELEASED.wait(60))
+    return Observation(done=True)
+
+
+def script_play(make: Any, rows: Any, limits: Limits = LIMITS, seconds: float = 0.0) -> tuple[list[Episode], float]:
+    """Episodes in virtual time, and how long they took."""
+    tokenizer = make_chat_tokenizer(None)
+
+    async def made() -> Any:
+        return make()
+
+    async def run() -> tuple[list[Episode], float]:
+        engine = Script(tokenizer, ["ab"], seconds)
+        episodes = Episodes(engine, made, turn_template(tokenizer), SamplingParams(), limits)  # type: ignore[arg-type]
+        return await episodes.play(rows), asyncio.get_running_loop().time()
+
+    return run_virtually(run())
+
+
+def rows_of(prompts: list[str], samples: int = 1) -> Any:
+    return make_rows(make_chat_tokenizer(None), prompts, samples)
+
+
+def test_four_slow_environments_that_64_trajectories_share_are_idle_for_less_than_5_percent() -> None:
+    log: list[tuple[float, float]] = []
+    limits = Limits(at_once=4, timeout_s=30, max_turns=8, max_sequence_tokens=300)
+    played, seconds = script_play(lambda: Turns(4, 1.0, log), rows_of(["?"] * 64), limits, seconds=0.02)
+    assert len(played) == 64 and all(episode.turns == 4 for episode in played)
+    busy = sum(end - start for start, end in log)
+    assert busy == pytest.approx(64 * 4 * 1.0)
+    print(f"idle: {1 - busy / (4 * seconds):.2%}")
+    assert busy / (4 * seconds) > 0.95
+    assert max(sum(start <= t < end for start, end in log) for t, _ in log) <= 4
+
+
+def test_slow_environments_do_not_hold_up_the_trajectories_beside_them() -> None:
+    log: list[tuple[float, float]] = []
+    numbers = iter(range(64))
+
+    def make() -> Turns:
+        return Turns(4, 100.0) if next(numbers) < 4 else Turns(4, 0.1, log)
+
+    limits = Limits(at_once=64, timeout_s=1000, max_turns=8, max_sequence_tokens=300)
+    _, seconds = script_play(make, rows_of(["?"] * 64), limits, seconds=1.0)
+    assert max(end for _, end in log) == pytest.approx(4 * 1.1), "the fast ones run as if alone"
+    assert seconds == pytest.approx(4 * 101.0)
+
+
+def test_a_failing_environment_ends_its_own_trajectory_with_a_counted_reason() -> None:
+    prompts = ["fine", "raise", "reset", "hang", "type", "close", "context"]
+    rows = rows_of(prompts)
+    played, _ = script_play(Faulty, rows)
+    by_prompt = dict(zip(prompts, played, strict=True))
+    assert {prompt: (e.failure, e.turns) for prompt, e in by_prompt.items()} == {
+        "fine": (None, 3), "raise": ("KeyError", 2), "reset": ("OSError", 0),
+        "hang": ("timeout", 2), "type": ("TypeError", 2), "close": ("RuntimeError", 3), "context": ("TypeError", 0),
+    }  # fmt: skip
+    assert failure_counts(played) == {"KeyError": 1, "OSError": 1, "timeout": 1, "TypeError": 2, "RuntimeError": 1}
+    assert by_prompt["hang"].detail == "step took over 30 s"
+    columns = episode_columns(played, LIMITS)
+    assert set(columns) == set(PLAYED)
+    ended = columns["finish_reason"].tolist()  # type: ignore[union-attr]
+    assert ended == [FinishReason.STOP] + [FinishReason.ERROR] * 6
+    assert columns["score"].tolist() == [1.5, 0.5, 0.0, 0.5, 0.5, 1.5, 0.0]  # type: ignore[union-attr]
+    assert columns["correct"].tolist() == [1, 0, 0, 0, 0, 1, 0]  # type: ignore[union-attr]
+    assert columns["action_tokens"].tolist() == [e.trajectory.action_tokens for e in played]  # type: ignore[union-attr]
+    assert columns["prompt"].tolist() == rows["prompt"].tolist()  # type: ignore[union-attr]
+
+
+def test_a_plain_function_that_hangs_holds_up_neither_the_others_nor_the_end() -> None:
+    tokenizer = make_chat_tokenizer(None)
+    limits = Limits(at_once=4, timeout_s=1.0, max_turns=8, max_sequence_tokens=300)
+    make = environments(f"{HERE}:play_slowly", {})
+    episodes = Episodes(Script(tokenizer, ["ab"]), make, turn_template(tokenizer), SamplingParams(), limits)  # type: ignore[arg-type]
+    played = asyncio.run(episodes.play(rows_of(["?"], samples=4)))
+    assert not LATE, "the call hangs yet"
+    RELEASED.set()
+    assert [episode.failure for episode in played] == ["timeout", None, None, None]
+
+
+def test_a_plain_function_sees_every_turn_and_the_example() -> None:
+    tokenizer = make_chat_tokenizer(None)
+    make = environments(f"{HERE}:is_long", {"length": 2})
+    episodes = Episodes(Script(tokenizer, ["a", "abc"]), make, turn_template(tokenizer), SamplingParams(), LIMITS)  # type: ignore[arg-type]
+    (episode,) = asyncio.run(episodes.play(rows_of(["?"])))
+    assert (episode.turns, episode.score, episode.finish_reason) == (2, 4.0, FinishReason.STOP)
+
+
+def test_trajectories_end_at_their_turns_and_where_a_sequence_has_no_room() -> None:
+    (by_turns,), _ = script_play(lambda: Turns(100), rows_of(["?"]))
+    assert (by_turns.turns, by_turns.finish_reason) == (8, FinishReason.LENGTH)
+    tokens = len(by_turns.trajectory.tokens)
+    for limit in range(2, tokens):
+        limits = Limits(at_once=1, timeout_s=30, max_turns=8, max_sequence_tokens=limit)
+        (episode,), _ = script_play(lambda: Turns(100), rows_of(["?"]), limits)
+        assert episode.finish_reason is FinishReason.LENGTH
+        assert len(episode.trajectory.tokens) <= limit
+        assert episode.trajectory.tokens == by_turns.trajectory.tokens[: len(episode.trajectory.tokens)]
+        assert episode.trajectory.actions[-1], "nothing is appended that no action follows"
+    with pytest.raises(
+        UserError, match=r"a first context of 3 tokens leaves no room .* raise rollout.max_sequence_tokens"
+    ):
+        script_play(Turns, rows_of(["???"]), Limits(1, 30, 8, 3))
+
+
+def test_an_aborted_trajectory_keeps_what_there_is() -> None:
+    engine = EngineReplica(EmbeddedEngine(make_model(), make_tokenizer(), 16, 300))
+    sampling = SamplingParams(max_tokens=30, ends=False)
+    episodes = Episodes(engine, Turns, turn_template(make_tokenizer()), sampling, LIMITS)  # type: ignore[arg-type]
+
+    async def run() -> list[Episode]:
+        task = asyncio.ensure_future(episodes.play(make_rows(make_tokenizer(), ["a", "b"])))
+        while not task.done():
+            await asyncio.sleep(0)
+            # between two turns the row is not with the engine
+            if engine.engine.tokens_generated >= 80 and (0, 0, 0) in engine._answers:
+                await engine.abort((0, 0, 0))
+                break
+        return await task
+
+    aborted, other = asyncio.run(run())
+    assert aborted.finish_reason is FinishReason.ABORT and aborted.failure is None
+    assert 1 < aborted.turns <= other.turns == 4
+    assert 30 <= aborted.trajectory.action_tokens < 120
+    assert aborted.trajectory.tokens == other_run()[: len(aborted.trajectory.tokens)]
+
+
+def other_run() -> list[int]:
+    """The tokens of the first row when nobody aborts it."""
+    engine = EngineReplica(EmbeddedEngine(make_model(), make_tokenizer(), 16, 300))
+    episodes = Episodes(
+        engine, Turns, turn_template(make_tokenizer()), SamplingParams(max_tokens=30, ends=False), LIMITS
+    )  # type: ignore[arg-type]
+    return asyncio.run(episodes.play(make_rows(make_tokenizer(), ["a"])))[0].trajectory.tokens
+
+
+class Jittery(Turns):
+    """Answers after a time that differs from run to run, so that turns arrive in any order."""
+
+    async def step(self, text: str) -> Observation:
+        await asyncio.sleep(0.001 * (id(self) // 64 % 5))
+        return await super().step(text)
+
+
+def test_episodes_have_the_same_tokens_on_one_engine_and_on_four_replicas_whatever_the_order_of_turns() -> None:
+    rows = make_rows(make_tokenizer(), ["one", "another", "a third"], samples=6)
+    model, tokenizer = make_model(), make_tokenizer()
+
+    def play(replicas: int, slots: int) -> list[tuple[list[int], list[int]]]:
+        engines = [EngineReplica(EmbeddedEngine(model, tokenizer, slots, 300)) for _ in range(replicas)]
+        engine = engines[0] if replicas == 1 else Router(engines)
+        episodes = Episodes(engine, Jittery, turn_template(tokenizer), SamplingParams(max_tokens=12), LIMITS)  # type: ignore[arg-type]
+        return [(e.trajectory.tokens, e.trajectory.sequence_lengths) for e in asyncio.run(episodes.play(rows))]
+
+    assert play(1, 64) == play(4, 16)
+
+
+def test_rows_of_a_group_are_given_the_same_seed_and_groups_others() -> None:
+    made: list[Turns] = []
+
+    def make() -> Turns:
+        made.append(Turns(1))
+        return made[-1]
+
+    script_play(make, rows_of(["a", "b"], samples=3))
+    seeds = [(environment.example["group"], environment.example["seed"]) for environment in made]
+    assert len(seeds) == 6 and len(set(seeds)) == 2
+
+
+@pytest.mark.parametrize("said", [None, 3, ["text"], [{"content": "no role"}]])
+def test_what_is_neither_text_nor_messages_cannot_be_said(said: Any) -> None:
+    with pytest.raises(TypeError, match="says text or messages"):
+        Observation(said)
+
+
+def test_names_that_are_no_environment_are_refused() -> None:
+    with pytest.raises(UserError, match="Limits is no environment: it lacks reset and step"):
+        environments("braidrl.agents.player:Limits", {})
+    with pytest.raises(UserError, match="has no function 'Turn'"):
+        environments(f"{HERE}:Turn", {})

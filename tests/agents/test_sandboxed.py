@@ -1,0 +1,252 @@
+"""Environments, tools and agents in the sandbox: whatever one does is its own row's counted failure, and nothing of it is left."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from braidrl.agents.agents import Agents
+from braidrl.agents.endpoint import Endpoint
+from braidrl.agents.player import Episode, Episodes, Limits, failure_counts
+from braidrl.agents.sandboxed import EnvironmentHosts, observation_of
+from braidrl.agents.turns import EnvironmentFailed
+from braidrl.config import EnvironmentConfig
+from braidrl.data.rows import FinishReason
+from braidrl.engines.requests import SamplingParams
+from braidrl.errors import UserError
+from tests.agents.chat import Script, make_chat_tokenizer, make_rows, turn_template
+from tests.rewards.test_sandbox import MARK, bubblewrap_works, namespaces_allowed, nothing_is_left  # noqa: F401 (a fixture of every test)
+
+pytestmark = pytest.mark.skipif(not namespaces_allowed(), reason="this system gives nobody namespaces of his own")
+ATTACKERS = str(Path(__file__).with_name("attackers.py"))
+LIMITS = Limits(at_once=200, timeout_s=30, max_turns=8, max_sequence_tokens=2000)
+METADATA = {"run": os.getpid(), "siblings": [], "mark": MARK, "port": 0, "file": "", "seconds": 0}
+FAILURES = {
+    "bombs_with_forks": ("died", "more than"),
+    "takes_ten_gigabytes": ("MemoryError", ""),
+    "takes_it_in_many_processes": ("died", "took more than 1 GiB"),
+    "prints_a_gigabyte": ("OSError", "File too large"),
+    "says a gigabyte": ("MemoryError", ""),
+    "kills_the_run": ("RuntimeError", "nobody was there"),
+    "traces_the_run": ("PermissionError", "no such process may be traced"),
+    "reads_the_environment": ("LookupError", "no secret was found"),
+    "forges_results": ("died", "exit status 0"),
+    "writes answers of its own": ("result", "its process gave an answer that is none"),
+    "leaves_a_daemon": ("died", "exit status 4"),
+}
+
+
+def settings(name: str = "Attacked", **more: Any) -> EnvironmentConfig:
+    params = METADATA | more.pop("params", {})
+    return EnvironmentConfig(
+        name=f"{ATTACKERS}:{name}", params=params, **{"memory_gib": 1.0, "timeout_s": 30.0, **more}
+    )
+
+
+def played(prompts: list[str], config: EnvironmentConfig, says: str = "ab") -> list[Episode]:
+    with opened(config) as environments:
+        return play(environments, prompts, says)
+
+
+@contextlib.contextmanager
+def opened(config: EnvironmentConfig) -> Iterator[EnvironmentHosts]:
+    hosts = EnvironmentHosts(config)
+    try:
+        yield hosts
+    finally:
+        hosts.close()
+
+
+def play(
+    hosts: EnvironmentHosts, prompts: list[str], says: str = "ab", seconds: float = 0.0,
+    note: Callable[[Episode], None] = lambda episode: None,
+) -> list[Episode]:  # fmt: skip
+    """The episodes of rows that do what their prompts say, all at once; the engine takes so many seconds for a turn."""
+    tokenizer = make_chat_tokenizer("chatml")
+    rows, name = make_rows(tokenizer, prompts), hosts.settings.name
+    assert name is not None
+    sampling, template, script = SamplingParams(), turn_template(tokenizer), Script(tokenizer, [says], seconds)
+
+    async def run() -> list[Episode]:
+        if not name.startswith("agent:"):
+            make = hosts.find(name)
+            return await Episodes(script, make, template, sampling, LIMITS, on_finished=note).play(rows)  # type: ignore[arg-type]
+        async with Endpoint(script, template, sampling, 2000, listener=hosts.listener(name)) as endpoint:  # type: ignore[arg-type]
+            return await Agents(endpoint, hosts.find(name), LIMITS).play(rows)
+
+    return asyncio.run(run())
+
+
+def test_an_attack_is_its_own_rows_failure_and_costs_no_other_row_its_trajectory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AWS_SECRET", "hush")
+    prompts = ["fine", *FAILURES, "fills shared memory", "fine"]
+    by_prompt = dict(zip(prompts[1:], played(prompts, settings())[1:], strict=True))
+    for name, (reason, detail) in FAILURES.items():
+        episode = by_prompt[name]
+        assert episode.failure == reason and detail in episode.detail, (name, episode.failure, episode.detail)
+        assert episode.finish_reason is FinishReason.ERROR and episode.turns == 2
+    for name in ("fine", "fills shared memory"):
+        assert (by_prompt[name].failure, by_prompt[name].score, by_prompt[name].turns) == (None, 1.0, 2)
+    assert not Path("/dev/shm", MARK).exists()
+
+
+def test_tools_attack_themselves_alone() -> None:
+    calls = ["fine", "kills_the_run", "reads_the_environment", "forges_results", "bombs_with_forks"]
+    call = '<tool_call>{"name": "look", "arguments": {"at": 1}}</tool_call>'
+    fine, killing, reading, forging, bombing = played(calls, settings("Tools"), says=call)
+    assert (fine.failure, fine.finish_reason) == (None, FinishReason.LENGTH)
+    text = make_chat_tokenizer("chatml").decode
+    assert "found 0.5" in text(fine.trajectory.tokens)
+    assert "RuntimeError: nobody was there" in text(killing.trajectory.tokens), "the model reads what a tool raises"
+    assert "no secret was found" in text(reading.trajectory.tokens)
+    assert {forging.failure, bombing.failure} == {"died"}
+
+
+def test_an_agent_that_attacks_or_hangs_ends_its_own_row() -> None:
+    agent = settings("act", timeout_s=5.0)
+    agent = agent.model_copy(update={"name": f"agent:{agent.name}"})
+    fine, spinning, killing = played(["fine", "spins", "kills_the_run"], agent)
+    assert (fine.failure, fine.score, fine.turns) == (None, 0.5, 1)
+    assert (spinning.failure, spinning.turns, killing.failure) == ("timeout", 1, "RuntimeError")
+
+
+@pytest.mark.skipif(not bubblewrap_works(), reason="there is no bubblewrap, or it can start nothing here")
+def test_with_bubblewrap_an_agent_reaches_its_endpoint_and_nothing_else() -> None:
+    secret = Path.home() / f".braid-secret-{os.getpid()}"
+    secret.write_text("hush")
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            params = {"port": server.getsockname()[1], "file": str(secret)}
+            agent = settings("act", params=params, sandbox="bubblewrap")
+            agent = agent.model_copy(update={"name": f"agent:{agent.name}"})
+            with opened(agent) as hosts:
+                for _ in range(2):
+                    fine, connecting, reading = play(hosts, ["fine", "opens_a_socket", "reads_the_home"])
+                    assert (fine.failure, fine.score, fine.turns) == (None, 0.5, 1)
+                    assert (connecting.failure, reading.failure) == ("ConnectionRefusedError", "FileNotFoundError")
+    finally:
+        secret.unlink()
+
+
+def killed_while_playing(hosts: EnvironmentHosts, depth: int) -> list[Episode]:
+    """Episodes of which the host, the supervisors or the code's processes are killed once, in the midst of a turn."""
+
+    async def kill() -> None:
+        host = hosts._host(str(hosts.settings.name))._process.pid
+        while True:
+            family = [host, *(child.pid for child in psutil.Process(host).children(recursive=True))]
+            found = [pid for pid in family if depth_of(pid, host) == depth]
+            if len(family) == 3 and found:
+                os.kill(found[0], signal.SIGKILL)
+                return
+            await asyncio.sleep(0.01)
+
+    async def run() -> list[Episode]:
+        tokenizer = make_chat_tokenizer("chatml")
+        make = hosts.find(str(hosts.settings.name))
+        episodes = Episodes(Script(tokenizer, ["ab"]), make, turn_template(tokenizer), SamplingParams(), LIMITS)  # type: ignore[arg-type]
+        found, _ = await asyncio.gather(episodes.play(make_rows(tokenizer, ["sleeps"])), kill())
+        return found
+
+    return asyncio.run(run())
+
+
+def depth_of(pid: int, root: int) -> int:
+    depth = 0
+    while pid != root:
+        pid, depth = psutil.Process(pid).ppid(), depth + 1
+    return depth
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_a_trajectory_whose_process_is_killed_from_outside_is_played_once_more(depth: int) -> None:
+    with opened(settings(params={"seconds": 1})) as hosts:
+        (episode,) = killed_while_playing(hosts, depth)
+        assert (episode.failure, episode.turns, episode.score) == (None, 2, 1.0), (episode.failure, episode.detail)
+        assert play(hosts, ["fine"])[0].failure is None, "the host is there again"
+
+
+def test_what_is_given_up_or_forgotten_ends_with_the_run() -> None:
+    with opened(settings(params={"seconds": 600})) as hosts:
+
+        async def give_up() -> None:
+            environment: Any = await hosts.find(str(hosts.settings.name))()
+            await environment.reset({"prompt": "sleeps"})
+            await environment.step("a")
+            waiting = asyncio.ensure_future(environment.step("b"))
+            await asyncio.sleep(0)
+            waiting.cancel()
+            forgotten: Any = await hosts.find(str(hosts.settings.name))()
+            await forgotten.reset({"prompt": "sleeps"})
+
+        asyncio.run(give_up())
+
+
+def test_the_process_of_an_environment_or_of_programs_is_light_and_so_is_one_that_only_starts_others() -> None:
+    names = (
+        "braidrl.agents.host, braidrl.agents.tool_turns, braidrl.rewards.worker, braidrl.rewards.programs, "
+        "braidrl.config, braidrl.cluster.child, braidrl.cluster.ray_processes"
+    )
+    asked = f"import sys; import {names}; print('torch' in sys.modules or 'transformers' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
+
+
+def test_an_environment_that_cannot_be_imported_there_is_said_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "needing.py").write_text("import os\nos.environ['LICENSE_KEY']\nclass Game:\n    pass\n")
+    config = EnvironmentConfig(name=f"{tmp_path}/needing.py:Game")
+    with pytest.raises(
+        UserError, match=r"cannot be imported in its sandbox .*'LICENSE_KEY'.*rollout\.environment\.variables"
+    ):
+        played(["fine"], config)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {}, {"said": "a", "reward": None, "done": True, "restart": False}, {"reward": 1.0, "done": 1, "restart": False},
+        {"reward": 10**400, "done": True, "restart": False}, {"reward": float("nan"), "done": True, "restart": False},
+        {"reward": 1.0, "done": True, "restart": False, "correct": 3}, {"said": 3, "reward": 1.0, "done": True, "restart": False},
+    ],
+)  # fmt: skip
+def test_an_answer_that_is_no_observation_is_a_failure(answer: dict[str, Any]) -> None:
+    with pytest.raises(EnvironmentFailed, match="result: its process gave an answer that is none"):
+        observation_of(answer)
+
+
+@pytest.mark.soak
+def test_of_200_trajectories_at_once_those_beside_ten_attacks_keep_four_fifths_of_their_rate() -> None:
+    attacks = [*FAILURES][:10]
+
+    def rate(prompts: list[str]) -> float:
+        """Trajectories a second of rows that attack nobody."""
+        with opened(settings(timeout_s=20.0)) as hosts:
+            ended: list[float] = []
+
+            def note(episode: Episode) -> None:
+                if episode.failure is None:
+                    ended.append(time.monotonic())
+
+            play(hosts, ["fine"])  # the host has started
+            begun = time.monotonic()
+            episodes = play(hosts, prompts, seconds=2.0, note=note)
+            assert sum(failure_counts(episodes).values()) == len(prompts) - prompts.count("fine")
+            return len(ended) / (max(ended) - begun)
+
+    quiet, beside = rate(["fine"] * 200), rate([*["fine"] * 95, *attacks, *["fine"] * 95])
+    print(f"200 at once: {quiet:.1f} trajectories a second, {beside:.1f} beside {len(attacks)} attacks")
+    assert beside >= 0.8 * quiet

@@ -1,0 +1,245 @@
+"""Each command of `braid` once, as a user types it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from braidrl import __version__
+from braidrl.cli import commands as cli
+from braidrl.cli.catalogue import KINDS, catalogue
+from braidrl.config.reading import section_keys
+from braidrl.flow.yaml_form import from_yaml
+from braidrl.observe.metrics import read_metrics
+from braidrl.observe.rollouts import read_texts
+from braidrl.runtimes.saving.folders import MAY_CHANGE, run_config
+from braidrl.training.device_rates import own_rates
+from tests.tiny import Workshop, weights_of
+
+
+@pytest.fixture
+def braid(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Runs `braid ...` in this process, which must go well; what it said on standard output and on standard error."""
+
+    def run(*arguments: Any) -> tuple[str, str]:
+        monkeypatch.setattr("sys.argv", ["braid", *map(str, arguments)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        said = capsys.readouterr()
+        assert not end.value.code, said.err
+        return said.out, said.err
+
+    return run
+
+
+def test_train_says_the_run_folder_first_and_leaves_everything_in_it(workshop: Workshop, braid: Any) -> None:
+    held_out = f"data.eval.test={workshop.data}"
+    small = ["evaluation.every=2", "evaluation.max_prompts=2", "evaluation.samples=2"]
+    _, said = braid("train", workshop.config_file(), "trainer.steps=3", "trainer.checkpoint_every=1", held_out, *small)
+    run = workshop.folder / "run"
+    assert said.splitlines()[0] == str(run) and said.splitlines()[-1] == f"report: {run / 'report.html'}"
+    assert {path.name for path in run.iterdir()} == {
+        "config.yaml", "metrics.jsonl", "rollouts", "checkpoints", "tensorboard", "trace", "report.html",
+    }  # fmt: skip
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["latest", "step-2", "step-3"]
+    assert sorted(path.name for path in (run / "rollouts").iterdir()) == sorted(
+        [f"step-{n}.parquet" for n in (1, 2, 3)] + [f"eval-test-step-{n}.parquet" for n in (0, 2, 3)]
+    )
+    lines = read_metrics(run)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3]
+    assert [line.get("eval/test/avg@2") is not None for line in lines] == [True, False, True, True]
+
+
+def test_a_configuration_may_be_overrides_alone(workshop: Workshop, braid: Any) -> None:
+    braid(
+        "train", "flow=dapo", f"model={workshop.model}", f"data.train={workshop.data}", f"output={workshop.folder}",
+        "reward.verify={name: format, params: {pattern: '.*[02468]'}}", "rollout.max_response_tokens=6",
+        "trainer.steps=1", "trainer.prompts_per_step=2", "threads=1", "device=cpu",
+    )  # fmt: skip
+    (run,) = (path for path in workshop.folder.iterdir() if path.name.startswith("dapo-"))
+    assert (run / "report.html").is_file()
+
+
+def test_models_data_and_functions_in_files_are_found_beside_the_configuration_from_any_folder(
+    workshop: Workshop, braid: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (workshop.folder / "mine.py").write_text("def small(response: str) -> bool:\n    return len(response) < 9\n")
+    near = {path: os.path.relpath(path, workshop.folder) for path in (workshop.model, workshop.data)}
+    config = workshop.config_file(
+        "beside",
+        model=near[workshop.model],
+        data={"train": [{"path": near[workshop.data]}]},
+        reward={"verify": [{"name": "mine.py:small", "weight": 0.5}]},
+        trainer={"steps": 1},
+    )
+    monkeypatch.chdir(tmp_path)
+    braid("train", config)
+    used = run_config(workshop.folder / "beside")
+    assert used.reward.verify[0].name == f"{workshop.folder / 'mine.py'}:small"
+    assert (used.model, used.data.train[0].path) == (workshop.model, workshop.data)
+
+
+def test_a_breakpoint_in_a_verifier_stops_there_when_rewards_have_no_process(workshop: Workshop) -> None:
+    (workshop.folder / "mine.py").write_text("def stops(response: str) -> bool:\n    breakpoint()\n    return True\n")
+    config = workshop.config_file("debugged", reward={"verify": "mine.py:stops", "processes": 0}, trainer={"steps": 1})
+    command = [sys.executable, "-m", "braidrl.cli", "train", str(config)]
+    # Ray, where another test has started it here, has put a debugger of its own into the environment.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONBREAKPOINT"}
+    said = subprocess.run(
+        command, input="p 40 + 2\nc\n" * 100, capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert said.returncode == 0, said.stderr
+    assert (
+        "stops()" in said.stdout
+        and "(Pdb) 42" in said.stdout
+        and read_metrics(workshop.folder / "debugged")[-1]["step"] == 1
+    )
+
+
+def test_eval_measures_a_model_and_a_checkpoint(workshop: Workshop, braid: Any) -> None:
+    run = workshop.run(trainer={"steps": 1})
+    config = workshop.config_file("eval", evaluation={"samples": 4, "max_prompts": 4})
+    for model in (workshop.model, run / "checkpoints" / "step-1" / "actor"):
+        out, told = braid("eval", config, f"data.eval.test={workshop.data}", f"model={model}")
+        kept = Path(told.splitlines()[-1].removeprefix("responses are kept in "))
+        assert kept.parent.parent == workshop.folder and kept.parent.name.startswith("eval-")
+        assert len(read_texts(kept / "eval-test-step-0.parquet")) == 16
+        assert run_config(kept.parent).model == model
+        values = dict(line.split("\t") for line in out.splitlines())
+        assert set(values) == {
+            f"eval/test/{n}" for n in ("avg@4", "pass@1", "pass@2", "pass@4", "length_mean", "score_mean")
+        }
+        assert 0 <= float(values["eval/test/avg@4"]) <= float(values["eval/test/pass@4"]) <= 1
+
+
+def test_eval_needs_no_more_than_a_model_a_set_and_a_verifier(workshop: Workshop, braid: Any) -> None:
+    arguments = (f"model={workshop.model}", f"data.eval.sums={workshop.data}", "reward.verify=gsm8k")
+    out, _ = braid(
+        "eval",
+        *arguments,
+        "evaluation.max_prompts=2",
+        "rollout.max_response_tokens=4",
+        "threads=1",
+        f"output={workshop.folder}",
+    )
+    assert "eval/sums/avg@8\t" in out
+
+
+def test_flow_shows_text_yaml_and_a_drawing(workshop: Workshop, braid: Any) -> None:
+    out, _ = braid("flow", "dapo", "overlong_cache=16")
+    assert "actor.generate" in out and "reward.verify" in out and "informative_groups" in out
+    out, _ = braid("flow", "grpo", "--yaml")
+    assert [stage.type for stage in from_yaml(out).stages][:2] == ["generate", "verify"]
+    out, _ = braid("flow", "grpo", "--mermaid")
+    assert out.startswith("flowchart TD")
+    drawing = workshop.folder / "flow.svg"
+    out, _ = braid("flow", workshop.config_file(), "--svg", drawing)
+    assert drawing.read_text().startswith("<svg") and str(drawing) in out
+
+
+def test_list_shows_everything_that_can_be_named_with_settings_and_sources(braid: Any) -> None:
+    kinds = dict(line.split(": ", 1) for line in braid("list")[0].splitlines())
+    assert (
+        kinds.keys() == set(KINDS) and "gspo" in kinds["losses"].split(", ") and "vllm" in kinds["engines"].split(", ")
+    )
+    out, _ = braid("list", "losses")
+    clip = out[out.index("\nclip\n") :].split("\nclip_cov\n")[0]
+    assert "arXiv 1707.06347" in clip and "low=0.2" in clip and "advantages" in clip
+    assert "max_tokens=required" in braid("list", "aggregations")[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_thing_that_can_be_named_says_what_it_does(kind: str) -> None:
+    assert all(len(listed.about.split()) >= 3 and listed.about.endswith(".") for listed in catalogue(kind))
+
+
+def test_report_is_written_again(workshop: Workshop, braid: Any) -> None:
+    run = workshop.run()
+    (run / "report.html").unlink()
+    out, _ = braid("report", run)
+    assert out.strip() == str(run / "report.html") and "Reward" in (run / "report.html").read_text()
+
+
+def test_timeline_is_drawn(workshop: Workshop, braid: Any) -> None:
+    run = workshop.run()
+    out, _ = braid("timeline", run)
+    assert (run / "timeline.html").is_file() and "actor.generate" in (run / "timeline.html").read_text() and out
+
+
+def test_export_gives_a_directory_that_transformers_loads(workshop: Workshop, braid: Any) -> None:
+    run, folder = workshop.run(), workshop.folder / "exported"
+    out, _ = braid("export", run, folder)
+    assert out.startswith(f"{folder}: Qwen3ForCausalLM, ")
+    assert not list(folder.glob("optimizer*"))
+    exported, trained = AutoModelForCausalLM.from_pretrained(folder), weights_of(run)
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in exported.state_dict().items() if name in trained)
+    untrained = load_file(workshop.model / "model.safetensors")
+    assert any(not torch.equal(tensor, untrained[name]) for name, tensor in trained.items())
+    assert AutoTokenizer.from_pretrained(folder)("4+7=")["input_ids"]
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3"
+
+
+def test_doctor_says_what_there_is_and_keeps_what_it_can_do(
+    braid: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BRAID_RATES", str(tmp_path / "rates.json"))
+    out, _ = braid("doctor")
+    rates = own_rates(torch.device("cpu"), 1)
+    assert rates is not None and min(rates.operations.values()) > 1e8 and f"kept in {tmp_path}" in out
+    assert "python 3." in out and f"torch {torch.__version__}" in out and "a training step of a tiny model" in out
+
+
+def test_help_names_every_command(braid: Any) -> None:
+    out, _ = braid("--help")
+    assert all(command in out for command in ("train", "eval", "flow", "report", "export", "doctor"))
+    out, _ = braid("--version")
+    assert out.startswith(f"braid {__version__}, torch {torch.__version__}, transformers ")
+
+
+def test_a_resumed_run_takes_what_may_change_from_the_command_and_keeps_it(workshop: Workshop, braid: Any) -> None:
+    run = workshop.run("further", trainer={"steps": 1})
+    braid("train", "--resume", run, "trainer.steps=2", "threads=1")
+    assert [line["step"] for line in read_metrics(run)] == [1, 2]
+    kept = run_config(run)
+    assert (kept.trainer.steps, kept.threads) == (2, 1)
+    braid("train", "--resume", run, "trainer.steps=3")
+    assert run_config(run).threads == 1 and read_metrics(run)[-1]["step"] == 3
+
+
+def test_what_may_change_in_a_resumed_run_are_keys_of_the_configuration() -> None:
+    for key in MAY_CHANGE:
+        *place, last = key.split(".")
+        assert last in section_keys(tuple(place))
+
+
+def test_steps_of_zero_save_the_model_as_it_is(workshop: Workshop, braid: Any, tmp_path: Path) -> None:
+    braid("train", workshop.config_file(), "trainer.steps=0")
+    untrained, saved = load_file(workshop.model / "model.safetensors"), weights_of(workshop.folder / "run")
+    assert all(torch.equal(tensor, untrained[name]) for name, tensor in saved.items())
+
+
+def test_data_shows_counts_lengths_and_examples_as_the_model_sees_them(workshop: Workshop, braid: Any) -> None:
+    (workshop.folder / "own.py").write_text(
+        "def example(record):\n    return 'it is large' if int(record['answer']) > 9 else record\n"
+    )
+    source = f"data.train={{path: {workshop.data}, convert: {workshop.folder}/own.py:example}}"
+    records = [json.loads(line) for line in workshop.data.read_text().splitlines()]
+    small = [record for record in records if int(record["answer"]) <= 9]
+    assert 3 < len(small) < len(records)
+    said, _ = braid("data", workshop.config_file(), source, "data.held_out=3")
+    train, held_out = said.split("data.eval.held_out")
+    assert f"{len(small) - 3} examples, 0 dropped" in train and "3 examples, 0 dropped" in held_out
+    assert f"{len(records) - len(small)} records left out because it is large" in train
+    assert "least" in train and "█" in train and train.count("── example") == 5
+    assert f"── example 0, record {records.index(small[0]) + 1}\n{small[0]['prompt']}" in held_out
+    assert f"── answer: {small[0]['answer']}" in held_out

@@ -1,0 +1,285 @@
+"""`braid train --dry-run`: the devices of each runtime, what they would hold, and nothing else done."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import Qwen2Config
+
+from braidrl.cli.commands import app
+from braidrl.cli.dry_run import dry_run
+from braidrl.config import Config, load_config
+from braidrl.errors import UserError
+from braidrl.training.memory.budget import RoleUse, peak
+from tests.tiny import ROOT, TOKENIZER, Workshop
+
+
+def uses(found: Any) -> list[tuple[int, tuple[RoleUse, ...]]]:
+    return [(group.devices, tuple(sorted(group.uses, key=str))) for group, _ in found]
+
+
+ACTOR, CRITIC, REFERENCE = (
+    RoleUse("actor", True, True),
+    RoleUse("critic", True, False),
+    RoleUse("reference", False, False),
+)
+PPO: dict[str, Any] = {
+    "flow": "ppo",
+    "algorithm": {"kl_coef": 0.1, "reward": "verify"},
+    "rollout": {"max_response_tokens": 8},
+}
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({}, [(1, (ACTOR, CRITIC, REFERENCE))]),
+        ({"runtime": "distributed", "workers": 4}, [(4, (ACTOR, CRITIC, REFERENCE))]),
+        ({"runtime": "hybrid", "placement": "split", "workers": 2}, [(2, (ACTOR,)), (2, (CRITIC, REFERENCE))]),
+        (
+            {"runtime": "streaming", "streaming": {"workers": {"actor.generate": 3}}},
+            [
+                (3, (RoleUse("actor", False, True, apart=True),)),
+                (1, (RoleUse("actor", True, False),)),
+                (1, (CRITIC,)),
+                (1, (REFERENCE,)),
+            ],
+        ),
+    ],
+)
+def test_every_runtime_puts_its_roles_on_devices(workshop: Workshop, sections: Any, expected: Any) -> None:
+    found = dry_run(workshop.config(**PPO, **sections), Console(file=StringIO()))
+    assert sorted(uses(found), key=str) == sorted(expected, key=str)
+
+
+def test_a_trained_role_takes_more_than_a_frozen_one_and_roles_take_turns(workshop: Workshop) -> None:
+    ((_, footprints),) = dry_run(workshop.config(**PPO), Console(file=StringIO()))
+    by_role = {one.use.role: one for one in footprints}
+    assert by_role["actor"].resident.keys() - by_role["critic"].resident.keys() == {"keys and values"}
+    assert by_role["reference"].resident.keys() == {"weights"}
+    working = [sum(one.working.values()) for one in footprints]
+    staying = sum(size for one in footprints for part, size in one.resident.items() if part != "keys and values")
+    assert peak(footprints) == staying + max(*working, by_role["actor"].resident["keys and values"]) < 2**30
+
+
+def test_an_engine_that_sleeps_takes_no_keys_and_values_while_others_work(workshop: Workshop) -> None:
+    shown = StringIO()
+    ((_, footprints),) = dry_run(workshop.config(**{**PPO, "rollout": {"slots": 4096}}), Console(file=shown, width=120))
+    cache = next(one.resident["keys and values"] for one in footprints if one.use.generates)
+    everything, working = (sum(sum(part.values()) for part in parts) for parts in zip(
+        *((one.resident, one.working) for one in footprints), strict=True
+    ))  # fmt: skip
+    assert cache > working and peak(footprints) == everything
+    assert "keys and values that leave while roles infer or train: actor" in shown.getvalue()
+
+
+def test_a_role_that_infers_in_another_layout_has_a_copy_of_its_weights(workshop: Workshop) -> None:
+    def resident(**trainer: Any) -> dict[str, dict[str, int]]:
+        shown.truncate(0)
+        sections = {**PPO, "algorithm": {**PPO["algorithm"], "old": "recompute"}, "trainer": trainer}
+        config = workshop.config(**sections, runtime="distributed", workers=2)
+        ((_, footprints),) = dry_run(config, Console(file=shown, width=120))
+        return {one.use.role: one.resident for one in footprints}
+
+    shown = StringIO()
+    plain, found = resident(), resident(inference_layout={"tensor": 2})
+    for role in ("actor", "critic"):
+        assert found[role] == {**plain[role], "weights to infer with": plain[role]["weights"] // 2}
+    assert found["reference"] == plain["reference"]
+    generating = plain["actor"]["weights"] + plain["actor"]["keys and values"]
+    resident(inference_layout={"tensor": 2}, resident_gib=generating * 1.001 / 2**30)
+    assert "actor inference" in shown.getvalue() and "critic inference" in shown.getvalue()
+
+
+def test_ranks_that_decode_together_have_slices_of_the_weights_and_of_keys_and_values(workshop: Workshop) -> None:
+    def actor(**rollout: Any) -> dict[str, int]:
+        config = workshop.config(rollout=rollout, runtime="distributed", workers=2)
+        ((_, (found, *_)),) = dry_run(config, Console(file=StringIO()))
+        return found.resident
+
+    whole, half = actor(), actor(tensor=2)
+    assert half["weights of the engine"] == whole["weights"] // 2
+    assert half["keys and values"] == whole["keys and values"] // 2
+
+
+def test_servers_hold_keys_and_values_on_devices_of_their_own(workshop: Workshop) -> None:
+    def resident(**rollout: str) -> set[str]:
+        ((_, (actor, *_)),) = dry_run(workshop.config(rollout=rollout), Console(file=StringIO()))
+        return set(actor.resident)
+
+    assert resident() - resident(engine="http", servers="http://127.0.0.1:9") == {"keys and values"}
+
+
+def test_it_reads_no_weights_and_writes_nothing(workshop: Workshop, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(workshop.model, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    shown = StringIO()
+    before = files_in(workshop.folder)
+    config = workshop.config(model=str(bare), dtype="bfloat16", output=str(tmp_path / "runs"))
+    dry_run(config, Console(file=shown, width=120))
+    assert not (tmp_path / "runs").exists()
+    assert files_in(workshop.folder) == {*before, workshop.folder / "run.yaml"}
+    for part in ("weights", "gradients", "master weights", "AdamW moments", "keys and values", "activations", "logits"):
+        assert part in shown.getvalue()
+    assert "16 rows, 1 updates" in shown.getvalue()
+
+
+def test_what_a_run_would_refuse_is_refused(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match="no rollout engine is called 'turbo'"):
+        dry_run(workshop.config(rollout={"engine": "turbo"}))
+    app(["train", str(workshop.config_file()), "--dry-run"], standalone_mode=False)
+    assert "nothing was trained" in capsys.readouterr().out
+
+
+QWEN = {
+    "0.5b": (896, 4864, 24, 14, 2, 151936, 494),
+    "7b": (3584, 18944, 28, 28, 4, 152064, 7616),
+    "32b": (5120, 27648, 64, 40, 8, 152064, 32764),
+}
+"""Sizes of Qwen2.5, as its configurations state them, and the millions of parameters that they make."""
+
+
+def write_qwen(folder: Path, name: str) -> Path:
+    """The configuration of a Qwen2.5, without its weights."""
+    width, intermediate, layers, heads, key_value_heads, vocabulary, _ = QWEN[name]
+    model = folder / name
+    Qwen2Config(
+        hidden_size=width, intermediate_size=intermediate, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=key_value_heads, vocab_size=vocabulary, tie_word_embeddings=name == "0.5b",
+        max_position_embeddings=131072, architectures=["Qwen2ForCausalLM"],
+    ).save_pretrained(model)  # fmt: skip
+    TOKENIZER.save_pretrained(model)
+    return model
+
+
+@pytest.mark.parametrize("name", list(QWEN))
+def test_the_configurations_for_qwen_run_dry(workshop: Workshop, name: str) -> None:
+    model = write_qwen(workshop.folder, name)
+    files = [f"data.train={workshop.data}", f"data.eval.aime={workshop.data}", f"model={model}"]
+    config = load_config(ROOT / "examples" / "dapo_math" / f"qwen2.5-{name}.yaml", files)
+    ((group, (actor,)),) = dry_run(config, Console(file=StringIO()))
+    assert round(actor.shape.parameters / 1e6) == QWEN[name][-1]
+    assert group.devices == config.workers
+    assert peak([actor]) < {"0.5b": 24e9, "7b": 80e9, "32b": 80e9}[name]
+
+
+SMALL: dict[str, Any] = {
+    "lora": {"rank": 16, "base_dtype": "nf4"}, "optimizer": "adamw8bit", "activation_checkpointing": True,
+    "max_tokens_per_device": 4096,
+}  # fmt: skip
+FULL = {name: value for name, value in SMALL.items() if name != "lora"}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "gib"),
+    [
+        (SMALL, 8.53),
+        ({**SMALL, "lora": {"rank": 16}}, 17.26),
+        ({**SMALL, "optimizer": "adamw"}, 8.75),
+        (FULL, 87.96),
+        ({**FULL, "optimizer": "adamw"}, 130.29),
+    ],
+    ids=["all of them", "without 4 bits", "without 8 bits", "without adapters", "without any"],
+)
+def test_what_a_model_of_7b_takes_of_a_device_of_24_gib_with_fewer_bits_and_without(
+    workshop: Workshop, trainer: Any, gib: float
+) -> None:
+    model, shown = write_qwen(workshop.folder, "7b"), StringIO()
+    config = workshop.config(
+        flow="dapo", model=str(model), device="cuda", trainer=trainer, data={"max_prompt_tokens": 512},
+        rollout={"max_response_tokens": 1024, "slots": 32},
+    )  # fmt: skip
+    ((_, (actor,)),) = dry_run(config, Console(file=shown, width=120))
+    assert peak([actor]) / 2**30 == pytest.approx(gib, abs=0.01)
+    assert "AdamW moments" in shown.getvalue() and "keys and values" in shown.getvalue()
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, float], None]:
+    """Invents so many CUDA devices with so many GiB each."""
+
+    def invent(count: int, gib: float) -> None:
+        about = SimpleNamespace(total_memory=int(gib * 2**30))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: about)
+
+    return invent
+
+
+def chosen(config: Config) -> str:
+    shown = StringIO()
+    dry_run(config, Console(file=shown, width=200))
+    return "\n".join(line for line in shown.getvalue().splitlines() if line.startswith("chosen for"))
+
+
+@pytest.mark.parametrize(
+    ("gib", "rollout", "trainer", "said"),
+    [
+        (80, {}, {}, "rollout.slots=688, trainer.max_tokens_per_device=65536"),
+        (24, {}, {}, "rollout.slots=80, trainer.max_tokens_per_device=15360"),
+        (80, {"slots": 5}, {}, "trainer.max_tokens_per_device=65536"),
+        (80, {}, {"max_tokens_per_device": 7000}, "rollout.slots=688"),
+        (80, {"slots": 5}, {"max_tokens_per_device": 7000}, ""),
+        (
+            80, {"engine": "vllm"}, {},
+            "rollout.slots=256, trainer.max_tokens_per_device=50176, rollout.vllm.gpu_memory_utilization=0.44",
+        ),
+    ],
+)  # fmt: skip
+def test_slots_and_tokens_are_chosen_by_the_memory_of_the_device(
+    workshop: Workshop, device: Any, gib: int, rollout: dict[str, Any], trainer: dict[str, Any], said: str
+) -> None:
+    device(1, gib)
+    config = workshop.config(
+        flow="dapo", model=str(write_qwen(workshop.folder, "7b")), device="cuda", dtype="bfloat16",
+        data={"max_prompt_tokens": 512}, rollout={"max_response_tokens": 1024, "samples_per_prompt": 16, "slots": None, **rollout},
+        trainer={"prompts_per_step": 64, "lora": {}, "activation_checkpointing": True, **trainer},
+    )  # fmt: skip
+    assert chosen(config).partition(": ")[2] == said
+
+
+def test_rows_longer_than_usual_need_no_setting_where_memory_decides(workshop: Workshop, device: Any) -> None:
+    model = str(write_qwen(workshop.folder, "0.5b"))
+    config = workshop.config(model=model, device="cuda", rollout={"max_response_tokens": 9000})
+    with pytest.raises(UserError, match="max_tokens_per_device=8192 is the most"):
+        dry_run(config, Console(file=StringIO()))
+    device(1, 24)
+    assert "trainer.max_tokens_per_device=" in chosen(config)
+
+
+def test_a_vllm_that_asks_for_what_training_takes_is_refused(workshop: Workshop, device: Any) -> None:
+    def asking(devices: int, mib: int, **rollout: Any) -> None:
+        device(devices, mib / 1024)
+        config = workshop.config(device="cuda", dtype="float32", rollout={"engine": "vllm", "vllm": rollout})
+        dry_run(config, Console(file=StringIO()))
+
+    asks = r"gpu_memory_utilization=0\.9 asks for 0\.\d MiB of a device of 1\.0 MiB, and training takes"
+    with pytest.raises(UserError, match=asks):
+        asking(1, 1)
+    asking(2, 1)
+    asking(1, 100_000)
+    asking(1, 100_000, gpu_memory_utilization=0.5)
+    with pytest.raises(UserError, match=r"gpu_memory_utilization=0\.99 asks"):
+        asking(1, 100, gpu_memory_utilization=0.99)
+    asking(1, 100, gpu_memory_utilization=0.95, enable_sleep_mode=True)
+
+
+def test_a_layout_that_does_not_fit_is_refused(workshop: Workshop) -> None:
+    settings: dict[str, Any] = {"runtime": "distributed", "workers": 4}
+    with pytest.raises(UserError, match="make 3 devices and there are 4"):
+        dry_run(workshop.config(trainer={"layout": {"data": 3}}, **settings))
+    with pytest.raises(UserError, match="2 key/value heads"):
+        dry_run(workshop.config(trainer={"layout": {"tensor": 4}}, **settings))
+
+
+def files_in(folder: Path) -> set[Path]:
+    """All files, without what Python keeps of the modules that it has read."""
+    return {path for path in folder.rglob("*") if path.is_file() and path.parent.name != "__pycache__"}

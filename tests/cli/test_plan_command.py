@@ -1,0 +1,200 @@
+"""`braid plan`: what it writes runs as it is, holds what the dry run says, and mistakes end in one line."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from braidrl.cli.commands import app
+from braidrl.cli.dry_run import dry_run
+from braidrl.cli.plan_command import Wanted, best_plans, calibrated, plan, problem_of
+from braidrl.config import load_config
+from braidrl.errors import UserError
+from braidrl.observe.metrics import read_metrics
+from braidrl.plan.calibration import least_squares, nonnegative, runtime_rates
+from braidrl.plan.configured import predicted
+from braidrl.plan.named import NAMES, like
+from braidrl.plan.overlay import overlay_of
+from braidrl.plan.plan_report import plans_table, roles_table, spans_of
+from braidrl.plan.rates import read_rates
+from braidrl.runtimes.run import TrainingRun
+from braidrl.training.memory.budget import peak
+from tests.tiny import Workshop, braid
+
+PPO: dict[str, Any] = {
+    "flow": "ppo",
+    "algorithm": {"kl_coef": 0.1, "reward": "verify"},
+    "trainer": {"max_tokens_per_device": 64},
+}
+QUIET = Console(file=StringIO(), width=160)
+
+
+def written(workshop: Workshop, name: str, found: Any, problem: Any) -> Path:
+    overlay = workshop.folder / f"{name}-overlay.yaml"
+    overlay.write_text(yaml.safe_dump(overlay_of(found, problem)))
+    return overlay
+
+
+def test_every_plan_is_a_configuration_that_holds_what_the_plan_says(workshop: Workshop) -> None:
+    config = workshop.config(**PPO)
+    problem = problem_of(config, Wanted("1x4xcpu", max_staleness=1))
+    plans = best_plans(problem, Wanted("1x4xcpu", max_staleness=1))
+    assert {one.runtime for one in plans} >= {"hybrid", "streaming"}
+    plans += [like(problem_of(config, Wanted("1x8xcpu")), name) for name in NAMES]
+    for number, found in enumerate(plans):
+        overlay = written(workshop, str(number), found, problem)
+        settings = load_config(workshop.folder / "run.yaml", [str(overlay)])
+        groups = dry_run(settings, QUIET)
+        assert sum(group.devices for group, _ in groups) == found.devices
+        planned = sorted(one.memory for one in found.sets)
+        counted = sorted(peak(footprints) for _, footprints in groups)
+        assert planned == pytest.approx(counted, rel=0.1)
+        assert predicted(problem_of(settings, Wanted("1x4xcpu"))).seconds == pytest.approx(found.seconds, rel=0.1)
+
+
+def test_a_role_that_is_alone_takes_the_memory_that_its_plan_takes(workshop: Workshop) -> None:
+    problem = problem_of(workshop.config(algorithm={"kl_coef": 0}), Wanted("1x2xcpu", max_staleness=1))
+    for found in best_plans(problem, Wanted("1x2xcpu", max_staleness=1)):
+        (whole,), roles = plans_table(problem, [found]).columns[5].cells, list(roles_table(found).columns[5].cells)
+        assert roles == [whole] if len(roles) == 1 else whole in roles
+
+
+def test_the_plan_for_one_core_trains_as_it_is(workshop: Workshop) -> None:
+    config = workshop.config(**PPO)
+    overlay, page = workshop.folder / "overlay.yaml", workshop.folder / "plan.html"
+    plans = plan(config, Wanted("1x1xcpu"), overlay, page, QUIET)
+    assert plans[0].runtime == "eager" and "actor.generate" in page.read_text()
+    with TrainingRun(load_config(workshop.folder / "run.yaml", [str(overlay), "trainer.steps=1"])) as run:
+        run.train()
+    assert len(read_metrics(run.folder)) == 1
+
+
+@pytest.mark.parametrize(
+    "runtime", ["streaming", *(pytest.param(runtime, marks=pytest.mark.soak) for runtime in ("distributed", "hybrid"))]
+)
+def test_plans_for_two_cores_and_more_train_as_they_are(workshop: Workshop, runtime: str) -> None:
+    wanted = Wanted("1x3xcpu" if runtime == "streaming" else "1x2xcpu", runtimes=[runtime])
+    problem = problem_of(workshop.config(**({} if runtime == "streaming" else PPO)), wanted)
+    overlay = written(workshop, runtime, best_plans(problem, wanted)[0], problem)
+    process = braid("train", workshop.folder / "run.yaml", overlay, "trainer.steps=1")
+    _, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    assert f"runtime: {runtime}" in (workshop.folder / "run" / "config.yaml").read_text()
+
+
+def test_a_process_takes_the_memory_that_its_plan_says(tmp_path: Path) -> None:
+    # In a process of its own: what this one has taken before would count.
+    file = tmp_path / "memory.json"
+    root = Path(__file__).parents[3]
+    subprocess.run([sys.executable, "-m", "benchmarks.planning.memory", str(file)], cwd=root, check=True, timeout=600)
+    assert json.loads(file.read_text())["ratio"] == pytest.approx(1.0, abs=0.1)
+
+
+def test_the_predicted_timeline_has_every_stage_that_takes_time(workshop: Workshop) -> None:
+    problem = problem_of(workshop.config(**PPO), Wanted("1x4xcpu"))
+    for found in best_plans(problem, Wanted("1x4xcpu")):
+        assert {span.stage for span in spans_of(found)} >= {"actor.generate", "actor.update", "critic.update"}
+
+
+def test_least_squares_finds_the_costs_that_made_the_seconds_and_none_below_zero() -> None:
+    rows = [(1.0, 10.0, 3.0), (2.0, 10.0, 1.0), (4.0, 20.0, 7.0), (1.0, 40.0, 2.0), (3.0, 5.0, 9.0)]
+    samples = [dict(zip("abc", row, strict=True)) for row in rows]
+    found = least_squares(samples, [2 * a + 0.5 * b for a, b, _ in rows])
+    assert found == pytest.approx({"a": 2, "b": 0.5, "c": 0}, abs=1e-9)
+    assert min(least_squares(samples, [5.0, 1.0, 1.0, 4.0, 0.1]).values()) >= 0
+    steps = [(10, 2.0), (30, 0.5), (50, 4.0), (20, 1.0), (90, 2.0)]
+    added = runtime_rates([(rows, 1.0 + 0.02 * rows + 1.25 * taken, taken) for rows, taken in steps])
+    assert (added.iteration_s, added.row_s, added.slower) == pytest.approx((1.0, 0.02, 0.25))
+
+
+@given(st.data())
+def test_no_other_costs_without_negative_numbers_are_nearer(data: st.DataObject) -> None:
+    numbers = st.floats(-2, 2).map(lambda x: round(x, 3))
+    a = np.array(data.draw(st.lists(st.lists(numbers, min_size=3, max_size=3), min_size=4, max_size=8)))
+    b = np.array(data.draw(st.lists(numbers, min_size=len(a), max_size=len(a))))
+    x = nonnegative(a, b)
+    assert (x >= 0).all()
+    # The nearest among all sets of numbers that are not zero, each solved without a bound.
+    others = [np.zeros(3)]
+    for kept in itertools.chain.from_iterable(itertools.combinations(range(3), n) for n in (1, 2, 3)):
+        one = np.zeros(3)
+        one[list(kept)] = np.linalg.lstsq(a[:, kept], b, rcond=None)[0]
+        others += [one] if (one >= 0).all() else []
+    least = min(float(((a @ one - b) ** 2).sum()) for one in others)
+    assert float(((a @ x - b) ** 2).sum()) <= least + 1e-6
+
+
+def test_a_calibrated_run_is_predicted_as_it_was(workshop: Workshop) -> None:
+    run = workshop.run(trainer={"steps": 6})
+    rates = workshop.folder / "rates.yaml"
+    calibrated([run], "1x1xcpu", rates)
+    settings = workshop.config("again")
+    problem = problem_of(settings, Wanted("1x1xcpu", lengths=str(run), rates=rates))
+    seconds = sorted(line["time/step"] for line in read_metrics(run))
+    assert seconds[0] / 3 < predicted(problem).seconds < seconds[-1] * 3
+    assert read_rates(rates)["cpu"].stages["verify"] > 0
+
+
+ENVIRONMENT = {"rollout": {"environment": "gem:game:GuessTheNumber-v0-easy"}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--devices", "8x8xH10-80GB"], "no kind of device is called 'H10-80GB'. Did you mean 'H100-80GB'?"),
+        (["--devices", "8x8x"], "'8x8x' is not NODESxDEVICESxKIND, as in 8x8xH100-80GB"),
+        (["--devices", "0x8xA100-80GB"], "has no devices"),
+        (["--devices", "none.yaml"], "there is no file none.yaml"),
+        (["--seconds", "actor.generat=3"], "Did you mean 'actor.generate'?"),
+        (["--seconds", "actor.generate=slow"], "is not STAGE=SECONDS, as in --seconds actor.generate=2.5"),
+        (["--lengths", "20:10"], "is no run folder and not TOKENS or MEDIAN:LONGEST"),
+        (["--like", "trlx"], "no placement is called 'trlx'"),
+        (["--like", "nemo-aligner", "--devices", "1x3xA100-80GB", "flow=ppo"],
+         "3 devices do not divide into 2 equal parts for actor+reference | reward+critic; write a multiple of 2"),
+        (["--rates", "none.yaml"], "braid plan --calibrate RUN --rates none.yaml"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_in_one_line(workshop: Workshop, arguments: list[str], said: str) -> None:
+    path = str(workshop.config_file())
+    with pytest.raises(UserError) as caught:
+        app(["plan", path, *arguments], standalone_mode=False)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_stage_without_a_price_asks_for_its_seconds(workshop: Workshop) -> None:
+    config = workshop.config(**ENVIRONMENT)
+    with pytest.raises(UserError, match=r"actor.generate plays in an environment.*--seconds actor.generate=2.5"):
+        best_plans(problem_of(config, Wanted("1x1xcpu")), Wanted("1x1xcpu"))
+    given = Wanted("1x1xcpu", seconds=["actor.generate=7"])
+    assert best_plans(problem_of(config, given), given)[0].costs["actor.generate"].seconds == 7
+
+
+def test_devices_may_come_from_a_file_with_kinds_of_its_own(workshop: Workshop) -> None:
+    path = workshop.folder / "devices.yaml"
+    kind = {
+        "source": "ours",
+        "peak": {"float32": 1e12},
+        "memory": "1 GiB",
+        "bandwidth": 1e11,
+        "link": 1e10,
+        "network": 1e9,
+        "host": 1e9,
+    }
+    path.write_text(yaml.safe_dump({"kinds": {"ours": kind}, "groups": [{"kind": "ours", "nodes": 2, "devices": 2}]}))
+    problem = problem_of(workshop.config(), Wanted(str(path)))
+    assert (problem.cluster.size, str(problem.cluster)) == (4, "2x2xours")
+    path.write_text(yaml.safe_dump({"groups": [{"kind": "ours", "node": 2}]}))
+    with pytest.raises(UserError, match=r"unknown key 'groups\.0\.node'"):
+        problem_of(workshop.config(), Wanted(str(path)))

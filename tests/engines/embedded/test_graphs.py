@@ -1,0 +1,110 @@
+"""Recorded steps repeat what was recorded, on the same addresses, and give the rows the same bits.
+
+CUDA graphs need CUDA. Their twin here keeps the list of operations of a step with the very tensors that it touched, and does them
+again into the same memory: whatever a step computed outside of tensors, or from tensors that have moved since, shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from braidrl.engines.embedded.batch import SlotBatch
+from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.embedded.graphs import StepGraphs, padded_positions
+from braidrl.engines.requests import Response, SamplingParams
+from tests.engines.tiny import CONFIGS, make_model, make_requests, make_tokenizer
+
+
+class Tape(TorchDispatchMode):
+    """The operations of a step, with the tensors that they read and the memory that they wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.operations.append((func, args, kwargs or {}, out))
+        return out
+
+    def replay(self) -> None:
+        for func, args, kwargs, out in self.operations:
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(out), tree_leaves(again), strict=True):
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+def record(step: Callable[[], None]) -> Callable[[], None]:
+    with torch.no_grad(), Tape() as tape:
+        step()
+    return tape.replay
+
+
+def recording_engine(name: str, dtype: torch.dtype = torch.float32) -> tuple[EmbeddedEngine, StepGraphs]:
+    model = make_model(name, dtype)
+    engine, graphs = EmbeddedEngine(model, make_tokenizer(), 16, 256, shrink=False, compile=False), StepGraphs(record)
+    engine._batch = SlotBatch(model, 16, 0, shrink=False, graphs=graphs)
+    return engine, graphs
+
+
+def plain_engine(name: str, dtype: torch.dtype = torch.float32) -> EmbeddedEngine:
+    return EmbeddedEngine(make_model(name, dtype), make_tokenizer(), 16, 256, shrink=False, compile=False)
+
+
+def same(first: list[Response], second: list[Response]) -> bool:
+    pairs = zip(first, second, strict=True)
+    return all(torch.equal(a.tokens, b.tokens) and torch.equal(a.log_probs, b.log_probs) for a, b in pairs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_rows_are_the_same_to_the_bit_with_recorded_steps(name: str, dtype: torch.dtype) -> None:
+    requests = make_requests(8, 5, SamplingParams(temperature=0.8, max_tokens=40), apart=13)
+    engine, graphs = recording_engine(name, dtype)
+    assert same(engine.generate(requests), plain_engine(name, dtype).generate(requests))
+    assert 1 < len(graphs) <= 5
+
+
+def test_steps_are_recorded_once_for_several_generations_and_see_new_weights() -> None:
+    requests = make_requests(4, 4, SamplingParams(max_tokens=12, ends=False), apart=7)
+    engine, graphs = recording_engine("qwen3")
+    plain, recorded = plain_engine("qwen3"), []
+    for version in range(1, 4):
+        assert same(engine.generate(requests), plain.generate(requests))
+        recorded.append((len(graphs), {read: id(graph) for read, graph in graphs._graphs.items()}))
+        for changed in (engine, plain):
+            with torch.no_grad():
+                for parameter in changed._weights.model.parameters():
+                    parameter.mul_(1.01)
+            changed.publish(version)
+    assert recorded[0] == recorded[1] == recorded[2]
+
+
+def test_steps_are_recorded_anew_where_memory_moved() -> None:
+    short = make_requests(2, 2, SamplingParams(max_tokens=8, ends=False))
+    long = make_requests(2, 2, SamplingParams(max_tokens=60, ends=False))
+    engine, graphs = recording_engine("qwen3")
+    plain = plain_engine("qwen3")
+    for requests in (short, long, short):
+        assert same(engine.generate(requests), plain.generate(requests))
+    kept = engine._batch._cache.capacity
+    assert kept >= 60
+    engine.clear()
+    assert engine._batch._cache.capacity == 0
+    assert same(engine.generate(short), plain.generate(short))
+    assert len(graphs) == 1
+
+
+def test_few_lengths_are_recorded_and_little_is_read_in_vain() -> None:
+    lengths = {padded_positions(positions) for positions in range(1, 16385)}
+    assert len(lengths) < 60
+    assert all(padded_positions(n) >= n for n in range(1, 3000))
+    assert all(padded_positions(n) <= max(n + 31, n * 9 / 8 + 1) for n in range(1, 16385))

@@ -1,0 +1,131 @@
+"""Compiled decoding draws what the model says, in every dtype; where it cannot be had the model's own forward does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, MistralConfig
+
+from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.embedded.native_decoder import Kernels, native_decoder, side_by_side
+from braidrl.engines.requests import Request, SamplingParams
+from braidrl.native import building
+from braidrl.native.building import build
+from braidrl.training.compute.attention import ATTENTION
+from tests.engines.tiny import CONFIGS, SIZES, VOCABULARY, make_model, make_requests, make_tokenizer, training_log_probs
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tokens_are_those_of_the_models_own_forward(name: str) -> None:
+    requests = make_requests(groups=5, samples=4, sampling=SamplingParams(temperature=0.9, max_tokens=20), apart=7)
+    tokens = []
+    for compile in (True, False):
+        engine = EmbeddedEngine(make_model(name), make_tokenizer(), 32, 128, compile=compile)
+        assert (engine._batch._native is not None) == compile
+        tokens.append([row.tokens.tolist() for row in engine.generate(requests)])
+    assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_drawn_tokens_follow_the_models_distribution(dtype: torch.dtype) -> None:
+    model, count = make_model("qwen3", dtype), 4000
+    prompt = torch.tensor([5, 6, 7])
+    requests = [Request((0, 0, i), prompt, SamplingParams(max_tokens=1, ends=False)) for i in range(count)]
+    drawn = torch.stack([r.tokens[0] for r in EmbeddedEngine(model, make_tokenizer(), 256, 8).generate(requests)])
+    finished = EmbeddedEngine(model, make_tokenizer(), 16, 8).generate(requests[:1])
+    every = [Request((0, 0, i), prompt, SamplingParams()) for i in range(VOCABULARY)]
+    like = [
+        type(finished[0])((0, 0, i), torch.tensor([i]), torch.zeros(1), finished[0].finish_reason, torch.zeros(1))
+        for i in range(VOCABULARY)
+    ]
+    expected = torch.cat(training_log_probs(model, every, like)).double().exp()
+    counts = torch.bincount(drawn, minlength=VOCABULARY).double()
+    likely = expected * count >= 5
+    observed = torch.cat([counts[likely], counts[~likely].sum()[None]])
+    wanted = torch.cat([expected[likely], expected[~likely].sum()[None]]) * count
+    statistic, freedom = float(((observed - wanted) ** 2 / wanted.clamp(min=1e-9)).sum()), int(likely.sum())
+    # chi squared has the mean `freedom` and the variance 2 · freedom
+    assert statistic < freedom + 5 * (2 * freedom) ** 0.5
+
+
+def test_a_kernel_gives_a_row_the_same_bits_with_any_number_of_threads_and_rows() -> None:
+    kernels = Kernels.of(64, 2, torch.float32)
+    assert kernels is not None
+    logits = torch.randn(33, 1000) * 4
+    temperatures, greedy = torch.rand(33, dtype=torch.float64) + 0.5, torch.arange(33) % 5 == 0
+    uniforms = torch.rand(33, dtype=torch.float64)
+    tokens, log_probs = kernels.draw(logits, temperatures, greedy, uniforms)
+    for row in (0, 7, 32):
+        part = slice(row, row + 1)
+        alone = kernels.draw(logits[part].clone(), temperatures[part], greedy[part], uniforms[part])
+        assert int(alone[0]) == int(tokens[row]) and torch.equal(alone[1], log_probs[part])
+    expected = (logits / temperatures.float()[:, None]).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(log_probs, expected, rtol=0, atol=1e-5)
+    assert torch.equal(tokens[greedy], logits[greedy].argmax(-1))
+
+
+def test_a_uniform_at_either_end_draws_a_token_with_a_weight() -> None:
+    kernels = Kernels.of(64, 2, torch.float32)
+    assert kernels is not None
+    logits = torch.full((2, 300), -200.0)
+    logits[:, [17, 280]] = 0.0
+    ends = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+    tokens, _ = kernels.draw(logits, torch.ones(2, dtype=torch.float64), torch.zeros(2, dtype=torch.bool), ends)
+    assert tokens.tolist() == [17, 280]
+
+
+def test_kernels_are_compiled_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    source = tmp_path / "twice.c"
+    source.write_text("int twice(int x) { return FACTOR * x; }")
+    for factor in (2, 2, 3):
+        library = build(source, FACTOR=factor)
+        assert library is not None and library.twice(21) == 21 * factor
+    assert len(list(tmp_path.glob("braidrl/*.so"))) == 2
+
+
+def test_a_model_that_kernels_do_not_know_decodes_by_its_own_forward() -> None:
+    model = AutoModelForCausalLM.from_config(MistralConfig(**SIZES), attn_implementation=ATTENTION)
+    assert native_decoder(model) is None
+    assert native_decoder(make_model("qwen3", torch.float64)) is None
+    (row,) = EmbeddedEngine(model, make_tokenizer(), 16, 64).generate(make_requests(1, 1, SamplingParams(max_tokens=4)))
+    assert len(row.tokens)
+
+
+@pytest.mark.parametrize("reason", ["no C compiler", "failed on decode.c"])
+def test_without_a_working_compiler_the_model_decodes_by_its_own_forward_and_one_line_says_so(
+    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if reason == "no C compiler":
+        monkeypatch.setenv("PATH", str(tmp_path))
+        monkeypatch.delenv("CC", raising=False)
+    else:
+        monkeypatch.setenv("CC", "false")
+    building._say_once.cache_clear()
+    requests = make_requests(2, 2, SamplingParams(max_tokens=12))
+    found = [
+        [
+            row.tokens.tolist()
+            for row in EmbeddedEngine(make_model("qwen3"), make_tokenizer(), 16, 128, compile=compile).generate(
+                requests
+            )
+        ]
+        for compile in (True, True, False)
+    ]
+    assert found[0] == found[1] == found[2]
+    assert len(caplog.records) == 1 and reason in caplog.text
+
+
+def test_fused_weights_share_the_modules_storage() -> None:
+    first, second = nn.Linear(4, 3), nn.Linear(4, 5)
+    values = torch.cat([first.weight, second.weight]).detach().clone()
+    joined = side_by_side([first.weight, second.weight])
+    assert torch.equal(joined, values)
+    with torch.no_grad():
+        second.weight.mul_(2)
+    assert torch.equal(joined[3:], 2 * values[3:])
+    assert side_by_side([first.weight, second.weight]).data_ptr() == joined.data_ptr(), "nothing moves twice"

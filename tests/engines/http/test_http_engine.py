@@ -1,0 +1,300 @@
+"""Servers over HTTP as engines: the contract before a real vLLM server and SGLang's words, weights, and servers that will not do."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import closing
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from braidrl.data.rows import FinishReason
+from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.engine import EngineError, ModelWeights
+from braidrl.engines.engine_contract import (
+    CHECKS,
+    EngineUnderTest,
+    all_of,
+    requests,
+    weights_that_lack_a_tensor_are_refused,
+)
+from braidrl.engines.http.dialects import RECEIVES, SGLANG, VLLM, Dialect
+from braidrl.engines.http.http_engine import HttpEngine, ServerSpec
+from braidrl.engines.http.servers import BroadcastSettings, GenerationServer
+from braidrl.engines.replica import EngineReplica
+from braidrl.engines.requests import Request, Response
+from braidrl.errors import UserError
+from braidrl.observe.metrics import read_metrics
+from braidrl.weights.shared_file import SharedWeights, WeightFolder
+from tests.engines.http.servers import SglangSpeaker, VllmServer, in_a_thread
+from tests.engines.served import (
+    LIMIT,
+    LONG,
+    LONG_OF_SLOW,
+    largest_gap,
+    other_weights,
+    served_model,
+    write_served_model,
+)
+from tests.engines.test_factory import gaps_of
+from tests.engines.tiny import END, make_tokenizer, training_log_probs
+from tests.tiny import Workshop, recorded
+
+# On a busy machine vLLM's server takes minutes to start.
+pytestmark = pytest.mark.timeout(600)
+MODEL = served_model()
+TOKENIZER = make_tokenizer()
+SPEC = ServerSpec(TOKENIZER, (END,), {name: t.shape for name, t in MODEL.state_dict().items()}, 16, LIMIT)
+# A reward that a random model gets every other time.
+EVEN = """
+def even(response: str) -> bool:
+    return sum(response.encode()) % 2 == 0
+"""
+
+
+def speaker_of(model: PreTrainedModel) -> SglangSpeaker:
+    return SglangSpeaker(EngineReplica(EmbeddedEngine(deepcopy(model), TOKENIZER, 16, LIMIT)))
+
+
+class Asked:
+    """An engine before a server, and the loop that it belongs to."""
+
+    def __init__(self, dialect: Dialect, url: str | None = None, sending: BroadcastSettings | None = None) -> None:
+        self.runner = asyncio.Runner()
+        self.speaker: SglangSpeaker | None = None
+        if url is None:
+            self.speaker = speaker_of(MODEL)
+            url = self.runner.run(self.speaker.start())
+        spec = replace(SPEC, store=SharedWeights) if sending else SPEC
+        self.engine = HttpEngine(GenerationServer(url, dialect, 120.0, sending), spec)
+        self.runner.run(self.engine.start())
+
+    def close(self) -> None:
+        self.runner.run(self.engine.close())
+        if self.speaker is not None:
+            self.runner.run(self.speaker.close())
+        self.runner.close()
+
+
+@pytest.fixture(scope="module")
+def vllm_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    server = VllmServer(write_served_model(tmp_path_factory.mktemp("served") / "model"))
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module", params=["sglang", "vllm"])
+def asked(request: pytest.FixtureRequest) -> Iterator[Asked]:
+    made = Asked(VLLM, request.getfixturevalue("vllm_server").url) if request.param == "vllm" else Asked(SGLANG)
+    yield made
+    made.close()
+
+
+def in_training(wanted: Sequence[Request], finished: Sequence[Response]) -> list[torch.Tensor]:
+    return training_log_probs(MODEL, list(wanted), list(finished))
+
+
+def subject(asked: Asked) -> EngineUnderTest:
+    long = LONG if asked.speaker else LONG_OF_SLOW
+    return EngineUnderTest(lambda: asked.engine, END, LIMIT, in_training, other_weights, long=long)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_servers_keep_the_contract(asked: Asked, check: Callable[[EngineUnderTest], Awaitable[None]]) -> None:
+    asked.runner.run(asked.engine.update_weights(0, ModelWeights(MODEL)))
+    asked.runner.run(check(subject(asked)))  # type: ignore[arg-type]
+
+
+def test_log_probs_after_each_update_are_those_of_the_trainer(asked: Asked) -> None:
+    assert asked.runner.run(largest_gap(asked.engine, requests(subject(asked), 4))) < 1e-5
+
+
+def test_a_stop_text_ends_a_row_with_the_token_that_completes_it(asked: Asked) -> None:
+    asked.runner.run(asked.engine.update_weights(0, ModelWeights(MODEL)))
+    (request, *_) = requests(subject(asked), 1)
+    free = asked.runner.run(asked.engine.submit(request)).tokens
+    text = TOKENIZER.decode(free[3:5])
+    stopping = replace(request, sampling=replace(request.sampling, stop=(text,)))
+    stopped = asked.runner.run(asked.engine.submit(stopping))
+    first = next(count for count in range(1, 13) if text in TOKENIZER.decode(free[:count]))
+    assert stopped.tokens.tolist() == free[:first].tolist() and stopped.finish_reason is FinishReason.STOP
+
+
+# Small buckets, so that there are many.
+SENDING = BroadcastSettings(torch.device("cpu"), checked=True, bucket_bytes=4096)
+
+
+def test_a_server_that_is_sent_weights_over_the_network_has_the_trainers_after_each_update(
+    vllm_server: VllmServer,
+) -> None:
+    with closing(Asked(VLLM, vllm_server.url, SENDING)) as asked:
+        assert asked.runner.run(largest_gap(asked.engine, requests(subject(asked), 4))) < 1e-5
+        asked.runner.run(asked.engine.update_weights(0, ModelWeights(MODEL)))
+        asked.runner.run(weights_that_lack_a_tensor_are_refused(subject(asked)))
+
+
+def test_a_server_that_will_not_receive_weights_fails_before_anybody_waits_for_it(vllm_server: VllmServer) -> None:
+    assert VLLM.network is not None
+    deaf = replace(VLLM, network=replace(VLLM.network, receive=lambda notice, label: [("/no_such_place", notice)]))
+    with closing(Asked(deaf, vllm_server.url, SENDING)) as asked:
+        start = time.monotonic()
+        with pytest.raises(
+            EngineError, match=r"the weights of http://\S+ could not be changed: .*/no_such_place answers 404"
+        ):
+            asked.runner.run(asked.engine.update_weights(1, ModelWeights(MODEL)))
+        assert time.monotonic() - start < 60
+
+
+@pytest.mark.parametrize("weights", ["folder", "network"])
+def test_a_run_that_asks_a_server_trains_what_a_run_on_its_own_trains(
+    workshop: Workshop, vllm_server: VllmServer, weights: str
+) -> None:
+    before = Asked(VLLM, vllm_server.url)
+    before.runner.run(before.engine.update_weights(7, other_weights()))
+    before.close()
+    (workshop.folder / "parity.py").write_text(EVEN)
+    settings = {
+        "model": str(vllm_server.model), "trainer": {"steps": 2, "learning_rate": 3e-3},
+        "reward": {"verify": f"{workshop.folder}/parity.py:even"}, "algorithm": {"old": "recompute"},
+    }  # fmt: skip
+    room = {"max_sequence_tokens": 100}
+    servers = {"urls": vllm_server.url, "weights": weights}
+    run = workshop.run("http", **settings, rollout={"engine": "http", "servers": servers, **room})
+    lines = read_metrics(run)
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(line["actor/grad_norm"] > 0 for line in lines)
+    assert max(gaps_of(run, 2)) < 1e-5
+    assert recorded(run, 2)["version"].unique().tolist() == [1]
+    alone = workshop.run("alone", **settings, rollout=room)
+    assert recorded(run, 1)["tokens"].tolist() == recorded(alone, 1)["tokens"].tolist(), (
+        "the row decides, not the engine"
+    )
+
+
+def test_vllms_server_draws_the_tokens_of_the_embedded_engine(vllm_server: VllmServer) -> None:
+    asked = Asked(VLLM, vllm_server.url)
+    asked.runner.run(asked.engine.update_weights(0, ModelWeights(MODEL)))
+    wanted = requests(subject(asked), 20)
+    finished = asked.runner.run(all_of(asked.engine, wanted))
+    alone = EmbeddedEngine(MODEL, TOKENIZER, 16, LIMIT).generate(wanted)
+    asked.close()
+    assert [row.tokens.tolist() for row in finished] == [row.tokens.tolist() for row in alone]
+
+
+def test_rows_of_a_server_that_was_started_anew_are_not_taken_until_it_has_the_weights_of_now() -> None:
+    asked = Asked(SGLANG)
+    assert asked.speaker is not None
+    engine, (request, *_) = asked.engine, requests(subject(asked), 1)
+    asked.runner.run(engine.update_weights(2, other_weights()))
+    asked.speaker.weights = "default"
+    with pytest.raises(EngineError, match="was started anew, or given weights by somebody else: it has 'default'"):
+        asked.runner.run(engine.submit(request))
+    assert asked.runner.run(engine.recover()) == -1
+    asked.runner.run(engine.update_weights(2, other_weights()))
+    assert set(asked.runner.run(engine.submit(request)).versions.tolist()) == {2}
+    asked.close()
+
+
+def test_a_run_whose_server_takes_no_weights_ends_before_it_trains(workshop: Workshop) -> None:
+    speaker = speaker_of(MODEL)
+    write_served_model(workshop.folder / "model")
+    settings = {"model": str(workshop.folder / "model"), "rollout": {"engine": "http", "max_sequence_tokens": 100}}
+    with in_a_thread(speaker) as url:
+        settings["rollout"] |= {"servers": {"urls": url, "dialect": "sglang"}}
+        speaker.refuses_weights = True
+        with pytest.raises(
+            UserError, match=r"rollout.servers: http://\S+/update_weights_from_disk answers 500: .*no room"
+        ):
+            workshop.run("refused", **settings)
+        speaker.refuses_weights = False
+        run = workshop.run("taken", **settings)
+    assert [line["step"] for line in read_metrics(run)] == [1, 2]
+    assert recorded(run, 2)["version"].unique().tolist() == [1] and speaker.weights != "default"
+
+
+@pytest.mark.parametrize(
+    ("dialect", "settings", "told"),
+    [
+        (SGLANG, {}, "start it with --enable-deterministic-inference"),
+        (
+            SGLANG,
+            {"enable_deterministic_inference": True, "context_length": 9},
+            f"start it with --context-length {LIMIT}",
+        ),
+        (VLLM, {}, "could not be given weights: start it with VLLM_SERVER_DEV_MODE=1"),
+    ],
+)
+def test_a_server_that_cannot_be_trained_with_is_named_with_what_it_lacks(
+    dialect: Dialect, settings: dict[str, Any], told: str
+) -> None:
+    async def connect() -> None:
+        speaker = speaker_of(MODEL)
+        speaker.settings = settings
+        engine = HttpEngine(GenerationServer(await speaker.start(), dialect), SPEC)
+        try:
+            await engine.start()
+        finally:
+            await engine.close()
+            await speaker.close()
+
+    with pytest.raises(UserError, match=told):
+        asyncio.run(connect())
+
+
+def test_a_server_that_does_not_answer_is_the_users_to_start() -> None:
+    async def connect() -> None:
+        engine = HttpEngine(GenerationServer("http://127.0.0.1:9", VLLM), SPEC)
+        try:
+            await engine.start()
+        finally:
+            await engine.close()
+
+    with pytest.raises(
+        UserError, match=r"http://127.0.0.1:9 does not answer: .*; start it, or correct rollout.servers"
+    ):
+        asyncio.run(connect())
+
+
+def vllm_settings(processors: list[str], mode: str, room: int, ahead: bool) -> dict[str, Any]:
+    model = {"logits_processors": processors, "logprobs_mode": mode, "max_model_len": room}
+    return {"vllm_config": {"model_config": model, "scheduler_config": {"async_scheduling": ahead}}}
+
+
+def test_a_vllm_server_that_is_to_be_sent_weights_is_told_what_its_workers_lack() -> None:
+    assert VLLM.network is not None
+    for extension, missing in (("", f"--worker-extension-cls {RECEIVES}"), (RECEIVES, None)):
+        settings = {"vllm_config": {"parallel_config": {"worker_extension_cls": extension}}}
+        assert VLLM.network.missing(settings) == missing
+
+
+@pytest.mark.parametrize(
+    ("settings", "missing"),
+    [
+        (vllm_settings(["a:DrawByRow"], "processed_logits", 9, False), None),
+        (
+            vllm_settings([], "processed_logits", 9, False),
+            "--logits-processors braidrl.engines.vllm.logits_processor:DrawByRow",
+        ),
+        (vllm_settings(["a:DrawByRow"], "raw_logprobs", 9, False), "--logprobs-mode processed_logits"),
+        (vllm_settings(["a:DrawByRow"], "processed_logits", 9, True), "--no-async-scheduling"),
+        (vllm_settings(["a:DrawByRow"], "processed_logits", 8, False), "--max-model-len 9"),
+    ],
+)
+def test_a_vllm_server_is_told_which_argument_it_lacks(settings: dict[str, Any], missing: str | None) -> None:
+    assert VLLM.missing(settings, 9) == missing
+
+
+def test_weights_in_a_folder_hold_every_name_and_are_gone_when_closed(tmp_path: Path) -> None:
+    stored = WeightFolder(ModelWeights(MODEL).tensors(), tmp_path)
+    given = dict(stored.tensors())
+    assert given.keys() == stored.shapes().keys() == MODEL.state_dict().keys()
+    assert all(torch.equal(given[name], tensor) for name, tensor in MODEL.state_dict().items())
+    stored.close()
+    assert not list(tmp_path.iterdir())

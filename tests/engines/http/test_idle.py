@@ -1,0 +1,51 @@
+"""A server may close connections while the run trains and nobody looks after them."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+
+from braidrl.engines.http.dialects import DIALECTS
+from braidrl.engines.http.servers import GenerationServer
+
+SERVER = """
+import asyncio
+from aiohttp import web
+
+async def serve():
+    app = web.Application()
+    async def echo(asked):
+        return web.json_response(await asked.json())
+    app.add_routes([web.post("/echo", echo)])
+    runner = web.AppRunner(app, keepalive_timeout=2.5)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    print(site._server.sockets[0].getsockname()[1], flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(serve())
+"""
+
+
+def test_a_connection_that_a_server_has_closed_meanwhile_is_not_used_again() -> None:
+    with (
+        subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True) as process,
+        asyncio.Runner() as runner,
+    ):
+        try:
+            assert process.stdout is not None
+            server = GenerationServer(f"http://127.0.0.1:{process.stdout.readline().strip()}", DIALECTS["vllm"], 30.0)
+
+            async def begin() -> None:
+                server.open()
+
+            runner.run(begin())
+            assert runner.run(server.ask("POST", "/echo", {"n": 1})) == {"n": 1}
+            time.sleep(3.5)
+            assert runner.run(server.ask("POST", "/echo", {"n": 2})) == {"n": 2}
+            runner.run(server.close())
+        finally:
+            process.kill()

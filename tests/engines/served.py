@@ -1,0 +1,119 @@
+"""Engines in processes of their own, for tests: made once, used by many."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+from collections.abc import Coroutine, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
+
+from braidrl.engines.engine import Engine, ModelWeights
+from braidrl.engines.engine_contract import all_of
+from braidrl.engines.process.process_engine import EngineProcess
+from braidrl.engines.requests import Request
+from braidrl.engines.wire import EngineSpec
+from braidrl.training.compute.attention import ATTENTION
+from braidrl.weights.handles import LiveWeights
+from tests.engines.tiny import SIZES, make_tokenizer, training_log_probs
+from tests.tiny import ROOT
+
+T = TypeVar("T")
+# The long rows are still under way when a pause or new weights come, also where a machine is busy. Engines that take milliseconds for a
+# step, vLLM and those of several processes, are as long at fewer.
+LIMIT, LONG, LONG_OF_SLOW = 650, 600, 200
+# The narrowest heads that vLLM computes with on a CPU; tied, so that an update has to bring the output layer by its name too.
+CONFIG = Qwen3Config(**(SIZES | {"max_position_embeddings": 1024}), head_dim=32, tie_word_embeddings=True)
+
+
+def served_model() -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(deepcopy(CONFIG), dtype=torch.float32, attn_implementation=ATTENTION)
+
+
+def write_served_model(folder: Path) -> Path:
+    served_model().save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def spec(kind: str, model: Path, **options: Any) -> EngineSpec:
+    """`tensor-parallel` is the embedded engine divided between two processes."""
+    divided = kind == "tensor-parallel"
+    return EngineSpec(
+        "embedded" if divided else kind, str(model), slots=16, max_sequence_tokens=LIMIT, tensor=1 + divided,
+        options=options,
+    )  # fmt: skip
+
+
+def other_weights() -> ModelWeights:
+    """Weights that draw other tokens than those of `served_model`."""
+    changed = served_model()
+    with torch.no_grad():
+        changed.model.embed_tokens.weight.mul_(-1)
+    return ModelWeights(changed)
+
+
+async def largest_gap(engine: Engine, wanted: Sequence[Request], updates: int = 20, handles: bool = False) -> float:
+    """How far the engine's log-probs are from training's at most, in nats, after each of so many updates with other weights.
+
+    With `handles` every other version comes by handles.
+    """
+    trained, generator = served_model(), torch.Generator().manual_seed(3)
+    drawn, largest = set(), 0.0
+    for version in range(1, updates + 1):
+        with torch.no_grad():
+            for parameter in trained.parameters():
+                parameter.add_(0.01 * torch.randn(parameter.shape, generator=generator))
+        by_handles = handles and version % 2
+        source = LiveWeights(trained.state_dict()) if by_handles else ModelWeights(trained)
+        await engine.update_weights(version, source)
+        finished = await all_of(engine, wanted)
+        for response, expected in zip(finished, training_log_probs(trained, list(wanted), finished), strict=True):
+            largest = max(largest, float((response.log_probs - expected).abs().max()))
+            assert set(response.versions.tolist()) == {version}
+        drawn.add(tuple(finished[0].tokens.tolist()))
+    print(f"largest gap: {largest:.1e} nats")
+    assert len(drawn) > 1, "weights that change draw other tokens"
+    return largest
+
+
+def vllm_python() -> Path | None:
+    """The interpreter that has vLLM: this one, or that of `make vllm`. Skips the test where there is none."""
+    if importlib.util.find_spec("vllm") is not None:
+        return None
+    python = ROOT / "build" / "vllm-venv" / "bin" / "python"
+    if not (python.parent.parent / "installed").is_file():
+        pytest.skip("vLLM is not installed; `make vllm` installs it")
+    return python
+
+
+class Served:
+    """Processes of one kind of engine, and the loop that they belong to."""
+
+    def __init__(self, kind: str, model: Path, count: int = 1, limit_s: float = 120.0, **options: Any) -> None:
+        self.runner = asyncio.Runner()
+        python = vllm_python() if kind == "vllm" else None
+        made = spec(kind, model, **options)
+        self.engines = [EngineProcess(made, f"engine {number}", python, limit_s) for number in range(count)]
+        self.run(self._start())
+
+    @property
+    def engine(self) -> EngineProcess:
+        return self.engines[0]
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.runner.run(work)
+
+    def close(self) -> None:
+        for engine in self.engines:
+            self.run(engine.close())
+        self.runner.close()
+
+    async def _start(self) -> None:
+        await asyncio.gather(*(engine.start() for engine in self.engines))

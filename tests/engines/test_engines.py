@@ -1,0 +1,173 @@
+"""Every engine passes the contract; rows survive engines that die, and replicas draw what one engine draws."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from copy import deepcopy
+
+import pytest
+import torch
+
+from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.engine import Engine, EngineError, ModelWeights
+from braidrl.engines.engine_contract import CHECKS, EngineUnderTest, requests
+from braidrl.engines.replica import EngineReplica
+from braidrl.engines.requests import Request, Response
+from braidrl.engines.routing.router import Router
+from tests.engines.tiny import END, make_model, make_tokenizer, training_log_probs
+
+MODEL, TOKENIZER = make_model(), make_tokenizer()
+LIMIT = 128
+
+
+def replica(slots: int = 16) -> EngineReplica:
+    """With a module of its own, so that weights can change."""
+    return EngineReplica(EmbeddedEngine(deepcopy(MODEL), TOKENIZER, slots, LIMIT))
+
+
+def copy_in_float64() -> EngineReplica:
+    return EngineReplica(EmbeddedEngine(deepcopy(MODEL), TOKENIZER, 16, LIMIT, dtype=torch.float64))
+
+
+def other_weights() -> ModelWeights:
+    model = deepcopy(MODEL)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(-1)
+    return ModelWeights(model)
+
+
+def in_training(asked: list[Request], finished: list[Response]) -> list[torch.Tensor]:
+    dtype = finished[0].log_probs.dtype
+    return training_log_probs(deepcopy(MODEL).to(dtype), asked, finished)
+
+
+def subject(make: Callable[[], Engine]) -> EngineUnderTest:
+    return EngineUnderTest(make, END, LIMIT, in_training, other_weights)  # type: ignore[arg-type]
+
+
+ENGINES: dict[str, Callable[[], Engine]] = {
+    "embedded": replica,
+    "embedded copy in float64": copy_in_float64,
+    "router over two": lambda: Router([replica(), replica()]),
+}
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("name", ENGINES)
+def test_engines_keep_the_contract(name: str, check: Callable[[EngineUnderTest], Awaitable[None]]) -> None:
+    asyncio.run(check(subject(ENGINES[name])))  # type: ignore[arg-type]
+
+
+def test_four_replicas_draw_the_tokens_of_one_in_any_order() -> None:
+    wanted = requests(subject(replica), 60, tokens=10)
+
+    async def gather(engine: Engine, order: list[Request]) -> dict[tuple[int, int, int], list[int]]:
+        tasks = []
+        for number, request in enumerate(order):
+            tasks.append(asyncio.ensure_future(engine.submit(request)))
+            if number % 7 == 0:
+                await asyncio.sleep(0.002)
+        return {row.uid: row.tokens.tolist() for row in await asyncio.gather(*tasks)}
+
+    one = asyncio.run(gather(replica(64), wanted))
+    for seed in range(2):
+        order = [wanted[i] for i in torch.randperm(60, generator=torch.Generator().manual_seed(seed)).tolist()]
+        assert asyncio.run(gather(Router([replica() for _ in range(4)]), order)) == one
+
+
+def break_after(dying: EngineReplica, steps: int) -> None:
+    """Lets the engine's forward pass raise once, after so many of them."""
+    left = [steps]
+
+    def forward(*_: object) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise RuntimeError("the device is gone")
+
+    dying.engine._weights.model.lm_head.register_forward_pre_hook(forward)
+
+
+@pytest.mark.parametrize("steps", [1, 6, 11])
+def test_when_an_engine_dies_in_the_middle_no_row_is_lost_or_twice_and_tokens_stay_the_same(steps: int) -> None:
+    wanted = requests(subject(replica), 40, tokens=10)
+
+    async def gather(router: Router) -> list[Response]:
+        answered = []
+
+        async def one(request: Request) -> None:
+            answered.append(await router.submit(request))
+
+        await asyncio.gather(*(one(request) for request in wanted))
+        return answered
+
+    async def with_death() -> tuple[list[Response], int, list[int]]:
+        dying = replica()
+        router = Router([dying, replica()], retry_s=0.02)
+        await router.update_weights(5, ModelWeights(MODEL))
+        break_after(dying, steps)
+        answered = await gather(router)
+        for _ in range(200):
+            if router.alive == 2:
+                break
+            await asyncio.sleep(0.01)
+        after = await dying.submit(wanted[0])
+        await router.close()
+        return answered, router.alive, after.versions.tolist()
+
+    answered, alive, versions = asyncio.run(with_death())
+    assert sorted(row.uid for row in answered) == [request.uid for request in wanted]
+    assert alive == 2 and versions == [5] * 10
+    expected = {row.uid: row.tokens.tolist() for row in asyncio.run(gather(Router([replica(64)])))}
+    assert {row.uid: row.tokens.tolist() for row in answered} == expected
+
+
+def test_a_dead_engine_comes_back_with_the_weights_that_it_missed() -> None:
+    async def run() -> list[list[int]]:
+        dying = replica()
+        router = Router([dying, replica()], retry_s=60)
+        break_after(dying, 1)
+        await asyncio.gather(*(router.submit(request) for request in requests(subject(replica), 20)))
+        assert router.alive == 1
+        await router.update_weights(4, other_weights())
+        assert dying.engine.version == 0
+        await router.recover()
+        wanted = requests(subject(replica), 1)[0]
+        finished = [await engine.submit(wanted) for engine in router.engines]
+        await router.close()
+        assert [row.versions[0] for row in finished] == [4, 4]
+        return [row.tokens.tolist() for row in finished]
+
+    recovered, other = asyncio.run(run())
+    assert recovered == other
+
+
+def test_without_a_living_engine_those_who_wait_are_told_why() -> None:
+    async def run() -> None:
+        dying = replica()
+        break_after(dying, 1)
+        router = Router([dying], retry_s=60, give_up_s=0.05)
+        try:
+            await router.submit(requests(subject(replica), 1)[0])
+        finally:
+            await router.close()
+
+    with pytest.raises(EngineError, match=r"no engine has been alive for 0.05 s: .*the device is gone"):
+        asyncio.run(run())
+
+
+def test_a_row_can_be_aborted_while_it_waits_for_an_engine() -> None:
+    async def run() -> None:
+        router = Router([replica(16)])
+        wanted = requests(subject(replica), 18, tokens=20)
+        tasks = [asyncio.ensure_future(router.submit(request)) for request in wanted]
+        await asyncio.sleep(0)
+        await router.abort(wanted[0].uid)
+        while router.load().running < 16:
+            await asyncio.sleep(0.001)
+        await router.abort(wanted[17].uid)
+        finished = await asyncio.gather(*tasks)
+        assert [len(row.tokens) for row in finished] == [0] + [20] * 16 + [0]
+        assert router.load().rows == 0
+
+    asyncio.run(run())

@@ -1,0 +1,66 @@
+"""Ctrl-C in an event loop: what is under way is cancelled, and nothing of it is reported with a traceback."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import signal
+
+import pytest
+
+from braidrl.engines.event_loop import run_cancelled_by_interrupts
+from braidrl.runtimes.interrupts import Interrupts
+
+
+async def interrupted_rows(ended: list[int]) -> None:
+    async def row(number: int) -> None:
+        try:
+            await asyncio.sleep(0)
+            if number == 1:
+                signal.raise_signal(signal.SIGINT)
+            await asyncio.sleep(60)
+        finally:
+            ended.append(number)
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(3):
+            group.create_task(row(number))
+
+
+def test_tasks_end_before_the_interrupt_is_raised_and_none_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    ended, before = list[int](), signal.getsignal(signal.SIGINT)
+    with asyncio.Runner() as runner, Interrupts().active():
+        own = signal.getsignal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            run_cancelled_by_interrupts(runner, interrupted_rows(ended))
+        assert signal.getsignal(signal.SIGINT) is own
+        assert sorted(ended) == [0, 1, 2]
+    gc.collect()
+    assert not caplog.records and signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_held_interrupt_lets_the_loop_go_on() -> None:
+    async def work() -> str:
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(0)
+        return "done"
+
+    interrupts = Interrupts()
+    with asyncio.Runner() as runner, interrupts.active(), pytest.raises(KeyboardInterrupt), interrupts.hold():
+        assert run_cancelled_by_interrupts(runner, work()) == "done"
+
+
+def test_a_second_interrupt_does_not_wait() -> None:
+    async def stubborn() -> None:
+        while True:
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                signal.raise_signal(signal.SIGINT)
+
+    async def twice() -> None:
+        asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGINT)
+        await stubborn()
+
+    with asyncio.Runner() as runner, Interrupts().active(), pytest.raises(KeyboardInterrupt):
+        run_cancelled_by_interrupts(runner, twice())

@@ -1,0 +1,148 @@
+"""Runs whose engines are processes of their own: the same rows, the trainer's weights after every step, and an end when these part."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from braidrl.engines.routing.service import EngineService
+from braidrl.errors import UserError
+from braidrl.observe.metrics import read_metrics
+from braidrl.runtimes.step_metrics import GAP, GapWatch
+from tests.engines.served import vllm_python
+from tests.invariants.traces import assert_same_weights
+from tests.runtimes.hybrid.warm import WarmCluster
+from tests.tiny import SIZES, TOKENIZER, Workshop, recorded, weights_of
+
+SERVER = "http://127.0.0.1:9"
+TRAINER = {"steps": 3, "learning_rate": 3e-3}
+
+
+def tokens_of(run: Path, steps: int) -> list[list[list[float]]]:
+    return [recorded(run, step)["tokens"].tolist() for step in range(1, steps + 1)]
+
+
+def gaps_of(run: Path, steps: int) -> list[float]:
+    """Of each row of a run that recomputed log-probs: how far the engine's were from the trainer's at most."""
+    found = []
+    for step in range(1, steps + 1):
+        rows = recorded(run, step)
+        ours, theirs = rows["old_log_probs"], rows["rollout_log_probs"]
+        found += [float((ours[row] - theirs[row]).abs().max()) for row in range(len(rows))]
+    print(f"{len(found)} rows, largest gap {max(found):.1e} nats")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("runtime", "processes", "weights"), [("eager", 2, {"weights": "handles"}), ("hybrid", 1, {"check_weights": True})]
+)
+def test_engines_in_processes_train_what_the_trainers_own_engine_trains(
+    workshop: Workshop, warm_cluster: WarmCluster, runtime: str, processes: int, weights: dict[str, Any]
+) -> None:
+    alone = workshop.run("alone", trainer=TRAINER)
+    served = workshop.run("served", trainer=TRAINER, runtime=runtime, rollout={"engines": processes, **weights})
+    assert tokens_of(served, 3) == tokens_of(alone, 3)
+    assert_same_weights(weights_of(served), weights_of(alone))
+    assert all(line[GAP] < 1e-5 for line in read_metrics(served))
+
+
+def test_an_engine_that_two_processes_divide_trains_what_one_does(workshop: Workshop) -> None:
+    settings: dict[str, Any] = {"trainer": TRAINER, "algorithm": {"old": "recompute"}}
+    whole = workshop.run("whole", **settings, rollout={"engines": 1})
+    divided = workshop.run("divided", **settings, rollout={"engines": 1, "tensor": 2, "check_weights": True})
+    assert tokens_of(divided, 3) == tokens_of(whole, 3)
+    assert max(gaps_of(divided, 3)) < 1e-5
+    found, expected = weights_of(divided), weights_of(whole)
+    assert found.keys() == expected.keys()
+    assert all(torch.allclose(found[name], tensor, rtol=0, atol=1e-5) for name, tensor in expected.items())
+
+
+def test_a_run_on_vllm_has_the_trainers_log_probs_in_every_step_and_its_engine_sleeps_in_between(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    torch.manual_seed(0)
+    # the narrowest heads that vLLM computes with on a CPU
+    config = Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(config).save_pretrained(workshop.folder / "wide")
+    TOKENIZER.save_pretrained(workshop.folder / "wide")
+    python = vllm_python()
+    own: dict[str, Any] = {"python": str(python)} if python else {}
+    settings = {"model": str(workshop.folder / "wide"), "trainer": TRAINER, "algorithm": {"old": "recompute"}}
+    run = workshop.run("vllm", **settings, rollout={"engine": "vllm", "vllm": {"enable_sleep_mode": True}, **own})
+    said = "".join(capfd.readouterr())
+    lines = read_metrics(run)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    assert all(line["actor/grad_norm"] > 0 for line in lines)
+    assert max(gaps_of(run, 3)) < 1e-5
+    assert [recorded(run, step)["version"].unique().tolist() for step in (1, 2, 3)] == [[0], [1], [2]]
+    # vLLM's own words: asleep once rows are generated, its weights awake for the next ones, its caches for the next rows.
+    waking = re.findall(r"seconds to (fall asleep|wake up tags \['weights'\]|wake up tags \['kv_cache'\])", said)
+    step = ["fall asleep", "wake up tags ['weights']", "wake up tags ['kv_cache']"]
+    assert waking == (3 * step)[:-1]
+    assert tokens_of(run, 1) == tokens_of(workshop.run("embedded", **settings), 1), "the row decides, not the engine"
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_run_ends_with_an_explanation_when_weights_do_not_arrive(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, staleness: int
+) -> None:
+    """Also where the configuration would allow stale rows, and the runtime makes none."""
+    monkeypatch.setattr(EngineService, "publish", lambda service, version, source: source.close())
+    trainer = {"steps": 4, "learning_rate": 3e-2, "max_staleness": staleness}
+    with pytest.raises(
+        UserError, match=r"step 2: engine and trainer give the same tokens log-probs that are .* nats apart"
+    ):
+        workshop.run("lost", trainer=trainer, rollout={"engines": 1})
+    assert not (workshop.folder / "lost" / "checkpoints").exists()
+
+
+def test_a_gap_ends_a_run_when_it_jumps_or_is_over_the_limit() -> None:
+    watch = GapWatch(limit=0.2)
+    for step, gap in enumerate([1e-6, 2e-6, 0.009, 0.15]):
+        watch.check({"step": step, GAP: gap})
+    watch.check({"step": 5, GAP: None})
+    with pytest.raises(UserError, match=r"step 6: .* 0.21 nats apart on average, where it was 0.15 at most before"):
+        watch.check({"step": 6, GAP: 0.21})
+    jumping = GapWatch(limit=0.2)
+    jumping.check({"step": 1, GAP: 1e-6})
+    with pytest.raises(UserError, match="step 2"):
+        jumping.check({"step": 2, GAP: 0.02})
+
+
+@pytest.mark.parametrize(
+    ("settings", "hint"),
+    [
+        ({"rollout": {"engine": "vllm", "engines": 0}}, "write rollout.engines=1"),
+        ({"rollout": {"engine": "vlm"}}, "vllm"),
+        (
+            {"rollout": {"tensor": 2}},
+            "rollout.tensor=2 divides engines in processes of their own, or among the ranks",
+        ),
+        ({"rollout": {"engine": "vllm", "tensor": 2}}, "divides the embedded engine, and rollout.engine is vllm"),
+        ({"rollout": {"engines": 1, "tensor": 4}}, "does not divide the model's 2 key/value heads"),
+        ({"rollout": {"engine": "http"}}, "name them, as in rollout.servers=http://"),
+        ({"rollout": {"servers": SERVER}}, "rollout.servers are asked with rollout.engine=http"),
+        (
+            {"rollout": {"engine": "http", "servers": SERVER, "engines": 2}},
+            "rollout.engine=http asks servers; remove it",
+        ),
+        ({"rollout": {"engine": "http", "servers": {"urls": SERVER, "dialect": "sgl"}}}, "sglang"),
+        ({"rollout": {"engine": "http", "servers": {"urls": SERVER, "folder": "/no/folder"}}}, "there is no folder"),
+        (
+            {"rollout": {"engine": "http", "servers": {"urls": SERVER, "dialect": "sglang", "weights": "network"}}},
+            "servers of sglang read weights from a folder; remove it",
+        ),
+        ({"rollout": {"engine": "http", "servers": SERVER}}, "127.0.0.1:9 does not answer: .* start it, or correct"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_model_loads(
+    workshop: Workshop, settings: dict[str, Any], hint: str
+) -> None:
+    with pytest.raises(UserError, match=hint):
+        workshop.run("refused", **settings)

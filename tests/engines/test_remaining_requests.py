@@ -1,0 +1,60 @@
+"""Rows that end early go on as if they had not."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from braidrl.data.rows import FinishReason
+from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.replica import EngineReplica
+from braidrl.engines.requests import Response, SamplingParams, remaining_request
+from tests.engines.tiny import make_model, make_requests, make_tokenizer, training_log_probs
+
+
+def joined(ended: Response, rest: Response) -> Response:
+    tokens, versions = (torch.cat(pair) for pair in ((ended.tokens, rest.tokens), (ended.versions, rest.versions)))
+    return Response(rest.uid, tokens, torch.cat([ended.log_probs, rest.log_probs]), rest.finish_reason, versions)
+
+
+def test_rows_that_were_aborted_and_continued_are_those_of_an_undisturbed_run() -> None:
+    model, tokenizer = make_model(), make_tokenizer()
+    requests = make_requests(4, 3, SamplingParams(max_tokens=30, temperature=0.9), shortest=4)
+    whole = EmbeddedEngine(model, tokenizer, 16, 128).generate(requests)
+    engine = EngineReplica(EmbeddedEngine(model, tokenizer, 16, 128))
+
+    async def in_two_parts() -> list[Response]:
+        tasks = [asyncio.ensure_future(engine.submit(request)) for request in requests]
+        while engine.engine.tokens_generated < 12 * 11:
+            await asyncio.sleep(0)
+        for request, task in zip(requests, tasks, strict=True):
+            if not task.done():
+                await engine.abort(request.uid)
+        first = await asyncio.gather(*tasks)
+        await engine.update_weights(1)
+        rest = [remaining_request(request, ended) for request, ended in zip(requests, first, strict=True)]
+        again = await asyncio.gather(*(engine.submit(request) for request in rest if request is not None))
+        by_uid = {row.uid: row for row in again}
+        return [joined(ended, by_uid[ended.uid]) if ended.uid in by_uid else ended for ended in first]
+
+    rows = asyncio.run(in_two_parts())
+    assert [row.tokens.tolist() for row in rows] == [row.tokens.tolist() for row in whole]
+    assert [row.finish_reason for row in rows] == [row.finish_reason for row in whole]
+    assert any(set(row.versions.tolist()) == {0, 1} for row in rows)
+    for row, expected in zip(rows, training_log_probs(model, requests, rows), strict=True):
+        torch.testing.assert_close(row.log_probs, expected, rtol=0, atol=1e-5)
+
+
+def test_what_is_complete_or_of_another_row_is_not_continued() -> None:
+    request, other = make_requests(1, 2, SamplingParams(max_tokens=3))
+    tokens = torch.tensor([1, 2])
+    aborted = Response(request.uid, tokens, -torch.ones(2), FinishReason.ABORT, torch.zeros(2, dtype=torch.int64))
+    going_on = remaining_request(request, aborted)
+    assert going_on is not None
+    assert (going_on.first_draw, going_on.sampling.max_tokens, going_on.prompt.tolist()[-2:]) == (2, 1, [1, 2])
+    stopped = Response(request.uid, tokens, -torch.ones(2), FinishReason.STOP, torch.zeros(2, dtype=torch.int64))
+    assert remaining_request(request, stopped) is None
+    with pytest.raises(ValueError, match="cannot go on from"):
+        remaining_request(other, aborted)

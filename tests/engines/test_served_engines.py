@@ -1,0 +1,162 @@
+"""Engines in processes of their own, alone, in twos and vLLM: the contract, weight updates, and what happens when one is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.engine import EngineError, ModelWeights
+from braidrl.engines.engine_contract import CHECKS, EngineUnderTest, all_of, requests
+from braidrl.engines.process.process_engine import EngineProcess
+from braidrl.engines.requests import Request, Response, Uid
+from braidrl.engines.routing.service import EngineService
+from braidrl.errors import UserError
+from braidrl.training.parallel.replicated import DataParallel
+from braidrl.weights.joint_file import WeightWriter
+from braidrl.weights.shared_file import SharedWeights, UnnamedWeights, WeightFile
+from braidrl.weights.weight_index import weight_parts
+from tests.engines.served import (
+    LIMIT,
+    LONG,
+    LONG_OF_SLOW,
+    Served,
+    largest_gap,
+    other_weights,
+    served_model,
+    spec,
+    vllm_python,
+    write_served_model,
+)
+from tests.engines.tiny import END, make_tokenizer, training_log_probs
+
+MODEL = served_model()
+KINDS = ("embedded", "tensor-parallel", "vllm")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_served_model(tmp_path_factory.mktemp("served") / "model")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def served(request: pytest.FixtureRequest, model: Path) -> Iterator[Served]:
+    own = {"enable_sleep_mode": True} if request.param == "vllm" else {}
+    served = Served(request.param, model, **own)
+    yield served
+    served.close()
+
+
+def subject(served: Served) -> EngineUnderTest:
+    spec = served.engine.spec
+    long = LONG if spec.kind == "embedded" and spec.tensor == 1 else LONG_OF_SLOW
+    return EngineUnderTest(lambda: served.engine, END, LIMIT, in_training, other_weights, long=long)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_engines_in_processes_keep_the_contract(
+    served: Served, check: Callable[[EngineUnderTest], Awaitable[None]]
+) -> None:
+    served.run(served.engine.update_weights(0, ModelWeights(MODEL)))
+    served.run(check(subject(served)))  # type: ignore[arg-type]
+
+
+def test_who_follows_a_row_is_told_of_each_token_before_its_response(served: Served) -> None:
+    told: list[tuple[int, int]] = []
+    (request, *_) = requests(subject(served), 1)
+    finished = served.run(served.engine.submit(replace(request, on_token=lambda *token: told.append(token))))
+    assert told == list(enumerate(finished.tokens.tolist()))
+
+
+def test_log_probs_after_each_of_20_updates_are_those_of_the_trainer(served: Served) -> None:
+    maps = served.engine.spec.tensor == 1
+    assert served.run(largest_gap(served.engine, requests(subject(served), 4), handles=maps)) < 1e-5
+
+
+def test_who_waits_for_a_killed_process_is_told(served: Served) -> None:
+    engine, (request, *_) = served.engine, requests(subject(served), 1)
+    assert engine.pid is not None
+    os.kill(engine.pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match=rf"engine 0 \(process {engine.pid}\) ended; its exit status is -9"):
+        served.run(engine.submit(request))
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"), [("embedded", 2), *(pytest.param("vllm", count, marks=pytest.mark.soak) for count in (2, 4))]
+)
+def test_rows_of_a_killed_process_go_elsewhere_and_it_comes_back_with_the_weights_of_now(
+    request: pytest.FixtureRequest, model: Path, kind: str, count: int
+) -> None:
+    python = vllm_python() if kind == "vllm" else None
+    engines = [EngineProcess(spec(kind, model), f"engine {number}", python) for number in range(count)]
+    service = EngineService(engines, limit_s=120.0)
+    request.addfinalizer(service.close)
+    service.publish(4, ModelWeights(MODEL))
+    wanted = requests(EngineUnderTest(lambda: service.router, END, LIMIT, in_training, other_weights), 40, tokens=20)
+    expected = all_alone(wanted)
+    dying, answered = service.engines[0], []
+
+    def kill(finished: Response) -> None:
+        answered.append(finished.uid)
+        if len(answered) == 3:
+            assert dying.pid is not None
+            os.kill(dying.pid, signal.SIGKILL)
+
+    finished = service.generate(wanted[::-1], kill)
+    assert sorted(answered) == [row.uid for row in wanted], "every row once"
+    assert [row.uid for row in finished] == [row.uid for row in wanted[::-1]]
+    assert {row.uid: row.tokens.tolist() for row in finished} == expected
+    assert service.run(lambda router: router.recover()) == 4 and service.router.alive == count
+    (again,) = service.run(lambda _: all_of(dying, wanted[:1]))
+    assert set(again.versions.tolist()) == {4} and again.tokens.tolist() == expected[again.uid]
+    assert dying.pid is not None
+    os.kill(dying.pid, signal.SIGSTOP)
+    dying.limit_s = 0.5
+    with pytest.raises(EngineError, match=r"engine 0 \(process \d+\) said nothing for 0.5 s, and pause was waited for"):
+        service.run(lambda _: dying.pause())
+
+
+def in_training(asked: Sequence[Request], finished: Sequence[Response]) -> list[torch.Tensor]:
+    return training_log_probs(MODEL, list(asked), list(finished))
+
+
+def all_alone(wanted: Sequence[Request]) -> dict[Uid, list[int]]:
+    """The tokens that one engine of this process draws."""
+    engine = EmbeddedEngine(MODEL, make_tokenizer(), 16, LIMIT)
+    return {row.uid: row.tokens.tolist() for row in engine.generate(wanted)}
+
+
+def written_by_its_rank() -> UnnamedWeights:
+    parts = weight_parts(MODEL)
+    return WeightWriter(parts, DataParallel(), check=True).in_memory(parts)
+
+
+@pytest.mark.parametrize(
+    "write", [lambda: SharedWeights(ModelWeights(MODEL).tensors(), check=True), written_by_its_rank]
+)
+def test_weights_that_changed_on_their_way_are_refused(write: Callable[[], UnnamedWeights], tmp_path: Path) -> None:
+    with closing(write()) as shared:
+        shared.verify()
+        given = dict(shared.tensors())
+        assert shared.shapes() == {name: tensor.shape for name, tensor in MODEL.state_dict().items()}
+        assert set(given) == set(MODEL.state_dict())
+        assert all(torch.equal(given[name], tensor) for name, tensor in MODEL.state_dict().items())
+        content = bytearray(shared.path.read_bytes())
+    content[-1] ^= 1
+    (tmp_path / "changed").write_bytes(content)
+    with pytest.raises(ValueError, match="the weights that arrived have checksum"):
+        WeightFile(tmp_path / "changed").verify()
+
+
+def test_a_model_or_an_interpreter_that_cannot_be_used_is_the_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"rollout.python: .*none is no interpreter"):
+        EngineService([EngineProcess(spec("vllm", tmp_path), python=tmp_path / "none")])
+    with pytest.raises(UserError, match="there is no folder"):
+        EngineService([EngineProcess(spec("embedded", tmp_path / "none"))])

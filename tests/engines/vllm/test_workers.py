@@ -1,0 +1,155 @@
+"""vLLM with its model divided between two worker processes: the contract, weights that each worker takes its part of, and their ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from braidrl.engines import engine_contract as contract
+from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.engine import EngineError, ModelWeights
+from braidrl.engines.engine_contract import EngineUnderTest, all_of, requests
+from braidrl.engines.requests import Request, Response
+from braidrl.engines.vllm.vllm_worker import TakesWeights
+from tests.engines.served import (
+    LIMIT,
+    LONG_OF_SLOW,
+    Served,
+    largest_gap,
+    other_weights,
+    served_model,
+    write_served_model,
+)
+from tests.engines.tiny import END, make_tokenizer, training_log_probs
+
+# Three processes of vLLM start, on a busy machine for minutes.
+pytestmark = pytest.mark.timeout(600)
+MODEL = served_model()
+# Those in which it matters who computes; that log-probs are those of training is shown beside other weights.
+CHECKS = (
+    contract.every_request_is_answered_once_with_what_it_asked_for,
+    contract.abort_gives_what_there_is,
+    contract.new_weights_draw_the_tokens_after_them,
+    contract.weights_that_lack_a_tensor_are_refused,
+)
+
+
+@pytest.fixture(scope="module")
+def divided(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    model = write_served_model(tmp_path_factory.mktemp("served") / "model")
+    divided = Served("vllm", model, limit_s=500.0, tensor_parallel_size=2)
+    yield divided
+    divided.close()
+
+
+def in_training(asked: Sequence[Request], finished: Sequence[Response]) -> list[torch.Tensor]:
+    return training_log_probs(MODEL, list(asked), list(finished))
+
+
+def subject(divided: Served) -> EngineUnderTest:
+    return EngineUnderTest(lambda: divided.engine, END, LIMIT, in_training, other_weights, long=LONG_OF_SLOW)
+
+
+def workers_of(divided: Served) -> list[psutil.Process]:
+    """The processes that hold parts of the model."""
+    found = [child for child in psutil.Process(divided.engine.pid).children() if b"Worker_TP" in command_of(child)]
+    assert len(found) == 2, found
+    return found
+
+
+def command_of(process: psutil.Process) -> bytes:
+    return Path(f"/proc/{process.pid}/cmdline").read_bytes()
+
+
+def all_gone(processes: Sequence[psutil.Process], limit_s: float = 30.0) -> bool:
+    end = time.monotonic() + limit_s
+    while any(process.is_running() and process.status() != psutil.STATUS_ZOMBIE for process in processes):
+        if time.monotonic() > end:
+            return False
+        with suppress(psutil.NoSuchProcess):
+            time.sleep(0.1)
+    return True
+
+
+@pytest.mark.parametrize("checks", [CHECKS, pytest.param(contract.CHECKS, marks=pytest.mark.soak)], ids=["some", "all"])
+def test_two_workers_keep_the_contract(
+    divided: Served, checks: Sequence[Callable[[EngineUnderTest], Awaitable[None]]]
+) -> None:
+    for check in checks:
+        divided.run(divided.engine.update_weights(0, ModelWeights(MODEL)))
+        divided.run(check(subject(divided)))  # type: ignore[arg-type]
+
+
+def test_two_workers_draw_the_tokens_of_one_engine_and_log_probs_are_the_trainers_after_each_update(
+    divided: Served,
+) -> None:
+    wanted = requests(subject(divided), 8)
+    divided.run(divided.engine.update_weights(0, ModelWeights(MODEL)))
+    finished = divided.run(all_of(divided.engine, wanted))
+    alone = EmbeddedEngine(MODEL, make_tokenizer(), 16, LIMIT).generate(wanted)
+    assert [row.tokens.tolist() for row in finished] == [row.tokens.tolist() for row in alone]
+    assert divided.run(largest_gap(divided.engine, wanted[:4])) < 1e-5
+
+
+@pytest.mark.soak
+def test_when_one_worker_is_killed_its_engine_fails_and_comes_back_as_a_whole(divided: Served) -> None:
+    engine, (request, *_) = divided.engine, requests(subject(divided), 1)
+    divided.run(engine.update_weights(0, ModelWeights(MODEL)))
+    before, first = workers_of(divided), divided.run(engine.submit(request))
+    os.kill(before[1].pid, signal.SIGKILL)
+    with pytest.raises(EngineError):
+        divided.run(engine.submit(request))
+    assert divided.run(engine.recover()) == -1
+    assert all_gone(before)
+    divided.run(engine.update_weights(5, ModelWeights(MODEL)))
+    again = divided.run(engine.submit(request))
+    assert again.tokens.tolist() == first.tokens.tolist() and set(again.versions.tolist()) == {5}
+
+
+def test_workers_end_with_the_process_that_schedules_for_them(divided: Served) -> None:
+    workers, (request, *_) = workers_of(divided), requests(subject(divided), 1)
+    assert divided.engine.pid is not None
+    os.kill(divided.engine.pid, signal.SIGKILL)
+    with pytest.raises(EngineError, match="ended; its exit status is -9"):
+        divided.run(divided.engine.submit(request))
+    assert all_gone(workers)
+
+
+class Loader(TakesWeights):
+    """What vLLM makes of it, with a loader that takes everything."""
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+
+    def reload_weights(self, weights_iterator: Iterator[tuple[str, torch.Tensor]]) -> None:  # type: ignore[override]
+        self.loaded = []
+        for name, _ in weights_iterator:
+            self.loaded.append(name)
+
+
+def coming(*names: str, then_fails: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    for name in names:
+        yield name, torch.zeros(1)
+    if then_fails:
+        raise ConnectionError("the run is gone")
+
+
+def test_weights_that_never_begin_change_nothing_and_those_that_end_in_the_middle_are_not_gone_on_with() -> None:
+    worker = Loader()
+    worker.load_as_they_come(coming("a", "b"))
+    with pytest.raises(ConnectionError):
+        worker.load_as_they_come(coming(then_fails=True))
+    assert worker.loaded == ["a", "b"]
+    worker.load_as_they_come(coming("b", "a"))
+    with pytest.raises(ConnectionError):
+        worker.load_as_they_come(coming("a", then_fails=True))
+    with pytest.raises(RuntimeError, match="vLLM has to be started anew"):
+        worker.load_as_they_come(coming("a", "b"))

@@ -1,0 +1,129 @@
+"""The compiled attention kernel computes the formula, forward and backward, and each sequence by itself."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+from braidrl.native import short_attention as attention
+from braidrl.native.short_attention import LONGEST, attend_short, kernel_fits
+from braidrl.training.compute.attention import COMPILED, PackedSequences
+from braidrl.training.compute.cpu_layers import compile_layers
+from tests.training.compute.test_attention import models
+
+SCALING = 0.3
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
+
+if attention.kernel(torch.float32) is None:
+    pytest.skip("there is no C compiler", allow_module_level=True)
+
+
+def states_of(lengths: list[int], heads: int, key_heads: int, width: int, dtype: torch.dtype) -> list[Tensor]:
+    """Queries, keys and values, (N, heads, D), laid out as a model's: head by head."""
+    torch.manual_seed(0)
+    return [
+        torch.randn(count, sum(lengths), width).to(dtype).transpose(0, 1).requires_grad_()
+        for count in (heads, key_heads, key_heads)
+    ]
+
+
+def offsets_of(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+
+
+def by_a_loop(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], window: int | None) -> Tensor:
+    """softmax(q · k · scaling) v over the keys that each query sees, one query and head after the other."""
+    rows, start = [], 0
+    for length in lengths:
+        for t in range(length):
+            first = max(0, t - window + 1) if window else 0
+            heads = []
+            for head in range(query.shape[1]):
+                seen, place = slice(start + first, start + t + 1), head // (query.shape[1] // key.shape[1])
+                weights = (key[seen, place] @ query[start + t, head] * SCALING).softmax(0)
+                heads.append(weights @ value[seen, place])
+            rows.append(torch.stack(heads))
+        start += length
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("lengths", "heads", "key_heads", "width", "window"),
+    [
+        ([1, 7, 33, 64, 5], 4, 2, 16, None),
+        ([70, 3], 3, 3, 40, None),
+        ([50, 12, 13], 4, 1, 64, 7),
+        ([6, 90], 2, 2, 8, 90),
+    ],
+)
+def test_the_kernel_computes_the_formula_and_its_gradients(
+    lengths: list[int], heads: int, key_heads: int, width: int, window: int | None, dtype: torch.dtype
+) -> None:
+    states = states_of(lengths, heads, key_heads, width, dtype)
+    assert kernel_fits(max(lengths), *states)
+    output = attend_short(*states, offsets_of(lengths), max(lengths), SCALING, window)
+    weights = torch.randn_like(output)
+    plain = [each.detach().double().requires_grad_() for each in states]
+    expected = by_a_loop(*plain, lengths, window)
+    wanted = torch.autograd.grad(expected, plain, weights.double())
+    found = torch.autograd.grad(output, states, weights)
+    for mine, theirs in zip([output, *found], [expected, *wanted], strict=True):
+        assert mine.shape == theirs.shape
+        scale = max(1.0, float(theirs.abs().max()))
+        torch.testing.assert_close(mine.double() / scale, theirs / scale, rtol=0, atol=TOLERANCE[dtype])
+
+
+def test_a_sequence_has_the_same_bits_alone_and_among_others() -> None:
+    lengths = [40, 1, 77, 300, 40]
+    states = states_of(lengths, 4, 2, 32, torch.float32)
+    together = attend_short(*states, offsets_of(lengths), 300, SCALING, None)
+    weights, start = torch.randn_like(together), 0
+    gradients = torch.autograd.grad(together, states, weights)
+    for length in lengths:
+        part = slice(start, start + length)
+        own = [each.detach()[part].requires_grad_() for each in states]
+        alone = attend_short(*own, offsets_of([length]), length, SCALING, None)
+        assert torch.equal(alone, together[part])
+        for mine, among in zip(torch.autograd.grad(alone, own, weights[part]), gradients, strict=True):
+            assert torch.equal(mine, among[part])
+        start += length
+
+
+def test_the_number_of_threads_changes_no_bit() -> None:
+    lengths, before = [40, 1, 77, 30], torch.get_num_threads()
+    states = states_of(lengths, 4, 2, 32, torch.float32)
+    found = []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found.append(attend_short(*states, offsets_of(lengths), 77, SCALING, None))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*found)
+
+
+def test_what_the_kernel_does_not_compute_goes_to_torch() -> None:
+    states = states_of([5], 2, 2, 8, torch.float32)
+    assert kernel_fits(5, *states)
+    assert not kernel_fits(LONGEST + 1, *states)
+    assert not kernel_fits(5, *(each.double() for each in states))
+    assert not kernel_fits(5, states[0].double(), *states[1:])
+    assert not kernel_fits(5, *(each.detach().transpose(1, 2) for each in states))
+
+
+def test_a_compiled_model_attends_with_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = models("qwen3", torch.float32)[0], []
+    monkeypatch.setattr(
+        "braidrl.training.compute.attention.attend_short", lambda *given: calls.append(given[4]) or attend_short(*given)
+    )
+    sequences, tokens = PackedSequences.of([3, 4]), torch.zeros(1, 7, dtype=torch.int64)
+    for compiled in (False, True):
+        if compiled:
+            compile_layers(model)
+        assert hasattr(model.model.layers[0].self_attn, COMPILED) == compiled
+        model.model(input_ids=tokens, position_ids=sequences.position_ids(), use_cache=False, sequences=sequences)
+    assert calls == [4, 4]

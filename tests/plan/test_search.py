@@ -1,0 +1,174 @@
+"""The search finds the very optimum that trying everything finds, and counts what it looks at as the formulas say."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from braidrl.errors import UserError
+from braidrl.flow.batches import Sizes
+from braidrl.plan.choices import Choice
+from braidrl.plan.plan_devices import Cluster, NodeGroup
+from braidrl.plan.problem import Problem
+from braidrl.plan.rates import Cost
+from braidrl.plan.search import FINEST, Search, allocations, partitions, unit_of
+from braidrl.plan.sets import SetChoice, Sets, in_order
+from braidrl.plan.simulation import call_times
+from braidrl.plan.workload import Workload
+from tests.plan.problems import GIB, cluster, problem, write_sizes
+from tests.plan.simulator import simulate
+from tests.plan.test_simulator import DAPO, GRPO, PPO
+
+MIB = 1 << 20
+BELL = [1, 1, 2, 5, 15, 52, 203]
+
+
+@pytest.mark.parametrize("count", range(7))
+def test_there_are_bells_number_of_partitions_and_each_is_one(count: int) -> None:
+    items = "abcdef"[:count]
+    found = {frozenset(frozenset(part) for part in partition) for partition in partitions(items)}
+    assert len(found) == len(list(partitions(items))) == BELL[count]
+    assert all(sorted(item for part in partition for item in part) == list(items) for partition in found)
+
+
+@given(st.integers(1, 16), st.integers(1, 4))
+def test_allocations_are_all_ways_to_divide_the_devices(devices: int, sets: int) -> None:
+    found = list(allocations(devices, sets))
+    assert len(found) == len(set(found)) == math.comb(devices - 1, sets - 1)
+    assert all(sum(sizes) == devices and min(sizes) >= 1 for sizes in found)
+
+
+@given(st.integers(1, 200), st.integers(1, 16))
+def test_allocations_are_of_at_most_so_many_equal_parts(nodes: int, devices: int) -> None:
+    group = NodeGroup(kind="test", nodes=nodes, devices=devices)
+    unit = unit_of(group)
+    assert group.size % unit == 0 and group.size // unit <= FINEST
+    assert all(group.size % finer or group.size // finer > FINEST for finer in range(1, unit))
+
+
+def soonest_of_all(search: Sets, roles: tuple[str, ...], size: int) -> SetChoice | None:
+    """The quickest way for roles to share devices, by trying every choice of each with every one of the others."""
+    group = search.problem.cluster.groups[0]
+    every = [list(search.choices.every_choice(search.problem.models[role], group, size)) for role in roles]
+    found = [
+        one
+        for picked in itertools.product(*every)
+        if (one := search.together(dict(zip(roles, picked, strict=True)), group, size))
+    ]
+    return min(found, key=lambda one: one.busy, default=None)
+
+
+def brute_force(asked: Problem) -> float:
+    """The least seconds over every partition, allocation and layout; no bound, no front, nothing kept from one to the next."""
+    choices, search, quickest = Sets(asked), Search(asked), math.inf
+    known: dict[tuple[tuple[str, ...], int], SetChoice | None] = {}
+    for partition in partitions(asked.flow.roles):
+        for sizes in allocations(asked.cluster.size, len(partition)):
+            sets = []
+            for roles, size in zip(partition, sizes, strict=True):
+                if (roles, size) not in known:
+                    known[roles, size] = soonest_of_all(choices, roles, size)
+                sets.append(known[roles, size])
+            if all(sets):
+                quickest = min(quickest, search.plan("hybrid", [one for one in sets if one]).seconds)
+    return quickest
+
+
+# Memory: room for everything, for some at a time, and for hardly anything; models that layouts divide, and up to sixteen devices.
+@pytest.mark.parametrize(
+    ("nodes", "devices", "divided", "memory"),
+    [
+        (1, 2, 2, 12 * MIB), (2, 2, 1, 80 * GIB), (2, 2, 1, 6 * MIB), (2, 2, 1, 4 * MIB),
+        (2, 8, 1, 80 * GIB), (2, 8, 1, 4 * MIB),
+    ],
+)  # fmt: skip
+def test_the_search_finds_what_brute_force_finds(
+    tmp_path: Path, nodes: int, devices: int, divided: int, memory: int
+) -> None:
+    large, small = write_sizes(tmp_path / "large", 128, divided, divided), write_sizes(tmp_path / "small", 64, 1, 1)
+    roles = {"reference": {"model": str(small)}, "reward": {"model": str(small)}}
+    asked = problem(large, cluster(nodes, devices, memory), roles=roles, rows=16, max_tokens_per_device=96)
+    try:
+        found = Search(asked).hybrid()[0].seconds
+    except UserError:
+        found = math.inf
+    assert found == pytest.approx(brute_force(asked), rel=1e-12)
+    assert memory < 8 * MIB or found < math.inf
+
+
+def test_on_sixteen_devices_every_partition_and_allocation_is_considered_and_bounds_cut_none_that_wins(
+    tmp_path: Path,
+) -> None:
+    asked = problem(write_sizes(tmp_path / "m", 64, 2, 2), cluster(2, 8))
+    search = Search(asked, keep=15)
+    found = search.hybrid()
+    assert search.considered.partitions == 15
+    assert search.considered.allocations == sum(math.comb(15, len(p) - 1) for p in partitions("abcd"))
+    assert search.considered.layouts == search.sets.choices.layouts_tried > 100
+    uncut = Search(asked)
+    uncut.hybrid()
+    every = [
+        uncut.plan("hybrid", [one for one in sets if one]).seconds
+        for partition in partitions(asked.flow.roles)
+        for sizes in allocations(16, len(partition))
+        if all(
+            sets := [uncut.sets.of_set(r, asked.cluster.groups[0], n) for r, n in zip(partition, sizes, strict=True)]
+        )
+    ]
+    assert found[0].seconds == min(every)
+
+
+@given(st.lists(st.lists(st.floats(0.1, 9), min_size=1, max_size=4), min_size=1, max_size=3))
+def test_combinations_come_in_order_and_none_is_left_out(seconds: list[list[float]]) -> None:
+    options = [
+        [Choice(None, {"s": Cost(compute=value)}, {}, 0) for value in sorted(own)]  # type: ignore[arg-type]
+        for own in seconds
+    ]
+    sums = [busy for busy, _ in in_order(options)]
+    assert sums == sorted(sums) and len(sums) == math.prod(map(len, seconds))
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_calls_are_laid_out_as_the_hybrid_runtime_lays_them_out(data: st.DataObject) -> None:
+    flow = data.draw(st.sampled_from([GRPO, PPO, DAPO]))
+    seconds = {stage.name: data.draw(st.floats(0.0, 5.0)) for stage in flow.stages}
+    pools = {stage.name: data.draw(st.sampled_from("abc")) for stage in flow.stages}
+    edges = {s.name: [edge.source for edge in flow.edges if edge.target == s.name] for s in flow.stages}
+    work = Workload(flow, Sizes(1, 1, 1, 1), lambda stage, uid: seconds[stage], pools=pools)
+    ends = max(end for _, end in call_times(edges, pools, seconds).values())
+    assert ends == pytest.approx(simulate("hybrid", work).ends[0])
+
+
+def test_models_that_fit_nowhere_are_refused_with_the_least_that_has_room(tmp_path: Path) -> None:
+    asked = problem(write_sizes(tmp_path / "m", 128, 2, 2), cluster(1, 1, 10 * MIB))
+    with pytest.raises(
+        UserError, match=r"fit on no allocation of 1x1xtest; the least that has room is --devices \d+x1xtest"
+    ):
+        Search(asked).hybrid()
+
+
+def test_mixed_kinds_put_each_set_on_one_kind(tmp_path: Path) -> None:
+    fast, slow = cluster(1, 2, speed=1e12, name="fast"), cluster(1, 2, speed=1e11, name="slow")
+    both = Cluster((*fast.groups, *slow.groups), {**fast.kinds, **slow.kinds})
+    model = write_sizes(tmp_path / "m")
+    plans = Search(problem(model, both)).hybrid()
+    assert {one.group.kind for plan in plans for one in plan.sets} == {"fast", "slow"}
+    assert plans[0].seconds <= Search(problem(model, fast)).hybrid()[0].seconds
+
+
+def test_a_thousand_devices_are_planned_for_in_seconds(tmp_path: Path) -> None:
+    model = write_sizes(tmp_path / "70b", 8192, 80, 64, 32000)
+    asked = problem(model, cluster(128, 8, 640 * GIB, speed=5e14), rows=1024, response=1024, max_tokens_per_device=8192)
+    began = time.thread_time()
+    search = Search(asked)
+    assert search.hybrid()
+    assert search.considered.partitions == 15
+    # Twice what it is allowed on a machine that does nothing else.
+    assert time.thread_time() - began < 20

@@ -1,0 +1,162 @@
+"""The three simulators count what can be counted by hand, and grow and shrink as they must."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from braidrl.training.decoding_cost import decoding, generate_work
+from hypothesis import given
+from hypothesis import strategies as st
+
+from braidrl.config.layout import ParallelLayout
+from braidrl.plan.layouts import activations
+from braidrl.plan.lengths import batch_lengths, spread
+from braidrl.plan.plan_devices import known_kinds
+from braidrl.plan.rates import Rates, Work, price
+from braidrl.plan.work import (
+    Lengths,
+    Nodes,
+    forward_operations,
+    infer_work,
+    reshard_bytes,
+    train_work,
+)
+from braidrl.training.memory.footprint import activation_bytes, model_shape
+from tests.plan.problems import cluster, problem, write_sizes
+
+NODE = Nodes(8)
+
+
+@pytest.fixture(scope="module")
+def shape(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
+    return model_shape(write_sizes(tmp_path_factory.mktemp("m"), 64, 4, 4), torch.float32)
+
+
+def rows(count: int = 64, prompt: int = 32, response: int = 96) -> Lengths:
+    return Lengths(np.full(count, prompt), np.full(count, response))
+
+
+def stepped(responses: list[int], slots: int, multiple: int) -> tuple[int, int]:
+    """Decoding one step after the other."""
+    waiting, active, steps, computed = list(responses), [], 0, 0
+    while waiting or active:
+        while waiting and len(active) < slots:
+            active.append(waiting.pop(0))
+        steps += 1
+        computed += -(-len(active) // multiple) * multiple
+        active = [left - 1 for left in active if left > 1]
+    return steps, computed
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 20))
+def test_decoding_takes_the_steps_that_walking_through_it_takes(responses: list[int], slots: int) -> None:
+    assert tuple(decoding(np.array(responses), slots)) == stepped(responses, slots, 1)
+
+
+def test_operations_are_those_of_the_matrices_and_of_attention(shape) -> None:  # type: ignore[no-untyped-def]
+    sizes = shape.sizes
+    one_layer = 4 * 64 * 64 + 3 * 64 * 192
+    matrices = 4 * one_layer + sizes.vocab_size * 64
+    # Norms are no matrices, and are so few numbers that they do not matter.
+    assert forward_operations(shape, 100, 0, False) == pytest.approx(2 * 100 * matrices, rel=0.01)
+    assert forward_operations(shape, 0, 10.0, False) == 2 * 4 * 4 * 16 * 10
+
+
+def test_training_is_three_forward_passes_and_recomputation_a_fourth(shape) -> None:  # type: ignore[no-untyped-def]
+    layout = ParallelLayout(data=1)
+    infer = infer_work(shape, layout, rows(), 1024, False, NODE)
+    train = train_work(shape, layout, rows(), 1024, False, False, NODE)
+    again = train_work(shape, layout, rows(), 1024, True, False, NODE)
+    assert train.operations == pytest.approx(3 * infer.operations)
+    assert again.operations == pytest.approx(4 * infer.operations)
+
+
+def test_axes_divide_operations_and_a_pipeline_pays_its_bubble(shape) -> None:  # type: ignore[no-untyped-def]
+    def work(**axes: int) -> Work:
+        return infer_work(shape, ParallelLayout(**axes), rows(), 512, False, NODE)
+
+    whole = work(data=1)
+    for axes in ({"data": 4}, {"data": 1, "tensor": 4}, {"data": 2, "tensor": 2}):
+        assert work(**axes).operations == pytest.approx(whole.operations / 4)
+    # 64 rows of 128 tokens are 16 micro-batches: a pipeline of 2 idles one turn of 17.
+    assert work(data=1, pipeline=2).operations == pytest.approx(whole.operations / 2 * 17 / 16)
+    assert work(data=1, tensor=2).link > 0 and work(data=1, tensor=2).network == 0
+    assert infer_work(shape, ParallelLayout(data=1, tensor=4), rows(), 512, False, Nodes(2)).network > 0
+
+
+def test_gradients_are_summed_by_rings_and_shards_gathered_for_each_micro_batch(shape) -> None:  # type: ignore[no-untyped-def]
+    plain = train_work(shape, ParallelLayout(data=4), rows(), 4096, False, False, NODE)
+    # Copies are summed once, before the optimizer's step; shards travel behind computing.
+    assert plain.link == pytest.approx(2 * 3 / 4 * 4 * shape.parameters, rel=0.01) and plain.behind_link == 0
+    full = train_work(shape, ParallelLayout(data=4, shard="full"), rows(), 4096, False, False, NODE)
+    # One micro-batch: gathered twice and scattered once.
+    assert full.behind_link == pytest.approx(3 * 3 / 4 * 4 * shape.parameters, rel=0.01)
+    many = train_work(shape, ParallelLayout(data=4, shard="full"), rows(), 512, False, False, NODE)
+    assert many.behind_link == pytest.approx(4 * full.behind_link)
+
+
+def test_a_group_sends_over_the_adapters_of_all_its_devices_on_a_node() -> None:
+    assert Nodes(8).sent(1, 8, 64.0) == (64.0, 0.0)
+    # Whole nodes: a ring crosses between nodes once, and eight rings use eight adapters.
+    assert Nodes(8).sent(1, 16, 64.0) == (0.0, 8.0)
+    # One device of each node, or of each second one.
+    assert Nodes(8).sent(8, 4, 64.0) == Nodes(8).sent(16, 4, 64.0) == (0.0, 64.0)
+
+
+def test_decoding_reads_weights_once_a_step_and_slots_make_fewer_steps(shape) -> None:  # type: ignore[no-untyped-def]
+    _, few = generate_work(shape, 1, 1, rows(), 16, 4, NODE)
+    _, many = generate_work(shape, 1, 1, rows(), 64, 4, NODE)
+    assert (few.steps, many.steps) == (4 * 96, 96)
+    _, half = generate_work(shape, 1, 2, rows(), 32, 4, NODE)
+    assert half.steps == 96 and half.operations == pytest.approx(many.operations / 2)
+    _, divided = generate_work(shape, 2, 1, rows(), 64, 4, NODE)
+    assert divided.operations == pytest.approx(many.operations / 2) and divided.link > 0
+    long_tail = replace(rows(), responses=np.array([8] * 63 + [96]))
+    _, tail = generate_work(shape, 1, 1, long_tail, 64, 4, NODE)
+    assert tail.steps == 96 and tail.operations < few.operations / 5
+
+
+def test_a_change_of_layout_sends_what_a_rank_lacks_as_in_hybridflows_table(shape) -> None:  # type: ignore[no-untyped-def]
+    whole = shape.parameters * 4
+    train = ParallelLayout(data=2, tensor=4)
+    # (t·p − t_g·p_g) / (t·p · t_g·p_g) of the model, of which the trainer's t·p is 4 and the engine's t_g·p_g 2.
+    assert reshard_bytes(shape, train, 2, True, 4) == pytest.approx(whole * (4 - 2) / (4 * 2))
+    assert reshard_bytes(shape, train, 4, True, 4) == 0
+    assert reshard_bytes(shape, train, 2, False, 4) == whole / 2
+
+
+@given(st.integers(1, 6), st.sampled_from([1, 2, 4]), st.booleans())
+def test_activations_counted_in_proportion_are_those_of_the_dry_run(
+    shape, thousands: int, tensor: int, again: bool
+) -> None:  # type: ignore[no-untyped-def]
+    layout = ParallelLayout(data=1, tensor=tensor)
+    exact = activation_bytes(shape, 1024 * thousands, again, layout)
+    assert activations(shape, 1024 * thousands, again, layout) == pytest.approx(exact, rel=0.01)
+
+
+def test_communication_behind_computing_costs_only_what_is_left_of_it() -> None:
+    kind = known_kinds()["H100-80GB"]
+    quick = price(Work("train", operations=1e15, behind_link=1e9), kind, Rates(), "bfloat16")
+    slow = price(Work("train", operations=1e9, behind_link=1e12), kind, Rates(), "bfloat16")
+    assert quick.communication == 0 and slow.communication > 1
+    assert slow.bound == "communication" and quick.bound == "compute"
+
+
+def test_every_kind_has_a_source_and_figures() -> None:
+    kinds = known_kinds()
+    makes = {"A100", "H100", "H200", "B200", "MI300X", "Ascend910B", "L40S", "L4", "RTX4090", "RTX3090", "cpu"}
+    assert {name.partition("-")[0] for name in kinds} == makes
+    assert all(kind.source and kind.peak["bfloat16"] > 0 and kind.memory > 0 for kind in kinds.values())
+
+
+def test_given_lengths_have_their_median_and_longest(tmp_path: Path) -> None:
+    config = problem(write_sizes(tmp_path / "m"), cluster(1, 1), rows=256).config
+    lengths = batch_lengths(config, "20:60")
+    assert np.median(lengths.responses) == pytest.approx(20, abs=1) and lengths.responses.max() == 60
+    assert (batch_lengths(config, "20").responses == 20).all()
+    assert (batch_lengths(config).responses == 64).all()
+    assert spread(np.array([3, 1, 2]), 5).tolist()[::4] == [1, 3]

@@ -1,0 +1,163 @@
+"""A small flow whose stages only pass numbers on, and a queue that serves it, in this process or in one of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgpack
+import torch
+
+from braidrl.algorithms.ragged import Ragged
+from braidrl.data.codec import decode, encode
+from braidrl.data.frames import Frame
+from braidrl.data.rows import Objects, Rows
+from braidrl.flow import Flow, Kind, Scope, Stage
+from braidrl.flow.batches import Sizes
+from braidrl.flow.stage import Signature
+from braidrl.queue.client import Client
+from braidrl.queue.owner import StorageNode
+from braidrl.queue.requests import Answer
+from braidrl.queue.storage_backends import data_plane
+from braidrl.queue.table import Block
+from braidrl.queue.transport import QueueServer
+from braidrl.runtimes.streaming.control import ControlPlane
+from braidrl.runtimes.streaming.stream import Stream
+from braidrl.weights.update_policy import LoadingSchedule
+
+SAMPLES = 2
+LOADED: dict[str, int] = {}
+"""What each worker that plays an engine has loaded."""
+
+
+def stage(name: str, kind: Kind, reads: Sequence[str], writes: Sequence[str] = (), scope: Scope = Scope.ROW) -> Stage:
+    role = "actor" if kind is Kind.TRAIN else None
+    return Stage(name, name, role, Signature(kind, tuple(reads), tuple(writes), scope=scope))
+
+
+GENERATE = stage("generate", Kind.GENERATE, ("prompt",), ("tokens", "length", "version"))
+CHECK = stage("check", Kind.COMPUTE, ("tokens",), ("reward",))
+NORMALISE = stage("normalise", Kind.COMPUTE, ("reward",), ("advantage",), Scope.GROUP)
+UPDATE = stage("update", Kind.TRAIN, ("tokens", "advantage"))
+FLOW = Flow("made-up", [GENERATE, CHECK, NORMALISE, UPDATE])
+
+
+def born(groups: Sequence[int]) -> Rows:
+    """Rows of some groups; the prompt of group 7 is 7, 7, ... of 7 + 1 tokens."""
+    numbers = [group for group in groups for _ in range(SAMPLES)]
+    return Rows(
+        {
+            "source": torch.zeros(len(numbers), dtype=torch.int64),
+            "group": torch.tensor(numbers, dtype=torch.int64),
+            "sample": torch.arange(SAMPLES).repeat(len(groups)),
+            "prompt": Ragged.from_rows([torch.full((group % 50 + 1,), group) for group in numbers], torch.int64),
+            "metadata": Objects(tuple({"group": group} for group in numbers)),
+        }
+    )
+
+
+def made_from(name: str, rows: Rows, version: int = 0) -> dict[str, Any]:
+    """What a stage writes: always the same of the same rows, so that a reader can tell whether it has the right ones."""
+    if name == "generate":
+        tokens = rows["prompt"].with_values(rows["prompt"].values * 2)
+        return {"tokens": tokens, "length": tokens.lengths, "version": torch.full((len(rows),), version)}
+    if name == "check":
+        return {"reward": rows["tokens"].row_sums().float() + rows["sample"]}
+    return {"advantage": rows["reward"] - rows["reward"].mean()}
+
+
+class AdmittingPlane(ControlPlane):
+    """Lets a process of its own admit prompts, which in a run the main program does."""
+
+    def on_admit(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        """Let rows be born; a batch is opened where one may be. Refused with ValueError for groups that are known."""
+        block = Block(*request["block"]) if request["block"] else None
+        self.training.schedule.groups_wanted(self.loading.target)
+        self.training.admit(decode(list(frames)), block, tuple(request["columns"]))
+        return {}, ()
+
+
+@contextmanager
+def queue(
+    flow: Flow = FLOW,
+    iterations: int = 3,
+    prompts: int = 2,
+    lease_s: float = 30.0,
+    staleness: int = 0,
+    host: str = "here",
+    loading: LoadingSchedule | None = None,
+) -> Iterator[tuple[ControlPlane, QueueServer, StorageNode]]:
+    """A queue that serves a flow from a thread of this process."""
+    node = StorageNode(host, "127.0.0.1")
+    LOADED.clear()
+    sizes = Sizes(iterations, prompts, SAMPLES, prompts * SAMPLES, max_staleness=staleness)
+    control = AdmittingPlane(Stream(flow, sizes), node.data, lease_s, loading=loading)
+    server = QueueServer(control.handle, control.tick)
+    try:
+        yield control, server, node
+    finally:
+        server.close()
+        node.close()
+    assert server.failure is None, server.failure
+
+
+def client(server: QueueServer, node: StorageNode, name: str, generates: bool = False) -> Client:
+    return Client(server.address, name, data_plane(node.place(), name, 10.0), generates)
+
+
+def work_once(
+    worker: Client, stages: Sequence[str] = ("generate", "check", "normalise", "update"), wait_s: float = 0.0
+) -> str:
+    """Does the next thing; its kind."""
+    work = worker.take(stages, 8, wait_s)
+    if work.kind == "rows":
+        written = []
+        if work.stage != "update":
+            rows = work.rows()
+            written = [worker.write(rows.uids(), made_from(work.stage, rows, LOADED.get(worker.holder, 0)))]
+        worker.done(work.stage, [number for number, _ in work.leases], written, {})
+    elif work.kind == "step":
+        worker.ask("stepped", stage=work.stage, report={})
+    elif work.kind == "load":
+        LOADED[worker.holder] = work.message["version"]
+        worker.ask("loaded", version=work.message["version"], bytes=0)
+    return work.kind
+
+
+def main_program(control: ControlPlane, server: QueueServer, iterations: int, limit_s: float = 60.0) -> list[Any]:
+    """Admits what is wanted and lets steps be made until so many iterations are finished; those."""
+    groups, seen, finished, deadline = 0, -1, [], time.monotonic() + limit_s
+    control.allowed = iterations
+    while len(finished) < iterations:
+        assert time.monotonic() < deadline, f"only {len(finished)} iterations came to their end"
+        with control.changed:
+            wanted = control.training.schedule.groups_wanted(control.loading.target)
+        if wanted:
+            control.admit(control.training, born(range(groups, groups + wanted)))
+            groups += wanted
+            server.changed()
+        with control.changed:
+            while control.finished:
+                finished.append(control.finished.popleft())
+        if not wanted and len(finished) < iterations:
+            seen = control.wait(seen, 0.1)
+    return finished
+
+
+def serve(pipe: Any, arguments: Mapping[str, Any]) -> None:
+    """A queue in a process of its own: tells its address, and runs until it is told to end."""
+    with queue(iterations=arguments["iterations"], prompts=arguments["prompts"], lease_s=arguments["lease_s"]) as (
+        control,
+        server,
+        node,
+    ):
+        control.allowed = arguments["iterations"]
+        pipe.send_bytes(msgpack.packb([server.address, node.place()]))
+        pipe.recv_bytes()
+
+
+def admit_over_the_wire(worker: Client, rows: Rows) -> None:
+    block = worker.data.write_rows(rows)
+    worker.ask("admit", encode(rows.index), block=block, columns=list(rows.payload))

@@ -1,0 +1,107 @@
+"""What ranks do with a data buffer: functions of a world that say what came of it, run by `answers`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+
+from braidrl.algorithms.ragged import Ragged
+from braidrl.cluster.world import World
+from braidrl.data.codec import encode
+from braidrl.data.frames import join, joined_size
+from braidrl.data.rows import Objects, Rows
+from braidrl.runtimes.spmd.data_buffer import DataBuffer, Key
+
+RANKS = 3
+
+
+def table(rows: int = 12, seed: int = 0) -> Rows:
+    """Payload of every kind and dtype that a column may have; some rows are empty."""
+    random = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 5, (rows,), generator=random)
+    count = int(lengths.sum())
+    numbers = torch.randn(count, generator=random)
+    objects = [{"prompt": f"{seed}: {i}é", "answer": [i, None, {"deep": 0.1 * i}]} for i in range(rows)]
+    return Rows(
+        {
+            "tokens": Ragged.from_lengths(torch.randint(0, 2**40, (count,), generator=random), lengths),
+            "mask": Ragged.from_lengths(numbers > 0, lengths),
+            "half": Ragged.from_lengths(numbers.bfloat16(), lengths),
+            "single": Ragged.from_lengths(numbers, lengths),
+            "double": Ragged.from_lengths(numbers.double(), lengths),
+            "bytes": Ragged.from_lengths((numbers * 10).to(torch.uint8), lengths),
+            "wide": Ragged.from_lengths(numbers[:, None].expand(-1, 3).contiguous(), lengths),
+            "metadata": Objects(tuple(objects)),
+        }
+    )
+
+
+def owners(kind: str, rows: int = 12) -> torch.Tensor:
+    """Rank 2 has nothing, rank 0 gets nothing, and so on."""
+    number = torch.arange(rows)
+    return {"first two": number % 2, "last two": 1 + number % 2, "all": number % RANKS, "second": number * 0 + 1}[kind]
+
+
+def held(rows: Rows, owner: torch.Tensor, rank: int) -> Rows:
+    return rows.take(owner == rank)
+
+
+def same(one: Rows, other: Rows) -> bool:
+    return bytes(join(encode(one))) == bytes(join(encode(other)))
+
+
+def columns_of_every_kind(world: World) -> dict[str, Any]:
+    """From and to all kinds of owners."""
+    rows, found = table(), {}
+    for source in ("first two", "last two", "all", "second"):
+        for target in ("first two", "last two", "all", "second"):
+            buffer, key = DataBuffer(world), Key(1, f"{source} to {target}")
+            own = held(rows, owners(source), world.rank)
+            buffer.put(key, own if len(own) else Rows({}), owners(source), owners(target))
+            received, wanted = buffer.take(key), held(rows, owners(target), world.rank)
+            found[key.edge] = same(received, wanted) if len(wanted) else len(received) == 0
+    return found
+
+
+def two_edges(world: World) -> dict[str, Any]:
+    """Both put before either is taken, and taken in the other order; the same edge of another step too."""
+    buffer = DataBuffer(world)
+    keys = {Key(1, "actor.update"): 1, Key(1, "critic.update"): 2, Key(2, "actor.update"): 3}
+    for key, seed in keys.items():
+        buffer.put(key, held(table(seed=seed), owners("first two"), world.rank), owners("first two"), owners("all"))
+    return {
+        str(key): same(buffer.take(key), held(table(seed=seed), owners("all"), world.rank))
+        for key, seed in reversed(keys.items())
+    }
+
+
+def bytes_of_an_exchange(world: World) -> dict[str, Any]:
+    """What came over the wire, and how large the rows that had to come are."""
+    rows, source, target = table(300), owners("first two", 300), owners("all", 300)
+    buffer, before = DataBuffer(world), world.received.exchanged
+    buffer.put(Key(1, "update"), held(rows, source, world.rank), source, target)
+    came = rows.take((target == world.rank) & (source != world.rank))
+    return {"received": world.received.exchanged - before, "needed": joined_size(encode(came)) if len(came) else 0}
+
+
+def nothing_moves(world: World) -> dict[str, Any]:
+    """Rows that stay where they are."""
+    buffer, own = DataBuffer(world), held(table(), owners("all"), world.rank)
+    before = world.received.exchanged
+    buffer.put(Key(1, "update"), own, owners("all"), owners("all"))
+    return {"same object": buffer.take(Key(1, "update")) is own, "received": world.received.exchanged - before}
+
+
+CHECKS = {f.__name__: f for f in (columns_of_every_kind, two_edges, bytes_of_an_exchange, nothing_moves)}
+
+
+def answers(world: World, task: dict[str, Any]) -> dict[str, list[Any]]:
+    """Every check's answers, rank by rank."""
+    found = {}
+    for name, check in CHECKS.items():
+        world.at(name)
+        parts = world.gather("answers", json.dumps(check(world)).encode())
+        found[name] = [json.loads(bytes(part)) for part in parts]
+    return found

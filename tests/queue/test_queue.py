@@ -1,0 +1,484 @@
+"""The transfer queue with real sockets and shared memory: what is put is got, once, and leaves no trace."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgpack
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from braidrl.algorithms.ragged import Ragged
+from braidrl.data.rows import Rows
+from braidrl.flow import Flow, Kind, Scope, Stage
+from braidrl.flow.stage import Signature
+from braidrl.queue.client import Client, assembled
+from braidrl.queue.owner import Owner, StorageNode, owner_path, remove_abandoned
+from braidrl.queue.storage import Evicted, Place, Segments, shared_folder
+from braidrl.queue.storage_backends import data_plane
+from braidrl.queue.table import Block
+from braidrl.queue.transport import Connection, QueueError, QueueTimeout
+from braidrl.runtimes.streaming.control import ControlPlane
+from tests.queue.made_up import (
+    CHECK,
+    GENERATE,
+    NORMALISE,
+    UPDATE,
+    admit_over_the_wire,
+    born,
+    client,
+    made_from,
+    main_program,
+    queue,
+    serve,
+    stage,
+    work_once,
+)  # fmt: skip
+
+
+def test_every_column_of_every_stage_comes_back_as_it_was_put() -> None:
+    with queue(iterations=2) as (control, server, node):
+        worker = client(server, node, "worker", generates=True)
+        stop = threading.Event()
+        thread = threading.Thread(target=lambda: [work_once(worker, wait_s=0.05) for _ in iter(stop.is_set, True)])
+        thread.start()
+        finished = main_program(control, server, 2)
+        stop.set()
+        thread.join()
+        rows = assembled(control.data, finished[0].final, finished[0].final_payload)
+        expected = born([0, 1])
+        for name in ("generate", "check"):
+            expected = expected.with_columns(made_from(name, expected))
+        assert rows.uids() == expected.uids()
+        for name, column in expected.items():
+            ours = rows[name]
+            if isinstance(column, torch.Tensor):
+                assert torch.equal(ours, column) and ours.dtype == column.dtype
+            elif isinstance(column, Ragged):
+                assert torch.equal(ours.values, column.values) and torch.equal(ours.offsets, column.offsets)
+            else:
+                assert ours.values == column.values
+        assert "advantage" in rows and "prompt" in rows and "metadata" in rows
+        worker.close()
+
+
+def test_a_stage_gets_the_payload_that_it_reads_and_no_other() -> None:
+    with queue() as (control, server, node):
+        worker = client(server, node, "worker", generates=True)
+        control.training.schedule.groups_wanted(0)
+        control.admit(control.training, born([0, 1]))
+        work = worker.take(["generate"], 8, 0.0)
+        assert list(work.rows().payload) == ["prompt"]
+        worker.done(
+            "generate",
+            [n for n, _ in work.leases],
+            [worker.write(work.rows().uids(), made_from("generate", work.rows()))],
+            {},
+        )
+        assert list(worker.take(["check"], 8, 0.0).rows().payload) == ["tokens"]
+        worker.close()
+
+
+def test_a_reader_that_waits_blocks_nobody_and_is_served_as_soon_as_there_is_something() -> None:
+    with queue() as (control, server, node):
+        reader, writer = client(server, node, "reader"), client(server, node, "writer", generates=True)
+        got: list[tuple[str, float]] = []
+        thread = threading.Thread(target=lambda: got.append((reader.take(["check"], 8, 60.0).kind, time.monotonic())))
+        thread.start()
+        time.sleep(0.1)
+        control.training.schedule.groups_wanted(0)
+        control.admit(control.training, born([0, 1]))
+        start = time.monotonic()
+        assert work_once(writer, ["generate"]) == "rows"
+        written = time.monotonic()
+        thread.join()
+        assert written - start < 30, "the writer was answered while the reader was waiting"
+        assert got[0][0] == "rows" and got[0][1] - written < 30
+        reader.close()
+        writer.close()
+
+
+def test_a_reader_is_answered_when_it_has_waited_as_long_as_it_said() -> None:
+    with queue() as (_, server, node):
+        worker = client(server, node, "worker")
+        start = time.monotonic()
+        assert worker.take(["check"], 8, 0.3).kind == "wait"
+        assert time.monotonic() - start >= 0.3
+        worker.close()
+
+
+def set_clock(control: ControlPlane) -> Callable[[float], None]:
+    """Have a clock that stands; return what moves it on by some seconds."""
+    seconds = [0.0]
+    control.clock = lambda: seconds[0]
+
+    def pass_by(more: float) -> None:
+        seconds[0] += more
+
+    return pass_by
+
+
+def test_a_lease_that_runs_out_goes_to_another_and_the_late_answer_is_refused() -> None:
+    with queue(lease_s=30.0) as (control, server, node):
+        passed = set_clock(control)
+        slow, quick = client(server, node, "slow", generates=True), client(server, node, "quick", generates=True)
+        control.training.schedule.groups_wanted(0)
+        control.admit(control.training, born([0, 1]))
+        work = slow.take(["generate"], 8, 0.0)
+        rows = work.rows()
+        assert quick.take(["generate"], 8, 0.0).kind == "wait"
+        passed(31.0)
+        again = quick.take(["generate"], 8, 60.0)
+        assert again.rows().uids() == rows.uids()
+        leases = [number for number, _ in work.leases]
+        assert slow.done("generate", leases, [slow.write(rows.uids(), made_from("generate", rows))], {}) == leases
+        assert owner_names(node, "slow") == [], "what came too late takes no memory"
+        assert (
+            quick.done(
+                "generate", [n for n, _ in again.leases], [quick.write(rows.uids(), made_from("generate", rows))], {}
+            )
+            == []
+        )
+        slow.close()
+        quick.close()
+
+
+def test_a_worker_that_renews_keeps_its_rows() -> None:
+    with queue(lease_s=30.0) as (control, server, node):
+        passed = set_clock(control)
+        slow, quick = client(server, node, "slow", generates=True), client(server, node, "quick", generates=True)
+        control.training.schedule.groups_wanted(0)
+        control.admit(control.training, born([0, 1]))
+        rows = (work := slow.take(["generate"], 8, 0.0)).rows()
+        for _ in range(5):
+            passed(20.0)
+            assert slow.renew() == []
+        assert quick.take(["generate"], 8, 0.0).kind == "wait"
+        assert (
+            slow.done(
+                "generate", [n for n, _ in work.leases], [slow.write(rows.uids(), made_from("generate", rows))], {}
+            )
+            == []
+        )
+        slow.close()
+        quick.close()
+
+
+def test_a_worker_that_renews_too_late_hears_what_it_has_lost() -> None:
+    with queue(lease_s=0.02) as (control, server, node):
+        slow = client(server, node, "slow", generates=True)
+        control.training.schedule.groups_wanted(0)
+        control.admit(control.training, born([0, 1]))
+        leases = [number for number, _ in slow.take(["generate"], 8, 0.0).leases]
+        time.sleep(0.03)
+        assert slow.renew() == leases and not slow.held
+        slow.close()
+
+
+def test_what_a_dead_worker_held_is_given_on_and_what_it_wrote_untold_is_unlinked() -> None:
+    with queue() as (control, server, node):
+        dead, other = client(server, node, "dead", generates=True), client(server, node, "other", generates=True)
+        control.training.schedule.groups_wanted(0)
+        control.admit(control.training, born([0, 1]))
+        rows = dead.take(["generate"], 8, 0.0).rows()
+        dead.write(rows.uids(), made_from("generate", rows))
+        assert len(owner_names(node, "dead")) == 1
+        control.fail("dead")
+        assert owner_names(node, "dead") == []
+        assert other.take(["generate"], 8, 2.0).rows().uids() == rows.uids()
+        assert dead.take(["generate"], 8, 0.0).kind == "stop", "a dead worker's last request is given no rows"
+        dead.close()
+        other.close()
+
+
+def owner_names(node: StorageNode, writer: str) -> list[str]:
+    return Segments(node.owner.run, "looker").names(writer)
+
+
+def test_eviction_frees_the_memory_of_rows_that_are_done() -> None:
+    with queue(iterations=4) as (control, server, node):
+        worker = client(server, node, "worker", generates=True)
+        stop = threading.Event()
+        thread = threading.Thread(target=lambda: [work_once(worker, wait_s=0.05) for _ in iter(stop.is_set, True)])
+        thread.start()
+        finished = main_program(control, server, 4)
+        stop.set()
+        thread.join()
+        assert control.training.table.parts and not any(control.training.table.parts.values())
+        names = Segments(node.owner.run, "looker").names()
+        assert names, "finished iterations keep their payload until it has been read"
+        for iteration in finished:
+            control.release(iteration)
+        assert Segments(node.owner.run, "looker").names() == []
+        worker.close()
+
+
+def test_views_outlive_the_eviction_of_what_they_show() -> None:
+    with queue() as (control, _, _):
+        block = control.data.write_rows(born([3]))
+        assert block is not None
+        rows = control.data.read_rows(block, ["prompt"])
+        control.data.free([block])
+        assert rows["prompt"].values.tolist() == [3] * 8
+        with pytest.raises(Evicted):
+            control.data.read_rows(block, ["prompt"])
+
+
+@contextmanager
+def two_nodes() -> Iterator[tuple[ControlPlane, Client, Client, StorageNode]]:
+    """A queue on one node, with a worker there and an engine on another one."""
+    with queue(iterations=1, host="node-a") as (control, server, own):
+        node = StorageNode("node-b", "127.0.0.1")
+        near = client(server, own, "near")
+        far = Client(server.address, "far", data_plane(node.place(), "far", 10.0), generates=True)
+        control.training.schedule.groups_wanted(0)
+        control.admit(control.training, born([0, 1]))
+        yield control, near, far, node
+        near.close()
+        far.close()
+        node.close()
+    assert Segments(node.owner.run, "looker").names() == [] and not owner_path(shared_folder(), node.owner.run).exists()
+
+
+def test_two_nodes_exchange_the_rows_that_are_asked_for_and_no_others() -> None:
+    with two_nodes() as (control, near, far, node):
+        work = far.take(["generate"], 2, 0.0)
+        assert work.rows()["prompt"].values.tolist() == born([0])["prompt"].values.tolist()
+        assert 0 < control.data.served < 8 * born([0, 1])["prompt"].values.numel() + 400, (
+            "prompts of the other group came too"
+        )
+        rows = work.rows()
+        far.done("generate", [n for n, _ in work.leases], [far.write(rows.uids(), made_from("generate", rows))], {})
+        work = near.take(["check"], 8, 1.0)
+        assert {piece["block"][0] for piece in work.message["payload"]} == {"node-b"}
+        assert torch.equal(work.rows()["tokens"].values, born([0])["prompt"].values * 2)
+        assert control.data.served_by(node.place().address) == node.data.served > 0
+
+
+def test_rows_that_lie_on_ones_own_node_do_not_travel() -> None:
+    with two_nodes() as (_, near, far, node):
+        assert work_once(far, ["generate"]) == "rows"
+        before = node.data.served
+        other = Client(near.address, "beside", data_plane(node.place(), "beside"))
+        assert len(other.take(["check"], 8, 1.0).rows()["tokens"].values) == len(born([0, 1])["prompt"].values)
+        assert node.data.served == before
+        other.close()
+
+
+def test_memory_on_another_node_is_freed_also_that_of_a_worker_that_is_gone() -> None:
+    with two_nodes() as (control, _, far, node):
+        work = far.take(["generate"], 8, 0.0)
+        known, names = far.data.write([b"x"]), Segments(node.owner.run, "looker").names
+        control.data.free([known])
+        wait_until(lambda: names() == [])
+        with pytest.raises(Evicted):
+            control.data.read(known)
+        far.write(work.rows().uids(), made_from("generate", work.rows()))
+        assert len(names()) == 1
+        control.fail("far")
+        wait_until(lambda: names() == [])
+
+
+def wait_until(what: Callable[[], bool], limit_s: float = 60.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_name_from_the_network_cannot_lead_out_of_shared_memory() -> None:
+    with queue() as (_, _, node):
+        connection = Connection(node.server.address, 5.0)
+        with pytest.raises(QueueError, match="no segment's name"):
+            connection.ask({"request": "frames", "name": "../etc/passwd"})
+        with pytest.raises(QueueError, match="no segment's name"):
+            connection.ask({"request": "free", "names": ["../tmp/precious"]})
+        connection.close()
+
+
+def test_a_bad_request_gets_an_answer_and_harms_nobody() -> None:
+    with queue() as (_, server, node):
+        connection = Connection(server.address, 5.0)
+        for request in ({"request": "nonsense"}, {"request": "done", "stage": "generate"}, {"request": "stepped"}):
+            with pytest.raises(QueueError):
+                connection.ask(request)
+        connection._socket.send_multipart([b"\x93not msgpack of ours"])
+        client(server, node, "worker").close()
+        connection.close()
+
+
+def test_a_queue_that_is_not_there_is_named_when_the_limit_is_over() -> None:
+    connection = Connection("tcp://127.0.0.1:9", 0.2)
+    with pytest.raises(QueueTimeout, match=r"127\.0\.0\.1:9 did not answer 'hello' within 0.2 s"):
+        connection.ask({"request": "hello"})
+    connection.close()
+
+
+def test_a_selected_group_goes_on_and_a_dropped_one_leaves_with_its_memory() -> None:
+    flow = Flow(
+        "selecting", [GENERATE, stage("choose", Kind.SELECT, ("length",), (), Scope.GROUP), CHECK, NORMALISE, UPDATE]
+    )
+    with queue(flow, iterations=1, prompts=1) as (control, server, node):
+        worker = client(server, node, "worker", generates=True)
+        control.training.schedule.groups_wanted(0)
+        control.admit(control.training, born([0]))
+        assert work_once(worker, ["generate"]) == "rows"
+        work = worker.take(["choose"], 8, 0.0)
+        worker.selected("choose", work.leases[0][0], {0: "dull"}, {})
+        assert control.training.schedule.groups_wanted(0) == 1
+        control.admit(control.training, born([1]))
+        assert work_once(worker, ["generate"]) == "rows"
+        work = worker.take(["choose"], 8, 0.0)
+        worker.selected("choose", work.leases[0][0], {1: None}, {})
+        assert control.training.records[1].outcome is not None
+        assert control.training.records[1].outcome.dropped == {"dull": 1}
+        assert {uid[1] for uid in control.training.table.parts["generate"]} == {1}
+        assert len(Segments(node.owner.run, "looker").names()) == 2, "prompt and tokens of the group that was kept"
+        worker.close()
+
+
+def test_a_later_run_removes_what_a_killed_one_has_left(tmp_path: Path) -> None:
+    dead = Owner(tmp_path)
+    Segments(dead.run, "worker", tmp_path).write([b"left behind"])
+    alive = Owner(tmp_path)
+    Segments(alive.run, "worker", tmp_path).write([b"in use"])
+    os.close(dead._handle)
+    assert remove_abandoned(tmp_path) == [dead.run]
+    assert {path.name for path in tmp_path.iterdir()} == {
+        owner_path(tmp_path, alive.run).name,
+        f"braid-{alive.run}-worker-0",
+    }
+    alive.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def context() -> multiprocessing.context.BaseContext:
+    found = multiprocessing.get_context("forkserver")
+    found.set_forkserver_preload([serve.__module__])
+    return found
+
+
+@settings(max_examples=6)
+@given(st.data())
+def test_with_workers_that_die_or_answer_late_each_row_is_trained_once(
+    context: multiprocessing.context.BaseContext, data: st.DataObject
+) -> None:
+    """A queue in a process of its own, several workers, and a fate for each piece of work."""
+    iterations, prompts = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    workers, seed = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 1000))
+    ours, theirs = context.Pipe()
+    arguments = {"iterations": iterations, "prompts": prompts, "lease_s": 0.15}
+    process = context.Process(target=serve, args=(theirs, arguments))
+    process.start()
+    address, place = msgpack.unpackb(ours.recv_bytes())
+    trained = play(address, Place(*place), iterations, prompts, workers, random.Random(seed))
+    ours.send_bytes(b"end")
+    process.join(60)
+    assert process.exitcode == 0
+    assert trained == Counter({(0, g, s): 1 for g in range(iterations * prompts) for s in range(2)})
+    assert Segments(place[1], "looker").names() == []
+
+
+def play(
+    address: str, where: Place, iterations: int, prompts: int, workers: int, chance: random.Random
+) -> Counter[tuple[int, int, int]]:
+    """Workers in turn: most do their work, some forget it, some are late. Returns how often each row was trained."""
+
+    def join(number: int) -> Client:
+        return Client(address, f"w{number}", data_plane(where, f"w{number}", 10.0), generates=True)
+
+    trained: Counter[tuple[int, int, int]] = Counter()
+    clients, joined, steps, admitted = [join(n) for n in range(workers)], workers, 0, -1
+    deadline = time.monotonic() + 60
+    while steps < iterations:
+        assert time.monotonic() < deadline
+        if admitted < steps:
+            admitted = steps
+            admit_over_the_wire(clients[0], born(range(steps * prompts, (steps + 1) * prompts)))
+        place = chance.randrange(len(clients))
+        worker, fate = clients[place], chance.random()
+        work = worker.take(["update", "normalise", "check", "generate"], 3, 0.02)
+        if work.kind == "load":
+            worker.ask("loaded", version=work.message["version"], bytes=0)
+        elif work.kind == "step":
+            worker.ask("stepped", stage="update", report={})
+            steps += 1
+        elif work.kind == "rows" and work.stage == "update":
+            trained.update(work.index.uids())
+            worker.done("update", [n for n, _ in work.leases], [], {})
+        elif work.kind == "rows" and fate < 0.2:
+            clients[place] = join(joined)  # The old one forgets what it holds; its lease runs out.
+            joined += 1
+            worker.close()
+        elif work.kind == "rows":
+            rows = work.rows()
+            if fate < 0.3:
+                time.sleep(0.3)  # Too late: the lease has run out.
+            worker.done(
+                work.stage,
+                [n for n, _ in work.leases],
+                [worker.write(rows.uids(), made_from(work.stage, rows, steps))],
+                {},
+            )
+    for worker in clients:
+        worker.close()
+    return trained
+
+
+def test_columns_of_one_name_are_read_in_the_version_that_a_stage_asks_for() -> None:
+    shaped = stage("shape", Kind.COMPUTE, ("reward",), ("reward",))
+    flow = Flow("versions", [GENERATE, CHECK, shaped, NORMALISE, UPDATE])
+    with queue(flow, iterations=1) as (control, server, node):
+        worker = client(server, node, "worker", generates=True)
+        control.training.schedule.groups_wanted(0)
+        control.admit(control.training, born([0, 1]))
+        assert work_once(worker, ["generate"]) == "rows" and work_once(worker, ["check"]) == "rows"
+        work = worker.take(["shape"], 8, 0.0)
+        before = work.rows()["reward"]
+        worker.done(
+            "shape", [n for n, _ in work.leases], [worker.write(work.rows().uids(), {"reward": before + 100})], {}
+        )
+        assert torch.equal(worker.take(["normalise"], 8, 0.0).rows()["reward"], before + 100)
+        assert isinstance(work.rows(), Rows)
+        worker.close()
+
+
+def test_a_role_that_follows_another_is_sent_its_weights_also_when_the_first_that_was_asked_for_them_dies() -> None:
+    follow = Stage("follow", "update", "reference", Signature(Kind.TRAIN, ()), {"source": "actor"})
+    with queue(Flow("following", [GENERATE, CHECK, NORMALISE, UPDATE, follow]), iterations=1) as (
+        control,
+        server,
+        node,
+    ):
+        first, second = client(server, node, "first", generates=True), client(server, node, "second")
+        follower = client(server, node, "follower")
+        control.allowed = 1
+        control.training.schedule.groups_wanted(0)
+        control.admit(control.training, born([0, 1]))
+        assert [work_once(first) for _ in range(5)] == ["rows"] * 4 + ["step"]
+        assert follower.take(["follow"], 8, 0.0).kind == "wait"
+        asked = first.take(["update"], 8, 0.0)
+        assert (asked.kind, asked.stage) == ("give", "follow")
+        assert second.take(["update"], 8, 0.0).kind == "wait", "one of them is enough"
+        control.fail("first")
+        assert second.take(["update"], 8, 0.0).kind == "give"
+        block = second.data.write([b"weights"])
+        second.ask("given", stage="follow", blocks=[block])
+        step = follower.take(["follow"], 8, 0.0)
+        assert step.kind == "step" and [Block(*found) for found in step.message["weights"]] == [block]
+        follower.ask("stepped", stage="follow", report={})
+        assert owner_names(node, "second") == [], "weights that were taken over are still kept"
+        assert control.finished[0].iteration == 1
+        for worker in (first, second, follower):
+            worker.close()

@@ -1,0 +1,204 @@
+"""Rows are given once to each task when they are ready, and are done once each, whoever dies, expires or answers late."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from braidrl.queue.samplers import SAMPLERS, Candidate, Sampler, sampler_named
+from braidrl.queue.tasks import PATIENCE, LeaseLost, Task, Tasks
+
+Row = tuple[int, int]
+ROWS = [(group, sample) for group in range(3) for sample in range(2)]
+TASKS = {"generate": [], "check": ["generate"], "train": ["generate", "check"], "groups": ["generate"]}
+
+
+def begin(rows: list[Row] | None = None) -> Tasks:
+    tasks = Tasks(TASKS, ["groups"])
+    tasks.facts = lambda row: Candidate(row, row[0], 2, sum(row), row[1])
+    tasks.admit(ROWS if rows is None else rows, lambda row: row[0])
+    return tasks
+
+
+class TaskMachine(RuleBasedStateMachine):
+    """Holders take, finish, die and are late in any order; a plain record says what must hold."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.tasks = begin([])
+        self.now = 0.0
+        self.numbers: list[int] = []
+        self.work: list[Row] = []
+        self.written: set[tuple[str, Row]] = set()
+        self.done: set[tuple[str, Row]] = set()
+        self.new = itertools.count()
+
+    def ready(self, name: str) -> list[Row]:
+        """Rows that can be taken, searched for among all rows in work."""
+        held = {row for lease in self.tasks.leases.held.values() if lease.task == name for row in lease.rows}
+        free = [
+            row for row in self.work
+            if row not in held and (name, row) not in self.done
+            and all((writer, row) in self.written for writer in TASKS[name])
+        ]  # fmt: skip
+        if name != "groups":
+            return free
+        return [row for row in free if all(other in free for other in self.work if other[0] == row[0])]
+
+    @rule(size=st.integers(1, 3))
+    def admit(self, size: int) -> None:
+        group = next(self.new)
+        rows = [(group, sample) for sample in range(size)]
+        self.tasks.admit(rows, lambda row: row[0])
+        self.work += rows
+
+    @rule(
+        name=st.sampled_from(list(TASKS)), holder=st.sampled_from("ab"), most=st.integers(1, 4),
+        ranks=st.integers(1, 3), sampler=st.sampled_from(list(SAMPLERS)),
+    )  # fmt: skip
+    def take(self, name: str, holder: str, most: int, ranks: int, sampler: str) -> None:
+        ready = self.ready(name)
+        lease = self.tasks.take(name, holder, self.now, 10.0, most, sampler_named(sampler), ranks)
+        assert (lease is not None) == bool(ready), "there is work exactly where something is ready"
+        if lease is not None:
+            assert len(set(lease.rows)) == len(lease.rows) and set(lease.rows) <= set(ready)
+            if name == "groups":
+                groups = {row[0] for row in lease.rows}
+                assert set(lease.rows) == {row for row in ready if row[0] in groups}
+                assert len(groups) == 1 or len(lease.rows) <= 3 * most
+            else:
+                assert len(lease.rows) <= most
+            self.numbers.append(lease.number)
+
+    @precondition(lambda self: self.numbers)
+    @rule(data=st.data())
+    def acknowledge(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(self.numbers))
+        lease = self.tasks.leases.held.get(number)
+        if lease is None or lease.deadline < self.now:
+            with pytest.raises(LeaseLost):
+                self.tasks.acknowledge(number, self.now)
+            return
+        self.tasks.acknowledge(number, self.now)
+        assert not self.done & {(lease.task, row) for row in lease.rows}, "no row is done twice"
+        self.done |= {(lease.task, row) for row in lease.rows}
+        self.written |= {(lease.task, row) for row in lease.rows}
+        self.tasks.write(lease.task, lease.rows)
+
+    @precondition(lambda self: self.numbers)
+    @rule(data=st.data())
+    def renew(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(self.numbers))
+        try:
+            assert self.tasks.leases.renew(number, self.now, 10.0).deadline == self.now + 10.0
+        except LeaseLost:
+            lease = self.tasks.leases.held.get(number)
+            assert lease is None or lease.deadline < self.now
+
+    @rule(holder=st.sampled_from("ab"))
+    def holder_dies(self, holder: str) -> None:
+        self.tasks.give_up(self.tasks.leases.of(holder))
+        assert all(lease.holder != holder for lease in self.tasks.leases.held.values())
+
+    @rule(seconds=st.floats(0, 8))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.tasks.give_up(self.tasks.leases.expired(self.now))
+        deadlines = [lease.deadline for lease in self.tasks.leases.held.values()]
+        assert self.tasks.leases.next_deadline() == min(deadlines, default=None)
+        assert min(deadlines, default=self.now) >= self.now
+
+    @precondition(lambda self: self.work)
+    @rule(data=st.data())
+    def rows_leave(self, data: st.DataObject) -> None:
+        gone = set(data.draw(st.lists(st.sampled_from(self.work), max_size=3)))
+        lost = {n for n, lease in self.tasks.leases.held.items() if gone & set(lease.rows)}
+        assert {lease.number for lease in self.tasks.forget(gone)} == lost
+        self.work = [row for row in self.work if row not in gone]
+
+    @precondition(lambda self: self.work)
+    @rule(data=st.data(), name=st.sampled_from(list(TASKS)), table=st.integers(0, 1))
+    def a_group_moves(self, data: st.DataObject, name: str, table: int) -> None:
+        group = data.draw(st.sampled_from(self.work))[0]
+        self.tasks.move(name, [row for row in self.work if row[0] == group], table)
+
+    @rule()
+    def what_is_not_done_is_counted(self) -> None:
+        for name, task in self.tasks.tasks.items():
+            left = [row for row in self.work if (name, row) not in self.done]
+            assert sum(task.undone.values()) == len(left)
+            for table in set(task.undone):
+                assert task.undone[table] == sum(task.table[row] == table for row in left)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "tasks"):
+            return
+        self.tasks.give_up(self.tasks.leases.expired(self.now + 100))
+        for name in TASKS:
+            while (lease := self.tasks.take(name, "z", self.now, 1.0, 5)) is not None:
+                self.tasks.acknowledge(lease.number, self.now)
+                self.tasks.write(name, lease.rows)
+                self.done |= {(name, row) for row in lease.rows}
+        assert {(name, row) for name in TASKS for row in self.work} <= self.done, "every row comes to its end"
+
+
+TestTasks = TaskMachine.TestCase
+
+
+def test_a_late_acknowledgement_is_refused_although_nobody_looked_at_the_clock() -> None:
+    tasks = begin()
+    lease = tasks.take("generate", "a", 0.0, 5.0, 2)
+    assert lease is not None
+    with pytest.raises(LeaseLost, match="free again"):
+        tasks.acknowledge(lease.number, now=5.1)
+    assert tasks.give_up(tasks.leases.expired(5.1)) == [lease]
+    again = tasks.take("generate", "b", 5.1, 5.0, 2)
+    assert again is not None and again.rows == lease.rows
+    with pytest.raises(LeaseLost):
+        tasks.acknowledge(lease.number, now=5.2)
+    tasks.acknowledge(again.number, now=10.1)
+
+
+def test_a_group_is_given_when_its_last_row_is_there_and_no_row_of_another_with_it() -> None:
+    tasks = begin()
+    tasks.write("generate", [(0, 0), (1, 0), (1, 1)])
+    lease = tasks.take("groups", "a", 0.0, 5.0, 1)
+    assert lease is not None and lease.rows == ((1, 0), (1, 1))
+    assert tasks.take("groups", "a", 0.0, 5.0, 9) is None
+    tasks.write("generate", [(0, 1)])
+    assert (lease := tasks.take("groups", "a", 0.0, 5.0, 9)) is not None and lease.rows == ((0, 0), (0, 1))
+
+
+def test_what_cannot_be_is_refused() -> None:
+    tasks = begin(ROWS[:1])
+    with pytest.raises(ValueError, match="admitted twice"):
+        tasks.admit([(0, 0)], lambda row: row[0])
+    tasks.write("generate", [(0, 0)])
+    with pytest.raises(ValueError, match="second time"):
+        tasks.write("generate", [(0, 0)])
+    with pytest.raises(ValueError, match="before it is ready"):
+        tasks.lease("train", [(0, 0)], "a", 0.0, 1.0)
+
+
+def test_the_oldest_row_is_not_passed_over_for_ever() -> None:
+    task, newest = Task([]), Sampler("newest", lambda ready, most, ranks: [len(ready) - 1])
+    for row in range(100):
+        task.admit(row, row, None, 0)
+    given = []
+    for number in range(2 * PATIENCE):
+        (row,) = task.take(0, 1, 1, newest, Candidate)
+        task.hold([row], number)
+        given.append(row)
+    assert given.index(0) == PATIENCE - 1 and 1 in given
+
+
+@given(st.sets(st.sampled_from(ROWS)), st.sets(st.sampled_from(ROWS)))
+def test_rows_that_leave_free_the_others_of_their_lease(held: set[Row], gone: set[Row]) -> None:
+    tasks = begin()
+    lease = tasks.lease("generate", sorted(held), "a", 0.0, 1.0)
+    lost = tasks.forget(gone)
+    assert lost == ([lease] if held & gone else [])
+    if lost and held - gone:
+        assert tasks.lease("generate", sorted(held - gone), "b", 0.0, 1.0) is not None

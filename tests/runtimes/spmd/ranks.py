@@ -1,0 +1,36 @@
+"""Runs that several ranks make together, one after the other on the same processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from braidrl.cluster.ranks import run_ranks
+from braidrl.cluster.world import World
+from braidrl.config import parse_config
+from braidrl.runtimes.run import TrainingRun
+from braidrl.runtimes.spmd.ranks import DistributedBackend
+
+WAIT_S = 200.0
+
+
+def run_all(world: World, task: dict[str, Any]) -> list[list[dict[str, int]]]:
+    """On a rank: trains one configuration after the other; what came to each rank through the buffer."""
+    counts = []
+    for tree in task["runs"]:
+        before = world.received.exchanged
+        with TrainingRun(parse_config(tree), world=world) as run:
+            run.train()
+            assert isinstance(run.backend, DistributedBackend)
+            count = {"rows": run.backend.exchange.buffer.moved_rows, "bytes": world.received.exchanged - before}
+            counts.append([json.loads(bytes(c)) for c in world.gather("counts", json.dumps(count).encode())])
+    return counts
+
+
+def run_in_ranks(trees: Sequence[dict[str, Any]], workers: int) -> list[list[dict[str, int]]]:
+    """Trains every configuration; of each the counts, rank by rank."""
+    counts: list[list[dict[str, int]]] = run_ranks(
+        "tests.runtimes.spmd.ranks:run_all", {"runs": list(trees)}, workers, WAIT_S
+    )
+    return counts

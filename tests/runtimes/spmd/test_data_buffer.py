@@ -1,0 +1,95 @@
+"""Rows get to the ranks that need them, whole, each to its own, and nothing else travels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from braidrl.cluster.ranks import run_ranks
+from braidrl.cluster.world import World
+from braidrl.data.packing import balanced_partition, imbalance
+from braidrl.data.rows import Rows
+from braidrl.runtimes.spmd.data_buffer import IN_PLACE, DataBuffer, Key, balanced_owners, equal_shares
+from tests.queue.ranks import RANKS
+
+Answers = dict[str, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def answers() -> Answers:
+    """What three ranks say, all started once."""
+    found: Answers = run_ranks("tests.queue.ranks:answers", {}, RANKS, 200.0)
+    return found
+
+
+def test_columns_of_every_kind_and_rows_of_every_length_arrive_whole_also_from_and_at_ranks_without_rows(
+    answers: Answers,
+) -> None:
+    for rank, found in enumerate(answers["columns_of_every_kind"]):
+        assert len(found) == 16
+        assert all(found.values()), f"rank {rank}: {[edge for edge, same in found.items() if not same]}"
+
+
+def test_exchanges_on_different_edges_and_steps_do_not_mix(answers: Answers) -> None:
+    assert all(same for found in answers["two_edges"] for same in found.values())
+
+
+def test_a_rank_receives_its_own_rows_and_nothing_more(answers: Answers) -> None:
+    found = answers["bytes_of_an_exchange"]
+    for about in found:
+        # Two messages have two headers, of a few hundred bytes each.
+        assert about["received"] <= about["needed"] + 4096
+    assert found[2]["needed"] > 20_000, "this would prove nothing otherwise"
+
+
+def test_rows_that_stay_where_they_are_are_not_touched(answers: Answers) -> None:
+    assert answers["nothing_moves"] == [{"same object": True, "received": 0}] * RANKS
+
+
+def test_a_key_is_put_once_and_taken_once() -> None:
+    buffer, nobody = DataBuffer(World()), torch.zeros(0, dtype=torch.int64)
+    buffer.put(Key(1, "update"), Rows({}), nobody, nobody)
+    with pytest.raises(ValueError, match="has not been taken"):
+        buffer.put(Key(1, "update"), Rows({}), nobody, nobody)
+    buffer.take(Key(1, "update"))
+    with pytest.raises(KeyError):
+        buffer.take(Key(1, "update"))
+
+
+owned = st.integers(1, 5).flatmap(
+    lambda ranks: st.tuples(
+        st.just(ranks),
+        st.lists(st.tuples(st.integers(0, 100), st.integers(0, ranks - 1)), min_size=1, max_size=20),
+    )
+)
+
+
+@given(owned)
+def test_rows_move_only_for_balance_and_are_then_as_balanced_as_they_can_be(
+    case: tuple[int, list[tuple[int, int]]],
+) -> None:
+    ranks, rows = case
+    costs, owner = [cost for cost, _ in rows], torch.tensor([rank for _, rank in rows])
+    target = balanced_owners(costs, owner, ranks)
+    parts = [(target == rank).nonzero().flatten().tolist() for rank in range(ranks)]
+    best = imbalance(costs, balanced_partition(costs, ranks))
+    if torch.equal(target, owner):
+        assert imbalance(costs, parts) <= IN_PLACE * best
+    else:
+        assert imbalance(costs, parts) == pytest.approx(best)
+
+
+def test_a_new_partition_leaves_rows_with_the_rank_that_has_most_of_them() -> None:
+    target = balanced_owners([10, 7, 5, 1], torch.tensor([2, 2, 0, 0]), 4)
+    assert target.tolist()[0] == 2 and target.tolist()[2] == 0 and sorted(target.tolist()) == [0, 1, 2, 3]
+
+
+@given(st.integers(0, 50), st.integers(1, 8))
+def test_equal_shares_differ_by_one_row_at_most_and_keep_neighbours_together(rows: int, ranks: int) -> None:
+    shares = equal_shares(rows, ranks).tolist()
+    counts = [shares.count(rank) for rank in range(ranks)]
+    assert shares == sorted(shares) and sum(counts) == rows and max(counts) - min(counts) <= 1

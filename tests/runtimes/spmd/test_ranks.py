@@ -1,0 +1,69 @@
+"""What travels between ranks: rows once, each rank's own, and nothing where rows can stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from braidrl.observe.metrics import read_metrics
+from braidrl.observe.rollouts import read_rollouts, rollout_path
+from braidrl.observe.trace import read_trace
+from tests.invariants.traces import EVERY_STEP, TOLERANCE, assert_same, assert_same_weights, merged, trace, weights
+from tests.recipes.tiny import write_data
+from tests.runtimes.spmd.ranks import run_in_ranks
+from tests.tiny import Workshop
+
+DIAMOND = Path(__file__).parents[1] / "diamond.yaml"
+ROWS = 16
+STEPS = 2
+# Two updates in a batch, so that each has to be balanced; and inference before it, which must not move rows a second time.
+DAPO: dict[str, Any] = {
+    "flow": "dapo", "algorithm": {"dynamic_sampling": False, "overlong_cache": 2}, "runtime": "distributed",
+    "trainer": {"steps": STEPS, "rows_per_update": 8},
+}  # fmt: skip
+
+
+def test_rows_travel_once_to_the_rank_that_infers_and_trains_and_not_at_all_where_they_can_stay(
+    workshop: Workshop,
+) -> None:
+    away = workshop.tree("away", **DAPO, workers=3, roles={"actor": {"generate_workers": 1}})
+    # Twelve rows of like lengths in one update: a third for each rank, as they were generated.
+    stay = workshop.tree("stay", **merged(DAPO, {"trainer": {"rows_per_update": 12, "prompts_per_step": 3}}), workers=3)
+    moved, stayed = run_in_ranks([away, stay], 3)
+    first, *others = (count["rows"] for count in moved)
+    # Rank 0 generates every row; two thirds leave it, and for the recording it gets back what was added to them.
+    assert sum(others) == first and abs(sum(others) / (STEPS * ROWS) - 2 / 3) < 0.15
+    assert max(others) <= STEPS * ROWS * 0.45
+    assert [count["rows"] for count in stayed] == [count["bytes"] for count in stayed] == [0, 0, 0]
+    spans = read_trace(workshop.folder / "away")
+    assert {span.worker for span in spans} == {"rank-0", "rank-1", "rank-2"}
+    assert {span.worker for span in spans if span.stage == "actor.generate" and span.rows} == {"rank-0"}
+    assert len(read_rollouts(rollout_path(workshop.folder / "away", 1))) == ROWS
+
+
+def test_more_ranks_than_rows_do_what_eager_does(workshop: Workshop) -> None:
+    few = {"flow": str(DIAMOND), "rollout": {"samples_per_prompt": 2}, "trainer": {"steps": 2, "prompts_per_step": 1}}
+    settings = merged(EVERY_STEP, few)
+    run_in_ranks([workshop.tree("ranks", **settings, runtime="distributed", workers=3)], 3)
+    assert_same(trace(workshop.folder / "ranks"), trace(workshop.run("alone", **settings)))
+
+
+def test_the_two_answers_of_a_preference_stay_on_one_rank(workshop: Workshop, tmp_path: Path) -> None:
+    data = {"train": str(write_data(tmp_path))}
+    dpo = {"flow": "dpo", "dtype": "float64", "data": data, "rollout": {"samples_per_prompt": 2}}
+    trainer = {"trainer": {"steps": 2, "prompts_per_step": 5, "checkpoint_every": 1}}
+    run_in_ranks([workshop.tree("ranks", **merged(dpo, trainer), runtime="distributed", workers=2)], 2)
+    ranks, alone = workshop.folder / "ranks", workshop.run("alone", **merged(dpo, trainer))
+    for ours, theirs in zip(read_metrics(ranks), read_metrics(alone), strict=True):
+        assert ours["loss/actor"] == pytest.approx(theirs["loss/actor"], abs=TOLERANCE)
+        assert ours["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], abs=TOLERANCE)
+    assert_same_weights(weights(ranks / "checkpoints" / "step-2"), weights(alone / "checkpoints" / "step-2"))
+
+
+def test_answers_are_checked_where_their_rows_are_after_inference_has_moved_them(workshop: Workshop) -> None:
+    """Old log-probs come between generation and verification, and two updates have each to be balanced."""
+    flow = {"flow": "grpo", "algorithm": {"old": "recompute"}, "trainer": {"steps": 1, "rows_per_update": 8}}
+    run_in_ranks([workshop.tree("ranks", **merged(EVERY_STEP, flow), runtime="distributed", workers=2)], 2)
+    assert_same(trace(workshop.folder / "ranks"), trace(workshop.run("alone", **merged(EVERY_STEP, flow))))

@@ -1,0 +1,432 @@
+"""The streaming schedule, step by step: what is given out, what waits for what, and what leaves."""
+
+import pytest
+
+from braidrl.flow import Flow, Kind, Scope, Stage, actor, reference
+from braidrl.flow.batches import Sizes
+from braidrl.flow.readiness import Consumer, Uid
+from braidrl.flow.stage import Signature
+from braidrl.queue.tasks import Lease, LeaseLost
+from braidrl.runtimes.streaming.older_groups import begun_too_many
+from braidrl.runtimes.streaming.schedule import StreamSchedule
+
+SELECT = Stage("informative", "informative", None, Signature(Kind.SELECT, ("tokens",), scope=Scope.GROUP))
+UPDATE = Stage("actor.update", "update", "actor", Signature(Kind.TRAIN, ("tokens", "old_log_probs")))
+UPDATE_NOW = Stage("actor.update", "update", "actor", Signature(Kind.TRAIN, ("tokens",)))
+UPDATE_AFTER = Stage("actor.update", "update", "actor", Signature(Kind.TRAIN, ("tokens", "ref_log_probs")))
+PLAIN = Flow("plain", [actor.generate(), actor.log_probs(), UPDATE])
+AT_ONCE = Flow("at once", [actor.generate(), SELECT, UPDATE_NOW])
+SELECTING = Flow("selecting", [actor.generate(), SELECT, actor.log_probs(), UPDATE])
+
+
+def begin(flow: Flow, staleness: int = 0) -> StreamSchedule:
+    return StreamSchedule(flow, Sizes(5, 2, 2, 2, max_staleness=staleness))
+
+
+def admit(schedule: StreamSchedule, first: int, engine: int = 0, samples: int = 2) -> list[Uid]:
+    groups = range(first, first + schedule.groups_wanted(engine))
+    uids = [(0, group, sample) for group in groups for sample in range(samples)]
+    schedule.admit(uids)
+    schedule.close()
+    return uids
+
+
+def work(schedule: StreamSchedule, stage: str, most: int = 99, version: int = 0) -> list[Uid]:
+    """One worker takes what is ready and does it."""
+    lease = schedule.take(stage, "worker", 0.0, 1.0, most)
+    return list(schedule.acknowledge(lease.number, 0.0, version).rows) if lease else []
+
+
+def finish_iteration(schedule: StreamSchedule) -> None:
+    while schedule.due_publication() is None:
+        work(schedule, "actor.log_probs")
+        work(schedule, "actor.update")
+        for stage in schedule.due_steps():
+            schedule.stepped(stage)
+    schedule.publish()
+
+
+def test_the_first_step_waits_until_old_log_probs_of_the_whole_batch_are_there() -> None:
+    schedule = begin(PLAIN)
+    uids = admit(schedule, 0)
+    work(schedule, "actor.generate")
+    update = schedule.batches[1].updates["actor.update"][0]
+    leases = [lease for _ in uids if (lease := schedule.take("actor.log_probs", "worker", 0.0, 1.0, 1))]
+    leases.sort(key=lambda lease: lease.rows[0] not in update.rows)
+    for lease in leases[:2]:
+        schedule.acknowledge(lease.number, 0.0)
+    assert sorted(work(schedule, "actor.update")) == sorted(update.rows), "accumulating does not wait"
+    assert schedule.due_steps() == []
+    for lease in leases[2:]:
+        schedule.acknowledge(lease.number, 0.0)
+    assert schedule.due_steps() == ["actor.update"] and schedule.rows_trained() == (2, 4)
+    schedule.stepped("actor.update")
+    assert schedule.due_steps() == [] and schedule.due_publication() is None and schedule.rows_trained() == (2, 4)
+    assert sorted(work(schedule, "actor.update")) == sorted(set(uids) - set(update.rows))
+    assert schedule.rows_trained() == (4, 4)
+    schedule.stepped("actor.update")
+    assert schedule.due_publication() == 1
+    assert schedule.publish().uids == uids and not schedule.tasks.rows
+
+
+def test_log_probs_of_the_next_batch_wait_for_the_version_that_it_is_trained_on() -> None:
+    schedule = begin(PLAIN, staleness=1)
+    first, second = admit(schedule, 0), admit(schedule, 2)
+    assert len(work(schedule, "actor.generate", most=8)) == 4 and len(work(schedule, "actor.generate", most=8)) == 4
+    assert work(schedule, "actor.log_probs") == first
+    assert work(schedule, "actor.log_probs") == []
+    finish_iteration(schedule)
+    assert work(schedule, "actor.log_probs") == second
+    finish_iteration(schedule)
+    assert schedule.published == 2 and schedule.max_staleness_seen == 1
+
+
+def test_a_batch_that_was_begun_before_a_checkpoint_is_trained_as_it_would_have_been() -> None:
+    schedule, again = begin(PLAIN, staleness=1), begin(PLAIN, staleness=1)
+    admit(schedule, 0)
+    second = admit(schedule, 2)
+    work(schedule, "actor.generate")
+    lease = schedule.take("actor.generate", "engine", 0.0, 99.0, 1, engine_version=0)
+    assert lease is not None and schedule.older_batches() == [], "no version is older than the first"
+    finish_iteration(schedule)
+    assert schedule.older_batches() == [2] and not schedule.is_drawn(2)
+    schedule.acknowledge(lease.number, 0.0, 0)
+    work(schedule, "actor.generate")
+    assert schedule.is_drawn(2)
+    again.resume(1, schedule.sampling.settled(), {})
+    again.put_back(dict.fromkeys(second, 0))
+    assert again.older_batches() == [2] and again.is_drawn(2) and again.next_group == schedule.next_group
+    assert again.batches[2].updates == schedule.batches[2].updates
+    finish_iteration(again)
+    assert again.published == 2 and again.max_staleness_seen == 1 and not again.tasks.rows
+
+
+def test_admission_runs_ahead_by_the_allowed_staleness_and_no_further() -> None:
+    on_policy, ahead = begin(PLAIN), begin(PLAIN, staleness=1)
+    admit(on_policy, 0)
+    assert on_policy.groups_wanted(0) == 0 and on_policy.groups_wanted(1) == 2
+    admit(ahead, 0)
+    admit(ahead, 2)
+    assert ahead.groups_wanted(0) == 0 and ahead.groups_wanted(1) == 2
+
+
+def test_an_engine_that_lags_behind_the_published_version_holds_admission_back() -> None:
+    schedule = begin(PLAIN)
+    admit(schedule, 0)
+    work(schedule, "actor.generate")
+    finish_iteration(schedule)
+    assert schedule.published == 1 and schedule.groups_wanted(0) == 0 and schedule.groups_wanted(1) == 2
+
+
+def test_dropped_groups_leave_and_are_replaced_before_the_batch_is_known() -> None:
+    schedule = begin(SELECTING)
+    uids = admit(schedule, 0)
+    work(schedule, "actor.generate")
+    lease = schedule.take("informative", "worker", 0.0, 1.0, 99)
+    assert lease is not None and list(lease.rows) == uids
+    schedule.select(lease.number, 0.5, {0: "all_wrong", 1: None})
+    assert schedule.close() is None
+    refill = admit(schedule, 2)
+    assert {uid[1] for uid in refill} == {2, 3}
+    work(schedule, "actor.generate")
+    held = schedule.take("informative", "slow", 0.0, 1.0, 99)
+    assert held is not None and list(held.rows) == refill
+    schedule.select(held.number, 0.5, {2: None, 3: None})
+    outcome = schedule.close()
+    assert outcome is not None and outcome.groups == (1, 2)
+    assert outcome.dropped == {"all_wrong": 1, "surplus": 1} and outcome.released == (0, 3)
+    assert {uid[1] for uid in schedule.tasks.rows} == {1, 2}
+
+
+def test_a_batch_closes_while_surplus_is_still_generated_and_its_late_answer_is_refused() -> None:
+    schedule = begin(SELECTING)
+    admit(schedule, 0)
+    work(schedule, "actor.generate")
+    lease = schedule.take("informative", "worker", 0.0, 1.0, 99)
+    assert lease is not None
+    schedule.select(lease.number, 0.0, {0: "all_wrong", 1: None})
+    admit(schedule, 2)
+    assert work(schedule, "actor.generate", most=2) == [(0, 2, 0), (0, 2, 1)]
+    generating = schedule.take("actor.generate", "slow", 0.0, 9.0, 2)
+    assert generating is not None and generating.rows == ((0, 3, 0), (0, 3, 1))
+    lease = schedule.take("informative", "worker", 0.0, 1.0, 99)
+    assert lease is not None
+    schedule.select(lease.number, 0.0, {2: None})
+    outcome = schedule.close()
+    assert outcome is not None and outcome.groups == (1, 2) and outcome.dropped == {"all_wrong": 1, "surplus": 1}
+    with pytest.raises(LeaseLost):
+        schedule.acknowledge(generating.number, 1.0, 0)
+
+
+def test_what_a_dead_or_silent_worker_held_is_given_to_the_next() -> None:
+    schedule = begin(PLAIN)
+    uids = admit(schedule, 0)
+    lease = schedule.take("actor.generate", "dies", 0.0, 10.0, 2)
+    silent = schedule.take("actor.generate", "silent", 0.0, 1.0, 2)
+    assert lease is not None and silent is not None and [*lease.rows, *silent.rows] == uids
+    assert schedule.take("actor.generate", "other", 0.0, 1.0, 2) is None
+    schedule.fail_holder("dies")
+    schedule.tasks.give_up(schedule.tasks.leases.expired(2.0))
+    assert work(schedule, "actor.generate") == uids
+    with pytest.raises(LeaseLost):
+        schedule.acknowledge(silent.number, 2.0, 0)
+
+
+def test_engines_may_load_together_only_between_two_batches() -> None:
+    schedule = begin(SELECTING)
+    assert schedule.is_generation_over()
+    admit(schedule, 0)
+    assert not schedule.is_generation_over()
+    work(schedule, "actor.generate")
+    assert not schedule.is_generation_over(), "the batch may need another wave"
+    lease = schedule.take("informative", "worker", 0.0, 1.0, 99)
+    assert lease is not None
+    schedule.select(lease.number, 0.0, {0: None, 1: None})
+    assert schedule.close() is not None and schedule.is_generation_over()
+
+
+def test_group_stages_take_whole_groups_even_where_a_lease_holds_fewer_rows() -> None:
+    schedule = begin(SELECTING)
+    uids = admit(schedule, 0)
+    work(schedule, "actor.generate")
+    lease = schedule.take("informative", "worker", 0.0, 1.0, 1)
+    assert lease is not None and list(lease.rows) == uids[:2]
+
+
+def test_rows_are_trained_on_again_by_who_replaces_a_trainer_that_is_lost() -> None:
+    schedule = begin(PLAIN, staleness=1)
+    uids, second = admit(schedule, 0), admit(schedule, 2)
+    assert len(work(schedule, "actor.generate", most=4)) == 4 and len(work(schedule, "actor.generate", most=4)) == 4
+    work(schedule, "actor.log_probs")
+    planned = [list(update.rows) for update in schedule.batches[1].updates["actor.update"]]
+    assert sorted(work(schedule, "actor.update")) == sorted(planned[0])
+    schedule.stepped("actor.update")
+    lost = schedule.take("actor.update", "lost", 0.0, 1.0, 1)
+    assert lost is not None
+    schedule.fail_holder("lost")
+    schedule.train_again()
+    assert [update.rows for update in schedule.batches[1].updates["actor.update"]] == planned
+    for rows in planned:
+        assert schedule.due_steps() == []
+        assert sorted(work(schedule, "actor.update")) == sorted(rows)
+        schedule.stepped("actor.update")
+    assert schedule.due_publication() == 1 and schedule.publish().uids == uids
+    schedule.train_again()
+    finish_iteration(schedule)
+    assert schedule.published == 2 and not schedule.tasks.rows and {uid[1] for uid in second} == {2, 3}
+
+
+def test_inference_after_an_update_in_the_list_waits_for_it() -> None:
+    """Its weights are those after the update: here of a reference that takes the actor's before it is asked."""
+    follow = Stage("reference.update", "update", "reference", Signature(Kind.TRAIN, ()), {"source": "actor"})
+    schedule = begin(Flow("following", [actor.generate(), follow, reference.log_probs(), UPDATE_AFTER]))
+    admit(schedule, 0)
+    assert work(schedule, "actor.generate")
+    assert work(schedule, "reference.log_probs") == []
+    assert schedule.due_steps() == ["reference.update"]
+    schedule.stepped("reference.update")
+    assert len(work(schedule, "reference.log_probs")) == 4
+
+
+def decided(schedule: StreamSchedule, reasons: dict[int, str | None], version: int = 0) -> None:
+    """Generates and selects some groups, whatever else is ready."""
+    for group in reasons:
+        lease = schedule.tasks.lease(Consumer("actor.generate"), schedule.rows_of[group], "engine", 0.0, 9.0)
+        assert lease is not None
+        schedule.acknowledge(lease.number, 0.0, version)
+    selected(schedule, reasons)
+
+
+def selected(schedule: StreamSchedule, reasons: dict[int, str | None]) -> None:
+    for group, reason in reasons.items():
+        lease = schedule.tasks.lease(Consumer("informative"), schedule.rows_of[group], "compute", 0.0, 9.0)
+        assert lease is not None
+        schedule.select(lease.number, 0.0, {group: reason})
+    schedule.close()
+
+
+def trained(schedule: StreamSchedule) -> set[int]:
+    return {uid[1] for uid in work(schedule, "actor.update")}
+
+
+def test_a_kept_group_is_trained_on_as_soon_as_it_is_sure_to_be_in_the_batch() -> None:
+    schedule = StreamSchedule(AT_ONCE, Sizes(3, 4, 2, 8))
+    admit(schedule, 0)
+    decided(schedule, {2: None})
+    assert trained(schedule) == {2}, "whatever becomes of 0 and 1, three places are left before it"
+    decided(schedule, {0: "all_wrong"})
+    admit(schedule, 4)
+    decided(schedule, {5: None})
+    assert trained(schedule) == set(), "1, 3 and 4 could all be kept"
+    decided(schedule, {4: "all_wrong"})
+    assert trained(schedule) == {5}
+    assert schedule.is_open and schedule.due_steps() == []
+    decided(schedule, {1: None, 3: None})
+    assert trained(schedule) == {1, 3} and not schedule.is_open
+    assert schedule.due_steps() == ["actor.update"]
+
+
+def test_of_several_updates_a_group_joins_the_one_of_its_place_once_that_is_sure() -> None:
+    sizes = Sizes(3, 4, 2, 2, seed=1)
+    schedule, closed = StreamSchedule(AT_ONCE, sizes), StreamSchedule(PLAIN, sizes)
+    admit(schedule, 0)
+    admit(closed, 0)
+    decided(schedule, {3: None, 1: None, 2: None})
+    assert not any(update.rows for update in schedule.batches[1].updates["actor.update"])
+    decided(schedule, {0: None})
+    planned = [sorted(update.rows) for update in closed.batches[1].updates["actor.update"]]
+    assert [sorted(update.rows) for update in schedule.batches[1].updates["actor.update"]] == planned
+
+
+def test_groups_admitted_ahead_of_decisions_are_returned_on_policy() -> None:
+    schedule = StreamSchedule(AT_ONCE, Sizes(3, 8, 2, 16))
+    admit(schedule, 0)
+    decided(schedule, {0: "all_wrong", 1: "all_wrong", 2: None, 3: None})
+    assert {uid[1] for uid in admit(schedule, 8)} == {8, 9, 10, 11}, "as many as are missing, and two more"
+    decided(schedule, dict.fromkeys([4, 5, 6, 7, 8, 9]))
+    # In waves three would have followed the first eight.
+    assert not schedule.is_open and schedule.next_group == 11
+    assert {uid[1] for uid in schedule.tasks.rows} == {2, 3, 4, 5, 6, 7, 8, 9}
+
+
+def test_with_staleness_groups_admitted_ahead_belong_to_the_next_batch() -> None:
+    schedule = StreamSchedule(AT_ONCE, Sizes(3, 2, 2, 4, max_staleness=1))
+    assert len(admit(schedule, 0)) == 4 * 2, "those of the batch after this may be begun too"
+    assert schedule.iteration_of == {0: 1, 1: 1, 2: 2, 3: 2}
+    decided(schedule, {2: None, 0: None, 1: None})
+    assert [uid[1] for uid in schedule.batches[1].uids[::2]] == [0, 1]
+    assert set(schedule.rows_of) == {0, 1, 2, 3}, "2 waits and 3 is generated"
+    assert schedule.groups_wanted(0) == 0 and schedule.opened == 2
+    decided(schedule, {3: None})
+    assert not schedule.is_open and [uid[1] for uid in schedule.batches[2].uids[::2]] == [2, 3]
+
+
+@pytest.mark.parametrize("engine", [0, 1])
+def test_a_group_that_would_be_too_old_for_the_next_batch_is_surplus_of_this_one(engine: int) -> None:
+    schedule = StreamSchedule(AT_ONCE, Sizes(4, 8, 1, 8, max_staleness=1))
+    admit(schedule, 0, samples=1)
+    decided(schedule, dict.fromkeys(range(8)))
+    assert schedule.groups_wanted(0) == 0 and schedule.opened == 2
+    decided(schedule, {8: "all_wrong", 9: "all_wrong", 10: None, 11: None})
+    assert [uid[1] for uid in admit(schedule, 16, samples=1)] == [16, 17, 18, 19]
+    decided(schedule, dict.fromkeys(range(12, 17)))
+    leases = [schedule.take("actor.generate", "engine", 0.0, 9.0, 1, engine_version=engine) for _ in range(3)]
+    assert [lease.rows[0][1] for lease in leases if lease] == [17, 18, 19]
+    assert leases[0] is not None
+    schedule.acknowledge(leases[0].number, 0.0, engine)
+    selected(schedule, {17: None})
+    assert not schedule.is_open
+    assert set(schedule.rows_of) == {*range(8), 10, 11, *range(12, 18)} | ({19} if engine else set())
+
+
+def test_engines_may_load_together_while_groups_wait_that_only_the_next_version_may_begin() -> None:
+    schedule = StreamSchedule(AT_ONCE, Sizes(4, 8, 1, 8, max_staleness=1))
+    admit(schedule, 0, samples=1)
+    decided(schedule, dict.fromkeys(range(8)))
+    assert schedule.groups_wanted(0) == 0 and schedule.opened == 2
+    decided(schedule, {8: "all_wrong", 9: "all_wrong", 10: None, 11: None})
+    admit(schedule, 16, samples=1)
+    decided(schedule, dict.fromkeys(range(12, 18)))
+    assert not schedule.is_open and 19 in schedule.rows_of and schedule.groups_wanted(0) == 0
+    assert schedule.take("actor.generate", "engine", 0.0, 9.0, 1, engine_version=0) is None
+    assert schedule.is_generation_over(), "else engines would keep version 0, with which 19 may not begin"
+    lease = schedule.take("actor.generate", "engine", 0.0, 9.0, 1, engine_version=1)
+    assert lease is not None and not schedule.is_generation_over()
+
+
+def begun(schedule: StreamSchedule, version: int) -> list[int]:
+    """The groups whose rows an engine of this version is given, and does."""
+    groups = []
+    while lease := schedule.take("actor.generate", "engine", 0.0, 9.0, 1, engine_version=version):
+        groups += [group for _, group, _ in schedule.acknowledge(lease.number, 0.0, version).rows]
+    return groups
+
+
+def test_what_has_no_place_among_older_groups_waits_for_an_engine_with_the_batchs_version() -> None:
+    schedule = StreamSchedule(PLAIN, Sizes(5, 4, 1, 4, max_staleness=1, older_groups=1))
+    admit(schedule, 0, samples=1)
+    admit(schedule, 4, samples=1)
+    assert begun(schedule, 0) == [0, 1, 2, 3, 4] and schedule.groups_wanted(0) == 0
+    assert schedule.is_generation_over(0), "engines that load together load what 5 to 7 wait for"
+    finish_iteration(schedule)
+    admit(schedule, 8, engine=1, samples=1)
+    assert not schedule.is_generation_over(1)
+    assert begun(schedule, 0) == [], "one that lags may not begin them"
+    assert begun(schedule, 1) == [5, 6, 7, 8]
+    finish_iteration(schedule)
+    assert schedule.versions[0, 8, 0] == 1
+
+
+def test_a_dropped_group_gives_its_place_among_the_older_ones_to_the_next() -> None:
+    schedule = StreamSchedule(AT_ONCE, Sizes(5, 4, 1, 4, max_staleness=1, older_groups=2))
+    admit(schedule, 0, samples=1)
+    decided(schedule, dict.fromkeys(range(4)))
+    assert schedule.groups_wanted(0) == 0 and schedule.opened == 2, "4 to 7 went ahead"
+    assert begun(schedule, 0) == [4, 5] and not schedule.is_generation_over(0), (
+        "a verdict may give their places to others"
+    )
+    selected(schedule, {4: "all_wrong"})
+    assert begun(schedule, 0) == [6]
+    selected(schedule, {5: None, 6: None})
+    assert begun(schedule, 0) == [] and schedule.is_open and schedule.is_generation_over(0)
+    assert begun(schedule, 1) == [7], "whatever the batch still needs is of its own version"
+
+
+def test_groups_that_went_ahead_are_begun_for_the_open_batch_once_it_needs_them() -> None:
+    schedule = StreamSchedule(AT_ONCE, Sizes(5, 4, 1, 4, max_staleness=1, older_groups=1))
+    admit(schedule, 0, samples=1)
+    assert begun(schedule, 0) == [0, 1, 2, 3, 4], "4 may be older in the next batch"
+    selected(schedule, {0: "all_wrong", 1: "all_wrong"})
+    assert begun(schedule, 0) == [5, 6], "4 and 5 should be needed for this one, and 6 has the place in the next"
+
+
+def test_groups_that_were_begun_and_have_no_place_in_the_next_batch_are_the_first() -> None:
+    assert begun_too_many({3: 0, 4: None, 5: 0, 6: 1, 7: None}, 2) == {3}
+    assert begun_too_many({3: 0, 5: 0}, 0) == {3, 5} and begun_too_many({3: 0}, 2) == set()
+
+
+def setting_aside(prompts: int) -> StreamSchedule:
+    return StreamSchedule(PLAIN, Sizes(5, prompts, 1, prompts, max_staleness=1, surplus="keep", sets_aside=True))
+
+
+def leased(schedule: StreamSchedule, version: int) -> Lease:
+    lease = schedule.take("actor.generate", "engine", 0.0, 1.0, 1, engine_version=version)
+    assert lease is not None
+    return lease
+
+
+def test_a_row_that_is_set_aside_goes_on_with_the_next_batch_and_is_drawn_to_its_end_there() -> None:
+    schedule = setting_aside(2)
+    admit(schedule, 0, samples=1)
+    long, short = leased(schedule, 0), leased(schedule, 0)
+    assert schedule.may_set_aside(long)
+    schedule.set_aside(long.number, 0.0, version=0)
+    schedule.acknowledge(short.number, 0.0, 0)
+    assert schedule.close() is None, "its place is another group's"
+    assert admit(schedule, 2, samples=1) == work(schedule, "actor.generate") == [(0, 2, 0), (0, 3, 0)]
+    outcome = schedule.close()
+    assert outcome is not None and (outcome.groups, outcome.surplus) == ((1, 2), (3,))
+    assert schedule.groups_wanted(0) == 0 and not schedule.is_open, (
+        "with one version for going on it is begun by its own"
+    )
+    finish_iteration(schedule)
+    assert schedule.groups_wanted(1) == 0 and schedule.is_open and schedule.sampling.pending == [0]
+    again = leased(schedule, 1)
+    assert again.rows == long.rows and not schedule.may_set_aside(again)
+    schedule.acknowledge(again.number, 0.0, 0)
+    outcome = schedule.close()
+    assert outcome is not None and outcome.groups == (0, 3)
+    finish_iteration(schedule)
+    assert schedule.max_staleness_seen == 1
+
+
+def test_where_as_many_groups_are_set_aside_as_staleness_has_room_for_the_first_are_awaited() -> None:
+    schedule = setting_aside(1)
+    admit(schedule, 0, samples=1)
+    schedule.set_aside(leased(schedule, 0).number, 0.0, version=0)
+    assert schedule.close() is None and schedule.groups_wanted(0) == 0
+    to_its_end = leased(schedule, 0)
+    assert to_its_end.rows == ((0, 0, 0),) and not schedule.may_set_aside(to_its_end)
+    schedule.acknowledge(to_its_end.number, 0.0, 0)
+    outcome = schedule.close()
+    assert outcome is not None and outcome.groups == (0,)

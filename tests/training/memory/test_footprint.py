@@ -1,0 +1,114 @@
+"""Memory counted without storage equals what a model with storage takes."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from braidrl.config import TrainerConfig
+from braidrl.config.layout import ParallelLayout
+from braidrl.engines.embedded.slots import SlotCache
+from braidrl.errors import UserError
+from braidrl.training.compute.attention import PackedSequences
+from braidrl.training.loading import load_decoder
+from braidrl.training.memory.footprint import (
+    activation_bytes,
+    cache_bytes,
+    gathered_bytes,
+    message_bytes,
+    model_shape,
+    resident_bytes,
+)
+from braidrl.training.optimizer import MasterOptimizer
+from tests.training.activations import kept_bytes
+
+TOKENS = 96
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_resident_bytes_are_those_of_a_model_that_trains(
+    tiny_models: dict[str, Path], name: str, dtype: torch.dtype
+) -> None:
+    model = load_decoder(tiny_models[name], dtype)
+    optimizer = MasterOptimizer(list(model.parameters()), TrainerConfig(learning_rate=1e-3), 1e-3)
+    hidden = model.base_model(
+        input_ids=torch.arange(8)[None], position_ids=torch.arange(8)[None], use_cache=False,
+        sequences=PackedSequences.of([8]),
+    ).last_hidden_state  # fmt: skip
+    optimizer.backward({"rows": hidden.sum() + model.get_output_embeddings().weight.sum()})
+    gradients = [part for part in optimizer.sums["rows"] if part is not None]
+    found = {"weights": size(list(model.parameters())), "gradients": size(gradients)}
+    optimizer.step({"rows": 1.0}, 1)
+    state = optimizer.state()
+    if dtype is torch.bfloat16:
+        found["master weights"] = size([t for name, t in state.items() if name.endswith("master")])
+    found["AdamW moments"] = size([t for name, t in state.items() if "exp_avg" in name])
+    assert resident_bytes(model_shape(tiny_models[name], dtype), trained=True) == found
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
+def test_activations_are_what_autograd_keeps(tiny_models: dict[str, Path], name: str) -> None:
+    model = load_decoder(tiny_models[name])
+    real = kept_bytes(model, TOKENS)
+    counted = activation_bytes(model_shape(tiny_models[name], torch.float32), TOKENS, checkpointing=False)
+    assert counted == pytest.approx(real, rel=0.1), "kernels on the CPU keep a little beside, such as sums of scores"
+
+
+def test_checkpointing_keeps_the_inputs_of_layers_and_one_layer_whole(tiny_models: dict[str, Path]) -> None:
+    shape = model_shape(tiny_models["qwen3"], torch.float32)
+    shape.config.num_hidden_layers = 32
+    whole, checkpointed = (activation_bytes(shape, TOKENS, checkpointing) for checkpointing in (False, True))
+    assert checkpointed < whole / 5
+    more = activation_bytes(shape, 2 * TOKENS, checkpointing=True)
+    assert more == pytest.approx(2 * checkpointed, rel=0.05)
+
+
+def test_the_cache_is_counted_as_it_is_reserved(tiny_models: dict[str, Path]) -> None:
+    shape = model_shape(tiny_models["qwen3"], torch.float32)
+    cache = SlotCache(shape.config, shape.config.num_hidden_layers, 16, torch.float32, torch.device("cpu"))
+    cache.reserve(64)
+    assert cache_bytes(shape.config, 4, 16, 64) == cache.store.untyped_storage().nbytes()
+
+
+def test_no_weights_are_needed_but_a_configuration_is(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((tiny_models["qwen3"] / "config.json").read_bytes())
+    assert (
+        model_shape(tmp_path, torch.float32).parameters == model_shape(tiny_models["qwen3"], torch.float32).parameters
+    )
+    with pytest.raises(UserError, match=r"no config\.json"):
+        model_shape(tmp_path.parent, torch.float32)
+
+
+def size(tensors: list[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in tensors}.values())
+
+
+def test_a_layout_divides_what_its_axes_divide(tiny_models: dict[str, Path]) -> None:
+    shape = model_shape(tiny_models["qwen3"], torch.bfloat16)
+    whole = resident_bytes(shape, trained=True)
+    for shard in ("full", "optimizer"):
+        sharded = resident_bytes(shape, True, ParallelLayout(data=4, tensor=2, shard=shard))
+        assert sharded == {part: pytest.approx(size / 8, abs=8) for part, size in whole.items()}
+    assert resident_bytes(shape, True, ParallelLayout(data=4, tensor=2)) == {p: size // 2 for p, size in whole.items()}
+    layouts = [ParallelLayout(data=4), ParallelLayout(data=4, shard="full"), ParallelLayout(data=4, shard="optimizer")]
+    deeper = replace(shape, config=deepcopy(shape.config), parameters=shape.parameters + 6 * shape.layer_parameters)
+    deeper.config.num_hidden_layers += 6
+    none, full, optimizer = (gathered_bytes(deeper, layout) for layout in layouts)
+    assert none == 0 < full < optimizer
+    hybrid = resident_bytes(shape, True, ParallelLayout(data=4, nodes=2, shard="full"))
+    assert hybrid == {part: pytest.approx(size / 2, abs=8) for part, size in whole.items()}
+    stages = ParallelLayout(data=1, pipeline=4)
+    # Two of eight layers, and of embedding and head one.
+    own = 2 * shape.layer_parameters + deeper.config.vocab_size * deeper.config.hidden_size + deeper.config.hidden_size
+    assert resident_bytes(deeper, False, stages) == {"weights": 2 * own}
+    sharded = ParallelLayout(data=2, pipeline=4, shard="full")
+    assert resident_bytes(deeper, False, sharded) == {"weights": own} and gathered_bytes(deeper, sharded) == 2 * own
+    assert message_bytes(deeper, TOKENS, True, stages) == 2 * message_bytes(deeper, TOKENS, False, stages) > 0
+    assert message_bytes(deeper, TOKENS, True, ParallelLayout(data=4)) == 0
+    alone, divided = (activation_bytes(shape, TOKENS, False, ParallelLayout(data=1, tensor=n)) for n in (1, 2))
+    assert alone / 2 < divided < alone

@@ -1,0 +1,117 @@
+"""Every stage finds what it needs in memory, the budget holds, and moves repeat from iteration to iteration."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from braidrl.errors import UserError
+from braidrl.flow import Flow, Kind, Stage, actor, critic, reference, reward
+from braidrl.flow.stage import Signature
+from braidrl.training.memory.residency import (
+    PUBLISH,
+    Asset,
+    ResidencyMove,
+    ResidencyPlan,
+    needed_assets,
+    residency_plan,
+    sizes_during,
+)
+
+
+def train(role: str) -> Stage:
+    return Stage(f"{role}.update", "update", role, Signature(Kind.TRAIN, ("tokens",)))
+
+
+def ppo() -> Flow:
+    return Flow(
+        "ppo",
+        [
+            actor.generate(), reward.score(), reference.log_probs(), critic.values(), actor.log_probs(),
+            train("critic"), train("actor"),
+        ],
+    )  # fmt: skip
+
+
+ASSETS = [
+    Asset("actor", "engine"), Asset("actor", "optimizer"), Asset("actor", "weights"),
+    Asset("critic", "optimizer"), Asset("critic", "weights"), Asset("reference", "weights"), Asset("reward", "weights"),
+]  # fmt: skip
+
+
+def follow(plan: ResidencyPlan, flow: Flow, sizes: dict[Asset, int], budget: int, shared: frozenset[str]) -> None:
+    """Makes the moves of three iterations and asserts what must hold before each step."""
+    needs = needed_assets(flow, shared)
+    resident = {asset for asset in sizes if asset in plan.kept or asset in needs[PUBLISH]}
+    for _ in range(3):
+        for step, moves in plan.before.items():
+            for verb, asset in moves:
+                assert (verb in ("wake", "sleep")) == (asset.part == "engine")
+                if verb in ("onload", "wake"):
+                    assert asset not in resident
+                    resident.add(asset)
+                else:
+                    resident.remove(asset)
+                assert sum(sizes[a] for a in resident) <= budget
+            assert needs[step] & set(sizes) <= resident
+
+
+@given(st.lists(st.integers(1, 20), min_size=len(ASSETS), max_size=len(ASSETS)), st.integers(0, 60), st.booleans())
+def test_stages_find_their_assets_within_any_budget_that_holds_the_largest_stage(
+    bytes_of: list[int], spare: int, share: bool
+) -> None:
+    flow, sizes = ppo(), dict(zip(ASSETS, bytes_of, strict=True))
+    shared = frozenset({"actor"} if share else ())
+    largest = max(sum(sizes[a] for a in needed) for needed in needed_assets(flow, shared).values())
+    follow(residency_plan(flow, sizes, largest + spare, shared), flow, sizes, largest + spare, shared)
+    with pytest.raises(UserError, match=f"and {largest - 1:,} are there"):
+        residency_plan(flow, sizes, largest - 1, shared)
+
+
+def test_with_room_for_all_or_no_budget_nothing_moves() -> None:
+    sizes = dict.fromkeys(ASSETS, 5)
+    for budget in (None, 5 * len(ASSETS)):
+        plan = residency_plan(ppo(), sizes, budget)
+        assert plan.kept == set(ASSETS) and not any(plan.before.values())
+
+
+def test_a_tight_process_lets_its_engine_sleep_while_it_trains() -> None:
+    flow = Flow("grpo", [actor.generate(), train("actor")])
+    sizes = {Asset("actor", "engine"): 6, Asset("actor", "weights"): 2, Asset("actor", "optimizer"): 6}
+    plan = residency_plan(flow, sizes, 8)
+    engine, optimizer = Asset("actor", "engine"), Asset("actor", "optimizer")
+    assert plan.kept == {Asset("actor", "weights")}
+    assert plan.before == {
+        "actor.generate": (),
+        "actor.update": (ResidencyMove("sleep", engine), ResidencyMove("onload", optimizer)),
+        PUBLISH: (ResidencyMove("offload", optimizer), ResidencyMove("wake", engine)),
+    }
+
+
+def test_a_reference_that_copies_the_actor_needs_both() -> None:
+    flow = Flow("ema", [actor.generate(), train("actor"), reference.update(source="actor", decay=0.9)])
+    assert needed_assets(flow, frozenset({"actor"}))["reference.update"] == {
+        Asset("actor", "weights"), Asset("reference", "weights"),
+    }  # fmt: skip
+
+
+def test_a_role_that_infers_with_a_copy_of_its_weights_needs_both_to_infer_and_its_own_alone_to_train() -> None:
+    needs = needed_assets(ppo(), copied=frozenset({"critic"}))
+    own, copy = Asset("critic", "weights"), Asset("critic", "inference")
+    assert needs["critic.values"] == {own, copy} and needs["actor.log_probs"] == {Asset("actor", "weights")}
+    assert copy not in needs["critic.update"]
+
+
+def test_a_stage_over_the_budget_is_named_with_what_it_needs() -> None:
+    sizes = {Asset("actor", "weights"): 2_000, Asset("actor", "optimizer"): 6_000}
+    with pytest.raises(UserError, match=r"actor.update needs 8,000 bytes .*optimizer 6,000, actor weights 2,000"):
+        residency_plan(Flow("grpo", [actor.generate(), train("actor")]), sizes, 7_000)
+
+
+def test_an_engine_that_sleeps_leaves_its_room_for_keys_and_values_to_others() -> None:
+    flow = Flow("grpo", [actor.generate(), train("actor")])
+    engine, weights, optimizer = Asset("actor", "engine"), Asset("actor", "weights"), Asset("actor", "optimizer")
+    sizes = {engine: 6, weights: 2, optimizer: 6}
+    assert residency_plan(flow, sizes, 9).kept == {weights}
+    plan = residency_plan(flow, sizes, 9, asleep={engine: 1})
+    assert plan.kept == {engine, weights} and sizes_during(flow, sizes, {engine: 1})["actor.update"][engine] == 1
+    assert sizes_during(flow, sizes, {engine: 1})["actor.generate"][engine] == 6

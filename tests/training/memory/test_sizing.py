@@ -1,0 +1,70 @@
+"""Slots and tokens of a micro-batch use the memory that is free, and no more of it."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from braidrl.training.memory.budget import GIB, MIB
+from braidrl.training.memory.sizing import (
+    MOST_SLOTS,
+    MOST_TOKENS,
+    RESERVE,
+    SLOT_MULTIPLE,
+    TOKEN_MULTIPLE,
+    Demand,
+    FittingSizes,
+    fitting_sizes,
+)
+
+SEVEN_B = Demand(stays=30 * GIB, training=GIB, token=2 * MIB, slot=112 * MIB, longest=2048, rows=1024)
+"""About what a model of 7B needs that is trained by adapters, with rows of 2,048 tokens."""
+
+
+@pytest.mark.parametrize(
+    ("gib", "changes", "expected"),
+    [
+        (80, {}, FittingSizes(384, 20480)),
+        (80, {"rows": 100}, FittingSizes(112, 20480)),
+        (80, {"together": True}, FittingSizes(192, 10240)),
+        (141, {}, FittingSizes(880, 48128)),
+        (40, {}, FittingSizes(48, 2048)),
+        (24, {}, FittingSizes(16, 2048)),
+        (80, {"slot": 0}, FittingSizes(None, 20480)),
+        (80, {"token": 0}, FittingSizes(384, None)),
+        (80, {"token": 0, "together": True}, FittingSizes(384, None)),
+        (1000, {}, FittingSizes(1024, 65536)),
+        (80, {"token": 1, "rows": 3}, FittingSizes(16, 6144)),
+    ],
+)
+def test_sizes_of_a_model_of_7b(gib: int, changes: dict[str, int], expected: FittingSizes) -> None:
+    assert fitting_sizes(gib * GIB, Demand(**{**vars(SEVEN_B), **changes})) == expected
+
+
+size = st.integers(1, 1 << 40)
+demands = st.builds(
+    Demand, stays=size, training=size, token=st.integers(0, 1 << 24), slot=st.integers(0, 1 << 34),
+    longest=st.integers(1, 40_000), rows=st.integers(1, 10_000), together=st.booleans(),
+)  # fmt: skip
+
+
+@given(st.integers(0, 1 << 40), demands)
+def test_what_is_chosen_fits_unless_the_least_does_not(free: int, demand: Demand) -> None:
+    slots, tokens = fitting_sizes(free, demand)
+    assert (slots is None, tokens is None) == (demand.slot == 0, demand.token == 0)
+    room = int(free * (1 - RESERVE)) - demand.stays
+    caches, training = (slots or 0) * demand.slot, (tokens or 0) * demand.token + (demand.training if tokens else 0)
+    if slots is not None:
+        assert slots % SLOT_MULTIPLE == 0 and SLOT_MULTIPLE <= slots <= MOST_SLOTS
+        assert slots < demand.rows + SLOT_MULTIPLE
+        assert slots == SLOT_MULTIPLE or caches <= room
+    if tokens is not None:
+        assert demand.longest <= tokens <= max(demand.longest, MOST_TOKENS, TOKEN_MULTIPLE)
+        assert tokens == demand.longest or training <= room
+    if demand.together and slots not in (None, SLOT_MULTIPLE) and tokens not in (None, demand.longest):
+        assert caches + (training if tokens else 0) <= room
+
+
+@given(st.integers(0, 1 << 40), st.integers(0, 1 << 38), demands)
+def test_more_memory_never_makes_less_of_it(free: int, more: int, demand: Demand) -> None:
+    for less, larger in zip(fitting_sizes(free, demand), fitting_sizes(free + more, demand), strict=True):
+        assert less is None or (larger is not None and less <= larger)

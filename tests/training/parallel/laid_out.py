@@ -1,0 +1,407 @@
+"""What ranks with layouts do in tests: one case after the other on the same processes, each compared with one process."""
+
+from __future__ import annotations
+
+import errno
+import json
+from contextlib import closing
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from braidrl.algorithms.ragged import Ragged
+from braidrl.cluster.groups import subgroup
+from braidrl.cluster.world import World
+from braidrl.config import Config, LoraConfig, parse_config
+from braidrl.config.layout import ParallelLayout
+from braidrl.data.rows import Rows
+from braidrl.engines.divided.decoding import TensorRanks, load_for_decoding
+from braidrl.observe.metrics import Sums
+from braidrl.training.backend_contract import CHECKS, BackendUnderTest
+from braidrl.training.checkpoint import divided_state, full_state_dict, load_worker, save_worker
+from braidrl.training.memory.footprint import activation_bytes, model_shape
+from braidrl.training.objective import Objective, denominators, with_group_tokens
+from braidrl.training.parallel.replicated import DataParallel
+from braidrl.training.roles.make import DecoderWorker
+from braidrl.weights import joint_file
+from braidrl.weights.joint_file import FileLayout, WeightWriter
+from braidrl.weights.mirror import Following, LayoutCopy, local_weight_parts
+from braidrl.weights.shards import full_tensor, local_shard
+from braidrl.weights.transfer import LIMIT_BYTES, TransferVolume, WeightTransfer
+from braidrl.weights.weight_index import weight_parts
+from tests.tiny import TOKENIZER, settings
+from tests.training.activations import kept_bytes
+
+OBJECTIVE: dict[str, Any] = {"loss": "clip", "aggregate": "token-mean", "entropy_coef": 0.01}
+Found = dict[str, torch.Tensor]
+
+
+def make_rows(prompt: int = 0) -> Rows:
+    """Twelve rows of very different lengths, from 2 to 60 tokens; or where a group has one prompt, of so many tokens more."""
+    draw = torch.Generator().manual_seed(5)
+    lengths = torch.tensor([2, 60, 3, 5, 9, 41, 2, 4, 17, 3, 28, 6])
+    prompts = (lengths // 3).clamp(min=1)
+    actions, count = lengths - prompts, len(lengths)
+    if prompt:
+        prompts = torch.full_like(lengths, prompt)
+        lengths = prompts + actions
+    mask = torch.cat([torch.arange(n) >= p for n, p in zip(lengths.tolist(), prompts.tolist(), strict=True)])
+    tokens = torch.randint(0, len(TOKENIZER), (int(lengths.sum()),), generator=draw)
+    if prompt:
+        tokens[~mask] = torch.arange(count).repeat_interleave(prompts) // 2
+    old = -2.5 + 0.3 * torch.randn(int(actions.sum()), generator=draw, dtype=torch.float64)
+    rows = Rows(
+        {
+            "source": torch.zeros(count, dtype=torch.int64), "group": torch.arange(count) // 2,
+            "sample": torch.arange(count) % 2, "length": lengths, "action_tokens": actions,
+            "advantage": torch.randn(count, generator=draw, dtype=torch.float64),
+            "tokens": Ragged.from_lengths(tokens, lengths), "action_mask": Ragged.from_lengths(mask, lengths),
+            "sequence_lengths": Ragged.from_lengths(lengths, torch.ones_like(lengths)),
+            "old_log_probs": Ragged.from_lengths(old, actions),
+        }
+    )  # fmt: skip
+    return with_group_tokens(rows, rows)
+
+
+def config_of(model: str, layout: dict[str, Any] | None = None, dtype: str = "float64", **more: Any) -> Config:
+    # Recomputed activations go through the same collectives a second time.
+    trainer = {
+        "max_tokens_per_device": 64, "max_grad_norm": 0.5, "layout": layout or {},
+        "activation_checkpointing": bool(layout), **more,
+    }  # fmt: skip
+    return parse_config(settings(Path("."), Path(model), Path("none.jsonl"), dtype=dtype, trainer=trainer))
+
+
+def own_rows(rows: Rows, world: World) -> torch.Tensor:
+    """Positions of a rank's rows: the last of several has none."""
+    owner = torch.arange(len(rows)) % max(1, world.size - 1)
+    return (owner == world.rank).nonzero().flatten()
+
+
+def one_step(worker: DecoderWorker, mine: torch.Tensor, iteration: int = 1, prompt: int = 0) -> Found:
+    """Log-probs of own rows; then what one optimizer step on all rows leaves: norm, gradients as Adam keeps them, weights."""
+    rows, objective = make_rows(prompt), Objective.of("actor", OBJECTIVE)
+    own = rows.take(mine)
+    found = {"log_probs": worker.forward("log_probs", own).values}
+    half = len(own) // 2
+    for part in (own.take(list(range(half))), own.take(list(range(half, len(own))))):
+        worker.forward_backward(objective, part, Sums())
+    norm = worker.optim_step({"tokens": denominators(rows)["tokens"]}, iteration)
+    assert norm is not None and worker.optimizer is not None
+    found["norm"] = torch.tensor(norm, dtype=torch.float64)
+    found |= {f"state {name}": full_tensor(t) for name, t in divided_state(worker.optimizer).items()}
+    return found | {f"weight {name}": tensor.clone() for name, tensor in full_state_dict(worker).items()}
+
+
+@cache
+def alone(model: str, dtype: str = "float64", steps: int = 1, prompt: int = 0) -> Found:
+    """The last of several steps of one process on all rows."""
+    worker = DecoderWorker("actor", config_of(model, dtype=dtype), train=True)
+    for iteration in range(1, steps + 1):
+        found = one_step(worker, torch.arange(len(make_rows())), iteration, prompt)
+    return found
+
+
+def differences(found: Found, wanted: Found, mine: torch.Tensor, dtype: str = "float64") -> list[str]:
+    """What is not the same to 1e-7; in float32 the norm, log-probs and gradients to 1e-4: Adam's first step is a sign."""
+    wanted = dict(wanted)
+    wanted["log_probs"] = Ragged.from_lengths(wanted["log_probs"], make_rows()["action_tokens"]).take(mine).values
+    limit, left_out = (1e-7, ()) if dtype == "float64" else (1e-4, ("weight",))
+    # A stage of a pipeline has the gradients of its own layers; weights are compared whole.
+    assert found.keys() <= wanted.keys()
+    assert all(name.startswith("state") for name in wanted.keys() - found.keys())
+    return [
+        f"{name} by {float((tensor.double() - wanted[name].double()).abs().max()):.1e}"
+        for name, tensor in found.items()
+        if not name.startswith(left_out or "-")
+        and not torch.allclose(tensor.double(), wanted[name].double(), rtol=limit, atol=limit)
+    ]
+
+
+def not_divided(worker: DecoderWorker, ranks: int) -> list[str]:
+    """Says so where a rank holds more of the weights and of Adam's moments than its share, norms aside."""
+    layout, parameters = worker.config.trainer.layout.resolve(ranks), list(worker.model.parameters())
+    assert layout.data is not None and worker.optimizer is not None
+    shards = layout.tensor * layout.shard_ranks
+    # The first and the last stage have the vocabulary, which is large beside these layers.
+    layers = sum(shape.numel() for name, shape in worker.shapes.items() if "layers" in name)
+    vocabulary = worker.model.config.vocab_size * worker.model.config.hidden_size
+    everything = sum(shape.numel() for shape in worker.shapes.values())
+    share = layers / layout.pipeline + vocabulary if layout.pipeline > 1 else everything
+    limit = 1.1 * share / shards
+    held = sum(local_shard(p).numel() for p in parameters)
+    moments = sum(t.numel() for name, t in worker.optimizer.state().items() if name.endswith("exp_avg"))
+    return [f"holds {n} elements, its share is {limit:.0f}" for n in (held, moments) if n > limit]
+
+
+def compare(world: World, task: dict[str, Any]) -> dict[str, list[str]]:
+    """By case, what differs from one process on any rank."""
+    torch.set_num_threads(1)
+    found = {}
+    for name, (model, layout, dtype) in task["cases"].items():
+        world.at(name)
+        mine = own_rows(make_rows(), world)
+        worker = DecoderWorker("actor", config_of(model, layout, dtype), True, DataParallel(world.group, world))
+        differing = differences(one_step(worker, mine), alone(model, dtype), mine, dtype) + not_divided(
+            worker, world.size
+        )
+        found[name] = of_all_ranks(world, differing)
+    for model, layout, prompt in task.get("shared", []):
+        found[f"one prompt under {layout}"] = of_all_ranks(world, with_shared_prompts(world, model, layout, prompt))
+    for model, layout in task.get("kept", []):
+        found[f"{model} keeps under {layout}"] = of_all_ranks(world, kept_otherwise(world, model, layout))
+    for case in task.get("copied", []):
+        found |= copied_weights(world, *case)
+    for number, (model, layout, trainer) in enumerate(task.get("contract", [])):
+        keep_contract(world, config_of(model, layout, **trainer), Path(task["folder"], f"contract-{number}"))
+    for case in task.get("saved", []):
+        found |= saved_and_loaded(world, *case)
+    for case in task.get("reshaped", []):
+        found |= reshaped(world, *case)
+    return found
+
+
+def of_all_ranks(world: World, differing: list[str]) -> list[str]:
+    parts = world.gather("differences", json.dumps(differing).encode())
+    return [f"rank {rank}: {d}" for rank, part in enumerate(parts) for d in json.loads(bytes(part))]
+
+
+def with_shared_prompts(world: World, model: str, layout: dict[str, Any], prompt: int) -> list[str]:
+    """What differs from one process where rows of a group have a prompt of so many tokens, which is computed once."""
+    config, mine = config_of(model, layout), own_rows(make_rows(), world)
+    trainer = config.trainer.model_copy(update={"share_prompts": True})
+    worker = DecoderWorker(
+        "actor", config.model_copy(update={"trainer": trainer}), True, DataParallel(world.group, world)
+    )
+    assert worker.shares_prompts(make_rows(prompt))
+    return differences(one_step(worker, mine, prompt=prompt), alone(model, prompt=prompt), mine)
+
+
+def kept_otherwise(world: World, model: str, layout: dict[str, Any]) -> list[str]:
+    """Says so where a forward pass keeps more or less for the backward one than is counted: what is between matrices once alone."""
+    tokens, found = 96, []
+    shape, whole = model_shape(Path(model), torch.float64), ParallelLayout.model_validate(layout).resolve(world.size)
+    one = tokens * shape.config.hidden_size * shape.element_bytes
+    # The input of each layer and of the last norm, and two results of this: divided. What comes of it is whole.
+    inputs = (shape.config.num_hidden_layers + 3 - 1) * one // whole.tensor + one
+    counted = {False: activation_bytes(shape, tokens, False, whole), True: inputs}
+    for checkpointing, wanted in counted.items():
+        config = config_of(model, layout)
+        trainer = config.trainer.model_copy(update={"activation_checkpointing": checkpointing})
+        worker = DecoderWorker(
+            "actor", config.model_copy(update={"trainer": trainer}), True, DataParallel(world.group, world)
+        )
+        worker.model.train()
+        real = kept_bytes(worker.model, tokens)
+        if not 0.9 < real / wanted < 1.1:
+            found.append(f"keeps {real} bytes where {wanted} are counted, with {checkpointing=}")
+    return found
+
+
+def copied_weights(world: World, model: str, other: str, layouts: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """A role's weights move towards those of another that is divided in another way; what is not as far as it should be."""
+    first, second = (
+        DecoderWorker("reference", config_of(path, layout), False, DataParallel(world.group, world))
+        for path, layout in zip((model, other), layouts, strict=True)
+    )
+    own, others = full_state_dict(first), full_state_dict(second)
+    wanted = {name: tensor * 0.25 + others[name] * 0.75 for name, tensor in own.items()}
+    Following(first, second).move(0.25)
+    found = full_state_dict(first)
+    return {f"copied {layouts}": [n for n, t in found.items() if not torch.allclose(t, wanted[n], rtol=0, atol=1e-12)]}
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest new tensor that anything makes."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in known:
+                self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
+        return result
+
+
+def reshaped(world: World, model: str, layouts: list[dict[str, Any]], lora: bool) -> dict[str, list[str]]:
+    """From the first layout, after a step, to each other one and to files of all ranks: what is not the same, too much or too large."""
+    config = adapted_config(model, layouts[0]) if lora else config_of(model, layouts[0])
+    worker = DecoderWorker("actor", config, True, DataParallel(world.group, world))
+    found, wanted = {}, one_step(worker, own_rows(make_rows(), world))
+    wanted = {name.removeprefix("weight "): tensor for name, tensor in wanted.items() if name.startswith("weight ")}
+    limit = 8192  # less than a matrix of a layer
+    for layout in layouts[1:]:
+        other = DecoderWorker("actor", config_of(model, layout), False, DataParallel(world.group, world), is_copy=True)
+        copy = LayoutCopy.of(worker, partial(local_weight_parts, other), other.ranks.is_sharded, limit)
+        with Largest() as largest:
+            copy.refresh()
+        problems = [
+            f"{name} differs"
+            for name, tensor in full_state_dict(other).items()
+            if not equal(tensor, wanted[name], lora)
+        ]
+        problems += traffic_problems(copy.transfer, copy.traffic, limit)
+        if not lora and largest.bytes > limit:
+            problems.append(f"a tensor of {largest.bytes} bytes was made")
+        if layout == layouts[0] and copy.traffic.sent + copy.traffic.received:
+            problems.append("what was there was sent")
+        found[f"{model} {layouts[0]} to {layout}, lora {lora}"] = everywhere(world, problems)
+    found[f"{model} {layouts[0]} to files, lora {lora}"] = everywhere(world, written(world, worker, wanted, lora))
+    found[f"{model} {layouts[0]} to slices, lora {lora}"] = everywhere(world, sliced(world, worker, wanted, lora))
+    return found
+
+
+def written(world: World, worker: DecoderWorker, wanted: Found, nearly: bool) -> list[str]:
+    """What is wrong with the files that all ranks write together, in memory and in a folder, and where there is no room."""
+    ranks, parts = worker.ranks, weight_parts(worker.model)
+    writer, to_folder = WeightWriter(parts, ranks, check=True), WeightWriter(parts, ranks, repeat=True)
+    for _ in range(2):
+        with closing(writer.in_memory(parts)) as file:
+            read = dict(file.tensors())
+    folder = to_folder.in_folder(parts, None)
+    again = dict(folder.tensors())
+    problems = [n for n, t in wanted.items() if not (equal(read[n], t, nearly) and equal(again[n], t, nearly))]
+    problems += traffic_problems(writer.transfer, writer.traffic, LIMIT_BYTES)
+    problems += [f"{name} is kept by a rank that does not write it" for name in full_state_dict(worker, wanted=False)]
+    if not read.keys() == again.keys() == folder.shapes().keys() == wanted.keys() or writer.traffic.sent:
+        problems.append(f"the file has {sorted(read)}, and {writer.traffic.sent} bytes were sent for it on one machine")
+    problems += on_two_machines(world, worker, wanted, nearly)
+    world.gather("read", b"")
+    folder.close()
+    world.gather("closed", b"")
+    writer.layout = FullLayout(**vars(writer.layout))
+    try:
+        writer.in_memory(parts)
+    except OSError as error:
+        problems += [str(error)] * (str(error.errno) not in str(error) or "braid-weights" not in str(error))
+    else:
+        problems.append("a file for which there was no room was written")
+    return problems + ["the folder is still there"] * folder.path.exists()
+
+
+def on_two_machines(world: World, worker: DecoderWorker, wanted: Found, nearly: bool) -> list[str]:
+    """What is wrong with the files of machines of which each has every other rank, and gets from the other what it lacks."""
+    parts = weight_parts(worker.model)
+    with patch.object(joint_file, "machine", lambda: f"machine {world.rank % 2}"):
+        writer = WeightWriter(parts, worker.ranks)
+    with closing(writer.in_memory(parts)) as file:
+        read = dict(file.tensors())
+        world.gather("read", b"")
+    problems = [f"{name} differs on two machines" for name, t in wanted.items() if not equal(read[name], t, nearly)]
+    return problems + traffic_problems(writer.transfer, writer.traffic, LIMIT_BYTES)
+
+
+class FullLayout(FileLayout):
+    """For whose file a machine has no memory."""
+
+    def make(self, path: Path, mode: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def sliced(world: World, worker: DecoderWorker, wanted: Found, nearly: bool) -> list[str]:
+    """What is wrong with the slices that pairs of ranks decode with; those who train with them have them already."""
+    group = subgroup(torch.arange(world.size).view(-1, 2))
+    assert group is not None
+    model, slices = load_for_decoding(worker.path, worker.dtype, "cpu", TensorRanks(group))
+    copy = LayoutCopy.of(worker, lambda: weight_parts(model, slices), divided=True)
+    copy.refresh()
+    found = model.state_dict()
+    problems = [n for n, whole in wanted.items() if not equal(found[n], slices.boxes[n].of(whole), nearly)]
+    if worker.config.trainer.layout == ParallelLayout(tensor=2) and copy.traffic.sent:
+        problems.append("what was there was sent")
+    return problems + traffic_problems(copy.transfer, copy.traffic, LIMIT_BYTES)
+
+
+def equal(found: torch.Tensor, wanted: torch.Tensor, nearly: bool) -> bool:
+    """To the bit; sums of an adapter may be added in another order where a part of it is merged alone."""
+    return torch.allclose(found, wanted, rtol=0, atol=1e-12) if nearly else torch.equal(found, wanted)
+
+
+def traffic_problems(transfer: WeightTransfer, traffic: TransferVolume, limit: int) -> list[str]:
+    """Says so where a rank sent or received more than the plan says, or more at a time than the limit."""
+    planned = (transfer.plan.sends.total, transfer.plan.receives.total)
+    found = [
+        f"{done} bytes of {all_}"
+        for done, all_ in zip((traffic.sent, traffic.received), planned, strict=True)
+        if done != all_
+    ]
+    return found + [f"{traffic.peak} bytes at a time"] * (traffic.peak > limit)
+
+
+def everywhere(world: World, problems: list[str]) -> list[str]:
+    """The problems of all ranks."""
+    parts = world.gather("problems", json.dumps(problems).encode())
+    return [f"rank {rank}: {p}" for rank, part in enumerate(parts) for p in json.loads(bytes(part))]
+
+
+def keep_contract(world: World, config: Config, folder: Path) -> None:
+    """Every check of a training backend; what one does not keep ends the ranks."""
+    rows = make_rows()
+    subject = BackendUnderTest(
+        lambda: DecoderWorker("actor", config, True, DataParallel(world.group, world)), Objective.of("actor", OBJECTIVE),
+        rows.take(own_rows(rows, world)), {"tokens": denominators(rows)["tokens"]}, folder,
+        lambda: world.gather("exported", b""), world.first,
+    )  # fmt: skip
+    for check in CHECKS:
+        world.at(f"{check.__name__} under {config.trainer.layout}")
+        check(subject)
+
+
+def saved_and_loaded(world: World, model: str, layouts: list[dict[str, Any]], folder: str) -> dict[str, list[str]]:
+    """Saves after a step under the first layout, goes on under each, and leaves exports in float32 of each."""
+    found, mine = {}, own_rows(make_rows(), world)
+    first = DecoderWorker("actor", config_of(model, layouts[0]), True, DataParallel(world.group, world))
+    one_step(first, mine)
+    save_worker(first, Path(folder, "saved"), world.first)
+    for number, layout in enumerate(layouts):
+        world.gather("saved", b"")
+        worker = DecoderWorker("actor", config_of(model, layout), True, DataParallel(world.group, world))
+        load_worker(worker, Path(folder, "saved"))
+        found[f"loaded under {layout} from {layouts[0]}"] = differences(
+            one_step(worker, mine, 2), alone(model, steps=2), mine
+        ) + not_divided(worker, world.size)
+        single = DecoderWorker("actor", config_of(model, layout, "float32"), True, DataParallel(world.group, world))
+        save_worker(single, Path(folder, f"export-{number}"), world.first)
+    return found
+
+
+def with_adapters(world: World, task: dict[str, Any]) -> dict[str, list[str]]:
+    """Of adapters that ranks train together under each layout, what differs from one process, at once and after a resume."""
+    torch.set_num_threads(1)
+    found = {}
+    for number, layout in enumerate(task["layouts"]):
+        world.at(str(layout))
+        config = adapted_config(task["model"], layout)
+        mine, folder = own_rows(make_rows(), world), Path(task["folder"], f"saved-{number}")
+        worker = DecoderWorker("actor", config, True, DataParallel(world.group, world))
+        differing = differences(one_step(worker, mine), alone_adapted(task["model"], 1), mine)
+        save_worker(worker, folder, world.first)
+        world.gather("saved", b"")
+        # What this layout saved, and the one before it, and one process.
+        for saved in (folder, Path(task["folder"], f"saved-{number - 1}" if number else "alone")):
+            again = DecoderWorker("actor", config, True, DataParallel(world.group, world))
+            load_worker(again, saved)
+            differing += differences(one_step(again, mine, 2), alone_adapted(task["model"], 2), mine)
+        found[str(layout)] = of_all_ranks(world, differing)
+    return found
+
+
+def adapted_config(model: str, layout: dict[str, Any] | None = None) -> Config:
+    config = config_of(model, layout)
+    trainer = config.trainer.model_copy(update={"lora": LoraConfig(rank=4, alpha=6.0), "learning_rate": 1e-2})
+    return config.model_copy(update={"trainer": trainer})
+
+
+@cache
+def alone_adapted(model: str, steps: int) -> Found:
+    worker = DecoderWorker("actor", adapted_config(model), train=True)
+    for iteration in range(1, steps + 1):
+        found = one_step(worker, torch.arange(len(make_rows())), iteration)
+    return found

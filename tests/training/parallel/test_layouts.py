@@ -1,0 +1,206 @@
+"""Invariant 4 on many devices: gradient norm, gradients, log-probs and weights do not depend on the layout."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from braidrl.cluster.ranks import run_ranks
+from braidrl.errors import UserError
+from braidrl.training.backend_contract import CHECKS, BackendUnderTest
+from braidrl.training.checkpoint import load_worker
+from braidrl.training.objective import Objective, denominators
+from braidrl.training.roles.make import DecoderWorker
+from tests.tiny import MODELS, TOKENIZER
+from tests.training.parallel.laid_out import OBJECTIVE, alone, config_of, differences, make_rows, one_step
+
+WAIT_S = 200.0
+SOAKED = 12
+"""Cases on the same processes: each makes about seven process groups, whose threads take time while they wait."""
+# Each axis, each kind of shard and each model, and every two axes together.
+PAIRWISE: dict[int, list[tuple[str, dict[str, Any]]]] = {
+    2: [
+        ("qwen2", {"shard": "full"}), ("qwen3", {"shard": "optimizer"}), ("qwen2", {"tensor": 2}),
+        ("llama", {"sequence": 2, "shard": "full"}), ("qwen3", {"pipeline": 2}),
+    ],
+    4: [
+        ("qwen3", {"tensor": 2, "shard": "full"}), ("qwen2", {"sequence": 2, "shard": "optimizer"}),
+        ("llama", {"tensor": 2, "sequence": 2}), ("qwen2", {"pipeline": 2, "shard": "full"}),
+        ("qwen3", {"pipeline": 2, "tensor": 2}), ("llama", {"pipeline": 2, "sequence": 2, "shard": "optimizer"}),
+        ("qwen2", {"pipeline": 4}), ("qwen3", {"nodes": 2, "shard": "full"}), ("llama", {"tensor": 4}),
+    ],
+}  # fmt: skip
+SAVED = {
+    "one": [{"tensor": 2, "shard": "full"}, {"sequence": 2, "shard": "optimizer"}, {"pipeline": 2}],
+    "two": [{"pipeline": 2, "shard": "full"}, {"tensor": 2}],
+}  # fmt: skip
+"""Layouts that checkpoints go on under; of each list the first saves. (pipeline, tensor, data) is (1, 2, 2), and (2, 1, 2)."""
+LEFT_OUT = [{"pipeline": 4}, {"tensor": 4}, *SAVED["one"], *SAVED["two"]]
+"""Of the layouts of four ranks: an axis that is as with two, and those that steps after a checkpoint are compared under."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The tiny models with eight heads and four of keys and values, so that four ranks can divide them."""
+    folder, paths = tmp_path_factory.mktemp("wide"), {}
+    for seed, name in enumerate([*MODELS, "other qwen2"]):
+        config = deepcopy(MODELS[name.removeprefix("other ")])
+        config.num_attention_heads, config.num_key_value_heads, config.head_dim = 8, 4, 4
+        config.num_hidden_layers = 4
+        if name != "llama":
+            config.layer_types = ["full_attention"] * 4
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)
+        TOKENIZER.save_pretrained(folder / name)
+        paths[name] = str(folder / name)
+    return paths
+
+
+def in_ranks(size: int, cases: dict[str, Any], **more: Any) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = run_ranks(
+        "tests.training.parallel.laid_out:compare", {"cases": cases, **more}, size, WAIT_S
+    )
+    return found
+
+
+def test_two_ranks_compute_what_one_process_does(models: dict[str, str], tmp_path: Path) -> None:
+    cases = {f"{n} {layout}": (models[n], layout, "float64") for n, layout in PAIRWISE[2]}
+    # The contract of training backends, too; with an optimizer whose state has other names.
+    momentum = {"optimizer": "sgd", "optimizer_settings": {"momentum": 0.9}}
+    contract = [(models["qwen3"], {"shard": "full"}, momentum), (models["qwen2"], {"pipeline": 2}, {})]
+    # Weights that are tied, of a role that is divided in another way.
+    layouts: list[dict[str, Any]] = [{"tensor": 2}, {"shard": "full"}, {"pipeline": 2}, {"tensor": 2}]
+    copied = [(models["qwen2"], models["other qwen2"], pair) for pair in itertools.pairwise(layouts)]
+    # Prompts that rows share, and what is kept of a forward pass, where ranks divide the tokens between matrices.
+    shared = [(models["qwen3"], layout, 24) for layout in ({"tensor": 2}, {"pipeline": 2})]
+    kept = [(models["qwen3"], {"tensor": 2})]
+    more = {"copied": copied, "shared": shared, "kept": kept}
+    found = in_ranks(2, cases, contract=contract, folder=str(tmp_path), **more)
+    assert found == {name: [] for name in found} and len(found) == len(cases) + len(copied) + len(shared) + len(kept)
+
+
+def test_four_ranks_do_too_and_a_checkpoint_of_one_layout_goes_on_under_another(
+    models: dict[str, str], tmp_path: Path
+) -> None:
+    model, everything = models["qwen2"], torch.arange(len(make_rows()))
+    cases = {f"{n} {layout}": (models[n], layout, "float64") for n, layout in PAIRWISE[4] if layout not in LEFT_OUT}
+    found = in_ranks(4, cases, saved=[(model, tried, str(tmp_path / name)) for name, tried in SAVED.items()])
+    assert found == {name: [] for name in found} and len(found) == len(cases) + sum(map(len, SAVED.values()))
+
+    source = load_file(Path(model, "model.safetensors"))
+    for name, tried in SAVED.items():
+        worker = DecoderWorker("actor", config_of(model), train=True)
+        load_worker(worker, tmp_path / name / "saved")
+        assert differences(one_step(worker, everything, 2), alone(model, steps=2), everything) == []
+        for number in range(len(tried)):
+            export = load_file(tmp_path / name / f"export-{number}" / "model.safetensors")
+            assert export.keys() == source.keys()
+            assert all(torch.equal(tensor, source[name]) for name, tensor in export.items())
+            assert AutoModelForCausalLM.from_pretrained(tmp_path / name / f"export-{number}").dtype == torch.float32
+        refused_as_another_model(models["llama"], tmp_path / name / "saved")
+        refused_as_damaged(worker, tmp_path / name / "saved")
+
+
+# From the first of each to all others, and to files: tied weights on two stages, parts that are not equal, replicas.
+RESHAPED: dict[int, list[tuple[str, list[dict[str, Any]], bool]]] = {
+    2: [
+        ("qwen2", [{"pipeline": 2}, {"tensor": 2}, {}], False),
+        ("qwen3", [{"shard": "full"}, {"tensor": 2}, {"shard": "full"}], False),
+        ("qwen2", [{"shard": "full"}, {"tensor": 2}], True),
+        ("qwen3", [{"tensor": 2}, {}], True),
+        ("qwen2", [{"tensor": 2}, {"shard": "full"}], False),
+    ],
+    4: [
+        ("qwen2", [{"pipeline": 2, "shard": "full"}, {"tensor": 4}], False),
+        ("qwen3", [{"tensor": 2, "shard": "full"}, {"pipeline": 4}], False),
+        ("llama", [{"sequence": 2, "shard": "optimizer"}, {"nodes": 2, "shard": "full"}], False),
+        ("qwen2", [{"pipeline": 2, "sequence": 2, "shard": "full"}, {"tensor": 2}], True),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
+def test_weights_go_from_one_layout_to_another_and_to_files_block_by_block(models: dict[str, str], size: int) -> None:
+    """To the bit, never more at a time than the bucket, and nothing where it is there already."""
+    cases = [(models[name], layouts, lora) for name, layouts, lora in RESHAPED[size]]
+    found = in_ranks(size, {}, reshaped=cases)
+    assert found == {name: [] for name in found} and len(found) == sum(len(layouts) + 1 for _, layouts, _ in cases)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("lora", [False, True])
+def test_weights_go_from_every_layout_to_every_other(models: dict[str, str], lora: bool) -> None:
+    layouts = [{}, *(layout for _, layout in PAIRWISE[4])]
+    cases = [(models[name], [first, *layouts], lora) for first in layouts for name in ("qwen2", "qwen3")]
+    found = in_ranks(4, {}, reshaped=cases)
+    assert found == {name: [] for name in found}
+
+
+def refused_as_another_model(model: str, saved: Path) -> None:
+    other = DecoderWorker("actor", config_of(model), train=True)
+    before = [p.detach().clone() for p in other.model.parameters()]
+    with pytest.raises(UserError, match="holds another model") as caught:
+        load_worker(other, saved)
+    assert "\n" not in str(caught.value)
+    assert all(torch.equal(p, q) for p, q in zip(other.model.parameters(), before, strict=True))
+
+
+def refused_as_damaged(worker: DecoderWorker, saved: Path) -> None:
+    shard = max((saved / "optimizer").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+    with pytest.raises(UserError, match="is damaged or incomplete") as caught:
+        load_worker(worker, saved)
+    assert "\n" not in str(caught.value)
+    shutil.rmtree(saved / "optimizer")
+    with pytest.raises(UserError, match="is damaged or incomplete"):
+        load_worker(worker, saved)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_one_process_keeps_the_contract_of_training_backends(
+    check: Callable[[BackendUnderTest], None], models: dict[str, str], tmp_path: Path
+) -> None:
+    config, rows = config_of(models["llama"]), make_rows()
+    check(
+        BackendUnderTest(
+            lambda: DecoderWorker("actor", config, train=True), Objective.of("actor", OBJECTIVE), rows,
+            {"tokens": denominators(rows)["tokens"]}, tmp_path / "exported", lambda: None, True,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_every_product_of_axes_and_shards_computes_what_one_process_does(size: int, models: dict[str, str]) -> None:
+    cases, kinds, dtypes = {}, list(MODELS), ["float64"] if size > 2 else ["float64", "float32"]
+    for number, (layout, dtype) in enumerate(itertools.product(every_layout(size), dtypes)):
+        # With four and eight processes each layout has one of the models, each kind of shard all of them.
+        for name in kinds if size == 2 else [kinds[number % len(kinds)]]:
+            cases[f"{name} {layout} {dtype}"] = (models[name], layout, dtype)
+    found: dict[str, list[str]] = {}
+    for start in range(0, len(cases), SOAKED):
+        found |= in_ranks(size, dict(list(cases.items())[start : start + SOAKED]))
+    assert found == {name: [] for name in cases}
+
+
+def every_layout(size: int) -> list[dict[str, Any]]:
+    """Every product of axes that makes so many devices, with each kind of shard, and copies of these on two nodes."""
+    found: list[dict[str, Any]] = []
+    for shard in ("full", "optimizer", "none"):
+        for pipeline, tensor, sequence in itertools.product((1, 2, 4), repeat=3):
+            data, left = divmod(size, pipeline * tensor * sequence)
+            if left or tensor * sequence > 4:
+                continue
+            found.append({"pipeline": pipeline, "tensor": tensor, "sequence": sequence, "shard": shard})
+            if shard != "none" and data > 1:
+                found.append({**found[-1], "nodes": 2})
+    return found

@@ -1,0 +1,50 @@
+"""Masters of a model that is trained in bfloat16 begin as precise as the file that it was loaded from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from braidrl.cluster.ranks import run_ranks
+from braidrl.cluster.world import World
+from braidrl.training.checkpoint import divided_state
+from braidrl.training.parallel.replicated import DataParallel
+from braidrl.training.roles.make import DecoderWorker
+from braidrl.weights.shards import full_tensor
+from braidrl.weights.weight_files import WeightFiles
+from tests.training.parallel.laid_out import config_of
+
+LAYOUTS = ({"shard": "full"}, {"tensor": 2}, {"pipeline": 2})
+
+
+def distances(worker: DecoderWorker) -> list[float]:
+    """The largest difference of each master from the file, and how far the file is from bfloat16 at the most."""
+    assert worker.optimizer is not None
+    files, names = WeightFiles(worker.path), list(worker.shapes)
+    masters = {
+        name: full_tensor(tensor)
+        for name, tensor in divided_state(worker.optimizer).items()
+        if name.endswith(".master")
+    }
+    wanted = {name: files[names[int(name.split(".")[0])]] for name in masters}
+    rounded = max(float((tensor - tensor.bfloat16().float()).abs().max()) for tensor in wanted.values())
+    return [max(float((masters[name] - wanted[name]).abs().max()) for name in masters), rounded]
+
+
+def of_layouts(world: World, task: dict[str, Any]) -> list[list[float]]:
+    configs = [config_of(task["model"], dtype="bfloat16", layout=layout) for layout in LAYOUTS]
+    return [distances(DecoderWorker("actor", config, True, DataParallel(world.group, world))) for config in configs]
+
+
+def test_masters_of_a_whole_model_are_the_files_weights(tiny_models: dict[str, Path]) -> None:
+    worker = DecoderWorker("actor", config_of(str(tiny_models["qwen3"]), dtype="bfloat16"), True)
+    off, rounded = distances(worker)
+    assert off == 0 and rounded > 1e-5
+    assert all(p.dtype == torch.bfloat16 for p in worker.model.parameters())
+
+
+def test_masters_of_a_divided_model_are_the_files_weights_too(tiny_models: dict[str, Path]) -> None:
+    found = run_ranks("tests.training.roles.test_masters:of_layouts", {"model": str(tiny_models["qwen3"])}, 2, 120.0)
+    assert [off for off, _ in found] == [0, 0, 0]

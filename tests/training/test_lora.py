@@ -1,0 +1,199 @@
+"""LoRA: gradients of the adapters, what is merged from them, and what a checkpoint keeps of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from braidrl.cluster.ranks import run_ranks
+from braidrl.config import Config, LoraConfig
+from braidrl.config.layout import ParallelLayout
+from braidrl.errors import UserError
+from braidrl.observe.metrics import Sums
+from braidrl.training.backend_contract import CHECKS, BackendUnderTest
+from braidrl.training.checkpoint import full_state_dict, load_worker, save_worker
+from braidrl.training.lora import ADAPTER
+from braidrl.training.memory.footprint import model_shape, resident_bytes
+from braidrl.training.objective import Objective, denominators
+from braidrl.training.roles.make import DecoderWorker, ScalarWorker
+from braidrl.weights.mirror import Following
+from tests.training.parallel.laid_out import OBJECTIVE, config_of, make_rows, one_step
+
+LORA = {"rank": 4, "alpha": 6.0}
+
+
+def adapted(model: Path, dtype: str = "float64", layout: dict[str, Any] | None = None, **lora: Any) -> Config:
+    config = config_of(str(model), layout, dtype)
+    trainer = config.trainer.model_copy(update={"lora": LoraConfig(**{**LORA, **lora}), "learning_rate": 1e-2})
+    return config.model_copy(update={"trainer": trainer})
+
+
+def started(config: Config, steps: int = 1) -> DecoderWorker:
+    """A worker whose adapters are no longer zero."""
+    worker = DecoderWorker("actor", config, train=True)
+    for iteration in range(1, steps + 1):
+        one_step(worker, torch.arange(len(make_rows())), iteration)
+    return worker
+
+
+def gradients(worker: DecoderWorker) -> dict[str, torch.Tensor]:
+    """Of the loss sum over all rows, by parameter."""
+    assert worker.optimizer is not None
+    worker.forward_backward(Objective.of("actor", OBJECTIVE), make_rows(), Sums())
+    names = {id(p): name for name, p in worker.model.named_parameters()}
+    found = zip(worker.optimizer.parameters, worker.optimizer.sums.pop("tokens"), strict=True)
+    return {names[id(p)]: gradient for p, gradient in found if gradient is not None}
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama"])
+def test_gradients_are_the_chain_rule_on_the_merged_weights_gradient(
+    tiny_models: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    """dL/dA = α/r · Bᵀ dL/dW and dL/dB = α/r · dL/dW Aᵀ, with dL/dW of a plain model that has the merged weights."""
+    worker = started(adapted(tiny_models[name]))
+    save_worker(worker, tmp_path / "merged")
+    plain = DecoderWorker("actor", config_of(str(tmp_path / "merged")), train=True)
+    of_weights, of_adapters = gradients(plain), gradients(worker)
+    tensors, scaling = dict(worker.model.named_parameters()), LORA["alpha"] / LORA["rank"]
+    layers = [n.removesuffix(".lora_A.default.weight") for n in of_adapters if n.endswith("lora_A.default.weight")]
+    assert len(layers) == 2 * 7 and len(of_adapters) == 2 * len(layers), "nothing but adapters has a gradient"
+    for layer in layers:
+        down, up, of_weight = (
+            tensors[f"{layer}.lora_A.default.weight"], tensors[f"{layer}.lora_B.default.weight"],
+            of_weights[f"{layer}.weight"],
+        )  # fmt: skip
+        assert up.abs().max() > 0
+        found = of_adapters[f"{layer}.lora_A.default.weight"], of_adapters[f"{layer}.lora_B.default.weight"]
+        torch.testing.assert_close(found[0], scaling * up.T @ of_weight, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(found[1], scaling * of_weight @ down.T, rtol=1e-9, atol=1e-9)
+
+
+def test_an_export_is_a_plain_model_that_says_the_same_and_peft_reads_the_adapters(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    config, rows = adapted(tiny_models["qwen2"]), make_rows()
+    worker = started(config, steps=2)
+    save_worker(worker, tmp_path)
+    source = AutoModelForCausalLM.from_pretrained(tiny_models["qwen2"], dtype=torch.float64)
+    merged = DecoderWorker("reference", config_of(str(tmp_path)), train=False)
+    assert merged.model.state_dict().keys() == source.state_dict().keys()
+    expected = worker.forward("log_probs", rows).values
+    torch.testing.assert_close(merged.forward("log_probs", rows).values, expected, rtol=0, atol=1e-9)
+    assert not torch.allclose(
+        DecoderWorker("reference", config_of(str(tiny_models["qwen2"])), train=False).forward("log_probs", rows).values,
+        expected,
+    )
+    by_peft = PeftModel.from_pretrained(source, str(tmp_path / ADAPTER)).double().merge_and_unload()
+    for name, tensor in merged.model.state_dict().items():
+        torch.testing.assert_close(by_peft.state_dict()[name], tensor, rtol=0, atol=1e-12)
+
+
+def test_only_adapters_have_masters_and_moments(tiny_models: dict[str, Path]) -> None:
+    worker = started(adapted(tiny_models["qwen3"], "bfloat16"))
+    assert worker.optimizer is not None
+    assert worker.model.dtype == torch.bfloat16 and worker.model.base_model.rotary_emb.inv_freq.dtype == torch.float32
+    assert all(master.dtype == torch.float32 for master in worker.optimizer.masters)
+    # A layer's adapter has rank · (in + out) numbers: attention 32 wide with 16 for keys and values, MLP 48.
+    per_layer = 4 * ((32 + 32) * 2 + (32 + 16) * 2 + (32 + 48) * 3)
+    assert sum(master.numel() for master in worker.optimizer.masters) == 2 * per_layer
+    shape = model_shape(tiny_models["qwen3"], torch.bfloat16, lora=LoraConfig(**LORA))
+    found = resident_bytes(shape, trained=True)
+    assert found["AdamW moments"] == 2 * found["master weights"] == 2 * 4 * 2 * per_layer
+    assert found["weights"] == 2 * sum(p.numel() for p in worker.model.parameters())
+
+
+def test_every_process_begins_with_the_same_adapters(tiny_models: dict[str, Path]) -> None:
+    first = started(adapted(tiny_models["qwen3"]), steps=0)
+    torch.rand(3)
+    second = started(adapted(tiny_models["qwen3"]), steps=0)
+    for one, other in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_worker_with_adapters_keeps_the_contract_of_training_backends(
+    check: Any, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    config, rows = adapted(tiny_models["llama"]), make_rows()
+    check(
+        BackendUnderTest(
+            lambda: DecoderWorker("actor", config, train=True), Objective.of("actor", OBJECTIVE), rows,
+            {"tokens": denominators(rows)["tokens"]}, tmp_path / "exported", lambda: None, True,
+        )
+    )  # fmt: skip
+
+
+def test_checkpoints_of_other_kinds_are_refused_before_anything_changes(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    model = tiny_models["qwen3"]
+    save_worker(started(adapted(model)), tmp_path / "adapted")
+    whole = DecoderWorker("actor", config_of(str(model)), train=True)
+    save_worker(whole, tmp_path / "whole")
+    cases = [
+        (whole, "adapted", "was trained with trainer.lora"),
+        (started(adapted(model), steps=0), "whole", "was trained without trainer.lora"),
+        (started(adapted(model, rank=2), steps=0), "adapted", "holds another model"),
+    ]
+    for worker, folder, message in cases:
+        before = [p.detach().clone() for p in worker.model.parameters()]
+        with pytest.raises(UserError, match=message) as caught:
+            load_worker(worker, tmp_path / folder)
+        assert "\n" not in str(caught.value)
+        assert all(torch.equal(p, q) for p, q in zip(worker.model.parameters(), before, strict=True))
+
+
+def test_a_critics_head_is_trained_beside_its_adapters(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    config = adapted(tiny_models["qwen2"])
+    worker, again = ScalarWorker("critic", config, train=True), ScalarWorker("critic", config, train=True)
+    assert worker.optimizer is not None
+    head = worker.model.score.weight
+    assert any(p is head for p in worker.optimizer.parameters) and not worker.model.base_model.norm.weight.requires_grad
+    with torch.no_grad():
+        head.fill_(0.5)
+    save_worker(worker, tmp_path)
+    load_worker(again, tmp_path)
+    assert torch.equal(again.model.score.weight, head)
+    scorer = ScalarWorker("reward", config_of(str(tmp_path)), train=False)
+    torch.testing.assert_close(
+        scorer.forward("scores", make_rows()).values, worker.forward("scores", make_rows()).values, rtol=0, atol=1e-9
+    )
+
+
+def test_a_copied_reference_takes_the_merged_weights(tiny_models: dict[str, Path]) -> None:
+    worker = started(adapted(tiny_models["qwen2"]))
+    reference = DecoderWorker("reference", config_of(str(tiny_models["qwen2"])), train=False)
+    Following(reference, worker).move(0.0)
+    for name, tensor in full_state_dict(worker).items():
+        assert torch.equal(reference.model.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "layouts"),
+    [
+        ("qwen3", 2, [{"tensor": 2}, {"shard": "full"}, {"sequence": 2, "shard": "optimizer"}, {"pipeline": 2}]),
+        pytest.param(
+            "qwen2", 4, [{"tensor": 2, "shard": "full"}, {"pipeline": 2, "tensor": 2}], marks=pytest.mark.soak
+        ),
+    ],
+)
+def test_ranks_that_divide_the_model_train_the_same_adapters(
+    name: str, ranks: int, layouts: list[dict[str, Any]], tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    model = tiny_models[name]
+    save_worker(started(adapted(model)), tmp_path / "alone")
+    task = {"model": str(model), "layouts": layouts, "folder": str(tmp_path)}
+    found = run_ranks("tests.training.parallel.laid_out:with_adapters", task, ranks, 200.0)
+    assert found == {str(layout): [] for layout in layouts}
+
+
+def test_adapters_divide_with_the_matrices_beside_them(tiny_models: dict[str, Path]) -> None:
+    shape = model_shape(tiny_models["qwen3"], torch.float64, lora=LoraConfig(**LORA))
+    whole, half = (resident_bytes(shape, True, ParallelLayout(data=1, tensor=n))["gradients"] for n in (1, 2))
+    # Of q, k, v, gate and up the first factor is whole, (4, 32) of each; of o and down the second one, (32, 4).
+    assert half == (whole + 2 * 7 * 4 * 32 * 8) / 2

@@ -1,0 +1,116 @@
+"""What is counted is what a loop over tokens, keys and decode steps counts, and what torch counts of a real model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from braidrl.training.decoding_cost import decoding
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from braidrl.algorithms.ragged import Ragged
+from braidrl.data.rows import Rows
+from braidrl.training.memory.footprint import ModelSizes
+from braidrl.training.operations import (
+    MatrixSizes,
+    TokenCounts,
+    decoding_bytes,
+    forward_operations,
+    tokens_seen,
+    training_operations,
+)
+
+LAYERS, WIDTH, INNER, HEADS, KEY_HEADS, HEAD, VOCABULARY = 2, 8, 12, 2, 1, 4, 16
+MATRICES = [
+    (WIDTH, HEADS * HEAD), (WIDTH, KEY_HEADS * HEAD), (WIDTH, KEY_HEADS * HEAD), (HEADS * HEAD, WIDTH),
+    (WIDTH, INNER), (WIDTH, INNER), (INNER, WIDTH),
+]  # fmt: skip
+BODY = LAYERS * sum(a * b for a, b in MATRICES)
+SIZES = ModelSizes(LAYERS, WIDTH, VOCABULARY, HEADS, KEY_HEADS, HEAD, True)
+OURS = MatrixSizes.of(SIZES, BODY + VOCABULARY * WIDTH, False)
+
+
+def counted(rows: list[tuple[int, int]]) -> int:
+    """Multiplications and additions of a forward pass over rows of (prompt, response) tokens, one token after the other."""
+    operations = 0
+    for prompt, response in rows:
+        for place in range(prompt + response):
+            for rows_of, columns in MATRICES * LAYERS:
+                operations += 2 * rows_of * columns
+            for _ in range(LAYERS * HEADS):
+                for _ in range(place + 1):
+                    operations += 2 * HEAD  # its score
+                    operations += 2 * HEAD  # its value, weighed
+            # A token is predicted from the one before it.
+            operations += 2 * WIDTH * VOCABULARY * (prompt <= place + 1 < prompt + response)
+    return operations
+
+
+def as_rows(rows: list[tuple[int, int]], groups: list[int] | None = None) -> Rows:
+    lengths = [p + r for p, r in rows]
+    tokens = Ragged.from_rows([[7] * n for n in lengths], torch.int64)
+    mask = torch.cat([torch.arange(p + r) >= p for p, r in rows])
+    return Rows(
+        {
+            "group": torch.tensor(groups or list(range(len(rows)))),
+            "tokens": tokens,
+            "action_mask": tokens.with_values(mask),
+            "sequence_lengths": Ragged(tokens.lengths, torch.arange(len(rows) + 1)),
+        }
+    )
+
+
+LENGTHS = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 6)), min_size=1, max_size=5)
+
+
+@given(LENGTHS)
+def test_operations_are_those_of_a_loop_over_tokens_and_keys(rows: list[tuple[int, int]]) -> None:
+    counts = TokenCounts.of(as_rows(rows))
+    assert forward_operations(OURS, counts) == counted(rows)
+    assert training_operations(OURS, counts, frozen=False) == 3 * counted(rows)
+    assert training_operations(OURS, counts, frozen=True) == 2 * counted(rows)
+
+
+@given(st.integers(1, 6), st.lists(st.integers(1, 6), min_size=1, max_size=5))
+def test_a_shared_prompt_counts_once(prompt: int, responses: list[int]) -> None:
+    rows = [(prompt, n) for n in responses]
+    saved = (len(rows) - 1) * counted([(prompt, 0)])
+    shared = TokenCounts.of(as_rows(rows, [0] * len(rows)), shared_prompts=True)
+    assert forward_operations(OURS, shared) == counted(rows) - saved
+
+
+@given(LENGTHS, st.integers(1, 4))
+def test_bytes_are_those_of_a_loop_over_decode_steps(rows: list[tuple[int, int]], slots: int) -> None:
+    waiting, active, read, steps = list(rows), [], 0, 0
+    while waiting or active:
+        while waiting and len(active) < slots:
+            prompt, response = waiting.pop(0)
+            active.append([prompt, response])
+        steps, read = steps + 1, read + 2 * (BODY + VOCABULARY * WIDTH)
+        for row in active:
+            read += 2 * row[0] * 2 * LAYERS * KEY_HEADS * HEAD
+            row[0], row[1] = row[0] + 1, row[1] - 1
+        active = [row for row in active if row[1]]
+    assert decoding(torch.tensor([n for _, n in rows]).numpy(), slots).steps == steps
+    assert decoding_bytes(OURS, 2, steps, sum(tokens_seen(p, n) for p, n in rows)) == read
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_operations_are_those_that_torch_counts_of_a_model(tied: bool) -> None:
+    tokens, config = 24, Qwen3Config(
+        vocab_size=96, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, tie_word_embeddings=tied, attn_implementation="eager",
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config)
+    sizes = MatrixSizes.of(ModelSizes.of(config), sum(p.numel() for p in model.parameters()), False)
+    # Plain attention computes the pairs that the mask hides, too.
+    counts = TokenCounts(tokens, tokens, tokens * tokens)
+    with FlopCounterMode(display=False) as forward:
+        loss = model(torch.arange(tokens)[None], use_cache=False).logits.sum()
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    # Norms are no matrices, and rotary angles are none of the model's.
+    assert forward.get_total_flops() == pytest.approx(forward_operations(sizes, counts), rel=0.02)
+    assert backward.get_total_flops() == pytest.approx(2 * forward_operations(sizes, counts), rel=0.02)

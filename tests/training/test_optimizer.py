@@ -1,0 +1,177 @@
+"""The optimizer: sums divided once, masters that hold small steps, schedules, clipping, and a state that comes back."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import nn
+
+from braidrl.config import TrainerConfig
+from braidrl.errors import UserError
+from braidrl.training.optimizer import MasterOptimizer, learning_rate
+from braidrl.training.optimizer_contract import CHECKS, OptimizerUnderTest
+
+
+def trainer(**given: Any) -> TrainerConfig:
+    return TrainerConfig(**{"max_grad_norm": None, "learning_rate": 0.1, **given})
+
+
+def parameter(*values: float, dtype: torch.dtype = torch.float64) -> nn.Parameter:
+    return nn.Parameter(torch.tensor(values, dtype=dtype))
+
+
+def make(p: nn.Parameter, **given: Any) -> MasterOptimizer:
+    config = trainer(**given)
+    return MasterOptimizer([p], config, config.learning_rate)
+
+
+def gradient(optimizer: MasterOptimizer, p: nn.Parameter) -> torch.Tensor:
+    """What AdamW was given in its first step: it keeps (1 − β₁) of it."""
+    return optimizer.optimizer.state[optimizer.masters[0]]["exp_avg"] / (1 - optimizer.config.betas[0])
+
+
+def test_each_sum_is_divided_by_its_own_count_however_it_was_accumulated() -> None:
+    p = parameter(1.0, 2.0)
+    optimizer = make(p)
+    optimizer.backward({"tokens": (p * torch.tensor([3.0, 5.0])).sum(), "rows": p.sum()})
+    optimizer.backward({"tokens": p[0] * 9.0})
+    norm = optimizer.step({"tokens": 4.0, "rows": 2.0}, 1)
+    expected = torch.tensor([12 / 4 + 1 / 2, 5 / 4 + 1 / 2], dtype=torch.float64)
+    torch.testing.assert_close(gradient(optimizer, p), expected)
+    assert norm == pytest.approx(float(expected.norm()))
+    assert p.grad is None, "nothing is left for the next step"
+
+
+def test_a_count_of_zero_leaves_its_sum_out_and_nothing_at_all_leaves_the_weights_alone() -> None:
+    p = parameter(1.0)
+    optimizer = make(p)
+    optimizer.backward({"tokens": 2 * p.sum(), "groups": 100 * p.sum()})
+    optimizer.step({"tokens": 1.0, "groups": 0.0}, 1)
+    assert gradient(optimizer, p).item() == pytest.approx(2.0)
+    before = p.detach().clone()
+    optimizer.backward({"tokens": 7 * p.sum()})
+    assert optimizer.step({"tokens": 0.0}, 2) is None
+    assert torch.equal(p, before) and optimizer.steps == 1
+    optimizer.backward({"tokens": p.sum()})
+    assert optimizer.step({"tokens": 1.0}, 2) == pytest.approx(1.0), "what was left out does not come back later"
+
+
+def test_bfloat16_weights_near_1_really_move_at_a_rate_of_1e_6() -> None:
+    p = parameter(1.0, -1.0, dtype=torch.bfloat16)
+    optimizer = make(p, learning_rate=1e-6)
+    assert (torch.tensor(1.0) - 1e-6).bfloat16() == 1.0, "a bfloat16 weight alone would stand still"
+    for iteration in range(1, 6):
+        optimizer.backward({"tokens": p.sum()})
+        optimizer.step({"tokens": 1.0}, iteration)
+    torch.testing.assert_close(optimizer.masters[0].detach(), torch.tensor([1 - 5e-6, -1 - 5e-6]), rtol=0, atol=5e-7)
+    for iteration in range(6, 4101):
+        optimizer.backward({"tokens": p.sum()})
+        optimizer.step({"tokens": 1.0}, iteration)
+    assert p[0] < 1.0, "enough small steps show in the weights of the forward pass"
+
+
+def test_clipping_scales_the_whole_gradient_and_reports_the_norm_before() -> None:
+    p = parameter(0.0, 0.0)
+    optimizer = make(p, max_grad_norm=1.0)
+    optimizer.backward({"tokens": (p * torch.tensor([30.0, 40.0])).sum()})
+    assert optimizer.step({"tokens": 10.0}, 1) == pytest.approx(5.0)
+    torch.testing.assert_close(gradient(optimizer, p), torch.tensor([0.6, 0.8], dtype=torch.float64), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_changes_nothing(value: float) -> None:
+    p = parameter(1.0)
+    optimizer = make(p)
+    optimizer.backward({"tokens": p.sum() * value})
+    norm = optimizer.step({"tokens": 1.0}, 1)
+    assert norm is not None and not math.isfinite(norm)
+    assert p.item() == 1.0 and optimizer.steps == 0
+    optimizer.backward({"tokens": p.sum()})
+    assert optimizer.step({"tokens": 1.0}, 1) == pytest.approx(1.0)
+
+
+def test_schedules_rise_over_the_warm_up_and_fall_to_the_end_of_the_run() -> None:
+    def rates(**given: Any) -> list[float]:
+        return [round(learning_rate(i, trainer(steps=6, **given), 1.0), 6) for i in range(1, 8)]
+
+    assert rates() == [1.0] * 7
+    assert rates(warmup_steps=2) == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    assert rates(schedule="linear", warmup_steps=2) == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
+    assert rates(schedule="linear") == pytest.approx([1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0], abs=1e-6)
+    assert rates(schedule="cosine", warmup_steps=2) == pytest.approx([0.5, 1, 1, 0.853553, 0.5, 0.146447, 0], abs=1e-6)
+
+
+def test_the_rate_of_an_iteration_is_what_the_step_takes() -> None:
+    p = parameter(1.0)
+    optimizer = make(p, learning_rate=0.4, warmup_steps=4, steps=10)
+    optimizer.backward({"tokens": p.sum()})
+    optimizer.step({"tokens": 1.0}, 1)
+    assert p.item() == pytest.approx(1 - 0.1), "AdamW's first step is the rate itself"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_state_that_was_saved_goes_on_to_the_bit(dtype: torch.dtype) -> None:
+    def train(optimizer: MasterOptimizer, p: nn.Parameter, iterations: range) -> None:
+        for iteration in iterations:
+            optimizer.backward({"tokens": (p.double() ** 2 * iteration).sum()})
+            optimizer.step({"tokens": 3.0}, iteration)
+
+    whole = parameter(0.3, -2.0, dtype=dtype)
+    first = make(whole, weight_decay=0.1)
+    train(first, whole, range(1, 4))
+    saved = {name: tensor.clone() for name, tensor in first.state().items()}
+    resumed = nn.Parameter(whole.detach().clone())
+    second = make(resumed, weight_decay=0.1)
+    second.load_state(saved)
+    train(first, whole, range(4, 7))
+    train(second, resumed, range(4, 7))
+    assert torch.equal(whole, resumed) and torch.equal(first.masters[0], second.masters[0])
+    assert second.steps == 6
+
+
+def test_frozen_parameters_are_left_alone() -> None:
+    frozen, p = parameter(1.0), parameter(1.0)
+    frozen.requires_grad_(False)
+    optimizer = MasterOptimizer([frozen, p], trainer(), 0.1)
+    optimizer.backward({"tokens": (frozen * p).sum()})
+    optimizer.step({"tokens": 1.0}, 1)
+    assert frozen.item() == 1.0 and p.item() != 1.0
+
+
+def test_nothing_is_left_of_an_optimizer_and_its_weights_once_nobody_uses_them() -> None:
+    p = parameter(1.0)
+    optimizer = make(p)
+    optimizer.backward({"tokens": p.sum()})
+    optimizer.step({"tokens": 1.0}, 1)
+    left = [ref(optimizer), ref(p)]
+    del optimizer, p
+    gc.collect()
+    assert [each() for each in left] == [None, None]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    ("name", "settings"), [("adamw", {}), ("sgd", {}), ("sgd", {"momentum": 0.9}), ("torch.optim:RMSprop", {})]
+)
+def test_optimizers_keep_the_contract(
+    name: str, settings: dict[str, Any], check: Callable[[OptimizerUnderTest], None]
+) -> None:
+    check(OptimizerUnderTest(name, settings))
+
+
+def test_state_that_ranks_could_not_divide_is_refused() -> None:
+    p = parameter(1.0, 2.0)
+    optimizer = make(p, optimizer="torch.optim:NAdam")
+    optimizer.backward({"tokens": p.sum()})
+    optimizer.step({"tokens": 1.0}, 1)
+    optimizer.optimizer.state[optimizer.masters[0]]["history"] = [1.0]
+    with pytest.raises(
+        UserError, match=r"trainer.optimizer=torch.optim:NAdam keeps 'history', which is no tensor of its"
+    ):
+        optimizer.state()

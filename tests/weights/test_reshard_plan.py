@@ -1,0 +1,239 @@
+"""Plans from one layout to another: every wanted element comes exactly once, from itself where it is there, from replicas in turn."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from braidrl.weights.boxes import Box
+from braidrl.weights.reshard_plan import Blocks, Moves, RankPlan, TensorGroup, plan_moves, shared_blocks
+from braidrl.weights.rounds import Schedule, rounds_needed
+
+SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=3).map(tuple)
+Element = tuple[int, int]
+"""A tensor's number, and an element's in it."""
+
+
+@st.composite
+def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+    """Any block of a tensor, an empty one included."""
+    starts = [draw(st.integers(0, size)) for size in shape]
+    sizes = [draw(st.integers(0, size - at)) for at, size in zip(starts, shape, strict=True)]
+    return Box(tuple(starts), tuple(sizes))
+
+
+@st.composite
+def layouts(draw: st.DrawFn, complete: bool = True) -> tuple[int, list[TensorGroup]]:
+    """A number of ranks, and groups of tensors: what each rank has, of which one has everything, and what each wants."""
+    ranks, count, groups = draw(st.integers(1, 5)), 0, []
+    for name in "abc"[: draw(st.integers(1, 3))]:
+        shape, tensors = draw(SHAPES), draw(st.integers(1, 3))
+        held, wanted = (
+            {rank: draw(boxes(shape)) for rank in range(ranks) if draw(st.booleans())}
+            for _ in range(2)
+        )  # fmt: skip
+        if complete:
+            held[draw(st.integers(0, ranks - 1))] = Box.whole(shape)
+        item = draw(st.sampled_from([2, 4, 8]))
+        numbers = list(range(count, count + tensors))
+        groups.append(TensorGroup(numbers, name, shape, item, list(held.items()), list(wanted.items())))
+        count += tensors
+    return ranks, groups
+
+
+def elements(shape: tuple[int, ...], box: Box) -> set[int]:
+    """Numbers of a block's elements in the whole tensor: the plain way."""
+    count = int(torch.Size(shape).numel())
+    return set(torch.arange(count).view(shape)[box.slices].flatten().tolist())
+
+
+def shape_of(groups: list[TensorGroup]) -> dict[int, tuple[int, ...]]:
+    return {tensor: group.shape for group in groups for tensor in group.tensors}
+
+
+def of_rank(blocks: str, groups: list[TensorGroup], rank: int) -> set[Element]:
+    """The elements that a rank has, or wants."""
+    return {
+        (tensor, element)
+        for group in groups
+        for owner, box in getattr(group, blocks)
+        for tensor in group.tensors
+        for element in elements(group.shape, box)
+        if owner == rank
+    }
+
+
+def moved(moves: Moves, groups: list[TensorGroup]) -> Iterator[tuple[int, Element]]:
+    """Yield the peer and each element of a rank's moves in one direction."""
+    shapes = shape_of(groups)
+    for peer, tensor, box in zip(moves.peers.tolist(), moves.tensors.tolist(), moves.boxes.tolist(), strict=True):
+        yield from ((peer, (tensor, element)) for element in sorted(elements(shapes[tensor], moves.shapes[box])))
+
+
+@given(layouts())
+def test_every_wanted_element_comes_once_from_a_rank_that_has_it(given_: tuple[int, list[TensorGroup]]) -> None:
+    ranks, groups = given_
+    plans = [plan_moves(groups, rank, ranks) for rank in range(ranks)]
+    for rank, plan in enumerate(plans):
+        stayed = [
+            (t, e) for t, found in plan.stays.items() for box in found for e in elements(shape_of(groups)[t], box)
+        ]
+        received = list(moved(plan.receives, groups))
+        arrived = Counter([*stayed, *(element for _, element in received)])
+        assert set(arrived) == of_rank("wanted", groups, rank) and set(arrived.values()) <= {1}
+        assert set(stayed) <= of_rank("held", groups, rank)
+        assert not {e for _, e in received} & of_rank("held", groups, rank), "what is there does not travel"
+        for peer, element in received:
+            assert element in of_rank("held", groups, peer), "nobody sends what it does not have"
+            assert (rank, element) in list(moved(plans[peer].sends, groups))
+    assert sum(plan.sends.total for plan in plans) == sum(plan.receives.total for plan in plans)
+
+
+def between(moves: Moves, peer: int, groups: list[TensorGroup]) -> list[Element]:
+    return [element for other, element in moved(moves, groups) if other == peer]
+
+
+@given(layouts(), st.integers(50, 120))
+def test_both_ends_of_a_round_know_the_same_elements_and_none_has_more_bytes_than_allowed(
+    given_: tuple[int, list[TensorGroup]], limit: int
+) -> None:
+    ranks, groups = given_
+    plans = [plan_moves(groups, rank, ranks) for rank in range(ranks)]
+    for item in {group.item_bytes for group in groups}:
+        ways = [(plan.sends.of_item(item), plan.receives.of_item(item)) for plan in plans]
+        count = max(rounds_needed(moves, limit) for both in ways for moves in both)
+        schedules = [tuple(Schedule(moves, count) for moves in both) for both in ways]
+        sent, received = (
+            [[in_round(both[end], number, groups) for number in range(count)] for both in schedules] for end in (0, 1)
+        )
+        for number in range(count):
+            for rank in range(ranks):
+                for side in (sent, received):
+                    assert sum(map(len, side[rank][number].values())) * item <= limit
+                for peer, found in sent[rank][number].items():
+                    assert found == received[peer][number][rank], "in the same order"
+        for rank, both in enumerate(ways):
+            for side, moves in zip((sent, received), both, strict=True):
+                every = Counter((peer, e) for one in side[rank] for peer, found in one.items() for e in found)
+                assert every == Counter(moved(moves, groups))
+                assert_first_and_last(Schedule(moves, count), side[rank])
+
+
+def in_round(schedule: Schedule, number: int, groups: list[TensorGroup]) -> dict[int, list[Element]]:
+    """The elements of a round by peer, in their order."""
+    found: dict[int, list[Element]] = {}
+    for piece in schedule.pieces(number):
+        some = torch.arange(int(torch.Size(shape_of(groups)[piece.tensor]).numel())).view(
+            shape_of(groups)[piece.tensor]
+        )
+        found.setdefault(piece.peer, []).extend((piece.tensor, e) for e in some[piece.box.slices].flatten().tolist())
+    return found
+
+
+def assert_first_and_last(schedule: Schedule, rounds: list[dict[int, list[Element]]]) -> None:
+    tensors = 9
+    seen: dict[int, list[int]] = {}
+    for number, one in enumerate(rounds):
+        for tensor in {tensor for found in one.values() for tensor, _ in found}:
+            seen.setdefault(tensor, []).append(number)
+    first, last = schedule.first_rounds(tensors), schedule.last_rounds(tensors)
+    assert first.tolist() == [min(seen.get(tensor, [schedule.count])) for tensor in range(tensors)]
+    assert last.tolist() == [max(seen.get(tensor, [-1])) for tensor in range(tensors)]
+
+
+def alike(held: Blocks, wanted: Blocks, tensors: int, shape: tuple[int, ...] = (3, 4)) -> TensorGroup:
+    return TensorGroup(range(tensors), "layer", shape, 4, held, wanted)
+
+
+def test_replicas_take_turns_and_those_of_the_same_machine_come_first() -> None:
+    whole = Box.whole((3, 4))
+    group = alike([(rank, whole) for rank in range(3)], [(3, whole)], 12)
+
+    def senders(machines: list[str] | None) -> Counter[int]:
+        return Counter(plan_moves([group], 3, 4, machines).receives.peers.tolist())
+
+    assert senders(None) == {0: 4, 1: 4, 2: 4}
+    assert senders(["one", "two", "two", "two"]) == {1: 6, 2: 6}
+    sent = plan_moves([group], 1, 4, ["one", "two", "two", "two"]).sends
+    assert len(sent.peers) == 6 and plan_moves([group], 0, 4, ["one", "two", "two", "two"]).sends.total == 0
+
+
+@pytest.mark.parametrize("wanting", [1, 3, 5, 8])
+def test_replicas_send_equal_numbers_of_tensors(wanting: int) -> None:
+    """Also where they are more, or fewer, than those who want a block."""
+    whole = Box.whole((3, 4))
+    group = alike([(rank, whole) for rank in range(4)], [(4 + rank, whole) for rank in range(wanting)], 8)
+    plans = [plan_moves([group], rank, 12) for rank in range(4)]
+    assert [len(plan.sends.peers) for plan in plans] == [8 * wanting // 4] * 4
+
+
+def test_a_link_is_as_busy_in_each_round_as_in_every_other() -> None:
+    """Also that of a rank with few bytes for many: 64 ranks, of which one of two pipeline ranks has twice as many layers."""
+    ranks, rows = 64, 256
+    held = [(rank, Box((rank * 4, 0), (4, 128))) for rank in range(ranks)]
+    wanted = [(rank, Box((0, rank % 8 * 16), (rows, 16))) for rank in range(ranks)]
+    plan: RankPlan = plan_moves([alike(held, wanted, 12, (rows, 128))], 5, ranks)
+    limit = plan.receives.total // 5
+    count = rounds_needed(plan.receives, limit)
+    assert count <= 6, "five rounds of the bucket, and one for ends that are not whole"
+    schedule = Schedule(plan.receives, count)
+    sizes = [sum(piece.box.elements * 4 for piece in schedule.pieces(number)) for number in range(count)]
+    assert max(sizes) - min(sizes) <= 4 * ranks and sum(sizes) == plan.receives.total
+
+
+def test_what_no_rank_has_is_said() -> None:
+    group = alike([(0, Box((0, 0), (2, 4)))], [(1, Box.whole((4, 4)))], 1, (4, 4))
+    with pytest.raises(ValueError, match=r"no rank has layer at \(2, 0\), which rank 1 wants"):
+        plan_moves([group], 0, 2)
+
+
+def test_a_round_without_room_for_an_element_of_each_peer_is_refused() -> None:
+    group = alike([(0, Box.whole((3, 4)))], [(1, Box.whole((3, 4))), (2, Box.whole((3, 4)))], 1)
+    with pytest.raises(ValueError, match="8 bytes are too few for a round with 2 peers"):
+        rounds_needed(plan_moves([group], 0, 3).sends, 8)
+
+
+@given(layouts(complete=False), st.data())
+def test_ranks_that_write_together_write_everything_once_and_first_what_they_have(
+    given_: tuple[int, list[TensorGroup]], data: st.DataObject
+) -> None:
+    ranks, groups = given_
+    here = data.draw(st.lists(st.sampled_from(range(ranks)), min_size=1, unique=True).map(sorted))
+    for group in groups:
+        count: Counter[int] = Counter()
+        others = {e for rank, box in group.held if rank in here for e in elements(group.shape, box)}
+        for rank, box in shared_blocks(group, here):
+            block = elements(group.shape, box)
+            own = {e for owner, held in group.held if owner == rank for e in elements(group.shape, held)}
+            assert rank in here and (block <= own or not block & others)
+            count.update(block)
+        assert set(count) == elements(group.shape, Box.whole(group.shape)) and set(count.values()) == {1}
+
+
+def test_replicas_write_equal_shares() -> None:
+    whole = alike([(rank, Box.whole((12, 5))) for rank in range(3)], [], 4, (12, 5))
+    assert [box.elements for _, box in shared_blocks(whole, [0, 1, 2])] == [20, 20, 20]
+    assert [rank for rank, _ in shared_blocks(replace(whole, held=whole.held[:1]), [1, 2])] == [1, 2]
+
+
+@given(st.data())
+def test_a_block_less_another_is_the_rest_of_it_and_a_span_is_its_elements_in_order(data: st.DataObject) -> None:
+    shape = data.draw(SHAPES)
+    one, other = data.draw(boxes(shape)), data.draw(boxes(shape))
+    rest = [elements(shape, box) for box in one.without(other)]
+    assert sum(map(len, rest)) == len(set().union(*rest)) and set().union(*rest) == elements(shape, one) - elements(
+        shape, other
+    )
+    start = data.draw(st.integers(0, one.elements))
+    end = data.draw(st.integers(start, one.elements))
+    whole = torch.arange(int(torch.Size(shape).numel())).view(shape)
+    found = [e for box in one.span(start, end) for e in whole[box.slices].flatten().tolist()]
+    assert found == whole[one.slices].flatten().tolist()[start:end]
+    parts = [elements(shape, box) for box in one.divided(data.draw(st.integers(1, 5)))]
+    assert sorted(e for part in parts for e in part) == sorted(elements(shape, one))

@@ -1,0 +1,167 @@
+"""HybridFlow's Table 2 (arXiv 2409.19256) on processes that count bytes: what a rank receives, holds and holds twice between phases.
+
+Of a model of M bytes, trained in pipeline p, tensor t, data d and generated with in pipeline p_g, tensor t_g:
+
+                    DeepSpeed-Chat (gather)     HybridFlow-V (neighbour)     HybridFlow (interval)
+received            (tpd - 1) / tpd · M         (tp - 1) / tp · M            (tp - t_g p_g) / (t_g p_g t p) · M
+peak memory         M                           M                            M / (t_g p_g)
+redundancy          M / tpd                     M / tp                       0
+
+M are the matrices of the layers. What is not divided so is counted by name: norms, which every tensor rank holds, and the embedding and
+the output layer, which only the first and the last pipeline rank have.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from braidrl.cluster.ranks import run_ranks
+from braidrl.config.layout import ParallelLayout
+from braidrl.errors import UserError
+from braidrl.weights.generation_layout import GenerationLayout
+from tests.tiny import TOKENIZER
+from tests.weights.transitions import GROUPINGS, LAYOUTS
+
+RANKS, ITEM = 8, 8
+CASES = list(itertools.product(LAYOUTS, GROUPINGS))
+SOON = [
+    ("1-4-2 to 1-2", "interval"), ("2-2-2 to 2-1", "interval"), ("1-8-1 to 1-4", "interval"),
+    ("1-4-2 to 1-2", "neighbour"), ("2-2-2 to 2-1", "neighbour"), ("2-2-2 to 2-1", "gather"),
+]  # fmt: skip
+"""Each formula with and without stages."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model whose matrices eight ranks divide without a rest."""
+    folder = tmp_path_factory.mktemp("eight")
+    config = Qwen3Config(
+        vocab_size=-(-len(TOKENIZER) // RANKS) * RANKS, hidden_size=64, intermediate_size=96, num_hidden_layers=4,
+        num_attention_heads=8, num_key_value_heads=8, head_dim=8, tie_word_embeddings=False, max_position_embeddings=256,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return str(folder)
+
+
+def measured(model: str, chosen: list[tuple[str, str]]) -> dict[str, list[dict[str, Any]]]:
+    """What each rank measured, by case and grouping."""
+    cases = {}
+    for name, grouping in chosen:
+        (p, t, d), generation = LAYOUTS[name]
+        # DeepSpeed-Chat trains with ZeRO-3 among all ranks.
+        training = {"shard": "full"} if grouping == "gather" else {"pipeline": p, "tensor": t, "data": d}
+        cases[f"{name} {grouping}"] = (training, *generation, grouping)
+    found: dict[str, Any] = run_ranks(
+        "tests.weights.transitions:measure", {"model": model, "cases": cases}, RANKS, 300.0
+    )
+    return found
+
+
+def kind(name: str) -> str:
+    if "norm" in name:
+        return "norms"
+    return "matrices" if "layers" in name else "ends"
+
+
+def sizes(model: str) -> dict[str, int]:
+    """Bytes of each tensor."""
+    return {n: p.numel() * ITEM for n, p in AutoModelForCausalLM.from_pretrained(model).named_parameters()}
+
+
+def of_kind(elements: dict[str, int], *kinds: str) -> int:
+    return sum(count * ITEM for name, count in elements.items() if kind(name) in kinds)
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [SOON, pytest.param([case for case in CASES if case not in SOON], marks=pytest.mark.soak)],
+    ids=["each formula", "all others"],
+)
+def test_a_rank_receives_and_holds_what_the_formula_says(model: str, chosen: list[tuple[str, str]]) -> None:
+    found, every = measured(model, chosen), sizes(model)
+    for case, grouping in chosen:
+        assert_as_in_the_table(found[f"{case} {grouping}"], every, case, grouping)
+
+
+def assert_as_in_the_table(ranks: list[dict[str, Any]], every: dict[str, int], case: str, grouping: str) -> None:
+    (p, t, d), (p_g, t_g) = LAYOUTS[case]
+    m = sum(size for name, size in every.items() if kind(name) == "matrices")
+    received, peak, redundant = {
+        "gather": (m * (t * p * d - 1) // (t * p * d), m, m // (t * p * d)),
+        "neighbour": (m * (t * p - 1) // (t * p), m, m // (t * p)),
+        "interval": (m * (t * p - t_g * p_g) // (t_g * p_g * t * p), m // (t_g * p_g), 0),
+    }[grouping]
+    for rank in ranks:
+        trained, generated = rank["trained"], rank["generated"]
+        assert rank["problems"] == []
+        # What comes on top: all that generation wants of norms, embedding and output layer, less what the rank has.
+        held = generated if grouping == "interval" else every
+        ends = {
+            name: generated[name] * ITEM if grouping == "interval" else every[name]
+            for name in held
+            if kind(name) != "matrices"
+        }
+        lacking = sum(size - trained.get(name, 0) * ITEM for name, size in ends.items())
+        assert rank["received"] == received + lacking
+        assert rank["redundant"] == (redundant + of_kind(trained, "norms", "ends") if grouping != "interval" else 0)
+        # A slice is there twice while it is copied, or cut out of its gathered tensor: one at a time.
+        once = there_twice(trained, generated) if grouping == "interval" else cut_out(every, generated)
+        assert rank["peak"] == peak + sum(ends.values()) + once
+        assert once <= max(generated.values()) * ITEM
+
+
+def there_twice(trained: dict[str, int], generated: dict[str, int]) -> int:
+    """Return the most bytes beyond those of generation while own slices are copied, the largest tensor first."""
+    most, to_come = 0, 0
+    for name in sorted(generated, key=lambda name: -generated[name])[::-1]:
+        most = max(most, trained.get(name, 0) * ITEM - to_come)
+        to_come += (generated[name] - trained.get(name, 0)) * ITEM
+    return most
+
+
+def cut_out(every: dict[str, int], generated: dict[str, int]) -> int:
+    """Return the most bytes beyond those of the whole model while slices are cut out, the smallest tensor first."""
+    most, freed = 0, sum(size for name, size in every.items() if name not in generated)
+    for name in sorted(generated, key=lambda name: generated[name]):
+        most = max(most, generated[name] * ITEM - freed)
+        freed += every[name] - generated[name] * ITEM
+    return most
+
+
+def test_the_groups_are_those_of_the_paper() -> None:
+    """Figure 8: training 1-4-2, generation in tensor 2. Training slices lie in generation slices at intervals alone."""
+    training = ParallelLayout(tensor=4, data=2)
+    assert GenerationLayout(1, 2, "interval").groups(training).flatten(1).tolist() == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert GenerationLayout(1, 2, "neighbour").groups(training).flatten(1).tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    both = ParallelLayout(pipeline=2, tensor=2, data=2)
+    assert GenerationLayout(2, 1, "interval").groups(both).flatten(1).tolist() == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert GenerationLayout(1, 2, "interval").groups(both).flatten(1).tolist() == [[0, 1], [4, 5], [2, 3], [6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("generation", "training", "words"),
+    [
+        (
+            GenerationLayout(1, 3),
+            ParallelLayout(data=8),
+            "rollout.tensor=3: 8 ranks generate, which it does not divide",
+        ),
+        (GenerationLayout(2, 3), ParallelLayout(data=8), "rollout.tensor=3 times pipeline=2: 8 ranks"),
+        (GenerationLayout(1, 4, "interval"), ParallelLayout(tensor=2, data=4), "training has pipeline=1, tensor=2"),
+        (GenerationLayout(1, 2, "neighbour"), ParallelLayout(data=8, shard="full"), "write grouping=gather"),
+        (GenerationLayout(1, 2, "gather"), ParallelLayout(tensor=2, data=4), "write shard=full and nodes=1"),
+    ],
+)
+def test_a_grouping_that_a_layout_cannot_have_is_one_line(
+    generation: GenerationLayout, training: ParallelLayout, words: str
+) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        generation.check(training, 8)
+    assert "\n" not in str(caught.value)
