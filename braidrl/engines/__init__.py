@@ -1,7 +1,7 @@
-"""Engines that turn prompts into trajectories.
+"""Rollout engines: they turn prompts into responses.
 
-Request ──▶ routing ──▶ an engine: embedded, divided, process, vllm, http ──▶ Response        episodes: many turns, one trajectory
+Request ──▶ routing ──▶ an engine: embedded, divided, process, vllm, http ──▶ Response
 
-`engine` is the protocol that every engine follows and `contract` the checks that each must pass; `requests` and `row` are its values,
-`sampling`, `draws` and `stopping` say how tokens are drawn and what ends a response, `weights` is how new weights arrive.
+`engine` is the protocol that every engine follows and `engine_contract` the checks that each must pass. `requests` and `row_request` are
+its values, `sampling` says how tokens are drawn, `factory` makes a role's engines from the configuration.
 """

@@ -1,1 +1,1 @@
-"""The decode step's kernels in C, and the decoder that calls them."""
+"""Kernels in C for CPUs, and torch functions that call them. `building` compiles them for this processor."""

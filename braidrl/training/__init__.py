@@ -1,5 +1,5 @@
-"""The model of one role: loading, parallel layouts, training and inference over packed sequences, and moving weights.
+"""The model of one role: loading, parallel layouts, training and inference over packed sequences.
 
-`backend` is the protocol of a training backend, `contract` the checks that each must pass, and `roles` the one that comes with Braid;
-`objective` is what a train stage minimises, `optimizer` updates, `loading`, `weight_files` and `checkpoint` read and write.
+`backends` is the protocol of a training backend, `backend_contract` the checks that each must pass, and `roles` the backend that comes
+with Braid. `objective` is what a train stage minimises, `optimizer` updates, `loading` and `checkpoint` read and write.
 """

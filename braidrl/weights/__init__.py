@@ -1,3 +1,4 @@
-"""How weights reach an engine: `local` from this process, `shared_file` and `joint_file` through memory that processes of a machine
-share, `broadcast` over the network.
+"""Weights on their way: which rank holds which slice, how slices move to another layout, and how a version reaches an engine.
+
+`weight_index` says who holds what, `reshard_plan` which moves lead to another layout, `update_policy` when an engine loads a version.
 """

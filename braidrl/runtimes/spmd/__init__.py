@@ -1,2 +1,2 @@
-"""The distributed runtime: every rank runs the same list of stages. `launch` starts the ranks, `shard` is a rank's part of a table,
-`backend` runs a stage on it and moves rows between ranks."""
+"""Eager and distributed: every rank runs the same list of stages; eager is one rank. `launch` starts the ranks, `shard` is a rank's
+part of a table, `ranks` runs a stage on it and moves rows between ranks through `data_buffer`."""

@@ -1,1 +1,0 @@
-"""Where roles live and when they run: residency of several roles in one process, simulation, and plans."""

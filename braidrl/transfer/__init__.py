@@ -1,1 +1,0 @@
-"""How rows get from stage to stage: leases, protocols, buffers and queues."""
