@@ -13,6 +13,7 @@ Shapes: N tokens packed, S sequences of one length, L that length, H query heads
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import signature
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -59,6 +60,10 @@ def braid_attention(
 AttentionInterface.register(ATTENTION, braid_attention)
 
 
+# torch 2.11 takes fewer heads of keys than of queries as they are; later versions want a flag.
+GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+
+
 @dataclass(frozen=True, eq=False)
 class PackedSequences:
     """Causal attention within each of the sequences of `lengths`, packed one after the other.
@@ -97,7 +102,7 @@ class PackedSequences:
         back = -1 if window is None else window - 1
         output = varlen_attn(
             query.contiguous(), key.contiguous(), value.contiguous(), self.offsets, self.offsets, longest, longest,
-            scale=scaling, window_size=(back, 0), enable_gqa=query.shape[1] != key.shape[1],
+            scale=scaling, window_size=(back, 0), **(GROUPED if query.shape[1] != key.shape[1] else {}),
         )  # fmt: skip
         assert isinstance(output, Tensor)
         return output
