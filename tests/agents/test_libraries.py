@@ -29,7 +29,7 @@ from examples.tool_arithmetic import demo, task
 from tests.agents.chat import Script, make_chat_tokenizer, make_rows, turn_template
 from tests.tiny import free_port
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 OPENENV = EXAMPLES.parent / "build" / "environments-venv" / "bin" / "python"
 SERVER = EXAMPLES / "tool_arithmetic" / "server.py"
 LIMITS = Limits(at_once=3, timeout_s=60, max_turns=4, max_sequence_tokens=4000)

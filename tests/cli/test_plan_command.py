@@ -97,7 +97,7 @@ def test_plans_for_two_cores_and_more_train_as_they_are(workshop: Workshop, runt
 def test_a_process_takes_the_memory_that_its_plan_says(tmp_path: Path) -> None:
     # In a process of its own: what this one has taken before would count.
     file = tmp_path / "memory.json"
-    root = Path(__file__).parents[3]
+    root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-m", "benchmarks.planning.memory", str(file)], cwd=root, check=True, timeout=600)
     assert json.loads(file.read_text())["ratio"] == pytest.approx(1.0, abs=0.1)
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 WAITS = {
-    "rollout/embedded/batch.py:SlotBatch.step": "once a step the host learns which rows have ended, and fills their slots",
-    "rollout/embedded/batch.py:SlotBatch.take": "finished responses go to the host",
-    "rollout/sampling.py:_nucleus_threshold": "the vocabulary is sorted only where its likeliest tokens do not reach top-p",
-    "models/roles/base.py:RoleWorker.forward": "answers of inference go to the host, once for each micro-batch",
-    "models/roles/base.py:RoleWorker._forward_backward": "once for each micro-batch: whether its loss is finite",
+    "engines/embedded/batch.py:SlotBatch.step": "once a step the host learns which rows have ended, and fills their slots",
+    "engines/embedded/batch.py:SlotBatch.take": "finished responses go to the host",
+    "engines/sampling.py:_nucleus_threshold": "the vocabulary is sorted only where its likeliest tokens do not reach top-p",
+    "training/roles/base.py:RoleWorker.forward": "answers of inference go to the host, once for each micro-batch",
+    "training/roles/base.py:RoleWorker._forward_backward": "once for each micro-batch: whether its loss is finite",
     "observe/metrics.py:Sums.add_per_token": "once for each micro-batch: all of its metrics",
-    "models/optimizer.py:MasterOptimizer._clip": "once an optimizer step: the norm of its gradient",
-    "models/checkpoint.py:copied": "a checkpoint is copied to host memory",
-    "models/checkpoint.py:full_state_dict": "merged weights go to host memory",
+    "training/optimizer.py:MasterOptimizer._clip": "once an optimizer step: the norm of its gradient",
+    "training/checkpoint.py:copied": "a checkpoint is copied to host memory",
+    "training/checkpoint.py:full_state_dict": "merged weights go to host memory",
     "algorithms/groups.py:Groups.of": "pairs are found anew in each micro-batch",
     "algorithms/row_losses.py:pair_loss": "pairs are checked in each micro-batch",
 }
 DOUBLES = {
-    "rollout/sampling.py:inverse_cdf": "running sums over the vocabulary, by which a token is found as on a CPU",
-    "rollout/sampling.py:_nucleus_threshold": "running sums of the likeliest tokens",
+    "engines/sampling.py:inverse_cdf": "running sums over the vocabulary, by which a token is found as on a CPU",
+    "engines/sampling.py:_nucleus_threshold": "running sums of the likeliest tokens",
 }

@@ -30,7 +30,6 @@ STAGES = {"reward.score", "data.join", "algorithm.scale", "trainer.stepz"}
 """Stages of flows that are called as keys might be, a setting of a recipe that a page writes, and a mistake."""
 MISTAKE = "trainer.stepz=3"
 """Shown with the line that it ends in."""
-REMEDIES = ROOT / "docs" / "remedies.yaml"
 
 
 def code(page: Path) -> Iterator[str]:
@@ -90,7 +89,7 @@ def recipe_keys() -> list[set[str]]:
 RECIPE_KEYS = recipe_keys()
 
 
-@pytest.mark.parametrize("page", [*PAGES, REMEDIES], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_flags_and_keys_of_a_page_exist(page: Path) -> None:
     for name, *words in commands(page):
         assert name in COMMANDS, f"braid {name}"

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from braidrl.training.decoding_cost import decoding, generate_work
 from hypothesis import given
 from hypothesis import strategies as st
 
 from braidrl.config.layout import ParallelLayout
+from braidrl.plan.generation import generate_work
 from braidrl.plan.layouts import activations
 from braidrl.plan.lengths import batch_lengths, spread
 from braidrl.plan.plan_devices import known_kinds
@@ -26,6 +26,7 @@ from braidrl.plan.work import (
     train_work,
 )
 from braidrl.training.memory.footprint import activation_bytes, model_shape
+from braidrl.training.operations import decoding
 from tests.plan.problems import cluster, problem, write_sizes
 
 NODE = Nodes(8)

@@ -20,7 +20,7 @@ import torch
 from braidrl.queue.transfer_queue import TransferQueue
 from braidrl.queue.transport import QueueError
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 TASKS = {"score": ["x"], "train": ["x", "score"]}
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from braidrl.errors import UserError
 from braidrl.queue.samplers import SAMPLERS, Candidate, check_sampler, checked, sampler_named
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "longest_first.py"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "longest_first.py"
 
 
 @pytest.mark.parametrize("name", [*SAMPLERS, f"{EXAMPLE}:longest_first"])

@@ -20,7 +20,7 @@ from braidrl.queue.table import Block
 from braidrl.queue.transfer_queue import QueueFull, TransferQueue
 from braidrl.queue.transport import QueueError
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 def segments(queue: TransferQueue) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from braidrl.training.decoding_cost import decoding
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,6 +15,7 @@ from braidrl.training.memory.footprint import ModelSizes
 from braidrl.training.operations import (
     MatrixSizes,
     TokenCounts,
+    decoding,
     decoding_bytes,
     forward_operations,
     tokens_seen,

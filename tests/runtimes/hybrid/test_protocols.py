@@ -21,7 +21,7 @@ from braidrl.runtimes.hybrid.protocols import (
     registered,
 )
 
-OWN = Path(__file__).parents[2] / "examples" / "own_protocol" / "methods.py"
+OWN = Path(__file__).parents[3] / "examples" / "own_protocol" / "methods.py"
 
 
 class Worker:
