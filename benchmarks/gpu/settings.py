@@ -1,6 +1,7 @@
 """Stand-ins for packages that are not installed where a GPU is.
 
-That of pydantic holds the configuration's defaults and what was given, and checks nothing. That of msgpack is empty: no rows travel here.
+That of pydantic holds the configuration's defaults and what was given, and checks nothing. That of msgspec has a class
+without behaviour: no message is sent here.
 """
 
 from __future__ import annotations
@@ -81,10 +82,19 @@ def converted(hint: Any, value: Any) -> Any:
     return value
 
 
+class Struct:
+    """The place of `msgspec.Struct`, whose subclasses have settings."""
+
+    def __init_subclass__(cls, **settings: Any) -> None:
+        super().__init_subclass__()
+
+
 def stand_in() -> None:
     """Put stand-ins into the places of packages that are not installed."""
-    if importlib.util.find_spec("msgpack") is None:
-        sys.modules["msgpack"] = types.ModuleType("msgpack")
+    if importlib.util.find_spec("msgspec") is None:
+        messages: Any = types.ModuleType("msgspec")
+        messages.Struct = Struct
+        sys.modules["msgspec"] = messages
     if importlib.util.find_spec("pydantic") is not None:
         return
     module: Any = types.ModuleType("pydantic")

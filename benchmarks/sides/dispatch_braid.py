@@ -21,14 +21,13 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.ray_cluster import RayCluster, import_ray
 from braidrl.config import ClusterConfig
-from braidrl.data.codec import decode, encode
+from braidrl.data.codec import decode, encode, unpack_rows
 from braidrl.data.rows import Column, Rows
 from braidrl.flow import Kind, Stage
 from braidrl.flow.stage import Signature
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.hybrid.group import WorkerGroup
 from braidrl.runtimes.hybrid.handles import READ, Answer, Handle, Output
-from braidrl.runtimes.hybrid.messages import unpack_index
 from braidrl.runtimes.hybrid.pool_worker import RunOrder, WorkerSpec
 from braidrl.runtimes.hybrid.protocols import PROTOCOLS
 from braidrl.runtimes.hybrid.start import start_groups
@@ -113,7 +112,7 @@ class Lying:
         key = next(self.keys)
         futures = self.group.call("execute", self.handle, ECHO, 0, key, reads=frozenset(COLUMNS))
         answers = self.group.wait(futures)
-        assert sum(len(unpack_index(answer.index)) for answer in answers) == DISPATCHED
+        assert sum(len(unpack_rows(answer.index)) for answer in answers) == DISPATCHED
         assert all(answer.columns == COLUMNS for answer in answers)
         for future in futures:
             self.group.release(future.worker, key)

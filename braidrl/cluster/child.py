@@ -2,7 +2,6 @@
 
 import contextlib
 import importlib
-import json
 import os
 import select
 import signal
@@ -14,8 +13,9 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from braidrl.cluster.process import BEAT, BEAT_S, Failure, Outcome
+from braidrl.cluster.process import BEAT_S, Failure, Outcome, Task
 from braidrl.cluster.watchdog import named
+from braidrl.data.messages import pack_message, unpack_message
 from braidrl.errors import BadUpdate, LostPeers, UserError, no_room
 from braidrl.observe.stalls import WORK
 
@@ -42,8 +42,8 @@ def main(descriptor: int) -> None:
 
 def serve(connection: Connection) -> NoReturn:
     """Do the task that comes first over the connection. End with the task, or when the starter is gone."""
-    task = json.loads(connection.recv_bytes())
-    named(task["name"])
+    task = unpack_message(connection.recv_bytes(), Task)
+    named(task.name)
     threading.Thread(target=end_with, args=(connection, task), daemon=True).start()
     threading.Thread(target=beat, args=(connection,), daemon=True).start()
     # A thread of Ray's, in which they are blocked, may have started this process.
@@ -52,12 +52,12 @@ def serve(connection: Connection) -> NoReturn:
     failure: Failure | None = None
     result: Any = None
     try:
-        result = function_of(task["entry"])(task["arguments"])
+        result = function_of(task.entry)(task.arguments)
     except BaseException as error:
-        failure = error.failure if isinstance(error, TaskFailed) else failure_of(f"{task['name']} failed", error)
+        failure = error.failure if isinstance(error, TaskFailed) else failure_of(f"{task.name} failed", error)
     # Failed or not, this is the last word; the starter may be gone before it is heard.
     with contextlib.suppress(OSError), SPEAKING:
-        connection.send_bytes(Outcome(result, failure).encode())
+        connection.send_bytes(pack_message(Outcome(result, failure)))
     end_at_once(FAILED if failure else 0)
 
 
@@ -68,8 +68,7 @@ def beat(connection: Connection) -> None:
             time.sleep(BEAT_S)
             with SPEAKING:
                 if select.select((), [connection], (), 0)[1]:
-                    stall = WORK.stalled()
-                    connection.send_bytes(json.dumps(stall).encode() if stall else BEAT)
+                    connection.send_bytes(pack_message(WORK.stalled()))
 
 
 def function_of(name: str) -> Callable[..., Any]:
@@ -92,13 +91,13 @@ def failure_of(where: str, error: BaseException) -> Failure:
     return Failure("error", f"{where}: {kind}\n{text}", follows=isinstance(error, LostPeers))
 
 
-def end_with(connection: Connection, task: dict[str, Any]) -> None:
+def end_with(connection: Connection, task: Task) -> None:
     """End this process as soon as the starter's end of the connection is closed, whatever the main thread waits for."""
     with contextlib.suppress(EOFError, OSError):
         connection.recv_bytes()
     try:
-        if task["orphaned"]:
-            function_of(task["orphaned"])(task["arguments"])
+        if task.orphaned:
+            function_of(task.orphaned)(task.arguments)
     finally:
         end_at_once()
 

@@ -34,16 +34,17 @@ from braidrl.cluster.devices import Devices, assign_devices, device_count
 from braidrl.cluster.fork_server import copy_as_fork_server
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.process import (
-    BEAT,
     END_LIMIT_S,
     LOOPBACK,
     Outcome,
     Process,
     ProcessSpec,
+    Task,
     default_threads,
     environment_of,
 )
 from braidrl.cluster.watchdog import has_ended, keep_stack
+from braidrl.data.messages import pack_message, unpack_message
 from braidrl.errors import WorkerError
 from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS
 from braidrl.observe.stalls import Stall
@@ -59,8 +60,6 @@ getattr(importlib.import_module(module), function)(descriptor)
 """
 BOOT_ELSEWHERE = BOOT.replace("sys.path[:] = path", "sys.path += [place for place in path if place not in sys.path]")
 """For the interpreter of another environment, whose own packages come first."""
-STALL = b"["
-"""Begins what a process says of work that does not come further; its last word is an object."""
 ENGINES = ("braidrl.engines.process.process_server",)
 """What engines of their own run that ranks and workers start."""
 SERVER_START = "braidrl.cluster.server_start"
@@ -102,9 +101,9 @@ class LocalProcess(Process):
         try:
             while self._outcome is None and not self.connection.closed and self.connection.poll():
                 message, self._heard = self.connection.recv_bytes(), time.monotonic()
-                self.stall = Stall(*json.loads(message)) if message.startswith(STALL) else None
-                if message != BEAT and self.stall is None:
-                    self._outcome = Outcome.decode(message)
+                word = unpack_message(message, Stall | Outcome | None)  # None is a sign of life.
+                self.stall = word if isinstance(word, Stall) else None
+                self._outcome = word if isinstance(word, Outcome) else None
         except (EOFError, OSError):
             self.hung_up = True
         return self._outcome
@@ -257,7 +256,7 @@ def send_task(connection: Connection, spec: ProcessSpec) -> None:
     """Send a process of `child` its task."""
     if spec.arguments is not None:
         with contextlib.suppress(OSError):  # A process that is gone already shows when its last word is awaited.
-            connection.send_bytes(spec.task())
+            connection.send_bytes(pack_message(Task(spec.name, spec.entry, dict(spec.arguments), spec.orphaned)))
 
 
 @contextlib.contextmanager

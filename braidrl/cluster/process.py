@@ -3,7 +3,6 @@
 Launcher ──ProcessSpec──▶ Process: works ──▶ Outcome: a result, or a Failure        or it is killed, and has none
 """
 
-import json
 import os
 import signal
 import sys
@@ -11,7 +10,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,8 +22,8 @@ if TYPE_CHECKING:
     from braidrl.cluster.pools import Pool
 
 LOOPBACK = "127.0.0.1"
-BEAT, BEAT_S = b"", 1.0
-"""What a process says to its starter while it lives, and how often."""
+BEAT_S = 1.0
+"""Seconds between the signs of life of a process."""
 END_LIMIT_S = 10.0
 """How long processes have to end by themselves before they are killed."""
 
@@ -55,20 +54,20 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The last word of a process: what its task returned, a JSON value, or how it failed."""
+    """The last word of a process: what its task returned, a message, or how it failed."""
 
     result: Any = None
     failure: Failure | None = None
 
-    def encode(self) -> bytes:
-        """Return it as JSON."""
-        return json.dumps(asdict(self)).encode()
 
-    @staticmethod
-    def decode(message: bytes) -> "Outcome":
-        """Return what `encode` has written."""
-        plain = json.loads(message)
-        return Outcome(plain["result"], Failure(**plain["failure"]) if plain["failure"] else None)
+@dataclass(frozen=True)
+class Task:
+    """The first message to a process: its name, and the names of functions with their arguments, as in `ProcessSpec`."""
+
+    name: str
+    entry: str
+    arguments: dict[str, Any]
+    orphaned: str = ""
 
 
 CHOSEN_BY_BRAID = "BRAID_SETS_THREADS"
@@ -84,7 +83,7 @@ class ProcessSpec:
     """`module:function`. With `arguments` it is called with them, and what it returns is the process's result; without, it is
     called with the descriptor of its end of the connection, whose messages are its own."""
     arguments: Mapping[str, Any] | None = None
-    """A JSON object."""
+    """Values that a message can have."""
     orphaned: str = ""
     """`module:function`, called with the arguments when the starter is gone, just before the process ends too."""
     python: str = sys.executable
@@ -111,11 +110,6 @@ class ProcessSpec:
     def modules(self) -> tuple[str, ...]:
         """Return the names of the modules that the process runs."""
         return tuple(name.partition(":")[0] for name in (self.entry, self.also_calls) if name)
-
-    def task(self) -> bytes:
-        """Return what `child` reads first."""
-        own = {"name": self.name, "entry": self.entry, "arguments": self.arguments, "orphaned": self.orphaned}
-        return json.dumps(own).encode()
 
 
 @contextmanager

@@ -8,7 +8,6 @@ notices     what any rank tells, while each goes on with its own work: a list in
 Each wait has a limit. Before it waits, a rank notes in the store where it is; whoever waits in vain reads there for whom.
 """
 
-import json
 import os
 import time
 import zlib
@@ -25,6 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from braidrl.cluster.devices import own_devices
 from braidrl.cluster.groups import join_group
+from braidrl.data.messages import pack_message, unpack_message
 from braidrl.errors import LostPeers, first_line
 from braidrl.observe.stalls import WORK
 
@@ -106,7 +106,7 @@ class World:
 
     def _note(self, where: str) -> None:
         if self._store is not None:
-            self._store.set(f"place/{self.rank}", json.dumps([self._meetings, where]))
+            self._store.set(f"place/{self.rank}", f"{self._meetings} {where}")
 
     @contextmanager
     def meeting(self, purpose: str) -> Iterator[str]:
@@ -142,8 +142,8 @@ class World:
         late = []
         try:
             for rank in range(self.size):
-                meetings, where = json.loads(self._store.get(f"place/{rank}"))
-                if meetings < self._meetings:
+                meetings, _, where = self._store.get(f"place/{rank}").decode().partition(" ")
+                if int(meetings) < self._meetings:
                     late.append(f"rank {rank}, last seen in {where}")
         except (RuntimeError, OSError) as error:
             late.append(f"ranks that nothing is known of ({first_line(error)})")
@@ -188,16 +188,16 @@ class World:
         return received[:, 0]
 
     def share(self, purpose: str, value: Any) -> Any:
-        """Rank 0's value, a JSON value; what the others give is not looked at."""
+        """Return rank 0's value, a message; the values of other ranks are ignored."""
         if self.group is None:
             return value
-        message = as_tensor(json.dumps(value).encode() if self.first else b"")
+        message = as_tensor(pack_message(value) if self.first else b"")
         with self.meeting(purpose) as where:
             size = int(self._sizes(where, torch.tensor([len(message)]).expand(self.size))[0])
             message = message if self.first else torch.empty(size, dtype=torch.uint8)
             dist.broadcast(message, src=0, group=self.group)
         self.received.gathered += 0 if self.first else size
-        return json.loads(message.numpy().tobytes())
+        return unpack_message(message.numpy().tobytes())
 
     def from_first(self, purpose: str, make: Callable[[], Any]) -> Any:
         """Return what `make` returns on rank 0, where alone it is called."""

@@ -1,6 +1,6 @@
 """The one form in which rows leave a process: a small header and the columns' bytes as they lie in memory.
 
-    frame 0     mark, checksum, msgpack: number of rows; name, kind, dtype and shape of every column
+    frame 0     mark, checksum, a message: number of rows; name, kind, dtype and shape of every column
     frame 1..   raw bytes     index column: its values    Ragged: offsets, then values    Objects: a JSON array
 
 Encoding refers to the columns' memory and decoding refers to the frames': neither copies a tensor. Nothing is unpickled. Decoded
@@ -14,13 +14,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
 
-import msgpack
 import numpy as np
 import torch
 from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.frames import CodecError, Frame, join, split
+from braidrl.data.messages import pack_message, unpack_message
 from braidrl.data.rows import Column, Objects, Rows
 
 MARK = b"braidrow"
@@ -70,7 +70,7 @@ def encode(rows: Rows) -> list[Frame]:
         header, parts = _encode_column(name, column)
         headers.append(header)
         frames += parts
-    packed = msgpack.packb([len(rows), headers])
+    packed = pack_message([len(rows), headers])
     return [MARK + zlib.crc32(packed).to_bytes(4, "little") + packed, *frames]
 
 
@@ -126,12 +126,11 @@ def read_header(frames: Sequence[Frame]) -> tuple[int, list[ColumnHeader]]:
 
 def _parse_header(packed: bytes) -> tuple[int, list[ColumnHeader]]:
     try:
-        size, described = msgpack.unpackb(packed)
-        headers = [ColumnHeader(name, kind, dtype, tuple(shape)) for name, kind, dtype, shape in described]
-        known = all(h.kind in FRAMES_OF_KIND and isinstance(h.name, str) and isinstance(h.dtype, str) for h in headers)
-    except (ValueError, TypeError) as error:
-        raise CodecError(f"the header of these rows cannot be read: {error!r}") from None
-    if not known or not isinstance(size, int) or size < 0 or len({header.name for header in headers}) < len(headers):
+        size, headers = unpack_message(packed, tuple[int, list[ColumnHeader]])
+    except ValueError as error:
+        raise CodecError(f"the header of these rows cannot be read: {error}") from None
+    known = all(header.kind in FRAMES_OF_KIND for header in headers)
+    if not known or size < 0 or len({header.name for header in headers}) < len(headers):
         raise CodecError(f"the header of these rows does not describe columns: {headers}")
     return size, headers
 

@@ -1,114 +1,182 @@
-"""What passes between a run and an engine's process: which engine it makes, requests, responses. Nothing is unpickled.
+"""The messages between a run and an engine's process: the engine's settings, then calls and replies.
 
-Messages are msgpack behind their length.
+run ──EngineSpec, then Submit, AbortRow, UpdateWeights, EngineCall──▶ engine's process
+    ◀──Done, Failed, Drawn, Beat, each with the engine's load──
 """
 
 import asyncio
-import io
-import socket
 import struct
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-import msgpack
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
+from braidrl.data.messages import pack_message, unpack_message
 from braidrl.data.rows import FinishReason
 from braidrl.engines.engine import EngineError
-from braidrl.engines.requests import Request, Response, SamplingParams
+from braidrl.engines.requests import Request, Response, SamplingParams, Uid
 from braidrl.errors import UserError
 
-Message = dict[str, Any]
-LENGTH = struct.Struct("<Q")
+LENGTH = struct.Struct("!i")
+"""Before each message, as multiprocessing's pipes have it."""
 ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (UserError, EngineError, KeyError, ValueError, RuntimeError)
 }
 """Exceptions of the engine protocol; any other one is the engine's failure."""
 
 
-def packed(message: Message) -> bytes:
+class RequestMessage(msgspec.Struct):
+    """A request; its prompt as int64 bytes."""
+
+    uid: Uid
+    prompt: bytes
+    sampling: SamplingParams
+    purpose: str
+    stage: str
+    first_draw: int
+    continues: int
+
+    @staticmethod
+    def of(request: Request) -> "RequestMessage":
+        """Encode a request without its `on_token`."""
+        return RequestMessage(
+            request.uid, _bytes(request.prompt), request.sampling, request.purpose, request.stage, request.first_draw,
+            request.continues,
+        )  # fmt: skip
+
+    def request(self) -> Request:
+        """Invert `of`."""
+        return Request(
+            self.uid, _tensor(self.prompt, torch.int64), self.sampling, self.purpose, self.stage, self.first_draw,
+            self.continues,
+        )  # fmt: skip
+
+
+class ResponseMessage(msgspec.Struct):
+    """A response; its tensors as bytes, log-probs as float64 where they are `double`."""
+
+    uid: Uid
+    tokens: bytes
+    log_probs: bytes
+    double: bool
+    reason: int
+    versions: bytes
+
+    @staticmethod
+    def of(finished: Response) -> "ResponseMessage":
+        """Encode a response."""
+        return ResponseMessage(
+            finished.uid, _bytes(finished.tokens), _bytes(finished.log_probs), finished.log_probs.dtype == torch.float64,
+            int(finished.finish_reason), _bytes(finished.versions),
+        )  # fmt: skip
+
+    def response(self) -> Response:
+        """Invert `of`."""
+        return Response(
+            self.uid, _tensor(self.tokens, torch.int64), _tensor(self.log_probs, torch.float64 if self.double else torch.float32),
+            FinishReason(self.reason), _tensor(self.versions, torch.int64),
+        )  # fmt: skip
+
+
+class Submit(msgspec.Struct, tag=True):
+    """Generate a response; `followed` asks for each token as soon as it is known."""
+
+    id: int
+    request: RequestMessage
+    followed: bool
+
+
+class AbortRow(msgspec.Struct, tag=True):
+    """End a row with the tokens that it has."""
+
+    id: int
+    uid: Uid
+
+
+class UpdateWeights(msgspec.Struct, tag=True):
+    """Load a version of the weights from a file, or from handles of the trainer's tensors."""
+
+    id: int
+    version: int
+    path: str | None = None
+    handles: list[dict[str, Any]] | None = None
+
+
+class EngineCall(msgspec.Struct, tag=True):
+    """Call a method that takes no arguments."""
+
+    id: int
+    method: Literal["pause", "resume", "sleep", "wake", "recover"]
+
+
+Order = Submit | AbortRow | UpdateWeights | EngineCall
+"""What a run sends; each is answered by `Done` or `Failed` with its `id`."""
+
+
+class Reply(msgspec.Struct, tag=True, kw_only=True):
+    """What an engine's process sends. `load` is the engine's (slots, running, waiting); None while there is no engine."""
+
+    load: tuple[int, int, int] | None = None
+
+
+class Done(Reply, tag=True):
+    """The result of a call."""
+
+    id: int
+    result: ResponseMessage | int | None = None
+
+
+class Failed(Reply, tag=True):
+    """The exception that a call raised; one outside the engine protocol travels as an EngineError."""
+
+    id: int
+    error: str
+    text: str
+
+    @staticmethod
+    def of(id: int, error: Exception, load: tuple[int, int, int] | None = None) -> "Failed":
+        """Encode an exception."""
+        name, text = type(error).__name__, str(error.args[0]) if error.args else ""
+        if name not in ERRORS:
+            name, text = "EngineError", f"{name}: {text}"
+        return Failed(id=id, error=name, text=text, load=load)
+
+    def exception(self) -> Exception:
+        """Return the exception for the caller to raise."""
+        return ERRORS[self.error](self.text)
+
+
+class Drawn(Reply, tag=True):
+    """A token of a followed row; `id` is that of its `Submit`."""
+
+    id: int
+    number: int
+    token: int
+
+
+class Beat(Reply, tag=True):
+    """A sign of life while rows are generated."""
+
+
+EngineReply = Done | Failed | Drawn | Beat
+
+
+def framed(message: Any) -> bytes:
     """Encode a message with its length before it."""
-    body = msgpack.packb(message)
+    body = pack_message(message)
     return LENGTH.pack(len(body)) + body
 
 
-async def receive(reader: asyncio.StreamReader) -> Message | None:
-    """Return the next message, or None when the other side is gone."""
+async def receive(reader: asyncio.StreamReader, type: Any) -> Any:
+    """Return the next message, of this type, or None when the other side is gone."""
     try:
         (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
-        message: Message = msgpack.unpackb(await reader.readexactly(length))
+        return unpack_message(await reader.readexactly(length), type)
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
-    return message
-
-
-def receive_at_once(connection: socket.socket) -> Message | None:
-    """Return the next message without an event loop, reading no more than it."""
-    with connection.makefile("rb", buffering=0) as file:
-        head = _exactly(file, LENGTH.size)
-        body = None if head is None else _exactly(file, LENGTH.unpack(head)[0])
-    return None if body is None else msgpack.unpackb(body)
-
-
-def _exactly(file: io.RawIOBase, count: int) -> bytes | None:
-    found = b""
-    while len(found) < count:
-        part = file.read(count - len(found))
-        if not part:
-            return None
-        found += part
-    return found
-
-
-def plain_request(request: Request) -> Message:
-    return {
-        "uid": request.uid, "prompt": _bytes(request.prompt), "sampling": asdict(request.sampling),
-        "purpose": request.purpose, "stage": request.stage, "first_draw": request.first_draw,
-        "continues": request.continues, "followed": request.on_token is not None,
-    }  # fmt: skip
-
-
-def request_of(plain: Message) -> Request:
-    """Invert `plain_request`."""
-    return Request(
-        _uid(plain["uid"]), _tensor(plain["prompt"], torch.int64), SamplingParams.of(plain["sampling"]),
-        plain["purpose"], plain["stage"], plain["first_draw"], plain["continues"],
-    )  # fmt: skip
-
-
-def plain_response(finished: Response) -> Message:
-    return {
-        "uid": finished.uid, "tokens": _bytes(finished.tokens), "log_probs": _bytes(finished.log_probs),
-        "double": finished.log_probs.dtype == torch.float64, "reason": int(finished.finish_reason),
-        "versions": _bytes(finished.versions),
-    }  # fmt: skip
-
-
-def response_of(plain: Message) -> Response:
-    """Invert `plain_response`."""
-    dtype = torch.float64 if plain["double"] else torch.float32
-    return Response(
-        _uid(plain["uid"]), _tensor(plain["tokens"], torch.int64), _tensor(plain["log_probs"], dtype),
-        FinishReason(plain["reason"]), _tensor(plain["versions"], torch.int64),
-    )  # fmt: skip
-
-
-def plain_error(error: Exception) -> Message:
-    """Encode an exception for the other side to raise; one outside the protocol becomes an EngineError."""
-    name, text = type(error).__name__, str(error.args[0]) if error.args else ""
-    return {"error": name, "text": text} if name in ERRORS else {"error": "EngineError", "text": f"{name}: {text}"}
-
-
-def error_of(plain: Message) -> Exception:
-    """Invert `plain_error`."""
-    return ERRORS[plain["error"]](plain["text"])
-
-
-def _uid(plain: list[int]) -> tuple[int, int, int]:
-    source, group, sample = plain
-    return source, group, sample
 
 
 def _bytes(values: Tensor) -> bytes:
@@ -143,6 +211,3 @@ class EngineSpec:
     """Settings of this kind of engine: `rollout.engine_settings` of a user's own."""
     devices: tuple[int, ...] | None = None
     """The CUDA devices that its processes see, one for each, by their numbers among the run's; None for all of those."""
-
-    def plain(self) -> dict[str, Any]:
-        return asdict(self)

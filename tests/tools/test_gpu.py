@@ -14,7 +14,7 @@ from benchmarks.gpu.tables import TABLES
 from tests.tiny import ROOT
 
 NOT_NEEDED = (
-    "aiohttp", "gem", "hypothesis", "math_verify", "msgpack", "plotly", "psutil", "pyarrow", "pydantic", "ray", "tensorboard", "zmq",
+    "aiohttp", "gem", "hypothesis", "math_verify", "msgspec", "plotly", "psutil", "pyarrow", "pydantic", "ray", "tensorboard", "zmq",
 )  # fmt: skip
 WITHOUT_THEM = f"import runpy, sys; sys.modules |= dict.fromkeys({NOT_NEEDED}); runpy.run_module('benchmarks.gpu', run_name='__main__')"
 

@@ -16,7 +16,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
-import msgpack
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -25,18 +25,48 @@ from braidrl.cluster.devices import see_only
 from braidrl.cluster.groups import connect_store, join_group, open_store
 from braidrl.cluster.local import LOOK_EVERY_S, Forked, fork
 from braidrl.cluster.process import LOOPBACK
+from braidrl.data.messages import pack_message, unpack_message
 from braidrl.engines.divided.decoding import TensorRanks, load_for_decoding
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.engine import EngineError, WeightSource
 from braidrl.engines.requests import Response, Uid
 from braidrl.engines.row_request import Row
-from braidrl.engines.wire import EngineSpec, plain_request, request_of
+from braidrl.engines.wire import EngineSpec, RequestMessage
 from braidrl.native.malloc import keep_freed_memory
 from braidrl.training.loading import load_tokenizer
 from braidrl.weights.shared_file import WeightFile
 
-Command = list[Any]
-"""A method's name and plain arguments."""
+
+class Add(msgspec.Struct, tag=True):
+    """Accept a request."""
+
+    request: RequestMessage
+
+
+class EndRow(msgspec.Struct, tag=True):
+    """Abort a row."""
+
+    uid: Uid
+
+
+class Clear(msgspec.Struct, tag=True):
+    """Drop all rows."""
+
+    release: bool
+
+
+class Publish(msgspec.Struct, tag=True):
+    """Load weights from a file, and acknowledge that."""
+
+    version: int
+    path: str
+
+
+class Step(msgspec.Struct, tag=True):
+    """Draw one token of each running row."""
+
+
+Command = Add | EndRow | Clear | Publish | Step
 
 
 class LeadingEngine(EmbeddedEngine):
@@ -60,7 +90,7 @@ class LeadingEngine(EmbeddedEngine):
             raise ValueError("an engine of several processes takes weights from a file that all of them can read")
         given = self._weights.checked(source)
         with self._in_lockstep():
-            self._command("publish", version, str(source.path))
+            self._command(Publish(version, str(source.path)))
             self._weights.take(given)
             self._changed(version)
             # The file may be gone once this returns.
@@ -68,19 +98,19 @@ class LeadingEngine(EmbeddedEngine):
 
     def step(self) -> list[Response]:
         with self._in_lockstep():
-            self._command("step")
+            self._command(Step())
             return super().step()
 
     def abort(self, uid: Uid) -> Response:
         finished = super().abort(uid)
-        self._pending.append(["abort", uid])
+        self._pending.append(EndRow(uid))
         return finished
 
     def clear(self, release: bool = True) -> None:
         super().clear(release)
         if self._failure is None:
             with self._in_lockstep():
-                self._command("clear", release)
+                self._command(Clear(release))
 
     def recover(self) -> int:
         """Raise EngineError after any failure: processes that are out of step cannot be brought together."""
@@ -90,10 +120,10 @@ class LeadingEngine(EmbeddedEngine):
 
     def _accept(self, row: Row) -> None:
         super()._accept(row)
-        self._pending.append(["add", plain_request(row.request)])
+        self._pending.append(Add(RequestMessage.of(row.request)))
 
-    def _command(self, name: str, *arguments: Any) -> None:
-        self._followers.send([*self._pending, [name, *arguments]])
+    def _command(self, command: Command) -> None:
+        self._followers.send([*self._pending, command])
         self._pending.clear()
 
     @contextmanager
@@ -111,20 +141,19 @@ class LeadingEngine(EmbeddedEngine):
 def execute(engine: EmbeddedEngine, commands: Sequence[Command]) -> bool:
     """Repeat the leader's commands; returns True where the leader waits for an acknowledgement."""
     asked = False
-    for name, *arguments in commands:
-        if name == "add":
-            engine.add(request_of(*arguments))
-        elif name == "abort":
-            engine.abort(tuple(*arguments))
-        elif name == "clear":
-            engine.clear(*arguments)
-        elif name == "publish":
-            version, path = arguments
-            engine.publish(version, WeightFile(path))
-            asked = True
-        else:
-            assert name == "step", name
-            engine.step()
+    for command in commands:
+        match command:
+            case Add():
+                engine.add(command.request.request())
+            case EndRow():
+                engine.abort(command.uid)
+            case Clear():
+                engine.clear(command.release)
+            case Publish():
+                engine.publish(command.version, WeightFile(command.path))
+                asked = True
+            case Step():
+                engine.step()
     return asked
 
 
@@ -162,7 +191,7 @@ class ForkedFollowers:
         for pipe in (process.connection for process in self._processes):
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
                 raise TimeoutError(f"no word in {self._limit_s:g} s")
-            if error := msgpack.unpackb(pipe.recv_bytes()):
+            if error := unpack_message(pipe.recv_bytes(), str):
                 raise RuntimeError(error)
 
     def describe_end(self, error: Exception) -> str:
@@ -181,7 +210,7 @@ class ForkedFollowers:
             process.kill()
 
     def _send(self, value: object) -> None:
-        message = msgpack.packb(value)
+        message = pack_message(value)
         for process in self._processes:
             process.connection.send_bytes(message)
 
@@ -189,17 +218,17 @@ class ForkedFollowers:
 def _run(rank: int, spec: EngineSpec, pipe: Connection) -> None:
     """Run a follower in its own process."""
     try:
-        engine = _follower(spec, rank, msgpack.unpackb(pipe.recv_bytes()))
-        pipe.send_bytes(msgpack.packb(DONE))
+        engine = _follower(spec, rank, unpack_message(pipe.recv_bytes(), int))
+        pipe.send_bytes(pack_message(DONE))
         while True:
-            if execute(engine, msgpack.unpackb(pipe.recv_bytes())):
-                pipe.send_bytes(msgpack.packb(DONE))
+            if execute(engine, unpack_message(pipe.recv_bytes(), list[Command])):
+                pipe.send_bytes(pack_message(DONE))
     except (EOFError, ConnectionError):
         os._exit(0)
     except Exception as error:
         # Whoever waits hears of it; when nobody does, the leader sees that the process has ended.
         with contextlib.suppress(OSError):
-            pipe.send_bytes(msgpack.packb(f"{type(error).__name__}: {error}"))
+            pipe.send_bytes(pack_message(f"{type(error).__name__}: {error}"))
         os._exit(FAILED)
 
 

@@ -10,15 +10,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-import msgpack
 import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from braidrl.data.messages import pack_message, unpack_message
 from braidrl.engines.divided.decoding import PipelineRanks, Slices
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.engine import EngineMemory, WeightSource
 from braidrl.engines.requests import Request, Response, Uid
-from braidrl.engines.wire import plain_request, request_of
+from braidrl.engines.wire import RequestMessage
 from braidrl.training.parallel.replicated import all_gather_bytes
 from braidrl.weights.phases import GenerationWeights
 
@@ -62,8 +62,11 @@ class SpmdEngine(EmbeddedEngine):
         """Return this rank's responses, in the order of `requests`. `rows_to_end` of any rank end in the same step on all."""
         own = list(requests)
         uids = {request.uid for request in own}
-        said = self._all_gather([rows_to_end is not None, [plain_request(request) for request in own]])
-        gathered = [request_of(plain) for _, asked in said for plain in asked]
+        said = self._all_gather(
+            (rows_to_end is not None, [RequestMessage.of(request) for request in own]),
+            tuple[bool, list[RequestMessage]],
+        )
+        gathered = [message.request() for _, asked in said for message in asked]
         # Asked of everybody after each step, and only where somebody may end rows.
         ends = self._ending(rows_to_end) if any(may_end for may_end, _ in said) else None
 
@@ -77,10 +80,10 @@ class SpmdEngine(EmbeddedEngine):
     def _ending(self, rows_to_end: Callable[[], Iterable[Uid]] | None) -> Callable[[], list[Uid]]:
 
         def ending() -> list[Uid]:
-            named = self._all_gather(list(rows_to_end() if rows_to_end else ()))
-            return list(dict.fromkeys(tuple(uid) for part in named for uid in part))
+            named = self._all_gather(list(rows_to_end() if rows_to_end else ()), list[Uid])
+            return list(dict.fromkeys(uid for part in named for uid in part))
 
         return ending
 
-    def _all_gather(self, value: Any) -> list[Any]:
-        return [msgpack.unpackb(part) for part in all_gather_bytes(bytearray(msgpack.packb(value)), self._group)]
+    def _all_gather(self, value: Any, type: Any) -> list[Any]:
+        return [unpack_message(part, type) for part in all_gather_bytes(bytearray(pack_message(value)), self._group)]

@@ -20,7 +20,22 @@ from braidrl.cluster.process import ProcessSpec
 from braidrl.engines.engine import EngineError, Load, WeightSource
 from braidrl.engines.process.process_server import READY
 from braidrl.engines.requests import Request, Response, Uid
-from braidrl.engines.wire import EngineSpec, Message, error_of, packed, plain_request, receive, response_of
+from braidrl.engines.wire import (
+    AbortRow,
+    Done,
+    Drawn,
+    EngineCall,
+    EngineReply,
+    EngineSpec,
+    Failed,
+    Order,
+    RequestMessage,
+    ResponseMessage,
+    Submit,
+    UpdateWeights,
+    framed,
+    receive,
+)
 from braidrl.errors import UserError
 from braidrl.observe.stalls import WORK
 from braidrl.weights.handles import LiveWeights
@@ -32,6 +47,8 @@ DEFAULTS = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }  # fmt: skip
 """Environment variables of vLLM, where the run's own environment does not set them."""
+NAMES = {Submit: "submit", AbortRow: "abort", UpdateWeights: "update_weights"}
+"""The method that an order calls."""
 NOTHING_YET = -1
 """Version of an engine whose process was started anew."""
 
@@ -49,7 +66,7 @@ class EngineProcess:
         self._process: LocalProcess | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._listener: asyncio.Task[None] | None = None
-        self._answers: dict[int | None, asyncio.Future[Any]] = {}
+        self._answers: dict[int, asyncio.Future[Any]] = {}
         self._rows: dict[Uid, int] = {}
         self._followed: dict[int, Callable[[int, int], None]] = {}
         """By the number of its message, who is told of a row's tokens."""
@@ -77,7 +94,7 @@ class EngineProcess:
         reader, self._writer = await asyncio.open_connection(sock=line)
         ready = self._answers[READY] = asyncio.get_running_loop().create_future()
         self._listener = asyncio.create_task(self._listen(reader, self._writer))
-        self._writer.write(packed(self.spec.plain()))
+        self._writer.write(framed(self.spec))
         await self._wait(ready, "loading the model")
 
     async def submit(self, request: Request) -> Response:
@@ -87,10 +104,12 @@ class EngineProcess:
             self._followed[number] = request.on_token
         try:
             with WORK.waiting():
-                return response_of(await self._ask("submit", number, request=plain_request(request)))
+                order = Submit(number, RequestMessage.of(request), request.on_token is not None)
+                found: ResponseMessage = await self._ask(order)
+                return found.response()
         except asyncio.CancelledError:
             if self._writer is not None:
-                self._send("abort", next(self._numbers), uid=request.uid)
+                self._writer.write(framed(AbortRow(next(self._numbers), request.uid)))
             raise
         finally:
             self._rows.pop(request.uid, None)
@@ -99,33 +118,33 @@ class EngineProcess:
     async def abort(self, uid: Uid) -> None:
         if uid not in self._rows:
             raise KeyError(f"row {uid} is not under way")
-        await self._call("abort", uid=uid)
+        await self._ask(AbortRow(next(self._numbers), uid))
 
     async def pause(self) -> None:
-        await self._call("pause")
+        await self._ask(EngineCall(next(self._numbers), "pause"))
 
     async def resume(self) -> None:
-        await self._call("resume")
+        await self._ask(EngineCall(next(self._numbers), "resume"))
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
         """Raise ValueError also without a source: a process of its own shares no weights."""
         if source is None:
             raise ValueError(f"{self.name} is a process of its own and shares no weights: give it a source")
         if isinstance(source, WeightFile):
-            await self._call("update_weights", version=version, path=str(source.path))
+            await self._ask(UpdateWeights(next(self._numbers), version, path=str(source.path)))
             return
         if isinstance(source, LiveWeights):
             with source.handles() as handles:
-                await self._call("update_weights", version=version, handles=handles)
+                await self._ask(UpdateWeights(next(self._numbers), version, handles=handles))
             return
         with contextlib.closing(SharedWeights(source.tensors())) as shared:
-            await self._call("update_weights", version=version, path=str(shared.path))
+            await self._ask(UpdateWeights(next(self._numbers), version, path=str(shared.path)))
 
     async def sleep(self) -> None:
-        await self._call("sleep")
+        await self._ask(EngineCall(next(self._numbers), "sleep"))
 
     async def wake(self) -> None:
-        await self._call("wake")
+        await self._ask(EngineCall(next(self._numbers), "wake"))
 
     async def recover(self) -> int:
         """Start a new process in place of one that ended or cannot continue; its weights are those of the model's directory."""
@@ -133,7 +152,7 @@ class EngineProcess:
         async with self._recovering:
             if self._writer is not None:
                 try:
-                    return int(await self._call("recover"))
+                    return int(await self._ask(EngineCall(next(self._numbers), "recover")))
                 except EngineError:
                     self._die("could not recover")
             try:
@@ -152,22 +171,16 @@ class EngineProcess:
         if self._listener is not None:
             await asyncio.gather(self._listener, return_exceptions=True)
 
-    async def _call(self, method: str, **arguments: Any) -> Any:
-        return await self._ask(method, next(self._numbers), **arguments)
-
-    async def _ask(self, method: str, number: int, **arguments: Any) -> Any:
+    async def _ask(self, order: Order) -> Any:
+        """Send an order and return its result."""
         if self._writer is None:
             raise EngineError(f"{self.name} {self._end}")
-        answer = self._answers[number] = asyncio.get_running_loop().create_future()
-        self._send(method, number, **arguments)
+        answer = self._answers[order.id] = asyncio.get_running_loop().create_future()
+        self._writer.write(framed(order))
         try:
-            return await self._wait(answer, method)
+            return await self._wait(answer, order.method if isinstance(order, EngineCall) else NAMES[type(order)])
         finally:
             answer.cancel()
-
-    def _send(self, method: str, number: int, **arguments: Any) -> None:
-        assert self._writer is not None
-        self._writer.write(packed({"id": number, "method": method, **arguments}))
 
     async def _wait(self, answer: asyncio.Future[Any], what: str) -> Any:
         """Return the answer. Raises EngineError when the process ends, or after `limit_s` seconds without any message."""
@@ -182,24 +195,26 @@ class EngineProcess:
         return answer.result()
 
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while (message := await receive(reader)) is not None:
+        while (message := await receive(reader, EngineReply)) is not None:
             self._heard = asyncio.get_running_loop().time()
             self._hear(message)
         if self._writer is writer:
             self._die("ended")
 
-    def _hear(self, message: Message) -> None:
-        if "load" in message:
-            self._load = Load(*message["load"])
-        if "drawn" in message and message["of"] in self._followed:
-            self._followed[message["of"]](*message["drawn"])
-        answer = self._answers.pop(message.get("id"), None)
+    def _hear(self, message: EngineReply) -> None:
+        if message.load is not None:
+            self._load = Load(*message.load)
+        if isinstance(message, Drawn) and message.id in self._followed:
+            self._followed[message.id](message.number, message.token)
+        if not isinstance(message, Done | Failed):
+            return
+        answer = self._answers.pop(message.id, None)
         if answer is None or answer.done():
             return
-        if "error" in message:
-            answer.set_exception(self._named(error_of(message)))
+        if isinstance(message, Failed):
+            answer.set_exception(self._named(message.exception()))
         else:
-            answer.set_result(message.get("result"))
+            answer.set_result(message.result)
 
     def _named(self, error: Exception) -> Exception:
         """Add this engine's name to an EngineError."""

@@ -1,35 +1,41 @@
 """A process with one engine in it, which a run talks to over a socket.
 
-run ──id, method, arguments──▶ Host ──▶ engine
-    ◀──id, result or error, load──┘         without work for it the process waits; when the run is gone it ends
+run ──Order──▶ Host ──▶ engine
+    ◀──Reply──┘                 without work for it the process waits; when the run is gone it ends
 """
 
 import asyncio
+import os
 import socket
 import sys
 from dataclasses import astuple, replace
-from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from braidrl.cluster.cores import follow_load
 from braidrl.cluster.watchdog import named
+from braidrl.data.messages import unpack_message
 from braidrl.engines.divided.followers import ForkedFollowers, lead
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.embedded.stepping import SteppingEngine
 from braidrl.engines.engine import ENGINES, Engine, EngineError, ServedEngine
 from braidrl.engines.replica import EngineReplica
 from braidrl.engines.wire import (
+    AbortRow,
+    Beat,
+    Done,
+    Drawn,
+    EngineReply,
     EngineSpec,
-    Message,
-    packed,
-    plain_error,
-    plain_response,
+    Failed,
+    Order,
+    ResponseMessage,
+    Submit,
+    UpdateWeights,
+    framed,
     receive,
-    receive_at_once,
-    request_of,
 )
 from braidrl.errors import UserError
 from braidrl.native.malloc import keep_freed_memory
@@ -71,62 +77,62 @@ def served(engine: SteppingEngine | ServedEngine) -> ServedEngine:
 
 
 class Host:
-    """Executes messages on the engine and sends the results."""
+    """Executes orders on the engine and sends the results."""
 
     def __init__(self, engine: Engine, writer: asyncio.StreamWriter) -> None:
         self.engine, self.writer = engine, writer
         self.tasks: set[asyncio.Task[None]] = set()
 
-    def begin(self, message: Message) -> None:
-        """Start a message's task. Messages start in the order in which they come, and are answered when they are done."""
-        task = asyncio.create_task(self._act(message))
+    def begin(self, order: Order) -> None:
+        """Start an order's task. Orders start in the order in which they come, and are answered when they are done."""
+        task = asyncio.create_task(self._act(order))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    def say(self, message: Message) -> None:
-        self.writer.write(packed({**message, "load": astuple(self.engine.load())}))
+    def say(self, reply: EngineReply) -> None:
+        """Send a reply with the engine's load."""
+        reply.load = astuple(self.engine.load())
+        self.writer.write(framed(reply))
 
     async def beat(self) -> None:
         """Show that a process without other messages is alive."""
         while True:
             await asyncio.sleep(BEAT_S)
             if self.tasks:
-                self.say({})
+                self.say(Beat())
 
-    async def _act(self, message: Message) -> None:
+    async def _act(self, order: Order) -> None:
         try:
-            result = await self._result(message)
+            result = await self._result(order)
         except Exception as error:
-            self.say({"id": message["id"], **plain_error(error)})
+            self.say(Failed.of(order.id, error))
         else:
-            self.say({"id": message["id"], "result": result})
+            self.say(Done(order.id, result))
 
-    async def _result(self, message: Message) -> Any:
-        method = message["method"]
-        if method == "submit":
-            request = request_of(message["request"])
-            if message["request"]["followed"]:
-                request = replace(request, on_token=partial(self._drew, message["id"]))
-            return plain_response(await self.engine.submit(request))
-        if method == "abort":
-            source, group, sample = message["uid"]
-            return await self.engine.abort((source, group, sample))
-        if method == "update_weights":
-            return await self._update_weights(message)
-        assert method in ("pause", "resume", "sleep", "wake", "recover"), method
-        return await getattr(self.engine, method)()
+    async def _result(self, order: Order) -> ResponseMessage | int | None:
+        if isinstance(order, Submit):
+            request = order.request.request()
+            if order.followed:
+                drew = lambda number, token: self.say(Drawn(order.id, number, token))  # noqa: E731
+                request = replace(request, on_token=drew)
+            return ResponseMessage.of(await self.engine.submit(request))
+        if isinstance(order, AbortRow):
+            await self.engine.abort(order.uid)
+            return None
+        if isinstance(order, UpdateWeights):
+            await self._update_weights(order)
+            return None
+        result: int | None = await getattr(self.engine, order.method)()
+        return result
 
-    def _drew(self, submitted: int, number: int, token: int) -> None:
-        self.say({"of": submitted, "drawn": (number, token)})
-
-    async def _update_weights(self, message: Message) -> None:
-        if "path" in message:
-            weights = WeightFile(message["path"])
+    async def _update_weights(self, order: UpdateWeights) -> None:
+        if order.path is not None:
+            weights = WeightFile(order.path)
             weights.verify()
-            return await self.engine.update_weights(message["version"], weights)
-        mapped = MappedWeights(message["handles"])
+            return await self.engine.update_weights(order.version, weights)
+        mapped = MappedWeights(order.handles or ())
         try:
-            return await self.engine.update_weights(message["version"], mapped)
+            return await self.engine.update_weights(order.version, mapped)
         finally:
             mapped.finish()
 
@@ -140,14 +146,14 @@ async def serve(connection: socket.socket, spec: EngineSpec, followers: ForkedFo
         engine = served(lead(spec, followers) if followers else ENGINES.find(spec.kind)(spec))
         await engine.start()
     except (UserError, EngineError) as error:
-        writer.write(packed({"id": READY, **plain_error(error)}))
+        writer.write(framed(Failed.of(READY, error)))
         await writer.drain()
         return
     host = Host(engine, writer)
-    host.say({"id": READY})
+    host.say(Done(READY))
     beats = asyncio.create_task(host.beat())
-    while (message := await receive(reader)) is not None:
-        host.begin(message)
+    while (order := await receive(reader, Order)) is not None:
+        host.begin(order)
     beats.cancel()
     await engine.close()
 
@@ -155,11 +161,12 @@ async def serve(connection: socket.socket, spec: EngineSpec, followers: ForkedFo
 def main(handle: int) -> None:
     """Serve the engine that the first message asks for. Its other processes are forked before this one has loaded anything."""
     named("engine")
-    connection = socket.socket(fileno=handle)
-    message = receive_at_once(connection)
-    if message is None:
+    try:
+        with Connection(os.dup(handle)) as first:
+            spec = unpack_message(first.recv_bytes(), EngineSpec)
+    except EOFError:
         return
-    spec = EngineSpec(**message)
+    connection = socket.socket(fileno=handle)
     followers = ForkedFollowers(spec, handle) if spec.tensor > 1 else None
     try:
         asyncio.run(serve(connection, spec, followers))

@@ -14,11 +14,12 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+import ray
 import torch
 
 from braidrl.cluster.pools import Pool
 from braidrl.config import Config
-from braidrl.data.codec import payload_forbidden
+from braidrl.data.codec import payload_forbidden, unpack_rows
 from braidrl.data.loader import Admissions
 from braidrl.data.rows import Rows
 from braidrl.engines.factory import generation_layout, pools_ranks
@@ -36,7 +37,6 @@ from braidrl.runtimes.generating.early_stop import Needless, Segment
 from braidrl.runtimes.hybrid.dispatch import StageDispatch, by_length, by_number, group_of, where_made
 from braidrl.runtimes.hybrid.group import WorkerGroup
 from braidrl.runtimes.hybrid.handles import READ, Handle, Output, columns_read
-from braidrl.runtimes.hybrid.messages import unpack_index
 from braidrl.runtimes.hybrid.pool_worker import method_class
 from braidrl.runtimes.hybrid.protocols import Mesh, Registration, registered
 from braidrl.runtimes.saving.background import check_written
@@ -86,7 +86,7 @@ class HybridBackend(StageDispatch):
         key, origins = next(self.keys), divided(origin, self.home.mesh.size)
         futures = [self.home.send(rank, "make", (own, key)) for rank, own in enumerate(origins)]
         answers = self.home.wait(futures)
-        output, ends = Output(READ), [0, *accumulate(len(unpack_index(answer.index)) for answer in answers)]
+        output, ends = Output(READ), [0, *accumulate(len(unpack_rows(answer.index)) for answer in answers)]
         self._note(output, key, self.home, futures, [range(*edges) for edges in pairwise(ends)])
         output.finish(answers)
         return Handle((output,), torch.arange(len(output.future))[None])
@@ -111,7 +111,7 @@ class HybridBackend(StageDispatch):
             return self.run(stage, table, iteration, sums)
         output, group, index = Output(stage, table, iteration, sums), group_of(stage, self.groups), self.index(table)
         parts = by_number(index, group.mesh.size)
-        uids = group.common(index.uids())
+        uids = ray.put(index.uids())
         self._begin(output, group, parts, "generate_needed", segment, needless, uids)
         return table.with_output(output)
 
@@ -134,7 +134,7 @@ class HybridBackend(StageDispatch):
         index, objective = self.index(table), self.executor.objective(stage)
         for update in updates:
             rows = index.take(update)
-            counts, chosen = group.common(UpdateCounts.of(rows)), table.take(update)
+            counts, chosen = ray.put(UpdateCounts.of(rows)), table.take(update)
             if objective.needs_group_tokens:
                 counted = Output(stage, index=with_group_tokens(rows.only(("group",)), rows).only(("group_tokens",)))
                 chosen = chosen.with_output(counted)
@@ -235,7 +235,7 @@ class HybridBackend(StageDispatch):
         self.index(final)
         group, parts = where_made(table)
         own, added = ([each.take(rows) for rows in parts] for each in (table, final.without(table)))
-        group.wait(group.call("record", [group.common(path.resolve())] * len(parts), own, added))
+        group.wait(group.call("record", [ray.put(path.resolve())] * len(parts), own, added))
         if written := [part_path(path, rank) for rank, rows in enumerate(parts) if rows]:
             join_parts(path, written)
 
@@ -243,7 +243,7 @@ class HybridBackend(StageDispatch):
         """Have each rank write the rows that it generated, beside a call that may be running."""
         self.index(table)
         group, parts = where_made(table)
-        folder = group.common(path.resolve())
+        folder = ray.put(path.resolve())
         calls = [(folder, table.take(rows)) if rows else None for rows in parts]
         group.wait(group.send_all("keep", calls, aside=True))
 

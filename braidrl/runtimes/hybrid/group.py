@@ -15,8 +15,7 @@ from braidrl.cluster.ray_cluster import RayCluster, Reservation
 from braidrl.data.rows import named_rows
 from braidrl.errors import BadUpdate, LostProcess, UserError, WorkerError
 from braidrl.flow import Stage
-from braidrl.runtimes.hybrid.handles import Answer, Common, Future, Handle, Part
-from braidrl.runtimes.hybrid.messages import pack, unpack
+from braidrl.runtimes.hybrid.handles import Answer, Future, Handle, Part
 from braidrl.runtimes.hybrid.pool_worker import actor_name
 from braidrl.runtimes.hybrid.protocols import Calls, Mesh, registered
 from braidrl.runtimes.hybrid.worker import HybridWorker, StageFailure
@@ -33,14 +32,6 @@ class WorkerDied(WorkerFailure, LostProcess):
     """Raised by the driver, to end the run: a worker is gone."""
 
 
-@dataclass
-class DriverTraffic:
-    """How many bytes the driver has sent to workers and received from them."""
-
-    sent: int = 0
-    received: int = 0
-
-
 @dataclass(eq=False)
 class WorkerGroup:
     """Call a pool's actors, in order of rank; `first` is the number of rank 0 among all workers of the run."""
@@ -50,20 +41,17 @@ class WorkerGroup:
     first: int
     cluster: RayCluster
     limit_s: float
-    traffic: DriverTraffic
     names: dict[str, str] = field(default_factory=dict)
     """Name of each worker of the run, by Ray's id of its actor."""
     forgotten: dict[int, list[int]] = field(default_factory=dict)
     """By rank, keys of rows that nobody can ask for any more: the worker is told with its next call."""
-    stages: Sequence[Stage] = ()
-    """Stages that the workers know too, once they have loaded their models."""
     actors: list[Any] = field(default_factory=list)
     processes: Sequence[int | None] = ()
     """Of each worker that is on the driver's machine the process, once it has loaded its models."""
 
     def start(self) -> None:
         """Start an actor for each rank, which other workers find by its name; it knows nothing of the run yet."""
-        self.actors, self.stages = [], ()
+        self.actors = []
         self.forgotten.clear()
         for rank, place in enumerate(self.places):
             actor = self.cluster.start(HybridWorker, place, name=actor_name(self.cluster.family, self.first + rank))
@@ -128,12 +116,6 @@ class WorkerGroup:
             if isinstance(argument, Handle)
         )
 
-    def common(self, value: Any) -> "Common":
-        """Return an argument that all workers read from Ray's object store: it is sent once."""
-        packed = pack(value, self.stages)
-        self.traffic.sent += len(packed)
-        return Common(ray.put(packed))
-
     def release(self, worker: int, key: int) -> None:
         """Let a worker forget the rows that it keeps under a key."""
         self.forgotten.setdefault(worker - self.first, []).append(key)
@@ -148,15 +130,12 @@ class WorkerGroup:
         """
         awaited: list[Future] = []
         plain = [a.part(awaited, reads, together) if isinstance(a, Handle) else a for a in arguments]
-        common = [argument.ref for argument in plain if isinstance(argument, Common)]
         # An aside call may overtake others, which still need what is to be forgotten.
         released = () if aside else self.forgotten.pop(rank, ())
-        message = pack((method, plain, released), self.stages)
-        self.traffic.sent += len(message)
         perform = self.actors[rank].perform
         if aside:
             perform = perform.options(concurrency_group="aside")
-        ref = perform.remote(message, *common, *(future.ref for future in awaited))
+        ref = perform.remote(method, released, len(plain), *plain, *(future.ref for future in awaited))
         what = next((argument.name for argument in plain if isinstance(argument, Stage)), method)
         part = next((argument for argument in plain if isinstance(argument, Part)), Part())
         return Future(ref, self.first + rank, f"{self.pool.name} rank {rank}", what, part)
@@ -184,23 +163,21 @@ class WorkerGroup:
             for ref in ready:
                 future = waiting.pop(ref)
                 try:
-                    packed = self._result(future)
+                    answers[ref] = self._result(future)
                 except WorkerFailure as failure:
                     self._raise_deaths(list(waiting.values()))
                     if not isinstance(failure, WorkerDied):
                         self._raise_deaths_elsewhere()
                     raise
-                self.traffic.received += len(packed)
-                answers[ref] = unpack(packed)
                 # Index columns and sums go to whoever waits; with the future stays where the payload is.
                 future.answer = replace(answers[ref], index=b"", sums={}, result=None)
                 if arrived:
                     arrived(future)
         return [answers[future.ref] for future in futures]
 
-    def _result(self, future: Future) -> bytes:
+    def _result(self, future: Future) -> Answer:
         try:
-            result: bytes = ray.get(future.ref)
+            result: Answer = ray.get(future.ref)
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, UserError):

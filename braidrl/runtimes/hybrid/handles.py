@@ -16,11 +16,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from braidrl.data.codec import pack_rows, unpack_rows
 from braidrl.data.rows import IDENTITY, Rows, merged_rows
 from braidrl.flow import Kind, Stage
 from braidrl.flow.stage import Signature
 from braidrl.observe.metrics import Sums
-from braidrl.runtimes.hybrid.messages import narrowed, pack_index, unpack_index
 
 Numbers = NDArray[np.int64]
 RESPONSE = ("tokens", "rollout_log_probs", "rollout_versions", "finish_reason", "prompt_length")
@@ -39,13 +39,6 @@ class Answer:
     sums: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     seconds: float = 0.0
     result: Any = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Say what is not there by default."""
-        given = (self.index, self.columns, self.worker, self.key, dict(self.sums), self.seconds)
-        if self.result is None:
-            return Answer, given if self.seconds or self.key >= 0 or self.sums else ()
-        return Answer, (*given, self.result)
 
 
 Kept = tuple[int, tuple[str, ...] | None, Numbers, Numbers]
@@ -72,42 +65,13 @@ class Part:
     kept: tuple[Kept, ...] = ()
     together: bool = False
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        packed = [(key, columns, *map(packed_numbers, numbers)) for key, columns, *numbers in self.kept]
-        return unpacked_part, (self.size, self.index, packed, self.together)
-
     def __len__(self) -> int:
         return self.size
 
     def uids(self) -> list[tuple[int, int, int]]:
         """Return (source, group, sample) of each row; nothing where the index has no such columns."""
-        index = unpack_index(self.index) if self.index else Rows({})
+        index = unpack_rows(self.index)
         return index.uids() if "group" in index else []
-
-
-def packed_numbers(numbers: Numbers) -> tuple[str, bytes]:
-    """Return numbers as bytes of the narrowest type that holds them, and its name."""
-    narrow = narrowed(numbers)
-    return narrow.dtype.str[1:], narrow.tobytes()
-
-
-def unpacked_part(size: int, index: bytes, packed: Sequence[Any], together: bool) -> Part:
-    """Return what was pickled of a part."""
-    kept = []
-    for key, columns, *numbers in packed:
-        workers, rows = (np.frombuffer(values, dtype=kind).astype(np.int64) for kind, values in numbers)
-        kept.append((key, columns, workers, rows))
-    return Part(size, index, tuple(kept), together)
-
-
-@dataclass(frozen=True, eq=False)
-class Common:
-    """An argument that is the same for many calls: a reference to its bytes, which comes beside the message."""
-
-    ref: Any = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Common, ()
 
 
 @dataclass(eq=False)
@@ -163,7 +127,7 @@ class Output:
         """Note what the futures have brought."""
         self.payload = frozenset(column for answer in answers for column in answer.columns)
         size = len(self.future)
-        arrived = {future: unpack_index(answer.index) for future, answer in zip(self.futures, answers, strict=True)}
+        arrived = {future: unpack_rows(answer.index) for future, answer in zip(self.futures, answers, strict=True)}
         pieces = self.pieces(torch.arange(size))
         self.index = merged_rows(size, [(positions, arrived[future].take(rows)) for future, rows, positions in pieces])
 
@@ -303,9 +267,9 @@ class Handle:
             computed_here = {
                 name for output in self.outputs if not output.futures and output.index for name in output.index
             }
-            return Part(len(self), pack_index(index.only(sorted(computed_here))), kept, together)
+            return Part(len(self), pack_rows(index.only(sorted(computed_here))), kept, together)
         needed = [name for name in index if name in reads or name in (*IDENTITY, "length")]
-        return Part(len(self), pack_index(index.only(needed)), kept, together)
+        return Part(len(self), pack_rows(index.only(needed)), kept, together)
 
 
 def assemble(
@@ -327,7 +291,7 @@ def assemble(
     if not part.size:
         wait([])
         return Rows({})
-    given, segments, begun = (torch.arange(part.size), unpack_index(part.index)), [], []
+    given, segments, begun = (torch.arange(part.size), unpack_rows(part.index)), [], []
     came = {(answer.worker, answer.key): answer for answer in answers}
     for key, known, workers, numbers in part.kept:
         for worker, rows, places in by_worker(workers, numbers):
@@ -335,7 +299,7 @@ def assemble(
             if columns is None:
                 answer = came[worker, key]
                 columns = answer.columns
-                segments.append((places, unpack_index(answer.index).take(torch.from_numpy(rows))))
+                segments.append((places, unpack_rows(answer.index).take(torch.from_numpy(rows))))
             wanted = () if reads is None else tuple(name for name in columns if name in reads)
             if wanted or reads is None:
                 begun.append((places, fetch(worker, key, rows, wanted)))

@@ -1,6 +1,5 @@
 """A process of a pool, whatever it computes: it joins the run, loads the models of its roles, and saves and loads their weights."""
 
-import json
 import os
 import secrets
 import threading
@@ -19,6 +18,7 @@ from braidrl.cluster.groups import address_towards, connect_store, group_between
 from braidrl.cluster.pools import GENERATE, Pool, place
 from braidrl.cluster.world import Notices, World
 from braidrl.config import Config, parse_config
+from braidrl.data.messages import pack_message, unpack_message
 from braidrl.data.prompts import Readers
 from braidrl.data.rows import Rows
 from braidrl.engines.factory import with_engines
@@ -138,7 +138,6 @@ class PoolWorker:
         self.meeting: dist.TCPStore | None = None
         self.store: dist.Store | None = None
         self.beside: World | None = None
-        self.stages: tuple[Stage, ...] = ()
         self.peers: dict[int, Any] = {}
         self.exchanges: dict[str, dist.ProcessGroup] = {}
         """Between the pools that train a role and generate for it, by role."""
@@ -180,9 +179,8 @@ class PoolWorker:
         self.prepared, self.trains = without_data(config, order.train), order.train
         pools = hybrid_pools(self.prepared, order.train)
         self.spec = WorkerSpec.of(number, pools, order, config.cluster.wait_limit_s)
-        self.stages = self.prepared.stages
         set_up_torch(config)
-        return sign_of(self.stages)
+        return sign_of(self.prepared.stages)
 
     @register(protocol="RANK_ZERO")
     def rendezvous(self) -> Meeting:
@@ -234,7 +232,7 @@ class PoolWorker:
 
     def _told(self, said: Any) -> list[Any]:
         """Return what all ranks of the pool say."""
-        return [json.loads(bytes(words)) for words in self.world.gather("data", json.dumps(said).encode())]
+        return [unpack_message(words) for words in self.world.gather("data", pack_message(said))]
 
     @register(protocol="ONE_TO_ALL")
     def load_models(self) -> tuple[int, str]:

@@ -8,6 +8,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import ray
+
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.ray_cluster import RayCluster
 from braidrl.data.loader import Admissions
@@ -16,7 +18,7 @@ from braidrl.observe.progress import Progress
 from braidrl.observe.trace import TraceWriter
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.hybrid.driver import HybridBackend
-from braidrl.runtimes.hybrid.group import DriverTraffic, WorkerGroup
+from braidrl.runtimes.hybrid.group import WorkerGroup
 from braidrl.runtimes.hybrid.handles import Answer, Future
 from braidrl.runtimes.hybrid.pool_worker import RunOrder, hybrid_pools, method_class, sign_of
 from braidrl.runtimes.prepare.setup import Prepared
@@ -67,9 +69,9 @@ def start_hybrid_backend(
 
 def start_groups(cluster: RayCluster, pools: Sequence[Pool]) -> list[WorkerGroup]:
     """Start an actor for each rank of each pool. They know each other by name, and nothing of the run yet."""
-    groups, traffic, number = list[WorkerGroup](), DriverTraffic(), 0
+    groups, number = list[WorkerGroup](), 0
     for pool, places in zip(pools, cluster.reserve(pools), strict=True):
-        group = WorkerGroup(pool, places, number, cluster, cluster.config.start_limit_s, traffic, cluster.names)
+        group = WorkerGroup(pool, places, number, cluster, cluster.config.start_limit_s, cluster.names)
         group.start()
         groups.append(group)
         number += len(places)
@@ -141,7 +143,7 @@ class RunWorkers:
 
     def _join(self, fresh: Sequence[WorkerGroup]) -> None:
         """Let each worker find out what it is in the run. Raises UserError where it makes other stages of the configuration."""
-        order = fresh[0].common(self.order)
+        order = ray.put(self.order)
         joined = together(
             [(group, group.call("join_run", group.numbers, [order] * group.mesh.size)) for group in fresh]
         )
@@ -150,8 +152,6 @@ class RunWorkers:
                 "workers make other stages of this configuration than the driver, whose device is another; write dtype=float32 or "
                 "dtype=bfloat16 in place of auto"
             )
-        for group in fresh:
-            group.stages = self.prepared.stages
 
     def _load_models(self, fresh: Sequence[WorkerGroup]) -> None:
         """Let ranks load their models, and plan the way of weights between pools."""

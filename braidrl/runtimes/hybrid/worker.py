@@ -8,20 +8,20 @@ worker of another pool     ──fetch──▶ rows in chunks, by Ray's object 
 import gc
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import numpy as np
 import ray
 import torch
 from torch import Tensor
 
-from braidrl.data.codec import decode, encode
+from braidrl.data.codec import decode, encode, pack_rows
+from braidrl.data.messages import pack_message, unpack_message
 from braidrl.data.rows import Column, Rows, named_rows, tokens_of
 from braidrl.engines.requests import Uid
 from braidrl.errors import UserError, no_room
@@ -33,8 +33,8 @@ from braidrl.observe.rollouts import part_path
 from braidrl.observe.trace import traced
 from braidrl.runtimes.executor import checked
 from braidrl.runtimes.generating.early_stop import EarlyStop, Needless, Segment
-from braidrl.runtimes.hybrid.handles import Answer, Common, Numbers, Part, assemble, columns_read
-from braidrl.runtimes.hybrid.messages import PoolExchange, pack, pack_index, unpack
+from braidrl.runtimes.hybrid.handles import Answer, Numbers, Part, assemble, columns_read
+from braidrl.runtimes.hybrid.pool_exchange import PoolExchange
 from braidrl.runtimes.hybrid.pool_worker import PoolWorker
 from braidrl.runtimes.hybrid.protocols import register
 from braidrl.runtimes.saving.row_store import TEXT_COLUMNS, Origin, with_added
@@ -57,30 +57,26 @@ class HybridWorker(PoolWorker):
         gc.freeze()  # What the process has imported is no garbage.
         gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
 
-    def perform(self, message: bytes, *answers: bytes) -> bytes:
-        """Call a method by name; the message also names rows that nobody can ask for any more: they are forgotten first.
+    def perform(self, method: str, released: Sequence[int], count: int, *values: Any) -> Answer:
+        """Call a method by name.
 
         Args:
-            message: Method, arguments, and the keys of rows to forget.
-            answers: Arguments that are the same for many, then answers of earlier calls that have the arguments' rows.
-
-        Returns:
-            The packed answer.
+            method: Name of a method.
+            released: Keys of rows that no later call asks for: they are forgotten first.
+            count: Number of the method's arguments.
+            values: The arguments, then the answers of earlier calls that have the arguments' rows.
 
         Raises:
             StageFailure: The method raised, or rows did not come.
             UserError: The method raised it.
         """
-        method, arguments, released = unpack(message, self.stages)
         for key in released:
             self.kept.pop(key, None)
-        came = iter(answers)
-        arguments = [unpack(next(came), self.stages) if isinstance(a, Common) else a for a in arguments]
         self.call.asked = {}
-        self.call.answers = [unpack(packed) for packed in came]
+        self.call.answers = values[count:]
         self.call.doing = (self.spec.pool.name, method, Part())
         try:
-            answer = getattr(self, method)(*arguments)
+            answer = getattr(self, method)(*values[:count])
         except UserError:
             raise
         except Exception as error:
@@ -89,7 +85,7 @@ class HybridWorker(PoolWorker):
             if full := no_room(error):
                 raise UserError(f"{who} failed in {doing}: {full}") from None
             raise StageFailure(f"{who} failed in {doing}{named_rows(part.uids())}:\n{traceback.format_exc()}") from None
-        return pack(answer if isinstance(answer, Answer) else Answer(result=answer))
+        return answer if isinstance(answer, Answer) else Answer(result=answer)
 
     def fetch(self, key: int, rows: Numbers, columns: tuple[str, ...]) -> list[Numbers]:
         """Return columns of some of the rows that are kept here, encoded: as arrays, which Ray copies only once.
@@ -170,8 +166,8 @@ class HybridWorker(PoolWorker):
         answer = self._compute(part, stage, iteration, train)
         if self.ranks.group is None:
             return answer
-        every = all_gather_bytes(bytearray(msgpack.packb(Sums(answer.sums).pairs())), self.ranks.group)
-        together = Sums.merged(Sums(msgpack.unpackb(own)) for own in every)
+        every = all_gather_bytes(bytearray(pack_message(Sums(answer.sums).pairs())), self.ranks.group)
+        together = Sums.merged(Sums(unpack_message(own)) for own in every)
         return replace(answer, sums=together.pairs() if self.spec.rank == 0 else {})
 
     @register(protocol="ONE_TO_ALL")
@@ -214,7 +210,7 @@ class HybridWorker(PoolWorker):
     def _keep(self, key: int, rows: Rows) -> Answer:
         """Keep rows, and answer with what is not payload."""
         self.kept[key] = rows
-        return Answer(pack_index(rows.index), tuple(rows.payload), self.spec.number, key)
+        return Answer(pack_rows(rows.index), tuple(rows.payload), self.spec.number, key)
 
     def _compute(self, part: Part, stage: Stage, iteration: int, run: Callable[[Rows, Sums], Any]) -> Answer:
         """Answer with what `run` returns for the rows of a part, the sums that it adds, and the seconds that it takes."""

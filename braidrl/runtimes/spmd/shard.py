@@ -8,7 +8,6 @@ gather      new index columns and metric sums of every rank, on every rank
 move        payload to the ranks that are to have it
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from torch import Tensor
 from braidrl.cluster.world import World
 from braidrl.data.codec import decode, encode
 from braidrl.data.frames import join, split
+from braidrl.data.messages import pack_message, unpack_message
 from braidrl.data.rows import Column, Rows, named_rows, tokens_of
 from braidrl.flow import Stage
 from braidrl.observe.metrics import Sums
@@ -126,14 +126,14 @@ class ShardExchange:
         return {name: torch.stack([rows[name][0] for rows in found]).sum(0) for name in found[0]} if found else {}
 
     def tell(self, about: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return what every rank says, a few JSON values."""
+        """Return what every rank says, a small message."""
         return [said for said, _ in self._all("a word", about, Rows({}))]
 
     def _all(self, purpose: str, about: Mapping[str, Any], index: Rows) -> list[tuple[dict[str, Any], Rows]]:
         found = []
-        for message in self.world.gather(purpose, join([json.dumps(about).encode(), *encode(index)])):
+        for message in self.world.gather(purpose, join([pack_message(about), *encode(index)])):
             words, *frames = split(message)
-            found.append((json.loads(bytes(words)), decode(frames)))
+            found.append((unpack_message(words), decode(frames)))
         return found
 
     @contextmanager

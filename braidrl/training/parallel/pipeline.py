@@ -8,7 +8,6 @@ all of them, so a run has at most `RUN` micro-batches for each pipeline rank. A 
 place of other ranks' layers.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
+from braidrl.data.messages import pack_message, unpack_message
 from braidrl.training.compute.packed import Packed
 from braidrl.training.parallel.replicated import OnPrediction, Predict, all_gather_bytes, by_tensor
 
@@ -96,9 +96,7 @@ class Pipeline:
         """Yield tensors as `DataParallel.full_tensors`; each pipeline rank broadcasts its own. A name may come twice, with equal values."""
         own = by_tensor(named)
         about = [(names, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for names, tensor in own]
-        of_all = [
-            json.loads(bytes(part)) for part in all_gather_bytes(bytearray(json.dumps(about).encode()), self.group)
-        ]
+        of_all = [unpack_message(part) for part in all_gather_bytes(bytearray(pack_message(about)), self.group)]
         for rank, described in enumerate(of_all):
             for number, (names, shape, dtype) in enumerate(described):
                 tensor = (
