@@ -28,7 +28,7 @@ from tests.tiny import Workshop
 def payload_bytes(value: Any) -> int:
     """Return the bytes of payload columns in what passes through the driver, encoded or not."""
     if isinstance(value, Rows):
-        return sum(map(len, encode(Rows(value.payload)))) if value.payload else 0
+        return sum(map(len, encode(value.only(tuple(value.payload))))) if value.payload else 0
     if isinstance(value, Ragged | Objects):
         return payload_bytes(Rows({"column": value}))
     if isinstance(value, ray.ObjectRef):
