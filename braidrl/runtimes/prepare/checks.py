@@ -23,7 +23,6 @@ from braidrl.engines.factory import engine_processes, generation_layout, pools_r
 from braidrl.engines.http.dialects import DIALECTS
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
-from braidrl.observe.tracker_logins import missing_login
 from braidrl.observe.trackers import TRACKERS, check_installed
 from braidrl.rewards.requirements import check_requirements
 from braidrl.rewards.verifiers import VERIFIERS
@@ -87,9 +86,8 @@ def check_machine(config: Config) -> None:
 
 def lacking(config: Config) -> list[str]:
     """Return a line for each thing that this machine lacks, where it computes; machines of a cluster see for themselves."""
-    lines = [line for tracker in config.trackers if (line := missing_login(tracker))]
-    elsewhere = config.cluster.launcher == "ray" or config.cluster.address or "RAY_ADDRESS" in os.environ
-    if elsewhere:
+    lines: list[str] = []
+    if config.cluster.launcher == "ray" or config.cluster.address or "RAY_ADDRESS" in os.environ:
         return lines
     if config.device == "cuda" and not device_count(config.device):
         lines.append(

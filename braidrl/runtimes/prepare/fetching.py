@@ -1,12 +1,12 @@
-"""What a configuration names on a hub, and a model in a GGUF file, becomes a folder of this machine's cache, before anything else."""
+"""Fetch the models and data that a configuration names on a hub into this machine's cache, before anything else."""
 
 from pathlib import Path
 from typing import Any
 
 from braidrl.config import Config, DataConfig, SourceConfig
 from braidrl.data.conversions import KNOWN
+from braidrl.errors import UserError
 from braidrl.hub import fetch, is_hub_name
-from braidrl.training.gguf import SUFFIX, from_gguf
 
 
 def with_fetched(config: Config, whole: bool = True) -> Config:
@@ -33,8 +33,10 @@ def with_fetched(config: Config, whole: bool = True) -> Config:
 
 def model_here(name: Path, key: str, whole: bool) -> Path:
     """Return the folder of a model, without its weights where it is not wanted whole."""
-    if name.suffix == SUFFIX:
-        return from_gguf(name.expanduser(), key)
+    if name.suffix == ".gguf":
+        raise UserError(
+            f"{key}: {name} is a GGUF file; make a model directory of it by `python examples/smollm2/fetch.py --gguf {name} FOLDER`"
+        )
     return fetch(name, key, "model" if whole else "model without weights") if is_hub_name(name) else name
 
 
