@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import World
 from braidrl.config import parse_config
-from braidrl.engines.divided.decoding import join_generation_groups, load_for_decoding
+from braidrl.engines.embedded.sharded_decoding import join_generation_groups, load_for_decoding
 from braidrl.training.parallel.replicated import DataParallel
 from braidrl.training.roles.make import DecoderWorker
 from braidrl.weights.generation_layout import GenerationLayout

@@ -16,10 +16,10 @@ from torch import Tensor
 from braidrl.algorithms.random import uniform
 from braidrl.algorithms.registry import advantages, losses, selections
 from braidrl.data.rows import FinishReason
-from braidrl.engines.embedded.stepping import SteppingEngine
 from braidrl.engines.engine import WeightSource
 from braidrl.engines.requests import Response, Uid
 from braidrl.engines.row_request import Row
+from braidrl.engines.stepping import SteppingEngine
 from braidrl.engines.wire import EngineSpec
 from braidrl.flow import Flow, actor, advantage, loss, select
 from braidrl.training.loading import load_tokenizer

@@ -22,15 +22,15 @@ from braidrl.cluster.pools import Pool
 from braidrl.cluster.process import default_threads
 from braidrl.config import Config
 from braidrl.config.layout import ParallelLayout
-from braidrl.engines.divided.decoding import Slices, join_generation_groups, load_for_decoding
 from braidrl.engines.divided.spmd import SpmdEngine
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
-from braidrl.engines.embedded.stepping import SteppingEngine
+from braidrl.engines.embedded.sharded_decoding import Slices, join_generation_groups, load_for_decoding
 from braidrl.engines.engine import ENGINES, ModelWeights, RoleEngine, ServedEngine
 from braidrl.engines.http.dialects import DIALECTS
 from braidrl.engines.process.process_engine import EngineProcess
 from braidrl.engines.routing.service import EngineService
 from braidrl.engines.row_request import end_ids_of
+from braidrl.engines.stepping import SteppingEngine
 from braidrl.engines.wire import EngineSpec
 from braidrl.errors import UserError
 from braidrl.training.loading import load_decoder, read_model_config

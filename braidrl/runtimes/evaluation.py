@@ -18,8 +18,8 @@ from braidrl.runtimes.interfaces import Backend, T
 from braidrl.runtimes.prepare.checks import without_effect
 from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch
+from braidrl.runtimes.row_store import HeldOut
 from braidrl.runtimes.saving.folders import check_output, unused_folder, write_config
-from braidrl.runtimes.saving.row_store import HeldOut
 from braidrl.runtimes.spmd.launch import in_ranks
 from braidrl.runtimes.start import RunContext, start_backend
 

@@ -34,10 +34,10 @@ from braidrl.runtimes.generating.generation import Generation
 from braidrl.runtimes.generating.residency import Residency
 from braidrl.runtimes.generating.verification import added_scores
 from braidrl.training.backends import TrainingBackend
-from braidrl.training.checkpoint import Write, saving_tasks
 from braidrl.training.objective import Objective, UpdateCounts, with_group_tokens
 from braidrl.training.parallel.replicated import DataParallel
 from braidrl.training.role_settings import inference_layouts, own_tokenizer, with_layout
+from braidrl.training.roles.checkpoint import Write, saving_tasks
 from braidrl.training.roles.make import make_worker, torch_worker
 from braidrl.weights.mirror import Following, InferenceCopy
 

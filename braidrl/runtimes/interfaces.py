@@ -20,8 +20,8 @@ from braidrl.flow.compute import State
 from braidrl.flow.selecting import Selection
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.generating.early_stop import Needless, Segment
-from braidrl.runtimes.saving.row_store import Origin, RowText
-from braidrl.training.checkpoint import Write
+from braidrl.runtimes.row_store import Origin, RowText
+from braidrl.training.roles.checkpoint import Write
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from braidrl.algorithms.registry import Entry
 from braidrl.data.rows import FinishReason, Rows, named_rows
 from braidrl.flow.lookup import entry_of
 from braidrl.flow.signatures import columns_in_training
-from braidrl.training.roles.likelihood import Likelihood, likelihood_counts, likelihoods
+from braidrl.training.likelihood import Likelihood, likelihood_counts, likelihoods
 
 NAMES_A_TOKEN = "at response token"
 """What a message says that knows where a number is not finite."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from braidrl.engines.divided.decoding import Slices
+from braidrl.engines.embedded.sharded_decoding import Slices
 from braidrl.engines.engine import WeightSource
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from braidrl.engines.divided.decoding import Slices
+from braidrl.engines.embedded.sharded_decoding import Slices
 from braidrl.training.memory.offload import empty, occupy, storages
 from braidrl.training.role_settings import layout_of
 from braidrl.training.roles.base import RoleWorker

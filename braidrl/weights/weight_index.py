@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from braidrl.engines.divided.decoding import Slices
+from braidrl.engines.embedded.sharded_decoding import Slices
 from braidrl.training.lora import Adapted, plain_names
 from braidrl.training.parallel.replicated import DataParallel, all_gather_bytes, by_tensor
 from braidrl.weights.boxes import Box

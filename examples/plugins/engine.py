@@ -8,11 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from braidrl.algorithms.random import uniform
-from braidrl.engines.embedded.stepping import SteppingEngine
 from braidrl.engines.engine import WeightSource
 from braidrl.engines.requests import Response, Uid
 from braidrl.engines.row_request import RemoteRow, Row, end_ids_of
 from braidrl.engines.sampling import batch_sampling, sample
+from braidrl.engines.stepping import SteppingEngine
 from braidrl.engines.wire import EngineSpec
 from braidrl.training.loading import load_tokenizer
 from braidrl.weights.local import EngineWeights

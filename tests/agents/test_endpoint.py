@@ -17,8 +17,8 @@ from braidrl.agents.endpoint import Endpoint, TurnStream
 from braidrl.agents.player import Limits, episode_columns, failure_counts
 from braidrl.data.rows import FinishReason
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
-from braidrl.engines.replica import EngineReplica
 from braidrl.engines.requests import Request, Response, SamplingParams
+from braidrl.engines.stepping import EngineReplica
 from braidrl.errors import UserError
 from tests.agents.chat import Recorder, Script, make_chat_tokenizer, make_rows, turn_template
 from tests.agents.test_turns import engine_parts, packed_log_probs

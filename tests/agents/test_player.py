@@ -13,9 +13,9 @@ from braidrl.agents.player import Episode, Episodes, Limits, episode_columns, fa
 from braidrl.agents.turns import Observation
 from braidrl.data.rows import FinishReason
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
-from braidrl.engines.replica import EngineReplica
 from braidrl.engines.requests import SamplingParams
 from braidrl.engines.routing.router import Router
+from braidrl.engines.stepping import EngineReplica
 from braidrl.errors import UserError
 from braidrl.flow.signatures import PLAYED
 from tests.agents.chat import Script, make_chat_tokenizer, make_rows, turn_template

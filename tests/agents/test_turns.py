@@ -16,8 +16,8 @@ from braidrl.agents.player import Episodes, Limits, episode_columns
 from braidrl.agents.turns import MARK, Observation
 from braidrl.data.rows import FinishReason, Rows
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
-from braidrl.engines.replica import EngineReplica
 from braidrl.engines.requests import SamplingParams
+from braidrl.engines.stepping import EngineReplica
 from braidrl.errors import UserError
 from braidrl.training.compute.attention import ATTENTION
 from braidrl.training.compute.log_probs import linear_log_probs

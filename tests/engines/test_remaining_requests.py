@@ -9,8 +9,8 @@ import torch
 
 from braidrl.data.rows import FinishReason
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
-from braidrl.engines.replica import EngineReplica
 from braidrl.engines.requests import Response, SamplingParams, remaining_request
+from braidrl.engines.stepping import EngineReplica
 from tests.engines.tiny import make_model, make_requests, make_tokenizer, training_log_probs
 
 

@@ -18,7 +18,7 @@ from braidrl.agents.environment_contract import EnvironmentUnderTest
 from braidrl.engines.engine import ENGINES, ModelWeights
 from braidrl.engines.engine_contract import CHECKS as ENGINE_CHECKS
 from braidrl.engines.engine_contract import EngineUnderTest
-from braidrl.engines.replica import EngineReplica
+from braidrl.engines.stepping import EngineReplica
 from braidrl.engines.wire import EngineSpec
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.trackers import check_tracker

@@ -6,7 +6,7 @@ A file RUN.step-N.held beside the run's folder holds that checkpoint up, RUN.ful
 import time
 from pathlib import Path
 
-import braidrl.training.checkpoint as checkpoint
+import braidrl.training.roles.checkpoint as checkpoint
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import shapes
 

@@ -16,10 +16,10 @@ from braidrl.config.layout import ParallelLayout
 from braidrl.errors import UserError
 from braidrl.observe.metrics import Sums
 from braidrl.training.backend_contract import CHECKS, BackendUnderTest
-from braidrl.training.checkpoint import full_state_dict, load_worker, save_worker
 from braidrl.training.lora import ADAPTER
 from braidrl.training.memory.footprint import model_shape, resident_bytes
 from braidrl.training.objective import Objective, denominators
+from braidrl.training.roles.checkpoint import full_state_dict, load_worker, save_worker
 from braidrl.training.roles.make import DecoderWorker, ScalarWorker
 from braidrl.weights.mirror import Following
 from tests.training.parallel.laid_out import OBJECTIVE, config_of, make_rows, one_step

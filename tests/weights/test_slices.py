@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from braidrl.engines.divided.decoding import check_heads, load_for_decoding
+from braidrl.engines.embedded.sharded_decoding import check_heads, load_for_decoding
 from braidrl.errors import UserError
 from braidrl.training.loading import load_decoder
 from braidrl.training.parallel.tensor import full_plan_of

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from braidrl.cluster.world import World
-from braidrl.engines.divided.decoding import join_generation_groups, load_for_decoding
-from braidrl.training.checkpoint import full_state_dict
+from braidrl.engines.embedded.sharded_decoding import join_generation_groups, load_for_decoding
 from braidrl.training.parallel.replicated import DataParallel
+from braidrl.training.roles.checkpoint import full_state_dict
 from braidrl.training.roles.make import DecoderWorker
 from braidrl.weights.generation_layout import GenerationLayout
 from braidrl.weights.mirror import local_weight_parts

@@ -1,1 +1,1 @@
-"""Tensor-parallel embedded engines: `leader` and `followers` in processes of their own, `spmd` for ranks that train and decode."""
+"""Sharded embedded engines: `followers` has those in processes of their own, `spmd` those of ranks that train and decode."""

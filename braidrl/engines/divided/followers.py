@@ -26,8 +26,8 @@ from braidrl.cluster.groups import connect_store, join_group, open_store
 from braidrl.cluster.local import LOOK_EVERY_S, Forked, fork
 from braidrl.cluster.process import LOOPBACK
 from braidrl.data.messages import pack_message, unpack_message
-from braidrl.engines.divided.decoding import TensorRanks, load_for_decoding
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
+from braidrl.engines.embedded.sharded_decoding import TensorRanks, load_for_decoding
 from braidrl.engines.engine import EngineError, WeightSource
 from braidrl.engines.requests import Response, Uid
 from braidrl.engines.row_request import Row

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from braidrl.engines.divided.decoding import PipelineRanks
 from braidrl.engines.embedded.graphs import StepGraphs
 from braidrl.engines.embedded.native_decoder import NativeDecoder
 from braidrl.engines.embedded.prompts import ROW_MULTIPLE, Prompts, prompt_key
+from braidrl.engines.embedded.sharded_decoding import PipelineRanks
 from braidrl.engines.embedded.slots import SlotCache, SlotStep, round_up
 from braidrl.engines.embedded.states import SlotStates
 from braidrl.engines.requests import Response

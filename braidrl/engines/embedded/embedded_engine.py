@@ -14,16 +14,16 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from braidrl.cluster.cores import adapt_threads
-from braidrl.engines.divided.decoding import PipelineRanks, Slices
 from braidrl.engines.embedded.batch import SlotBatch
 from braidrl.engines.embedded.graphs import CudaRecorder, StepGraphs
 from braidrl.engines.embedded.native_decoder import native_decoder
 from braidrl.engines.embedded.prompts import ROW_MULTIPLE
+from braidrl.engines.embedded.sharded_decoding import PipelineRanks, Slices
 from braidrl.engines.embedded.slots import round_up
-from braidrl.engines.embedded.stepping import SteppingEngine
 from braidrl.engines.engine import EngineMemory, WeightSource
 from braidrl.engines.requests import Response, Uid
 from braidrl.engines.row_request import Row, end_of_sequence_ids
+from braidrl.engines.stepping import SteppingEngine
 from braidrl.training.memory.footprint import cache_bytes
 from braidrl.training.parallel.pipeline import local_layers
 from braidrl.weights.local import EngineWeights

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from braidrl.engines.divided.decoding import SendHidden
+from braidrl.engines.embedded.sharded_decoding import SendHidden
 from braidrl.engines.embedded.slots import SlotCache
 from braidrl.native.building import FLOAT, INT, LONG, NATIVE, POINTER, address, build
 from braidrl.native.linear import product

@@ -19,9 +19,8 @@ from braidrl.cluster.watchdog import named
 from braidrl.data.messages import unpack_message
 from braidrl.engines.divided.followers import ForkedFollowers, lead
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
-from braidrl.engines.embedded.stepping import SteppingEngine
 from braidrl.engines.engine import ENGINES, Engine, EngineError, ServedEngine
-from braidrl.engines.replica import EngineReplica
+from braidrl.engines.stepping import EngineReplica, SteppingEngine
 from braidrl.engines.wire import (
     AbortRow,
     Beat,

@@ -19,10 +19,10 @@ from vllm import EngineArgs, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from braidrl.engines.embedded.stepping import SteppingEngine
 from braidrl.engines.engine import EngineError, WeightSource
 from braidrl.engines.requests import Response, Uid, row_draws
 from braidrl.engines.row_request import RemoteRow, Row, end_ids_of
+from braidrl.engines.stepping import SteppingEngine
 from braidrl.engines.vllm.logits_processor import DrawByRow
 from braidrl.engines.vllm.sleeping import PARTS, VllmMemory
 from braidrl.engines.vllm.weight_engine import BACKEND, calls_to_load

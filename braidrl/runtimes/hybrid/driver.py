@@ -39,11 +39,11 @@ from braidrl.runtimes.hybrid.group import WorkerGroup
 from braidrl.runtimes.hybrid.handles import READ, Handle, Output, columns_read
 from braidrl.runtimes.hybrid.pool_worker import method_class
 from braidrl.runtimes.hybrid.protocols import Mesh, Registration, registered
+from braidrl.runtimes.row_store import TEXT_COLUMNS, Admission, Origin, RowText, divided
 from braidrl.runtimes.saving.background import check_written
-from braidrl.runtimes.saving.row_store import TEXT_COLUMNS, Admission, Origin, RowText, divided
-from braidrl.training.checkpoint import Write
 from braidrl.training.objective import UpdateCounts, with_group_tokens
 from braidrl.training.role_settings import layout_of
+from braidrl.training.roles.checkpoint import Write
 
 
 class HybridBackend(StageDispatch):

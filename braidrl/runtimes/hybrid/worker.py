@@ -37,7 +37,7 @@ from braidrl.runtimes.hybrid.handles import Answer, Numbers, Part, assemble, col
 from braidrl.runtimes.hybrid.pool_exchange import PoolExchange
 from braidrl.runtimes.hybrid.pool_worker import PoolWorker
 from braidrl.runtimes.hybrid.protocols import register
-from braidrl.runtimes.saving.row_store import TEXT_COLUMNS, Origin, with_added
+from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin, with_added
 from braidrl.training.objective import UpdateCounts
 from braidrl.training.parallel.replicated import all_gather_bytes
 

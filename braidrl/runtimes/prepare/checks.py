@@ -17,7 +17,7 @@ from braidrl.cluster.pools import Pool
 from braidrl.config import Config, LoraConfig, PlacementConfig, StreamingConfig
 from braidrl.config.layout import ParallelLayout
 from braidrl.config.section import SandboxConfig
-from braidrl.engines.divided.decoding import check_heads
+from braidrl.engines.embedded.sharded_decoding import check_heads
 from braidrl.engines.engine import ENGINES
 from braidrl.engines.factory import engine_processes, generation_layout, pools_ranks
 from braidrl.engines.http.dialects import DIALECTS

@@ -38,7 +38,7 @@ from braidrl.runtimes.prepare.checks import (
     model_settings,
 )
 from braidrl.runtimes.prepare.flow import build_flow, check_copies, evaluation_flow
-from braidrl.runtimes.saving.row_store import RowStore
+from braidrl.runtimes.row_store import RowStore
 from braidrl.training.loading import check_model, check_scorer, load_tokenizer
 from braidrl.training.role_settings import backend_of, model_path, own_tokenizer, usual_max_tokens
 

@@ -1,1 +1,1 @@
-"""What a run writes to disk and reads again: its folder, checkpoints, the state to resume from, rows, and the exported model."""
+"""What a run writes to disk and reads again: its folder, checkpoints, the state to resume from, and the exported model."""

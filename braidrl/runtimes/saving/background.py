@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from braidrl.errors import first_line
-from braidrl.training.checkpoint import Write
+from braidrl.training.roles.checkpoint import Write
 
 TROUBLES = (OSError, SafetensorError, CheckpointException)
 """What a disk that is full, or gone, ends in."""

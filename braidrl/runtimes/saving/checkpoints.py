@@ -32,7 +32,7 @@ from braidrl.runtimes.saving.folders import (
     whole_folder,
 )
 from braidrl.runtimes.saving.manifest import MANIFEST, damage, write_manifest
-from braidrl.training.checkpoint import Write
+from braidrl.training.roles.checkpoint import Write
 
 FORMAT = 2
 """Since 2 a checkpoint has a manifest, which is checked; 1 is read as it is."""

@@ -6,7 +6,7 @@ from pathlib import Path
 from braidrl.errors import UserError
 from braidrl.runtimes.saving.checkpoints import checkpoint_damage
 from braidrl.runtimes.saving.folders import latest_checkpoint, whole_folder
-from braidrl.training.checkpoint import OPTIMIZER, PARTS, describe_worker
+from braidrl.training.roles.checkpoint import OPTIMIZER, PARTS, describe_worker
 
 
 def export_model(run: Path, folder: Path, role: str = "actor") -> str:

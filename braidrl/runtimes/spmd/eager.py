@@ -16,9 +16,9 @@ from braidrl.observe.metrics import Sums
 from braidrl.observe.trace import Done, TraceWriter, traced
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.early_stop import EarlyStop, Needless, Segment
-from braidrl.runtimes.saving.row_store import Admission, RowsBackend, RowStore
-from braidrl.training.checkpoint import Write
+from braidrl.runtimes.row_store import Admission, RowsBackend, RowStore
 from braidrl.training.objective import UpdateCounts
+from braidrl.training.roles.checkpoint import Write
 
 
 class EagerBackend(RowsBackend):

@@ -31,11 +31,11 @@ from braidrl.observe.trace import TraceWriter
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.early_stop import EarlyStop, Needless, Segment
 from braidrl.runtimes.interrupts import Interrupts
-from braidrl.runtimes.saving.row_store import Admission, HeldOut, Origin, RowStore, RowText, with_added
+from braidrl.runtimes.row_store import Admission, HeldOut, Origin, RowStore, RowText, with_added
 from braidrl.runtimes.spmd.data_buffer import balanced_owners, equal_shares
 from braidrl.runtimes.spmd.shard import Shard, ShardExchange, columns_of, only_present
-from braidrl.training.checkpoint import Write
 from braidrl.training.objective import UpdateCounts
+from braidrl.training.roles.checkpoint import Write
 
 
 class DistributedBackend:

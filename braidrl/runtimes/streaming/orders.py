@@ -19,12 +19,12 @@ from braidrl.flow.readiness import Uid
 from braidrl.observe.metrics import Sums
 from braidrl.queue.client import assembled
 from braidrl.runtimes.interfaces import BegunBatch
+from braidrl.runtimes.row_store import Origin, Recording, RowsBackend, RowStore, Surplus
 from braidrl.runtimes.saving.background import check_written
-from braidrl.runtimes.saving.row_store import Origin, Recording, RowsBackend, RowStore, Surplus
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.processes import Processes
 from braidrl.runtimes.streaming.stream import Stream
-from braidrl.training.checkpoint import Write
+from braidrl.training.roles.checkpoint import Write
 
 LOOK_EVERY_S = 0.05
 ORDER_LIMIT_S = 600.0

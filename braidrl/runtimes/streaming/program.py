@@ -25,7 +25,7 @@ from braidrl.queue.owner import StorageNode
 from braidrl.queue.transport import QueueServer
 from braidrl.runtimes.interfaces import BegunBatch, IterationResult, Position, Restart, needed
 from braidrl.runtimes.prepare.setup import Prepared
-from braidrl.runtimes.saving.row_store import Admission, Surplus
+from braidrl.runtimes.row_store import Admission, Surplus
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.groups import Group, check_streaming, most_out, older_groups, samplers_of, worker_groups
 from braidrl.runtimes.streaming.orders import LOOK_EVERY_S, StreamingBackend

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from braidrl.data.codec import DTYPES
 from braidrl.data.frames import Frame
-from braidrl.engines.divided.decoding import Slices
+from braidrl.engines.embedded.sharded_decoding import Slices
 from braidrl.queue.storage import DataPlane
 from braidrl.queue.table import Block
 from braidrl.weights.boxes import Box

@@ -18,12 +18,12 @@ from braidrl.data.packing import plan_micro_batches
 from braidrl.data.rows import Rows
 from braidrl.observe.metrics import Sums
 from braidrl.training.backends import Advance, TrainingBackend
-from braidrl.training.checkpoint import full_state_dict, load_worker, save_worker
 from braidrl.training.compute.packed import Packed, empty_packed, pack
 from braidrl.training.compute.shared_prompts import pack_shared, plan_shared, saves_enough
+from braidrl.training.likelihood import Likelihood
 from braidrl.training.objective import Objective, nonfinite_tokens
 from braidrl.training.parallel.replicated import OnPrediction
-from braidrl.training.roles.likelihood import Likelihood
+from braidrl.training.roles.checkpoint import full_state_dict, load_worker, save_worker
 from braidrl.training.roles.model import RoleModel
 
 

@@ -16,12 +16,12 @@ from braidrl.flow import Flow
 from braidrl.training.backends import BACKENDS, BackendSpec, TrainingBackend
 from braidrl.training.compute.log_probs import linear_log_probs
 from braidrl.training.compute.packed import Packed
+from braidrl.training.likelihood import Likelihood
 from braidrl.training.loading import load_decoder, load_scorer
 from braidrl.training.objective import Objective
 from braidrl.training.parallel.replicated import DataParallel
 from braidrl.training.role_settings import backend_of
 from braidrl.training.roles.base import RoleWorker
-from braidrl.training.roles.likelihood import Likelihood
 
 
 class ScalarWorker(RoleWorker):

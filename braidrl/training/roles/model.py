@@ -17,6 +17,7 @@ from braidrl.training.compute.cpu_layers import compile_layers
 from braidrl.training.compute.cuda_layers import fuse_layers
 from braidrl.training.compute.packed import Packed
 from braidrl.training.four_bit import quantize_adapted
+from braidrl.training.likelihood import Likelihood
 from braidrl.training.lora import add_adapters, train_adapters_only
 from braidrl.training.memory.offload import OffloadableTensors
 from braidrl.training.objective import Objective
@@ -34,7 +35,6 @@ from braidrl.training.role_settings import (
     merges_adapters,
     model_path,
 )
-from braidrl.training.roles.likelihood import Likelihood
 from braidrl.weights.shards import shapes_of
 from braidrl.weights.weight_files import ParameterReader, WeightFiles
 

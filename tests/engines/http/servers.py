@@ -19,8 +19,8 @@ from urllib.error import URLError
 import torch
 from aiohttp import web
 
-from braidrl.engines.replica import EngineReplica
 from braidrl.engines.requests import Request, SamplingParams, Uid
+from braidrl.engines.stepping import EngineReplica
 from braidrl.weights.shared_file import WeightFile
 from tests.engines.served import LIMIT, vllm_python
 from tests.tiny import ROOT, free_port

@@ -28,8 +28,8 @@ from braidrl.engines.engine_contract import (
 from braidrl.engines.http.dialects import RECEIVES, SGLANG, VLLM, Dialect
 from braidrl.engines.http.http_engine import HttpEngine, ServerSpec
 from braidrl.engines.http.servers import BroadcastSettings, GenerationServer
-from braidrl.engines.replica import EngineReplica
 from braidrl.engines.requests import Request, Response
+from braidrl.engines.stepping import EngineReplica
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
 from braidrl.weights.shared_file import SharedWeights, WeightFolder

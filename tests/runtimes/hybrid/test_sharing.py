@@ -6,7 +6,7 @@ import json
 
 from braidrl.observe.metrics import Sums
 from braidrl.observe.rollouts import evaluation_path, read_rollouts, rollout_path
-from braidrl.runtimes.saving.row_store import Surplus
+from braidrl.runtimes.row_store import Surplus
 from tests.invariants.traces import assert_same, trace
 from tests.runtimes.hybrid.backends import hybrid_crew, told
 from tests.runtimes.hybrid.warm import WarmCluster

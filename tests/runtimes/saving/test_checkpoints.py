@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-import braidrl.training.checkpoint as checkpoint
+import braidrl.training.roles.checkpoint as checkpoint
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.run import TrainingRun
@@ -120,7 +120,7 @@ def test_ctrl_c_waits_for_what_is_being_written(workshop: Workshop, monkeypatch:
 
 
 HANGING = """
-import time, braidrl.training.checkpoint as checkpoint
+import time, braidrl.training.roles.checkpoint as checkpoint
 write = checkpoint.write_tensors
 checkpoint.write_tensors = lambda tensors, path: time.sleep(600) if "step-4" in str(path) else write(tensors, path)
 """

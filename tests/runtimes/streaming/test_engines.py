@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
-from braidrl.engines.replica import EngineReplica
+from braidrl.engines.stepping import EngineReplica
 from braidrl.errors import UserError
 from braidrl.runtimes.run import TrainingRun
 from tests.engines.http.servers import SglangSpeaker, VllmServer, in_a_thread

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from braidrl.engines.divided.decoding import Slices
+from braidrl.engines.embedded.sharded_decoding import Slices
 from braidrl.queue.owner import Owner
 from braidrl.queue.storage import DataPlane, Evicted, Segments
 from braidrl.queue.table import Block

@@ -20,13 +20,13 @@ from braidrl.cluster.world import World
 from braidrl.config import Config, LoraConfig, parse_config
 from braidrl.config.layout import ParallelLayout
 from braidrl.data.rows import Rows
-from braidrl.engines.divided.decoding import TensorRanks, load_for_decoding
+from braidrl.engines.embedded.sharded_decoding import TensorRanks, load_for_decoding
 from braidrl.observe.metrics import Sums
 from braidrl.training.backend_contract import CHECKS, BackendUnderTest
-from braidrl.training.checkpoint import divided_state, full_state_dict, load_worker, save_worker
 from braidrl.training.memory.footprint import activation_bytes, model_shape
 from braidrl.training.objective import Objective, denominators, with_group_tokens
 from braidrl.training.parallel.replicated import DataParallel
+from braidrl.training.roles.checkpoint import divided_state, full_state_dict, load_worker, save_worker
 from braidrl.training.roles.make import DecoderWorker
 from braidrl.weights import joint_file
 from braidrl.weights.joint_file import FileLayout, WeightWriter

@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM
 from braidrl.cluster.ranks import run_ranks
 from braidrl.errors import UserError
 from braidrl.training.backend_contract import CHECKS, BackendUnderTest
-from braidrl.training.checkpoint import load_worker
 from braidrl.training.objective import Objective, denominators
+from braidrl.training.roles.checkpoint import load_worker
 from braidrl.training.roles.make import DecoderWorker
 from tests.tiny import MODELS, TOKENIZER
 from tests.training.parallel.laid_out import OBJECTIVE, alone, config_of, differences, make_rows, one_step

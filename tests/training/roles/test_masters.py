@@ -9,8 +9,8 @@ import torch
 
 from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import World
-from braidrl.training.checkpoint import divided_state
 from braidrl.training.parallel.replicated import DataParallel
+from braidrl.training.roles.checkpoint import divided_state
 from braidrl.training.roles.make import DecoderWorker
 from braidrl.weights.shards import full_tensor
 from braidrl.weights.weight_files import WeightFiles

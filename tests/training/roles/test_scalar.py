@@ -16,9 +16,9 @@ from braidrl.data.packing import plan_micro_batches
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.observe.metrics import Sums
-from braidrl.training.checkpoint import load_worker, save_worker
 from braidrl.training.loading import load_scorer
 from braidrl.training.objective import Objective, denominators
+from braidrl.training.roles.checkpoint import load_worker, save_worker
 from braidrl.training.roles.make import ScalarWorker
 from tests.recipes.tiny import make_config, write_decoder, write_scorer
 
