@@ -11,26 +11,19 @@ from rich.table import Table
 from braidrl.cluster.devices import device_lines, device_memory
 from braidrl.config import Config
 from braidrl.engines.factory import generation_layout, pools_ranks
+from braidrl.runtimes.memory.budget import CACHE, Footprint, footprint, in_units, moving, peak
 from braidrl.runtimes.prepare.checks import lacking, without_effect
-from braidrl.runtimes.prepare.devices import DeviceGroup, device_groups, device_table
 from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.setup import Prepared, prepare
-from braidrl.runtimes.prepare.sizes import check_engine_memory, with_fitting_sizes
 from braidrl.runtimes.saving.folders import check_output
-from braidrl.runtimes.start import check_runtime
-from braidrl.training.memory.budget import (
-    CACHE,
-    ENGINE,
-    GIB,
-    INFERENCE,
-    Footprint,
-    asleep,
-    assets,
-    footprint,
-    in_units,
-    peak,
+from braidrl.runtimes.sizing import (
+    DeviceGroup,
+    check_engine_memory,
+    device_groups,
+    device_table,
+    with_fitting_sizes,
 )
-from braidrl.training.memory.residency import Asset, needed_assets, residency_plan, sizes_during
+from braidrl.runtimes.start import check_runtime
 from braidrl.training.role_settings import usual_max_tokens
 
 
@@ -53,26 +46,6 @@ def dry_run(config: Config, console: Console | None = None) -> list[tuple[Device
     return found
 
 
-def moving(prepared: Prepared, footprints: list[Footprint]) -> tuple[int | None, list[Asset]]:
-    """Return, under `trainer.resident_gib`, the most bytes that are on a device at a time, and what has to leave it for others.
-
-    Raises UserError for a stage that alone needs more.
-    """
-    gib = prepared.config.trainer.resident_gib
-    if gib is None:
-        return None, []
-    sizes = {asset: size for one in footprints for asset, size in assets(one.use.role, one.resident).items()}
-    shared = frozenset(one.use.role for one in footprints if one.use.generates and ENGINE not in one.resident)
-    copied = frozenset(one.use.role for one in footprints if INFERENCE in one.resident)
-    sleeping = {asset: size for one in footprints for asset, size in asleep(one.use.role, one.resident).items()}
-    plan = residency_plan(prepared.flow, sizes, int(gib * GIB), shared, copied, sleeping)
-    during, needs = sizes_during(prepared.flow, sizes, sleeping), needed_assets(prepared.flow, shared, copied)
-    most = max(
-        sum(during[step][asset] for asset in plan.kept | (needed & sizes.keys())) for step, needed in needs.items()
-    )
-    return most, sorted(sizes.keys() - plan.kept)
-
-
 def show(
     prepared: Prepared, found: list[tuple[DeviceGroup, list[Footprint]]], chosen: Sequence[str], console: Console
 ) -> None:
@@ -88,7 +61,7 @@ def show(
             for part, size in {**one.resident, **one.working}.items():
                 table.add_row(name, part, in_units(size))
                 name = ""
-        resident, moved = moving(prepared, footprints)
+        resident, moved = moving(config, prepared.flow, footprints)
         table.add_row("together, at its peak", "", in_units(peak(footprints, resident)), style="bold")
         console.print(table)
         if resting := [

@@ -16,13 +16,12 @@ from braidrl.plan.layouts import activations, divisors, layouts
 from braidrl.plan.plan_devices import USABLE, NodeGroup
 from braidrl.plan.problem import Model, Problem
 from braidrl.plan.rates import Cost
-from braidrl.training.memory.budget import CACHE, ENGINE, Deployment, EngineUse, assets, at_once, role_memory
-from braidrl.training.memory.residency import Asset
-from braidrl.training.memory.residency import Part as MovedPart
+from braidrl.runtimes.memory.budget import CACHE, ENGINE, Deployment, EngineUse, assets, at_once, role_memory
+from braidrl.runtimes.memory.residency import Asset, AssetPart
 from braidrl.training.role_settings import slots_of, usual_max_tokens
 
 Part = Literal["all", "model", "generate"]
-PARTS: tuple[MovedPart, ...] = ("weights", "optimizer", "engine", "inference")
+PARTS: tuple[AssetPart, ...] = ("weights", "optimizer", "engine", "inference")
 
 
 @dataclass(frozen=True)
@@ -202,7 +201,7 @@ def largest_stage(role: str, resident: Mapping[str, int]) -> int:
     """Return the most bytes of a role that any stage of it needs at once: to train, to decode, or to infer."""
     sizes = assets(role, dict(resident))
 
-    def size(*parts: MovedPart) -> int:
+    def size(*parts: AssetPart) -> int:
         return sum(sizes.get(Asset(role, part), 0) for part in parts)
 
     return max(size("weights", "optimizer"), size("weights", "inference"), size("engine"))

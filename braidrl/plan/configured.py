@@ -13,7 +13,7 @@ from braidrl.plan.problem import Problem
 from braidrl.plan.search import Plan, Search
 from braidrl.plan.sets import SetChoice
 from braidrl.plan.streaming import StreamingSearch, members
-from braidrl.training.memory.budget import Deployment, at_once, role_memory
+from braidrl.runtimes.memory.budget import Deployment, at_once, role_memory
 from braidrl.training.role_settings import checkpoints_activations, layout_of, max_tokens_of, slots_of
 
 Pools = dict[tuple[str, ...], int]

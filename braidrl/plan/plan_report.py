@@ -15,7 +15,7 @@ from braidrl.plan.choices import Choice
 from braidrl.plan.problem import Problem
 from braidrl.plan.rates import Cost
 from braidrl.plan.search import Plan
-from braidrl.training.memory.budget import in_units
+from braidrl.runtimes.memory.budget import in_units
 
 SHOWN = 0.005
 """Stages with less than this share of an iteration are left out of reasons."""

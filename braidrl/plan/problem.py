@@ -18,7 +18,7 @@ from braidrl.plan.generation import generate_work
 from braidrl.plan.plan_devices import Cluster, DeviceKind, NodeGroup
 from braidrl.plan.rates import Cost, Rates, RuntimeRates, Work, price, rates_for
 from braidrl.plan.work import Lengths, Nodes, infer_work, reshard_bytes, train_work
-from braidrl.training.memory.budget import Deployment, EngineUse, shape_of
+from braidrl.runtimes.memory.budget import Deployment, EngineUse, shape_of
 from braidrl.training.memory.footprint import Shape, model_shape
 from braidrl.training.optimizer import moment_bytes
 from braidrl.training.role_settings import DTYPES, dtype_name, lora_of, model_path

@@ -14,8 +14,8 @@ from braidrl.plan.choices import Choice, Choices, Part
 from braidrl.plan.plan_devices import USABLE, NodeGroup
 from braidrl.plan.problem import Problem
 from braidrl.plan.rates import Cost
-from braidrl.training.memory.budget import asleep, assets, at_once
-from braidrl.training.memory.residency import PUBLISH, residency_plan
+from braidrl.runtimes.memory.budget import asleep, assets, at_once
+from braidrl.runtimes.memory.residency import PUBLISH, residency_plan
 
 MOST_TRIED = 20_000
 """Combinations of roles' choices that are looked at for one set on so many devices; a tenth of them once one has room."""

@@ -31,8 +31,8 @@ from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.generating.early_stop import EarlyStop
 from braidrl.runtimes.generating.generation import Generation
-from braidrl.runtimes.generating.residency import Residency
 from braidrl.runtimes.generating.verification import added_scores
+from braidrl.runtimes.memory.residency import Residency
 from braidrl.training.backends import TrainingBackend
 from braidrl.training.objective import Objective, UpdateCounts, with_group_tokens
 from braidrl.training.parallel.replicated import DataParallel

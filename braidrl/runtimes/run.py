@@ -26,10 +26,10 @@ from braidrl.runtimes.interrupts import AgreedInterrupts, Interrupts
 from braidrl.runtimes.prepare.checks import rows_may_be_stale, without_effect
 from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch
-from braidrl.runtimes.prepare.sizes import check_engine_memory, memory_to_take, with_fitting_sizes
 from braidrl.runtimes.row_store import Recording, Surplus
 from braidrl.runtimes.saving.checkpoints import Checkpoints, RunState, load_checkpoint, resume_point
 from braidrl.runtimes.saving.folders import held_alone, new_run_folder, unused_folder, write_config
+from braidrl.runtimes.sizing import check_engine_memory, memory_to_take, with_fitting_sizes
 from braidrl.runtimes.spmd.launch import in_ranks
 from braidrl.runtimes.start import RunContext, check_runtime, start_controller
 from braidrl.runtimes.step_metrics import FailureWatch, GapWatch, step_metrics, summary

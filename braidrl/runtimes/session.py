@@ -35,8 +35,8 @@ from braidrl.runtimes.controller import SerialController
 from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.flow import resolve
 from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch
-from braidrl.runtimes.prepare.sizes import memory_to_take, with_fitting_sizes
 from braidrl.runtimes.row_store import RowText
+from braidrl.runtimes.sizing import memory_to_take, with_fitting_sizes
 from braidrl.runtimes.spmd.launch import joined_world
 from braidrl.runtimes.start import RunContext, start_backend
 

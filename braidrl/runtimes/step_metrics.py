@@ -17,7 +17,7 @@ from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind
 from braidrl.observe.metrics import FAILURE, REQUIRED_KEYS, Sums
 from braidrl.runtimes.interfaces import IterationResult
-from braidrl.training.memory.budget import in_units
+from braidrl.runtimes.memory.budget import in_units
 from braidrl.training.objective import trained_rows
 
 # Name of a number: what computes it, from which means, and which of these it takes the place of.

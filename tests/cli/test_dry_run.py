@@ -18,7 +18,7 @@ from braidrl.cli.commands import app
 from braidrl.cli.dry_run import dry_run
 from braidrl.config import Config, load_config
 from braidrl.errors import UserError
-from braidrl.training.memory.budget import RoleUse, peak
+from braidrl.runtimes.memory.budget import RoleUse, peak
 from tests.tiny import ROOT, TOKENIZER, Workshop
 
 

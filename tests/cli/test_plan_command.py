@@ -29,8 +29,8 @@ from braidrl.plan.named import NAMES, like
 from braidrl.plan.overlay import overlay_of
 from braidrl.plan.plan_report import plans_table, roles_table, spans_of
 from braidrl.plan.rates import read_rates
+from braidrl.runtimes.memory.budget import peak
 from braidrl.runtimes.run import TrainingRun
-from braidrl.training.memory.budget import peak
 from tests.tiny import Workshop, braid
 
 PPO: dict[str, Any] = {

@@ -9,9 +9,9 @@ import pytest
 
 from braidrl.config import load_config
 from braidrl.config.config import Config
-from braidrl.runtimes.prepare.devices import device_groups
 from braidrl.runtimes.prepare.setup import prepare
 from braidrl.runtimes.run import TrainingRun
+from braidrl.runtimes.sizing import device_groups
 from tests.invariants.traces import Step, assert_same, trace
 from tests.runtimes.hybrid.warm import WarmCluster
 from tests.tiny import ROOT

@@ -31,16 +31,44 @@ from braidrl.errors import UserError
 from braidrl.flow import Flow, Stage
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
+from braidrl.observe.trace import TraceWriter
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.generating.early_stop import EarlyStop
 from braidrl.runtimes.generating.partial import PartialResponses
-from braidrl.runtimes.generating.residency import WeightMoves
 from braidrl.runtimes.generating.verification import Checks, EarlyChecks, early_verify_stages, verified
 from braidrl.runtimes.usage import DeviceUsage, Drawn
 from braidrl.training.backends import TrainingBackend
 from braidrl.training.parallel.replicated import DataParallel
 from braidrl.training.roles.make import torch_worker
 from braidrl.weights.receiving import ReceivedWeights, receiving, sending
+from braidrl.weights.transfer import TransferVolume
+
+
+class WeightMoves:
+    """What weights take on their way to another layout: a span each in the trace, and numbers for the next stage's metrics."""
+
+    def __init__(self) -> None:
+        self.trace: TraceWriter | None = None
+        self.version = 0
+        self._sums = Sums()
+
+    def note(self, role: str, moved: TransferVolume | None) -> None:
+        """Note one transition of a role's weights, None or without rounds where nothing travelled."""
+        if moved is None or not moved.rounds:
+            return
+        for name in ("received", "rounds", "seconds"):
+            self._sums.add(f"weights/{role}/{name}", getattr(moved, name))
+        if self.trace is not None:
+            self.trace.past(role, "weights", self.version + 1, moved.seconds)
+
+    def note_update(self, role: str, seconds: float) -> None:
+        """Note how long it took until a role's new weights generate."""
+        self._sums.add(f"weights/{role}/update_seconds", seconds)
+
+    def report(self, sums: Sums) -> None:
+        """Add the numbers of the transitions since the last report."""
+        sums.merge(self._sums)
+        self._sums = Sums()
 
 
 class Generation:

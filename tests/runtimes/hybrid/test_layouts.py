@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from braidrl.observe.trace import read_trace
-from braidrl.runtimes.generating.residency import GIB
+from braidrl.runtimes.memory.residency import GIB
 from braidrl.runtimes.run import TrainingRun
 from tests.invariants.traces import assert_same, trace
 from tests.runtimes.hybrid.warm import WarmCluster

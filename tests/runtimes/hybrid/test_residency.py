@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from braidrl.errors import UserError
-from braidrl.runtimes.generating.residency import GIB
+from braidrl.runtimes.memory.residency import GIB
 from braidrl.runtimes.run import TrainingRun
 from tests.invariants.traces import assert_same, trace
 from tests.runtimes.hybrid.warm import WarmCluster

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Stage, actor, critic, reference, reward
 from braidrl.flow.stage import Signature
-from braidrl.training.memory.residency import (
+from braidrl.runtimes.memory.residency import (
     PUBLISH,
     Asset,
     ResidencyMove,

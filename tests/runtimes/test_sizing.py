@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braidrl.training.memory.budget import GIB, MIB
-from braidrl.training.memory.sizing import (
+from braidrl.runtimes.memory.budget import GIB, MIB
+from braidrl.runtimes.sizing import (
     MOST_SLOTS,
     MOST_TOKENS,
     RESERVE,

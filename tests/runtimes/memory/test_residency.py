@@ -13,11 +13,10 @@ from rich.console import Console
 from braidrl.cli.dry_run import dry_run
 from braidrl.errors import UserError
 from braidrl.runtimes.executor import StageExecutor
-from braidrl.runtimes.generating.residency import GIB, Residency
+from braidrl.runtimes.memory.residency import GIB, Asset, Residency
 from braidrl.runtimes.prepare.checks import without_effect
 from braidrl.runtimes.run import TrainingRun
 from braidrl.training.memory.offload import storages
-from braidrl.training.memory.residency import Asset
 from tests.runtimes.spmd.ranks import run_in_ranks
 from tests.tiny import Workshop, metrics_without_times, weights_of
 

@@ -1,4 +1,4 @@
-"""Return what a role takes of each of its devices, counted by `models.footprint`; `--dry-run` and `braid plan` both ask here.
+"""What a role takes of each of its devices, counted by `training.memory.footprint`. `--dry-run` and `braid plan` both ask here.
 
 configuration or candidate ──▶ Deployment ──role_memory──▶ Footprint(resident, working) ──peak──▶ bytes of a device
 """
@@ -10,6 +10,7 @@ from functools import cache
 from braidrl.config import Config
 from braidrl.config.layout import ParallelLayout
 from braidrl.flow import Flow, Kind
+from braidrl.runtimes.memory.residency import GIB, Asset, needed_assets, residency_plan, sizes_during
 from braidrl.training.memory.footprint import (
     Shape,
     activation_bytes,
@@ -20,7 +21,6 @@ from braidrl.training.memory.footprint import (
     model_shape,
     resident_bytes,
 )
-from braidrl.training.memory.residency import Asset
 from braidrl.training.optimizer import MASTER_BYTES, moment_bytes
 from braidrl.training.role_settings import (
     DTYPES,
@@ -35,7 +35,7 @@ from braidrl.training.role_settings import (
     slots_of,
 )
 
-MIB, GIB = 1 << 20, 1 << 30
+MIB = 1 << 20
 ENGINE, CACHE, INFERENCE = "weights of the engine", "keys and values", "weights to infer with"
 PART_OF = {"weights": "weights", ENGINE: "engine", CACHE: "engine", INFERENCE: "inference"}
 shape_of = cache(model_shape)
@@ -202,6 +202,26 @@ def assets(role: str, resident: dict[str, int]) -> dict[Asset, int]:
 def asleep(role: str, resident: dict[str, int]) -> dict[Asset, int]:
     """Return what a role's engine takes while it sleeps: its own weights, without keys and values."""
     return {asset: size for asset, size in assets(role, {**resident, CACHE: 0}).items() if asset.part == "engine"}
+
+
+def moving(config: Config, flow: Flow, footprints: Sequence[Footprint]) -> tuple[int | None, list[Asset]]:
+    """Return, under `trainer.resident_gib`, the most bytes that are on a device at a time, and what has to leave it for others.
+
+    Raises UserError for a stage that alone needs more.
+    """
+    gib = config.trainer.resident_gib
+    if gib is None:
+        return None, []
+    sizes = {asset: size for one in footprints for asset, size in assets(one.use.role, one.resident).items()}
+    shared = frozenset(one.use.role for one in footprints if one.use.generates and ENGINE not in one.resident)
+    copied = frozenset(one.use.role for one in footprints if INFERENCE in one.resident)
+    sleeping = {asset: size for one in footprints for asset, size in asleep(one.use.role, one.resident).items()}
+    plan = residency_plan(flow, sizes, int(gib * GIB), shared, copied, sleeping)
+    during, needs = sizes_during(flow, sizes, sleeping), needed_assets(flow, shared, copied)
+    most = max(
+        sum(during[step][asset] for asset in plan.kept | (needed & sizes.keys())) for step, needed in needs.items()
+    )
+    return most, sorted(sizes.keys() - plan.kept)
 
 
 def in_units(size: int) -> str:

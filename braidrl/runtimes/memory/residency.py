@@ -1,0 +1,309 @@
+"""What of several roles lies in a process's device memory at each stage, where not everything has room at once: the plan and its moves.
+
+    stage       actor.generate   reference.log_probs   actor.update          publish
+    resident    engine           reference weights     weights, optimizer    weights, engine      + whatever is kept throughout
+
+The plan follows from the order of stages alone: an asset is brought before the first of a run of stages that need it and put away after
+the last; the runs continue from one iteration to the next. What has room beside every stage's needs is kept and never moves. An engine
+that is kept sleeps while others work: then it takes its own weights alone, without keys and values. `Residency` makes the moves:
+
+    stage ──needs──▶ Residency ──offload, onload──▶ weights and optimizers of roles, engines' copies of weights
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from braidrl.config import Config
+from braidrl.engines.engine import RoleEngine
+from braidrl.errors import UserError
+from braidrl.flow.flow import Flow, is_optimized, touched_weights
+from braidrl.flow.stage import Kind, Stage
+from braidrl.runtimes.generating.generation import WeightMoves
+from braidrl.training.backends import TrainingBackend
+from braidrl.training.memory.offload import OffloadableTensors, storages
+from braidrl.training.roles.base import RoleWorker
+from braidrl.training.roles.make import torch_worker
+from braidrl.weights.phases import GenerationWeights
+
+GIB = 1 << 30
+PUBLISH = "publish"
+"""The step after the last stage, in which trained weights go to engines of their own."""
+
+
+AssetPart = Literal["weights", "optimizer", "engine", "inference"]
+
+
+class Asset(NamedTuple):
+    """Something of a role that takes device memory: `optimizer` includes gradients, `engine` its cache and weights of its own.
+
+    `inference` is the copy of a trained role's weights in the layout in which it infers, where that is another.
+    """
+
+    role: str
+    part: AssetPart
+
+
+class ResidencyMove(NamedTuple):
+    """`onload` and `offload` move weights and optimizers between device and host; engines `wake` and `sleep`."""
+
+    verb: Literal["onload", "offload", "wake", "sleep"]
+    asset: Asset
+
+
+@dataclass(frozen=True)
+class ResidencyPlan:
+    """`kept` never moves; `before` has the moves before each step (the stages, then PUBLISH), first those that make room.
+
+    The moves belong to the step's place: they are made also in an iteration in which `when` skips the stage.
+    """
+
+    kept: frozenset[Asset]
+    before: Mapping[str, tuple[ResidencyMove, ...]]
+
+
+def residency_plan(
+    flow: Flow,
+    sizes: Mapping[Asset, int],
+    budget: int | None,
+    shared: frozenset[str] = frozenset(),
+    copied: frozenset[str] = frozenset(),
+    asleep: Mapping[Asset, int] | None = None,
+) -> ResidencyPlan:
+    """Return the plan of one process.
+
+    Args:
+        flow: Its stages.
+        sizes: The process's assets with their bytes.
+        budget: The bytes that they may take; None keeps everything.
+        shared: Roles whose engines read the trainer's own weights.
+        copied: Roles that infer with a copy of their weights.
+        asleep: The bytes of engines while they sleep; by default as many as awake.
+
+    Raises:
+        UserError: A stage alone is over the budget.
+    """
+    needs = needed_assets(flow, shared, copied)
+    needs = {step: needed & set(sizes) for step, needed in needs.items()}
+    if budget is None:
+        return ResidencyPlan(frozenset(sizes), dict.fromkeys(needs, ()))
+    during = sizes_during(flow, sizes, asleep or {})
+    for step, needed in needs.items():
+        _check_fits(step, {asset: during[step][asset] for asset in needed}, budget)
+    kept = _kept(needs, during, sizes, budget)
+    steps = list(needs)
+    before: dict[str, tuple[ResidencyMove, ...]] = {}
+    for number, step in enumerate(steps):
+        now, last = needs[step] - kept, needs[steps[number - 1]] - kept
+        put_away = [
+            ResidencyMove("sleep" if asset.part == "engine" else "offload", asset) for asset in sorted(last - now)
+        ]
+        bring = [ResidencyMove("wake" if asset.part == "engine" else "onload", asset) for asset in sorted(now - last)]
+        before[step] = (*put_away, *bring)
+    return ResidencyPlan(kept, before)
+
+
+def sizes_during(flow: Flow, sizes: Mapping[Asset, int], asleep: Mapping[Asset, int]) -> dict[str, dict[Asset, int]]:
+    """Return the bytes of each asset in each step, if it is there: an engine is awake in the stages that generate with it alone."""
+    generating = {stage.name: stage.role for stage in flow.stages if stage.kind is Kind.GENERATE}
+    return {
+        step: {
+            asset: size if generating.get(step) == asset.role else asleep.get(asset, size)
+            for asset, size in sizes.items()
+        }
+        for step in (*(stage.name for stage in flow.stages), PUBLISH)
+    }
+
+
+def needed_assets(
+    flow: Flow, shared: frozenset[str] = frozenset(), copied: frozenset[str] = frozenset()
+) -> dict[str, frozenset[Asset]]:
+    """Return what each stage, and publication after the last one, needs on the device."""
+    needs = {stage.name: stage_needs(stage, shared, copied) for stage in flow.stages}
+    generating = {stage.role for stage in flow.stages if stage.kind is Kind.GENERATE}
+    published = [role for role in flow.trained_roles if role in generating and role not in shared]
+    parts: tuple[AssetPart, ...] = ("weights", "engine")
+    return {**needs, PUBLISH: frozenset(Asset(role, part) for role in published for part in parts)}
+
+
+def stage_needs(
+    stage: Stage, shared: frozenset[str] = frozenset(), copied: frozenset[str] = frozenset()
+) -> frozenset[Asset]:
+    """Return what a stage needs on the device; nothing where it uses no model."""
+    if stage.role is None or stage.kind in (Kind.COMPUTE, Kind.SELECT):
+        return frozenset()
+    if stage.kind is Kind.GENERATE:
+        own = Asset(stage.role, "engine")
+        return frozenset({own, Asset(stage.role, "weights")} if stage.role in shared else {own})
+    weights = frozenset(Asset(role, "weights") for role in touched_weights(stage))
+    if stage.kind is Kind.INFER and stage.role in copied:
+        # The weights too: the copy is brought up to date from them.
+        return weights | {Asset(stage.role, "inference")}
+    return weights | {Asset(stage.role, "optimizer")} if is_optimized(stage) else weights
+
+
+def _kept(
+    needs: Mapping[str, frozenset[Asset]],
+    during: Mapping[str, Mapping[Asset, int]],
+    sizes: Mapping[Asset, int],
+    budget: int,
+) -> frozenset[Asset]:
+    """Return the assets that fit beside every step's needs, first those that would move most often."""
+    steps = list(needs.values())
+    kept: frozenset[Asset] = frozenset()
+    for asset in sorted(sizes, key=lambda asset: (-_runs(steps, asset), sizes[asset], asset)):
+        wider = kept | {asset}
+        if all(sum(during[step][asset] for asset in needed | wider) <= budget for step, needed in needs.items()):
+            kept = wider
+    return kept
+
+
+def _runs(steps: Sequence[frozenset[Asset]], asset: Asset) -> int:
+    """Return how often in an iteration the asset would be brought: the runs of steps that need it."""
+    return sum(asset in step and asset not in steps[number - 1] for number, step in enumerate(steps))
+
+
+def _check_fits(step: str, needed: Mapping[Asset, int], budget: int) -> None:
+    if sum(needed.values()) > budget:
+        parts = ", ".join(f"{asset.role} {asset.part} {size:,}" for asset, size in sorted(needed.items()))
+        raise UserError(
+            f"{step} needs {sum(needed.values()):,} bytes on a device at once ({parts}) and {budget:,} are there; "
+            "place its role on more devices, or its generation in a pool of its own"
+        )
+
+
+NOTHING = frozenset[Asset]()
+
+
+@dataclass(frozen=True)
+class Held:
+    """Something of a role that can be put away, its bytes, and what else happens when it is."""
+
+    size: int
+    offloadable: OffloadableTensors
+    before_leaving: Callable[[], object] = lambda: None
+    asleep: int | None = None
+    """Of an engine, its bytes while it sleeps."""
+
+
+class Residency:
+    """What of the roles of one process is on its device. Without `trainer.resident_gib` everything is, always, save that weights which
+    a role trains and generates with in the same memory take turns.
+    """
+
+    def __init__(self, config: Config, flow: Flow, moves: WeightMoves) -> None:
+        self.flow, self.moves = flow, moves
+        self.engines: dict[str, RoleEngine] = {}
+        self.asleep: set[str] = set()
+        self.phases: dict[str, GenerationWeights] = {}
+        # Under streaming each role has processes of its own, and nobody to make room for.
+        gib = config.trainer.resident_gib if config.runtime != "streaming" else None
+        self.budget = None if gib is None else int(gib * GIB)
+        self.held: dict[Asset, Held] = {}
+        self.shared = frozenset[str]()
+        self.copied = frozenset[str]()
+        self.resident: set[Asset] = set()
+        self.kept, self.current = NOTHING, NOTHING
+        # A checkpoint may be written beside a stage that runs.
+        self._lock = threading.RLock()
+
+    def add(self, worker: TrainingBackend, engine: RoleEngine | None, inferring: RoleWorker | None = None) -> None:
+        """Take charge of a role that was just loaded, with what it infers with, and put it away: the next one needs the room."""
+        if engine is not None:
+            self.engines[worker.role] = engine
+        if engine is not None and engine.memory is not None and engine.memory.weights is not None:
+            self.phases[worker.role] = engine.memory.weights
+        if self.budget is None:
+            return
+        worker = torch_worker(worker)
+        found = held_by(worker)
+        if engine is not None and (memory := engine.memory) is not None:
+            shared = memory.model is worker.model
+            own = [] if shared else list(memory.model.parameters())
+            weights = sum(storage.nbytes() for storage in storages(own))
+            offloadable = OffloadableTensors(lambda: own)
+            found[Asset(worker.role, "engine")] = Held(memory.cache_bytes + weights, offloadable, engine.clear, weights)
+            if shared:
+                self.shared |= {worker.role}
+        if inferring is not None:
+            found[Asset(worker.role, "inference")] = held_weights(inferring)
+            self.copied |= {worker.role}
+        self.held |= found
+        self.resident |= found.keys()
+        self._move(NOTHING)
+
+    def begin(self) -> None:
+        """Load what stays throughout, once all roles are there. Raises UserError for a stage that alone is over the budget."""
+        sizes = {asset: held.size for asset, held in self.held.items()}
+        asleep = {asset: held.asleep for asset, held in self.held.items() if held.asleep is not None}
+        self.kept = residency_plan(self.flow, sizes, self.budget, self.shared, self.copied, asleep).kept
+        self._move(NOTHING)
+
+    def before(self, stage: Stage) -> None:
+        """Load what a stage needs; one that needs no model leaves all where it is."""
+        if needed := stage_needs(stage, self.shared, self.copied):
+            self._sleep_and_wake(stage)
+            self._move(frozenset(needed))
+            for role, weights in self.phases.items():
+                if Asset(role, "weights") in needed:
+                    weights.leave()
+                elif Asset(role, "engine") in needed:
+                    self.moves.note(role, weights.enter())
+
+    def _sleep_and_wake(self, stage: Stage) -> None:
+        """Let engines sleep while a stage needs the device for something else, and wake the one that generates."""
+        generates = {str(stage.role)} if stage.kind is Kind.GENERATE else set[str]()
+        for role in sorted(self.engines.keys() - self.asleep - generates):
+            self.engines[role].sleep()
+            self.asleep.add(role)
+        for role in generates & self.asleep:
+            self.engines[role].wake()
+            self.asleep.remove(role)
+
+    def before_publishing(self) -> None:
+        """Load the weights that go from trainers to engines with weights of their own."""
+        if needed := needed_assets(self.flow, self.shared)[PUBLISH]:
+            self._move(needed)
+
+    @contextmanager
+    def all_of(self, role: str) -> Iterator[None]:
+        """Hold a role's weights and optimizer on the device in addition to what the current stage needs; no stage begins meanwhile."""
+        with self._lock:
+            if role in self.phases:
+                self.phases[role].leave()
+            before = self.current
+            self._move(before | {Asset(role, "weights"), Asset(role, "optimizer")})
+            yield
+            self._move(before)
+
+    def _move(self, needed: frozenset[Asset]) -> None:
+        """Move to and from the device so that it has what is kept and what is needed; what leaves goes first."""
+        if self.budget is None:
+            return
+        with self._lock:
+            wanted = (self.kept | needed) & self.held.keys()
+            for asset in sorted(self.held.keys() - wanted):
+                # Noted before: a move that is broken off is made again, whole.
+                self.resident.discard(asset)
+                self.held[asset].before_leaving()
+                self.held[asset].offloadable.offload()
+            for asset in sorted(wanted - self.resident):
+                self.held[asset].offloadable.onload()
+                self.resident.add(asset)
+            self.current = needed
+
+
+def held_by(worker: RoleWorker) -> dict[Asset, Held]:
+    """Return a role's weights and, where it is trained, masters, moments and the gradients that a step needs room for."""
+    found = {Asset(worker.role, "weights"): held_weights(worker)}
+    if worker.optimizer is not None:
+        found[Asset(worker.role, "optimizer")] = Held(worker.optimizer.bytes_in_use, worker.offloadable["optimizer"])
+    return found
+
+
+def held_weights(worker: RoleWorker) -> Held:
+    """Return a worker's weights alone."""
+    size = sum(storage.nbytes() for storage in storages(worker.model.parameters()))
+    return Held(size, worker.offloadable["weights"])

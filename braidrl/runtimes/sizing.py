@@ -1,0 +1,294 @@
+"""Sizes of a run by the memory of its devices: slots, tokens of a micro-batch, and the share of a vLLM that is on the trainer's device.
+
+checked run ──▶ DeviceGroup: the roles of each device ──▶ Demand: bytes that they need ──fitting_sizes──▶ the configuration's open sizes
+
+free ─ reserve ─ what stays ──▶ room ──┬── by the bytes of a row's keys and values ──▶ slots
+                                       └── by the bytes of a token's activations ────▶ tokens of a micro-batch
+
+Both take the whole room where they take turns on the device, and half of it each where they are there together.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import floor
+from typing import NamedTuple
+
+from braidrl.cluster.devices import Devices, assign_devices, device_count, device_memory, free_memory
+from braidrl.cluster.pools import Pool, place
+from braidrl.config import Config
+from braidrl.engines.factory import generation_layout, own_engines, pools_ranks, with_engines
+from braidrl.errors import UserError
+from braidrl.flow import Flow
+from braidrl.runtimes.memory.budget import CACHE, ENGINE, GIB, Footprint, RoleUse, footprint, in_units
+from braidrl.runtimes.prepare.setup import Prepared, longest
+from braidrl.runtimes.streaming.groups import Group, pools_of, worker_groups
+
+VLLM_SHARE = 0.9
+"""What vLLM takes of a device unless told otherwise."""
+RESERVE = 0.1
+"""Share of the free memory that is left alone: fragments, workspaces of kernels, recorded steps."""
+SLOT_MULTIPLE, TOKEN_MULTIPLE = 16, 1024
+MOST_SLOTS, MOST_TOKENS = 1024, 65_536
+"""Beyond these a device decodes, or trains, hardly faster."""
+SAMPLED_TOKENS = 1024
+"""Activations are counted for so many tokens and for twice as many; their memory grows evenly."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What roles need of a device, in bytes."""
+
+    stays: int
+    """What is there all the time: weights, optimizers, gradients, an engine's own weights."""
+    training: int = 0
+    """What a micro-batch needs whatever its size, such as gathered weights."""
+    token: int = 0
+    """Of each token of a micro-batch; 0 where nothing is inferred or trained."""
+    slot: int = 0
+    """Keys and values of the longest row; 0 where nothing is generated."""
+    longest: int = 1
+    """Tokens of the longest row."""
+    rows: int = 1
+    """Rows of a step."""
+    together: bool = False
+    """True where keys and values stay while roles train."""
+
+
+class FittingSizes(NamedTuple):
+    """What fits; None where a device does nothing of the kind."""
+
+    slots: int | None
+    tokens: int | None
+
+
+def fitting_sizes(free: int, demand: Demand) -> FittingSizes:
+    """Return the slots and the tokens of a micro-batch that a device has room for: at least 16 slots and the longest row.
+
+    Args:
+        free: Bytes of the device that nobody has.
+        demand: What the roles on it need.
+    """
+    room = max(0, int(free * (1 - RESERVE)) - demand.stays)
+    if demand.together and demand.slot and demand.token:
+        room //= 2
+    slots = tokens = None
+    if demand.slot:
+        most = min(MOST_SLOTS, -(-demand.rows // SLOT_MULTIPLE) * SLOT_MULTIPLE)
+        slots = max(SLOT_MULTIPLE, min(most, room // demand.slot // SLOT_MULTIPLE * SLOT_MULTIPLE))
+    if demand.token:
+        most = max(demand.longest, min(MOST_TOKENS, demand.rows * demand.longest))
+        fitting = min(most, max(0, room - demand.training) // demand.token)
+        rounded = fitting // TOKEN_MULTIPLE * TOKEN_MULTIPLE or fitting
+        tokens = max(demand.longest, rounded)
+    return FittingSizes(slots, tokens)
+
+
+def with_sizes(config: Config, slots: int | None, tokens: int | None) -> Config:
+    """Return the configuration with these sizes where it says none itself."""
+    rollout, trainer = config.rollout, config.trainer
+    if rollout.slots is None and slots is not None:
+        rollout = rollout.model_copy(update={"slots": slots})
+    if trainer.max_tokens_per_device is None and tokens is not None:
+        trainer = trainer.model_copy(update={"max_tokens_per_device": tokens})
+    return config.model_copy(update={"rollout": rollout, "trainer": trainer})
+
+
+def demand_of(
+    uses: Sequence[RoleUse], config: Config, flow: Flow, devices: int, decoding_ranks: int = 1, longest: int = 1,
+    engine_beside: bool = False,
+) -> Demand:  # fmt: skip
+    """Return what the roles of a device need; sizes that the configuration says itself are what stays, or what a micro-batch needs.
+
+    Args:
+        uses: The roles of one device.
+        config: Of the run.
+        flow: Of the run.
+        devices: Devices that hold the same.
+        decoding_ranks: Ranks that decode together.
+        longest: Tokens of the longest row.
+        engine_beside: True where an engine in a process of its own shares the device, and keeps its memory.
+    """
+
+    def counted(slots: int, tokens: int) -> list[Footprint]:
+        sized = with_sizes(config, slots, tokens)
+        return [footprint(use, sized, flow, devices, decoding_ranks) for use in uses]
+
+    one, two = counted(1, SAMPLED_TOKENS), counted(1, 2 * SAMPLED_TOKENS)
+    working = [(sum(a.working.values()), sum(b.working.values())) for a, b in zip(one, two, strict=True)]
+    token = max((-(-(b - a) // SAMPLED_TOKENS) for a, b in working), default=0)
+    training = max((max(0, a - token * SAMPLED_TOKENS) for a, _ in working), default=0)
+    stays = sum(size for part in one for name, size in part.resident.items() if name != CACHE)
+    cache = max((part.resident.get(CACHE, 0) for part in one), default=0)
+    if config.trainer.resident_gib is not None:
+        stays = min(stays, int(config.trainer.resident_gib * GIB))
+    if engine_beside:
+        own = (p.shape for p in one if p.use.generates and ENGINE not in p.resident)
+        stays += training + sum(shape.parameters * shape.element_bytes for shape in own)
+        stays, cache, training = (stays + cache, 0, 0) if config.rollout.slots else (stays, cache, 0)
+    rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
+    return Demand(stays, training, token, cache, longest, rows, engine_beside)
+
+
+@dataclass(frozen=True)
+class DeviceGroup:
+    """So many devices that hold the same."""
+
+    devices: int
+    uses: tuple[RoleUse, ...]
+
+
+def device_groups(prepared: Prepared) -> list[DeviceGroup]:
+    """Return every process of the run that has a device, with the roles whose models it holds."""
+    config, roles, trained = prepared.config, prepared.roles(), prepared.flow.trained_roles
+
+    def uses_of(pool: Pool) -> tuple[RoleUse, ...]:
+        models = [RoleUse(role, role in trained, role in pool.generating) for role in pool.models]
+        apart = [RoleUse(role, False, True, apart=True) for role in pool.generating if role not in pool.models]
+        return (*models, *apart)
+
+    if config.runtime == "streaming":
+        groups = worker_groups(config, prepared.flow, prepared.evaluation if config.data.evaluation_sources else None)
+        return [DeviceGroup(group.processes, (use_of(group),)) for group in groups if group.role]
+    if config.runtime == "hybrid":
+        pools = place(config.placement, roles, prepared.generating, config.workers)
+        return [DeviceGroup(pool.workers, uses_of(pool)) for pool in pools]
+    workers = config.workers if config.runtime == "distributed" else 1
+    return [DeviceGroup(workers, uses_of(Pool(roles, workers, generating=prepared.generating)))]
+
+
+def use_of(group: Group) -> RoleUse:
+    """Return what the processes of a streaming run's group have of their role; engines have weights of their own there."""
+    generates = group.kind == "generate"
+    return RoleUse(str(group.role), group.trained, generates, apart=generates)
+
+
+def pools_of_run(prepared: Prepared) -> list[Pool]:
+    """Return the processes of a run, with the engine processes that they start."""
+    config = prepared.config
+    if config.runtime == "streaming":
+        evaluation = prepared.evaluation if config.data.evaluation_sources else None
+        return pools_of(worker_groups(config, prepared.flow, evaluation), config)
+    if config.runtime == "hybrid":
+        pools = place(config.placement, prepared.roles(), prepared.generating, config.workers)
+        return list(with_engines(pools, config))
+    name, workers = ("rank", config.workers) if config.runtime == "distributed" else ("eager", 1)
+    return list(with_engines([Pool((name,), workers, generating=(name,))], config))
+
+
+def device_table(prepared: Prepared) -> dict[str, Devices]:
+    """Return which CUDA devices each process would get; nothing where the run uses none. Raises UserError for too few of them.
+
+    On a machine without any, where a run is only planned, there are as many as it needs.
+    """
+    available = device_count(prepared.config.device)
+    if available is None:
+        return {}
+    pools = pools_of_run(prepared)
+    return assign_devices(pools, available or sum(p.workers * (1 + p.engines * p.engine_devices) for p in pools))
+
+
+def with_fitting_sizes(prepared: Prepared, memory: int | None) -> tuple[Prepared, list[str]]:
+    """Return a run with the sizes that fit into the memory of its devices, where the configuration says none, and a line that says which.
+
+    Args:
+        prepared: The run.
+        memory: Bytes of a device that the run may take; None where it has no CUDA device.
+    """
+    given = prepared.config
+    if memory is None:
+        return prepared, []
+    found = [fitting_sizes(memory, demand) for demand in demands(prepared)]
+    slots, tokens = ([n for n in numbers if n is not None] for numbers in zip(*found, strict=True))
+    sized = replace(prepared, config=with_sizes(given, min(slots, default=None), min(tokens, default=None)))
+    if shares_devices(prepared):
+        sized = replace(sized, config=with_vllm_share(sized, memory))
+    return sized, size_lines(given, sized.config, memory)
+
+
+def memory_to_take(config: Config) -> int | None:
+    """Return the bytes of a CUDA device that a run may take, or None without one: what is free, where this process itself computes."""
+    return free_memory(config.device) if config.runtime in ("eager", "distributed") else device_memory(config.device)
+
+
+def demands(prepared: Prepared) -> list[Demand]:
+    """Return what the roles on each kind of the run's devices need."""
+    config, shared = prepared.config, shares_devices(prepared)
+    longest_row = max(config.max_sequence_tokens, longest(prepared.sources, config.rollout.max_response_tokens))
+    together = generation_layout(config).ranks if pools_ranks(config) else 1
+    beside = shared and not config.rollout.vllm.get("enable_sleep_mode")
+    apart = own_engines(config) and not shared
+    return [
+        demand_of(group.uses, config, prepared.flow, group.devices, together, longest_row, beside)
+        for group in (groups_with_engines(prepared) if apart else device_groups(prepared))
+        if group.uses
+    ]
+
+
+def with_vllm_share(prepared: Prepared, memory: int) -> Config:
+    """Return the configuration with what training leaves of a device for a vLLM that shares it, unless it says that itself."""
+    config = prepared.config
+    if config.rollout.engine != "vllm" or "gpu_memory_utilization" in config.rollout.vllm:
+        return config
+    left = min(1 - RESERVE - training / memory for training in beside_vllm(prepared))
+    if left <= 0:
+        return config
+    share = min(VLLM_SHARE, floor(100 * left) / 100)
+    vllm = {**config.rollout.vllm, "gpu_memory_utilization": share}
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"vllm": vllm})})
+
+
+def size_lines(given: Config, sized: Config, memory: int) -> list[str]:
+    """Return a line that says which sizes the memory of a device has chosen, where it has chosen any."""
+    chosen = []
+    if given.rollout.slots != sized.rollout.slots:
+        chosen.append(f"rollout.slots={sized.rollout.slots}")
+    if given.trainer.max_tokens_per_device != sized.trainer.max_tokens_per_device:
+        chosen.append(f"trainer.max_tokens_per_device={sized.trainer.max_tokens_per_device}")
+    if given.rollout.vllm != sized.rollout.vllm:
+        chosen.append(f"rollout.vllm.gpu_memory_utilization={sized.rollout.vllm['gpu_memory_utilization']:g}")
+    return [f"chosen for a device with {in_units(memory)} to take: {', '.join(chosen)}"] if chosen else []
+
+
+def shares_devices(prepared: Prepared) -> bool:
+    """Return True where engine processes take turns with training on the devices that this process sees."""
+    available, pools = device_count(prepared.config.device), pools_of_run(prepared)
+    each = [(pool.workers * pool.device, pool.engines * pool.engine_devices) for pool in pools]
+    together = sum(ranks * max(1, engines) for ranks, engines in each)
+    return available is not None and together <= available < sum(ranks * (1 + engines) for ranks, engines in each)
+
+
+def groups_with_engines(prepared: Prepared) -> list[DeviceGroup]:
+    """Return the devices of the run where engine processes have devices of their own."""
+    groups = device_groups(prepared)
+    generating = dict.fromkeys(use.role for group in groups for use in group.uses if use.generates)
+    found = [replace(g, uses=tuple(replace(use, generates=False) for use in g.uses if not use.apart)) for g in groups]
+    return [*found, *(DeviceGroup(1, (RoleUse(role, False, True, apart=True),)) for role in generating)]
+
+
+def beside_vllm(prepared: Prepared) -> list[int]:
+    """Return the bytes that training takes of each kind of device while a vLLM that shares it has its own memory there."""
+    config, found = prepared.config, []
+    for group in device_groups(prepared):
+        parts = [footprint(use, config, prepared.flow, group.devices) for use in group.uses]
+        stays = sum(size for one in parts for part, size in one.resident.items() if part not in (ENGINE, CACHE))
+        working = max((sum(one.working.values()) for one in parts), default=0)
+        # One that sleeps has given its memory back while roles work.
+        found.append(stays if config.rollout.vllm.get("enable_sleep_mode") else stays + working)
+    return found
+
+
+def check_engine_memory(prepared: Prepared) -> None:
+    """Raise UserError where a vLLM that shares a device with training asks for more memory than training leaves there."""
+    config = prepared.config
+    if config.rollout.engine != "vllm" or config.trainer.resident_gib is not None:
+        return
+    if (total := device_memory(config.device)) is None or not shares_devices(prepared):
+        return
+    share = float(config.rollout.vllm.get("gpu_memory_utilization", VLLM_SHARE))
+    for training in beside_vllm(prepared):
+        if share * total > total - training:
+            raise UserError(
+                f"rollout.vllm.gpu_memory_utilization={share:g} asks for {in_units(int(share * total))} of a device of {in_units(total)}, "
+                f"and training takes {in_units(training)} of it; write {max(0.0, 1 - training / total):.2f} at most, set "
+                "trainer.resident_gib so that they take turns, or leave the engine a device of its own"
+            )
