@@ -42,6 +42,15 @@ def braid(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
     return run
 
 
+def test_the_old_name_of_checkpoint_check_answers_with_the_new_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["braid", "verify", "runs/mine"])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == cli.EXIT_USER_ERROR and "`braid checkpoint check runs/mine`" in capsys.readouterr().err
+
+
 def test_train_says_the_run_folder_first_and_leaves_everything_in_it(workshop: Workshop, braid: Any) -> None:
     held_out = f"data.eval.test={workshop.data}"
     small = ["evaluation.every=2", "evaluation.max_prompts=2", "evaluation.samples=2"]

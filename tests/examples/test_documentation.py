@@ -80,7 +80,11 @@ def test_every_verifier_and_command_is_named_where_one_looks_for_it() -> None:
     rewards = (DOCS / "add-a-reward.md").read_text()
     assert all(f"`{name}`" in rewards for name in VERIFIERS)
     readme = (ROOT / "README.md").read_text()
-    names = [command.name or command.callback.__name__ for command in app.registered_commands if command.callback]
+    names = [
+        command.name or command.callback.__name__
+        for command in app.registered_commands
+        if command.callback and not command.hidden
+    ]
     assert all(f"braid {name}" in readme for name in names)
 
 

@@ -30,7 +30,7 @@ def commands(run: Path, folder: Path) -> list[list[str]]:
     """Whatever reads a run's files."""
     return [
         ["train", "--resume", str(run)], ["eval", str(run)], ["report", str(run)], ["timeline", str(run)],
-        ["export", str(run), str(folder / "exported")], ["verify", str(run)],
+        ["export", str(run), str(folder / "exported")], ["checkpoint", "check", str(run)],
         ["train", str(run / "config.yaml"), "name=again", "trainer.steps=1", "--replay", str(run)],
     ]  # fmt: skip
 

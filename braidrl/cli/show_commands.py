@@ -1,0 +1,52 @@
+"""Commands that show what a configuration means: `braid flow`, `braid data`, `braid list`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from braidrl.cli.arguments import ConfigFile, Overrides, split_config
+
+
+def flow(
+    config: Annotated[str, typer.Argument(help="A recipe, a YAML flow, module:function, or a configuration file.")],
+    overrides: Overrides = None,
+    svg: Annotated[Path | None, typer.Option(help="Also write the text as a picture into this file.")] = None,
+    yaml: Annotated[bool, typer.Option("--yaml", help="Print the flow's YAML form.")] = False,
+    mermaid: Annotated[bool, typer.Option("--mermaid", help="Print the flow as a Mermaid flowchart.")] = False,
+) -> None:
+    """Show a flow: its stages, what each reads and writes, and what may run at the same time."""
+    from braidrl.flow import drawing
+    from braidrl.flow.yaml_form import to_yaml
+    from braidrl.runtimes.prepare.flow import flow_by_name
+
+    shown = flow_by_name(config, overrides or [])
+    typer.echo(to_yaml(shown) if yaml else drawing.mermaid(shown) if mermaid else drawing.text(shown))
+    if svg is not None:
+        svg.write_text(drawing.svg(shown))
+        typer.echo(f"drawn in {svg}")
+
+
+def data(config: ConfigFile = None, overrides: Overrides = None) -> None:
+    """Show what a configuration reads: counts, lengths, samples as the model sees them, and what is left out and why."""
+    from braidrl.cli.show_data import show_data
+    from braidrl.config import load_config
+
+    show_data(load_config(*split_config(config, overrides), flow="grpo"))
+
+
+def list_kind(
+    kind: Annotated[
+        str | None, typer.Argument(help="losses, advantages, rewards, engines...; left out, all kinds.")
+    ] = None,
+) -> None:
+    """Show what a flow or a configuration can name, with settings and sources."""
+    from braidrl.cli.catalogue import KINDS, catalogue, lines
+
+    if kind is None:
+        for known in KINDS:
+            typer.echo(f"{known}: {', '.join(listed.name for listed in catalogue(known))}")
+        return
+    for listed in catalogue(kind):
+        for line in lines(listed):
+            typer.echo(line)

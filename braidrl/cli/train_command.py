@@ -1,0 +1,69 @@
+"""`braid train` and `braid eval`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from braidrl.cli.arguments import ConfigFile, Overrides, split_config
+from braidrl.errors import UserError
+
+
+def train(
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Go on with this run from its latest checkpoint; key=value changes what may change."),
+    ] = None,
+    newest_whole: Annotated[
+        bool,
+        typer.Option(
+            "--newest-whole", help="Where the latest checkpoint is damaged, go on from the newest that is not."
+        ),
+    ] = False,
+    replay: Annotated[Path | None, typer.Option(help="Train on the rollouts that this run recorded.")] = None,
+    rollout_only: Annotated[bool, typer.Option("--rollout-only", help="Record rollouts; train nothing.")] = False,
+    dry: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, show the memory it would take, and end.")
+    ] = False,
+) -> None:
+    """Train by a flow. Prints the run folder first."""
+    from braidrl.config import load_config
+    from braidrl.runtimes.run import train as run_training
+    from braidrl.runtimes.saving.folders import run_config
+    from braidrl.runtimes.start import start_fork_server
+
+    if resume is not None:
+        file, changed = split_config(config, overrides)
+        if file is not None:
+            raise UserError(
+                f"--resume takes its configuration from the run folder; write what changes as key=value, not {file}"
+            )
+        settings = run_config(resume, changed)
+    else:
+        settings = load_config(*split_config(config, overrides))
+    if dry:
+        from braidrl.cli.dry_run import dry_run
+
+        dry_run(settings)
+        return
+    if newest_whole and resume is None:
+        raise UserError("--newest-whole is for --resume; a new run has no checkpoint")
+    start_fork_server(settings)
+    run_training(settings, resume=resume, newest_whole=newest_whole, replay=replay, rollout_only=rollout_only)
+
+
+def evaluate(config: ConfigFile = None, overrides: Overrides = None) -> None:
+    """Evaluate a model, or a checkpoint given as model=, on the sets under data.eval."""
+    from braidrl.config import load_config
+    from braidrl.runtimes.evaluation import evaluate_model
+    from braidrl.runtimes.spmd.launch import is_reporting_rank
+    from braidrl.runtimes.start import start_fork_server
+
+    # Whatever trained the model: any flow that generates and verifies evaluates it.
+    settings = load_config(*split_config(config, overrides), flow="grpo")
+    start_fork_server(settings)
+    metrics = evaluate_model(settings)
+    for name, value in metrics.items() if is_reporting_rank() else ():
+        typer.echo(f"{name}\t{value:.4f}")
