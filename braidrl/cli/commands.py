@@ -13,6 +13,7 @@ from braidrl.cli.machine_commands import doctor, plan
 from braidrl.cli.run_commands import check_checkpoints, export, report, timeline, verify
 from braidrl.cli.show_commands import data, flow, list_kind
 from braidrl.cli.train_command import evaluate, train
+from braidrl.cluster.process import sleep_at_barriers
 from braidrl.errors import UserError, WorkerError, no_room
 from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS, version_of
 
@@ -59,6 +60,7 @@ def main() -> None:
     """Run the command; a user's mistake ends in one line and an exit code, and Ctrl-C in 130."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     debug = len(arguments) < len(sys.argv) - 1 or os.environ.get("BRAID_DEBUG") == "1"
+    sleep_at_barriers()
     gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
     try:
         app(arguments, standalone_mode=True)

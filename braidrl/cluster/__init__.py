@@ -4,7 +4,7 @@ process, child     what a process is to whoever starts it, and the process from 
 local, fork_server the processes of this machine and their launcher, and the process that most are copies of
 ray_cluster, ray_processes    the actors of a Ray cluster, and the launcher whose processes are there
 ranks              N processes that do one task together, supervised: the first failure is what the user sees
-devices, cores     which process gets which CUDA devices, and with how many threads it computes
+devices            which process gets which CUDA devices
 groups             the process groups in which processes meet, and the time limit of every wait there
 sandbox, untrusted the processes of code that is not trusted: verifiers, environments, tools, agents
 world, notices     what ranks say to each other: all at the same point, or in passing

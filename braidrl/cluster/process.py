@@ -70,8 +70,8 @@ class Task:
     orphaned: str = ""
 
 
-CHOSEN_BY_BRAID = "BRAID_SETS_THREADS"
-"""Environment variable beside an OMP_NUM_THREADS that is no wish of the user's: a launcher has divided a machine's cores."""
+WAIT_SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+"""Environment variables that say how OpenMP's threads wait for one another."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def environment_of(spec: ProcessSpec, starter: Mapping[str, str]) -> dict[str, s
     """
     own = dict(spec.environment)
     if spec.threads is not None:
-        own |= {"OMP_NUM_THREADS": str(spec.threads), CHOSEN_BY_BRAID: "1"}
+        own["OMP_NUM_THREADS"] = str(spec.threads)
     if spec.devices is not None:
         seen = starter.get("CUDA_VISIBLE_DEVICES", "").split(",")
         own["CUDA_VISIBLE_DEVICES"] = ",".join(seen[n] if seen != [""] else str(n) for n in spec.devices)
@@ -151,6 +151,16 @@ def usable_cores() -> int:
     except (OSError, ValueError):
         return cores
     return cores if quota == "max" else max(1, min(cores, round(int(quota) / int(period))))
+
+
+def sleep_at_barriers() -> None:
+    """Let OpenMP's threads sleep while they wait for one another, unless the user has set how they wait.
+
+    It holds in this process where torch is not loaded yet, and in processes that it starts. By default these threads spin: where another
+    program has the core of one of them, all of them spin until it is back, and a step takes ten times as long.
+    """
+    if not any(name in os.environ for name in WAIT_SETTINGS):
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
 def default_threads(processes: int) -> int | None:

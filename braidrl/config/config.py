@@ -287,7 +287,7 @@ class Config(Section):
     name: str | None = None
     """The run folder's name; by default the flow's with date and time."""
     threads: int | None = Field(None, ge=1)
-    """CPU threads of a process, always; by default its share of the cores, and fewer while other programs use them."""
+    """CPU threads of a process; by default its share of the cores."""
 
     @property
     def max_sequence_tokens(self) -> int:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from braidrl.cluster.devices import Devices, assign_devices, device_lines, own_devices, see_only
 from braidrl.cluster.local import LocalLauncher
 from braidrl.cluster.pools import Pool
-from braidrl.cluster.process import CHOSEN_BY_BRAID, ProcessSpec, environment_of
+from braidrl.cluster.process import ProcessSpec, environment_of
 from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.ray_processes import RayLauncher
 from braidrl.config import ClusterConfig
@@ -116,7 +116,7 @@ def test_a_rank_of_torchrun_takes_its_share_of_its_nodes_devices(monkeypatch: py
 def test_a_process_sees_its_devices_by_the_names_that_its_starter_sees_them_by(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = ProcessSpec("engine", "module:function", devices=(1, 2), threads=3)
     told = environment_of(spec, {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c", "OMP_NUM_THREADS": "8"})
-    assert told == {"CUDA_VISIBLE_DEVICES": "GPU-b,GPU-c", "OMP_NUM_THREADS": "3", CHOSEN_BY_BRAID: "1"}
+    assert told == {"CUDA_VISIBLE_DEVICES": "GPU-b,GPU-c", "OMP_NUM_THREADS": "3"}
     assert environment_of(spec, {})["CUDA_VISIBLE_DEVICES"] == "1,2"
     assert environment_of(ProcessSpec("engine", "module:function"), {"A": "b"}) == {"A": "b"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")

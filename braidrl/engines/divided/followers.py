@@ -20,7 +20,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from braidrl.cluster.cores import follow_load
 from braidrl.cluster.devices import see_only
 from braidrl.cluster.groups import connect_store, join_group, open_store
 from braidrl.cluster.local import LOOK_EVERY_S, Forked, fork
@@ -245,7 +244,6 @@ def lead(spec: EngineSpec, followers: ForkedFollowers) -> LeadingEngine:
 
 
 def _follower(spec: EngineSpec, rank: int, port: int) -> EmbeddedEngine:
-    follow_load()
     keep_freed_memory()
     return EmbeddedEngine(**_parts(spec, rank, connect_store(LOOPBACK, port, wait_s(spec))))
 

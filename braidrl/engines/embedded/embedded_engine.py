@@ -13,7 +13,6 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from braidrl.cluster.cores import adapt_threads
 from braidrl.engines.embedded.batch import SlotBatch
 from braidrl.engines.embedded.graphs import CudaRecorder, StepGraphs
 from braidrl.engines.embedded.native_decoder import native_decoder
@@ -100,7 +99,6 @@ class EmbeddedEngine(SteppingEngine):
 
     def step(self) -> list[Response]:
         """Fill free slots, then draw a token for each row."""
-        adapt_threads()
         with self._decoding():
             if self._waiting:
                 count = min(self.waiting, len(free := self._batch.free()))

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 
-from braidrl.cluster.cores import follow_load
 from braidrl.cluster.watchdog import named
 from braidrl.data.messages import unpack_message
 from braidrl.engines.divided.followers import ForkedFollowers, lead
@@ -139,7 +138,6 @@ class Host:
 async def serve(connection: socket.socket, spec: EngineSpec, followers: ForkedFollowers | None) -> None:
     """Make the engine, and execute messages until the run is gone."""
     reader, writer = await asyncio.open_connection(sock=connection)
-    follow_load()
     keep_freed_memory()
     try:
         engine = served(lead(spec, followers) if followers else ENGINES.find(spec.kind)(spec))

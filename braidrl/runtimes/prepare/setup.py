@@ -11,10 +11,9 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from braidrl.cluster.cores import follow_load
 from braidrl.cluster.devices import device_memory
 from braidrl.cluster.pools import check_exchange, place
-from braidrl.cluster.process import CHOSEN_BY_BRAID
+from braidrl.cluster.process import sleep_at_barriers
 from braidrl.cluster.world import World
 from braidrl.config import Config, SourceConfig, VerifierConfig
 from braidrl.data.prompts import ALONE, LoadedSource, Readers, check_train, load_eval, load_texts, load_train
@@ -229,13 +228,12 @@ def set_up_torch(config: Config) -> None:
     transformers_logging.disable_progress_bar()
     if config.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(config.threads)
-        os.environ.pop(CHOSEN_BY_BRAID, None)
         torch.set_num_threads(config.threads)
     torch.manual_seed(config.seed)
     if config.trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    follow_load(not config.trainer.deterministic)
+    sleep_at_barriers()
 
 
 def check_answers(config: Config, sources: Sequence[LoadedSource], settings: Sequence[SourceConfig]) -> None:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
-from braidrl.cluster.cores import adapt_threads
 from braidrl.data.packing import plan_micro_batches
 from braidrl.data.rows import Rows
 from braidrl.observe.metrics import Sums
@@ -146,7 +145,6 @@ class RoleWorker(RoleModel, TrainingBackend):
 
     def _run(self, batches: Sequence[MicroBatch], on_prediction: OnPrediction, *term: Objective | Likelihood) -> None:
         def compute(packed: Packed) -> dict[str, Tensor]:
-            adapt_threads()
             return self.compute(packed, *term)
 
         self.ranks.run_micro_batches(self.model, compute, [batch.packed for batch in batches], on_prediction)
