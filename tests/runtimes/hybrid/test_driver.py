@@ -61,21 +61,6 @@ def test_payload_cannot_be_decoded_where_the_driver_runs(workshop: Workshop, war
     assert len(decode([memoryview(frame) for frame in packed])["prompt"]) == 2
 
 
-def test_what_passes_through_the_driver_does_not_grow_with_the_rows(
-    workshop: Workshop, warm_cluster: WarmCluster
-) -> None:
-    sent = {}
-    for tokens in (128, 8192):
-        config = workshop.config(f"rows-of-{tokens}", **given(workshop, tokens), placement="standalone")
-        with hybrid_crew(config, warm_cluster, THREE) as backend:
-            rehearse(backend, **dict.fromkeys(NAPS, ("wait", 0.0)))
-            before = backend.home.traffic.sent + backend.home.traffic.received
-            index = backend.index(all_stages(backend, THREE, 8))
-            sent[tokens] = backend.home.traffic.sent + backend.home.traffic.received - before
-            assert index["length"].tolist() == [tokens] * 8
-    assert sent[8192] <= 1.1 * sent[128]
-
-
 @pytest.mark.soak  # for a machine that does nothing else
 def test_roles_in_three_pools_take_as_long_as_the_longest(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     config = workshop.config(**given(workshop, 16), placement="standalone")
