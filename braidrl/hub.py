@@ -24,7 +24,7 @@ from huggingface_hub.errors import (
 
 from braidrl.errors import UserError, first_line
 
-Kind = Literal["model", "model without weights", "dataset"]
+HubKind = Literal["model", "model without weights", "dataset"]
 NAME = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
 SMALL_FILES, WEIGHTS, OLD_WEIGHTS = ["*.json", "*.model", "*.txt", "*.jinja"], "*.safetensors", "pytorch_model*.bin"
 DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".arrow", ".txt", ".gz", ".zst")
@@ -35,7 +35,7 @@ def is_hub_name(name: Path) -> bool:
     return NAME.fullmatch(str(name)) is not None and name.suffix not in DATA_FILES and not name.exists()
 
 
-def fetch(name: Path, key: str, kind: Kind = "model") -> Path:
+def fetch(name: Path, key: str, kind: HubKind = "model") -> Path:
     """Return the folder in the cache with a repository's files, which are downloaded where they are not there.
 
     Args:
@@ -61,7 +61,7 @@ def fetch(name: Path, key: str, kind: Kind = "model") -> Path:
         raise UserError(f"{key}: {refusal(error, repository, revision, kind)}") from error
 
 
-def refusal(error: Exception, repository: str, revision: str | None, kind: Kind) -> str:
+def refusal(error: Exception, repository: str, revision: str | None, kind: HubKind) -> str:
     """Return what is wrong and how the files can be had, in one line."""
     hub, what = constants.ENDPOINT, "data set" if kind == "dataset" else "model"
     match error:

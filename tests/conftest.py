@@ -149,5 +149,5 @@ def warm_workers(ray_cluster: None) -> WarmCluster:
 @pytest.fixture
 def warm_cluster(warm_workers: WarmCluster, monkeypatch: pytest.MonkeyPatch) -> WarmCluster:
     """What backends of this test start on, in place of processes of their own."""
-    monkeypatch.setattr("braidrl.runtimes.hybrid.start.RayCluster", lambda config, device: warm_workers)
+    monkeypatch.setattr("braidrl.runtimes.hybrid.start_workers.RayCluster", lambda config, device: warm_workers)
     return warm_workers

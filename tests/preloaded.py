@@ -10,7 +10,7 @@ from tests.tiny import MODELS
 
 gc.disable()  # Nothing of what is imported is garbage.
 for name in (
-    "braidrl.runtimes.streaming.processes", "braidrl.runtimes.spmd.launch", "braidrl.runtimes.spmd.ranks",
+    "braidrl.runtimes.streaming.processes", "braidrl.runtimes.spmd.launch", "braidrl.runtimes.spmd.rank_backend",
     # What these import when they need it.
     "braidrl.runtimes.run", "braidrl.flow.recipes.parameters", "braidrl.rewards.verifier", "pandas", "pyarrow.compute",
     "peft", "torch.utils.tensorboard", *(f"braidrl.flow.recipes.{name}" for name in ("grpo", "dapo", "ppo")),

@@ -16,7 +16,7 @@ from torch import Tensor
 from benchmarks.gpu import models
 from benchmarks.gpu.models import Shape
 from braidrl.algorithms.random import uniform
-from braidrl.cluster.groups import join_group
+from braidrl.cluster.process_groups import join_group
 from braidrl.engines.requests import Response
 from braidrl.observe.metrics import Sums
 from braidrl.training.compute import cuda_kernels as kernels

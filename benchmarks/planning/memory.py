@@ -22,7 +22,7 @@ from braidrl.plan.configured import predicted
 from braidrl.plan.lengths import batch_lengths
 from braidrl.plan.plan_devices import read_cluster
 from braidrl.plan.problem import Problem
-from braidrl.runtimes.prepare.flow import build_flow
+from braidrl.runtimes.prepare.run_flow import build_flow
 from braidrl.runtimes.run import TrainingRun
 from tests.tiny import sums, write_jsonl
 

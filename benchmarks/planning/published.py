@@ -33,7 +33,7 @@ from braidrl.plan.problem import Problem
 from braidrl.plan.search import Plan, Search
 from braidrl.plan.sets import Sets
 from braidrl.plan.work import Lengths
-from braidrl.runtimes.prepare.flow import build_flow
+from braidrl.runtimes.prepare.run_flow import build_flow
 
 ROOT = Path(__file__).parent.parent
 QUERIES = 264_292

@@ -16,9 +16,9 @@ from datetime import UTC, datetime
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
+from braidrl.data.rows import Uid
 from braidrl.flow import Flow, Kind, Stage, actor, reward
 from braidrl.flow.batches import Sizes
-from braidrl.flow.readiness import Uid
 from braidrl.flow.stage import Scope, Signature
 from braidrl.plan.simulation import SimulatedWorker, Streaming
 from braidrl.plan.workload import Simulation, Workload

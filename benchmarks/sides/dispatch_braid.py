@@ -27,11 +27,11 @@ from braidrl.flow import Kind, Stage
 from braidrl.flow.stage import Signature
 from braidrl.observe.metrics import Sums
 from braidrl.runtimes.hybrid.group import WorkerGroup
-from braidrl.runtimes.hybrid.handles import READ, Answer, Handle, Output
+from braidrl.runtimes.hybrid.handles import READ, CallResult, Handle, Output
+from braidrl.runtimes.hybrid.hybrid_worker import HybridWorker
 from braidrl.runtimes.hybrid.pool_worker import RunOrder, WorkerSpec
 from braidrl.runtimes.hybrid.protocols import PROTOCOLS
-from braidrl.runtimes.hybrid.start import start_groups
-from braidrl.runtimes.hybrid.worker import HybridWorker
+from braidrl.runtimes.hybrid.start_workers import start_groups
 
 ECHO = Stage("echo", "echo", None, Signature(Kind.COMPUTE, COLUMNS, (*COLUMNS, "score")))
 
@@ -64,7 +64,7 @@ class EchoWorker(HybridWorker):
         """Take its place among the workers of these pools."""
         self.spec = WorkerSpec.of(number, pools, RunOrder({}, True, None, family), 60.0)
 
-    def make_table(self, tokens: int, first: int, end: int, key: int) -> Answer:
+    def make_table(self, tokens: int, first: int, end: int, key: int) -> CallResult:
         """Make rows `first` to `end` of the table, and keep them."""
         return self._keep(key, table(tokens).take(range(first, end)))
 

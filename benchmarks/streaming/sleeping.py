@@ -15,10 +15,10 @@ from torch import Tensor
 
 from braidrl.algorithms.random import uniform
 from braidrl.algorithms.registry import advantages, losses, selections
-from braidrl.data.rows import FinishReason
+from braidrl.data.rows import FinishReason, Uid
 from braidrl.engines.engine import WeightSource
-from braidrl.engines.requests import Response, Uid
-from braidrl.engines.row_request import Row
+from braidrl.engines.requests import Response
+from braidrl.engines.row_request import EngineRow
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.engines.wire import EngineSpec
 from braidrl.flow import Flow, actor, advantage, loss, select
@@ -33,7 +33,7 @@ TOKEN = 5
 class Sleeping:
     """A row, how many tokens are left of it, and those that it has with their versions."""
 
-    row: Row
+    row: EngineRow
     left: int
     versions: list[int]
 
@@ -65,7 +65,7 @@ class SleepingEngine(SteppingEngine):
         time.sleep(self.load_s)
         self.version = version
 
-    def _accept(self, row: Row) -> None:
+    def _accept(self, row: EngineRow) -> None:
         left = round(self.length(row.request.uid)) - row.request.first_draw
         self.queue.append(Sleeping(row, max(1, left), []))
 

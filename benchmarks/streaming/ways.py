@@ -22,9 +22,9 @@ from typing import Any
 
 from benchmarks.streaming import sleeping as work
 from braidrl.config import parse_config
+from braidrl.data.rows import Uid
 from braidrl.flow import Flow
 from braidrl.flow.batches import Sizes
-from braidrl.flow.readiness import Uid
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.trace import Span, read_trace
 from braidrl.plan.simulation import Streaming

@@ -10,8 +10,7 @@ from typing import Any
 from braidrl.agents.endpoint import Endpoint
 from braidrl.agents.player import Episode, Limits, Player, call_user, example_of, fail
 from braidrl.agents.turns import EnvironmentFailed, Observation, outcome_of
-from braidrl.data.rows import FinishReason
-from braidrl.engines.requests import Uid
+from braidrl.data.rows import FinishReason, Uid
 
 
 @dataclass

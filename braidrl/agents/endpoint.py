@@ -28,10 +28,10 @@ from braidrl.agents.openai_api import CHAT, COMPLETIONS, MODEL, Protocol, TurnRe
 from braidrl.agents.responses_api import RESPONSES
 from braidrl.agents.trajectory import Trajectory
 from braidrl.agents.turns import TurnTemplate
-from braidrl.data.rows import FinishReason
-from braidrl.data.sources import Message
+from braidrl.data.rows import FinishReason, Uid
+from braidrl.data.sources import ChatMessage
 from braidrl.engines.engine import Engine, EngineError
-from braidrl.engines.requests import Request, SamplingParams, Uid
+from braidrl.engines.requests import Request, SamplingParams
 from braidrl.errors import UserError
 
 BODY_BYTES = 64 << 20
@@ -50,11 +50,11 @@ class EndpointSession:
     """One row's conversation: the messages that were seen, and exactly the tokens behind them."""
 
     trajectory: Trajectory
-    said: list[Message] = field(default_factory=list)
+    said: list[ChatMessage] = field(default_factory=list)
     """All messages so far, replies included, as they went over the wire."""
     text: str = ""
     """Of `completions`, the prompt and what went on from it."""
-    responses: dict[str, list[Message]] = field(default_factory=dict)
+    responses: dict[str, list[ChatMessage]] = field(default_factory=dict)
     """By the name of a response, the conversation up to its end."""
     turns: int = 0
     finish_reason: FinishReason = FinishReason.STOP
@@ -309,12 +309,12 @@ async def write(answer: web.StreamResponse, http: web.Request, events: Iterable[
         await answer.write(each.encode())
 
 
-def bare(message: Message) -> Message:
+def bare(message: ChatMessage) -> ChatMessage:
     """Return a message without what it leaves open, which client libraries spell out."""
     return {name: value for name, value in message.items() if value is not None and value != []}
 
 
-def gone_on(earlier: list[Message], messages: list[Message]) -> list[Message]:
+def gone_on(earlier: list[ChatMessage], messages: list[ChatMessage]) -> list[ChatMessage]:
     """Return a conversation that goes on; instructions are those of its last request."""
     if messages[0]["role"] != "system":
         return [*earlier, *messages]
@@ -352,7 +352,7 @@ async def not_served(http: web.Request) -> web.Response:
     )
 
 
-def as_template(message: Message) -> Message:
+def as_template(message: ChatMessage) -> ChatMessage:
     """Convert a message for chat templates: content as text, arguments of calls as objects."""
     content = message.get("content") or ""
     if isinstance(content, list):

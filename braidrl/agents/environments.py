@@ -118,7 +118,7 @@ def agent_of(name: str, settings: Mapping[str, Any]) -> Callable[..., Any]:
 
 
 def verifiers_library() -> Any:
-    return importlib.import_module("braidrl.agents.libraries.verifiers")
+    return importlib.import_module("braidrl.agents.libraries.verifiers_library")
 
 
 def check_endpoint(name: str) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from braidrl.agents.tool_calls import call_id, parse_tool_calls
-from braidrl.data.sources import Message
+from braidrl.data.sources import ChatMessage
 from braidrl.errors import UserError
 
 UNSUPPORTED = (
@@ -35,7 +35,7 @@ DONE = "data: [DONE]\n\n"
 class TurnRequest:
     """One request for a turn."""
 
-    messages: list[Message]
+    messages: list[ChatMessage]
     """The conversation; of `completions` nothing."""
     prompt: str | None = None
     """Of `completions`, the text that is to go on."""
@@ -56,7 +56,7 @@ class TurnReply:
 
     name: str
     """Of the row and the turn."""
-    message: Message
+    message: ChatMessage
     """The assistant's, as chat completions write it."""
     reason: str
     """stop, length or tool_calls."""
@@ -154,7 +154,7 @@ def check_message(message: Any) -> None:
             raise UserError(f"the content of a message is text, or a list of {{type: text, text}}, not {content!r}")
 
 
-def reply(text: str, with_tools: bool) -> Message:
+def reply(text: str, with_tools: bool) -> ChatMessage:
     """Make the assistant's message; well-formed tool calls are parsed where the request named tools."""
     calls = [call for call in parse_tool_calls(text) if call.fault is None] if with_tools else []
     if not calls:

@@ -21,9 +21,9 @@ from braidrl.agents.environments import Environment, called
 from braidrl.agents.trajectory import Trajectory, trajectory_columns
 from braidrl.agents.turns import EnvironmentFailed, Observation, TurnTemplate, check_context
 from braidrl.algorithms.random import hashed
-from braidrl.data.rows import Column, FinishReason, Rows
+from braidrl.data.rows import Column, FinishReason, Rows, Uid
 from braidrl.engines.engine import Engine
-from braidrl.engines.requests import Request, SamplingParams, Uid
+from braidrl.engines.requests import Request, SamplingParams
 from braidrl.errors import UserError
 from braidrl.observe.stalls import WORK
 

@@ -16,7 +16,7 @@ from braidrl.agents.openai_api import (
     read_common,
     tools_of,
 )
-from braidrl.data.sources import Message
+from braidrl.data.sources import ChatMessage
 from braidrl.errors import UserError
 
 TEXTS = ("input_text", "output_text", "text")
@@ -31,7 +31,7 @@ def read_response(body: Mapping[str, Any]) -> TurnRequest:
     instructions, previous = body.get("instructions"), body.get("previous_response_id")
     if not isinstance(instructions, str | None) or not isinstance(previous, str | None):
         raise UserError("`instructions` and `previous_response_id` must be texts")
-    messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
+    messages: list[ChatMessage] = [{"role": "system", "content": instructions}] if instructions else []
     for item in items:
         take(item, messages)
     for message in messages:
@@ -42,7 +42,7 @@ def read_response(body: Mapping[str, Any]) -> TurnRequest:
     return read_common(body, messages=messages, tools=tools, previous=previous)
 
 
-def take(item: Any, messages: list[Message]) -> None:
+def take(item: Any, messages: list[ChatMessage]) -> None:
     """Add an item to the messages; calls of a turn belong to its message. Raises UserError for an item that is not served here."""
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message":

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from braidrl.agents.tool_calls import ToolCall, call_id, parse_tool_calls
-from braidrl.agents.turns import Context, Message, Observation
+from braidrl.agents.turns import ChatMessage, Context, Observation
 
 
 class ToolTurns(ABC):
@@ -57,7 +57,7 @@ class ToolTurns(ABC):
         return found if isinstance(found, str) else json.dumps(found)
 
 
-def message_of(number: int, answered: tuple[ToolCall, str]) -> Message:
+def message_of(number: int, answered: tuple[ToolCall, str]) -> ChatMessage:
     """Return a call's result as a message. Some chat templates ask for the name, and for an id, Mistral's for nine characters."""
     call, result = answered
     return {"role": "tool", "name": call.name, "tool_call_id": call_id(number), "content": result}

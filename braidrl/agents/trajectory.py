@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
-from braidrl.data.rows import Column, FinishReason, Rows
-from braidrl.engines.requests import Response, Uid
+from braidrl.data.rows import Column, FinishReason, Rows, Uid
+from braidrl.engines.requests import Response
 
 
 @dataclass

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from braidrl.agents.tool_calls import FORMATS, Tools, call_text, calls_of_hermes, format_of
+from braidrl.data.sources import ChatMessage
 from braidrl.errors import UserError
 
 # This is what environments import, whose processes have no need of torch, nor of templates.
 if TYPE_CHECKING:
     from braidrl.data.templates import PromptTemplate
 
-Message = dict[str, Any]
-Context = str | list[Message]
+Context = str | list[ChatMessage]
 """Text, or chat messages."""
 MARK = "the-assistants-turn-stands-here"
 
@@ -98,7 +98,7 @@ class TurnTemplate:
         """Tokenise text in the middle of a sequence: no special tokens are put before it."""
         return list(self.template.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def _render(self, messages: list[Message], tools: Tools) -> str:
+    def _render(self, messages: list[ChatMessage], tools: Tools) -> str:
         from jinja2 import TemplateError
 
         try:

@@ -7,7 +7,7 @@ rows get the advantage 0.
 import torch
 from torch import Tensor
 
-from braidrl.algorithms.groups import Groups
+from braidrl.algorithms.group_statistics import Groups
 from braidrl.algorithms.registry import Needs, advantages
 
 # A group of one has no mean to be above or below.

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from braidrl.algorithms.registry import Needs, aggregations
 
+Metrics = dict[str, Tensor]
+"""Values of each token or row whose means are reported, by name."""
+
 
 def per_token(offsets: Tensor, per_row: Tensor) -> Tensor:
     """Repeat one weight per row (B,) at each of its tokens, (N,)."""

@@ -7,13 +7,12 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from braidrl.algorithms.aggregation import Metrics
 from braidrl.algorithms.kl import Level, ratio_at
 from braidrl.algorithms.registry import Needs, corrections
 
 LEVELS = ("token", "sequence", "geometric")
 BAND = Needs({"low": (0, 1), "high": (1, 1e6)}, {"level": LEVELS})
-
-Metrics = dict[str, Tensor]
 
 
 @corrections.register(needs=Needs({"cap": (1e-6, 1e6)}, {"level": LEVELS}))

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-Scope = Literal["row", "group", "batch"]
+ScopeName = Literal["row", "group", "batch"]
 DENOMINATORS = ("tokens", "rows", "groups")
 """What sums of losses may be divided by: action tokens, rows or groups of the optimizer step, after masking."""
 F = TypeVar("F", bound=Callable[..., Any])
@@ -70,7 +70,7 @@ class Entry:
     settings: dict[str, Any]
     required: tuple[str, ...]
     writes: tuple[str, ...] = ()
-    scope: Scope = "row"
+    scope: ScopeName = "row"
     sums: Callable[..., Any] | None = None
     columns: dict[str, str] = field(default_factory=dict)
     state: dict[str, float] = field(default_factory=dict)
@@ -136,7 +136,7 @@ class Registry:
         name: str | None = None,
         *,
         writes: Sequence[str] = (),
-        scope: Scope = "row",
+        scope: ScopeName = "row",
         sums: Callable[..., Any] | None = None,
         columns: dict[str, str] | None = None,
         state: dict[str, float] | None = None,

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from braidrl.algorithms.groups import Groups
+from braidrl.algorithms.group_statistics import Groups
 from braidrl.algorithms.registry import Needs, selections
 
 

@@ -7,18 +7,18 @@ from braidrl.algorithms.gae import rewards_of_tokens, same_for_rows, sums_to_go
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Needs, advantages
 
-Sums = dict[str, Tensor]
+BatchSums = dict[str, Tensor]
 DISCOUNT = Needs({"gamma": (0, 1)})
 
 
-def moments(tokens: Ragged, statistics_mask: Tensor | None) -> Sums:
+def moments(tokens: Ragged, statistics_mask: Tensor | None) -> BatchSums:
     """Return count, sum and sum of squares over the action tokens of rows that count, float64."""
     counted = tokens.values.new_ones(len(tokens)) if statistics_mask is None else statistics_mask > 0
     weights, values = tokens.spread(counted).double(), tokens.values.double()
     return {"count": weights.sum(), "sum": (weights * values).sum(), "squares": (weights * values**2).sum()}
 
 
-def whitened(tokens: Ragged, totals: Sums, epsilon: float) -> Ragged:
+def whitened(tokens: Ragged, totals: BatchSums, epsilon: float) -> Ragged:
     """Return (x − mean)/√(variance + epsilon), with the sample variance."""
     count = totals["count"].clamp(min=1)
     mean = totals["sum"] / count
@@ -26,13 +26,15 @@ def whitened(tokens: Ragged, totals: Sums, epsilon: float) -> Ragged:
     return tokens.with_values(((tokens.values - mean) / (variance + epsilon).sqrt()).to(tokens.values.dtype))
 
 
-def whiten_sums(advantages: Ragged, statistics_mask: Tensor | None = None, *, epsilon: float = 1e-8) -> Sums:
+def whiten_sums(advantages: Ragged, statistics_mask: Tensor | None = None, *, epsilon: float = 1e-8) -> BatchSums:
     """Return the moments that `whiten` needs of the whole batch."""
     return moments(advantages, statistics_mask)
 
 
 @advantages.register(writes=["advantages"], scope="batch", sums=whiten_sums)
-def whiten(advantages: Ragged, statistics_mask: Tensor | None = None, *, epsilon: float = 1e-8, totals: Sums) -> Ragged:
+def whiten(
+    advantages: Ragged, statistics_mask: Tensor | None = None, *, epsilon: float = 1e-8, totals: BatchSums
+) -> Ragged:
     """Return advantages of mean 0 and deviation 1 over the batch's action tokens, as PPO's implementations do to GAE.
 
     Args:
@@ -58,7 +60,7 @@ def return_sums(
     *,
     gamma: float = 1.0,
     epsilon: float = 1e-8,
-) -> Sums:
+) -> BatchSums:
     """Return the moments of the batch's returns-to-go."""
     return moments(returns_to_go(reward, action_tokens, token_rewards, gamma), statistics_mask)
 
@@ -72,7 +74,7 @@ def reinforce_plus_plus(
     *,
     gamma: float = 1.0,
     epsilon: float = 1e-8,
-    totals: Sums,
+    totals: BatchSums,
 ) -> Ragged:
     """Return returns-to-go per action token, whitened over the batch. REINFORCE++, arXiv 2501.03262.
 
@@ -86,7 +88,7 @@ def reinforce_plus_plus(
 
 def baseline_sums(
     advantage: Tensor, action_tokens: Tensor, statistics_mask: Tensor | None = None, *, epsilon: float = 1e-8
-) -> Sums:
+) -> BatchSums:
     """Return the moments of the rows' centred rewards over action tokens."""
     return moments(returns_to_go(advantage, action_tokens, None, 1.0), statistics_mask)
 
@@ -98,7 +100,7 @@ def reinforce_plus_plus_baseline(
     statistics_mask: Tensor | None = None,
     *,
     epsilon: float = 1e-8,
-    totals: Sums,
+    totals: BatchSums,
 ) -> Ragged:
     """Return the baseline variant: R − R̄, which `group_centered` wrote as `advantage`, whitened over the batch's action tokens.
 
@@ -120,7 +122,7 @@ def distillation(rollout_log_probs: Ragged, ref_log_probs: Ragged, old_log_probs
 
 def cost_sums(
     advantages: Ragged, cost_advantages: Ragged, cost: Tensor, *, threshold: float = 0.0, learning_rate: float = 0.1
-) -> Sums:
+) -> BatchSums:
     """Return the sums that the batch's mean cost is made of."""
     return {"cost": cost.double().sum(), "rows": torch.tensor(float(len(cost)))}
 

@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
+from braidrl.algorithms.aggregation import Metrics
 from braidrl.algorithms.registry import Needs, losses
-
-Metrics = dict[str, Tensor]
 
 
 @losses.register(columns={"old_values": "values"}, needs=Needs({"clip": (0, 1e6)}))

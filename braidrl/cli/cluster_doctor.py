@@ -26,7 +26,7 @@ CONNECT_LIMIT_S = 5.0
 
 
 @dataclass
-class Report:
+class NodeReport:
     """What was found on a node."""
 
     node: str
@@ -120,7 +120,7 @@ def examine_cluster(config: Config | None, say: Callable[[str], None]) -> bool:
     return not found
 
 
-def reports_of(cluster: RayCluster, config: Config | None) -> list[Report]:
+def reports_of(cluster: RayCluster, config: Config | None) -> list[NodeReport]:
     """Return what was found on each node that lives."""
     ray, limit_s = cluster.ray, cluster.config.start_limit_s
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
@@ -131,9 +131,9 @@ def reports_of(cluster: RayCluster, config: Config | None) -> list[Report]:
     }
     try:
         places = answers(ray, {node: actor.place.remote() for node, actor in own.items()}, limit_s)
-        reports = {node: Report(f"node {node[:8]}", unseen={"Ray": silent(limit_s)}) for node in nodes}
+        reports = {node: NodeReport(f"node {node[:8]}", unseen={"Ray": silent(limit_s)}) for node in nodes}
         for node, (name, ip, _) in places.items():
-            reports[node] = Report(f"{name} ({ip}, node {node[:8]})")
+            reports[node] = NodeReport(f"{name} ({ip}, node {node[:8]})")
         look(ray, {node: own[node] for node in places}, config, reports, limit_s)
         connect(ray, own, {node: place[1:] for node, place in places.items()}, reports, limit_s)
         return list(reports.values())
@@ -148,7 +148,7 @@ def silent(limit_s: float) -> str:
 
 
 def look(
-    ray: Any, own: Mapping[str, Any], config: Config | None, reports: Mapping[str, Report], limit_s: float
+    ray: Any, own: Mapping[str, Any], config: Config | None, reports: Mapping[str, NodeReport], limit_s: float
 ) -> None:
     """Add to the reports what each node sees."""
     with MarkedFolder(config) as (folder, mark):
@@ -164,7 +164,7 @@ def connect(
     ray: Any,
     own: Mapping[str, Any],
     places: Mapping[str, tuple[str, int]],
-    reports: Mapping[str, Report],
+    reports: Mapping[str, NodeReport],
     limit_s: float,
 ) -> None:
     """Add to the reports the nodes that each node does not reach."""
@@ -224,18 +224,18 @@ def paths_of(config: Config | None) -> dict[str, str]:
     return {key: os.path.abspath(path) for key, path in named.items() if path is not None and not is_hub_name(path)}
 
 
-def summary(report: Report) -> str:
+def summary(report: NodeReport) -> str:
     """Return a line about a node."""
     devices = f"{len(report.devices)} of {report.devices[0]}" if report.devices else "no CUDA device"
     return f"{report.node}: {devices}"
 
 
-def problems(reports: Sequence[Report]) -> list[str]:
+def problems(reports: Sequence[NodeReport]) -> list[str]:
     """Return a line for whatever keeps a run from working well, with the node's name first."""
     return [*unequal_versions(reports), *unequal_devices(reports), *unreached(reports)]
 
 
-def unequal_versions(reports: Sequence[Report]) -> list[str]:
+def unequal_versions(reports: Sequence[NodeReport]) -> list[str]:
     """Return a line for each version that is not that of the first node."""
     answered = [report for report in reports if report.versions]
     return [
@@ -246,7 +246,7 @@ def unequal_versions(reports: Sequence[Report]) -> list[str]:
     ]
 
 
-def unequal_devices(reports: Sequence[Report]) -> list[str]:
+def unequal_devices(reports: Sequence[NodeReport]) -> list[str]:
     """Return a line for each node without a device where others have some."""
     have = sum(bool(report.devices) for report in reports)
     return [
@@ -256,7 +256,7 @@ def unequal_devices(reports: Sequence[Report]) -> list[str]:
     ]
 
 
-def unreached(reports: Sequence[Report]) -> list[str]:
+def unreached(reports: Sequence[NodeReport]) -> list[str]:
     """Return a line for each thing that a node does not see, and each node that it does not reach."""
     unseen = [f"{report.node}: {key}: {why}" for report in reports for key, why in report.unseen.items()]
     closed = [

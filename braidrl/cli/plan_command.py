@@ -30,7 +30,7 @@ from braidrl.plan.search import Plan, Search
 from braidrl.plan.streaming import StreamingSearch
 from braidrl.plan.work import Lengths
 from braidrl.runtimes.prepare.fetching import with_fetched
-from braidrl.runtimes.prepare.flow import build_flow
+from braidrl.runtimes.prepare.run_flow import build_flow
 from braidrl.runtimes.saving.folders import run_config
 from braidrl.training.loading import load_tokenizer
 

@@ -18,7 +18,7 @@ def flow(
     """Show a flow: its stages, what each reads and writes, and what may run at the same time."""
     from braidrl.flow import drawing
     from braidrl.flow.yaml_form import to_yaml
-    from braidrl.runtimes.prepare.flow import flow_by_name
+    from braidrl.runtimes.prepare.run_flow import flow_by_name
 
     shown = flow_by_name(config, overrides or [])
     typer.echo(to_yaml(shown) if yaml else drawing.mermaid(shown) if mermaid else drawing.text(shown))

@@ -15,7 +15,7 @@ from braidrl.config import Config
 from braidrl.data.prompts import LoadedSource
 from braidrl.errors import UserError
 from braidrl.runtimes.prepare.fetching import with_fetched
-from braidrl.runtimes.prepare.flow import build_flow, evaluation_flow
+from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow
 from braidrl.runtimes.prepare.setup import Prepared, with_data
 from braidrl.training.loading import load_tokenizer
 

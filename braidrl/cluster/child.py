@@ -13,7 +13,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from braidrl.cluster.process import BEAT_S, Failure, Outcome, Task
+from braidrl.cluster.process import BEAT_S, ChildTask, Failure, Outcome
 from braidrl.cluster.watchdog import named
 from braidrl.data.messages import pack_message, unpack_message
 from braidrl.errors import BadUpdate, LostPeers, UserError, no_room
@@ -42,7 +42,7 @@ def main(descriptor: int) -> None:
 
 def serve(connection: Connection) -> NoReturn:
     """Do the task that comes first over the connection. End with the task, or when the starter is gone."""
-    task = unpack_message(connection.recv_bytes(), Task)
+    task = unpack_message(connection.recv_bytes(), ChildTask)
     named(task.name)
     threading.Thread(target=end_with, args=(connection, task), daemon=True).start()
     threading.Thread(target=beat, args=(connection,), daemon=True).start()
@@ -91,7 +91,7 @@ def failure_of(where: str, error: BaseException) -> Failure:
     return Failure("error", f"{where}: {kind}\n{text}", follows=isinstance(error, LostPeers))
 
 
-def end_with(connection: Connection, task: Task) -> None:
+def end_with(connection: Connection, task: ChildTask) -> None:
     """End this process as soon as the starter's end of the connection is closed, whatever the main thread waits for."""
     with contextlib.suppress(EOFError, OSError):
         connection.recv_bytes()

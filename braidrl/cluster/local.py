@@ -36,10 +36,10 @@ from braidrl.cluster.pools import Pool
 from braidrl.cluster.process import (
     END_LIMIT_S,
     LOOPBACK,
+    ChildTask,
     Outcome,
     Process,
     ProcessSpec,
-    Task,
     default_threads,
     environment_of,
 )
@@ -256,7 +256,7 @@ def send_task(connection: Connection, spec: ProcessSpec) -> None:
     """Send a process of `child` its task."""
     if spec.arguments is not None:
         with contextlib.suppress(OSError):  # A process that is gone already shows when its last word is awaited.
-            connection.send_bytes(pack_message(Task(spec.name, spec.entry, dict(spec.arguments), spec.orphaned)))
+            connection.send_bytes(pack_message(ChildTask(spec.name, spec.entry, dict(spec.arguments), spec.orphaned)))
 
 
 @contextlib.contextmanager

@@ -61,7 +61,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Task:
+class ChildTask:
     """The first message to a process: its name, and the names of functions with their arguments, as in `ProcessSpec`."""
 
     name: str

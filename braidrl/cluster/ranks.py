@@ -16,10 +16,10 @@ from types import FrameType
 from typing import Any
 
 from braidrl.cluster.child import TaskFailed, failure_of, function_of
-from braidrl.cluster.groups import open_store
 from braidrl.cluster.local import LocalLauncher
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.process import Failure, Launcher, Outcome, Process, ProcessSpec, interrupts_handled
+from braidrl.cluster.process_groups import open_store
 from braidrl.cluster.watchdog import FrozenWatch, mute_after
 from braidrl.cluster.world import World, join
 from braidrl.errors import UserError

@@ -8,12 +8,11 @@ Each says which repositories of the hub have records of its form: they are conve
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from braidrl.config import SourceConfig
+from braidrl.data.records import Record
 from braidrl.importing import PluginRegistry
 
-Record = dict[str, Any]
 CONVERSIONS = PluginRegistry(
     "data conversion",
     {name: f"braidrl.data.conversions:{name}" for name in (

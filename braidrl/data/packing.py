@@ -23,7 +23,7 @@ from typing import Any, Literal
 from braidrl.errors import UserError
 
 # A part is (minus its cost, its first item, its items): sorted, the fullest comes first and ties go to the lowest item.
-Part = tuple[float, int, list[int]]
+Subset = tuple[float, int, list[int]]
 
 
 def balanced_partition(
@@ -110,13 +110,13 @@ def _differencing(costs: Sequence[float], parts: int) -> list[list[int]]:
     return filled + [[] for _ in range(parts - len(filled))]
 
 
-def _difference(division: list[Part], parts: int) -> float:
+def _difference(division: list[Subset], parts: int) -> float:
     """Return fullest part minus emptiest; parts that are not listed are empty."""
     emptiest = -division[-1][0] if len(division) == parts else 0
     return -division[0][0] - emptiest
 
 
-def _overlay(one: list[Part], other: list[Part], parts: int) -> list[Part]:
+def _overlay(one: list[Subset], other: list[Subset], parts: int) -> list[Subset]:
     """Lay the smaller division over the larger one, which is changed: its fullest part upon the other's emptiest, and so on."""
     large, small = (one, other) if len(one) >= len(other) else (other, one)
     untouched = parts - len(small)

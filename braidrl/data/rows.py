@@ -19,6 +19,8 @@ from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
 
+Uid = tuple[int, int, int]
+"""Source, group and sample of a row."""
 IDENTITY = ("source", "group", "sample")
 ROWS_SHOWN = 8
 

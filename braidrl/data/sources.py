@@ -22,8 +22,8 @@ from braidrl.data.conversions import conversion_of
 from braidrl.data.records import Record, kind_of, place, read_records
 from braidrl.errors import UserError, suggest
 
-Message = dict[str, Any]
-Prompt = str | list[Message]
+ChatMessage = dict[str, Any]
+Prompt = str | list[ChatMessage]
 # verl's files keep the reference answer here.
 GROUND_TRUTH = "reward_model.ground_truth"
 ABSENT = object()

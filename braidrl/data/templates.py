@@ -6,7 +6,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from braidrl.data.sources import Message, Prompt
+from braidrl.data.sources import ChatMessage, Prompt
 from braidrl.errors import UserError
 
 
@@ -28,7 +28,7 @@ class PromptTemplate:
         """Return True if prompts are rendered with the tokenizer's chat template."""
         return self.chat_template and bool(self.tokenizer.chat_template)
 
-    def messages(self, prompt: Prompt) -> list[Message]:
+    def messages(self, prompt: Prompt) -> list[ChatMessage]:
         """Return the conversation before the response, with the system prompt."""
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if self.system_prompt is None or messages[0]["role"] == "system":

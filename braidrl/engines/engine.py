@@ -12,7 +12,8 @@ from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from braidrl.engines.requests import Request, Response, Uid
+from braidrl.data.rows import Uid
+from braidrl.engines.requests import Request, Response
 from braidrl.importing import PluginRegistry
 from braidrl.weights.phases import GenerationWeights
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from braidrl.cluster.devices import choose_device, device_count, own_devices
-from braidrl.cluster.groups import subgroup
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.process import default_threads
+from braidrl.cluster.process_groups import subgroup
 from braidrl.config import Config
 from braidrl.config.layout import ParallelLayout
 from braidrl.engines.divided.spmd import SpmdEngine

@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from braidrl.algorithms.random import hashed
-from braidrl.data.rows import FinishReason
-
-Uid = tuple[int, int, int]
+from braidrl.data.rows import FinishReason, Uid
 
 
 @dataclass(frozen=True)

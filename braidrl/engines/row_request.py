@@ -55,7 +55,7 @@ def end_ids_of(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, .
 
 
 @dataclass
-class Row:
+class EngineRow:
     """One row that was requested."""
 
     request: Request
@@ -113,7 +113,7 @@ class Row:
 class RemoteRow:
     """A row that another engine computes, and its tokens so far."""
 
-    row: Row
+    row: EngineRow
     name: str = ""
     """Its name in that engine."""
     tokens: list[int] = field(default_factory=list)
@@ -125,7 +125,7 @@ class RemoteRow:
 
 def row_of(
     request: Request, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...], max_sequence_tokens: int
-) -> Row:
+) -> EngineRow:
     """Make the row of a request. Raises UserError for a prompt that leaves no room for a response."""
     sampling, length = request.sampling, len(request.prompt)
     room = max_sequence_tokens - length
@@ -138,4 +138,4 @@ def row_of(
     texts = StopTexts(tokenizer, sampling.stop) if sampling.stop else None
     if texts is not None and request.continues:
         texts.follow(request.prompt[-request.continues :].tolist())
-    return Row(request, min(sampling.max_tokens, room), ids, texts)
+    return EngineRow(request, min(sampling.max_tokens, room), ids, texts)

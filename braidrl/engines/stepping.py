@@ -13,10 +13,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from braidrl.data.rows import Uid
 from braidrl.engines.engine import Engine, EngineError, EngineMemory, Load, T, WeightSource
 from braidrl.engines.event_loop import run_cancelled_by_interrupts
-from braidrl.engines.requests import Request, Response, Uid
-from braidrl.engines.row_request import Row, row_of
+from braidrl.engines.requests import Request, Response
+from braidrl.engines.row_request import EngineRow, row_of
 from braidrl.errors import UserError
 from braidrl.observe.stalls import WORK
 
@@ -147,7 +148,7 @@ class SteppingEngine(ABC):
         self._under_way.add(request.uid)
 
     @abstractmethod
-    def _accept(self, row: Row) -> None:
+    def _accept(self, row: EngineRow) -> None:
         """Queue a row that has been checked."""
 
     def _done(self, finished: list[Response]) -> list[Response]:

@@ -1,7 +1,7 @@
 """The messages between a run and an engine's process: the engine's settings, then calls and replies.
 
 run ──EngineSpec, then Submit, AbortRow, UpdateWeights, EngineCall──▶ engine's process
-    ◀──Done, Failed, Drawn, Beat, each with the engine's load──
+    ◀──CallDone, CallFailed, TokenDrawn, EngineBeat, each with the engine's load──
 """
 
 import asyncio
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from braidrl.data.messages import pack_message, unpack_message
-from braidrl.data.rows import FinishReason
+from braidrl.data.rows import FinishReason, Uid
 from braidrl.engines.engine import EngineError
-from braidrl.engines.requests import Request, Response, SamplingParams, Uid
+from braidrl.engines.requests import Request, Response, SamplingParams
 from braidrl.errors import UserError
 
 LENGTH = struct.Struct("!i")
@@ -113,7 +113,7 @@ class EngineCall(msgspec.Struct, tag=True):
 
 
 Order = Submit | AbortRow | UpdateWeights | EngineCall
-"""What a run sends; each is answered by `Done` or `Failed` with its `id`."""
+"""What a run sends; each is answered by `CallDone` or `CallFailed` with its `id`."""
 
 
 class Reply(msgspec.Struct, tag=True, kw_only=True):
@@ -122,14 +122,14 @@ class Reply(msgspec.Struct, tag=True, kw_only=True):
     load: tuple[int, int, int] | None = None
 
 
-class Done(Reply, tag=True):
+class CallDone(Reply, tag=True):
     """The result of a call."""
 
     id: int
     result: ResponseMessage | int | None = None
 
 
-class Failed(Reply, tag=True):
+class CallFailed(Reply, tag=True):
     """The exception that a call raised; one outside the engine protocol travels as an EngineError."""
 
     id: int
@@ -137,19 +137,19 @@ class Failed(Reply, tag=True):
     text: str
 
     @staticmethod
-    def of(id: int, error: Exception, load: tuple[int, int, int] | None = None) -> "Failed":
+    def of(id: int, error: Exception, load: tuple[int, int, int] | None = None) -> "CallFailed":
         """Encode an exception."""
         name, text = type(error).__name__, str(error.args[0]) if error.args else ""
         if name not in ERRORS:
             name, text = "EngineError", f"{name}: {text}"
-        return Failed(id=id, error=name, text=text, load=load)
+        return CallFailed(id=id, error=name, text=text, load=load)
 
     def exception(self) -> Exception:
         """Return the exception for the caller to raise."""
         return ERRORS[self.error](self.text)
 
 
-class Drawn(Reply, tag=True):
+class TokenDrawn(Reply, tag=True):
     """A token of a followed row; `id` is that of its `Submit`."""
 
     id: int
@@ -157,11 +157,11 @@ class Drawn(Reply, tag=True):
     token: int
 
 
-class Beat(Reply, tag=True):
+class EngineBeat(Reply, tag=True):
     """A sign of life while rows are generated."""
 
 
-EngineReply = Done | Failed | Drawn | Beat
+EngineReply = CallDone | CallFailed | TokenDrawn | EngineBeat
 
 
 def framed(message: Any) -> bytes:

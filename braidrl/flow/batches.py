@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from braidrl.algorithms.random import permutation
+from braidrl.data.rows import Uid
 from braidrl.errors import UserError
-from braidrl.flow.readiness import Uid
 from braidrl.flow.selecting import GroupSelector
 
 

@@ -5,11 +5,10 @@ And what follows for a runtime: one serial chain, and what may run at the same t
 
 from typing import NamedTuple
 
+from braidrl.data.rows import Uid as Uid
 from braidrl.flow.columns import ADMISSION
 from braidrl.flow.flow import Flow, touched_weights
 from braidrl.flow.stage import Kind, Stage
-
-Uid = tuple[int, int, int]
 
 
 class Consumer(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 
 from braidrl.observe.chart import Tile, page
 from braidrl.observe.progress import spell_seconds
-from braidrl.observe.trace import Span, State, read_trace
+from braidrl.observe.trace import BusyState, Span, read_trace
 
 # Nobody doing anything for longer than this is a run that was stopped and resumed, not one that is slow.
 LONGEST_GAP = 60.0
@@ -53,7 +53,7 @@ def busy_line(spans: Sequence[Span], role: str, stage: str, available: float) ->
     """Return the line of these spans; `available` is the seconds that each of their workers had."""
     workers = first_seen(span.worker for span in spans)
 
-    def seconds(state: State) -> float:
+    def seconds(state: BusyState) -> float:
         return sum(covered([s for s in spans if (s.worker, s.state) == (worker, state)]) for worker in workers)
 
     busy, waiting = seconds("busy"), seconds("waiting")

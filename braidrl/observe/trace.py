@@ -21,7 +21,7 @@ from braidrl.errors import UserError
 from braidrl.observe.lines import LineFile, read_lines
 from braidrl.observe.metrics import Sums
 
-State = Literal["busy", "waiting"]
+BusyState = Literal["busy", "waiting"]
 WAITING_WORTH_S = 1e-3
 """Shorter pauses of a worker are not worth a line."""
 
@@ -39,7 +39,7 @@ class Span:
     rows: int = 0
     tokens: int = 0
     version: int | None = None
-    state: State = "busy"
+    state: BusyState = "busy"
 
     @property
     def seconds(self) -> float:
@@ -71,7 +71,7 @@ class TraceWriter:
     @contextmanager
     def span(
         self, role: str, stage: str, iteration: int, *, rows: int = 0, tokens: int = 0, version: int | None = None,
-        state: State = "busy",
+        state: BusyState = "busy",
     ) -> Iterator[Done]:  # fmt: skip
         """Record the time that the block takes, also when it raises; the block may set counts on the yielded object."""
         done = Done(rows, tokens, version)
@@ -175,7 +175,7 @@ class WorkerTrace(TraceWriter):
         self._idle_since = None if self._under_way else end
         self._note(span, end, "busy")
 
-    def _note(self, span: BusySpan, end: float, state: State) -> None:
+    def _note(self, span: BusySpan, end: float, state: BusyState) -> None:
         about = (self.worker, self._role, span.stage, span.iteration)
         self.record(Span(*about, span.start, end, span.rows, span.tokens, span.version, state))
 

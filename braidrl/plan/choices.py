@@ -20,7 +20,7 @@ from braidrl.runtimes.memory.budget import CACHE, ENGINE, Deployment, EngineUse,
 from braidrl.runtimes.memory.residency import Asset, AssetPart
 from braidrl.training.role_settings import slots_of, usual_max_tokens
 
-Part = Literal["all", "model", "generate"]
+RolePart = Literal["all", "model", "generate"]
 PARTS: tuple[AssetPart, ...] = ("weights", "optimizer", "engine", "inference")
 
 
@@ -79,7 +79,7 @@ class Choices:
         self.layouts_tried = 0
         self._roles: dict[tuple[str, str, int, str], list[Choice]] = {}
 
-    def of_role(self, role: str, group: NodeGroup, devices: int, part: Part = "all") -> list[Choice]:
+    def of_role(self, role: str, group: NodeGroup, devices: int, part: RolePart = "all") -> list[Choice]:
         """Return the choices of a role that fit so many devices alone, those never better than another left out.
 
         Args:
@@ -93,7 +93,7 @@ class Choices:
         return self._roles[key]
 
     def every_choice(
-        self, model: Model, group: NodeGroup, devices: int, part: Part = "all",
+        self, model: Model, group: NodeGroup, devices: int, part: RolePart = "all",
         keep: Callable[[Iterable[Choice]], list[Choice]] = list,
     ) -> Iterator[Choice]:  # fmt: skip
         """Yield each choice of a role that fits its devices alone.
@@ -126,7 +126,13 @@ class Choices:
             yield from (self._joined(one, other) for one in models for other in decoders)
 
     def _fitting(
-        self, model: Model, group: NodeGroup, uses: Iterable[Deployment], devices: int, part: Part, apart: bool = False
+        self,
+        model: Model,
+        group: NodeGroup,
+        uses: Iterable[Deployment],
+        devices: int,
+        part: RolePart,
+        apart: bool = False,
     ) -> Iterator[Choice]:
         """The choices that fit their devices alone, with the seconds of the stages of this part."""
         room = self.problem.kind(group).memory * USABLE

@@ -16,7 +16,7 @@ from braidrl.data.prompts import LoadedSource
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import read_rollouts, recorded_steps, rollout_path
-from braidrl.plan.work import Lengths, Numbers
+from braidrl.plan.work import IntArray, Lengths
 
 
 def batch_lengths(config: Config, given: str | None = None, sources: Sequence[LoadedSource] = ()) -> Lengths:
@@ -34,13 +34,13 @@ def batch_lengths(config: Config, given: str | None = None, sources: Sequence[Lo
     return Lengths(np.random.default_rng(0).permutation(prompts), responses, config.trainer.over_sampling)
 
 
-def prompt_lengths(config: Config, sources: Sequence[LoadedSource]) -> Numbers:
+def prompt_lengths(config: Config, sources: Sequence[LoadedSource]) -> IntArray:
     """Return the prompts' tokens in the data, or the most there may be where there are no data."""
     known = [source.prompts.lengths.numpy() for source in sources if source.prompts is not None]
     return np.concatenate(known).astype(np.int64) if known else np.array([config.data.max_prompt_tokens])
 
 
-def response_lengths(config: Config, given: str | None, sources: Sequence[LoadedSource], rows: int) -> Numbers:
+def response_lengths(config: Config, given: str | None, sources: Sequence[LoadedSource], rows: int) -> IntArray:
     """Return the tokens of responses: as given, of the data's own responses, or the most there may be."""
     if given is None:
         known = [one.lengths.numpy() for s in sources for one in (s.responses, s.rejected) if one is not None]
@@ -75,20 +75,20 @@ def recorded_lengths(run: Path, rows: int | None = None) -> Lengths:
     return Lengths(prompts[order], responses[order], max(1.0, float(generated)))
 
 
-def step_lengths(run: Path, step: int) -> tuple[Numbers, Numbers]:
+def step_lengths(run: Path, step: int) -> tuple[IntArray, IntArray]:
     """Return the tokens of a recorded step's prompts and of what follows them."""
     rows = read_rollouts(rollout_path(run, step))
     prompts = np.asarray(rows["prompt_length"]).astype(np.int64)
     return prompts, np.asarray(rows["length"]).astype(np.int64) - prompts
 
 
-def spread(lengths: Numbers, rows: int) -> Numbers:
+def spread(lengths: IntArray, rows: int) -> IntArray:
     """Return so many rows with the same distribution of lengths, from the shortest to the longest."""
-    picked: Numbers = np.sort(lengths)[places(len(lengths), rows)]
+    picked: IntArray = np.sort(lengths)[places(len(lengths), rows)]
     return picked
 
 
-def places(known: int, rows: int) -> Numbers:
+def places(known: int, rows: int) -> IntArray:
     """Return the middles of `rows` equal parts of `known` places: of many steps' rows the longest is not in every one."""
-    found: Numbers = ((np.arange(rows) + 0.5) * known / rows).astype(np.int64)
+    found: IntArray = ((np.arange(rows) + 0.5) * known / rows).astype(np.int64)
     return found

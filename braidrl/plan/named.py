@@ -13,7 +13,7 @@ from braidrl.cluster.pools import GENERATE
 from braidrl.errors import UserError, suggest
 from braidrl.plan.choices import Choice
 from braidrl.plan.problem import Problem
-from braidrl.plan.search import Partition, Plan, Search, allocations, unit_of
+from braidrl.plan.search import Plan, RoleSets, Search, allocations, unit_of
 from braidrl.plan.sets import Sets
 
 NAMES = ("deepspeed-chat", "openrlhf", "nemo-aligner", "verl")
@@ -58,7 +58,7 @@ def same_layout(choice: Choice) -> bool:
     return plain and (engine is None or engine.divisor == layout.tensor)
 
 
-def halves(problem: Problem) -> Partition:
+def halves(problem: Problem) -> RoleSets:
     """Return the roles that generate, with the frozen ones that give log-probs, and the others."""
     models = problem.models
     first = tuple(role for role, model in models.items() if model.generates or (not model.trained and not model.scalar))
@@ -66,7 +66,7 @@ def halves(problem: Problem) -> Partition:
     return (first, second) if second else (first,)
 
 
-def fixed(search: Search, partition: Partition, allowed: Allowed) -> Plan | None:
+def fixed(search: Search, partition: RoleSets, allowed: Allowed) -> Plan | None:
     """Return the best plan of one partition among choices that are allowed; sets have equal shares of the devices.
 
     Raises:

@@ -14,7 +14,7 @@ from braidrl.config.layout import ParallelLayout
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.flow import is_optimized
-from braidrl.plan.generation import generate_work
+from braidrl.plan.generation_work import generate_work
 from braidrl.plan.plan_devices import Cluster, DeviceKind, NodeGroup
 from braidrl.plan.rates import Cost, Rates, RuntimeRates, Work, price, rates_for
 from braidrl.plan.work import Lengths, Nodes, infer_work, reshard_bytes, train_work

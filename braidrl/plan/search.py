@@ -25,7 +25,7 @@ from braidrl.plan.workload import Simulation
 
 FINEST = 32
 """Allocations divide the devices into at most so many parts, so that a search over a thousand devices ends in seconds."""
-Partition = tuple[tuple[str, ...], ...]
+RoleSets = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Considered:
     """Partitions and allocations that a bound has shown to lose."""
 
 
-def partitions(items: Sequence[str]) -> Iterator[Partition]:
+def partitions(items: Sequence[str]) -> Iterator[RoleSets]:
     """Yield every set partition of the items: Bell's number of them."""
     if not items:
         yield ()
@@ -139,7 +139,7 @@ class Search:
             raise UserError(self.least())
         return found
 
-    def best_of(self, partition: Partition, limit: float = math.inf) -> Plan | None:
+    def best_of(self, partition: RoleSets, limit: float = math.inf) -> Plan | None:
         """Return the quickest plan of a partition.
 
         Args:
@@ -170,7 +170,7 @@ class Search:
             yield tuple(sizes[i] for i in range(len(groups)))
 
     def _quickest(
-        self, partition: Partition, groups: Sequence[NodeGroup], sizes: Sequence[int], bar: float
+        self, partition: RoleSets, groups: Sequence[NodeGroup], sizes: Sequence[int], bar: float
     ) -> Plan | None:
         sets: list[SetChoice] = []
         for roles, group, size in zip(partition, groups, sizes, strict=True):
@@ -239,4 +239,4 @@ def unit_of(group: NodeGroup) -> int:
     return next(n for n in range(1, group.size + 1) if group.size % n == 0 and group.size // n <= FINEST)
 
 
-__all__ = ["Considered", "Partition", "Plan", "Search", "allocations", "partitions", "unit_of"]
+__all__ = ["Considered", "Plan", "RoleSets", "Search", "allocations", "partitions", "unit_of"]

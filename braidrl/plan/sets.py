@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from braidrl.errors import UserError
-from braidrl.plan.choices import Choice, Choices, Part
+from braidrl.plan.choices import Choice, Choices, RolePart
 from braidrl.plan.plan_devices import USABLE, NodeGroup
 from braidrl.plan.problem import Problem
 from braidrl.plan.rates import Cost
@@ -41,7 +41,9 @@ class SetChoice:
 class Sets:
     """The choices of a problem's sets of roles, each computed once; `choices` has those of the roles."""
 
-    def __init__(self, problem: Problem, allowed: Callable[[Choice], bool] | None = None, part: Part = "all") -> None:
+    def __init__(
+        self, problem: Problem, allowed: Callable[[Choice], bool] | None = None, part: RolePart = "all"
+    ) -> None:
         """Args: `allowed` which choices may be taken, where a named placement has not all of them; `part` what sets consist of."""
         self.problem, self.part = problem, part
         self.choices = Choices(problem, allowed=allowed)

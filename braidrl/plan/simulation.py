@@ -12,7 +12,7 @@ from functools import partial
 from typing import Literal
 
 from braidrl.data.packing import balanced_partition
-from braidrl.flow.readiness import Uid
+from braidrl.data.rows import Uid
 from braidrl.flow.stage import Kind, Stage
 from braidrl.plan.workload import Fate, SimulatedSpan, Simulation, Workload
 from braidrl.queue.tasks import Lease, LeaseLost

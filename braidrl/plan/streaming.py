@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from braidrl.data.rows import Uid
 from braidrl.flow import Kind, Stage
 from braidrl.flow.batches import Sizes
-from braidrl.flow.readiness import Uid
-from braidrl.plan.choices import Choice, Choices, Part
+from braidrl.plan.choices import Choice, Choices, RolePart
 from braidrl.plan.plan_devices import USABLE, NodeGroup
 from braidrl.plan.problem import Problem
 from braidrl.plan.rates import Cost
@@ -34,7 +34,7 @@ class PlannedMember:
 
     name: str
     role: str
-    part: Part
+    part: RolePart
 
 
 def members(problem: Problem) -> list[PlannedMember]:

@@ -24,19 +24,19 @@ from braidrl.training.parallel.pipeline import RUN
 
 OPTIMIZER_BYTES = 30
 """What an AdamW step reads and writes of each parameter: gradient, master weight and moments in float32, the weight itself."""
-Numbers = npt.NDArray[np.int64]
+IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
 class Lengths:
     """Tokens of the rows of one batch: of prompts (R,) and responses (R,); `generated` times as many rows are sampled as are trained."""
 
-    prompts: Numbers
-    responses: Numbers
+    prompts: IntArray
+    responses: IntArray
     generated: float = 1.0
 
     @cached_property
-    def totals(self) -> Numbers:
+    def totals(self) -> IntArray:
         """Return the tokens of each row, (R,)."""
         return self.prompts + self.responses
 
@@ -56,7 +56,7 @@ class Lengths:
         return int(self.totals.max())
 
     @cached_property
-    def ordered(self) -> Numbers:
+    def ordered(self) -> IntArray:
         """Return responses from the shortest to the longest, (R,)."""
         return np.sort(self.responses)
 

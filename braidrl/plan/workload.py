@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from braidrl.data.rows import Uid
 from braidrl.flow.batches import Sizes
 from braidrl.flow.flow import Flow
-from braidrl.flow.readiness import Consumer, Uid
+from braidrl.flow.readiness import Consumer
 from braidrl.flow.selecting import Selection
 from braidrl.weights.update_policy import Way
 

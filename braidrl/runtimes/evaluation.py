@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from braidrl.algorithms.metrics import avg_at_k, pass_at_k
+from braidrl.algorithms.policy_metrics import avg_at_k, pass_at_k
 from braidrl.cluster.world import World
 from braidrl.config import Config, EvaluationConfig, parse_config
 from braidrl.data.rows import Rows

@@ -36,7 +36,7 @@ from braidrl.runtimes.step_metrics import FailureWatch, GapWatch, step_metrics, 
 from braidrl.training.objective import NAMES_A_TOKEN
 from braidrl.training.role_settings import unusual_rates
 
-Metrics = dict[str, float | int | None]
+StepMetrics = dict[str, float | int | None]
 
 
 class TrainingRun(AbstractContextManager["TrainingRun"]):
@@ -233,7 +233,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             self.world.gather("the line of the last step", b"")
             raise
 
-    def _check_step(self, sums: Sums, metrics: Metrics) -> None:
+    def _check_step(self, sums: Sums, metrics: StepMetrics) -> None:
         """Raise UserError where a run that goes on would learn nothing, or from weights that are not the trainer's."""
         self.failed.check(self.step, sums)
         # Rows of a replay, and rows that may be stale, were drawn by other weights than those that they train.
@@ -283,9 +283,9 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 self.metrics.trackers.write_samples(0, lambda: samples_of_step(self.folder, 0))
                 self.progress.print(summary({"step": 0, **metrics}))
 
-    def _evaluate(self) -> Metrics:
+    def _evaluate(self) -> StepMetrics:
         """Evaluate every set under the current weights and record its rows; return the metrics."""
-        prepared, metrics = self.prepared, Metrics()
+        prepared, metrics = self.prepared, StepMetrics()
         for name, table, found in evaluated_sets(
             self.backend, prepared.evaluation, self.config.data.evaluation_sources, self.config.evaluation, self.step
         ):

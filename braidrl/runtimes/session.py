@@ -33,14 +33,14 @@ from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Progress, silent_progress
 from braidrl.runtimes.controller import SerialController
 from braidrl.runtimes.prepare.fetching import with_fetched
-from braidrl.runtimes.prepare.flow import resolve
+from braidrl.runtimes.prepare.run_flow import resolve
 from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch
 from braidrl.runtimes.row_store import RowText
 from braidrl.runtimes.sizing import memory_to_take, with_fitting_sizes
 from braidrl.runtimes.spmd.launch import joined_world
 from braidrl.runtimes.start import RunContext, start_backend
 
-Table = Any
+SessionTable = Any
 """Rows under eager, a handle to them under hybrid."""
 
 
@@ -83,12 +83,12 @@ class Session(AbstractContextManager["Session"]):
             raise AttributeError(f"no role is called {role!r} among {', '.join(sorted(filter(None, known)))}")
         return SessionRole(self, role)
 
-    def batches(self) -> Iterator[Table]:
+    def batches(self) -> Iterator[SessionTable]:
         """Yield the prompts of each of `trainer.steps` iterations."""
         for _ in range(self.config.trainer.steps):
             yield self.prompts()
 
-    def prompts(self, groups: int | None = None) -> Table:
+    def prompts(self, groups: int | None = None) -> SessionTable:
         """Return the next prompts as rows, one per sample; `trainer.prompts_per_step` of them by default. Begins an iteration."""
         self._check_open()
         self.publish()
@@ -97,7 +97,7 @@ class Session(AbstractContextManager["Session"]):
         self.progress.step(self.iteration)
         return self.backend.admit(groups or self.config.trainer.prompts_per_step)
 
-    def run(self, stage: Stage, rows: Table) -> Table:
+    def run(self, stage: Stage, rows: SessionTable) -> SessionTable:
         """Run one stage.
 
         Args:
@@ -124,7 +124,7 @@ class Session(AbstractContextManager["Session"]):
         groups = self.index(rows)["group"].tolist()
         return self.backend.take(rows, [i for i, group in enumerate(groups) if group not in dropped])
 
-    def _check(self, stage: Stage, rows: Table) -> None:
+    def _check(self, stage: Stage, rows: SessionTable) -> None:
         """Raise UserError for a stage that cannot run on these rows."""
         self._check_open()
         if not len(rows):
@@ -149,7 +149,7 @@ class Session(AbstractContextManager["Session"]):
         if self.closed:
             raise UserError("the session is closed; write what runs stages inside `with Session(config) as session:`")
 
-    def _train(self, stage: Stage, rows: Table) -> None:
+    def _train(self, stage: Stage, rows: SessionTable) -> None:
         table = self.controller.ordered(rows)
         self.backend.train(stage, table, self.controller.updates(table, self.iteration), self.iteration, self.sums)
         self.trained = True
@@ -183,12 +183,12 @@ class Session(AbstractContextManager["Session"]):
         self.publish()
         return {name: value for name, value in self.sums.means().items() if not name.startswith("time/")}
 
-    def index(self, rows: Table) -> Rows:
+    def index(self, rows: SessionTable) -> Rows:
         """Return the index columns (rewards, lengths, ...), waited for."""
         self._check_open()
         return self.backend.index(rows)
 
-    def texts(self, rows: Table) -> list[RowText]:
+    def texts(self, rows: SessionTable) -> list[RowText]:
         """Return each row's `prompt` and `response` as text, in the order of rows; under distributed of the rank's own rows."""
         self._check_open()
         return self.backend.texts(rows)

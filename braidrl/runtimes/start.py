@@ -27,7 +27,7 @@ from braidrl.runtimes.prepare.checks import check_machine
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.spmd.eager import EagerBackend
 from braidrl.runtimes.spmd.launch import generating_ranks
-from braidrl.runtimes.spmd.ranks import DistributedBackend
+from braidrl.runtimes.spmd.rank_backend import DistributedBackend
 from braidrl.runtimes.streaming.groups import check_streaming
 from braidrl.runtimes.streaming.program import StreamingProgram
 from braidrl.training.parallel.replicated import DataParallel
@@ -103,7 +103,7 @@ def start_hybrid(context: RunContext) -> SerialBackend[Any]:
     """Return a backend of workers on Ray."""
     # Imported here: Ray is an extra, and importing it takes a second.
     import_ray()
-    from braidrl.runtimes.hybrid.start import start_hybrid_backend
+    from braidrl.runtimes.hybrid.start_workers import start_hybrid_backend
 
     return start_hybrid_backend(context.prepared, context.progress, context.folder, context.train)
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from braidrl.algorithms.metrics import effective_sample_share, explained_variance, group_shares, mean_where
+from braidrl.algorithms.policy_metrics import effective_sample_share, explained_variance, group_shares, mean_where
 from braidrl.data.rows import FinishReason, Rows
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from braidrl.cluster.groups import address_towards, connect_store, group_apart, open_store
+from braidrl.cluster.process_groups import address_towards, connect_store, group_apart, open_store
 from braidrl.engines.engine import EngineError, WeightSource
 from braidrl.errors import first_line
 

@@ -10,16 +10,16 @@ import os
 from typing import Any
 
 from braidrl.data.rows import Column, Rows
-from braidrl.runtimes.hybrid.protocols import Calls, DivisibleTable, Mesh, TransferProtocol, register
+from braidrl.runtimes.hybrid.protocols import DivisibleTable, Mesh, RankCalls, TransferProtocol, register
 from braidrl.training.roles.make import DecoderWorker
 
 
-def in_turn(mesh: Mesh, rows: DivisibleTable, *arguments: Any) -> Calls:
+def in_turn(mesh: Mesh, rows: DivisibleTable, *arguments: Any) -> RankCalls:
     """Give row i to worker i modulo the number of workers: those of a group go to different ones."""
     return [(rows.take(range(rank, len(rows), mesh.size)), *arguments) for rank in range(mesh.size)]
 
 
-def back_in_turn(mesh: Mesh, calls: Calls, results: list[Any]) -> Any:
+def back_in_turn(mesh: Mesh, calls: RankCalls, results: list[Any]) -> Any:
     """Join the workers' rows, and put them in the order in which they were."""
     joined = results[0].cat(results)
     place = {row: i for i, row in enumerate(sorted(range(len(joined)), key=lambda row: row % mesh.size))}

@@ -8,9 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from braidrl.algorithms.random import uniform
+from braidrl.data.rows import Uid
 from braidrl.engines.engine import WeightSource
-from braidrl.engines.requests import Response, Uid
-from braidrl.engines.row_request import RemoteRow, Row, end_ids_of
+from braidrl.engines.requests import Response
+from braidrl.engines.row_request import EngineRow, RemoteRow, end_ids_of
 from braidrl.engines.sampling import batch_sampling, sample
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.engines.wire import EngineSpec
@@ -40,7 +41,7 @@ class PlainEngine(SteppingEngine):
         for flight in self.flights.values():
             flight.row.versions.append((len(flight.tokens), version))
 
-    def _accept(self, row: Row) -> None:
+    def _accept(self, row: EngineRow) -> None:
         row.versions = [(0, self.version)]
         self.flights[row.request.uid] = RemoteRow(row)
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from braidrl.cli.cluster_doctor import Report, paths_of, problems, summary, unusable
+from braidrl.cli.cluster_doctor import NodeReport, paths_of, problems, summary, unusable
 from braidrl.config import load_config
 
 GOOD = {"versions": {"python": "3.11.7", "torch": "2.11.0"}, "devices": ["H100"] * 8}
 
 
 def test_each_problem_names_its_node_and_what_to_do() -> None:
-    nodes = [Report(f"n{number}", **GOOD) for number in range(4)]  # type: ignore[arg-type]
+    nodes = [NodeReport(f"n{number}", **GOOD) for number in range(4)]  # type: ignore[arg-type]
     assert problems(nodes) == [] and summary(nodes[0]) == "n0: 8 of H100"
     nodes[1].versions = {"python": "3.11.7", "torch": "2.10.0"}
     nodes[2].devices, nodes[2].closed = [], {"n3": "10.0.0.3:4000: timed out"}
@@ -25,8 +25,8 @@ def test_each_problem_names_its_node_and_what_to_do() -> None:
 
 
 def test_a_node_that_did_not_answer_is_named_and_nothing_else_is_said_of_it() -> None:
-    silent = Report("n1", unseen={"Ray": "it did not answer within 300 s"})
-    assert problems([Report("n0", **GOOD), silent]) == ["n1: Ray: it did not answer within 300 s"]  # type: ignore[arg-type]
+    silent = NodeReport("n1", unseen={"Ray": "it did not answer within 300 s"})
+    assert problems([NodeReport("n0", **GOOD), silent]) == ["n1: Ray: it did not answer within 300 s"]  # type: ignore[arg-type]
 
 
 def test_a_folder_that_is_another_one_on_a_node_is_told_from_a_shared_one(tmp_path: Path) -> None:

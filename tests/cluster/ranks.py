@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from braidrl.cluster.groups import background_group, connect_store, join_group, mesh_of, subgroup
+from braidrl.cluster.process_groups import background_group, connect_store, join_group, mesh_of, subgroup
 from braidrl.cluster.world import World
 from braidrl.errors import LostPeers, UserError
 from braidrl.observe.stalls import WORK

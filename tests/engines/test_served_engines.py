@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from braidrl.data.rows import Uid
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.engine import EngineError, ModelWeights
 from braidrl.engines.engine_contract import CHECKS, EngineUnderTest, all_of, requests
 from braidrl.engines.process.process_engine import EngineProcess
-from braidrl.engines.requests import Request, Response, Uid
+from braidrl.engines.requests import Request, Response
 from braidrl.engines.routing.service import EngineService
 from braidrl.errors import UserError
 from braidrl.training.parallel.replicated import DataParallel

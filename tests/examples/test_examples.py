@@ -21,7 +21,7 @@ from braidrl.cli import commands as cli
 from braidrl.config import load_config
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import read_texts, rollout_path
-from braidrl.runtimes.prepare.flow import build_flow
+from braidrl.runtimes.prepare.run_flow import build_flow
 from braidrl.runtimes.run import train
 from braidrl.runtimes.streaming.groups import check_streaming, worker_groups
 from tests.tiny import ARITHMETIC, ROOT, SIZES, load_module, recorded, wait_for_steps, write_model

@@ -11,7 +11,7 @@ import torch
 from braidrl.config import parse_config
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
-from braidrl.runtimes.prepare.flow import build_flow, flow_by_name
+from braidrl.runtimes.prepare.run_flow import build_flow, flow_by_name
 from braidrl.runtimes.run import train
 from tests.tiny import ROOT, Workshop, weights_of
 

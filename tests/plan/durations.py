@@ -6,7 +6,7 @@ from collections.abc import Callable
 from statistics import NormalDist
 
 from braidrl.algorithms.random import uniform
-from braidrl.flow.readiness import Uid
+from braidrl.data.rows import Uid
 from braidrl.plan.workload import Simulation
 
 

@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braidrl.algorithms.random import uniform
+from braidrl.data.rows import Uid
 from braidrl.flow import Flow, Kind, Scope, Stage, actor, critic, reference, reward
 from braidrl.flow.batches import Sizes, trained_on
 from braidrl.flow.flow import is_optimized
-from braidrl.flow.readiness import Consumer, Uid
+from braidrl.flow.readiness import Consumer
 from braidrl.flow.stage import Signature, When
 from braidrl.plan.simulation import Deadlock, Runtime
 from braidrl.plan.workload import Fate, Simulation, Workload

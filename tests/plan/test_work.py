@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braidrl.config.layout import ParallelLayout
-from braidrl.plan.generation import generate_work
+from braidrl.plan.generation_work import generate_work
 from braidrl.plan.layouts import activations
 from braidrl.plan.lengths import batch_lengths, spread
 from braidrl.plan.plan_devices import known_kinds

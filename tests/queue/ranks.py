@@ -12,7 +12,7 @@ from braidrl.cluster.world import World
 from braidrl.data.codec import encode
 from braidrl.data.frames import join, joined_size
 from braidrl.data.rows import Objects, Rows
-from braidrl.runtimes.spmd.data_buffer import DataBuffer, Key
+from braidrl.runtimes.spmd.data_buffer import DataBuffer, EdgeKey
 
 RANKS = 3
 
@@ -57,7 +57,7 @@ def columns_of_every_kind(world: World) -> dict[str, Any]:
     rows, found = table(), {}
     for source in ("first two", "last two", "all", "second"):
         for target in ("first two", "last two", "all", "second"):
-            buffer, key = DataBuffer(world), Key(1, f"{source} to {target}")
+            buffer, key = DataBuffer(world), EdgeKey(1, f"{source} to {target}")
             own = held(rows, owners(source), world.rank)
             buffer.put(key, own if len(own) else Rows({}), owners(source), owners(target))
             received, wanted = buffer.take(key), held(rows, owners(target), world.rank)
@@ -68,7 +68,7 @@ def columns_of_every_kind(world: World) -> dict[str, Any]:
 def two_edges(world: World) -> dict[str, Any]:
     """Both put before either is taken, and taken in the other order; the same edge of another step too."""
     buffer = DataBuffer(world)
-    keys = {Key(1, "actor.update"): 1, Key(1, "critic.update"): 2, Key(2, "actor.update"): 3}
+    keys = {EdgeKey(1, "actor.update"): 1, EdgeKey(1, "critic.update"): 2, EdgeKey(2, "actor.update"): 3}
     for key, seed in keys.items():
         buffer.put(key, held(table(seed=seed), owners("first two"), world.rank), owners("first two"), owners("all"))
     return {
@@ -81,7 +81,7 @@ def bytes_of_an_exchange(world: World) -> dict[str, Any]:
     """What came over the wire, and how large the rows that had to come are."""
     rows, source, target = table(300), owners("first two", 300), owners("all", 300)
     buffer, before = DataBuffer(world), world.received.exchanged
-    buffer.put(Key(1, "update"), held(rows, source, world.rank), source, target)
+    buffer.put(EdgeKey(1, "update"), held(rows, source, world.rank), source, target)
     came = rows.take((target == world.rank) & (source != world.rank))
     return {"received": world.received.exchanged - before, "needed": joined_size(encode(came)) if len(came) else 0}
 
@@ -90,8 +90,8 @@ def nothing_moves(world: World) -> dict[str, Any]:
     """Rows that stay where they are."""
     buffer, own = DataBuffer(world), held(table(), owners("all"), world.rank)
     before = world.received.exchanged
-    buffer.put(Key(1, "update"), own, owners("all"), owners("all"))
-    return {"same object": buffer.take(Key(1, "update")) is own, "received": world.received.exchanged - before}
+    buffer.put(EdgeKey(1, "update"), own, owners("all"), owners("all"))
+    return {"same object": buffer.take(EdgeKey(1, "update")) is own, "received": world.received.exchanged - before}
 
 
 CHECKS = {f.__name__: f for f in (columns_of_every_kind, two_edges, bytes_of_an_exchange, nothing_moves)}

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from braidrl.errors import UserError
-from braidrl.runtimes.prepare.flow import build_flow
+from braidrl.runtimes.prepare.run_flow import build_flow
 from braidrl.runtimes.run import TrainingRun
 from braidrl.training.lora import ADAPTER, WEIGHTS
 from tests.runtimes.spmd.ranks import run_in_ranks

@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from braidrl.cluster.groups import interface_of, open_store
 from braidrl.cluster.process import LOOPBACK
+from braidrl.cluster.process_groups import interface_of, open_store
 from braidrl.queue.transport import Connection
 from braidrl.runtimes.run import TrainingRun
 from tests.leftovers import family, open_sockets

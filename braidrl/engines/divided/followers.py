@@ -21,22 +21,23 @@ import torch
 import torch.distributed as dist
 
 from braidrl.cluster.devices import see_only
-from braidrl.cluster.groups import connect_store, join_group, open_store
 from braidrl.cluster.local import LOOK_EVERY_S, Forked, fork
 from braidrl.cluster.process import LOOPBACK
+from braidrl.cluster.process_groups import connect_store, join_group, open_store
 from braidrl.data.messages import pack_message, unpack_message
+from braidrl.data.rows import Uid
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.embedded.sharded_decoding import TensorRanks, load_for_decoding
 from braidrl.engines.engine import EngineError, WeightSource
-from braidrl.engines.requests import Response, Uid
-from braidrl.engines.row_request import Row
+from braidrl.engines.requests import Response
+from braidrl.engines.row_request import EngineRow
 from braidrl.engines.wire import EngineSpec, RequestMessage
 from braidrl.native.malloc import keep_freed_memory
 from braidrl.training.loading import load_tokenizer
 from braidrl.weights.shared_file import WeightFile
 
 
-class Add(msgspec.Struct, tag=True):
+class AddRow(msgspec.Struct, tag=True):
     """Accept a request."""
 
     request: RequestMessage
@@ -48,24 +49,24 @@ class EndRow(msgspec.Struct, tag=True):
     uid: Uid
 
 
-class Clear(msgspec.Struct, tag=True):
+class ClearRows(msgspec.Struct, tag=True):
     """Drop all rows."""
 
     release: bool
 
 
-class Publish(msgspec.Struct, tag=True):
+class TakeWeights(msgspec.Struct, tag=True):
     """Load weights from a file, and acknowledge that."""
 
     version: int
     path: str
 
 
-class Step(msgspec.Struct, tag=True):
+class DecodeStep(msgspec.Struct, tag=True):
     """Draw one token of each running row."""
 
 
-Command = Add | EndRow | Clear | Publish | Step
+Command = AddRow | EndRow | ClearRows | TakeWeights | DecodeStep
 
 
 class LeadingEngine(EmbeddedEngine):
@@ -89,7 +90,7 @@ class LeadingEngine(EmbeddedEngine):
             raise ValueError("an engine of several processes takes weights from a file that all of them can read")
         given = self._weights.checked(source)
         with self._in_lockstep():
-            self._command(Publish(version, str(source.path)))
+            self._command(TakeWeights(version, str(source.path)))
             self._weights.take(given)
             self._changed(version)
             # The file may be gone once this returns.
@@ -97,7 +98,7 @@ class LeadingEngine(EmbeddedEngine):
 
     def step(self) -> list[Response]:
         with self._in_lockstep():
-            self._command(Step())
+            self._command(DecodeStep())
             return super().step()
 
     def abort(self, uid: Uid) -> Response:
@@ -109,7 +110,7 @@ class LeadingEngine(EmbeddedEngine):
         super().clear(release)
         if self._failure is None:
             with self._in_lockstep():
-                self._command(Clear(release))
+                self._command(ClearRows(release))
 
     def recover(self) -> int:
         """Raise EngineError after any failure: processes that are out of step cannot be brought together."""
@@ -117,9 +118,9 @@ class LeadingEngine(EmbeddedEngine):
             raise self._failure
         return super().recover()
 
-    def _accept(self, row: Row) -> None:
+    def _accept(self, row: EngineRow) -> None:
         super()._accept(row)
-        self._pending.append(Add(RequestMessage.of(row.request)))
+        self._pending.append(AddRow(RequestMessage.of(row.request)))
 
     def _command(self, command: Command) -> None:
         self._followers.send([*self._pending, command])
@@ -142,16 +143,16 @@ def execute(engine: EmbeddedEngine, commands: Sequence[Command]) -> bool:
     asked = False
     for command in commands:
         match command:
-            case Add():
+            case AddRow():
                 engine.add(command.request.request())
             case EndRow():
                 engine.abort(command.uid)
-            case Clear():
+            case ClearRows():
                 engine.clear(command.release)
-            case Publish():
+            case TakeWeights():
                 engine.publish(command.version, WeightFile(command.path))
                 asked = True
-            case Step():
+            case DecodeStep():
                 engine.step()
     return asked
 

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from braidrl.data.messages import pack_message, unpack_message
+from braidrl.data.rows import Uid
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.embedded.sharded_decoding import PipelineRanks, Slices
 from braidrl.engines.engine import EngineMemory, WeightSource
-from braidrl.engines.requests import Request, Response, Uid
+from braidrl.engines.requests import Request, Response
 from braidrl.engines.wire import RequestMessage
 from braidrl.training.parallel.replicated import all_gather_bytes
 from braidrl.weights.phases import GenerationWeights

@@ -17,12 +17,12 @@ from transformers import PreTrainedModel
 
 from braidrl.engines.embedded.graphs import StepGraphs
 from braidrl.engines.embedded.native_decoder import NativeDecoder
-from braidrl.engines.embedded.prompts import ROW_MULTIPLE, Prompts, prompt_key
 from braidrl.engines.embedded.sharded_decoding import PipelineRanks
+from braidrl.engines.embedded.shared_prefill import ROW_MULTIPLE, Prompts, prompt_key
 from braidrl.engines.embedded.slots import SlotCache, SlotStep, round_up
 from braidrl.engines.embedded.states import SlotStates
 from braidrl.engines.requests import Response
-from braidrl.engines.row_request import Row
+from braidrl.engines.row_request import EngineRow
 from braidrl.engines.sampling import sample
 from braidrl.training.parallel.pipeline import local_layers
 
@@ -44,7 +44,7 @@ class SlotBatch:
         self._cache = SlotCache(model.config, len(local_layers(model)), slots, model.dtype, model.device)
         self.prompts = Prompts(self._cache)
         self._states = SlotStates.idle(slots, 1, 1, self.log_prob_dtype, model.device)
-        self.rows: dict[int, Row] = {}
+        self.rows: dict[int, EngineRow] = {}
         self.clear()
 
     @property
@@ -64,7 +64,7 @@ class SlotBatch:
         self._steps = 0
         self._changed()
 
-    def expect(self, row: Row) -> None:
+    def expect(self, row: EngineRow) -> None:
         """Announce a row: room for it is reserved, and its prompt is kept."""
         self._positions = max(self._positions, len(row.request.prompt) + row.limit - 1)
         self._response_tokens = max(self._response_tokens, row.limit)
@@ -74,7 +74,7 @@ class SlotBatch:
     def free(self) -> list[int]:
         return [slot for slot in range(self.slots) if slot not in self.rows]
 
-    def begin(self, new: Mapping[int, Row], version: int) -> None:
+    def begin(self, new: Mapping[int, EngineRow], version: int) -> None:
         """Put announced rows into free slots, and compute the prompts that are missing."""
         self._cache.reserve(self._positions)
         if self._native is not None:
@@ -122,7 +122,7 @@ class SlotBatch:
             for number, (row, count) in enumerate(zip(rows, drawn, strict=True))
         ]
 
-    def _place(self, new: Mapping[int, Row]) -> None:
+    def _place(self, new: Mapping[int, EngineRow]) -> None:
         """Copy each prompt's keys and values into the slots of all rows that begin with it."""
         by_prompt: dict[bytes, list[int]] = {}
         for slot, row in new.items():

@@ -13,15 +13,16 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from braidrl.data.rows import Uid
 from braidrl.engines.embedded.batch import SlotBatch
 from braidrl.engines.embedded.graphs import CudaRecorder, StepGraphs
 from braidrl.engines.embedded.native_decoder import native_decoder
-from braidrl.engines.embedded.prompts import ROW_MULTIPLE
 from braidrl.engines.embedded.sharded_decoding import PipelineRanks, Slices
+from braidrl.engines.embedded.shared_prefill import ROW_MULTIPLE
 from braidrl.engines.embedded.slots import round_up
 from braidrl.engines.engine import EngineMemory, WeightSource
-from braidrl.engines.requests import Response, Uid
-from braidrl.engines.row_request import Row, end_of_sequence_ids
+from braidrl.engines.requests import Response
+from braidrl.engines.row_request import EngineRow, end_of_sequence_ids
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.training.memory.footprint import cache_bytes
 from braidrl.training.parallel.pipeline import local_layers
@@ -53,7 +54,7 @@ class EmbeddedEngine(SteppingEngine):
         self._batch = SlotBatch(
             self._weights.model, round_up(slots, ROW_MULTIPLE), seed, shrink, native, graphs, pipeline
         )
-        self._waiting: deque[Row] = deque()
+        self._waiting: deque[EngineRow] = deque()
 
     @property
     def model(self) -> PreTrainedModel:
@@ -93,7 +94,7 @@ class EmbeddedEngine(SteppingEngine):
         self._batch.version_changed(version)
         self.version = version
 
-    def _accept(self, row: Row) -> None:
+    def _accept(self, row: EngineRow) -> None:
         self._batch.expect(row)
         self._waiting.append(row)
 

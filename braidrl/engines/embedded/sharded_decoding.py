@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, pad
 from transformers import PreTrainedModel
 
-from braidrl.cluster.groups import subgroup
+from braidrl.cluster.process_groups import subgroup
 from braidrl.errors import UserError
 from braidrl.native.linear import product
 from braidrl.training.loading import is_on_meta, load_decoder

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from braidrl.algorithms.random import uniform
 from braidrl.engines.requests import SamplingParams
-from braidrl.engines.row_request import Row
+from braidrl.engines.row_request import EngineRow
 from braidrl.engines.sampling import BatchSampling, batch_sampling
 
 NO_TOKEN = -1
@@ -78,7 +78,7 @@ class SlotStates:
             (target if target.dim() == 1 else target[:, : source.shape[1]]).copy_(source)
         return grown
 
-    def begin(self, slots: Tensor, rows: Sequence[Row], seed: int) -> None:
+    def begin(self, slots: Tensor, rows: Sequence[EngineRow], seed: int) -> None:
         """Put a row into each of `slots` (R,)."""
         requests = [row.request for row in rows]
         samplings = [request.sampling for request in requests]

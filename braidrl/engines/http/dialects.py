@@ -10,7 +10,7 @@ from typing import Any
 from braidrl.engines.requests import Request, row_draws
 
 Json = Mapping[str, Any]
-Call = tuple[str, Json]
+ServerCall = tuple[str, Json]
 """A path, and the JSON that is posted there."""
 
 
@@ -44,7 +44,7 @@ class Network:
 
     workers: tuple[str, str]
     """The path that tells the number of its workers, and the field of its answer."""
-    receive: Callable[[Json, str], Sequence[Call]]
+    receive: Callable[[Json, str], Sequence[ServerCall]]
     """Calls that make its workers receive the weights of a notice, and name them by a label. The first is made while the weights are sent.
     """
     missing: Callable[[Json], str | None]
@@ -55,11 +55,11 @@ class Network:
 class Dialect:
     """The API of servers of one make."""
 
-    generate: Callable[[ReplyPart], Call]
+    generate: Callable[[ReplyPart], ServerCall]
     read: Callable[[Json], ServerAnswer]
-    abort: Callable[[str], Call]
+    abort: Callable[[str], ServerCall]
     """Ends the request of a name early; it is answered with what there is."""
-    load_weights: Callable[[str, str], Sequence[Call]]
+    load_weights: Callable[[str, str], Sequence[ServerCall]]
     """Calls, in order, that load the weights in a folder and name them by a label."""
     label: tuple[str, str]
     """The path that tells the label of the server's weights, and the field of its answer."""
@@ -73,7 +73,7 @@ class Dialect:
     """How it receives weights; None where it can only read them from a folder."""
 
 
-def vllm_generate(part: ReplyPart) -> Call:
+def vllm_generate(part: ReplyPart) -> ServerCall:
     """Ask vLLM for tokens, which `DrawByRow` draws in the server, so that vLLM's own sampling settings are neutral."""
     return "/v1/completions", {
         "request_id": part.name, "prompt": part.request.prompt.tolist(), "cache_salt": part.weights,
@@ -137,7 +137,7 @@ VLLM = Dialect(
 )
 
 
-def sglang_generate(part: ReplyPart) -> Call:
+def sglang_generate(part: ReplyPart) -> ServerCall:
     """Ask SGLang for tokens; it draws by the row's seed and the token's place in the sequence."""
     sampling = part.request.sampling
     return "/generate", {

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from braidrl.data.rows import Uid
 from braidrl.engines.engine import EngineError, Load, WeightSource
 from braidrl.engines.http.dialects import ReplyPart, ServerAnswer
 from braidrl.engines.http.servers import GenerationServer
-from braidrl.engines.requests import Request, Response, Uid, remaining_request
+from braidrl.engines.requests import Request, Response, remaining_request
 from braidrl.engines.row_request import RemoteRow, row_of
 from braidrl.errors import UserError
 from braidrl.observe.stalls import WORK

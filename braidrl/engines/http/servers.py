@@ -12,7 +12,7 @@ import torch
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 
 from braidrl.engines.engine import EngineError
-from braidrl.engines.http.dialects import Call, Dialect
+from braidrl.engines.http.dialects import Dialect, ServerCall
 from braidrl.errors import UserError
 from braidrl.weights.broadcast import BUCKET_BYTES, Broadcast, in_thread
 from braidrl.weights.shared_file import ReadableFolder, WeightFile
@@ -97,7 +97,7 @@ class GenerationServer:
         for call in others:
             await self.ask("POST", *call)
 
-    async def _while_sent(self, call: Call, broadcast: Broadcast) -> None:
+    async def _while_sent(self, call: ServerCall, broadcast: Broadcast) -> None:
         """Ask the server to receive, and send; when one of the two fails, the other is not waited for."""
         asked, sent = asyncio.ensure_future(self.ask("POST", *call)), in_thread(broadcast.run)
         try:

@@ -17,21 +17,22 @@ from typing import Any
 
 from braidrl.cluster.local import LocalProcess, from_server, spawn
 from braidrl.cluster.process import ProcessSpec
+from braidrl.data.rows import Uid
 from braidrl.engines.engine import EngineError, Load, WeightSource
 from braidrl.engines.process.process_server import READY
-from braidrl.engines.requests import Request, Response, Uid
+from braidrl.engines.requests import Request, Response
 from braidrl.engines.wire import (
     AbortRow,
-    Done,
-    Drawn,
+    CallDone,
+    CallFailed,
     EngineCall,
     EngineReply,
     EngineSpec,
-    Failed,
     Order,
     RequestMessage,
     ResponseMessage,
     Submit,
+    TokenDrawn,
     UpdateWeights,
     framed,
     receive,
@@ -204,14 +205,14 @@ class EngineProcess:
     def _hear(self, message: EngineReply) -> None:
         if message.load is not None:
             self._load = Load(*message.load)
-        if isinstance(message, Drawn) and message.id in self._followed:
+        if isinstance(message, TokenDrawn) and message.id in self._followed:
             self._followed[message.id](message.number, message.token)
-        if not isinstance(message, Done | Failed):
+        if not isinstance(message, CallDone | CallFailed):
             return
         answer = self._answers.pop(message.id, None)
         if answer is None or answer.done():
             return
-        if isinstance(message, Failed):
+        if isinstance(message, CallFailed):
             answer.set_exception(self._named(message.exception()))
         else:
             answer.set_result(message.result)

@@ -22,15 +22,15 @@ from braidrl.engines.engine import ENGINES, Engine, EngineError, ServedEngine
 from braidrl.engines.stepping import EngineReplica, SteppingEngine
 from braidrl.engines.wire import (
     AbortRow,
-    Beat,
-    Done,
-    Drawn,
+    CallDone,
+    CallFailed,
+    EngineBeat,
     EngineReply,
     EngineSpec,
-    Failed,
     Order,
     ResponseMessage,
     Submit,
+    TokenDrawn,
     UpdateWeights,
     framed,
     receive,
@@ -97,21 +97,21 @@ class Host:
         while True:
             await asyncio.sleep(BEAT_S)
             if self.tasks:
-                self.say(Beat())
+                self.say(EngineBeat())
 
     async def _act(self, order: Order) -> None:
         try:
             result = await self._result(order)
         except Exception as error:
-            self.say(Failed.of(order.id, error))
+            self.say(CallFailed.of(order.id, error))
         else:
-            self.say(Done(order.id, result))
+            self.say(CallDone(order.id, result))
 
     async def _result(self, order: Order) -> ResponseMessage | int | None:
         if isinstance(order, Submit):
             request = order.request.request()
             if order.followed:
-                drew = lambda number, token: self.say(Drawn(order.id, number, token))  # noqa: E731
+                drew = lambda number, token: self.say(TokenDrawn(order.id, number, token))  # noqa: E731
                 request = replace(request, on_token=drew)
             return ResponseMessage.of(await self.engine.submit(request))
         if isinstance(order, AbortRow):
@@ -143,11 +143,11 @@ async def serve(connection: socket.socket, spec: EngineSpec, followers: ForkedFo
         engine = served(lead(spec, followers) if followers else ENGINES.find(spec.kind)(spec))
         await engine.start()
     except (UserError, EngineError) as error:
-        writer.write(framed(Failed.of(READY, error)))
+        writer.write(framed(CallFailed.of(READY, error)))
         await writer.drain()
         return
     host = Host(engine, writer)
-    host.say(Done(READY))
+    host.say(CallDone(READY))
     beats = asyncio.create_task(host.beat())
     while (order := await receive(reader, Order)) is not None:
         host.begin(order)

@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from braidrl.engines.requests import Uid
+from braidrl.data.rows import Uid
 
 PROMPT_WORK = 0.1
 """Work of computing a prompt token, relative to drawing a token."""

@@ -12,9 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from braidrl.data.rows import FinishReason
+from braidrl.data.rows import FinishReason, Uid
 from braidrl.engines.engine import Engine, EngineError, Load, WeightSource
-from braidrl.engines.requests import Request, Response, Uid
+from braidrl.engines.requests import Request, Response
 from braidrl.engines.routing.dispatch import Dispatcher
 from braidrl.weights.handles import LiveWeights
 from braidrl.weights.shared_file import ReadableFolder, UnnamedWeights

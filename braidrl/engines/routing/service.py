@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
-from braidrl.data.rows import FinishReason
+from braidrl.data.rows import FinishReason, Uid
 from braidrl.engines.engine import Engine, EngineError, ServedEngine, T, WeightSource
 from braidrl.engines.event_loop import run_cancelled_by_interrupts
-from braidrl.engines.requests import Request, Response, Uid
+from braidrl.engines.requests import Request, Response
 from braidrl.engines.routing.router import Router, StoredWeights
 from braidrl.weights.shared_file import SharedWeights
 

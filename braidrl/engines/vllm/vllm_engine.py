@@ -19,9 +19,10 @@ from vllm import EngineArgs, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.llm_engine import LLMEngine
 
+from braidrl.data.rows import Uid
 from braidrl.engines.engine import EngineError, WeightSource
-from braidrl.engines.requests import Response, Uid, row_draws
-from braidrl.engines.row_request import RemoteRow, Row, end_ids_of
+from braidrl.engines.requests import Response, row_draws
+from braidrl.engines.row_request import EngineRow, RemoteRow, end_ids_of
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.engines.vllm.logits_processor import DrawByRow
 from braidrl.engines.vllm.sleeping import PARTS, VllmMemory
@@ -57,7 +58,7 @@ class VllmEngine(SteppingEngine):
         self._expected = shapes_of(folder)
         self._engine = start(folder, slots, max_sequence_tokens, dtype, options or {})
         self._memory = VllmMemory(self._engine, bool((options or {}).get("enable_sleep_mode")))
-        self._waiting: deque[Row] = deque()
+        self._waiting: deque[EngineRow] = deque()
         self._flights: dict[str, RemoteRow] = {}
         self._names = itertools.count()
         self._failure: EngineError | None = None
@@ -143,10 +144,10 @@ class VllmEngine(SteppingEngine):
     def wake(self) -> None:
         self._memory.bring(*PARTS)
 
-    def _accept(self, row: Row) -> None:
+    def _accept(self, row: EngineRow) -> None:
         self._waiting.append(row)
 
-    def _begin(self, row: Row) -> None:
+    def _begin(self, row: EngineRow) -> None:
         request, name = row.request, str(next(self._names))
         row.versions = [(0, self.version)]
         # prompts computed under other weights are not found under this salt
@@ -196,7 +197,7 @@ def start(folder: Path, slots: int, max_sequence_tokens: int, dtype: str, option
         raise UserError(f"rollout.engine=vllm: {' '.join(str(error).split())}") from error
 
 
-def params_of(row: Row, seed: int) -> SamplingParams:
+def params_of(row: EngineRow, seed: int) -> SamplingParams:
     """Return vLLM's parameters for a row; `DrawByRow` draws its tokens."""
     return SamplingParams(
         max_tokens=row.limit, stop_token_ids=list(row.stop_token_ids), ignore_eos=True, detokenize=False,

@@ -18,10 +18,10 @@ from braidrl.weights.shared_file import WeightFile
 
 BACKEND = "ipc"
 """Of vLLM's `weight_transfer_config`."""
-Call = tuple[str, tuple[Any, ...]]
+WorkerCall = tuple[str, tuple[Any, ...]]
 
 
-def calls_to_load(weights: WeightFile | MappedWeights) -> list[Call]:
+def calls_to_load(weights: WeightFile | MappedWeights) -> list[WorkerCall]:
     """Return the methods of vLLM's workers, with their arguments, that load a version one after the other."""
     if isinstance(weights, WeightFile):
         return [("take_weights", (str(weights.path),))]

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 from braidrl.cluster.world import Notices
 from braidrl.data.codec import pack_rows, unpack_rows
-from braidrl.data.rows import Rows
-from braidrl.engines.requests import Uid
+from braidrl.data.rows import Rows, Uid
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.compute import dropped
 from braidrl.rewards.verify import Pending

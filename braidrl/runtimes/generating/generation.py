@@ -19,14 +19,14 @@ from braidrl.agents.player import Episode, Episodes, Limits, episode_columns, fa
 from braidrl.agents.sandboxed import EnvironmentHosts
 from braidrl.agents.trajectory import response_columns
 from braidrl.agents.turns import TurnTemplate
-from braidrl.algorithms.metrics import reflection_counts
+from braidrl.algorithms.policy_metrics import reflection_counts
 from braidrl.algorithms.ragged import Ragged
 from braidrl.config import Config
-from braidrl.data.rows import Column, Rows
+from braidrl.data.rows import Column, Rows, Uid
 from braidrl.data.templates import PromptTemplate
 from braidrl.engines.engine import Engine, RoleEngine
 from braidrl.engines.factory import Publish, start_engine
-from braidrl.engines.requests import Request, Response, SamplingParams, Uid
+from braidrl.engines.requests import Request, Response, SamplingParams
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Stage
 from braidrl.observe.metrics import Sums

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from braidrl.agents.trajectory import response_columns
-from braidrl.algorithms.metrics import repeats_itself
+from braidrl.algorithms.policy_metrics import repeats_itself
 from braidrl.config import Config
-from braidrl.data.rows import FinishReason, Rows
-from braidrl.engines.requests import Request, Response, Uid, joined, remaining_request
+from braidrl.data.rows import FinishReason, Rows, Uid
+from braidrl.engines.requests import Request, Response, joined, remaining_request
 from braidrl.flow import Stage
 
 TO_THE_END = "to_the_end"

@@ -10,9 +10,9 @@ from itertools import takewhile
 from torch import Tensor
 
 from braidrl.agents.trajectory import response_columns
-from braidrl.data.rows import IDENTITY, Column, Rows
+from braidrl.data.rows import IDENTITY, Column, Rows, Uid
 from braidrl.engines.engine import RoleEngine
-from braidrl.engines.requests import Response, Uid
+from braidrl.engines.requests import Response
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.columns import ADMISSION
 from braidrl.flow.signatures import SUMMED, in_namespace

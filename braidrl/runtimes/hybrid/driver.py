@@ -34,11 +34,11 @@ from braidrl.observe.rollouts import join_parts, part_path
 from braidrl.observe.trace import TraceWriter
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.early_stop import Needless, Segment
-from braidrl.runtimes.hybrid.dispatch import StageDispatch, by_length, by_number, group_of, where_made
 from braidrl.runtimes.hybrid.group import WorkerGroup
 from braidrl.runtimes.hybrid.handles import READ, Handle, Output, columns_read
 from braidrl.runtimes.hybrid.pool_worker import method_class
 from braidrl.runtimes.hybrid.protocols import Mesh, Registration, registered
+from braidrl.runtimes.hybrid.stage_dispatch import StageDispatch, by_length, by_number, group_of, where_made
 from braidrl.runtimes.row_store import TEXT_COLUMNS, Admission, Origin, RowText, divided
 from braidrl.runtimes.saving.background import check_written
 from braidrl.training.objective import UpdateCounts, with_group_tokens

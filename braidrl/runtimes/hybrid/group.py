@@ -1,6 +1,6 @@
 """The workers of a pool as the driver calls them: a method by name, by its transfer protocol; futures at once.
 
-driver ──call("execute", table, ...)──▶ protocol ──▶ rank 0, rank 1, ... ──▶ Future each ──wait──▶ Answer
+driver ──call("execute", table, ...)──▶ protocol ──▶ rank 0, rank 1, ... ──▶ Future each ──wait──▶ CallResult
 """
 
 from collections.abc import Callable, Sequence
@@ -15,10 +15,10 @@ from braidrl.cluster.ray_cluster import RayCluster, Reservation
 from braidrl.data.rows import named_rows
 from braidrl.errors import BadUpdate, LostProcess, UserError, WorkerError
 from braidrl.flow import Stage
-from braidrl.runtimes.hybrid.handles import Answer, Future, Handle, Part
+from braidrl.runtimes.hybrid.handles import CallResult, Future, Handle, Part
+from braidrl.runtimes.hybrid.hybrid_worker import HybridWorker, StageFailure
 from braidrl.runtimes.hybrid.pool_worker import actor_name
-from braidrl.runtimes.hybrid.protocols import Calls, Mesh, registered
-from braidrl.runtimes.hybrid.worker import HybridWorker, StageFailure
+from braidrl.runtimes.hybrid.protocols import Mesh, RankCalls, registered
 
 DEATH_S = 2.0
 """Seconds within which Ray is told of a worker's end, after others have noticed."""
@@ -91,7 +91,7 @@ class WorkerGroup:
         return protocol.collect(self.mesh, calls, self.send_all(method, calls, reads, aside))
 
     def send_all(
-        self, method: str, calls: Calls, reads: frozenset[str] | None = None, aside: bool = False
+        self, method: str, calls: RankCalls, reads: frozenset[str] | None = None, aside: bool = False
     ) -> list[Future]:
         """Call a method of each rank with its own arguments, but of those whose arguments are None; the rest is as for `call`.
 
@@ -106,7 +106,7 @@ class WorkerGroup:
                 futures.append(self.send(rank, method, call, reads, aside, together))
         return futures
 
-    def _exchanges(self, calls: Calls, reads: frozenset[str] | None) -> bool:
+    def _exchanges(self, calls: RankCalls, reads: frozenset[str] | None) -> bool:
         """Return True where one rank needs payload that another one has."""
         own = set(self.numbers)
         return any(
@@ -140,11 +140,11 @@ class WorkerGroup:
         part = next((argument for argument in plain if isinstance(argument, Part)), Part())
         return Future(ref, self.first + rank, f"{self.pool.name} rank {rank}", what, part)
 
-    def wait(self, futures: Sequence[Future], arrived: Callable[[Future], None] | None = None) -> list[Answer]:
+    def wait(self, futures: Sequence[Future], arrived: Callable[[Future], None] | None = None) -> list[CallResult]:
         """Wait for calls, whose futures then know where their rows are.
 
         Args:
-            futures: Calls of this group.
+            futures: RankCalls of this group.
             arrived: Called with each future whose answer has come.
 
         Returns:
@@ -155,7 +155,7 @@ class WorkerGroup:
             UserError: A worker raised it.
         """
         waiting = {future.ref: future for future in futures}
-        answers: dict[Any, Answer] = {}
+        answers: dict[Any, CallResult] = {}
         while waiting:
             ready = self.cluster.ready(list(waiting), self.limit_s)
             if not ready:
@@ -175,9 +175,9 @@ class WorkerGroup:
                     arrived(future)
         return [answers[future.ref] for future in futures]
 
-    def _result(self, future: Future) -> Answer:
+    def _result(self, future: Future) -> CallResult:
         try:
-            result: Answer = ray.get(future.ref)
+            result: CallResult = ray.get(future.ref)
         except RayTaskError as error:
             cause = error.cause
             if isinstance(cause, UserError):

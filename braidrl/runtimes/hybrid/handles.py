@@ -4,7 +4,7 @@ Handle    a table of the driver; never changes     rows        0 1 2 3 4 5     f
 Output    what one stage writes for a table        generate    a a a b b b     deferred, then under way, then there
 Future    a, b: a call on one worker               verify      c c c d d d
 Part      the rows that a worker is given: index columns by value, payload by where it lies, for each stage that wrote some
-Answer    what the worker replies: index columns by value, the names of the payload columns that it keeps
+CallResult    what the worker replies: index columns by value, the names of the payload columns that it keeps
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ READ = Stage("read", "read", None, Signature(Kind.COMPUTE))
 
 
 @dataclass(frozen=True, eq=False)
-class Answer:
+class CallResult:
     """What a worker replies to a call: index columns of the rows, names of the payload that it keeps under a key, and a result."""
 
     index: bytes = b""
@@ -83,7 +83,7 @@ class Future:
     who: str
     what: str
     part: Part = Part()
-    answer: Answer | None = None
+    answer: CallResult | None = None
 
 
 @dataclass(eq=False)
@@ -123,7 +123,7 @@ class Output:
             place = torch.as_tensor(rows, dtype=torch.int64)
             self.future[place], self.row[place] = number, torch.arange(len(place))
 
-    def finish(self, answers: Sequence[Answer]) -> None:
+    def finish(self, answers: Sequence[CallResult]) -> None:
         """Note what the futures have brought."""
         self.payload = frozenset(column for answer in answers for column in answer.columns)
         size = len(self.future)
@@ -274,7 +274,7 @@ class Handle:
 
 def assemble(
     part: Part,
-    answers: Sequence[Answer],
+    answers: Sequence[CallResult],
     reads: frozenset[str] | None,
     fetch: Callable[[int, int, Numbers, tuple[str, ...]], Any],
     wait: Callable[[list[Any]], list[Rows]],

@@ -14,8 +14,8 @@ import ray
 import torch
 import torch.distributed as dist
 
-from braidrl.cluster.groups import address_towards, connect_store, group_between, join_group, open_store
 from braidrl.cluster.pools import GENERATE, Pool, place
+from braidrl.cluster.process_groups import address_towards, connect_store, group_between, join_group, open_store
 from braidrl.cluster.world import Notices, World
 from braidrl.config import Config, parse_config
 from braidrl.data.messages import pack_message, unpack_message

@@ -16,7 +16,7 @@ from braidrl.flow.methods import registration_of
 from braidrl.importing import PluginRegistry
 
 Arguments = tuple[Any, ...]
-Calls = list[Arguments | None]
+RankCalls = list[Arguments | None]
 """For each rank the arguments that it is called with, or None where it is not called."""
 F = TypeVar("F", bound=Callable[..., Any])
 BUILT_IN = ("ONE_TO_ALL", "RANK_ZERO", "ALL_TO_ALL", "DP", "THREE_D", "THREE_D_MICRO_DP", "PP_AS_DP", "PP_ONLY")
@@ -86,8 +86,8 @@ class TransferProtocol:
     """
 
     name: str
-    distribute: Callable[..., Calls]
-    collect: Callable[[Mesh, Calls, list[Any]], Any]
+    distribute: Callable[..., RankCalls]
+    collect: Callable[[Mesh, RankCalls, list[Any]], Any]
 
 
 PROTOCOLS = PluginRegistry("transfer protocol", {name: f"{__name__}:{name}" for name in BUILT_IN}, TransferProtocol)
@@ -134,17 +134,17 @@ def registered(worker: type, method: str) -> Registration:
     return found
 
 
-def to_everyone(mesh: Mesh, *arguments: Any) -> Calls:
+def to_everyone(mesh: Mesh, *arguments: Any) -> RankCalls:
     """Call every rank with the same arguments."""
     return [arguments] * mesh.size
 
 
-def to_rank_zero(mesh: Mesh, *arguments: Any) -> Calls:
+def to_rank_zero(mesh: Mesh, *arguments: Any) -> RankCalls:
     """Call rank 0 alone."""
     return [arguments, *[None] * (mesh.size - 1)]
 
 
-def one_each(mesh: Mesh, *lists: Sequence[Any]) -> Calls:
+def one_each(mesh: Mesh, *lists: Sequence[Any]) -> RankCalls:
     """Call rank i with the i-th of each list. Raises ValueError for a list of another length than the group."""
     for given in lists:
         if len(given) != mesh.size:
@@ -152,44 +152,44 @@ def one_each(mesh: Mesh, *lists: Sequence[Any]) -> Calls:
     return list(zip(*lists, strict=True))
 
 
-def by_rows(mesh: Mesh, rows: DivisibleTable, *arguments: Any) -> Calls:
+def by_rows(mesh: Mesh, rows: DivisibleTable, *arguments: Any) -> RankCalls:
     """Call each rank with its part of the rows, which may be empty, and the same other arguments: ranks of one copy pool theirs."""
     return [(part, *arguments) for part in rows.divide(mesh.size)]
 
 
-def by_replica(mesh: Mesh, rows: DivisibleTable, *arguments: Any) -> Calls:
+def by_replica(mesh: Mesh, rows: DivisibleTable, *arguments: Any) -> RankCalls:
     """Call all ranks of one copy of the model with the same part of the rows, each copy with its own."""
     parts = rows.divide(mesh.data)
     return [(parts[place.data], *arguments) for place in mesh.places]
 
 
-def of_last_pipeline_ranks(mesh: Mesh, calls: Calls, results: list[Any]) -> Any:
+def of_last_pipeline_ranks(mesh: Mesh, calls: RankCalls, results: list[Any]) -> Any:
     """Join what the last pipeline ranks return, which have the model's outputs: one of each copy, in order of data ranks."""
     last = [place.pipeline == mesh.pipeline - 1 and place.sequence == place.tensor == 0 for place in mesh.places]
     return in_order_of_ranks(mesh, calls, [result for result, chosen in zip(results, last, strict=True) if chosen])
 
 
-def by_generation_group(mesh: Mesh, rows: DivisibleTable, *arguments: Any) -> Calls:
+def by_generation_group(mesh: Mesh, rows: DivisibleTable, *arguments: Any) -> RankCalls:
     """Call all ranks of a generation group with the same part of the rows, each group with its own."""
-    calls: Calls = [None] * mesh.size
+    calls: RankCalls = [None] * mesh.size
     for group, part in zip(mesh.micro_groups, rows.divide(len(mesh.micro_groups)), strict=True):
         for rank in group:
             calls[rank] = (part, *arguments)
     return calls
 
 
-def of_generation_groups(mesh: Mesh, calls: Calls, results: list[Any]) -> Any:
+def of_generation_groups(mesh: Mesh, calls: RankCalls, results: list[Any]) -> Any:
     """Join what the first rank of each generation group returns, in order of groups."""
     return in_order_of_ranks(mesh, calls, [results[group[0]] for group in mesh.micro_groups])
 
 
-def by_pipeline_rank(mesh: Mesh, rows: DivisibleTable, *arguments: Any) -> Calls:
+def by_pipeline_rank(mesh: Mesh, rows: DivisibleTable, *arguments: Any) -> RankCalls:
     """Call pipeline ranks with rows of their own, as if they were data ranks: those of one that divide matrices or tokens with the same."""
     parts = rows.divide(mesh.data * mesh.pipeline)
     return [(parts[place.data * mesh.pipeline + place.pipeline], *arguments) for place in mesh.places]
 
 
-def of_pipeline_ranks_as_data(mesh: Mesh, calls: Calls, results: list[Any]) -> Any:
+def of_pipeline_ranks_as_data(mesh: Mesh, calls: RankCalls, results: list[Any]) -> Any:
     """Join what each pipeline rank returns, in the order in which the rows were given."""
     places = mesh.places
     first = [rank for rank, place in enumerate(places) if place.sequence == place.tensor == 0]
@@ -197,18 +197,18 @@ def of_pipeline_ranks_as_data(mesh: Mesh, calls: Calls, results: list[Any]) -> A
     return in_order_of_ranks(mesh, calls, [results[rank] for rank in ordered])
 
 
-def of_pipeline_ranks(mesh: Mesh, calls: Calls, results: list[Any]) -> list[Any]:
+def of_pipeline_ranks(mesh: Mesh, calls: RankCalls, results: list[Any]) -> list[Any]:
     """Return a list by pipeline rank of what the first rank of each returns."""
     first = [place.data == place.sequence == place.tensor == 0 for place in mesh.places]
     return [result for result, chosen in zip(results, first, strict=True) if chosen]
 
 
-def in_order_of_ranks(mesh: Mesh, calls: Calls, results: list[Any]) -> Any:
+def in_order_of_ranks(mesh: Mesh, calls: RankCalls, results: list[Any]) -> Any:
     """Return the rows of all ranks as one table where the results are tables, else the list of results."""
     return results[0].cat(results) if results and isinstance(results[0], DivisibleTable) else results
 
 
-def of_rank_zero(mesh: Mesh, calls: Calls, results: list[Any]) -> Any:
+def of_rank_zero(mesh: Mesh, calls: RankCalls, results: list[Any]) -> Any:
     """Return the only result."""
     return results[0]
 

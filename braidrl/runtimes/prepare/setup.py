@@ -36,7 +36,7 @@ from braidrl.runtimes.prepare.checks import (
     check_roles,
     model_settings,
 )
-from braidrl.runtimes.prepare.flow import build_flow, check_copies, evaluation_flow
+from braidrl.runtimes.prepare.run_flow import build_flow, check_copies, evaluation_flow
 from braidrl.runtimes.row_store import RowStore
 from braidrl.training.loading import check_model, check_scorer, load_tokenizer
 from braidrl.training.role_settings import backend_of, model_path, own_tokenizer, usual_max_tokens

@@ -23,7 +23,7 @@ IN_PLACE = 1.1
 """Rows stay where they are if the fullest rank then has at most this much more to do than after the best partition."""
 
 
-class Key(NamedTuple):
+class EdgeKey(NamedTuple):
     """What rows in the buffer belong to: the iteration, and the stage that they are meant for."""
 
     step: int
@@ -36,9 +36,9 @@ class DataBuffer:
     def __init__(self, world: World) -> None:
         self.world = world
         self.moved_rows = 0
-        self._held: dict[Key, Rows] = {}
+        self._held: dict[EdgeKey, Rows] = {}
 
-    def put(self, key: Key, rows: Rows, owner: Tensor, target: Tensor) -> None:
+    def put(self, key: EdgeKey, rows: Rows, owner: Tensor, target: Tensor) -> None:
         """Hand over `rows`, this rank's of a table whose rows lie on `owner` (B,) and are wanted on `target` (B,).
 
         This rank's rows are in the order of the table, before and after. Raises ValueError for a key that is in the buffer.
@@ -47,11 +47,11 @@ class DataBuffer:
             raise ValueError(f"{key} is in the buffer and has not been taken")
         self._held[key] = rows if torch.equal(owner, target) else self._exchanged(key, rows, owner, target)
 
-    def take(self, key: Key) -> Rows:
+    def take(self, key: EdgeKey) -> Rows:
         """Return the rows that this rank is to have, which leave the buffer. Raises KeyError for a key that is not there."""
         return self._held.pop(key)
 
-    def _exchanged(self, key: Key, rows: Rows, owner: Tensor, target: Tensor) -> Rows:
+    def _exchanged(self, key: EdgeKey, rows: Rows, owner: Tensor, target: Tensor) -> Rows:
         rank = self.world.rank
         places = (owner == rank).nonzero().flatten()
         wanted = target[places]

@@ -19,7 +19,7 @@ from braidrl.errors import LostPeers, UserError, WorkerError
 from braidrl.flow import Flow, Kind
 from braidrl.flow.selecting import GroupSelector
 from braidrl.runtimes.prepare.checks import check_divided_engines, check_generating_ranks, check_layouts
-from braidrl.runtimes.prepare.flow import build_flow
+from braidrl.runtimes.prepare.run_flow import build_flow
 from braidrl.training.role_settings import layout_key, layout_of
 
 

@@ -23,9 +23,9 @@ from braidrl.data.messages import pack_message, unpack_message
 from braidrl.data.rows import Column, Rows, named_rows, tokens_of
 from braidrl.flow import Stage
 from braidrl.observe.metrics import Sums
-from braidrl.observe.trace import Done, State, TraceWriter, traced
+from braidrl.observe.trace import BusyState, Done, TraceWriter, traced
 from braidrl.runtimes.interrupts import Interrupts
-from braidrl.runtimes.spmd.data_buffer import DataBuffer, Key
+from braidrl.runtimes.spmd.data_buffer import DataBuffer, EdgeKey
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class ShardExchange:
             if torch.equal(owner, table.owner):
                 return table
             table = replace(table, payload=only_present(table.payload, needed))
-        key = Key(self.iteration, edge)
+        key = EdgeKey(self.iteration, edge)
         with self._span("ranks", edge, 0, 0, "waiting"):
             self.buffer.put(key, table.payload, table.owner, owner)
         return replace(table, owner=owner, payload=self.buffer.take(key))
@@ -148,7 +148,7 @@ class ShardExchange:
         self.world.rows = ""
 
     def _span(
-        self, role: str, stage: str, rows: int, tokens: int, state: State = "busy"
+        self, role: str, stage: str, rows: int, tokens: int, state: BusyState = "busy"
     ) -> AbstractContextManager[Done]:
         about = {"rows": rows, "tokens": tokens, "version": self.version, "state": state}
         return traced(self.trace, role, stage, self.iteration, **about)

@@ -12,9 +12,9 @@ from typing import Any
 import torch.distributed as dist
 
 from braidrl.cluster.devices import choose_device
-from braidrl.cluster.groups import connect_store, join_group, open_store
 from braidrl.cluster.local import LocalLauncher
 from braidrl.cluster.process import END_LIMIT_S, Failure, Launcher, Process, ProcessSpec
+from braidrl.cluster.process_groups import connect_store, join_group, open_store
 from braidrl.cluster.ranks import tell
 from braidrl.cluster.ray_processes import RayLauncher
 from braidrl.cluster.watchdog import mute_after
@@ -27,7 +27,7 @@ from braidrl.queue.owner import StorageNode, remove_run
 from braidrl.queue.storage import Place, shared_folder
 from braidrl.queue.storage_backends import data_plane
 from braidrl.runtimes.executor import StageExecutor
-from braidrl.runtimes.prepare.flow import build_flow, evaluation_flow
+from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow
 from braidrl.runtimes.prepare.setup import rule_rewards, set_up_torch
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.generate import GenerateLoop

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 BUCKET_BYTES = 64 << 20
 """Bytes of gradients in one all-reduce."""
 
-Part = TypeVar("Part")
+NamedTensor = TypeVar("NamedTensor")
 """A rank's local form of a tensor."""
 Predict = Callable[..., dict[str, Tensor]]
 ReadParameters = Callable[[nn.Module], None]
@@ -109,7 +109,7 @@ class DataParallel:
         return values
 
     def full_tensors(
-        self, named: Mapping[str, Part], materialize: Callable[[Part], Tensor]
+        self, named: Mapping[str, NamedTensor], materialize: Callable[[NamedTensor], Tensor]
     ) -> Iterator[tuple[list[str], Tensor]]:
         """Yield each tensor of the model with its names, made by `materialize` from the local form.
 
@@ -129,9 +129,9 @@ class DataParallel:
         return torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
 
 
-def by_tensor(named: Mapping[str, Part]) -> list[tuple[list[str], Part]]:
+def by_tensor(named: Mapping[str, NamedTensor]) -> list[tuple[list[str], NamedTensor]]:
     """Group the names of tied tensors: each tensor once, with all of its names."""
-    found: dict[int, tuple[list[str], Part]] = {}
+    found: dict[int, tuple[list[str], NamedTensor]] = {}
     for name, tensor in named.items():
         found.setdefault(id(tensor), ([], tensor))[0].append(name)
     return list(found.values())

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-from braidrl.cluster.groups import mesh_of, subgroup
+from braidrl.cluster.process_groups import mesh_of, subgroup
 from braidrl.config.layout import AXES, ParallelLayout
 from braidrl.data.codec import encode, unpack_rows
 from braidrl.data.frames import join
@@ -32,8 +32,8 @@ from braidrl.training.parallel import tensor as tensor_parallel
 from braidrl.training.parallel.pipeline import Pipeline, is_tied, local_layers, split_layers
 from braidrl.training.parallel.replicated import (
     DataParallel,
+    NamedTensor,
     OnPrediction,
-    Part,
     Predict,
     ReadParameters,
     all_gather_bytes,
@@ -168,7 +168,7 @@ class Sharded(DataParallel):
         return values if self.pipeline is None else self.pipeline.broadcast_predictions(values)
 
     def full_tensors(
-        self, named: Mapping[str, Part], materialize: Callable[[Part], Tensor]
+        self, named: Mapping[str, NamedTensor], materialize: Callable[[NamedTensor], Tensor]
     ) -> Iterator[tuple[list[str], Tensor]]:
         if self.pipeline is None:
             yield from super().full_tensors(named, materialize)

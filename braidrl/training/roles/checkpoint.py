@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoTokenizer
 
-from braidrl.cluster.groups import background_group
+from braidrl.cluster.process_groups import background_group
 from braidrl.errors import UserError
 from braidrl.training.eight_bit import UNDIVIDED
 from braidrl.training.lora import (

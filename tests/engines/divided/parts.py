@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from braidrl.cluster.world import World
-from braidrl.data.rows import FinishReason
+from braidrl.data.rows import FinishReason, Uid
 from braidrl.engines.divided.spmd import SpmdEngine
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.embedded.sharded_decoding import TensorRanks, load_for_decoding
-from braidrl.engines.requests import Response, SamplingParams, Uid
+from braidrl.engines.requests import Response, SamplingParams
 from braidrl.training.loading import load_decoder
 from tests.engines.tiny import make_requests, make_tokenizer
 

@@ -19,7 +19,8 @@ from urllib.error import URLError
 import torch
 from aiohttp import web
 
-from braidrl.engines.requests import Request, SamplingParams, Uid
+from braidrl.data.rows import Uid
+from braidrl.engines.requests import Request, SamplingParams
 from braidrl.engines.stepping import EngineReplica
 from braidrl.weights.shared_file import WeightFile
 from tests.engines.served import LIMIT, vllm_python

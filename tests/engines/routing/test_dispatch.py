@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braidrl.engines.requests import Uid
+from braidrl.data.rows import Uid
 from braidrl.engines.routing.dispatch import PREFIXES, Dispatcher
 
 ENGINES, SLOTS, GROUPS, SAMPLES, PROMPT, LONGEST = 8, 16, 64, 8, 200, 2048

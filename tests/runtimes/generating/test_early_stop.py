@@ -12,9 +12,8 @@ import torch.distributed as dist
 from braidrl.cluster import world
 from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import Notices
-from braidrl.data.rows import Rows
+from braidrl.data.rows import Rows, Uid
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
-from braidrl.engines.requests import Uid
 from braidrl.errors import UserError
 from braidrl.flow.recipes import load_flow
 from braidrl.flow.selecting import GroupSelector

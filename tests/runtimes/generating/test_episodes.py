@@ -10,7 +10,7 @@ from braidrl.data.rows import FinishReason
 from braidrl.errors import UserError
 from braidrl.flow import Flow, actor, advantage, loss
 from braidrl.observe.metrics import read_metrics
-from braidrl.runtimes.prepare.flow import build_flow, evaluation_flow
+from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow
 from tests.runtimes.turns import PLAYED
 from tests.tiny import Workshop, recorded, settings
 

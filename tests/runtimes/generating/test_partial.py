@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from braidrl.algorithms.metrics import repeats_itself
+from braidrl.algorithms.policy_metrics import repeats_itself
 from braidrl.data.rows import FinishReason
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics

@@ -14,7 +14,7 @@ from braidrl.flow import Flow
 from braidrl.flow.yaml_form import to_yaml
 from braidrl.observe.progress import Progress
 from braidrl.runtimes.hybrid.driver import HybridBackend
-from braidrl.runtimes.hybrid.start import start_hybrid_backend
+from braidrl.runtimes.hybrid.start_workers import start_hybrid_backend
 from braidrl.runtimes.prepare.setup import prepare_together
 from tests.runtimes.hybrid.warm import WarmCluster
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from braidrl.flow import Flow, data
 from braidrl.flow.roles import Role
 from braidrl.observe.metrics import Sums
-from braidrl.runtimes.hybrid.worker import FETCHED_ROWS
+from braidrl.runtimes.hybrid.hybrid_worker import FETCHED_ROWS
 from tests.runtimes.hybrid.backends import hybrid_crew, rehearse, told
 from tests.runtimes.hybrid.test_driver import all_stages, given
 from tests.runtimes.hybrid.warm import WarmCluster

@@ -12,8 +12,8 @@ from braidrl.runtimes.hybrid.protocol_contract import Numbered, check_protocol
 from braidrl.runtimes.hybrid.protocols import (
     PROTOCOLS,
     Arguments,
-    Calls,
     Mesh,
+    RankCalls,
     TransferProtocol,
     by_rows,
     in_order_of_ranks,
@@ -45,7 +45,7 @@ class Worker:
 
 
 def called(method: str, ranks: int, *arguments: Any) -> Any:
-    """Calls as a driver would, on one worker in this process for all ranks."""
+    """Call methods as a driver would, on one worker in this process for all ranks."""
     protocol, mesh, worker = registered(Worker, method).protocol, Mesh(ranks), Worker()
     calls = protocol.distribute(mesh, *arguments)
     assert len(calls) == ranks
@@ -124,23 +124,23 @@ def test_a_protocol_of_your_own_is_named_by_its_file_and_keeps_the_contract() ->
         register(protocol=f"{OWN}:in_turn")
 
 
-def twice(mesh: Mesh, rows: Numbered, *arguments: Any) -> Calls:
+def twice(mesh: Mesh, rows: Numbered, *arguments: Any) -> RankCalls:
     return [(rows, *arguments)] * mesh.size
 
 
-def without_the_last(mesh: Mesh, rows: Numbered, *arguments: Any) -> Calls:
+def without_the_last(mesh: Mesh, rows: Numbered, *arguments: Any) -> RankCalls:
     return by_rows(mesh, rows.take(range(len(rows) - 1)), *arguments)
 
 
-def one_call(mesh: Mesh, rows: Numbered, *arguments: Any) -> Calls:
+def one_call(mesh: Mesh, rows: Numbered, *arguments: Any) -> RankCalls:
     return [(rows, *arguments)]
 
 
-def nobody(mesh: Mesh, rows: Numbered, *arguments: Any) -> Calls:
+def nobody(mesh: Mesh, rows: Numbered, *arguments: Any) -> RankCalls:
     return [None] * mesh.size
 
 
-def backwards(mesh: Mesh, calls: Calls, results: list[Numbered]) -> Numbered:
+def backwards(mesh: Mesh, calls: RankCalls, results: list[Numbered]) -> Numbered:
     return Numbered.cat(results[::-1])
 
 

@@ -18,8 +18,8 @@ from braidrl.data.rows import Objects, Rows
 from braidrl.observe.progress import Progress
 from braidrl.runtimes.controller import SerialController
 from braidrl.runtimes.hybrid.group import WorkerGroup
-from braidrl.runtimes.hybrid.handles import Answer, Future, Part
-from braidrl.runtimes.hybrid.start import start_hybrid_backend
+from braidrl.runtimes.hybrid.handles import CallResult, Future, Part
+from braidrl.runtimes.hybrid.start_workers import start_hybrid_backend
 from braidrl.runtimes.prepare.setup import prepare_together
 from tests.runtimes.hybrid.warm import WarmCluster
 from tests.tiny import Workshop
@@ -53,9 +53,12 @@ def payload_bytes(value: Any) -> int:
 
 def test_the_counter_finds_payload_in_tables_parts_and_answers() -> None:
     tokens = Rows({"score": torch.ones(1), "tokens": Ragged.from_lengths(torch.arange(3), torch.tensor([3]))})
-    assert payload_bytes(Answer(result=[tokens["tokens"]])) > 24 and payload_bytes((Part(1, pack_rows(tokens)),)) > 24
     assert (
-        payload_bytes([Answer(pack_rows(tokens.index)), Part(1, pack_rows(tokens.index)), "execute", tokens.index]) == 0
+        payload_bytes(CallResult(result=[tokens["tokens"]])) > 24 and payload_bytes((Part(1, pack_rows(tokens)),)) > 24
+    )
+    assert (
+        payload_bytes([CallResult(pack_rows(tokens.index)), Part(1, pack_rows(tokens.index)), "execute", tokens.index])
+        == 0
     )
 
 
@@ -65,7 +68,7 @@ def test_the_driver_of_a_step_sends_and_receives_no_payload(
     passed: dict[str, int] = {"sent": 0, "received": 0, "calls": 0}
     result = WorkerGroup._result
 
-    def received(group: WorkerGroup, future: Future) -> Answer:
+    def received(group: WorkerGroup, future: Future) -> CallResult:
         answer = result(group, future)
         passed["received"] += payload_bytes(answer)
         passed["calls"] += 1

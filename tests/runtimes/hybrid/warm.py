@@ -22,9 +22,9 @@ from braidrl.data.rows import Column, Rows
 from braidrl.errors import UserError
 from braidrl.flow import Stage
 from braidrl.observe.metrics import Sums
-from braidrl.runtimes.hybrid.handles import Answer, Numbers, Part
+from braidrl.runtimes.hybrid.handles import CallResult, Numbers, Part
+from braidrl.runtimes.hybrid.hybrid_worker import HybridWorker
 from braidrl.runtimes.hybrid.protocols import register
-from braidrl.runtimes.hybrid.worker import HybridWorker
 from tests.runtimes.patience import patient
 
 
@@ -45,7 +45,7 @@ class RehearsingWorker(HybridWorker):
         self.orders = dict(orders)
 
     @register(protocol="DP")
-    def execute(self, part: Part, stage: Stage, iteration: int, key: int, *totals: Any) -> Answer:
+    def execute(self, part: Part, stage: Stage, iteration: int, key: int, *totals: Any) -> CallResult:
         order, seconds = self.orders.get(stage.name, ("", 0.0))
         if order == "wait":
             return self._write(part, stage, iteration, key, lambda rows, sums: waited(stage, rows, sums, seconds))
@@ -61,7 +61,7 @@ class RehearsingWorker(HybridWorker):
         return super().execute(part, stage, iteration, key, *totals)
 
     @register(protocol="DP")
-    def generate_needed(self, part: Part, *arguments: Any) -> Answer:
+    def generate_needed(self, part: Part, *arguments: Any) -> CallResult:
         with patient():
             return super().generate_needed(part, *arguments)
 

@@ -12,7 +12,7 @@ from braidrl.errors import UserError
 from braidrl.flow import Flow, actor
 from braidrl.flow.recipes import RECIPES, load_flow
 from braidrl.flow.yaml_form import to_yaml
-from braidrl.runtimes.prepare.flow import build_flow, evaluation_flow
+from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow
 from tests.tiny import settings
 
 STALE = {"trainer": {"max_staleness": 1}}

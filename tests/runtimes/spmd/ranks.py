@@ -10,7 +10,7 @@ from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import World
 from braidrl.config import parse_config
 from braidrl.runtimes.run import TrainingRun
-from braidrl.runtimes.spmd.ranks import DistributedBackend
+from braidrl.runtimes.spmd.rank_backend import DistributedBackend
 
 WAIT_S = 200.0
 

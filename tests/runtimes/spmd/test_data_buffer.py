@@ -13,7 +13,7 @@ from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import World
 from braidrl.data.packing import balanced_partition, imbalance
 from braidrl.data.rows import Rows
-from braidrl.runtimes.spmd.data_buffer import IN_PLACE, DataBuffer, Key, balanced_owners, equal_shares
+from braidrl.runtimes.spmd.data_buffer import IN_PLACE, DataBuffer, EdgeKey, balanced_owners, equal_shares
 from tests.queue.ranks import RANKS
 
 Answers = dict[str, list[dict[str, Any]]]
@@ -52,12 +52,12 @@ def test_rows_that_stay_where_they_are_are_not_touched(answers: Answers) -> None
 
 def test_a_key_is_put_once_and_taken_once() -> None:
     buffer, nobody = DataBuffer(World()), torch.zeros(0, dtype=torch.int64)
-    buffer.put(Key(1, "update"), Rows({}), nobody, nobody)
+    buffer.put(EdgeKey(1, "update"), Rows({}), nobody, nobody)
     with pytest.raises(ValueError, match="has not been taken"):
-        buffer.put(Key(1, "update"), Rows({}), nobody, nobody)
-    buffer.take(Key(1, "update"))
+        buffer.put(EdgeKey(1, "update"), Rows({}), nobody, nobody)
+    buffer.take(EdgeKey(1, "update"))
     with pytest.raises(KeyError):
-        buffer.take(Key(1, "update"))
+        buffer.take(EdgeKey(1, "update"))
 
 
 owned = st.integers(1, 5).flatmap(

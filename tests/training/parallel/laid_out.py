@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from braidrl.algorithms.ragged import Ragged
-from braidrl.cluster.groups import subgroup
+from braidrl.cluster.process_groups import subgroup
 from braidrl.cluster.world import World
 from braidrl.config import Config, LoraConfig, parse_config
 from braidrl.config.layout import ParallelLayout

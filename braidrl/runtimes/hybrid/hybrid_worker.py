@@ -22,8 +22,7 @@ from torch import Tensor
 
 from braidrl.data.codec import decode, encode, pack_rows
 from braidrl.data.messages import pack_message, unpack_message
-from braidrl.data.rows import Column, Rows, named_rows, tokens_of
-from braidrl.engines.requests import Uid
+from braidrl.data.rows import Column, Rows, Uid, named_rows, tokens_of
 from braidrl.errors import UserError, no_room
 from braidrl.flow import Stage
 from braidrl.flow.compute import computed, summed
@@ -33,7 +32,7 @@ from braidrl.observe.rollouts import part_path
 from braidrl.observe.trace import traced
 from braidrl.runtimes.executor import checked
 from braidrl.runtimes.generating.early_stop import EarlyStop, Needless, Segment
-from braidrl.runtimes.hybrid.handles import Answer, Numbers, Part, assemble, columns_read
+from braidrl.runtimes.hybrid.handles import CallResult, Numbers, Part, assemble, columns_read
 from braidrl.runtimes.hybrid.pool_exchange import PoolExchange
 from braidrl.runtimes.hybrid.pool_worker import PoolWorker
 from braidrl.runtimes.hybrid.protocols import register
@@ -57,7 +56,7 @@ class HybridWorker(PoolWorker):
         gc.freeze()  # What the process has imported is no garbage.
         gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
 
-    def perform(self, method: str, released: Sequence[int], count: int, *values: Any) -> Answer:
+    def perform(self, method: str, released: Sequence[int], count: int, *values: Any) -> CallResult:
         """Call a method by name.
 
         Args:
@@ -85,7 +84,7 @@ class HybridWorker(PoolWorker):
             if full := no_room(error):
                 raise UserError(f"{who} failed in {doing}: {full}") from None
             raise StageFailure(f"{who} failed in {doing}{named_rows(part.uids())}:\n{traceback.format_exc()}") from None
-        return answer if isinstance(answer, Answer) else Answer(result=answer)
+        return answer if isinstance(answer, CallResult) else CallResult(result=answer)
 
     def fetch(self, key: int, rows: Numbers, columns: tuple[str, ...]) -> list[Numbers]:
         """Return columns of some of the rows that are kept here, encoded: as arrays, which Ray copies only once.
@@ -105,7 +104,7 @@ class HybridWorker(PoolWorker):
         """
         self._rows_of(Part(together=True), frozenset(), beside)
 
-    def make(self, origin: Origin, key: int) -> Answer:
+    def make(self, origin: Origin, key: int) -> CallResult:
         """Read rows from data or a file, and keep them."""
         self.call.doing = (self.spec.pool.name, f"reading {type(origin).__name__}", Part())
         return self._keep(key, self.rows.make(origin))
@@ -113,7 +112,7 @@ class HybridWorker(PoolWorker):
     @register(protocol="DP")
     def execute(
         self, part: Part, stage: Stage, iteration: int, key: int, totals: Mapping[str, Tensor] | None = None
-    ) -> Answer:
+    ) -> CallResult:
         """Keep the columns that a stage writes; for one of scope batch `totals` are its sums over all rows."""
 
         def run(rows: Rows, sums: Sums) -> Mapping[str, Column]:
@@ -126,7 +125,7 @@ class HybridWorker(PoolWorker):
     @register(protocol="DP")
     def generate_needed(
         self, part: Part, stage: Stage, iteration: int, key: int, segment: Segment, needless: Needless, uids: list[Uid]
-    ) -> Answer:
+    ) -> CallResult:
         """Do as `execute`, for rows of a wave with the rows `uids`: those of groups that are not needed end with what they have."""
         if self.notices is not None:
             self.notices.begin(str(key))
@@ -134,11 +133,11 @@ class HybridWorker(PoolWorker):
         return self._write(part, stage, iteration, key, lambda rows, sums: self.executor.run(stage, rows, sums, stop))
 
     @register(protocol="DP")
-    def sums(self, part: Part, stage: Stage, iteration: int) -> Answer:
+    def sums(self, part: Part, stage: Stage, iteration: int) -> CallResult:
         """Return this part's share of what a stage of scope batch adds up."""
         return self._compute(part, stage, iteration, lambda rows, _: summed(stage, rows) if len(rows) else {})
 
-    def call_own(self, stage: Stage, iteration: int, key: int, *arguments: Any) -> Answer:
+    def call_own(self, stage: Stage, iteration: int, key: int, *arguments: Any) -> CallResult:
         """Call a method of the user's class for a role, with rows in the place of a part, and keep the columns that it writes.
 
         A rank without rows is left out, unless the role's ranks compute with each other.
@@ -146,17 +145,17 @@ class HybridWorker(PoolWorker):
         call = partial(self.executor.own_method(stage), **stage.settings)
         self.executor.residency.before(stage)
         if not (arguments and isinstance(arguments[0], Part)):
-            return Answer(result=call(*arguments))
+            return CallResult(result=call(*arguments))
         part, *more = arguments
         if stage.writes:
             return self._write(part, stage, iteration, key, lambda rows, _: checked(stage, call(rows, *more)))
         if not len(part) and not self.executor.is_collective(stage):
             self._gather(part, stage, iteration)
-            return Answer()
+            return CallResult()
         return self._compute(part, stage, iteration, lambda rows, _: call(rows, *more))
 
     @register(protocol="DP")
-    def update(self, part: Part, counts: UpdateCounts, stage: Stage, iteration: int) -> Answer:
+    def update(self, part: Part, counts: UpdateCounts, stage: Stage, iteration: int) -> CallResult:
         """Make one optimizer step with the other ranks, each by its own rows; rank 0 tells what all of them counted."""
 
         def train(rows: Rows, sums: Sums) -> None:
@@ -188,10 +187,10 @@ class HybridWorker(PoolWorker):
             self.rows.record(part_path(path, self.spec.rank), rows)
 
     @register(protocol="ALL_TO_ALL")
-    def texts(self, part: Part) -> Answer:
+    def texts(self, part: Part) -> CallResult:
         """Return prompts and responses of rows as text, for whoever asks to read them."""
         rows = self._rows_of(part, TEXT_COLUMNS)
-        return Answer(result=[list(text) for text in self.rows.row_texts(rows)])
+        return CallResult(result=[list(text) for text in self.rows.row_texts(rows)])
 
     def keep(self, path: Path, part: Part) -> None:
         """Write rows into a checkpoint, as this rank's part of a folder, beside another call."""
@@ -199,27 +198,27 @@ class HybridWorker(PoolWorker):
 
     def _write(
         self, part: Part, stage: Stage, iteration: int, key: int, run: Callable[[Rows, Sums], Mapping[str, Column]]
-    ) -> Answer:
+    ) -> CallResult:
         """Keep what `run` returns. A rank without rows is left out where no other rank waits for it."""
         if not len(part) and not self.executor.is_collective(stage):
             self._gather(part, stage, iteration)
-            return Answer()
+            return CallResult()
         answer = self._compute(part, stage, iteration, run)
         return replace(self._keep(key, Rows(answer.result)), sums=answer.sums, seconds=answer.seconds)
 
-    def _keep(self, key: int, rows: Rows) -> Answer:
+    def _keep(self, key: int, rows: Rows) -> CallResult:
         """Keep rows, and answer with what is not payload."""
         self.kept[key] = rows
-        return Answer(pack_rows(rows.index), tuple(rows.payload), self.spec.number, key)
+        return CallResult(pack_rows(rows.index), tuple(rows.payload), self.spec.number, key)
 
-    def _compute(self, part: Part, stage: Stage, iteration: int, run: Callable[[Rows, Sums], Any]) -> Answer:
-        """Answer with what `run` returns for the rows of a part, the sums that it adds, and the seconds that it takes."""
+    def _compute(self, part: Part, stage: Stage, iteration: int, run: Callable[[Rows, Sums], Any]) -> CallResult:
+        """Return what `run` returns for the rows of a part, the sums that it adds, and the seconds that it takes."""
         rows, sums, role = self._gather(part, stage, iteration), Sums(), stage.role or "compute"
         start = time.perf_counter()
         with traced(self.trace, role, stage.name, iteration, rows=len(rows), version=self.version) as done:
             result = run(rows, sums)
             done.tokens = tokens_of(Rows(result) if "length" in stage.writes and result else rows)
-        return Answer(result=result, sums=sums.pairs(), seconds=time.perf_counter() - start)
+        return CallResult(result=result, sums=sums.pairs(), seconds=time.perf_counter() - start)
 
     def _gather(self, part: Part, stage: Stage, iteration: int) -> Rows:
         """Return the part's rows with the columns that the stage may read."""

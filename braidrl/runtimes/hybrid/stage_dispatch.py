@@ -23,7 +23,7 @@ from braidrl.observe.metrics import Sums
 from braidrl.observe.trace import Done, TraceWriter, traced
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.hybrid.group import WorkerGroup
-from braidrl.runtimes.hybrid.handles import READ, Answer, Future, Handle, Output, columns_read
+from braidrl.runtimes.hybrid.handles import READ, CallResult, Future, Handle, Output, columns_read
 
 Partition = Sequence[Sequence[int]]
 """The row positions of each rank, rising."""
@@ -116,7 +116,7 @@ class StageDispatch:
             if output.index is None:
                 output.finish(self._answers(output))
 
-    def _answers(self, output: Output) -> list[Answer]:
+    def _answers(self, output: Output) -> list[CallResult]:
         """Wait for a stage, show its progress, and add its sums."""
         name = output.stage.name
         with self.executor.progress.stage(name, sum(len(future.part) for future in output.futures)) as bar:

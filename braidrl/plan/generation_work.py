@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from braidrl.plan.rates import Work
-from braidrl.plan.work import Lengths, Nodes, Numbers, forward_operations, matrix_sizes
+from braidrl.plan.work import IntArray, Lengths, Nodes, forward_operations, matrix_sizes
 from braidrl.training.memory.footprint import Shape
 from braidrl.training.operations import decoding, decoding_bytes
 
@@ -55,7 +55,7 @@ def generate_work(
     return prefill, decode
 
 
-def responses_of_one(lengths: Lengths, rows: int) -> Numbers:
+def responses_of_one(lengths: Lengths, rows: int) -> IntArray:
     """Return the responses of the engine that ends last: spread evenly over all lengths, with the longest, in mixed order."""
     places = (
         np.linspace(0, len(lengths) - 1, rows).round().astype(np.int64) if rows > 1 else np.array([len(lengths) - 1])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from braidrl.algorithms.advantages import subset_share
-from braidrl.algorithms.groups import Groups
+from braidrl.algorithms.group_statistics import Groups
 
 
 def explained_variance(error: Tensor, error_squared: Tensor, returns: Tensor, returns_squared: Tensor) -> Tensor:

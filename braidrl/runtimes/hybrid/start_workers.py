@@ -19,7 +19,7 @@ from braidrl.observe.trace import TraceWriter
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.hybrid.driver import HybridBackend
 from braidrl.runtimes.hybrid.group import WorkerGroup
-from braidrl.runtimes.hybrid.handles import Answer, Future
+from braidrl.runtimes.hybrid.handles import CallResult, Future
 from braidrl.runtimes.hybrid.pool_worker import RunOrder, hybrid_pools, method_class, sign_of
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.training.role_settings import inference_layouts, layout_of
@@ -166,7 +166,7 @@ class RunWorkers:
                 exchange_weights(trains, generates, role)
 
 
-def together(begun: Sequence[tuple[WorkerGroup, Sequence[Future]]]) -> list[list[Answer]]:
+def together(begun: Sequence[tuple[WorkerGroup, Sequence[Future]]]) -> list[list[CallResult]]:
     """Wait for calls of several groups; return the answers of each."""
     return [group.wait(futures) for group, futures in begun]
 
