@@ -6,6 +6,7 @@ What an algorithm is written with is imported from here; it is loaded when it is
 """
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
     )
     from braidrl.runtimes.run import train
     from braidrl.runtimes.session import Session
+
+# oneDNN compiles a kernel for each shape of operands, and torch another object around it; by default 1,024 of each stay. Packed rows have
+# other shapes in every step: a run of a tiny model grew by 0.65 GiB. A step uses some tens again and again. Both are read at first use.
+for _cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+    os.environ.setdefault(_cache, "128")
 
 __version__ = "0.1.0"
 __all__ = [

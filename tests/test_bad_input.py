@@ -133,8 +133,8 @@ def test_a_run_that_was_refused_can_be_started_again_under_its_name(workshop: Wo
 
 
 @pytest.mark.parametrize("processes", [["runtime=eager"], ["runtime=distributed", "workers=2"]])
-def test_a_run_whose_every_check_fails_ends_with_the_first_failure(
-    workshop: Workshop, refusal: Refusal, command: Braid, processes: list[str]
+def test_a_run_whose_every_check_fails_ends_with_the_commonest_failure_and_is_saved(
+    workshop: Workshop, command: Braid, processes: list[str]
 ) -> None:
     raises = [
         workshop.config_file(),
@@ -142,13 +142,15 @@ def test_a_run_whose_every_check_fails_ends_with_the_first_failure(
         "trainer.steps=4",
         *processes,
     ]
-    found = refusal("train", *raises)
-    assert found.startswith(
-        "step 3: every check of 3 steps in a row came to nothing. The first: verifier unfinished: exception: KeyError: 'no score for this'"
+    code, _, said = command("train", *raises)
+    assert code == 1 and said.splitlines()[-1].startswith(
+        "braid: step 1: every one of 16 checks failed; most often: verifier unfinished: exception: KeyError: 'no score for this'"
     )
-    assert [line["reward/failed_fraction"] for line in read_metrics(workshop.folder / "run")] == [1.0] * 3
+    run = workshop.folder / "run"
+    assert [line["reward/failed_fraction"] for line in read_metrics(run)] == [1.0]
+    assert latest_checkpoint(run) == run / "checkpoints" / "step-1" and (run / "report.html").is_file()
     if processes == ["runtime=eager"]:
-        code, _, _ = command("train", *raises, "name=regardless", "reward.max_failed_steps=0")
+        code, _, _ = command("train", *raises, "name=regardless", "reward.max_failed_fraction=1")
         assert code == 0 and len(read_metrics(workshop.folder / "regardless")) == 4
 
 
@@ -172,14 +174,14 @@ def test_a_model_that_cannot_be_trained_is_named_before_it_loads(
     )
 
 
-def test_a_run_whose_every_trajectory_fails_ends_with_the_first_failure(workshop: Workshop, refusal: Refusal) -> None:
+def test_a_run_whose_every_trajectory_fails_twice_ends_with_the_commonest_failure(
+    workshop: Workshop, command: Braid
+) -> None:
     (workshop.folder / "broken.py").write_text("def board(texts, example):\n    raise KeyError('no board')\n")
     config = workshop.config_file(rollout={"environment": "broken.py:board"}, reward={"max_failed_steps": 2})
-    found = refusal("train", config)
-    assert (
-        found.startswith("step 2: every trajectory of 2 steps in a row came to nothing. The first: ")
-        and "no board" in found
-    )
+    code, _, said = command("train", config)
+    assert code == 1 and "step 2: every one of 32 trajectories of 2 steps in a row failed; most often: " in said
+    assert "no board" in said.splitlines()[-1]
 
 
 def test_what_this_machine_lacks_ends_a_run_in_one_line_and_is_said_by_a_dry_run(

@@ -1,6 +1,7 @@
 """The `braid` command: all of its commands, and how they end. A user's mistake ends in one line; `--debug` shows the traceback."""
 
 import gc
+import io
 import os
 import platform
 import sys
@@ -11,10 +12,10 @@ import typer
 from braidrl import __version__
 from braidrl.cli.machine_commands import doctor, plan
 from braidrl.cli.run_commands import check_checkpoints, export, report, timeline, verify
-from braidrl.cli.show_commands import data, flow, list_kind
+from braidrl.cli.show_commands import data, flow, import_config, list_kind
 from braidrl.cli.train_command import evaluate, train
 from braidrl.cluster.process import sleep_at_barriers
-from braidrl.errors import UserError, WorkerError, no_room
+from braidrl.errors import FailedStep, Problems, UserError, WorkerError, no_room
 from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS, version_of
 
 EXIT_FAILURE = 1
@@ -47,6 +48,7 @@ app.command()(flow)
 app.command()(data)
 app.command()(plan)
 app.command("list")(list_kind)
+app.command("import-config")(import_config)
 app.command()(report)
 app.command()(timeline)
 app.command()(export)
@@ -62,13 +64,18 @@ def main() -> None:
     debug = len(arguments) < len(sys.argv) - 1 or os.environ.get("BRAID_DEBUG") == "1"
     sleep_at_barriers()
     gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
+    if isinstance(
+        sys.stdout, io.TextIOWrapper
+    ):  # as stderr: a character that the terminal cannot show is written as its number
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app(arguments, standalone_mode=True)
     except UserError as error:
         if debug:
             raise
-        typer.echo(f"braid: {error}", err=True)
-        sys.exit(EXIT_USER_ERROR)
+        for line in str(error).splitlines() if isinstance(error, Problems) else [error]:
+            typer.echo(f"braid: {line}", err=True)
+        sys.exit(EXIT_FAILURE if isinstance(error, FailedStep) else EXIT_USER_ERROR)
     except OSError as error:
         if debug or not no_room(error):
             raise

@@ -3,7 +3,9 @@
 configuration ──prepare──▶ flow, data ──▶ devices and the roles on each ──▶ bytes by part, tokens and rows of a micro-batch
 """
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -11,10 +13,12 @@ from rich.table import Table
 from braidrl.cluster.devices import device_lines, device_memory
 from braidrl.config import Config
 from braidrl.engines.factory import generation_layout, pools_ranks
-from braidrl.runtimes.memory.budget import CACHE, Footprint, footprint, in_units, moving, peak
-from braidrl.runtimes.prepare.checks import lacking, without_effect
+from braidrl.errors import Problems, UserError
+from braidrl.runtimes.memory.budget import CACHE, ENGINE, Footprint, footprint, in_units, moving, peak
+from braidrl.runtimes.prepare.checks import check_names, lacking, without_effect
 from braidrl.runtimes.prepare.fetching import with_fetched
-from braidrl.runtimes.prepare.setup import Prepared, prepare
+from braidrl.runtimes.prepare.run_flow import build_flow
+from braidrl.runtimes.prepare.setup import Prepared, check_files, prepare, vocabulary_lines
 from braidrl.runtimes.saving.folders import check_output
 from braidrl.runtimes.sizing import (
     DeviceGroup,
@@ -27,12 +31,44 @@ from braidrl.runtimes.start import check_runtime
 from braidrl.training.role_settings import usual_max_tokens
 
 
+class Noted:
+    """Runs checks and keeps what they refuse, so that one mistake does not hide the next."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+
+    def __call__(self, check: Callable[[], Any]) -> Any:
+        """Return what a check returns, None where it raises UserError."""
+        try:
+            return check()
+        except UserError as error:
+            self.problems += [line for line in str(error).splitlines() if line not in self.problems]
+            return None
+
+
 def dry_run(config: Config, console: Console | None = None) -> list[tuple[DeviceGroup, list[Footprint]]]:
-    """Check a configuration as a run does, and print what each device would hold. Raises UserError as a run does."""
-    check_output(config)
-    config = with_fetched(config)
-    prepared = prepare(config)
-    check_runtime(config, prepared.flow, generates=True, trains=True, planned=True)
+    """Check a configuration as a run does, and print what each device would hold, and a verdict.
+
+    Raises:
+        Problems: What a run would refuse, everything that can be told apart, one a line.
+    """
+    noted = Noted()
+    noted(lambda: check_output(config))
+    config = noted(lambda: with_fetched(config)) or config
+    prepared = noted(lambda: prepare(config, check=noted))
+    if prepared is None:
+        # The flow or the tokenizer is not there; these need neither.
+        noted(lambda: load_tokenizer(config.model))
+        noted(lambda: build_flow(config))
+        noted(lambda: check_names(config))
+        noted(lambda: check_files(config, train=True))
+    else:
+        noted(lambda: check_runtime(config, prepared.flow, generates=True, trains=True, planned=True))
+    if noted.problems:
+        count = len(noted.problems)
+        raise Problems(
+            [*noted.problems, *([f"verdict: {count} things to change before this can run"] if count > 1 else [])]
+        )
     prepared, chosen = with_fitting_sizes(prepared, device_memory(config.device))
     config = prepared.config
     check_engine_memory(prepared)
@@ -42,8 +78,53 @@ def dry_run(config: Config, console: Console | None = None) -> list[tuple[Device
         (group, [footprint(use, config, prepared.flow, group.devices, together) for use in group.uses])
         for group in groups
     ]
-    show(prepared, found, chosen, console or Console())
+    console = console or Console()
+    show(prepared, found, chosen, console)
+    for line in verdict(prepared, found):
+        console.print(line, soft_wrap=True, style="bold")
     return found
+
+
+REMEDIES = {
+    CACHE: "lower rollout.slots or rollout.max_response_tokens",
+    ENGINE: "give the engine devices of its own, or divide it by rollout.tensor",
+    "logits": "lower trainer.max_tokens_per_device",
+    "activations": "set trainer.activation_checkpointing=true, or lower trainer.max_tokens_per_device",
+}
+"""What makes a part smaller."""
+STATE = "divide it over more devices by trainer.layout={shard: full}, train adapters by trainer.lora={}, or set trainer.resident_gib"
+
+
+def verdict(prepared: Prepared, found: list[tuple[DeviceGroup, list[Footprint]]]) -> Iterator[str]:
+    """Yield whether each kind of device has room, what is largest there, and what makes it smaller."""
+    config = prepared.config
+    memory, where = device_memory(config.device), "a device"
+    if memory is None and config.device != "cuda":
+        memory, where = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "this machine"
+    for group, footprints in found:
+        if not footprints:
+            continue
+        resident, _ = moving(prepared, footprints)
+        # On a CPU all of them are on this machine.
+        needed = peak(footprints, resident) * (group.devices if where == "this machine" else 1)
+        size, name, part = max(
+            (size, f"{one.use.role}: {part}", part)
+            for one in footprints
+            for part, size in {**one.resident, **one.working}.items()
+        )
+        largest = f"largest is {name} ({in_units(size)})"
+        if memory is None:
+            here = f"on each of {group.devices} devices" if group.devices > 1 else "on a device"
+            yield f"verdict: needs {in_units(needed)} {here}, and there is none here to compare with; {largest}"
+        elif needed <= memory:
+            yield f"verdict: fits, {in_units(needed)} of the {in_units(memory)} of {where}; {largest}"
+        else:
+            yield (
+                f"verdict: does not fit, {in_units(needed)} are more than the {in_units(memory)} of {where}; {largest}: "
+                f"{REMEDIES.get(part, STATE)}"
+            )
+    if lacking(config):
+        yield "verdict: not on this machine, see `here the run would end`"
 
 
 def show(
@@ -73,6 +154,7 @@ def show(
             names = ", ".join(f"{asset.role} {asset.part}" for asset in moved)
             console.print(f"waits in host memory while other roles need the room: {names}", soft_wrap=True)
     here = [f"here the run would end: {line}" for line in lacking(config)]
+    here = [*vocabulary_lines(prepared), *here]
     for line in [*device_lines(device_table(prepared)), *chosen, *without_effect(config), *batch_lines(config), *here]:
         console.print(line, soft_wrap=True)
 

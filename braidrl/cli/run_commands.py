@@ -29,7 +29,7 @@ def timeline(run: RunFolder) -> None:
 def export(
     run: RunFolder,
     folder: Annotated[Path, typer.Argument(help="A new folder for the Hugging Face model.")],
-    role: str = "actor",
+    role: Annotated[str | None, typer.Option(help="By default the actor, or the only role.")] = None,
 ) -> None:
     """Copy a role's model out of a run's latest checkpoint (or a checkpoint folder) as a Hugging Face directory."""
     from braidrl.runtimes.saving.export import export_model

@@ -1,4 +1,4 @@
-"""Commands that show what a configuration means: `braid flow`, `braid data`, `braid list`."""
+"""Commands that show what a configuration means: `braid flow`, `braid data`, `braid list`, `braid import-config`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -23,7 +23,7 @@ def flow(
     shown = flow_by_name(config, overrides or [])
     typer.echo(to_yaml(shown) if yaml else drawing.mermaid(shown) if mermaid else drawing.text(shown))
     if svg is not None:
-        svg.write_text(drawing.svg(shown))
+        svg.write_text(drawing.svg(shown), encoding="utf-8")
         typer.echo(f"drawn in {svg}")
 
 
@@ -33,6 +33,19 @@ def data(config: ConfigFile = None, overrides: Overrides = None) -> None:
     from braidrl.config import load_config
 
     show_data(load_config(*split_config(config, overrides), flow="grpo"))
+
+
+def import_config(
+    config: Annotated[
+        Path, typer.Argument(help="A YAML file of verl: its whole configuration, or the keys that are set.")
+    ],
+    target: Annotated[Path, typer.Argument(help="Where Braid's is written.")] = Path("braid.yaml"),
+) -> None:
+    """Write a configuration of verl as one of Braid, and list what has no counterpart."""
+    from braidrl.cli.import_config import write_imported
+
+    for line in write_imported(config, target):
+        typer.echo(line)
 
 
 def list_kind(

@@ -42,7 +42,7 @@ def train(
             )
         settings = run_config(resume, changed)
     else:
-        settings = load_config(*split_config(config, overrides))
+        settings = load_config(*split_config(config, overrides), every=dry)
     if dry:
         from braidrl.cli.dry_run import dry_run
 
@@ -55,14 +55,19 @@ def train(
 
 
 def evaluate(config: ConfigFile = None, overrides: Overrides = None) -> None:
-    """Evaluate a model, or a checkpoint given as model=, on the sets under data.eval."""
+    """Evaluate a model, or a checkpoint given as model=, on the sets under data.eval: a reward model on pairs of responses."""
     from braidrl.config import load_config
+    from braidrl.config.reading import given_keys
     from braidrl.runtimes.evaluation import evaluate_model
     from braidrl.runtimes.spmd.launch import is_reporting_rank
     from braidrl.runtimes.start import start_fork_server
+    from braidrl.training.loading import has_score_head
 
-    # Whatever trained the model: any flow that generates and verifies evaluates it.
-    settings = load_config(*split_config(config, overrides), flow="grpo")
+    # Whatever trained the model: any flow that generates and verifies evaluates it, and one that has a score head scores pairs.
+    file, changed = split_config(config, overrides)
+    settings = load_config(file, changed, flow="grpo")
+    if "flow" not in given_keys(file, changed) and has_score_head(settings.model):
+        settings = load_config(file, changed, flow="reward_model")
     start_fork_server(settings)
     metrics = evaluate_model(settings)
     for name, value in metrics.items() if is_reporting_rank() else ():

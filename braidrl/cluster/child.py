@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from braidrl.cluster.process import BEAT_S, ChildTask, Failure, Outcome
 from braidrl.cluster.watchdog import named
 from braidrl.data.messages import pack_message, unpack_message
-from braidrl.errors import BadUpdate, LostPeers, UserError, no_room
+from braidrl.errors import BadUpdate, FailedStep, LostPeers, UserError, no_room
 from braidrl.observe.stalls import WORK
 
 FAILED = 1
@@ -81,7 +81,8 @@ def function_of(name: str) -> Callable[..., Any]:
 def failure_of(where: str, error: BaseException) -> Failure:
     """Return how a process reports an error: where it happened, in one line, and the traceback."""
     if isinstance(error, UserError):
-        return Failure("update" if isinstance(error, BadUpdate) else "user", str(error))
+        kinds = {BadUpdate: "update", FailedStep: "step"}
+        return Failure(kinds.get(type(error), "user"), str(error))
     if isinstance(error, KeyboardInterrupt):
         return Failure("interrupted", "")
     if full := no_room(error):

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from braidrl.errors import BadUpdate, LostProcess, UserError, WorkerError
+from braidrl.errors import BadUpdate, FailedStep, LostProcess, UserError, WorkerError
 
 if TYPE_CHECKING:
     # It loads the configuration, which most processes of a run have no use for.
@@ -33,7 +33,7 @@ class Failure:
     """Why a process did not do its task."""
 
     kind: str
-    """user (a UserError), update (a BadUpdate), error, interrupted, or died for a process that ended without a word."""
+    """user (a UserError), update (a BadUpdate), step (a FailedStep), error, interrupted, or died for one that ended without a word."""
     message: str
     """What the user is to read, with the process's own traceback for an error."""
     follows: bool = False
@@ -48,7 +48,9 @@ class Failure:
         """Return the exception to raise for this failure: UserError, BadUpdate, KeyboardInterrupt, LostProcess or WorkerError."""
         if self.kind == "interrupted":
             return KeyboardInterrupt()
-        kinds: dict[str, type[Exception]] = {"user": UserError, "update": BadUpdate, "died": LostProcess}
+        kinds: dict[str, type[Exception]] = {
+            "user": UserError, "update": BadUpdate, "step": FailedStep, "died": LostProcess,
+        }  # fmt: skip
         return kinds.get(self.kind, LostProcess if self.follows else WorkerError)(self.message)
 
 

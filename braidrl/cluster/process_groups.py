@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from braidrl.errors import LostPeers
+from braidrl.errors import LostPeers, UserError
 
 SIOCGIFADDR = 0x8915
+CONNECT_S = 5.0
 
 
 def open_store(host: str, limit_s: float, port: int = 0) -> dist.TCPStore:
@@ -32,10 +33,21 @@ def open_store(host: str, limit_s: float, port: int = 0) -> dist.TCPStore:
         host: The address under which they reach this process.
         limit_s: How long a reader of it waits, in seconds.
         port: By default a free one.
+
+    Raises:
+        UserError: The address leads nowhere, not even from this process: torch would wait for `limit_s` without hearing a signal.
     """
     # A store that opens its port itself listens on every interface.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.create_server((host, port), family=family, backlog=1024)
+    try:
+        socket.create_connection(listening.getsockname()[:2], CONNECT_S).close()
+    except OSError as error:
+        listening.close()
+        raise UserError(
+            f"processes of this run meet at {host}, which cannot be reached from here ({error.strerror or error}); bring the network "
+            "interface of this address up, as in `ip link set lo up`"
+        ) from error
     return dist.TCPStore(
         host, listening.getsockname()[1], is_master=True, wait_for_workers=False, timeout=timedelta(seconds=limit_s),
         master_listen_fd=listening.detach(),

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from braidrl.config.data import DataConfig, RewardConfig
-from braidrl.config.section import ONE_OR_MORE, DType, SandboxConfig, Section
+from braidrl.config.section import ONE_OR_MORE, DType, NotEmpty, SandboxConfig, Section
 from braidrl.config.training import EvaluationConfig, RoleConfig, TrainerConfig
 
 
@@ -199,7 +199,7 @@ class RolloutConfig(Section):
     """Tokens are drawn from the likeliest that have this share together; 1 keeps all."""
     top_k: int = Field(0, ge=0)
     """0 keeps all tokens."""
-    stop: list[str] = []
+    stop: list[NotEmpty] = []
     """A response ends where one of these texts appears."""
     stop_token_ids: list[int] = []
     """Token ids that end a response, besides the tokenizer's end of sequence."""
@@ -216,7 +216,7 @@ class RolloutConfig(Section):
     With an environment `max_response_tokens` is the limit of one turn, and this one that of all turns."""
     environment: EnvironmentConfig = EnvironmentConfig()
     """A name is short for an environment with nothing else set."""
-    reflection_phrases: list[str] = [
+    reflection_phrases: list[NotEmpty] = [
         "wait", "let me check", "let me verify", "double-check", "on second thought", "alternatively", "however",
     ]  # fmt: skip
     """Phrases of a response that reconsiders itself, counted in `response/reflections`, per response, as DAPO's authors watch them."""
@@ -277,10 +277,10 @@ class Config(Section):
     """Worker groups, queue and weights of `runtime: streaming`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes the CUDA device where there is one."""
-    dtype: DType | Literal["auto"] = "auto"
+    dtype: Literal["float32", "bfloat16", "float64", "auto"] = "auto"
     """Type of the weights in the forward pass; master weights and optimizer state are never less than float32. `auto` is bfloat16 on a
     CUDA device that has it, and float32 elsewhere."""
-    seed: int = 0
+    seed: int = Field(0, ge=-(2**63), lt=2**63)
     """Seed of everything random: order of the data, sampling, shuffles."""
     output: Path = Path("runs")
     """The folder in which run folders are made."""

@@ -127,8 +127,11 @@ class RewardConfig(SandboxConfig):
     """Score of a wrong answer; by default the recipe's (GRPO 0, DAPO -1)."""
     max_abs: float = Field(1e6, gt=0)
     """A verifier's or environment's score further from 0 than this counts as that row's failure."""
-    max_failed_steps: int = Field(3, ge=0)
-    """The run ends after so many steps in a row in which every check, or every trajectory in its environment, came to nothing; 0 never."""
+    max_failed_fraction: float = Field(0.99, ge=0, le=1)
+    """The run ends, with its checkpoint saved and exit code 1, where a larger share of a step's checks, or of its trajectories in their
+    environment, failed; 1 goes on whatever fails."""
+    max_failed_steps: int = Field(1, ge=0)
+    """How many such steps in a row end it; 0 never."""
     timeout_s: float = Field(10.0, gt=0)
     """Seconds for one verifier on one row; after them that check counts as failed and its process is replaced."""
     processes: int = Field(1, ge=0)

@@ -9,23 +9,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
 from braidrl.config.config import Config
-from braidrl.errors import UserError, suggest
+from braidrl.errors import Problems, UserError, suggest
 from braidrl.importing import relative_to
+from braidrl.yaml_text import parse_yaml, read_yaml
 
+CODE = re.compile(r"(?:agent:|verifiers:)?([^\s:]+\.py)(?::[A-Za-z_]\w*)?")
+"""A value that names code in a file."""
+OTHERS_SETTINGS = re.compile(r".*\.(params|vllm|engine_settings|optimizer_settings)(\..*)?|data\.system_prompt")
+"""Keys whose texts may mean anything."""
 READ_FROM = re.compile(r"model|roles\.[^.]+\.model|data\.(train|ptx|eval\.[^.]+)(\.path)?|rollout\.servers\.folder")
 """Keys of what a run reads, which is looked for beside the file that names it."""
 
 
-def load_config(path: Path | str | None, overrides: Sequence[str] = (), **defaults: Any) -> Config:
+def load_config(path: Path | str | None, overrides: Sequence[str] = (), every: bool = False, **defaults: Any) -> Config:
     """Read a configuration and check every key.
 
     Args:
         path: A YAML file; None is an empty one.
         overrides: Dotted `key=value` each, or a YAML file that lies over the first.
+        every: Name every key at fault, one a line, and not the first alone.
         defaults: Keys, with values for where nobody set them.
 
     Returns:
@@ -34,15 +39,23 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = (), **defaul
     Raises:
         UserError: One line about a key or a value that does not exist or is out of its range.
     """
-    tree: Any = {}
+    tree = given_keys(path, overrides)
     if path is not None:
-        tree = read_tree(Path(path))
+        # What an override names is looked for in the current folder first.
+        tree = found_beside(Path(path).parent, tree, unless_here=True)
+        check_code(Path(path).parent, tree)
+    return parse_config({**defaults, **tree}, every)
+
+
+def given_keys(path: Path | str | None, overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the keys and values of a file, or of none, with overrides laid over them. Raises UserError as `load_config`."""
+    tree: dict[str, Any] = {} if path is None else read_tree(Path(path))
     for override in overrides:
         if override.endswith((".yaml", ".yml")) and "=" not in override:
             lay_over(tree, read_tree(Path(override)))
         else:
             apply_override(tree, override)
-    return parse_config({**defaults, **tree})
+    return tree
 
 
 def read_tree(path: Path) -> dict[str, Any]:
@@ -53,29 +66,50 @@ def read_tree(path: Path) -> dict[str, Any]:
     """
     if not path.is_file():
         raise UserError(f"no configuration file {path}")
-    try:
-        tree = yaml.safe_load(path.read_text()) or {}
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    tree = read_yaml(path) or {}
     if not isinstance(tree, dict):
         raise UserError(f"{path} must hold keys and values, as in `flow: dapo`")
     return dict(found_beside(path.parent, tree))
 
 
-def found_beside(folder: Path, value: Any, place: str = "") -> Any:
-    """Return a part of a tree, in which what lies in a folder has an absolute path; `place` is the part's dotted key."""
+def found_beside(folder: Path, value: Any, place: str = "", unless_here: bool = False) -> Any:
+    """Return a part of a tree, in which what lies in a folder has an absolute path.
+
+    Args:
+        folder: The configuration's.
+        value: The part.
+        place: The part's dotted key.
+        unless_here: Leave what lies in the current folder.
+    """
     if isinstance(value, dict):
-        return {
-            name: found_beside(folder, part, f"{place}.{name}" if place else str(name)) for name, part in value.items()
-        }
+        parts = {name: f"{place}.{name}" if place else str(name) for name in value}
+        return {name: found_beside(folder, part, parts[name], unless_here) for name, part in value.items()}
     if isinstance(value, list):
-        return [found_beside(folder, part, place) for part in value]
+        return [found_beside(folder, part, place, unless_here) for part in value]
     if not isinstance(value, str):
         return value
     is_path = READ_FROM.fullmatch(place) or (place == "flow" and value.endswith((".yaml", ".yml")))
-    if is_path and (folder / value).exists():
-        return os.path.abspath(folder / value)
-    return relative_to(folder, value)
+    if is_path:
+        here = unless_here and Path(value).exists()
+        return os.path.abspath(folder / value) if (folder / value).exists() and not here else value
+    return relative_to(folder, relative_to(Path.cwd(), value) if unless_here else value)
+
+
+def check_code(folder: Path, value: Any, place: str = "") -> None:
+    """Raise UserError, naming the key and both places, for code in a file that is neither beside the configuration nor here."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            check_code(folder, part, f"{place}.{name}" if place else str(name))
+    elif isinstance(value, list):
+        for part in value:
+            check_code(folder, part, place)
+    elif isinstance(value, str) and not OTHERS_SETTINGS.fullmatch(place):
+        code = CODE.fullmatch(value)
+        if code is not None and not Path(code[1]).is_file():
+            raise UserError(
+                f"{place}: there is no file {code[1]}, neither beside the configuration in {folder.absolute()} nor in {Path.cwd()}; "
+                "give its path"
+            )
 
 
 def lay_over(tree: dict[str, Any], over: dict[str, Any]) -> None:
@@ -88,12 +122,12 @@ def lay_over(tree: dict[str, Any], over: dict[str, Any]) -> None:
             tree[key] = value
 
 
-def parse_config(tree: dict[str, Any]) -> Config:
-    """Check a nested dict. Raises UserError naming the first key at fault."""
+def parse_config(tree: dict[str, Any], every: bool = False) -> Config:
+    """Check a nested dict. Raises UserError naming the first key at fault, or with `every` each of them in a line."""
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise UserError(explain(error)) from None
+        raise Problems(explanations(error)) if every else UserError(explain(error)) from None
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
@@ -114,10 +148,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         tree = tree.setdefault(parent, {})
         if not isinstance(tree, dict):
             raise UserError(f"{override!r}: {parent!r} holds a value, not a section")
-    try:
-        tree[last] = as_number(yaml.safe_load(value))
-    except yaml.YAMLError:
-        raise UserError(f"{override!r}: the value is not YAML") from None
+    tree[last] = as_number(parse_yaml(value, repr(override)))
 
 
 def as_number(value: Any) -> Any:
@@ -130,15 +161,37 @@ def as_number(value: Any) -> Any:
     return value
 
 
+def explanations(error: ValidationError) -> list[str]:
+    """Return a line for each key that is wrong."""
+    lines = dict[str, str]()
+    for found in error.errors():
+        lines.setdefault(".".join(map(str, keys_of(found))), explained(found, error))
+    return list(lines.values())
+
+
 def explain(error: ValidationError) -> str:
     """Return one line for the first thing that is wrong."""
-    first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"])
+    return explained(error.errors()[0], error)
+
+
+def keys_of(found: Any) -> tuple[int | str, ...]:
+    """Return the keys that lead to a mistake, without the names of a union's members that pydantic adds."""
+    return tuple(part for part in found["loc"] if not re.search(r"[\[(<]|^(str|int|float|bool)$", str(part)))
+
+
+def explained(first: Any, error: ValidationError) -> str:
+    """Return one line for one of the mistakes of an error."""
+    keys = keys_of(first)
+    place = ".".join(map(str, keys))
     if first["type"] == "extra_forbidden":
         return f"unknown key {place!r}. {suggest(str(first['loc'][-1]), section_keys(first['loc'][:-1]))}"
     if first["type"] == "missing":
         return f"{place!r} is not set; give it in the file or as {place}=..."
-    return f"{place}: {first['msg']}, got {first['input']!r}"
+    if first["type"] == "int_parsing_size":
+        return f"{place}: Input should be an integer between -2^63 and 2^63 - 1, got {first['input']!r}"
+    others = error.errors() if keys != first["loc"] else []
+    also = [other["msg"] for other in others if other["loc"][: len(keys)] == keys]
+    return f"{place}: {' or '.join(dict.fromkeys([first['msg'], *also]))}, got {first['input']!r}"
 
 
 def section_keys(place: tuple[int | str, ...]) -> list[str]:

@@ -1,11 +1,13 @@
 """The base of every part of the configuration, and what parts have in common."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 DType = Literal["float32", "bfloat16", "float64"]
+NotEmpty = Annotated[str, Field(min_length=1)]
+"""A text of at least one character."""
 ONE_OR_MORE = BeforeValidator(lambda value: value if value is None or isinstance(value, list) else [value])
 """By which one value is short for a list of it."""
 

@@ -5,7 +5,6 @@ EngineReplica    submit ──▶ add ──▶ step, step, step ... ──▶ t
                                      └── between two steps all other tasks of the loop run
 """
 
-import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -13,9 +12,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from braidrl.cluster.event_loop import Runner, run_cancelled_by_interrupts
 from braidrl.data.rows import Uid
 from braidrl.engines.engine import Engine, EngineError, EngineMemory, Load, T, WeightSource
-from braidrl.engines.event_loop import run_cancelled_by_interrupts
 from braidrl.engines.requests import Request, Response
 from braidrl.engines.row_request import EngineRow, row_of
 from braidrl.errors import UserError
@@ -45,6 +44,8 @@ class SteppingEngine(ABC):
         self.tokens_generated = 0
         self._tokenizer, self._end_ids = tokenizer, end_ids
         self.max_sequence_tokens = max_sequence_tokens
+        self.vocabulary: int | None = None
+        """Tokens of the model's embedding, where they are fewer than the tokenizer's."""
         self._under_way: set[Uid] = set()
 
     @property
@@ -132,7 +133,7 @@ class SteppingEngine(ABC):
 
     def run(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
         try:
-            with asyncio.Runner() as runner:
+            with Runner() as runner:
                 return run_cancelled_by_interrupts(runner, work(EngineReplica(self)))
         finally:
             self.clear()
@@ -144,6 +145,11 @@ class SteppingEngine(ABC):
         """Queue a request. Raises UserError for a prompt that leaves no room for a response."""
         if request.uid in self._under_way:
             raise ValueError(f"row {request.uid} is under way already")
+        if self.vocabulary is not None and len(request.prompt) and int(request.prompt.max()) >= self.vocabulary:
+            raise UserError(
+                f"row {request.uid}: token {int(request.prompt.max())} of its prompt is beyond the model's embedding of "
+                f"{self.vocabulary} tokens; resize the embedding, or use the model's own tokenizer"
+            )
         self._accept(row_of(request, self._tokenizer, self._end_ids, self.max_sequence_tokens))
         self._under_way.add(request.uid)
 

@@ -28,6 +28,7 @@ from braidrl.flow.flow import Flow
 from braidrl.flow.stage import ALWAYS, Stage, When
 from braidrl.flow.stages import make_stage
 from braidrl.importing import relative_to
+from braidrl.yaml_text import parse_yaml, read_text
 
 FLOW_KEYS = ("flow", "stages")
 STAGE_KEYS = ("id", "role", "type", "params", "after", "when")
@@ -72,7 +73,7 @@ def from_yaml(source: str | Path) -> Flow:
         path = Path(source)
         if not path.is_file():
             raise UserError(f"no flow file {path}")
-        return _read_flow(path.read_text(), _Place(str(path), path.parent))
+        return _read_flow(read_text(path), _Place(str(path), path.parent))
     return _read_flow(source, _Place("flow", Path()))
 
 
@@ -98,11 +99,7 @@ def _stage_tree(stage: Stage) -> dict[str, Any]:
 
 
 def _read_flow(text: str, place: _Place) -> Flow:
-    try:
-        tree = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise place.error(f"not YAML: {' '.join(str(error).split())}") from None
-    tree = _mapping(tree, FLOW_KEYS, place)
+    tree = _mapping(parse_yaml(text, place.text, _Loader), FLOW_KEYS, place)
     if not isinstance(tree.get("flow"), str):
         raise place.error("the flow has no name, as in `flow: grpo`")
     if not isinstance(tree.get("stages"), list):

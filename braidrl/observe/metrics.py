@@ -108,14 +108,15 @@ class Sums:
         old_total, old_count = self._pairs.get(name, (0.0, 0.0))
         self._pairs[name] = (old_total + float(total), old_count + float(count))
 
-    def note_failure(self, words: str) -> None:
-        """Keep what is to be said of a failure, for whoever collects the sums."""
-        self._pairs.setdefault(FAILURE + words, (0.0, 1.0))
+    def note_failure(self, words: str, count: int = 1) -> None:
+        """Count a failure by what the user is to read of it."""
+        self.add(FAILURE + words, 0.0, count)
 
     @property
     def failures(self) -> list[str]:
-        """Return what is to be said of failures."""
-        return [name.removeprefix(FAILURE) for name in self._pairs if name.startswith(FAILURE)]
+        """Return the descriptions of failures, the commonest first."""
+        counts = {name: count for name, (_, count) in self._pairs.items() if name.startswith(FAILURE)}
+        return [name.removeprefix(FAILURE) for name in sorted(counts, key=lambda name: -counts[name])]
 
     def highest(self, name: str, value: float | Tensor) -> None:
         """Keep the largest value seen.

@@ -6,8 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from plotly.offline import get_plotlyjs
-
+from braidrl.errors import UserError, first_line
 from braidrl.observe.chart import SMOOTH_FROM, Chart, Series, Tile, chart, mean, page, spell
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.progress import spell_seconds
@@ -28,13 +27,19 @@ class Picture(NamedTuple):
     stacked: bool = False
 
 
-EVALUATION = Picture("Evaluation", (r"eval/.+/avg@\d+",), "mean over held-out prompts and their responses")
+EVALUATION = Picture(
+    "Evaluation",
+    (r"eval/.+/avg@\d+", r"eval/.+/pair_accuracy"),
+    "mean over held-out prompts and their responses, or share of pairs that are told apart",
+)
 HEADLINES = (("Reward", "reward/mean"), ("Response length", "response/length_mean"), ("Entropy", "actor/entropy"))
 SECTIONS: dict[str, tuple[Picture, ...]] = {
     "What it learned": (
         EVALUATION,
         Picture("Evaluation, best of k", (r"eval/.+/pass@\d+",), "share of prompts with a right answer among k"),
         Picture("Reward and score", ("reward/mean", "score/mean"), "training batch; reward is the score as shaped"),
+        Picture("Score of each verifier", (r"reward/.+/score_mean",), "mean over the rows that it checked"),
+        Picture("Failures", (r"(reward|environment)/failures/.+",), "checks and trajectories that failed, by kind"),
     ),
     "What it writes": (
         Picture("Response length", ("response/length_mean",), "tokens"),
@@ -66,7 +71,15 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
 
 
 def write_report(run: Path) -> Path:
-    """Write `run`/report.html from its metrics and recorded rollouts. Raises UserError where the run has no metrics."""
+    """Write `run`/report.html from its metrics and recorded rollouts.
+
+    Raises:
+        UserError: The run has no metrics, or a package is missing.
+    """
+    try:
+        from plotly.offline import get_plotlyjs  # only here: a run without it ends in a line
+    except ImportError as error:
+        raise UserError(f"report.html needs plotly ({first_line(error)}); write `pip install plotly`") from error
     lines = read_metrics(run)
     curves = curves_of(lines)
     known = {one.name for pictures in SECTIONS.values() for picture in pictures for one in matching(picture, curves)}

@@ -94,12 +94,21 @@ def check_installed(name: str) -> None:
 class Trackers:
     """All trackers of a run. The first error of each is told in a line; neither the run nor the others notice."""
 
-    def __init__(self, chosen: Sequence[TrackerConfig], run: TrackedRun, say: Callable[[str], object]) -> None:
-        """Open the chosen trackers; `say` prints a line."""
+    def __init__(
+        self, chosen: Sequence[TrackerConfig], run: TrackedRun, say: Callable[[str], object], must_open: bool = False
+    ) -> None:
+        """Open the chosen trackers.
+
+        Args:
+            chosen: In the order in which they are handed numbers.
+            run: The run.
+            say: Prints a line.
+            must_open: Raise UserError for one that cannot be opened, in place of a line.
+        """
         self._say, self._told = say, set[str]()
         self._open: list[tuple[TrackerConfig, Tracker]] = []
         for one in chosen:
-            with self._errors_told(one.name):
+            with self._errors_raised(one.name) if must_open else self._errors_told(one.name):
                 self._open.append((one, TRACKERS.find(one.name)(run, **one.params)))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -130,6 +139,17 @@ class Trackers:
         for one, tracker in self._open:
             with self._errors_told(one.name):
                 tracker.close()
+
+    @contextmanager
+    def _errors_raised(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self.close()
+            what = " ".join(f"{type(error).__name__}: {error}".split())
+            raise UserError(
+                f"trackers={name} cannot be opened ({what}); mend that, or leave it out of trackers"
+            ) from error
 
     @contextmanager
     def _errors_told(self, name: str) -> Iterator[None]:

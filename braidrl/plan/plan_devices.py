@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import yaml
 from pydantic import Field, ValidationError
 
 from braidrl.cluster.device_kinds import DeviceKind, known_kinds
 from braidrl.config.reading import explain
 from braidrl.config.section import Section
 from braidrl.errors import UserError, suggest
+from braidrl.yaml_text import read_yaml
 
 USABLE = 0.92
 """Share of a device's memory that a plan fills: allocators and communication libraries keep the rest."""
@@ -85,11 +85,9 @@ def read_cluster_file(path: Path) -> Cluster:
     if not path.is_file():
         raise UserError(f"--devices: there is no file {path}")
     try:
-        read = ClusterFile.model_validate(yaml.safe_load(path.read_text()))
+        read = ClusterFile.model_validate(read_yaml(path))
     except ValidationError as error:
         raise UserError(f"{path}: {explain(error)}") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     return _checked(read.groups, {**known_kinds(), **read.kinds})
 
 

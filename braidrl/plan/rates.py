@@ -9,13 +9,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import yaml
 from pydantic import Field, ValidationError
 
 from braidrl.config.reading import explain
 from braidrl.config.section import Section
 from braidrl.errors import UserError
 from braidrl.plan.plan_devices import DeviceKind
+from braidrl.yaml_text import read_yaml
 
 Phase = Literal["train", "infer", "prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("train", "infer", "prefill", "decode")
@@ -150,7 +150,7 @@ def read_rates(path: Path) -> dict[str, Rates]:
     if not path.is_file():
         raise UserError(f"--rates: there is no file {path}; `braid plan --calibrate RUN --rates {path}` writes it")
     try:
-        tree: dict[str, Any] = yaml.safe_load(path.read_text()) or {}
+        tree: dict[str, Any] = read_yaml(path) or {}
         return {kind: Rates.model_validate(value) for kind, value in tree.items()}
     except ValidationError as error:
         raise UserError(f"{path}: {explain(error)}") from None

@@ -241,4 +241,5 @@ def allowed(name: str) -> str:
 def shared_folder() -> Path:
     """Return where files live in memory: the folder that BRAID_SHARED_MEMORY names, else /dev/shm; without such a place, on disk."""
     folder = Path(os.environ.get("BRAID_SHARED_MEMORY", SHARED))
-    return folder if folder.is_dir() else Path(tempfile.gettempdir())
+    # A folder of a read-only file system is there, and nothing can be written to it.
+    return folder if folder.is_dir() and os.access(folder, os.W_OK) else Path(tempfile.gettempdir())

@@ -96,8 +96,9 @@ class Pending:
         ]
 
     def metrics(self) -> Iterator[tuple[str, float]]:
-        """Wait, and yield each number that a verifier has given for the metrics, as `NAME/number`."""
+        """Wait, and yield the score of each check and each number that a verifier has given for the metrics, as `NAME/number`."""
         for weighted, outcome in ((w, future.result()) for row in self._checks for w, future in row):
+            yield f"{weighted.label}/score_mean", self._rewards.judge(outcome)[0]
             yield from ((f"{weighted.label}/{name}", value) for name, value in outcome.metrics.items())
 
     def failure_counts(self) -> Counter[str]:

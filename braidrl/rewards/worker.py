@@ -108,12 +108,13 @@ def call_here(verifier: Verifier, message: Message) -> Message:
 
 def result_of(awaitable: Awaitable[Any]) -> Any:
     """Return what an awaitable gives that came from a function which is not declared `async`."""
-    import asyncio
+    from braidrl.cluster.event_loop import Runner  # only here: most verifiers need no event loop
 
     async def wait() -> Any:
         return await awaitable
 
-    return asyncio.run(wait())
+    with Runner() as runner:
+        return runner.run(wait())
 
 
 def judgement(value: Any) -> Message:

@@ -9,7 +9,7 @@ from braidrl.algorithms.policy_metrics import avg_at_k, pass_at_k
 from braidrl.cluster.world import World
 from braidrl.config import Config, EvaluationConfig, parse_config
 from braidrl.data.rows import Rows
-from braidrl.errors import UserError
+from braidrl.errors import FailedStep, UserError
 from braidrl.flow import Flow
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Progress, silent_progress
@@ -22,6 +22,7 @@ from braidrl.runtimes.row_store import HeldOut
 from braidrl.runtimes.saving.folders import check_output, unused_folder, write_config
 from braidrl.runtimes.spmd.launch import in_ranks
 from braidrl.runtimes.start import RunContext, start_backend
+from braidrl.runtimes.step_metrics import failures_beyond
 
 SHARE_RIGHT = re.compile(r"eval/.+/(avg@\d+|pair_accuracy)")
 
@@ -58,13 +59,29 @@ def pair_metrics(name: str, index: Rows) -> dict[str, float]:
 
 
 def evaluated_sets(
-    backend: Backend[T], flow: Flow, names: Iterable[str], settings: EvaluationConfig, step: int
+    backend: Backend[T],
+    flow: Flow,
+    names: Iterable[str],
+    settings: EvaluationConfig,
+    step: int,
+    prompts: int | None = None,
+    sums: Sums | None = None,
 ) -> Iterator[tuple[str, T, dict[str, float]]]:
-    """Yield each set's name, its rows and its metrics under the current weights."""
+    """Yield each set's name, its rows and its metrics under the current weights.
+
+    Args:
+        backend: Holds the models.
+        flow: Of evaluation.
+        names: Of the sets.
+        settings: How many samples.
+        step: For the stages' random numbers.
+        prompts: The first so many of each set; by default all.
+        sums: Where stages count what they do.
+    """
     for name in names:
-        table = backend.read(HeldOut(name))
+        table = backend.read(HeldOut(name, prompts=prompts))
         for stage in flow.stages:
-            table = backend.run(stage, table, step, Sums())
+            table = backend.run(stage, table, step, Sums() if sums is None else sums)
         yield name, table, evaluation_metrics(name, backend.index(table), settings.samples)
 
 
@@ -103,13 +120,15 @@ def evaluated(config: Config, progress: Progress, world: World | None = None) ->
     folder = Path(world.from_first("folder", lambda: str(evaluation_folder(config))))
     progress.print(f"responses are kept in {folder / 'rollouts'}")
     backend = start_backend(RunContext(prepared, progress, train=False, world=world))
-    metrics: dict[str, float] = {}
+    metrics, sums = dict[str, float](), Sums()
     try:
         for name, table, found in evaluated_sets(
-            backend, prepared.evaluation, config.data.evaluation_sources, config.evaluation, 0
+            backend, prepared.evaluation, config.data.evaluation_sources, config.evaluation, 0, sums=sums
         ):
             backend.record(evaluation_path(folder, name, 0), table, table)
             metrics |= found
     finally:
         backend.close()
+    if beyond := failures_beyond(sums, config.reward.max_failed_fraction):
+        raise FailedStep(f"evaluation: {beyond}; the rows are in {folder}")
     return metrics

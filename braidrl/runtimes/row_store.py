@@ -58,6 +58,8 @@ class HeldOut:
 
     name: str
     share: RankShare = ALL
+    prompts: int | None = None
+    """The first so many prompts; by default `evaluation.max_prompts`."""
 
 
 @dataclass(frozen=True)
@@ -114,11 +116,12 @@ class RowStore:
                 if self.config.rollout.tokens_per_iteration is not None:
                     rows = admitted(rows, self.config.rollout.dtype or self.config.dtype)
                 return join_texts(rows, self.texts, samples) if self.texts else rows
-            case HeldOut(name, share):
+            case HeldOut(name, share, prompts):
                 settings = self.config.evaluation
+                most = settings.max_prompts if prompts is None else prompts
                 # Evaluation sets are numbered after the sources of training.
                 number = len(self.config.data.train) + list(self.eval_sources).index(name)
-                return eval_rows(self.eval_sources[name], settings.samples, settings.max_prompts, number, *share)
+                return eval_rows(self.eval_sources[name], settings.samples, most, number, *share)
             case Recording(path, without, share):
                 return read_rollouts(path, *share).without(without)
             case Surplus(path, share):

@@ -3,6 +3,7 @@
 configuration ──prepare──▶ flow, data, models ──▶ each step: run the flow ─▶ rollouts ─▶ evaluate? ─▶ metrics ─▶ checkpoint?
 """
 
+import shutil
 import time
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
@@ -13,7 +14,7 @@ from braidrl.cluster.ranks import tell
 from braidrl.cluster.watchdog import FrozenWatch
 from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
-from braidrl.errors import BadUpdate, LostProcess, UserError, WorkerError
+from braidrl.errors import BadUpdate, FailedStep, LostProcess, UserError, WorkerError, first_line
 from braidrl.observe.metrics import MetricsWriter, Sums
 from braidrl.observe.progress import Progress, silent_progress
 from braidrl.observe.report import write_report
@@ -25,7 +26,7 @@ from braidrl.runtimes.interfaces import Position, Restart
 from braidrl.runtimes.interrupts import AgreedInterrupts, Interrupts
 from braidrl.runtimes.prepare.checks import rows_may_be_stale, without_effect
 from braidrl.runtimes.prepare.fetching import with_fetched
-from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch
+from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch, vocabulary_lines
 from braidrl.runtimes.row_store import Recording, Surplus
 from braidrl.runtimes.saving.checkpoints import Checkpoints, RunState, load_checkpoint, resume_point
 from braidrl.runtimes.saving.folders import held_alone, new_run_folder, unused_folder, write_config
@@ -73,7 +74,10 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self.progress = self._opened_progress()
         set_up_torch(config)
         self.interrupts = AgreedInterrupts() if world else Interrupts()
-        self.gaps, self.failed = GapWatch(config.rollout.max_log_prob_gap), FailureWatch(config.reward.max_failed_steps)
+        self.gaps, self.failed = (
+            GapWatch(config.rollout.max_log_prob_gap),
+            FailureWatch(config.reward.max_failed_fraction, config.reward.max_failed_steps, self.folder),
+        )
         self.step = self.version = 0
         self.saved_step: int | None = None
         self.written = False
@@ -96,6 +100,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             if resume and self.world.first:
                 write_config(self.folder, config)
             self.metrics = self._open_metrics(self.step if resume else None) if self.world.first else None
+            self._rehearse_report(resumed=resume is not None)
             self.resources = resources.pop_all()
 
     def _opened_progress(self) -> Progress:
@@ -103,6 +108,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         progress = Progress(self.config.trainer.steps) if self.world.first else silent_progress()
         reports = [source.report() for source in self.prepared.sources]
         said = [*self.chosen, *without_effect(self.config), *unusual_rates(self.config, self.flow), *reports]
+        said += vocabulary_lines(self.prepared)
         for line in [str(self.folder), *said]:
             progress.print(line)
         return progress
@@ -119,7 +125,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
 
     def _open_metrics(self, resume_step: int | None) -> MetricsWriter:
         run = TrackedRun(self.folder, self.config.model_dump(mode="json"), resume_step)
-        trackers = Trackers(self.config.trackers, run, self.progress.print)
+        # Nothing is lost yet where a new run ends; a resumed one goes on without a tracker.
+        trackers = Trackers(self.config.trackers, run, self.progress.print, must_open=resume_step is None)
         writer = MetricsWriter(self.folder, resume_step, trackers=trackers)
         if resume_step and writer.lacking:
             steps = ", ".join(map(str, writer.lacking[:5])) + (", ..." if len(writer.lacking) > 5 else "")
@@ -138,6 +145,13 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                         self._go_on()
                     except LostProcess as error:
                         self._bring_back(error)
+            except FailedStep:
+                # Every rank meets it: the step is whole, and what can be mended without it is not lost.
+                self._save(self._snapshot())
+                self.checkpoints.wait()
+                self._report()
+                self.world.gather("the checkpoint of the last step", b"")
+                raise
             except KeyboardInterrupt:
                 if not self.interrupts.torn:
                     self._save(snapshot if snapshot.step == self.step else self._snapshot())
@@ -197,10 +211,30 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             self.metrics = self._open_metrics(self.step)
 
     def _report(self) -> None:
+        """Write the report. All that it shows is in the folder already: its failure is a line and does not end the run."""
         if self.metrics:
-            report = write_report(self.folder)
+            try:
+                report = write_report(self.folder)
+            except Exception as error:
+                what = f"{type(error).__name__}: {first_line(error)}"
+                self.progress.print(
+                    f"report.html could not be written ({what}); `braid report {self.folder}` writes it again"
+                )
+                return
             self.progress.print(f"report: {report}")
             self.metrics.trackers.write_report(report)
+
+    def _rehearse_report(self, resumed: bool) -> None:
+        """Write the report before the first step. Raises UserError where a new run could not write it at its end."""
+        if not self.metrics or resumed:
+            return
+        try:
+            write_report(self.folder)
+        except UserError:
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__}: {first_line(error)}"
+            raise UserError(f"the run's report cannot be written ({what}); mend that before training") from error
 
     def _one_step(self) -> None:
         step, start = self.step + 1, time.perf_counter()
@@ -276,12 +310,26 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self.good_enough = last["step"] == self.step and good_enough(last, self.config.evaluation.stop_at)
         # A run that was stopped in its first step and goes on has the line of step 0 already.
         wanted = self.step == 0 and last["step"] < 0 and bool(self.config.evaluation.every)
-        if wanted and self.config.evaluation.before_first_step:
+        if wanted and not self.config.evaluation.before_first_step:
+            self._rehearse_evaluation()
+        elif wanted:
             metrics = self._evaluate()
             if metrics and self.metrics:
                 self.metrics.write_evaluation(0, self.version, metrics)
                 self.metrics.trackers.write_samples(0, lambda: samples_of_step(self.folder, 0))
                 self.progress.print(summary({"step": 0, **metrics}))
+
+    def _rehearse_evaluation(self) -> None:
+        """Evaluate a prompt of every set, so that what cannot be evaluated ends the run now and not at the first evaluation."""
+        config = self.config
+        sets = evaluated_sets(
+            self.backend, self.prepared.evaluation, config.data.evaluation_sources, config.evaluation, 0, prompts=1
+        )
+        for name, table, _ in sets:
+            path = evaluation_path(self.folder, name, 0)
+            self.backend.record(path, table, table)
+            if self.world.first:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def _evaluate(self) -> StepMetrics:
         """Evaluate every set under the current weights and record its rows; return the metrics."""

@@ -111,10 +111,12 @@ class Session(AbstractContextManager["Session"]):
             UserError: No row is left, a column that the stage reads is not there, its role has no model, or the session is closed.
         """
         stage = resolve(stage, self.config)
-        self._check(stage, rows)
         if stage.kind is Kind.TRAIN:
-            self._train(stage, rows)
+            table = self._with_old(stage, rows)
+            self._check(stage, table)
+            self._train(stage, table)
             return rows
+        self._check(stage, rows)
         if stage.kind is not Kind.SELECT:
             self.controller.states.setdefault(stage.name, dict(stage.state))
             rows, state = self.controller.run_with_state(stage, rows, self.iteration, self.sums)
@@ -123,6 +125,20 @@ class Session(AbstractContextManager["Session"]):
         dropped = self.backend.select(stage, rows)
         groups = self.index(rows)["group"].tolist()
         return self.backend.take(rows, [i for i, group in enumerate(groups) if group not in dropped])
+
+    def _with_old(self, stage: Stage, rows: SessionTable) -> SessionTable:
+        """Return the rows with the log-probs before an update that compares with them, where the loop has not computed them.
+
+        A batch of several updates, or of stale rows, is compared with the weights before its first update.
+        """
+        if "old_log_probs" not in stage.reads or self.closed or not len(rows):
+            return rows
+        columns = self.backend.columns(rows) or ()
+        lacking = b"lacking" if "tokens" in columns and "old_log_probs" not in columns else b""
+        # A rank without rows cannot tell, and takes part all the same.
+        if b"lacking" not in map(bytes, self.world.gather("columns", lacking)):
+            return rows
+        return self.run(Role(str(stage.role)).log_probs(), rows)
 
     def _check(self, stage: Stage, rows: SessionTable) -> None:
         """Raise UserError for a stage that cannot run on these rows."""

@@ -6,6 +6,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from braidrl.algorithms.policy_metrics import effective_sample_share, explained_variance, group_shares, mean_where
 from braidrl.data.rows import FinishReason, Rows
-from braidrl.errors import UserError
+from braidrl.errors import FailedStep, UserError
 from braidrl.flow import Flow, Kind
 from braidrl.observe.metrics import FAILURE, REQUIRED_KEYS, Sums
 from braidrl.runtimes.interfaces import IterationResult
@@ -201,23 +202,45 @@ class GapWatch:
 
 
 class FailureWatch:
-    """Ends a run in which nothing is checked, or played, any more: it would learn that every answer is wrong."""
+    """Ends a run in which checks, or trajectories, fail: it would learn that every answer is wrong."""
 
-    def __init__(self, most: int) -> None:
-        """End it after so many steps in a row; 0 never."""
-        self._most, self._steps, self._first = most, 0, ""
+    def __init__(self, most: float, steps: int, folder: Path) -> None:
+        """End it after a number of steps in a row; 0 never.
+
+        Args:
+            most: The share of a step's checks or trajectories that may fail.
+            steps: How many steps in a row with more.
+            folder: The run's.
+        """
+        self._most, self._limit, self._folder = most, steps, folder
+        self._steps, self._sums = 0, Sums()
 
     def check(self, step: int, sums: Sums) -> None:
-        """Raise UserError where everything came to nothing once too often, with the words of the first failure."""
-        shares = [sums.means().get(name) for name in FAILED]
-        if 1.0 not in shares:
-            self._steps, self._first = 0, ""
+        """Raise FailedStep, with the commonest reason, where too much failed in too many steps in a row."""
+        if not failures_beyond(sums, self._most):
+            self._steps, self._sums = 0, Sums()
             return
         self._steps += 1
-        self._first = self._first or next(iter(sums.failures), "no process said why")
-        if self._steps == self._most:
-            what = "check" if shares[0] == 1.0 else "trajectory"
-            raise UserError(
-                f"step {step}: every {what} of {self._steps} steps in a row came to nothing. The first: {self._first}. Mend it, and go on "
-                "from the last checkpoint; with reward.max_failed_steps=0 a run goes on regardless"
+        self._sums.merge(sums)
+        if self._steps == self._limit:
+            many = f" of {self._steps} steps in a row" if self._steps > 1 else ""
+            raise FailedStep(
+                f"step {step}: {failures_beyond(self._sums, self._most, many)}. The step is saved: mend it, and continue with "
+                f"`braid train --resume {self._folder}`; reward.max_failed_fraction=1 goes on regardless"
             )
+
+
+def failures_beyond(sums: Sums, most: float, of: str = "") -> str:
+    """Return a sentence on failures with the commonest reason where a larger share than `most` failed, else nothing.
+
+    Args:
+        sums: Of the checks or trajectories.
+        most: The share that may fail.
+        of: Follows the number of checks.
+    """
+    for name, what in zip(FAILED, ("checks", "trajectories"), strict=True):
+        failed, total = sums.pairs().get(name, (0.0, 0.0))
+        if total and failed / total > most:
+            count = f"every one of {total:,.0f}" if failed == total else f"{failed:,.0f} of {total:,.0f}"
+            return f"{count} {what}{of} failed; most often: {next(iter(sums.failures), 'no process said why')}"
+    return ""

@@ -1,5 +1,6 @@
 """Loading a decoder and its tokenizer from a Hugging Face directory; nothing is ever downloaded."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -81,11 +82,18 @@ def load_scorer(
     return model if is_on_meta(model) else model.to(device)
 
 
+def has_score_head(path: str | Path) -> bool:
+    """Return True for the folder of a model that scores texts and does not generate them; reads no weights."""
+    file = Path(path).expanduser() / "config.json"
+    names = json.loads(file.read_text(encoding="utf-8")).get("architectures") if file.is_file() else ()
+    return any(name.endswith("ForSequenceClassification") for name in names or ())
+
+
 def check_scorer(path: str | Path, fresh_head: bool) -> None:
     """Raise UserError where a folder cannot give a model with a scalar head; reads no weights."""
     folder = _model_folder(path)
     config = _config(folder)
-    if any(name.endswith("ForSequenceClassification") for name in config.architectures or ()):
+    if has_score_head(folder):
         if config.num_labels != 1:
             raise UserError(
                 f"model: {folder} classifies into {config.num_labels} labels; a critic or reward model has one (num_labels: 1)"

@@ -47,6 +47,8 @@ class EmbeddedEngine(SteppingEngine):
         Under `pipeline` it has some of the layers.
         """
         super().__init__(tokenizer, end_of_sequence_ids(model.generation_config, tokenizer), max_sequence_tokens, seed)
+        size = model.config.get_text_config().vocab_size
+        self.vocabulary = size if size < len(tokenizer) else None
         self._weights = EngineWeights(model, dtype, slices)
         shrink = model.device.type == "cpu" if shrink is None else shrink
         native = native_decoder(self._weights.model) if compile else None

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
+from braidrl.cluster.event_loop import Runner, run_cancelled_by_interrupts
 from braidrl.data.rows import FinishReason, Uid
 from braidrl.engines.engine import Engine, EngineError, ServedEngine, T, WeightSource
-from braidrl.engines.event_loop import run_cancelled_by_interrupts
 from braidrl.engines.requests import Request, Response
 from braidrl.engines.routing.router import Router, StoredWeights
 from braidrl.weights.shared_file import SharedWeights
@@ -47,7 +47,7 @@ class EngineService:
         """
         self.engines, self._limit_s, self._store = list(engines), limit_s, store
         self.max_sequence_tokens = self.engines[0].max_sequence_tokens
-        self._runner = asyncio.Runner()
+        self._runner = Runner()
         self._router: Router | None = None
         try:
             self._router = run_cancelled_by_interrupts(self._runner, self._start())

@@ -235,7 +235,7 @@ class Generation:
         for reason, count in failures.items():
             words = f"{stage.name}: {failure_line(reason, count, played)}"
             sums.add(f"environment/failures/{reason}", count)
-            sums.note_failure(words)
+            sums.note_failure(words, count)
             self.progress.print(words)
         return self._named(stage, episode_columns(played, limits))
 

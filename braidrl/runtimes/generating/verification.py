@@ -4,6 +4,7 @@ engine ──finished rows──▶ EarlyChecks ──some at a time──▶ Ch
                                        verify stage ──▶ Checks.results ◀──┘
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 
@@ -22,6 +23,8 @@ from braidrl.observe.stalls import WORK
 from braidrl.rewards.verify import CheckFailure, Pending, RuleRewards
 
 Tell = Callable[[Rows, Mapping[str, Pending]], object]
+NOTED = 3
+"""Descriptions of failures that are kept of some rows: the commonest."""
 VERIFY_CHUNK = 8
 """Finished rows handed to the reward processes at once while others are still being generated."""
 
@@ -59,8 +62,8 @@ class Checks:
                     sums.add(f"reward/{name}", value)
                 failures = pending.failures()
                 sums.add("reward/failed_fraction", len({failure.row for failure in failures}), len(part))
-                for failure in failures[:1]:
-                    sums.note_failure(failure.words)
+                for words, count in Counter(failure.words for failure in failures).most_common(NOTED):
+                    sums.note_failure(words, count)
                 for failure in failures:
                     self._show_once(failure)
         checked = Rows.cat(parts)

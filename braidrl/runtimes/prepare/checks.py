@@ -25,6 +25,7 @@ from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.observe.trackers import TRACKERS, check_installed
 from braidrl.rewards.requirements import check_requirements
+from braidrl.rewards.verifier import resolve
 from braidrl.rewards.verifiers import VERIFIERS
 from braidrl.sandbox.sandbox import namespaces_allowed
 from braidrl.sandbox.untrusted import check_bubblewrap
@@ -72,6 +73,7 @@ def check_names(config: Config) -> None:
     sources = [*config.data.training_sources, *config.data.evaluation_sources.values()]
     for verifier in [*config.reward.verify, *(one for source in sources for one in source.verify or ())]:
         check_requirements(verifier.name, verifier.params, config.reward)
+        resolve(verifier.name, verifier.params)
     for tracker in config.trackers:
         TRACKERS.check(tracker.name)
         TRACKERS.check_settings(tracker.name, tracker.params)
@@ -379,5 +381,5 @@ def check_base(role: str, config: Config, lora: LoraConfig) -> None:
 def model_settings(model: Path) -> Mapping[str, Any]:
     """Return what a model's directory says of its sizes."""
     path = model.expanduser() / "config.json"
-    found: Mapping[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     return found

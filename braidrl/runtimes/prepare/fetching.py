@@ -7,10 +7,13 @@ from braidrl.config import Config, DataConfig, SourceConfig
 from braidrl.data.conversions import KNOWN
 from braidrl.errors import UserError
 from braidrl.hub import fetch, is_hub_name
+from braidrl.runtimes.prepare.run_flow import with_own_samples
 
 
 def with_fetched(config: Config, whole: bool = True) -> Config:
     """Return the configuration with the folders of the models and data that it names on a hub, fetched where they are not here.
+
+    A flow that trains on given responses has its own number of samples.
 
     A folder is one commit's, so that a run goes on with the same files whatever the name stands for later.
 
@@ -21,6 +24,7 @@ def with_fetched(config: Config, whole: bool = True) -> Config:
     Raises:
         UserError: One of them is not to be had.
     """
+    config = with_own_samples(config)
     roles = {
         role: own.model_copy(update={"model": model_here(own.model, f"roles.{role}.model", whole)})
         for role, own in config.roles.items()

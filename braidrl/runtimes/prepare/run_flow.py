@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from braidrl.agents.environments import check_environment
 from braidrl.agents.listening import key_of
 from braidrl.cluster.pools import Pool
@@ -23,6 +21,7 @@ from braidrl.flow.recipes import load_flow
 from braidrl.flow.signatures import needs_old
 from braidrl.flow.stages import make_stage
 from braidrl.training.role_settings import dtype_name, lora_of, merges_adapters, model_path
+from braidrl.yaml_text import read_yaml
 
 TRUNCATED = {"name": "truncated"}
 
@@ -86,15 +85,35 @@ def in_environment(flow: Flow, config: Config) -> Flow:
     return Flow(flow.name, stages)
 
 
+def given_responses(flow: Flow) -> int | None:
+    """Return how many responses the data give for each prompt that a flow trains on; None where it generates them."""
+    if "response" not in flow.needs_from_data() or any(stage.kind is Kind.GENERATE for stage in flow.stages):
+        return None
+    return 2 if flow.trains_on_pairs else 1
+
+
+def with_own_samples(config: Config) -> Config:
+    """Return the configuration with as many samples of a prompt as the data give responses, where it does not say how many."""
+    if "samples_per_prompt" in config.rollout.model_fields_set:
+        return config
+    defaults = {
+        "max_response_tokens": config.rollout.max_response_tokens,
+        "samples_per_prompt": config.rollout.samples_per_prompt,
+    }
+    needed = given_responses(load_flow(config.flow, config.algorithm, defaults))
+    if needed is None:
+        return config
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"samples_per_prompt": needed})})
+
+
 def check_given_responses(flow: Flow, config: Config) -> None:
     """Raise UserError where given responses would be trained on several times, or those of a pair torn apart."""
     samples, rows = config.rollout.samples_per_prompt, config.trainer.rows_per_update
-    if "response" not in flow.needs_from_data() or any(stage.kind is Kind.GENERATE for stage in flow.stages):
+    needed = given_responses(flow)
+    if needed is None:
         return
-    needed, what = (
-        (2, "pairs of given responses") if flow.trains_on_pairs else (1, "the response given for each prompt")
-    )
     if samples != needed:
+        what = "pairs of given responses" if flow.trains_on_pairs else "the response given for each prompt"
         raise UserError(
             f"{flow.name} trains on {what} and rollout.samples_per_prompt is {samples}; "
             f"write rollout.samples_per_prompt={needed}"
@@ -183,7 +202,7 @@ def flow_by_name(name: str, overrides: Sequence[str]) -> Flow:
     `overrides` are those of a configuration for a file, else the recipe's parameters.
     """
     path = Path(name)
-    if path.suffix in (".yaml", ".yml") and path.is_file() and "stages" not in (yaml.safe_load(path.read_text()) or {}):
+    if path.suffix in (".yaml", ".yml") and path.is_file() and "stages" not in (read_yaml(path) or {}):
         return build_flow(load_config(path, overrides))
     params: dict[str, Any] = {}
     for override in overrides:

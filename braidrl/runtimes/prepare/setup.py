@@ -2,7 +2,7 @@
 
 import inspect
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -36,10 +36,18 @@ from braidrl.runtimes.prepare.checks import (
     check_roles,
     model_settings,
 )
-from braidrl.runtimes.prepare.run_flow import build_flow, check_copies, evaluation_flow
+from braidrl.runtimes.prepare.run_flow import build_flow, check_copies, evaluation_flow, with_own_samples
 from braidrl.runtimes.row_store import RowStore
 from braidrl.training.loading import check_model, check_scorer, load_tokenizer
 from braidrl.training.role_settings import backend_of, model_path, own_tokenizer, usual_max_tokens
+
+Check = Callable[[Callable[[], Any]], Any]
+"""What runs a check: at once, or noting its UserError so that the next ones run too."""
+
+
+def at_once(check: Callable[[], Any]) -> Any:
+    """Run a check, which raises UserError."""
+    return check()
 
 
 @dataclass(frozen=True)
@@ -53,23 +61,26 @@ class Prepared:
     sources: list[LoadedSource] = field(default_factory=list)
     eval_sources: dict[str, LoadedSource] = field(default_factory=dict)
     texts: LoadedSource | None = None
+    check: Check = field(default=at_once, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Raise UserError for parts that do not fit together."""
-        config, held_out = self.config, list(self.eval_sources.values())
-        check_names(config)
-        check_dtypes(config, self.flow.roles)
-        check_backends(config, self.flow)
-        check_layouts(config, self.flow, self.flow.roles)
-        check_divided_engines(config, [*self.flow.stages, *self._evaluated])
-        check_adapters(config, self.flow)
-        check_handles(config, self.flow)
-        check_roles(config, {*self.flow.roles, *self.evaluation.roles}, self.flow.name)
+        config, held_out, check = self.config, list(self.eval_sources.values()), self.check
+        check(lambda: check_names(config))
+        check(lambda: check_dtypes(config, self.flow.roles))
+        check(lambda: check_backends(config, self.flow))
+        check(lambda: check_layouts(config, self.flow, self.flow.roles))
+        check(lambda: check_divided_engines(config, [*self.flow.stages, *self._evaluated]))
+        check(lambda: check_adapters(config, self.flow))
+        check(lambda: check_handles(config, self.flow))
+        check(lambda: check_roles(config, {*self.flow.roles, *self.evaluation.roles}, self.flow.name))
         if self.sources and any(stage.type == "verify" for stage in self.flow.stages):
-            check_answers(config, self.sources, config.data.training_sources)
+            check(lambda: check_answers(config, self.sources, config.data.training_sources))
         if held_out and any(stage.type == "verify" for stage in self.evaluation.stages):
-            check_answers(config, held_out, list(config.data.evaluation_sources.values()))
-        check_lengths(config, self.flow, self.sources, held_out)
+            check(lambda: check_answers(config, held_out, list(config.data.evaluation_sources.values())))
+        check(lambda: check_lengths(config, self.flow, self.sources, held_out))
+        texts = [self.texts] if self.texts else []
+        check(lambda: check_vocabulary(config, self.roles(), self.tokenizer, [*self.sources, *held_out, *texts]))
 
     @property
     def _evaluated(self) -> tuple[Stage, ...]:
@@ -82,8 +93,8 @@ class Prepared:
         return tuple(dict.fromkeys(s.role for s in stages if s.type == "generate" and s.role))
 
     def roles(self, train: bool = True) -> tuple[str, ...]:
-        """Return the roles that need a model: in training those of the flow too."""
-        return tuple(dict.fromkeys([*(self.flow.roles if train else ()), *self.generating]))
+        """Return the roles that need a model: in training those of the flow, else those of evaluation."""
+        return tuple(dict.fromkeys([*(self.flow if train else self.evaluation).roles, *self.generating]))
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -142,26 +153,29 @@ def prepare_together(config: Config, world: World, train: bool = True) -> Prepar
     return prepare(config, train, kept)
 
 
-def prepare(config: Config, train: bool = True, kept: Mapping[str, Any] | None = None) -> Prepared:
+def prepare(
+    config: Config, train: bool = True, kept: Mapping[str, Any] | None = None, check: Check = at_once
+) -> Prepared:
     """Raise UserError for the first thing that could not run; without `train` only evaluation data is read.
 
     `kept` says of the sources of `train` and `eval` which examples another process has kept of them, and of `texts`.
     """
-    return with_data(without_data(config, train), train, kept)
+    return with_data(without_data(config, train, check), train, kept)
 
 
-def without_data(config: Config, train: bool = True) -> Prepared:
+def without_data(config: Config, train: bool = True, check: Check = at_once) -> Prepared:
     """Return what `prepare` does before it reads any data; without `train` the models of evaluation alone are looked at."""
+    config = with_own_samples(config)
     flow = build_flow(config)
     if config.runtime == "distributed":
         # One model is active at a time, and every rank switches at the same places.
         flow = Flow(flow.name, serial_chain(flow))
     evaluation = evaluation_flow(config, flow)
     tokenizer = load_tokenizer(config.model)
-    check_models(config, flow if train else evaluation, tokenizer)
+    check(lambda: check_models(config, flow if train else evaluation, tokenizer))
     if "ptx_tokens" not in flow.needs_from_data() and train and config.data.ptx is not None:
         raise UserError("data.ptx is set, but no stage of the flow reads it; remove it, or set the recipe's ptx_coef")
-    prepared = Prepared(config, flow, evaluation, tokenizer)
+    prepared = Prepared(config, flow, evaluation, tokenizer, check=check)
     if config.runtime == "hybrid":
         pools = place(config.placement, prepared.roles(), prepared.generating, config.workers)
         check_copies(flow, pools)
@@ -192,8 +206,11 @@ def with_data(
     reads_texts = train and "ptx_tokens" in needed
     return replace(
         prepared,
-        sources=load(config.data, tokenizer, kept=known.get("train")) if train else [],
-        eval_sources=load_eval(config.data, tokenizer, pairs=pairs, kept=known.get("eval"), readers=readers),
+        sources=prepared.check(lambda: load(config.data, tokenizer, kept=known.get("train"))) or [] if train else [],
+        eval_sources=prepared.check(
+            lambda: load_eval(config.data, tokenizer, pairs=pairs, kept=known.get("eval"), readers=readers)
+        )
+        or {},
         texts=load_texts(config.data, tokenizer, known.get("texts"), readers) if reads_texts else None,
     )
 
@@ -283,6 +300,54 @@ def check_lengths(config: Config, flow: Flow, train: Sequence[LoadedSource], hel
             f"rows may have {needed} tokens, prompt and response together, and {config.model} has max_position_embeddings "
             f"{positions}; lower data.max_prompt_tokens or rollout.max_response_tokens"
         )
+
+
+def embeddings_exceeded(config: Config, roles: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """Return the sizes of the embeddings of models that have fewer tokens than the tokenizer, by role."""
+    found = {}
+    for role in roles:
+        settings = model_settings(model_path(role, config))
+        size = settings.get("vocab_size") or settings.get("text_config", {}).get("vocab_size")
+        if size is not None and size < len(tokenizer):
+            found[role] = int(size)
+    return found
+
+
+def check_vocabulary(
+    config: Config, roles: Iterable[str], tokenizer: PreTrainedTokenizerBase, sources: Sequence[LoadedSource]
+) -> None:
+    """Raise UserError, with its line, for the first example with a token that a model has no embedding of."""
+    exceeded = embeddings_exceeded(config, roles, tokenizer)
+    if not exceeded:
+        return
+    size, role = min((size, role) for role, size in exceeded.items())
+    end = tokenizer.eos_token_id
+    sizes = (
+        f"the tokenizer has {len(tokenizer)} tokens and the embedding of {role}, {model_path(role, config)}, has {size}"
+    )
+    remedy = "resize the embedding (`model.resize_token_embeddings`), or use the model's own tokenizer"
+    if end is not None and end >= size:
+        raise UserError(f"{sizes}: the end of sequence, token {end}, is beyond it; {remedy}")
+    for source in sources:
+        if not source.longest_prompt:
+            continue  # another process has tokenised it
+        for number in range(len(source)):
+            parts = (source.prompt(number), source.response(number), source.rejected_response(number))
+            highest = max(int(part.max()) for part in parts if part is not None and len(part))
+            if highest >= size:
+                where = place_of(source.path, source.examples[number].line)
+                word = tokenizer.convert_ids_to_tokens(highest)
+                raise UserError(f"{where}: {sizes}: token {highest}, {word!r}, is beyond it; {remedy}")
+
+
+def vocabulary_lines(prepared: Prepared) -> list[str]:
+    """Return a line for each role whose model lacks embeddings of tokens that texts of an environment or a user may still have."""
+    found = embeddings_exceeded(prepared.config, prepared.roles(), prepared.tokenizer)
+    return [
+        f"the tokenizer has {len(prepared.tokenizer)} tokens and the embedding of {role} has {size}: none beyond it is in the data, and a "
+        "later text with one ends the run"
+        for role, size in found.items()
+    ]
 
 
 def longest(sources: Sequence[LoadedSource], added: int) -> int:

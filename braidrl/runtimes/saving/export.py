@@ -9,13 +9,13 @@ from braidrl.runtimes.saving.folders import latest_checkpoint, whole_folder
 from braidrl.training.roles.checkpoint import OPTIMIZER, PARTS, describe_worker
 
 
-def export_model(run: Path, folder: Path, role: str = "actor") -> str:
+def export_model(run: Path, folder: Path, role: str | None = None) -> str:
     """Copy a trained model out of a run.
 
     Args:
         run: The run's folder, whose latest checkpoint is taken, or a checkpoint's.
         folder: Where the Hugging Face directory is made; it must not exist.
-        role: Whose model.
+        role: Whose model; by default the actor's, or that of the only role.
 
     Returns:
         A line that says what was copied.
@@ -29,10 +29,11 @@ def export_model(run: Path, folder: Path, role: str = "actor") -> str:
     trouble = checkpoint_damage(checkpoint)
     if trouble:
         raise UserError(f"{checkpoint}: {trouble}; nothing was exported, name another checkpoint's folder")
+    roles = sorted(path.name for path in checkpoint.iterdir() if path.is_dir())
+    role = role or (roles[0] if len(roles) == 1 else "actor")
     source = checkpoint / role
-    if not source.is_dir():
-        roles = sorted(path.name for path in checkpoint.iterdir() if path.is_dir())
-        raise UserError(f"{checkpoint} holds no role {role!r}, only {', '.join(roles)}")
+    if role not in roles:
+        raise UserError(f"{checkpoint} holds no role {role!r}, only {', '.join(roles)}; name one by --role")
     if folder.exists():
         raise UserError(f"{folder} exists; nothing was overwritten")
     with whole_folder(folder) as partial:

@@ -15,7 +15,6 @@ from typing import Any
 import yaml
 from pydantic import BaseModel
 
-from braidrl.agents.environments import AGENT
 from braidrl.config import Config, parse_config
 from braidrl.config.reading import apply_override
 from braidrl.errors import UserError, first_line, no_room
@@ -28,6 +27,7 @@ MAY_CHANGE = (
     "trainer.activation_checkpointing", "trainer.layout", "trainer.inference_layout", "trainer.resident_gib", "trainer.learning_rate",
     "trainer.max_staleness", "trainer.skip_bad_updates", "rollout.engine", "rollout.engines", "rollout.servers", "rollout.slots",
     "rollout.tensor", "rollout.pipeline", "rollout.grouping", "rollout.vllm", "reward.processes", "reward.timeout_s", "reward.max_abs",
+    "reward.max_failed_fraction", "reward.max_failed_steps",
     "reward.sandbox", "rollout.environment.sandbox",
 )  # fmt: skip
 """Keys, or sections, that a resumed run may have other values of: the rest belongs to what it has learned so far."""
@@ -38,7 +38,8 @@ ENDING_S = 3.0
 def write_config(folder: Path, config: Config) -> None:
     """Write the resolved configuration of a run, whole or not at all."""
     path = folder / "config.yaml"
-    partial_path(path).write_text(yaml.safe_dump(absolute(config).model_dump(mode="json"), sort_keys=False))
+    text = yaml.safe_dump(absolute(config).model_dump(mode="json"), sort_keys=False)
+    partial_path(path).write_text(text, encoding="utf-8")
     partial_path(path).replace(path)
 
 
@@ -98,8 +99,6 @@ def absolute(value: Any) -> Any:
 
 def absolute_name(name: str) -> str:
     """Return the name of a flow's file, or of a function in a file, from this folder; any other text as it is."""
-    if name.startswith(AGENT):
-        return AGENT + absolute_name(name.removeprefix(AGENT))
     if name.endswith((".yaml", ".yml")) and Path(name).is_file():
         return str(Path(name).absolute())
     return relative_to(Path.cwd(), name)
@@ -239,7 +238,7 @@ def sync(path: Path) -> None:
 def write_whole(path: Path, text: str) -> None:
     """Replace a small file in one move."""
     partial = partial_path(path)
-    partial.write_text(text)
+    partial.write_text(text, encoding="utf-8")
     sync(partial)
     partial.replace(path)
 

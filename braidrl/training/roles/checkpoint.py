@@ -23,7 +23,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from transformers import AutoTokenizer
 
 from braidrl.cluster.process_groups import background_group
 from braidrl.errors import UserError
@@ -40,6 +39,7 @@ from braidrl.training.lora import (
 )
 from braidrl.training.optimizer import MasterOptimizer
 from braidrl.training.roles.model import RoleModel
+from braidrl.training.side_files import save_weights
 from braidrl.weights.shards import as_dtensor, full_tensor, local_shard, shard_of
 from braidrl.weights.tensor_reader import TensorReader
 from braidrl.weights.weight_files import WeightFiles, shapes_in
@@ -99,8 +99,10 @@ def write_model(worker: RoleModel, folder: Path, weights: dict[str, Tensor], ada
     folder.mkdir(parents=True, exist_ok=True)
     if worker.lora:
         save_adapters(folder / ADAPTER, worker.lora, adapters, worker.path)
-    worker.model.save_pretrained(folder, state_dict=weights)
-    AutoTokenizer.from_pretrained(worker.path, local_files_only=True).save_pretrained(folder)
+    save_weights(worker.model, folder, weights)
+    for name, content in worker.side_files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
 
 
 def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -256,6 +258,6 @@ def another_model(worker: RoleModel, folder: Path) -> UserError:
 
 def describe_worker(folder: Path) -> str:
     """Describe a saved model in one line: its architecture and size on disk."""
-    architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+    architecture = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"][0]
     size = sum(file.stat().st_size for file in folder.glob("*.safetensors") if file.name != OPTIMIZER)
     return f"{architecture}, {size / 2**20:.1f} MiB of weights"

@@ -4,6 +4,7 @@ folder ──read──▶ model ──adapters──▶ sharded ──▶ optim
 """
 
 from abc import ABC, abstractmethod
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from braidrl.training.role_settings import (
     merges_adapters,
     model_path,
 )
+from braidrl.training.side_files import side_files
 from braidrl.weights.shards import shapes_of
 from braidrl.weights.weight_files import ParameterReader, WeightFiles
 
@@ -85,6 +87,8 @@ class RoleModel(ABC):
                 self.optimizer.read_masters(names, WeightFiles(self.path))
             if checkpoints_activations(role, config):
                 self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            if not dist.is_initialized() or dist.get_rank() == 0:  # the rank that writes them
+                _ = self.side_files
         self.background: dist.ProcessGroup | None = None
         """The group of ranks that write a checkpoint while they train."""
         self.offloadable = {"weights": OffloadableTensors(self._weights)}
@@ -95,6 +99,11 @@ class RoleModel(ABC):
     def _weights(self) -> list[Tensor]:
         self.ranks.reshard(self.model)
         return list(self.model.parameters())
+
+    @cached_property
+    def side_files(self) -> dict[str, bytes]:
+        """Return the files beside the weights in a checkpoint, by name."""
+        return side_files(self.model, self.path)
 
     @property
     def has_full_weights(self) -> bool:

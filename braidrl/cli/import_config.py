@@ -1,0 +1,409 @@
+"""`braid import-config verl.yaml`: a configuration of verl as one of Braid, and a line for each key that has no counterpart.
+
+verl.yaml ──keys──▶ verl_keys.yaml: key of Braid, rule ──▶ braid.yaml, checked        keys left over ──▶ a line each
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from braidrl.config import DataConfig, parse_config
+from braidrl.errors import UserError
+from braidrl.yaml_text import read_yaml
+
+KEYS = Path(__file__).with_name("verl_keys.yaml")
+ACTOR, ROLLOUT, REWARD = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "reward"
+UNSET = ("", "???", -1)
+"""What verl's configuration has where a value is to be given, or follows from another."""
+FLOWS = {
+    "grpo": "grpo", "gae": "ppo", "rloo": "rloo", "remax": "remax", "reinforce_plus_plus": "reinforce_plus_plus",
+    "grpo_passk": "grpo",
+}  # fmt: skip
+ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+HAVE_KL_IN_REWARD = ("ppo", "rloo", "reinforce_plus_plus")
+CLIPPED = ("grpo", "dapo", "ppo")
+
+
+@dataclass
+class Imported:
+    """A configuration of verl by its dotted keys, and what it becomes."""
+
+    given: Mapping[str, Any]
+    made: dict[str, Any] = field(default_factory=dict)
+    """Dotted keys of Braid."""
+    left: dict[str, str] = field(default_factory=dict)
+    """Keys without a counterpart, and what is to be done."""
+
+    @property
+    def flow(self) -> str:
+        """Return the recipe."""
+        named = str(self.given.get("algorithm.adv_estimator", "gae")).rpartition(".")[2].lower()
+        dynamic = self.given.get("algorithm.filter_groups.enable") or "dapo" in (
+            self.given.get("reward_model.reward_manager"), self.given.get("reward.reward_manager.name"),
+        )  # fmt: skip
+        return "dapo" if dynamic and named == "grpo" else FLOWS.get(named, "grpo")
+
+    def number(self, key: str, default: int = 1) -> int:
+        """Return a whole number of verl's configuration."""
+        return int(self.given.get(key) or default)
+
+
+Rule = Callable[[Imported, str, Any, str], None]
+"""Given the import, verl's key and value, and the row's key of Braid."""
+
+
+def copied(one: Imported, key: str, value: Any, to: str) -> None:
+    one.made[to] = value
+
+
+def given(one: Imported, key: str, value: Any, to: str) -> None:
+    """Copy what is set; -1 and nothing stand for a default."""
+    if value not in UNSET:
+        one.made[to] = value
+
+
+def every(one: Imported, key: str, value: Any, to: str) -> None:
+    one.made[to] = max(0, int(value))
+
+
+def positive(one: Imported, key: str, value: Any, to: str) -> None:
+    if int(value) > 0:
+        one.made[to] = int(value)
+
+
+def flow(one: Imported, key: str, value: Any, to: str) -> None:
+    one.made["flow"] = one.flow
+    named = str(value).rpartition(".")[2].lower()
+    if key == "algorithm.adv_estimator" and named not in FLOWS:
+        one.left[key] = f"no recipe is called {named}; see `braid list recipes` and `braid list advantages`"
+
+
+def of_flow(*flows: str) -> Rule:
+    """Return a rule that copies where the recipe has the parameter."""
+
+    def rule(one: Imported, key: str, value: Any, to: str) -> None:
+        if one.flow in flows:
+            one.made[to] = value
+
+    return rule
+
+
+def kl(one: Imported, key: str, value: Any, to: str) -> None:
+    """Set the coefficient and estimator of the term that is on: in the reward, in the loss, or none."""
+    in_reward, in_loss = one.given.get("algorithm.use_kl_in_reward"), one.given.get(f"{ACTOR}.use_kl_loss")
+    if one.flow == "dapo":
+        if in_loss or in_reward:
+            one.left[key] = "dapo has no KL term; grpo has"
+        return
+    coefficient, estimator = 0.0, None
+    if in_loss and one.flow == "grpo":
+        coefficient, estimator = (
+            one.given.get(f"{ACTOR}.kl_loss_coef", 0.001),
+            one.given.get(f"{ACTOR}.kl_loss_type", "low_var_kl"),
+        )
+    elif in_reward and one.flow in HAVE_KL_IN_REWARD:
+        coefficient, estimator = (
+            one.given.get("algorithm.kl_ctrl.kl_coef", 0.001),
+            one.given.get("algorithm.kl_penalty", "kl"),
+        )
+        if one.given.get("algorithm.kl_ctrl.type") == "adaptive" and one.flow == "ppo":
+            one.made["algorithm.kl_target"] = one.given.get("algorithm.kl_ctrl.target_kl", 0.1)
+    elif in_loss or in_reward:
+        one.left[key] = (
+            f"{one.flow} has its KL term {'in the reward' if one.flow in HAVE_KL_IN_REWARD else 'in the loss'}"
+        )
+    one.made["algorithm.kl_coef"] = float(coefficient)
+    if estimator is not None:
+        known = ESTIMATORS.get(str(estimator).rstrip("+"))
+        if known is None:
+            one.left[key] = f"no estimator is called {estimator}; see `braid list kl-estimators`"
+        else:
+            one.made["algorithm.kl_estimator"] = known
+
+
+def clip(one: Imported, key: str, value: Any, to: str) -> None:
+    if one.flow not in CLIPPED:
+        return
+    both = one.given.get(f"{ACTOR}.clip_ratio", 0.2)
+    one.made["algorithm.clip_low"] = one.given.get(f"{ACTOR}.clip_ratio_low", both)
+    one.made["algorithm.clip_high"] = one.given.get(f"{ACTOR}.clip_ratio_high", both)
+
+
+def loss(one: Imported, key: str, value: Any, to: str) -> None:
+    if value != "vanilla":
+        one.left[key] = f"algorithm.loss, where `braid list losses` has one like {value}"
+
+
+def rows(one: Imported, key: str, value: Any, to: str) -> None:
+    one.made[to] = int(value) * one.number(f"{ROLLOUT}.n")
+
+
+def correction(one: Imported, key: str, value: Any, to: str) -> None:
+    if one.given.get("algorithm.rollout_correction.rollout_is"):
+        one.made[to] = {
+            "name": "truncated",
+            "cap": float(one.given.get("algorithm.rollout_correction.rollout_is_threshold", 2.0)),
+        }
+
+
+def bypass(one: Imported, key: str, value: Any, to: str) -> None:
+    if value:
+        one.made[to] = "rollout"
+
+
+def eval_sets(one: Imported, key: str, value: Any, to: str) -> None:
+    paths = value if isinstance(value, list) else [value]
+    names = [Path(str(path)).stem for path in paths]
+    unique = len(set(names)) == len(names)
+    one.made[to] = {
+        name if unique else f"{name}_{number}": str(path)
+        for number, (name, path) in enumerate(zip(names, paths, strict=True))
+    }
+
+
+def of_source(one: Imported, key: str, value: Any, to: str) -> None:
+    """Set a key of every source of `data.train`."""
+    field_name = to.rpartition(".")[2]
+    if value in (*UNSET, "prompt"):
+        return
+    paths = one.given.get("data.train_files")
+    known = one.made.get("data.train", paths)
+    listed = known if isinstance(known, list) else [known]
+    one.made["data.train"] = [
+        {**(entry if isinstance(entry, dict) else {"path": entry}), field_name: value} for entry in listed
+    ]
+
+
+def lora(one: Imported, key: str, value: Any, to: str) -> None:
+    rank = one.number("actor_rollout_ref.model.lora_rank", 0)
+    if rank:
+        one.made[to] = {"rank": rank, "alpha": float(one.given.get("actor_rollout_ref.model.lora_alpha", 16))}
+        targets = one.given.get("actor_rollout_ref.model.target_modules", "all-linear")
+        if isinstance(targets, list):
+            one.made[to]["targets"] = targets
+
+
+def schedule(one: Imported, key: str, value: Any, to: str) -> None:
+    if value in ("constant", "linear", "cosine"):
+        one.made[to] = value
+    else:
+        one.left[key] = "trainer.schedule is constant, linear or cosine"
+
+
+def optimizer(one: Imported, key: str, value: Any, to: str) -> None:
+    known = {"adamw": "adamw", "adamw8bit": "adamw8bit", "sgd": "sgd"}.get(str(value).lower())
+    one.made[to] = known or f"torch.optim:{value}"
+
+
+def layout(axis: str) -> Rule:
+    """Return a rule that sets an axis of the trainer's layout."""
+
+    def rule(one: Imported, key: str, value: Any, to: str) -> None:
+        if int(value) > 1:
+            one.made.setdefault(to, {})[axis] = int(value)
+
+    return rule
+
+
+def shard(one: Imported, key: str, value: Any, to: str) -> None:
+    if str(value).startswith("fsdp") and one.number("trainer.n_gpus_per_node", 8) * one.number("trainer.nnodes") > 1:
+        one.made.setdefault(to, {})["shard"] = "full"
+
+
+def dtype(one: Imported, key: str, value: Any, to: str) -> None:
+    known = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}.get(str(value))
+    if known is None:
+        one.left[key] = f"{to} is bfloat16 or float32"
+    elif not (to == "dtype" and known == "bfloat16"):  # the default on CUDA
+        one.made[to] = known
+
+
+def engine(one: Imported, key: str, value: Any, to: str) -> None:
+    if value == "vllm":
+        one.made[to] = "vllm"
+    elif value not in ("hf", *UNSET):
+        one.left[key] = (
+            f"start servers of {value} and write rollout.engine=http, rollout.servers={{urls: [...], dialect: {value}}}"
+        )
+
+
+def vllm(one: Imported, key: str, value: Any, to: str) -> None:
+    if one.given.get(f"{ROLLOUT}.name") == "vllm" and not (to.endswith("parallel_size") and int(value) == 1):
+        one.made[to] = value
+
+
+def vllm_more(one: Imported, key: str, value: Any, to: str) -> None:
+    for name, setting in (value or {}).items():
+        one.made[f"{to}.{name}"] = setting
+
+
+def greedy(one: Imported, key: str, value: Any, to: str) -> None:
+    if not value:
+        one.made[to] = 0.0
+
+
+def tool_format(one: Imported, key: str, value: Any, to: str) -> None:
+    if one.given.get(f"{ROLLOUT}.multi_turn.enable") and value in ("hermes", "llama", "mistral", "deepseek", "glm"):
+        one.made[to] = value
+
+
+def verify(one: Imported, key: str, value: Any, to: str) -> None:
+    for section in (REWARD, ""):
+        prefix = f"{section}.custom_reward_function" if section else "custom_reward_function"
+        if path := one.given.get(f"{prefix}.path"):
+            function = one.given.get(f"{prefix}.name") or "compute_score"
+            one.made["reward.verify"] = f"{path}:{function}"
+            one.left[f"{prefix}.path"] = (
+                f"rename the parameters of {function}: data_source to source, solution_str to response, ground_truth to answer, "
+                "extra_info to metadata"
+            )
+
+
+def reward_model(one: Imported, key: str, value: Any, to: str) -> None:
+    path = one.given.get("reward.reward_model.model_path") or one.given.get("reward_model.model.path")
+    if path and (one.given.get("reward.reward_model.enable") or one.given.get("reward_model.enable")):
+        one.made |= {"algorithm.reward": "score", "roles.reward.model": path}
+    elif one.flow == "ppo":
+        one.made["algorithm.reward"] = "verify"
+
+
+def workers(one: Imported, key: str, value: Any, to: str) -> None:
+    devices = one.number("trainer.n_gpus_per_node", 8) * one.number("trainer.nnodes")
+    if devices > 1:
+        one.made |= {"workers": devices}
+        one.made.setdefault("runtime", "hybrid")
+
+
+def trackers(one: Imported, key: str, value: Any, to: str) -> None:
+    names = value if isinstance(value, list) else [value]
+    known = [name for name in names if name in ("wandb", "swanlab", "mlflow", "tensorboard", "trackio")]
+    one.made[to] = known
+    if unknown := [name for name in names if name not in (*known, "console", "file")]:
+        one.left[key] = f"no tracker is called {', '.join(unknown)}; see `braid list trackers`"
+
+
+def runtime(one: Imported, key: str, value: Any, to: str) -> None:
+    if value == "separate_async":
+        one.made[to] = "streaming"
+
+
+def staleness(one: Imported, key: str, value: Any, to: str) -> None:
+    if one.given.get("trainer.v1.trainer_mode") == "separate_async":
+        one.made[to] = int(value)
+
+
+def template(one: Imported, key: str, value: Any, to: str) -> None:
+    if value and "template" in DataConfig.model_fields:
+        one.made[to] = value
+    elif value:
+        one.left[key] = "put them into the tokenizer's chat template"
+
+
+RULES: dict[str, Rule] = {
+    "flow": flow, "of_ppo": of_flow("ppo"), "of_grpo": of_flow("grpo"), "overlong": of_flow("dapo"),
+    "critic": of_flow("ppo"), "dual_clip": of_flow(*CLIPPED), "kl": kl, "clip": clip, "loss": loss, "rows": rows, "correction": correction,
+    "bypass": bypass, "eval_sets": eval_sets, "field_name": of_source, "first": of_source, "lora": lora, "schedule": schedule,
+    "optimizer": optimizer, "tensor": layout("tensor"), "pipeline": layout("pipeline"), "sequence": layout("sequence"), "shard": shard,
+    "dtype": dtype, "engine": engine, "vllm": vllm, "vllm_more": vllm_more, "greedy": greedy, "tool_format": tool_format,
+    "verify": verify, "reward_model": reward_model, "workers": workers, "trackers": trackers, "runtime": runtime, "staleness": staleness,
+    "given": given, "every": every, "positive": positive, "top_k": every, "template": template,
+    "reference": lambda one, key, value, to: given(one, key, value, to) if one.made.get("algorithm.kl_coef") else None,
+    "device": lambda one, key, value, to: copied(one, key, value, to) if value in ("cuda", "cpu") else None,
+}  # fmt: skip
+
+
+def import_config(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the nested keys of a Braid configuration, and verl's keys without a counterpart with what is to be done.
+
+    Args:
+        path: A YAML file of verl: its whole configuration, or the keys that are set, nested or dotted.
+
+    Raises:
+        UserError: It is not YAML, or has no key of verl.
+    """
+    if not path.is_file():
+        raise UserError(f"no configuration file {path}")
+    tree = read_yaml(path)
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} must hold keys and values of verl, as in `algorithm: {{adv_estimator: grpo}}`")
+    table: dict[str, dict[str, Any]] = read_yaml(KEYS)
+    defaults = {key: row["default"] for key, row in table.items() if "default" in row}
+    known = {**defaults, **{key: value for key, value in flat(tree) if is_set(value)}}
+    one = Imported(known, {"flow": Imported(known).flow})
+    for key, value in known.items():
+        row = row_of(key, table)
+        if row is None:
+            one.left[key] = "verl's own configuration has no such key; see docs/coming-from-verl.md"
+        elif "rule" in row or "to" in row:
+            RULES[row.get("rule", "")](one, key, value, row.get("to", "")) if "rule" in row else copied(
+                one, key, value, row["to"]
+            )
+        elif row.get("note") == "no counterpart" and value not in (False, 0):
+            one.left[key] = "no counterpart"
+    if one.flow == "ppo":
+        reward_model(one, "", None, "")
+    one.made = {
+        key: value for key, value in one.made.items() if not key.startswith("roles.critic") or one.flow == "ppo"
+    }
+    if "model" not in one.made:
+        raise UserError(
+            f"{path} names no model, as in `actor_rollout_ref: {{model: {{path: Qwen/Qwen3-4B}}}}`; is it one of verl?"
+        )
+    if "trainer.steps" not in one.made:
+        one.left.setdefault(
+            "trainer.total_training_steps", "write trainer.steps: verl counts epochs where it is not set"
+        )
+    nested: dict[str, Any] = {}
+    for key, value in one.made.items():
+        place = nested
+        *sections, last = key.split(".")
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[last] = value
+    return nested, one.left
+
+
+def row_of(key: str, table: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the row of a key: its own, else the first pattern that it fits."""
+    if key in table:
+        return table[key]
+    if key.endswith("_target_"):
+        return {}
+    return next((row for pattern, row in table.items() if "*" in pattern and fnmatchcase(key, pattern)), None)
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted keys and values; `+key` is Hydra's way to add one."""
+    for name, value in tree.items():
+        key = f"{prefix}.{str(name).lstrip('+')}" if prefix else str(name).lstrip("+")
+        whole = key.endswith(("engine_kwargs.vllm", "apply_chat_template_kwargs", "override_config"))
+        if isinstance(value, dict) and value and not whole:
+            yield from flat(value, key)
+        else:
+            yield key, value
+
+
+def is_set(value: Any) -> bool:
+    """Return whether a value is one, and not a reference to another key, or nothing."""
+    return (
+        value is not None and value != "???" and value != {} and not (isinstance(value, str) and value.startswith("${"))
+    )
+
+
+def write_imported(path: Path, target: Path) -> Iterator[str]:
+    """Write a configuration of verl as one of Braid, and yield what is to be said of it. Raises UserError where it exists."""
+    if target.exists():
+        raise UserError(f"{target} exists; nothing was overwritten")
+    tree, left = import_config(path)
+    target.write_text(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    yield f"{target}: {len(list(flat(tree)))} keys; check it with `braid train {target} --dry-run`"
+    for key, what in left.items():
+        yield f"{key}: {what}"
+    try:
+        parse_config(tree)
+    except UserError as error:
+        yield f"to be mended in {target}: {error}"

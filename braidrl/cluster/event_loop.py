@@ -1,0 +1,113 @@
+"""Coroutines for plain callers, also inside of a running event loop, as in notebooks and asynchronous servers.
+
+Ctrl-C cancels what is under way, and is raised when that has ended: an exception raised in the midst of a loop would leave its tasks
+behind, which Python reports with their tracebacks.
+"""
+
+import asyncio
+import contextvars
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class Runner(asyncio.Runner):
+    """A runner that also works where an event loop runs in the caller's thread: coroutines then run in a thread of their own."""
+
+    def __init__(self) -> None:
+        # With a factory, the caller's own event loop stays the thread's current one.
+        super().__init__(loop_factory=asyncio.new_event_loop)
+
+    def run(self, coro: Coroutine[Any, Any, T], *, context: contextvars.Context | None = None) -> T:
+        return outside_of_loops(partial(super().run, coro, context=context))
+
+    def close(self) -> None:
+        outside_of_loops(super().close)
+
+
+def outside_of_loops(work: Callable[[], T]) -> T:
+    """Return what `work` returns, called in a thread of its own where an event loop runs in this one."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return work()
+
+    def in_the_callers_modes() -> T:
+        with torch.set_grad_enabled(gradients), torch.inference_mode(inference):
+            return work()
+
+    gradients, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(contextvars.copy_context().run, in_the_callers_modes).result()
+
+
+def run_cancelled_by_interrupts(runner: asyncio.Runner, work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end.
+
+    Args:
+        runner: Whose loop runs it.
+        work: The coroutine.
+
+    Returns:
+        What the coroutine returns.
+
+    Raises:
+        KeyboardInterrupt: The process's own handler of SIGINT or SIGTERM raised it; a second one does not wait for the end.
+    """
+    interrupts, running = list[int](), list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]]()
+
+    async def cancellable() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        running.append((asyncio.get_running_loop(), task))
+        return await work
+
+    def cancel(number: int) -> None:
+        interrupts.append(number)
+        if len(interrupts) > 1 or not running:
+            raise KeyboardInterrupt
+        loop, task = running[0]
+        loop.call_soon_threadsafe(task.cancel)
+
+    try:
+        with interrupts_passed_to(cancel):
+            result = runner.run(cancellable())
+    except BaseException:
+        if interrupts:
+            raise KeyboardInterrupt from None
+        raise
+    if interrupts:  # it came when all was done
+        raise KeyboardInterrupt
+    return result
+
+
+@contextmanager
+def interrupts_passed_to(cancel: Callable[[int], None]) -> Iterator[None]:
+    """Call `cancel` with the signal's number inside, where this process's own handler of SIGINT or SIGTERM raises KeyboardInterrupt."""
+    own: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        try:
+            own[number](number, frame)
+        except KeyboardInterrupt:
+            cancel(number)
+
+    handled = [number for number in own if callable(own[number])]
+    if threading.current_thread() is not threading.main_thread():
+        handled = []
+    for number in handled:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number in handled:
+            signal.signal(number, own[number])

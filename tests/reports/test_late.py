@@ -1,0 +1,146 @@
+"""What a run touches late is tried before its first step, and a checkpoint does not fail over a file beside the weights.
+
+| touched late                                   | tried early by                                                   |
+|------------------------------------------------|------------------------------------------------------------------|
+| generation_config.json, tokenizer, config.json | `side_files`, when a trained model is loaded                     |
+| the model's own folder, moved since            | the same: a checkpoint reads nothing from it                     |
+| report.html, its template and packages         | an empty report before the first step                            |
+| trackers and their folders                     | opened before the first step; one that cannot be ends a new run  |
+| an evaluation that is first due at step 100    | data and verifiers when they are read; a prompt of each set      |
+| the run's folder                               | `check_output`, the configuration that is written there          |
+| code of verifiers, conversions, environments   | imported when the configuration is checked                       |
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from braidrl.errors import UserError
+from braidrl.observe.metrics import read_metrics
+from braidrl.observe.rollouts import recorded_steps
+from braidrl.runtimes.run import TrainingRun
+from tests.tiny import Workshop, sums, write_jsonl
+
+SAMPLING: dict[str, dict[str, Any]] = {
+    "temperature without do_sample": {"temperature": 0.6},
+    "top_p and top_k without do_sample": {"top_p": 0.95, "top_k": 20},
+    "a penalty of beams without beams": {"top_k": 5, "min_p": 0.1, "typical_p": 0.9},
+}
+
+
+def model_with(workshop: Workshop, **generation: Any) -> Path:
+    """A copy of the workshop's model with such a generation_config.json."""
+    folder = workshop.folder / "model"
+    shutil.copytree(workshop.model, folder)
+    known = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps({**known, **generation}))
+    return folder
+
+
+@pytest.mark.parametrize("case", SAMPLING)
+def test_settings_of_generation_that_transformers_refuses_reach_the_checkpoint(
+    workshop: Workshop, capfd: pytest.CaptureFixture[str], case: str
+) -> None:
+    model = model_with(workshop, **SAMPLING[case])
+    run = workshop.run(model=str(model), trainer={"steps": 1})
+    saved = run / "checkpoints" / "step-1" / "actor"
+    assert SAMPLING[case].items() <= json.loads((saved / "generation_config.json").read_text()).items()
+    assert "generation_config.json cannot be written as transformers would" in capfd.readouterr().err
+    AutoModelForCausalLM.from_pretrained(saved)
+    AutoTokenizer.from_pretrained(saved)
+
+
+def test_a_tokenizer_that_cannot_be_written_is_copied_with_a_warning(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*arguments: Any, **settings: Any) -> None:
+        raise NotImplementedError("this tokenizer is read only")
+
+    monkeypatch.setattr("transformers.PreTrainedTokenizerBase.save_pretrained", refuse)
+    run = workshop.run(trainer={"steps": 1})
+    assert (
+        "its tokenizer cannot be written as transformers would (this tokenizer is read only)" in capfd.readouterr().err
+    )
+    saved = AutoTokenizer.from_pretrained(run / "checkpoints" / "step-1" / "actor")
+    assert saved.get_vocab() == AutoTokenizer.from_pretrained(workshop.model).get_vocab()
+
+
+def test_a_model_folder_that_is_gone_does_not_stop_the_checkpoint(workshop: Workshop) -> None:
+    model = model_with(workshop)
+    with TrainingRun(workshop.config(model=str(model))) as run:
+        run._go_on()
+        shutil.rmtree(model)
+        run.train()
+    AutoTokenizer.from_pretrained(run.folder / "checkpoints" / "step-2" / "actor")
+
+
+def refused(workshop: Workshop, **sections: Any) -> str:
+    """The line with which a run ends before its first step."""
+    with pytest.raises(UserError) as error:
+        workshop.run(**sections)
+    metrics = workshop.folder / "run" / "metrics.jsonl"
+    assert not metrics.exists() or read_metrics(metrics) == []
+    return str(error.value)
+
+
+def test_a_module_that_the_report_lacks_ends_the_run_before_its_first_step(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    assert refused(workshop).startswith("report.html needs plotly")
+
+
+def test_a_report_without_its_template_ends_the_run_before_its_first_step(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("braidrl.observe.report.page", lambda *_, **__: Path("/nowhere/report").read_text())
+    assert refused(workshop).startswith("the run's report cannot be written (FileNotFoundError")
+
+
+def test_a_report_that_fails_at_the_end_is_a_line_and_the_checkpoint_stays(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with TrainingRun(workshop.config(trainer={"steps": 1})) as run:
+        monkeypatch.setattr("braidrl.observe.report.sample_groups", lambda _: 1 / 0)
+        run.train()
+    assert "report.html could not be written (ZeroDivisionError" in capfd.readouterr().err
+    assert (run.folder / "checkpoints" / "latest").is_file()
+
+
+class InReadOnlyFolder:
+    """A tracker that writes into a folder where nothing can be written."""
+
+    def __init__(self, run: Any) -> None:
+        Path("/proc/braid").mkdir()
+
+    def write(self, step: int, metrics: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_a_tracker_that_cannot_be_opened_ends_a_new_run_in_a_line(workshop: Workshop) -> None:
+    said = refused(workshop, trackers=f"{__file__}:InReadOnlyFolder")
+    assert "InReadOnlyFolder cannot be opened (FileNotFoundError" in said and "leave it out of trackers" in said
+
+
+LATER = {"every": 100, "before_first_step": False, "samples": 1}
+
+
+def test_an_evaluation_set_that_cannot_be_evaluated_ends_the_run_before_its_first_step(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held_out = write_jsonl(workshop.folder / "held-out.jsonl", sums(3))
+    data = {"train": str(workshop.data), "eval": {"test": str(held_out)}}
+    run = workshop.run("whole", data=data, evaluation=LATER, trainer={"steps": 1})
+    assert recorded_steps(run, "test") == [1]
+    monkeypatch.setattr("braidrl.runtimes.evaluation.evaluation_metrics", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        workshop.run("broken", data=data, evaluation=LATER, trainer={"steps": 1})
+    assert read_metrics(workshop.folder / "broken") == []

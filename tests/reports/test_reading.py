@@ -1,0 +1,204 @@
+"""Files and words as users write them: YAML, encodings, code beside the configuration, values on the command line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from braidrl.agents.environments import check_environment
+from braidrl.config import load_config
+from braidrl.errors import UserError
+from braidrl.flow.yaml_form import from_yaml
+from braidrl.importing import import_function, relative_to
+from braidrl.plan.plan_devices import read_cluster
+from braidrl.runtimes.prepare.run_flow import build_flow
+from braidrl.runtimes.run import train
+from braidrl.yaml_text import read_text
+from tests.tiny import ROOT, Workshop
+
+TWICE = {
+    "flow: grpo\ntrainer: {steps: 5}\nmodel: m\ntrainer: {steps: 6}\n": "the key 'trainer' is there twice, in lines 2 and 4",
+    "flow: grpo\nmodel: m\ndata:\n  train: a\n  eval: {}\n  train: b\n": "the key 'train' is there twice, in lines 4 and 6",
+    "flow: grpo\nmodel: m\nreward: {verify: [{name: exact, name: gsm8k}]}\n": "the key 'name' is there twice, in line 3",
+}
+
+
+@pytest.mark.parametrize("text", TWICE)
+def test_a_key_twice_is_refused_with_both_places(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    with pytest.raises(UserError, match=rf"config.yaml: {TWICE[text]}; keep one"):
+        load_config(file)
+
+
+def test_a_key_twice_is_refused_in_flows_devices_and_overrides(tmp_path: Path) -> None:
+    flow, devices = tmp_path / "flow.yaml", tmp_path / "devices.yaml"
+    flow.write_text("flow: mine\nstages:\n- {role: actor, type: generate, type: values}\n")
+    devices.write_text("groups: []\ngroups: []\n")
+    for read, path in ((from_yaml, flow), (lambda path: read_cluster(str(path)), devices)):
+        with pytest.raises(UserError, match="is there twice"):
+            read(path)
+    with pytest.raises(UserError, match="'steps' is there twice, in line 1"):
+        load_config(None, ["flow=grpo", "model=m", "trainer={steps: 1, steps: 2}"])
+
+
+def test_anchors_and_merged_keys_still_work(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "flow: grpo\nmodel: m\ntrainer: &t {steps: 5, epochs: 2}\nroles: {}\nrollout: {vllm: {<<: *t, steps: 6}}\n"
+    )
+    assert load_config(file).rollout.vllm == {"steps": 6, "epochs": 2}
+
+
+COMMAND_LINE: dict[str, str] = {
+    "rollout.vllm={tensor_parallel_size:2}": "write tensor_parallel_size: 2",
+    "trainer.layout={data:2}": "write data: 2",
+    "algorithm={clip_low:0.1,clip_high:0.3}": "write clip_low: 0.1",
+    "rollout.stop=['']": r"rollout.stop.0: .*at least 1 character",
+    "rollout.reflection_phrases=[wait,'']": r"rollout.reflection_phrases.1: .*at least 1 character",
+    "seed=1e20": r"seed: Input should be an integer between -2\^63 and 2\^63 - 1",
+    "seed=9223372036854775808": "seed: Input should be less than 9223372036854775808",
+    "dtype=float16": "^dtype: Input should be 'float32', 'bfloat16', 'float64' or 'auto', got 'float16'$",
+    "rollout.dtype=fp8": "^rollout.dtype: Input should be 'float32', 'bfloat16' or 'float64', got 'fp8'$",
+    "streaming.sampler=[1]": "^streaming.sampler: Input should be a valid string or Input should be a valid dictionary",
+}
+
+
+@pytest.mark.parametrize("override", COMMAND_LINE)
+def test_a_value_on_the_command_line_is_refused_in_the_users_words(override: str) -> None:
+    with pytest.raises(UserError, match=COMMAND_LINE[override]):
+        load_config(None, ["flow=grpo", "model=m", override])
+
+
+def test_bytes_that_are_no_utf8_are_named_with_their_line(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_bytes(b"flow: grpo\nmodel: m\nname: caf" + b"\xe9\n")
+    with pytest.raises(UserError, match=r"config.yaml, line 3 is not UTF-8; save the file as UTF-8"):
+        load_config(file)
+    file.write_bytes(b"\xef\xbb\xbfflow: grpo\nmodel: m\n")
+    assert read_text(file).startswith("flow") and load_config(file).flow == "grpo"
+
+
+SCRIPT = """
+import locale, sys
+from pathlib import Path
+assert locale.getpreferredencoding(False).upper() not in ("UTF-8", "UTF8"), "the test needs another locale"
+from braidrl.config import load_config
+from braidrl.runtimes.saving.folders import run_config, write_config
+config = load_config("config.yaml")
+write_config(Path(), config)
+assert run_config(Path()).data.system_prompt == "Antworte kurz: ∑ 😀"
+from braidrl.cli import main
+sys.argv = ["braid", "list", "losses"]
+print("caf\\u00e9 \\u2211")
+"""
+
+
+def test_utf8_is_read_and_any_character_shown_whatever_the_locale(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_bytes(
+        "flow: grpo\nmodel: m\ndata: {system_prompt: 'Antworte kurz: ∑ 😀'}\n".encode()
+    )
+    command = "from braidrl.cli import commands\nsys.argv = ['braid', '--version']\ntry:\n    commands.main()\nexcept SystemExit:\n    pass\n"
+    shown = "import sys\n" + command
+    script = tmp_path / "script.py"
+    script.write_text(shown + SCRIPT, encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    environment |= {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, str(script)], cwd=tmp_path, env=environment, capture_output=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr.decode(errors="replace")[-2000:]
+    assert rb"caf\xe9 \u2211" in done.stdout
+
+
+ENVIRONMENT = "class Game:\n    def reset(self, example): ...\n    def step(self, text): ...\n\n\ndef play(base_url, example): ...\n"
+NAMED: dict[str, dict[str, Any]] = {
+    "verify": {"reward": {"verify": "code.py:score"}},
+    "verify of a source": {"data": {"train": [{"path": "a.jsonl", "verify": "code.py:score"}]}},
+    "convert": {"data": {"train": [{"path": "a.jsonl", "convert": "code.py:score"}]}},
+    "environment": {"rollout": {"environment": "code.py:Game"}},
+    "agent": {"rollout": {"environment": {"name": "agent:code.py:play"}}},
+    "verifiers": {"rollout": {"environment": "verifiers:code.py"}},
+    "mcp": {"rollout": {"environment": "mcp:python code.py --fast"}},
+    "loss": {"algorithm": {"loss": "code.py:score"}},
+    "methods": {"roles": {"actor": {"methods": "code.py:Game"}}},
+    "tracker": {"trackers": "code.py:Game"},
+}
+
+
+def words_of(value: Any) -> list[str]:
+    if isinstance(value, dict):
+        return [word for part in value.values() for word in words_of(part)]
+    if isinstance(value, list):
+        return [word for part in value for word in words_of(part)]
+    return [value] if isinstance(value, str) else []
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_code_is_looked_for_beside_the_configuration_then_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    beside, here = tmp_path / "beside", tmp_path / "here"
+    for folder in (beside, here):
+        folder.mkdir()
+    monkeypatch.chdir(here)
+    file = beside / "config.yaml"
+    file.write_text(str({"flow": "grpo", "model": "m", **NAMED[case]}))
+    if case != "mcp":
+        with pytest.raises(UserError) as error:
+            load_config(file)
+        assert f"beside the configuration in {beside} nor in {here}" in str(error.value)
+    for folder in (here, beside):
+        (folder / "code.py").write_text(ENVIRONMENT + "\n\ndef score(response): ...\n")
+        found = [word for word in words_of(load_config(file).model_dump(mode="json")) if "code.py" in word]
+        expected = "code.py" if folder == here else str(beside / "code.py")
+        assert len(found) == 1 and expected in found[0] and (folder == beside) == (str(beside) in found[0]), found
+
+
+def test_an_override_names_code_here_first_then_beside_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beside, here = tmp_path / "beside", tmp_path / "here"
+    for folder in (beside, here):
+        folder.mkdir()
+    monkeypatch.chdir(here)
+    file = beside / "config.yaml"
+    file.write_text("flow: grpo\nmodel: m\n")
+    for folder in (beside, here):
+        (folder / "code.py").write_text("def score(response): ...\n")
+        assert load_config(file, ["reward.verify=code.py:score"]).reward.verify[0].name == f"{folder / 'code.py'}:score"
+
+
+def test_a_flow_finds_its_agent_beside_itself(tmp_path: Path) -> None:
+    (tmp_path / "agents.py").write_text(ENVIRONMENT)
+    flow = tmp_path / "flow.yaml"
+    flow.write_text(
+        "flow: mine\nstages:\n- {role: actor, type: generate, params: {environment: 'agent:agents.py:play'}}\n"
+    )
+    (stage,) = from_yaml(flow).stages
+    assert stage.params["environment"] == f"agent:{tmp_path / 'agents.py'}:play"
+    check_environment(stage.params["environment"], {})
+    assert relative_to(tmp_path, "mcp:https://host/agents.py") == "mcp:https://host/agents.py"
+
+
+def test_a_reward_file_imports_its_neighbour_and_not_that_of_another(workshop: Workshop) -> None:
+    for name, points in (("one", 0.25), ("two", 0.75)):
+        folder = workshop.folder / name
+        folder.mkdir()
+        (folder / "points.py").write_text(f"POINTS = {points}\n")
+        lazily = "def lazily(response):\n    from points import POINTS as again\n    return again\n"
+        (folder / "mine.py").write_text(
+            f"from points import POINTS\n\n\ndef score(response):\n    return POINTS\n\n\n{lazily}"
+        )
+    names = [f"{workshop.folder / name / 'mine.py'}:score" for name in ("one", "two")]
+    assert [import_function(name)("x") for name in names] == [0.25, 0.75]
+    assert import_function(names[0])("x") == 0.25
+    config = workshop.config(reward={"verify": names[0], "sandbox": "process"}, trainer={"steps": 1})
+    assert build_flow(config).name == "grpo"
+    folder = train(config)
+    assert '"reward/score/score_mean": 0.25' in (folder / "metrics.jsonl").read_text()
