@@ -28,11 +28,11 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from benchmarks.machine import describe
 from braidrl.cli.plan_command import calibrated, observe
+from braidrl.cluster.device_kinds import read_cluster
 from braidrl.config import load_config
 from braidrl.observe.metrics import read_metrics
 from braidrl.plan.calibration import WARM_UP
 from braidrl.plan.configured import predicted
-from braidrl.plan.plan_devices import read_cluster
 from braidrl.plan.rates import read_rates
 from braidrl.runtimes.run import TrainingRun
 from tests.tiny import TOKENIZER, sums, write_jsonl

@@ -17,10 +17,10 @@ from typing import Any
 import psutil
 
 from benchmarks.planning.machine import RESULTS, SHAPES, Case, configuration, write_model
+from braidrl.cluster.device_kinds import read_cluster
 from braidrl.config import load_config
 from braidrl.plan.configured import predicted
 from braidrl.plan.lengths import batch_lengths
-from braidrl.plan.plan_devices import read_cluster
 from braidrl.plan.problem import Problem
 from braidrl.runtimes.prepare.run_flow import build_flow
 from braidrl.runtimes.run import TrainingRun

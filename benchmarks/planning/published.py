@@ -24,11 +24,11 @@ import numpy as np
 import yaml
 from transformers import LlamaConfig
 
+from braidrl.cluster.device_kinds import Cluster, read_cluster
 from braidrl.config import parse_config
 from braidrl.errors import UserError
 from braidrl.plan.choices import Choice
 from braidrl.plan.named import fixed, halves
-from braidrl.plan.plan_devices import Cluster, read_cluster
 from braidrl.plan.problem import Problem
 from braidrl.plan.search import Plan, Search
 from braidrl.plan.sets import Sets

@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 from rich.console import Console
 
+from braidrl.cluster.device_kinds import Cluster, read_cluster
 from braidrl.config import Config
 from braidrl.data.prompts import LoadedSource, load_train
 from braidrl.errors import UserError, suggest
@@ -22,7 +23,6 @@ from braidrl.plan.calibration import Observed, calibrate, written_rates
 from braidrl.plan.lengths import batch_lengths, step_lengths
 from braidrl.plan.named import like
 from braidrl.plan.overlay import overlay_of
-from braidrl.plan.plan_devices import Cluster, read_cluster
 from braidrl.plan.plan_report import show, timeline
 from braidrl.plan.problem import Problem
 from braidrl.plan.rates import Rates, read_rates

@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import yaml
 
+from braidrl.cluster.device_kinds import DeviceKind
 from braidrl.errors import UserError
 from braidrl.flow import Kind
 from braidrl.flow.flow import is_optimized
 from braidrl.observe.trace import Span
 from braidrl.plan.configured import deployment, devices_of, predicted
-from braidrl.plan.plan_devices import DeviceKind
 from braidrl.plan.problem import Problem
 from braidrl.plan.rates import Phase, PhaseRates, Rates, RuntimeRates, Work, rates_for
 from braidrl.plan.work import Lengths

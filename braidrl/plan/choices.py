@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from braidrl.cluster.device_kinds import NodeGroup
 from braidrl.config.layout import ParallelLayout
 from braidrl.flow import Kind
 from braidrl.plan.layouts import activations, divisors, layouts
-from braidrl.plan.plan_devices import USABLE, NodeGroup
-from braidrl.plan.problem import Model, Problem
+from braidrl.plan.problem import USABLE, Model, Problem
 from braidrl.plan.rates import Cost
 from braidrl.runtimes.memory.budget import CACHE, ENGINE, Deployment, EngineUse, assets, at_once, role_memory
 from braidrl.runtimes.memory.residency import Asset, AssetPart

@@ -5,8 +5,8 @@ import math
 from collections.abc import Iterator
 from functools import cache
 
+from braidrl.cluster.device_kinds import NodeGroup
 from braidrl.config.layout import ParallelLayout
-from braidrl.plan.plan_devices import NodeGroup
 from braidrl.training.memory.footprint import Shape, saved_bytes
 
 LONG = 8192

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from braidrl.cluster.device_kinds import Cluster, DeviceKind, NodeGroup
 from braidrl.config import Config
 from braidrl.config.layout import ParallelLayout
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.flow import is_optimized
 from braidrl.plan.generation_work import generate_work
-from braidrl.plan.plan_devices import Cluster, DeviceKind, NodeGroup
 from braidrl.plan.rates import Cost, Rates, RuntimeRates, Work, price, rates_for
 from braidrl.plan.work import Lengths, Nodes, infer_work, reshard_bytes, train_work
 from braidrl.runtimes.memory.budget import Deployment, EngineUse, shape_of
@@ -23,6 +23,8 @@ from braidrl.training.memory.footprint import Shape, model_shape
 from braidrl.training.optimizer import moment_bytes
 from braidrl.training.role_settings import DTYPES, dtype_name, lora_of, model_path
 
+USABLE = 0.92
+"""Share of a device's memory that a plan fills: allocators and communication libraries keep the rest."""
 ROW_MULTIPLE = 16
 """The embedded engine computes rows in multiples of so many, on a CPU also where fewer are left."""
 COMPUTED = ("advantage.", "shape.", "select.", "data.")

@@ -11,10 +11,10 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationError
 
+from braidrl.cluster.device_kinds import DeviceKind
 from braidrl.config.reading import explain
 from braidrl.config.section import Section
 from braidrl.errors import UserError
-from braidrl.plan.plan_devices import DeviceKind
 from braidrl.yaml_text import read_yaml
 
 Phase = Literal["train", "infer", "prefill", "decode"]

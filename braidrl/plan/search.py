@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from braidrl.cluster.device_kinds import NodeGroup
 from braidrl.errors import UserError
 from braidrl.plan.choices import Choice
-from braidrl.plan.plan_devices import NodeGroup
 from braidrl.plan.problem import Problem
 from braidrl.plan.rates import Cost
 from braidrl.plan.sets import SetChoice, Sets

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from braidrl.cluster.device_kinds import NodeGroup
 from braidrl.errors import UserError
 from braidrl.plan.choices import Choice, Choices, RolePart
-from braidrl.plan.plan_devices import USABLE, NodeGroup
-from braidrl.plan.problem import Problem
+from braidrl.plan.problem import USABLE, Problem
 from braidrl.plan.rates import Cost
 from braidrl.runtimes.memory.budget import asleep, assets, at_once
 from braidrl.runtimes.memory.residency import PUBLISH, residency_plan

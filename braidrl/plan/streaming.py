@@ -7,12 +7,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from braidrl.cluster.device_kinds import NodeGroup
 from braidrl.data.rows import Uid
 from braidrl.flow import Kind, Stage
 from braidrl.flow.batches import Sizes
 from braidrl.plan.choices import Choice, Choices, RolePart
-from braidrl.plan.plan_devices import USABLE, NodeGroup
-from braidrl.plan.problem import Problem
+from braidrl.plan.problem import USABLE, Problem
 from braidrl.plan.rates import Cost
 from braidrl.plan.search import Plan, allocations, unit_of
 from braidrl.plan.sets import SetChoice

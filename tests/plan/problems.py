@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from transformers import LlamaConfig
 
+from braidrl.cluster.device_kinds import Cluster, DeviceKind, NodeGroup
 from braidrl.config import parse_config
 from braidrl.flow.recipes import load_flow
-from braidrl.plan.plan_devices import Cluster, DeviceKind, NodeGroup
 from braidrl.plan.problem import Problem
 from braidrl.plan.rates import Rates
 from braidrl.plan.work import Lengths

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from braidrl.cluster.device_kinds import Cluster, NodeGroup
 from braidrl.errors import UserError
 from braidrl.flow.batches import Sizes
 from braidrl.plan.choices import Choice
-from braidrl.plan.plan_devices import Cluster, NodeGroup
 from braidrl.plan.problem import Problem
 from braidrl.plan.rates import Cost
 from braidrl.plan.search import FINEST, Search, allocations, partitions, unit_of

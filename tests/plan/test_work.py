@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from braidrl.cluster.device_kinds import known_kinds
 from braidrl.config.layout import ParallelLayout
 from braidrl.plan.generation_work import generate_work
 from braidrl.plan.layouts import activations
 from braidrl.plan.lengths import batch_lengths, spread
-from braidrl.plan.plan_devices import known_kinds
 from braidrl.plan.rates import Rates, Work, price
 from braidrl.plan.work import (
     Lengths,

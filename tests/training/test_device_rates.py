@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from braidrl.cluster.device_kinds import known_kinds
 from braidrl.cluster.process import usable_cores
-from braidrl.plan.plan_devices import known_kinds
 from braidrl.training import device_rates as machine
 from braidrl.training.device_rates import DeviceRates, keep_rates, kept_rates, measured_rates, own_rates
 
