@@ -38,7 +38,7 @@ class SamplingParams:
 
     @staticmethod
     def of(plain: Mapping[str, Any]) -> "SamplingParams":
-        """Restore settings from JSON or msgpack, which turn tuples into lists."""
+        """Restore settings from JSON, which turns tuples into lists."""
         settings: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in plain.items()}
         return SamplingParams(**settings)
 

@@ -62,7 +62,7 @@ class ResponseMessage(msgspec.Struct):
     tokens: bytes
     log_probs: bytes
     double: bool
-    reason: int
+    reason: FinishReason
     versions: bytes
 
     @staticmethod
@@ -70,14 +70,14 @@ class ResponseMessage(msgspec.Struct):
         """Encode a response."""
         return ResponseMessage(
             finished.uid, _bytes(finished.tokens), _bytes(finished.log_probs), finished.log_probs.dtype == torch.float64,
-            int(finished.finish_reason), _bytes(finished.versions),
+            finished.finish_reason, _bytes(finished.versions),
         )  # fmt: skip
 
     def response(self) -> Response:
         """Invert `of`."""
         return Response(
             self.uid, _tensor(self.tokens, torch.int64), _tensor(self.log_probs, torch.float64 if self.double else torch.float32),
-            FinishReason(self.reason), _tensor(self.versions, torch.int64),
+            self.reason, _tensor(self.versions, torch.int64),
         )  # fmt: skip
 
 

@@ -1,0 +1,76 @@
+"""Requests and responses cross between a run and an engine's process unchanged."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+
+from braidrl.data.rows import FinishReason
+from braidrl.engines.engine import EngineError
+from braidrl.engines.requests import Request, Response, SamplingParams
+from braidrl.engines.wire import (
+    CallDone,
+    CallFailed,
+    EngineReply,
+    Order,
+    RequestMessage,
+    ResponseMessage,
+    Submit,
+    framed,
+    receive,
+)
+from braidrl.errors import UserError
+
+
+async def arrived(*messages: object, type: object) -> list[object]:
+    """Return what a reader gets of messages, until the writer is gone."""
+    reader = asyncio.StreamReader()
+    for message in messages:
+        reader.feed_data(framed(message))
+    reader.feed_eof()
+    return [await receive(reader, type) for _ in (*messages, None)]
+
+
+def test_a_request_arrives_with_its_prompt_and_sampling() -> None:
+    sampling = SamplingParams(0.7, 0.9, 5, 64, (3, 4), ("stop",), greedy=True)
+    request = Request((1, 2**40, 3), torch.tensor([5, 6, 7]), sampling, "evaluate", "second", 4, 2)
+    order, end = asyncio.run(arrived(Submit(9, RequestMessage.of(request), True), type=Order))
+    assert isinstance(order, Submit) and (order.id, order.followed, end) == (9, True, None)
+    found = order.request.request()
+    assert torch.equal(found.prompt, request.prompt) and found.prompt.dtype == torch.int64
+    for name in ("uid", "sampling", "purpose", "stage", "first_draw", "continues"):
+        assert getattr(found, name) == getattr(request, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_response_arrives_with_the_bits_of_its_log_probs(dtype: torch.dtype) -> None:
+    log_probs = torch.tensor([-0.1, -2.5], dtype=dtype)
+    sent = Response((0, 1, 2), torch.tensor([8, 9]), log_probs, FinishReason.LENGTH, torch.tensor([3, 4]))
+    reply, _ = asyncio.run(arrived(CallDone(id=1, result=ResponseMessage.of(sent), load=(4, 1, 0)), type=EngineReply))
+    assert isinstance(reply, CallDone) and isinstance(reply.result, ResponseMessage) and reply.load == (4, 1, 0)
+    found = reply.result.response()
+    assert found.uid == sent.uid and found.finish_reason is FinishReason.LENGTH
+    for name in ("tokens", "log_probs", "versions"):
+        assert (
+            torch.equal(getattr(found, name), getattr(sent, name))
+            and getattr(found, name).dtype == getattr(sent, name).dtype
+        )
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        (UserError("too long"), UserError("too long")),
+        (OSError("gone"), EngineError("OSError: gone")),
+        (KeyError("row"), KeyError("row")),
+    ],
+)
+def test_an_error_is_raised_again_and_one_outside_the_protocol_is_the_engines(
+    raised: Exception, expected: Exception
+) -> None:
+    reply, _ = asyncio.run(arrived(CallFailed.of(7, raised), type=EngineReply))
+    assert isinstance(reply, CallFailed)
+    found = reply.exception()
+    assert type(found) is type(expected) and str(found) == str(expected)
