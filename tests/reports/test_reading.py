@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from braidrl.agents.environments import check_environment
+from braidrl.cluster.device_kinds import read_cluster
 from braidrl.config import load_config
 from braidrl.errors import UserError
 from braidrl.flow.yaml_form import from_yaml
 from braidrl.importing import import_function, relative_to
-from braidrl.plan.plan_devices import read_cluster
 from braidrl.runtimes.prepare.run_flow import build_flow
 from braidrl.runtimes.run import train
 from braidrl.yaml_text import read_text
