@@ -28,6 +28,7 @@ from braidrl.runtimes.sizing import (
     with_fitting_sizes,
 )
 from braidrl.runtimes.start import check_runtime
+from braidrl.training.loading import load_tokenizer
 from braidrl.training.role_settings import usual_max_tokens
 
 
@@ -104,7 +105,7 @@ def verdict(prepared: Prepared, found: list[tuple[DeviceGroup, list[Footprint]]]
     for group, footprints in found:
         if not footprints:
             continue
-        resident, _ = moving(prepared, footprints)
+        resident, _ = moving(config, prepared.flow, footprints)
         # On a CPU all of them are on this machine.
         needed = peak(footprints, resident) * (group.devices if where == "this machine" else 1)
         size, name, part = max(

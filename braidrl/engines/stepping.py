@@ -5,6 +5,7 @@ EngineReplica    submit ──▶ add ──▶ step, step, step ... ──▶ t
                                      └── between two steps all other tasks of the loop run
 """
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AbstractContextManager, nullcontext
