@@ -105,7 +105,7 @@ def verdict(prepared: Prepared, found: list[tuple[DeviceGroup, list[Footprint]]]
     for group, footprints in found:
         if not footprints:
             continue
-        resident, _ = moving(prepared.config, prepared.flow, footprints)
+        resident, _ = moving(config, prepared.flow, footprints)
         # On a CPU all of them are on this machine.
         needed = peak(footprints, resident) * (group.devices if where == "this machine" else 1)
         size, name, part = max(

@@ -20,18 +20,26 @@ import torch
 T = TypeVar("T")
 
 
-class Runner(asyncio.Runner):
-    """A runner that also works where an event loop runs in the caller's thread: coroutines then run in a thread of their own."""
+class Runner:
+    """`asyncio.Runner` that also works where an event loop runs in the caller's thread: coroutines then run in a thread of their own."""
 
     def __init__(self) -> None:
         # With a factory, the caller's own event loop stays the thread's current one.
-        super().__init__(loop_factory=asyncio.new_event_loop)
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
 
-    def run(self, coro: Coroutine[Any, Any, T], *, context: contextvars.Context | None = None) -> T:
-        return outside_of_loops(partial(super().run, coro, context=context))
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine to its end."""
+        return outside_of_loops(partial(self._runner.run, coroutine))
 
     def close(self) -> None:
-        outside_of_loops(super().close)
+        """End the tasks that are left, and the event loop."""
+        outside_of_loops(self._runner.close)
+
+    def __enter__(self) -> "Runner":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def outside_of_loops(work: Callable[[], T]) -> T:
@@ -50,7 +58,7 @@ def outside_of_loops(work: Callable[[], T]) -> T:
         return thread.submit(contextvars.copy_context().run, in_the_callers_modes).result()
 
 
-def run_cancelled_by_interrupts(runner: asyncio.Runner, work: Coroutine[Any, Any, T]) -> T:
+def run_cancelled_by_interrupts(runner: Runner, work: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end.
 
     Args:

@@ -103,8 +103,15 @@ def test_utf8_is_read_and_any_character_shown_whatever_the_locale(tmp_path: Path
     (tmp_path / "config.yaml").write_bytes(
         "flow: grpo\nmodel: m\ndata: {system_prompt: 'Antworte kurz: ∑ 😀'}\n".encode()
     )
-    command = "from braidrl.cli import commands\nsys.argv = ['braid', '--version']\ntry:\n    commands.main()\nexcept SystemExit:\n    pass\n"
-    shown = "import sys\n" + command
+    shown = """
+import sys
+from braidrl.cli import commands
+sys.argv = ["braid", "--version"]
+try:
+    commands.main()
+except SystemExit:
+    pass
+"""
     script = tmp_path / "script.py"
     script.write_text(shown + SCRIPT, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
