@@ -1,0 +1,200 @@
+"""Rows per second from admission through generation to the optimizer step, with an engine that answers at once: two versions in one run.
+
+    python -m benchmarks.streaming.rate [--against COMMIT] [--rows 8192] [--turns 2]
+
+commit ──git archive──▶ build/rate ──run──▶ rows per second, CPU seconds of the main program ──┐
+working tree ───────────────────────run──▶ rows per second, CPU seconds of the main program ──┴▶ in turn; medians; how many times
+
+The loss costs nothing beside a forward and a backward pass of a tiny model, so that what remains is the way of a row. The first
+iteration is left out: processes import and warm up in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from braidrl.algorithms.registry import advantages, losses
+from braidrl.data.rows import FinishReason
+from braidrl.engines.embedded.stepping import SteppingEngine
+from braidrl.engines.engine import WeightSource
+from braidrl.engines.requests import Response, Uid
+from braidrl.engines.row_request import Row
+from braidrl.engines.wire import EngineSpec
+from braidrl.flow import Flow, actor, advantage, loss
+from braidrl.training.loading import load_tokenizer
+
+FILE, ROOT = Path(__file__).resolve(), Path(__file__).resolve().parents[2]
+SAMPLES, STEPS = 8, 3
+
+
+class AtOnce(SteppingEngine):
+    """Ends each row with one token in the step after it came."""
+
+    slots = 1024
+
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(load_tokenizer(spec.model), (), spec.max_sequence_tokens, spec.seed)
+        self.rows: dict[Uid, Row] = {}
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.rows)
+
+    @property
+    def waiting(self) -> int:
+        return 0
+
+    def publish(self, version: int, source: WeightSource | None = None) -> None:
+        self.version = version
+
+    def _accept(self, row: Row) -> None:
+        self.rows[row.request.uid] = row
+
+    def step(self) -> list[Response]:
+        found, self.rows = self.rows, {}
+        return self._done([self._response(uid, FinishReason.STOP) for uid in found])
+
+    def abort(self, uid: Uid) -> Response:
+        del self.rows[uid]
+        return self._done([self._response(uid, FinishReason.ABORT)])[0]
+
+    def clear(self, release: bool = True) -> None:
+        self.rows = {}
+        self._under_way.clear()
+
+    def _response(self, uid: Uid, reason: FinishReason) -> Response:
+        versions = torch.full((1,), self.version, dtype=torch.int64)
+        return Response(uid, torch.full((1,), 5), torch.zeros(1), reason, versions)
+
+
+@advantages.register(writes=["score"])
+def graded(length: Tensor) -> Tensor:
+    """Return a score for each row, (B,)."""
+    return length.double()
+
+
+@advantages.register(writes=["advantage"], scope="group")
+def within_groups(score: Tensor, group: Tensor) -> Tensor:
+    """Return scores (B,) as they are, once all of a `group` (B,) are there."""
+    return score
+
+
+@losses.register()
+def nothing(log_probs: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return 0 for each token, (N,)."""
+    return 0.0 * log_probs * advantages, {}
+
+
+def passed() -> Flow:
+    """Generate, score, compare within groups, train."""
+    return Flow(
+        "passed",
+        [actor.generate(), advantage.graded(), advantage.within_groups(), actor.update(loss=loss.nothing())],
+    )
+
+
+def settings(folder: Path, rows: int) -> dict[str, Any]:
+    """Return the configuration of a run with so many rows in work."""
+    return {
+        "flow": f"{FILE}:passed", "model": str(folder / "model"), "output": str(folder), "name": "rate",
+        "threads": 1, "device": "cpu", "data": {"train": str(folder / "train.jsonl")}, "runtime": "streaming",
+        "rollout": {
+            "engine": f"{FILE}:AtOnce", "slots": AtOnce.slots, "samples_per_prompt": SAMPLES, "max_response_tokens": 4,
+            "max_log_prob_gap": 1e3,
+        },
+        "trainer": {
+            "steps": STEPS, "prompts_per_step": rows // SAMPLES, "checkpoint_every": 0, "max_tokens_per_device": 16384,
+        },
+        "streaming": {"dispatch_rows": 64}, "evaluation": {"every": 0}, "trackers": [],
+    }  # fmt: skip
+
+
+def measured(folder: Path, rows: int) -> dict[str, float]:
+    """Run, and return rows per second and the main program's CPU microseconds for each row, after the first iteration."""
+    from braidrl.config import parse_config
+    from braidrl.runtimes.run import TrainingRun
+
+    moments: list[tuple[float, float]] = []
+    with TrainingRun(parse_config(settings(folder, rows))) as run:
+
+        def watch() -> None:
+            file = run.folder / "metrics.jsonl"
+            while len(moments) < STEPS:
+                lines = len(file.read_bytes().splitlines()) if file.is_file() else 0
+                moments.extend([(time.monotonic(), time.process_time())] * (lines - len(moments)))
+                time.sleep(0.005)
+
+        watcher = threading.Thread(target=watch, daemon=True)
+        watcher.start()
+        run.train()
+        watcher.join()
+        counted = json.loads((run.folder / "metrics.jsonl").read_text().splitlines()[-1])
+    (start, busy), (end, busy_then) = moments[0], moments[-1]
+    passed_rows = (STEPS - 1) * rows
+    return {
+        "rows_per_second": passed_rows / (end - start),
+        "main_cpu_us_per_row": (busy_then - busy) / passed_rows * 1e6,
+        **{name: value for name, value in counted.items() if name.startswith("streaming/payload")},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--against", help="a commit to measure beside the working tree")
+    parser.add_argument("--rows", type=int, default=8192)
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--in", dest="folder", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.folder:
+        with tempfile.TemporaryDirectory(prefix="braid-rate-") as own:
+            for name in ("model", "train.jsonl"):
+                (Path(own) / name).symlink_to(Path(arguments.folder) / name)
+            print(json.dumps(measured(Path(own), arguments.rows)), flush=True)
+        return
+    trees = {"now": ROOT}
+    if arguments.against:
+        trees = {"before": ROOT / "build" / "rate"} | trees
+        trees["before"].mkdir(parents=True, exist_ok=True)
+        archive = subprocess.run(["git", "archive", arguments.against, "braidrl"], cwd=ROOT, capture_output=True, check=True)
+        subprocess.run(["tar", "x", "-C", str(trees["before"])], input=archive.stdout, check=True)
+    from tests.tiny import write_jsonl, write_model
+
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
+    with tempfile.TemporaryDirectory(prefix="braid-rate-") as folder:
+        write_model(Path(folder) / "model")
+        prompts = [{"prompt": f"{n % 97}+{n // 97}=", "answer": "0"} for n in range(arguments.rows // SAMPLES)]
+        write_jsonl(Path(folder) / "train.jsonl", prompts)
+        for _ in range(arguments.turns):
+            for name, tree in trees.items():
+                command = [sys.executable, str(FILE), "--in", folder, "--rows", str(arguments.rows)]
+                environment = os.environ | {"PYTHONPATH": str(tree)}
+                done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
+                if done.returncode:
+                    sys.exit(done.stderr)
+                found[name].append(json.loads(done.stdout.splitlines()[-1]))
+                print(name, json.dumps(found[name][-1]), flush=True)
+    middle = {
+        name: {key: statistics.median(turn[key] for turn in turns) for key in turns[0]} for name, turns in found.items()
+    }
+    if arguments.against:
+        middle["times"] = {
+            key: round(middle["now"][key] / middle["before"][key], 2) for key in ("rows_per_second", "main_cpu_us_per_row")
+        }  # fmt: skip
+    print(json.dumps(middle, indent=1))
+
+
+if __name__ == "__main__":
+    main()
