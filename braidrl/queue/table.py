@@ -128,12 +128,12 @@ class Table:
 
     def detach(self, uids: Iterable[Row]) -> Detached:
         """Let rows leave the table; what they have written stays where it is until it is dropped."""
-        places = []
-        for uid in uids:
-            found = (parts.pop(uid, None) for parts in self.parts.values())
-            places += [(uid, part) for part in dict.fromkeys(found) if part is not None]
-        self.detached.append(places)
-        return places
+        uids, places = list(uids), dict[tuple[Row, StoredPart], None]()
+        for known in self.parts.values():
+            # A writer of several names has noted one part under each.
+            places |= {(uid, part): None for uid in uids if (part := known.pop(uid, None)) is not None}
+        self.detached.append(list(places))
+        return self.detached[-1]
 
     def drop(self, places: Detached) -> list[Block]:
         """Drop detached rows that are not needed any more; return the blocks that held no others."""
@@ -152,12 +152,13 @@ class Table:
         return {part.block for part in chain(attached, detached) if part.block is not None}
 
     def _writers_of(self, uids: Sequence[Row], writers: Sequence[str]) -> list[str]:
-        return [w for w in writers if w in self.parts and uids and all(uid in self.parts[w] for uid in uids)]
+        wanted = set(uids)
+        return [w for w in writers if w in self.parts and wanted and self.parts[w].keys() >= wanted]
 
     def _by_part(self, uids: Sequence[Row], writer: str) -> dict[StoredPart, list[int]]:
         places: defaultdict[StoredPart, list[int]] = defaultdict(list)
-        for place, uid in enumerate(uids):
-            places[self.parts[writer][uid]].append(place)
+        for place, part in enumerate(map(self.parts[writer].__getitem__, uids)):
+            places[part].append(place)
         return dict(places)
 
     def _gathered(self, uids: Sequence[Row], writer: str) -> Rows:

@@ -74,7 +74,7 @@ class TaskRows:
                 if self.table.parts.get(column, {}).pop(row, None) is not None and column in self.columns:
                     self.tasks.unwrite(column, [row])
             if by == self.name and self.done_by.pop(row, None) is not None:
-                self.task.reopen(row)
+                self.task.reopen([row])
 
     def learn_done(self, row: Row, lease: int) -> None:
         """Note that the task was done with a row before anything was known here."""
@@ -122,9 +122,8 @@ class TaskRows:
 
     def are_free(self, rows: Iterable[Row]) -> bool:
         """Return whether all of these rows can be taken."""
-        return all(
-            row in self.tasks.rows and row not in self.task.lease and row not in self.task.missing for row in rows
-        )
+        rows = list(rows)
+        return self.tasks.rows.keys() >= set(rows) and self.task.are_free(rows)
 
     def _facts(self, row: Row) -> Candidate:
         group = self.task.group[row]

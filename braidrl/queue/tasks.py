@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, takewhile
 from typing import Any
 
 from braidrl.queue.samplers import FIRST_IN, Candidate, Sampler, checked
@@ -124,21 +124,33 @@ class Ordered:
     def __contains__(self, member: object) -> bool:
         return member in self._numbers
 
-    def add(self, member: Row, number: int) -> None:
-        """Add a member under a number that no other member has."""
-        self._numbers[member] = number
-        heappush(self._heap, (number, member))
+    def add(self, members: Iterable[Row], numbers: Mapping[Row, int]) -> None:
+        """Add members under numbers that no other member has."""
+        for member in members:
+            number = self._numbers[member] = numbers[member]
+            heappush(self._heap, (number, member))
 
-    def discard(self, member: Row) -> None:
-        """Remove a member if it is there."""
-        self._numbers.pop(member, None)
+    def discard(self, members: Iterable[Row]) -> None:
+        """Remove those members that are there."""
+        for member in members:
+            self._numbers.pop(member, None)
+
+    def take(self, most: int) -> list[Row]:
+        """Remove and return up to `most` members with the lowest numbers."""
+        found: list[Row] = []
+        while self._heap and len(found) < most:
+            number, member = heappop(self._heap)
+            # What was discarded, or added again, is still in the heap.
+            if self._numbers.get(member) == number:
+                del self._numbers[member]
+                found.append(member)
+        return found
 
     def first(self, most: int) -> list[Row]:
         """Return up to `most` members with the lowest numbers, which stay in the set."""
         found: dict[Row, int] = {}
         while self._heap and len(found) < most:
             number, member = heappop(self._heap)
-            # What was discarded, or added again, is still in the heap.
             if self._numbers.get(member) == number:
                 found[member] = number
         for member, number in found.items():
@@ -147,106 +159,116 @@ class Ordered:
 
 
 class Task:
-    """The rows of one consumer. It takes from one table at a time, and whole groups at once where it is told so."""
+    """The rows of one consumer. It takes from one table at a time, and whole groups at once where it is made so.
 
-    def __init__(self, waits: Iterable[str], whole_groups: bool = False) -> None:
+    A row is ready when every awaited writer has written it and no lease holds it. All methods take many rows: what a row costs is what
+    the dictionaries and sets of the interpreter cost.
+    """
+
+    def __init__(
+        self, waits: Iterable[str], whole_groups: bool, numbers: Mapping[Row, int], group: Mapping[Row, Any],
+        written: Mapping[str, set[Row]],
+    ) -> None:  # fmt: skip
+        """Begin without rows; `numbers`, `group` and `written` are those of all tasks of a queue."""
         self.waits, self.whole_groups = frozenset(waits), whole_groups
-        self.numbers: dict[Row, int] = {}
+        self.numbers, self.group = numbers, group
+        self._written = [written[writer] for writer in self.waits]
         self.table: dict[Row, Any] = {}
-        self.group: dict[Row, Any] = {}
-        self.missing: dict[Row, int] = {}
-        """How many of the awaited writers have not written a row; a row that they all have written is not in it."""
         self.lease: dict[Row, int | None] = {}
         """The number of the lease that holds a row; None once the task is done with it."""
         self.ready: dict[Any, Ordered] = {}
         """For each table the rows that can be taken; where whole groups are, the first row of each complete group."""
         self.undone: Counter[Any] = Counter()
         """For each table the rows that the task is not done with."""
-        self._groups: defaultdict[Any, dict[Row, bool]] = defaultdict(dict)
+        self._groups: dict[Any, dict[Row, bool]] = {}
         """For each group its rows and which of them are ready."""
         self._passed: Counter[Any] = Counter()
 
-    def admit(self, row: Row, number: int, group: Any, table: Any) -> None:
-        """Let a row be born that nobody has written."""
-        self.numbers[row], self.table[row], self.missing[row], self.group[row] = number, table, len(self.waits), group
-        self.undone[table] += 1
+    def admit(self, rows: Sequence[Row], table: Any) -> None:
+        """Admit rows that no writer has written."""
+        self.table.update(dict.fromkeys(rows, table))
+        self.undone[table] += len(rows)
         if self.whole_groups:
-            self._withdraw(row)
-            self._groups[group][row] = False
+            self._withdraw(rows)
+            for row in rows:
+                self._groups.setdefault(self.group[row], {})[row] = False
         if not self.waits:
-            self.missing[row] = 1
-            self.write(row)
+            self._enter(rows)
 
-    def write(self, row: Row) -> None:
-        """Note that one more of the awaited writers has written a row."""
-        self.missing[row] -= 1
-        if not self.missing[row]:
-            del self.missing[row]
-            if row not in self.lease:
-                self._enter(row)
+    def write(self, rows: Iterable[Row]) -> None:
+        """Note that one of the awaited writers has written rows."""
+        self._enter([row for row in self._complete(rows) if row not in self.lease])
 
-    def unwrite(self, row: Row) -> None:
-        """Note that what one of the awaited writers wrote was lost. Who holds the row keeps it."""
-        if row not in self.missing and row not in self.lease:
-            self._withdraw(row)
-        self.missing[row] = self.missing.get(row, 0) + 1
+    def unwrite(self, rows: Iterable[Row]) -> None:
+        """Note that what one of the awaited writers wrote was lost. The holder of a row keeps it."""
+        self._withdraw([row for row in rows if row not in self.lease])
 
-    def finish(self, row: Row) -> None:
-        """Note that the task is done with a row, which it may have left out without taking it."""
-        if row not in self.lease:
-            self._withdraw(row)
-        self.lease[row] = None
-        self.undone[self.table[row]] -= 1
+    def finish(self, rows: Iterable[Row]) -> None:
+        """Note that the task is done with rows, some of which it may leave out without taking them."""
+        rows = list(rows)
+        self._withdraw([row for row in rows if row not in self.lease])
+        self.lease.update(dict.fromkeys(rows))
+        self.undone.subtract(map(self.table.__getitem__, rows))
 
-    def give_back(self, row: Row) -> None:
-        """Make a row that was held free again."""
-        del self.lease[row]
-        if row not in self.missing:
-            self._enter(row)
+    def give_back(self, rows: Iterable[Row]) -> None:
+        """Make rows that were held free again."""
+        rows = list(rows)
+        for row in rows:
+            del self.lease[row]
+        self._enter(self._complete(rows))
 
-    def reopen(self, row: Row) -> None:
-        """Let a row that is done be done again: what the task wrote for it was lost."""
-        self.undone[self.table[row]] += 1
-        self.give_back(row)
+    def reopen(self, rows: Iterable[Row]) -> None:
+        """Let those of the rows be done again that are done: what the task wrote for them was lost."""
+        done = [row for row in rows if self.lease.get(row, 0) is None]
+        self.undone.update(map(self.table.__getitem__, done))
+        self.give_back(done)
 
-    def move(self, row: Row, table: Any) -> None:
-        """Put a row into another table; one that is done stays done there."""
-        done = row in self.lease and self.lease[row] is None
-        self.undone[self.table[row]] -= not done
-        self.undone[table] += not done
-        is_ready = row not in self.missing and row not in self.lease
-        if is_ready:
-            self._withdraw(row)
-        self.table[row] = table
-        if is_ready:
-            self._enter(row)
+    def move(self, rows: Iterable[Row], table: Any) -> None:
+        """Put rows into another table; those that are done stay done there."""
+        rows = [row for row in rows if self.table[row] != table]
+        left = [self.table[row] for row in rows if self.lease.get(row, 0) is not None]
+        self.undone.subtract(left)
+        self.undone[table] += len(left)
+        ready = [row for row in self._complete(rows) if row not in self.lease]
+        self._withdraw(ready)
+        self.table.update(dict.fromkeys(rows, table))
+        self._enter(ready)
 
-    def forget(self, row: Row) -> None:
-        """Let a row leave."""
-        if self.lease.get(row, 0) is not None:
-            self.undone[self.table[row]] -= 1
-        if not self.undone[self.table[row]]:
-            del self.undone[self.table[row]]
-        self._withdraw(row)
-        if self.whole_groups:
-            rows = self._groups[self.group[row]]
-            del rows[row]
-            if not rows:
+    def forget(self, rows: Sequence[Row]) -> None:
+        """Let rows leave."""
+        left = [self.table[row] for row in rows if self.lease.get(row, 0) is not None]
+        self.undone.subtract(left)
+        self._withdraw(rows)
+        for row in rows if self.whole_groups else ():
+            members = self._groups[self.group[row]]
+            del members[row]
+            if not members:
                 del self._groups[self.group[row]]
-            elif all(rows.values()):
-                self._add(next(iter(rows)))
-        for known in (self.numbers, self.table, self.missing, self.lease, self.group):
-            known.pop(row, None)
+            elif all(members.values()):
+                self._add([next(iter(members))])
+        tables = {self.table.pop(row) for row in rows}
+        for row in rows:
+            self.lease.pop(row, None)
+        for table in tables:
+            if not self.undone[table]:
+                del self.undone[table]
 
     def take(self, table: Any, most: int, ranks: int, sampler: Sampler, facts: Callable[[Row], Candidate]) -> list[Row]:
-        """Return the rows of a table that the sampler chooses: up to `most`, or where whole groups are taken at least one group."""
+        """Return the rows of a table that the sampler chooses: up to `most`, or where whole groups are taken at least one group.
+
+        They must be held at once: those that are taken in turn are not ready any more.
+        """
         ready = self.ready.get(table)
         if not ready:
             return []
         if self.whole_groups:
             most = max(1, most // len(self._groups[self.group[ready.first(1)[0]]]))
-        rows = ready.first(most * sampler.looks_at)
-        if sampler is not FIRST_IN:
+        if sampler is FIRST_IN:
+            rows = ready.take(most)
+            if not ready:
+                del self.ready[table]
+        else:
+            rows = ready.first(most * sampler.looks_at)
             chosen = checked(sampler, [self._described(row, facts) for row in rows], most, ranks)
             self._passed[table] = 0 if 0 in chosen else self._passed[table] + 1
             if self._passed[table] >= PATIENCE:
@@ -254,47 +276,76 @@ class Task:
             rows = [rows[place] for place in sorted(chosen)]
         return [row for first in rows for row in self._groups[self.group[first]]] if self.whole_groups else rows
 
-    def hold(self, rows: Iterable[Row], number: int) -> None:
+    def hold(self, rows: Sequence[Row], number: int) -> None:
         """Note the lease that holds some rows. Raises ValueError where one is not ready."""
-        for row in rows:
-            if row in self.lease or row in self.missing:
-                raise ValueError(f"row {row} is given for the second time, or before it is ready")
-            self._withdraw(row)
-            self.lease[row] = number
+        if not self.are_free(rows):
+            raise ValueError(f"a row of {list(rows)[:4]} is given for the second time, or before it is ready")
+        self._withdraw(rows)
+        self.lease.update(dict.fromkeys(rows, number))
+
+    def hold_each(self, rows: Sequence[Row], numbers: Sequence[int]) -> None:
+        """Do as `hold`, with a lease for each row."""
+        if rows:
+            self.hold(rows, numbers[0])
+            self.lease.update(zip(rows, numbers, strict=True))
+
+    def are_free(self, rows: Sequence[Row]) -> bool:
+        """Return whether all of these rows, which are in work, can be taken."""
+        return self.lease.keys().isdisjoint(rows) and all(written.issuperset(rows) for written in self._written)
 
     def is_ready(self, table: Any, rows: int) -> bool:
         """Return whether so many rows of a table can be taken; not for tasks that take whole groups."""
         return len(self.ready.get(table, ())) == rows
 
-    def _enter(self, row: Row) -> None:
+    def _complete(self, rows: Iterable[Row]) -> list[Row]:
+        """Return those of the rows that all awaited writers have written."""
+        for written in self._written:
+            rows = [row for row in rows if row in written]
+        return list(rows)
+
+    def _enter(self, rows: Sequence[Row]) -> None:
+        """Let rows be ready; where groups are taken, those groups that are complete by them."""
         if not self.whole_groups:
-            self._add(row)
+            self._add(rows)
             return
-        rows = self._groups[self.group[row]]
-        rows[row] = True
-        if all(rows.values()):
-            self._add(next(iter(rows)))
+        groups = dict.fromkeys(self.group[row] for row in rows)
+        for row in rows:
+            self._groups[self.group[row]][row] = True
+        members = (self._groups[group] for group in groups)
+        self._add([next(iter(known)) for known in members if all(known.values())])
 
     def _described(self, row: Row, facts: Callable[[Row], Candidate]) -> Candidate:
         if not self.whole_groups:
             return facts(row)
         return facts(row)._replace(tokens=sum(facts(one).tokens for one in self._groups[self.group[row]]))
 
-    def _add(self, row: Row) -> None:
-        self.ready.setdefault(self.table[row], Ordered()).add(row, self.numbers[row])
+    def _add(self, rows: Sequence[Row]) -> None:
+        for table, some in by_value(rows, self.table):
+            self.ready.setdefault(table, Ordered()).add(some, self.numbers)
 
-    def _withdraw(self, row: Row) -> None:
-        """Take a row out of what is ready; with it the whole group where groups are taken."""
-        named = row
-        if self.whole_groups and (rows := self._groups.get(self.group[row])):
-            named = next(iter(rows))
-            if row in rows:
-                rows[row] = False
-        ready = self.ready.get(self.table[named])
-        if ready is not None:
-            ready.discard(named)
-            if not ready:
-                del self.ready[self.table[named]]
+    def _withdraw(self, rows: Sequence[Row]) -> None:
+        """Take rows out of what is ready; with them their whole groups where groups are taken."""
+        if self.whole_groups:
+            named: dict[Row, None] = {}
+            for row in rows:
+                if members := self._groups.get(self.group[row]):
+                    named[next(iter(members))] = None
+                    if row in members:
+                        members[row] = False
+            rows = list(named)
+        for table, some in by_value(rows, self.table):
+            if (ready := self.ready.get(table)) is not None:
+                ready.discard(some)
+                if not ready:
+                    del self.ready[table]
+
+
+def by_value(rows: Sequence[Row], values: Mapping[Row, Any]) -> Iterable[tuple[Any, Sequence[Row]]]:
+    """Return rows by their value; mostly all have the same one."""
+    found = set(map(values.__getitem__, rows))
+    if len(found) <= 1:
+        return [(value, rows) for value in found]
+    return [(value, [row for row in rows if values[row] == value]) for value in found]
 
 
 class Tasks:
@@ -302,41 +353,49 @@ class Tasks:
 
     def __init__(self, waits: Mapping[Any, Iterable[str]], whole_groups: Collection[Any] = ()) -> None:
         """Make a task for each key of `waits`, which names the writers that it waits for."""
-        self.tasks = {name: Task(writers, name in whole_groups) for name, writers in waits.items()}
         self.leases = Leases()
-        self.rows: dict[Row, None] = {}
+        self.rows: dict[Row, int] = {}
+        """Each row in work with the number of its admission."""
+        self.group: dict[Row, Any] = {}
         self.written: defaultdict[str, set[Row]] = defaultdict(set)
+        self.tasks = {
+            name: Task(writers, name in whole_groups, self.rows, self.group, self.written)
+            for name, writers in waits.items()
+        }
         self.facts: Callable[[Row], Candidate] = lambda row: Candidate(row)
         self._admitted = count()
 
     def admit(self, rows: Iterable[Row], group: Callable[[Row], Any], table: Any = 0) -> None:
-        """Let rows be born in a table. Raises ValueError for one that is in work already."""
-        for row in rows:
-            if row in self.rows:
-                raise ValueError(f"row {row} is admitted twice")
-            self.rows[row] = None
-            number = next(self._admitted)
-            for task in self.tasks.values():
-                task.admit(row, number, group(row), table)
+        """Admit rows to a table. Raises ValueError for one that is in work already."""
+        rows = list(rows)
+        if doubled := [row for row in rows if row in self.rows]:
+            raise ValueError(f"row {doubled[0]} is admitted twice")
+        self.rows.update(zip(rows, self._admitted, strict=False))
+        if len(set(rows)) < len(rows):
+            raise ValueError(f"a row of {rows[:4]} is admitted twice")
+        self.group.update((row, group(row)) for row in rows)
+        for task in self.tasks.values():
+            task.admit(rows, table)
 
     def write(self, writer: str, rows: Sequence[Row]) -> None:
         """Note that rows are written. Raises ValueError where they were: columns do not change."""
         written = self.written[writer]
-        if doubled := [row for row in rows if row in written]:
-            raise ValueError(f"{writer} writes row {doubled[0]} for the second time")
+        if not written.isdisjoint(rows):
+            doubled = next(row for row in rows if row in written)
+            raise ValueError(f"{writer} writes row {doubled} for the second time")
         written.update(rows)
         for task in self.tasks.values():
             if writer in task.waits:
-                for row in rows:
-                    task.write(row)
+                task.write(rows)
 
     def unwrite(self, writer: str, rows: Iterable[Row]) -> None:
         """Note that what was written for rows was lost, and may be written again."""
+        rows = list(rows)
         for row in rows:
             self.written[writer].remove(row)
-            for task in self.tasks.values():
-                if writer in task.waits:
-                    task.unwrite(row)
+        for task in self.tasks.values():
+            if writer in task.waits:
+                task.unwrite(rows)
 
     def take(
         self, name: Any, holder: str, now: float, seconds: float, most: int,
@@ -359,6 +418,19 @@ class Tasks:
             table = min(task.ready, default=None)
         return self.lease(name, task.take(table, most, ranks, sampler, self.facts), holder, now, seconds)
 
+    def take_each(
+        self, name: Any, holder: str, now: float, seconds: float, most: int, sampler: Sampler = FIRST_IN, table: Any = None,
+    ) -> list[Lease]:  # fmt: skip
+        """Do as `take`, with a lease for each row; a sampler is asked for one row after the other."""
+        if sampler is not FIRST_IN:
+            chosen = (self.take(name, holder, now, seconds, 1, sampler, 1, table) for _ in range(most))
+            return [lease for lease in takewhile(lambda lease: lease is not None, chosen) if lease is not None]
+        task = self.tasks[name]
+        rows = task.take(table, most, 1, sampler, self.facts)
+        leases = [self.leases.take(name, holder, (row,), now, seconds) for row in rows]
+        task.hold_each(rows, [lease.number for lease in leases])
+        return leases
+
     def lease(
         self, name: Any, rows: Sequence[Row], holder: str, now: float, seconds: float, number: int | None = None
     ) -> Lease | None:
@@ -373,44 +445,39 @@ class Tasks:
         """End a lease whose rows are done. Raises LeaseLost if it has expired or was given up."""
         self.leases.current(number, now)
         lease = self.leases.end(number)
-        for row in lease.rows:
-            self.tasks[lease.task].finish(row)
+        self.tasks[lease.task].finish(lease.rows)
         return lease
 
     def give_up(self, leases: Iterable[Lease]) -> list[Lease]:
         """End leases whose rows are not done and free again; those."""
         ended = [self.leases.end(lease.number) for lease in list(leases)]
         for lease in ended:
-            for row in lease.rows:
-                self.tasks[lease.task].give_back(row)
+            self.tasks[lease.task].give_back(lease.rows)
         return ended
 
     def skip(self, name: Any, rows: Iterable[Row]) -> None:
         """Note that a task leaves rows out: it is done with them without taking them."""
-        for row in rows:
-            self.tasks[name].finish(row)
+        self.tasks[name].finish(rows)
 
     def reopen(self, name: Any, rows: Iterable[Row]) -> None:
         """Let those rows be done again that a task is done with: what it made of them was lost."""
-        task = self.tasks[name]
-        for row in rows:
-            if row in task.lease and task.lease[row] is None:
-                task.reopen(row)
+        self.tasks[name].reopen(rows)
 
     def move(self, name: Any, rows: Iterable[Row], table: Any) -> None:
         """Put rows of one task into another table."""
-        for row in rows:
-            self.tasks[name].move(row, table)
+        self.tasks[name].move(rows, table)
 
     def forget(self, rows: Iterable[Row]) -> list[Lease]:
         """Let rows leave; leases that hold any of them are given up, with their other rows free again."""
-        gone = [row for row in rows if row in self.rows]
-        held = {number for task in self.tasks.values() for row in gone if (number := task.lease.get(row)) is not None}
+        gone = [row for row in dict.fromkeys(rows) if row in self.rows]
+        held = {
+            number for task in self.tasks.values() if task.lease for number in map(task.lease.get, gone) if number is not None
+        }  # fmt: skip
         lost = self.give_up(self.leases.held[number] for number in sorted(held))
+        for task in self.tasks.values():
+            task.forget(gone)
+        for written in self.written.values():
+            written.difference_update(gone)
         for row in gone:
-            del self.rows[row]
-            for task in self.tasks.values():
-                task.forget(row)
-            for written in self.written.values():
-                written.discard(row)
+            del self.rows[row], self.group[row]
         return lost

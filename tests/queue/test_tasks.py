@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from braidrl.queue.samplers import SAMPLERS, Candidate, Sampler, sampler_named
-from braidrl.queue.tasks import PATIENCE, LeaseLost, Task, Tasks
+from braidrl.queue.tasks import PATIENCE, LeaseLost, Tasks
 
 Row = tuple[int, int]
 ROWS = [(group, sample) for group in range(3) for sample in range(2)]
@@ -183,9 +183,9 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 def test_the_oldest_row_is_not_passed_over_for_ever() -> None:
-    task, newest = Task([]), Sampler("newest", lambda ready, most, ranks: [len(ready) - 1])
-    for row in range(100):
-        task.admit(row, row, None, 0)
+    tasks, newest = Tasks({"one": []}), Sampler("newest", lambda ready, most, ranks: [len(ready) - 1])
+    tasks.admit(range(100), lambda row: None)
+    task = tasks.tasks["one"]
     given = []
     for number in range(2 * PATIENCE):
         (row,) = task.take(0, 1, 1, newest, Candidate)

@@ -228,7 +228,7 @@ class StreamSchedule(TrainingSchedule):
             holder: who takes them.
             now: the time in seconds, on whatever clock.
             seconds: how long the holder keeps them without renewing.
-            most: rows at most; whole groups and batches by scope.
+            most: rows at most.
             whole_update: a train stage gets all rows of its next optimizer step at once, as some losses need them.
             engine_version: of an engine whose weights may lag behind: it gets no rows that would be too old when they are trained.
             ranks: the processes that share the rows.
@@ -245,14 +245,32 @@ class StreamSchedule(TrainingSchedule):
         else:
             sampler = self.samplers.get(stage, FIRST_IN)
             lease = self.tasks.take(consumer, holder, now, seconds, most, sampler, ranks, table)
-        if lease is not None and known.kind is Kind.GENERATE and engine_version is not None:
-            oldest = {row: self.set_aside_rows.get(row, engine_version) for row in lease.rows}
-            self.begun.update({(stage, row): min(version, engine_version) for row, version in oldest.items()})
-        if lease is not None and known.kind is Kind.TRAIN:
-            versions = [self.versions[row] for row in lease.rows]
-            stale = check_staleness(self.published + 1, versions, self.sizes.max_staleness, lease.rows)
-            self.max_staleness_seen = max(self.max_staleness_seen, stale)
+        if lease is not None:
+            self._note_begun(known, lease.rows, engine_version)
         return lease
+
+    def take_each(
+        self, stage: str, holder: str, now: float, seconds: float, most: int, engine_version: int | None = None
+    ) -> list[Lease]:
+        """Lease up to `most` ready rows of one table to an engine, each under a lease of its own, as each ends by itself."""
+        known = self.flow[stage]
+        found = self._table_for(known, engine_version) if most > 0 else None
+        if found is None:
+            return []
+        consumer, table, _ = found
+        leases = self.tasks.take_each(consumer, holder, now, seconds, most, self.samplers.get(stage, FIRST_IN), table)
+        self._note_begun(known, [row for lease in leases for row in lease.rows], engine_version)
+        return leases
+
+    def _note_begun(self, stage: Stage, rows: Sequence[Uid], engine_version: int | None) -> None:
+        """Note what the engine holds that begins rows, or check that rows to train on are young enough."""
+        if stage.kind is Kind.GENERATE and engine_version is not None:
+            oldest = ((row, self.set_aside_rows.get(row, engine_version)) for row in rows)
+            self.begun.update({(stage.name, row): min(version, engine_version) for row, version in oldest})
+        if stage.kind is Kind.TRAIN:
+            versions = [self.versions[row] for row in rows]
+            stale = check_staleness(self.published + 1, versions, self.sizes.max_staleness, rows)
+            self.max_staleness_seen = max(self.max_staleness_seen, stale)
 
     def acknowledge(self, number: int, now: float, version: int | None = None) -> Lease:
         """Note that a lease's rows are done and written; `version` is the oldest that generated them. Raises LeaseLost."""
@@ -488,17 +506,19 @@ class StreamSchedule(TrainingSchedule):
         self.tasks.skip(Consumer(stage), uids)
 
     def _forget(self, groups: Iterable[int]) -> None:
+        groups = list(groups)
         uids = [uid for group in groups for uid in self.rows_of.pop(group)]
         self.tasks.forget(uids)
-        for uid in uids:
-            self.versions.pop(uid, None)
-            self.tokens.pop(uid, None)
-            self.set_aside_rows.pop(uid, None)
-            for stage in self.generating:
+        for known in (self.versions, self.tokens, self.set_aside_rows):
+            for uid in uids if known else ():
+                known.pop(uid, None)
+        for stage in self.generating:
+            for uid in uids:
                 self.begun.pop((stage, uid), None)
-            self.iteration_of.pop(uid[1], None)
-            self.going_on.discard(uid[1])
-            self.ending.discard(uid[1])
+        for group in groups:
+            self.iteration_of.pop(group, None)
+            self.going_on.discard(group)
+            self.ending.discard(group)
 
 
 def tasks_of(flow: Flow, epochs: int) -> Tasks:

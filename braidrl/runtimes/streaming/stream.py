@@ -190,15 +190,14 @@ class Stream:
             seconds: how long each lease lasts without renewing.
             version: what the asking engine holds.
         """
-        single, found = request["single"], list[Lease]()
-        for _ in range(request["most"] if single else 1):
+        if request["single"]:
+            found = self.schedule.take_each(stage.name, request["holder"], now, seconds, request["most"], version)
+        else:
             lease = self.schedule.take(
-                stage.name, request["holder"], now, seconds, 1 if single else request["most"],
-                stage.name in request["whole"], version, request["ranks"],
+                stage.name, request["holder"], now, seconds, request["most"], stage.name in request["whole"], version,
+                request["ranks"],
             )  # fmt: skip
-            if lease is None:
-                break
-            found.append(lease)
+            found = [lease] if lease else []
         uids = [uid for lease in found for uid in lease.rows]
         if not uids:
             return None
