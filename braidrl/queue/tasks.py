@@ -444,9 +444,21 @@ class Tasks:
     def acknowledge(self, number: int, now: float) -> Lease:
         """End a lease whose rows are done. Raises LeaseLost if it has expired or was given up."""
         self.leases.current(number, now)
-        lease = self.leases.end(number)
-        self.tasks[lease.task].finish(lease.rows)
-        return lease
+        return self.acknowledge_all([number], now)[0][0]
+
+    def acknowledge_all(self, numbers: Iterable[int], now: float) -> tuple[list[Lease], list[int]]:
+        """End leases whose rows are done; return them, and the numbers of those that were lost."""
+        done, lost, rows = list[Lease](), list[int](), defaultdict[Any, list[Row]](list)
+        for number in numbers:
+            lease = self.leases.held.get(number)
+            if lease is None or lease.deadline < now:
+                lost.append(number)
+                continue
+            done.append(self.leases.end(number))
+            rows[lease.task] += lease.rows
+        for name, some in rows.items():
+            self.tasks[name].finish(some)
+        return done, lost
 
     def give_up(self, leases: Iterable[Lease]) -> list[Lease]:
         """End leases whose rows are not done and free again; those."""

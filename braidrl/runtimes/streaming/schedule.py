@@ -7,6 +7,7 @@
 The runtime and the simulator drive the same object; time is an argument.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -119,8 +120,8 @@ class StreamSchedule(TrainingSchedule):
         self.versions.update(versions)
         for uid in uids:
             self.rows_of.setdefault(uid[1], []).append(uid)
-        for place, group in enumerate(dict.fromkeys(uid[1] for uid in uids)):
-            self._join_group(batch, group, place, place)
+        groups = dict.fromkeys(uid[1] for uid in uids)
+        self._join_groups(batch, [(group, place, place) for place, group in enumerate(groups)])
         batch.is_known = True
         for stage in self.flow.stages[: self.flow.recorded_stages]:
             written = self.tasks.written[stage.name]
@@ -273,16 +274,36 @@ class StreamSchedule(TrainingSchedule):
             self.max_staleness_seen = max(self.max_staleness_seen, stale)
 
     def acknowledge(self, number: int, now: float, version: int | None = None) -> Lease:
-        """Note that a lease's rows are done and written; `version` is the oldest that generated them. Raises LeaseLost."""
-        lease = self.tasks.acknowledge(number, now)
-        stage = self.flow[lease.task.stage]
-        if stage.kind is not Kind.TRAIN:
-            self.tasks.write(stage.name, lease.rows)
-        if stage.kind is Kind.GENERATE and version is not None:
-            self.versions.update({row: min(version, self.versions.get(row, version)) for row in lease.rows})
-        if stage.kind is Kind.GENERATE and self.sizes.sets_aside:
-            self._decide_generated({row[1] for row in lease.rows})
+        """Do as `acknowledge_all` with one lease; `version` is the oldest that generated its rows. Raises LeaseLost."""
+        rows = self.tasks.leases.current(number, now).rows
+        (lease,), _ = self.acknowledge_all([number], now, {} if version is None else dict.fromkeys(rows, version))
         return lease
+
+    def acknowledge_all(
+        self, numbers: Sequence[int], now: float, versions: Mapping[Uid, int]
+    ) -> tuple[list[Lease], list[int]]:
+        """Note that the rows of leases of one stage are done and written.
+
+        Args:
+            numbers: the leases'.
+            now: the time in seconds.
+            versions: the oldest version that generated each row, of a generate stage.
+
+        Returns:
+            The leases, and the numbers of those that were lost.
+        """
+        leases, lost = self.tasks.acknowledge_all(numbers, now)
+        if not leases:
+            return leases, lost
+        stage, rows = self.flow[leases[0].task.stage], [row for lease in leases for row in lease.rows]
+        if stage.kind is not Kind.TRAIN:
+            self.tasks.write(stage.name, rows)
+        if stage.kind is Kind.GENERATE:
+            known = self.versions
+            known.update({row: min(versions[row], known.get(row, versions[row])) for row in rows if row in versions})
+        if stage.kind is Kind.GENERATE and self.sizes.sets_aside:
+            self._decide_generated({row[1] for row in rows})
+        return leases, lost
 
     def may_set_aside(self, lease: Lease) -> bool:
         """Return whether the rows of a generate stage's lease may go on with the next batch, or are to be drawn to their ends."""
@@ -364,26 +385,29 @@ class StreamSchedule(TrainingSchedule):
         self.batches[iteration] = TrainingBatch.planned(self.flow, self.sizes, iteration)
 
     def _join(self, batch: TrainingBatch) -> None:
-        """Let groups join a batch that are sure to be in it, and updates that are sure to be theirs."""
-        for group, least, largest in self.sampling.members():
-            self._join_group(batch, group, least, largest)
+        """Add groups to a batch that are sure to be in it, and to updates that are sure to be theirs."""
+        self._join_groups(batch, self.sampling.members())
         self._hold_back(batch.iteration)
 
-    def _join_group(self, batch: TrainingBatch, group: int, least: int, largest: int) -> None:
-        """Let a group be in a batch, and in updates if they are the same for every place from `least` to `largest`."""
-        uids = self.rows_of[group]
-        if group not in batch.joined:
-            batch.joined[group] = False
-            batch.uids += uids
-            self.iteration_of[group] = batch.iteration
-            for stage in self.flow.stages:
-                if stage.kind is not Kind.TRAIN:
-                    self.tasks.move(Consumer(stage.name), uids, (batch.iteration, 1))
-            self._skip(self.flow.stages[len(self.segment) :], uids)
-        if not batch.joined[group] and (numbers := batch.sure_updates(least, largest)) is not None:
-            batch.joined[group] = True
-            for consumer, uid, table in batch.enter_updates(uids, numbers):
-                self.tasks.move(consumer, [uid], table)
+    def _join_groups(self, batch: TrainingBatch, members: Iterable[tuple[int, int, int]]) -> None:
+        """Add groups to a batch, and to updates where they are the same for every place from the least to the largest."""
+        joined, moved = list[Uid](), defaultdict[tuple[Consumer, tuple[int, int]], list[Uid]](list)
+        for group, least, largest in members:
+            if group not in batch.joined:
+                batch.joined[group] = False
+                joined += self.rows_of[group]
+                self.iteration_of[group] = batch.iteration
+            if not batch.joined[group] and (numbers := batch.sure_updates(least, largest)) is not None:
+                batch.joined[group] = True
+                for consumer, uid, table in batch.enter_updates(self.rows_of[group], numbers):
+                    moved[consumer, table].append(uid)
+        batch.uids += joined
+        for stage in self.flow.stages if joined else ():
+            if stage.kind is not Kind.TRAIN:
+                self.tasks.move(Consumer(stage.name), joined, (batch.iteration, 1))
+        self._skip(self.flow.stages[len(self.segment) :], joined)
+        for (consumer, table), uids in moved.items():
+            self.tasks.move(consumer, uids, table)
 
     def _expected(self, groups: Sequence[int]) -> dict[int, Sequence[int]]:
         """Return for each iteration those of the next groups that it should need: their rows must be young enough for it."""

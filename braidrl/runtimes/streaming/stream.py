@@ -218,19 +218,13 @@ class Stream:
 
         `totals` are the sums of a lease's rows that the stage's state follows.
         """
+        held = self.schedule.tasks.leases.held
+        rows = [uid for number in leases if number in held for uid in held[number].rows]
         versions = {uid: version for part in parts for uid, version in oldest(part).items()}
-        lost: list[int] = []
-        kept: set[Uid] = set()
-        for number in leases:
-            try:
-                held = self.schedule.tasks.leases.held.get(number)
-                version = min((versions.get(uid, 0) for uid in held.rows), default=0) if held else None
-                lease = self.schedule.acknowledge(number, now, version)
-                kept.update(lease.rows)
-                if totals:
-                    self._follow(lease, totals)
-            except LeaseLost:
-                lost.append(number)
+        done, lost = self.schedule.acknowledge_all(leases, now, dict.fromkeys(rows, 0) | versions)
+        kept = {uid for lease in done for uid in lease.rows}
+        for lease in done if totals else ():
+            self._follow(lease, totals or {})
         for part in parts:
             part.rows = {uid: place for uid, place in part.rows.items() if uid in kept}
             if part.rows:
