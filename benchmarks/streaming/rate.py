@@ -168,7 +168,9 @@ def main() -> None:
     if arguments.against:
         trees = {"before": ROOT / "build" / "rate"} | trees
         trees["before"].mkdir(parents=True, exist_ok=True)
-        archive = subprocess.run(["git", "archive", arguments.against, "braidrl"], cwd=ROOT, capture_output=True, check=True)
+        archive = subprocess.run(
+            ["git", "archive", arguments.against, "braidrl"], cwd=ROOT, capture_output=True, check=True
+        )
         subprocess.run(["tar", "x", "-C", str(trees["before"])], input=archive.stdout, check=True)
     from tests.tiny import write_jsonl, write_model
 

@@ -71,11 +71,16 @@ class DataPlane:
         self.segments, self.address, self.host, self.secret = segments, address, host, secret
         self.served = 0
         """Bytes that this node's server has given to other nodes."""
+        self.carried = 0
+        """Bytes of payload that this process has written or read."""
+        self.refuses_payload = False
+        """Whether this process must neither write nor read any."""
         self.connections = Connections(limit_s, secret)
         """To other nodes' servers, and to whoever else this process asks."""
 
     def write(self, frames: Sequence[Frame]) -> Block:
         """Put frames into a segment of this node. Raises OSError where memory is full."""
+        self._carry(frames)
         name, size = self.segments.write(frames)
         return Block(self.host, self.address, name, size)
 
@@ -87,15 +92,15 @@ class DataPlane:
     def read(self, block: Block) -> Sequence[Frame]:
         """Return the block's frames: views on shared memory, or bytes from its node. Raises Evicted."""
         if block.host == self.host:
-            return self._here(block.name)
-        return self._from(block, {"request": "frames", "name": block.name})
+            return self._carry(self._here(block.name))
+        return self._carry(self._from(block, {"request": "frames", "name": block.name}))
 
     def read_rows(self, block: Block, columns: Sequence[str], positions: Sequence[int] | None = None) -> Rows:
         """Return the named payload columns of a block, of all its rows or of those at some positions. Raises Evicted."""
         if block.host == self.host:
-            return chosen(self._here(block.name), columns, positions)
+            return chosen(self._carry(self._here(block.name)), columns, positions)
         wanted = {"columns": list(columns), "positions": positions}
-        return decode(self._from(block, {"request": "rows", "name": block.name, **wanted}))
+        return decode(self._carry(self._from(block, {"request": "rows", "name": block.name, **wanted})))
 
     def free(self, blocks: Iterable[Block]) -> None:
         """Free blocks, on whatever node they are; nobody waits for other nodes."""
@@ -149,6 +154,13 @@ class DataPlane:
     def close(self) -> None:
         """Close all connections."""
         self.connections.close()
+
+    def _carry(self, frames: Sequence[Frame]) -> Sequence[Frame]:
+        """Count payload. Raises RuntimeError in a process that must not have any."""
+        if self.refuses_payload:
+            raise RuntimeError("the main program decides and carries no payload: a worker reads and writes rows")
+        self.carried += sum(memoryview(frame).nbytes for frame in frames)
+        return frames
 
     def _here(self, name: str) -> Sequence[Frame]:
         try:

@@ -4,10 +4,10 @@ A column version is known by (name, writer), and a writer's columns of one row c
 writer wrote for some rows at once, and looks columns up by writer. A part's memory is freed when its last row leaves.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+import weakref
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, NamedTuple
 from zlib import crc32
 
@@ -59,6 +59,93 @@ class StoredPart:
         return StoredPart(writer, index, block, tuple(message["columns"]), len(rows), rows)
 
 
+@dataclass(eq=False)
+class StoredRows:
+    """Rows as a process knows them that never reads their payload: index columns, and pieces of blocks that hold the others."""
+
+    index: Rows
+    payload: list[dict[str, Any]] = field(default_factory=list)
+    """As `Table.payload` says it."""
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def uids(self) -> list[Row]:
+        """Return the rows' names."""
+        return list(self.index.uids())
+
+    @property
+    def columns(self) -> list[str]:
+        """Return the names of all columns."""
+        return [*self.index, *(name for piece in self.payload for name in piece["columns"])]
+
+    @property
+    def blocks(self) -> set[Block]:
+        """Return the blocks that hold the payload."""
+        return {Block(*piece["block"]) for piece in self.payload}
+
+    def with_added(self, later: "StoredRows") -> "StoredRows":
+        """Return these rows with the columns that the same rows have under new names in `later`."""
+        known = set(self.columns)
+        pieces = ({**p, "columns": [name for name in p["columns"] if name not in known]} for p in later.payload)
+        index = self.index.with_columns({name: column for name, column in later.index.items() if name not in known})
+        return StoredRows(index, [*self.payload, *(piece for piece in pieces if piece["columns"])])
+
+    def part(self, writer: str, names: Iterable[str], rows: Iterable[Row] | None = None) -> StoredPart:
+        """Return some columns of all rows, or of those named, as what `writer` wrote. Of rows that were put into one block."""
+        wanted, uids = set(names), self.uids()
+        assert len(self.payload) <= 1, "rows that are put into the queue lie in one block"
+        columns, block = tuple[str, ...](), None
+        for piece in self.payload:
+            columns = tuple(name for name in piece["columns"] if name in wanted)
+            block = Block(*piece["block"]) if columns else None
+        places = {uid: place for place, uid in enumerate(uids)}
+        kept = places if rows is None else {uid: places[uid] for uid in rows}
+        return StoredPart(
+            writer, self.index.only([n for n in self.index if n in wanted]), block, columns, len(uids), kept
+        )
+
+
+class HeldBlocks:
+    """Counts for each block what needs it: parts in tables, and `StoredRows` that live. A block that nothing needs is free."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[Block] = Counter()
+        self._dropped: deque[set[Block]] = deque()
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self._counts)
+
+    def hold(self, blocks: Iterable[Block]) -> None:
+        """Note one more need of each block."""
+        self._counts.update(blocks)
+
+    def let_go(self, blocks: Iterable[Block]) -> list[Block]:
+        """Note one need less of each block; return those that are free by it."""
+        freed = []
+        for block in blocks:
+            self._counts[block] -= 1
+            if not self._counts[block]:
+                del self._counts[block]
+                freed.append(block)
+        return freed
+
+    def hold_for(self, rows: StoredRows) -> StoredRows:
+        """Hold the blocks of rows as long as the object lives."""
+        blocks = rows.blocks
+        self.hold(blocks)
+        # The last reference may go in any thread, whatever that holds: `freed` does the rest.
+        weakref.finalize(rows, self._dropped.append, blocks).atexit = False
+        return rows
+
+    def freed(self) -> list[Block]:
+        """Return the blocks that are free since rows were dropped that held them."""
+        found: list[Block] = []
+        while self._dropped:
+            found += self.let_go(self._dropped.popleft())
+        return found
+
+
 def row_name(name: Any) -> Row:
     """Return a row's name from what came over the wire, where tuples are lists."""
     return tuple(name) if isinstance(name, list) else name
@@ -69,18 +156,18 @@ def home(row: Row, units: int) -> int:
     return crc32(msgpack.packb(row[0] if isinstance(row, tuple) else row)) % units if units > 1 else 0
 
 
-Detached = list[tuple[Row, StoredPart]]
-
-
 class Table:
-    """All parts of the rows in work."""
+    """The parts that hold the columns of rows in work."""
 
-    def __init__(self) -> None:
+    def __init__(self, held: HeldBlocks | None = None) -> None:
+        """Begin without rows; `held` counts the blocks of several tables."""
         self.parts: dict[str, dict[Row, StoredPart]] = {}
-        self.detached: list[Detached] = []
+        self.held = held or HeldBlocks()
 
-    def add(self, part: StoredPart, writers: Sequence[str] = ()) -> None:
+    def add(self, part: StoredPart, writers: Iterable[str] | None = None) -> None:
         """Note what was written, under its writer's name or under several."""
+        if part.block is not None:
+            self.held.hold([part.block])
         for writer in writers or (part.writer,):
             self.parts.setdefault(writer, {}).update(dict.fromkeys(part.rows, part))
 
@@ -89,7 +176,11 @@ class Table:
         known = self.parts.get(part.writer, {})
         before = [(row, known[row]) for row in part.rows if row in known]
         self.add(part)
-        return self.drop(before)
+        return self._drop(before)
+
+    def stored(self, uids: Sequence[Row], writers: Sequence[str]) -> StoredRows:
+        """Return rows with all that some writers have written, whose memory stays as long as the result lives."""
+        return self.held.hold_for(StoredRows(self.index(uids, writers), self.payload(uids, writers, None)))
 
     def index(self, uids: Sequence[Row], writers: Sequence[str]) -> Rows:
         """Return the index columns of these rows in the order given; of one name, that of the last writer.
@@ -123,33 +214,20 @@ class Table:
         return [piece(part, columns, list(places), rows) for (part, places), columns in found.items()]
 
     def evict(self, uids: Iterable[Row]) -> list[Block]:
-        """Let rows leave; return the blocks that held no others."""
-        return self.drop(self.detach(uids))
-
-    def detach(self, uids: Iterable[Row]) -> Detached:
-        """Let rows leave the table; what they have written stays where it is until it is dropped."""
+        """Let rows leave; return the blocks that are free."""
         uids, places = list(uids), dict[tuple[Row, StoredPart], None]()
         for known in self.parts.values():
             # A writer of several names has noted one part under each.
             places |= {(uid, part): None for uid in uids if (part := known.pop(uid, None)) is not None}
-        self.detached.append(list(places))
-        return self.detached[-1]
+        return self._drop(places)
 
-    def drop(self, places: Detached) -> list[Block]:
-        """Drop detached rows that are not needed any more; return the blocks that held no others."""
-        self.detached = [known for known in self.detached if known is not places]
+    def _drop(self, places: Iterable[tuple[Row, StoredPart]]) -> list[Block]:
         freed = []
         for uid, part in places:
             del part.rows[uid]
             if not part.rows and part.block is not None:
-                freed.append(part.block)
+                freed += self.held.let_go([part.block])
         return freed
-
-    def blocks(self) -> set[Block]:
-        """Return all blocks that may still be read."""
-        attached = (part for parts in self.parts.values() for part in parts.values())
-        detached = (part for places in self.detached for _, part in places)
-        return {part.block for part in chain(attached, detached) if part.block is not None}
 
     def _writers_of(self, uids: Sequence[Row], writers: Sequence[str]) -> list[str]:
         wanted = set(uids)

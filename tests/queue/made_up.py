@@ -21,9 +21,10 @@ from braidrl.queue.client import Client
 from braidrl.queue.owner import StorageNode
 from braidrl.queue.requests import Answer
 from braidrl.queue.storage_backends import data_plane
-from braidrl.queue.table import Block
+from braidrl.queue.table import StoredRows
 from braidrl.queue.transport import QueueServer
 from braidrl.runtimes.streaming.control import ControlPlane
+from braidrl.runtimes.streaming.rows import stored
 from braidrl.runtimes.streaming.stream import Stream
 from braidrl.weights.update_policy import LoadingSchedule
 
@@ -58,6 +59,11 @@ def born(groups: Sequence[int]) -> Rows:
     )
 
 
+def admit(control: ControlPlane, groups: Sequence[int]) -> None:
+    """Puts the rows of some groups into the queue."""
+    control.admit(control.training, control.held.hold_for(stored(control.data, born(groups))))
+
+
 def made_from(name: str, rows: Rows, version: int = 0) -> dict[str, Any]:
     """What a stage writes: always the same of the same rows, so that a reader can tell whether it has the right ones."""
     if name == "generate":
@@ -73,9 +79,8 @@ class AdmittingPlane(ControlPlane):
 
     def on_admit(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Let rows be born; a batch is opened where one may be. Refused with ValueError for groups that are known."""
-        block = Block(*request["block"]) if request["block"] else None
         self.training.schedule.groups_wanted(self.loading.target)
-        self.training.admit(decode(list(frames)), block, tuple(request["columns"]))
+        self.training.admit(StoredRows(decode([bytes(frame) for frame in frames]), request["payload"]))
         return {}, ()
 
 
@@ -135,7 +140,7 @@ def main_program(control: ControlPlane, server: QueueServer, iterations: int, li
         with control.changed:
             wanted = control.training.schedule.groups_wanted(control.loading.target)
         if wanted:
-            control.admit(control.training, born(range(groups, groups + wanted)))
+            admit(control, range(groups, groups + wanted))
             groups += wanted
             server.changed()
         with control.changed:
@@ -159,5 +164,5 @@ def serve(pipe: Any, arguments: Mapping[str, Any]) -> None:
 
 
 def admit_over_the_wire(worker: Client, rows: Rows) -> None:
-    block = worker.data.write_rows(rows)
-    worker.ask("admit", encode(rows.index), block=block, columns=list(rows.payload))
+    put = stored(worker.data, rows)
+    worker.ask("admit", encode(put.index), payload=put.payload)

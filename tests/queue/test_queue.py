@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import random
@@ -34,6 +35,7 @@ from tests.queue.made_up import (
     GENERATE,
     NORMALISE,
     UPDATE,
+    admit,
     admit_over_the_wire,
     born,
     client,
@@ -55,7 +57,7 @@ def test_every_column_of_every_stage_comes_back_as_it_was_put() -> None:
         finished = main_program(control, server, 2)
         stop.set()
         thread.join()
-        rows = assembled(control.data, finished[0].final, finished[0].final_payload)
+        rows = assembled(control.data, finished[0].final.index, finished[0].final.payload)
         expected = born([0, 1])
         for name in ("generate", "check"):
             expected = expected.with_columns(made_from(name, expected))
@@ -76,7 +78,7 @@ def test_a_stage_gets_the_payload_that_it_reads_and_no_other() -> None:
     with queue() as (control, server, node):
         worker = client(server, node, "worker", generates=True)
         control.training.schedule.groups_wanted(0)
-        control.admit(control.training, born([0, 1]))
+        admit(control, [0, 1])
         work = worker.take(["generate"], 8, 0.0)
         assert list(work.rows().payload) == ["prompt"]
         worker.done(
@@ -97,7 +99,7 @@ def test_a_reader_that_waits_blocks_nobody_and_is_served_as_soon_as_there_is_som
         thread.start()
         time.sleep(0.1)
         control.training.schedule.groups_wanted(0)
-        control.admit(control.training, born([0, 1]))
+        admit(control, [0, 1])
         start = time.monotonic()
         assert work_once(writer, ["generate"]) == "rows"
         written = time.monotonic()
@@ -133,7 +135,7 @@ def test_a_lease_that_runs_out_goes_to_another_and_the_late_answer_is_refused() 
         passed = set_clock(control)
         slow, quick = client(server, node, "slow", generates=True), client(server, node, "quick", generates=True)
         control.training.schedule.groups_wanted(0)
-        control.admit(control.training, born([0, 1]))
+        admit(control, [0, 1])
         work = slow.take(["generate"], 8, 0.0)
         rows = work.rows()
         assert quick.take(["generate"], 8, 0.0).kind == "wait"
@@ -158,7 +160,7 @@ def test_a_worker_that_renews_keeps_its_rows() -> None:
         passed = set_clock(control)
         slow, quick = client(server, node, "slow", generates=True), client(server, node, "quick", generates=True)
         control.training.schedule.groups_wanted(0)
-        control.admit(control.training, born([0, 1]))
+        admit(control, [0, 1])
         rows = (work := slow.take(["generate"], 8, 0.0)).rows()
         for _ in range(5):
             passed(20.0)
@@ -178,7 +180,7 @@ def test_a_worker_that_renews_too_late_hears_what_it_has_lost() -> None:
     with queue(lease_s=0.02) as (control, server, node):
         slow = client(server, node, "slow", generates=True)
         control.training.schedule.groups_wanted(0)
-        control.admit(control.training, born([0, 1]))
+        admit(control, [0, 1])
         leases = [number for number, _ in slow.take(["generate"], 8, 0.0).leases]
         time.sleep(0.03)
         assert slow.renew() == leases and not slow.held
@@ -189,7 +191,7 @@ def test_what_a_dead_worker_held_is_given_on_and_what_it_wrote_untold_is_unlinke
     with queue() as (control, server, node):
         dead, other = client(server, node, "dead", generates=True), client(server, node, "other", generates=True)
         control.training.schedule.groups_wanted(0)
-        control.admit(control.training, born([0, 1]))
+        admit(control, [0, 1])
         rows = dead.take(["generate"], 8, 0.0).rows()
         dead.write(rows.uids(), made_from("generate", rows))
         assert len(owner_names(node, "dead")) == 1
@@ -217,8 +219,9 @@ def test_eviction_frees_the_memory_of_rows_that_are_done() -> None:
         assert control.training.table.parts and not any(control.training.table.parts.values())
         names = Segments(node.owner.run, "looker").names()
         assert names, "finished iterations keep their payload until it has been read"
-        for iteration in finished:
-            control.release(iteration)
+        finished.clear()
+        gc.collect()
+        control.change(lambda: None)
         assert Segments(node.owner.run, "looker").names() == []
         worker.close()
 
@@ -242,7 +245,7 @@ def two_nodes() -> Iterator[tuple[ControlPlane, Client, Client, StorageNode]]:
         near = client(server, own, "near")
         far = Client(server.address, "far", data_plane(node.place(), "far", 10.0), generates=True)
         control.training.schedule.groups_wanted(0)
-        control.admit(control.training, born([0, 1]))
+        admit(control, [0, 1])
         yield control, near, far, node
         near.close()
         far.close()
@@ -331,12 +334,12 @@ def test_a_selected_group_goes_on_and_a_dropped_one_leaves_with_its_memory() -> 
     with queue(flow, iterations=1, prompts=1) as (control, server, node):
         worker = client(server, node, "worker", generates=True)
         control.training.schedule.groups_wanted(0)
-        control.admit(control.training, born([0]))
+        admit(control, [0])
         assert work_once(worker, ["generate"]) == "rows"
         work = worker.take(["choose"], 8, 0.0)
         worker.selected("choose", work.leases[0][0], {0: "dull"}, {})
         assert control.training.schedule.groups_wanted(0) == 1
-        control.admit(control.training, born([1]))
+        admit(control, [1])
         assert work_once(worker, ["generate"]) == "rows"
         work = worker.take(["choose"], 8, 0.0)
         worker.selected("choose", work.leases[0][0], {1: None}, {})
@@ -442,7 +445,7 @@ def test_columns_of_one_name_are_read_in_the_version_that_a_stage_asks_for() -> 
     with queue(flow, iterations=1) as (control, server, node):
         worker = client(server, node, "worker", generates=True)
         control.training.schedule.groups_wanted(0)
-        control.admit(control.training, born([0, 1]))
+        admit(control, [0, 1])
         assert work_once(worker, ["generate"]) == "rows" and work_once(worker, ["check"]) == "rows"
         work = worker.take(["shape"], 8, 0.0)
         before = work.rows()["reward"]
@@ -465,7 +468,7 @@ def test_a_role_that_follows_another_is_sent_its_weights_also_when_the_first_tha
         follower = client(server, node, "follower")
         control.allowed = 1
         control.training.schedule.groups_wanted(0)
-        control.admit(control.training, born([0, 1]))
+        admit(control, [0, 1])
         assert [work_once(first) for _ in range(5)] == ["rows"] * 4 + ["step"]
         assert follower.take(["follow"], 8, 0.0).kind == "wait"
         asked = first.take(["update"], 8, 0.0)

@@ -13,17 +13,17 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from braidrl.data.codec import encode
+from braidrl.data.codec import decode, encode
 from braidrl.data.frames import Frame
-from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.flow import Kind, Stage
 from braidrl.flow.flow import is_optimized
 from braidrl.queue.requests import Answer, Holder, QueueController, Wait
 from braidrl.queue.storage import DataPlane
-from braidrl.queue.table import Block, StoredPart
+from braidrl.queue.table import Block, StoredPart, StoredRows
 from braidrl.queue.tasks import Tasks
 from braidrl.runtimes.streaming.activity import Activity
+from braidrl.runtimes.streaming.groups import ROWS
 from braidrl.runtimes.streaming.stream import IterationRecord, Stream
 from braidrl.runtimes.streaming.weights import Copies, Versions
 from braidrl.weights.update_policy import LoadingSchedule
@@ -36,7 +36,7 @@ class WorkerHolder(Holder):
     """A worker, or the leader of a group of them."""
 
     group: str = ""
-    orders: deque[dict[str, Any]] = field(default_factory=deque)
+    orders: deque[Answer] = field(default_factory=deque)
 
 
 class ControlPlane(QueueController):
@@ -59,6 +59,8 @@ class ControlPlane(QueueController):
         super().__init__(lease_s)
         self.data, self.episodes = data, episodes
         self.training, self.loading = stream, loading or LoadingSchedule("end")
+        self.held = stream.table.held
+        """What needs the blocks of all streams."""
         self.exported = frozenset(exported)
         self.streams = [stream]
         self.holders: dict[str, WorkerHolder] = {}
@@ -74,7 +76,7 @@ class ControlPlane(QueueController):
         self.refused: UserError | None = None
         """Why the run cannot go on, where that is the user's to change: selection kept nothing for a whole epoch."""
         self.finished: deque[IterationRecord] = deque()
-        self.results: dict[int, dict[str, Any]] = {}
+        self.results: dict[int, tuple[dict[str, Any], StoredRows | None]] = {}
         self.orders_given = 0
         self.notify: Callable[[], object] = lambda: None
         """Has the server ask waiting workers again."""
@@ -114,7 +116,8 @@ class ControlPlane(QueueController):
             return {"kind": "stop"}, ()
         lost = self.lost(request["held"])
         if holder.orders:
-            return {**holder.orders.popleft(), "kind": "order", "lost": lost}, ()
+            order, content = holder.orders.popleft()
+            return {**order, "kind": "order", "lost": lost}, content
         if (weights := self._weights_for(holder.name)) is not None:
             return {**weights, "lost": lost}, ()
         version, lags = self.loading.version_of(holder.name), self.loading.lags(holder.name)
@@ -193,7 +196,11 @@ class ControlPlane(QueueController):
 
     def on_ordered(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Note that an order is carried out."""
-        self.results[request["order"]] = request["result"]
+        result, rows = request["result"], None
+        if "payload" in result:
+            # Held at once: what a worker has written is freed when it is gone, but for what is known here.
+            rows = self.held.hold_for(StoredRows(decode([bytes(frame) for frame in frames]), result["payload"]))
+        self.results[request["order"]] = result, rows
         return {}, ()
 
     # The main program
@@ -205,29 +212,21 @@ class ControlPlane(QueueController):
             self.advance()
         self.notify()
 
-    def admit(self, stream: Stream, rows: Rows) -> None:
-        """Put the payload into shared memory and let the rows be born, unless their batch has been closed meanwhile."""
-        parts = stream.divided(rows)
-        own, drawn = ((part.index, self.data.write_rows(part), tuple(part.payload)) for part in parts)
+    def admit(self, stream: Stream, rows: StoredRows) -> None:
+        """Admit rows whose payload is in the queue, unless their batch has been closed meanwhile."""
         with self.changed:
             if stream.schedule.is_open:
-                stream.admit(*own)
-                if len(parts[1]):
-                    stream.note_drawn(rows.uids(), *drawn)
+                stream.admit(rows)
                 self.advance()
-            else:
-                self.data.free([block for _, block, _ in (own, drawn) if block is not None])
 
-    def release(self, finished: IterationRecord) -> None:
-        """Free a finished iteration's payload, which has been read."""
-        with self.changed:
-            self.data.free(self.training.table.drop(finished.places))
+    def give_order(self, holder: str, order: dict[str, Any], content: Sequence[Frame] = ()) -> int:
+        """Have a worker do something between two pieces of work; return the number under which its result will be.
 
-    def give_order(self, holder: str, order: dict[str, Any]) -> int:
-        """Have a worker do something between two pieces of work; return the number under which its result will be."""
+        Raises KeyError for a worker that is not there.
+        """
         with self.changed:
             self.orders_given += 1
-            self.holders[holder].orders.append({**order, "order": self.orders_given})
+            self.holders[holder].orders.append(({**order, "order": self.orders_given}, content))
             return self.orders_given
 
     def end_stream(self, stream: Stream) -> None:
@@ -269,9 +268,7 @@ class ControlPlane(QueueController):
             # What workers say of rows that they have yet must name no lease of the new stream.
             stream.schedule.tasks.leases.numbers = self.training.schedule.tasks.leases.numbers
             for known in self.streams:
-                freed = known.table.evict(list(known.schedule.tasks.rows))
-                freed += [block for places in list(known.table.detached) for block in known.table.drop(places)]
-                self.data.free(freed)
+                self.data.free(known.table.evict(list(known.schedule.tasks.rows)))
             self.forgotten += [*self.weights.blocks(), *self.copies.blocks()]
             self.training, self.streams = stream, [stream]
             self.weights, self.copies = Versions(self.exported), Copies()
@@ -288,7 +285,10 @@ class ControlPlane(QueueController):
                 self.data.free(freed)
         schedule = self.training.schedule
         while schedule.due_publication() is not None:
-            self.finished.append(self.training.publish())
+            record, freed = self.training.publish()
+            self.finished.append(record)
+            self.data.free(freed)
+        self.data.free(self.held.freed())
         self.loading.advance(self._loadable, schedule.is_generation_over(self.loading.target))
         self._note_activity()
         super().advance()
@@ -364,7 +364,8 @@ class ControlPlane(QueueController):
         }
 
     def _note_activity(self) -> None:
-        self.activity.note(self.clock(), [(h.group, self.rows_held(name) > 0) for name, h in self.holders.items()])
+        workers = ((name, holder.group) for name, holder in self.holders.items() if holder.group != ROWS)
+        self.activity.note(self.clock(), [(group, self.rows_held(name) > 0) for name, group in workers])
 
     def _weights_for(self, holder: str) -> dict[str, Any] | None:
         """Return what an engine is to load now, or to receive for later; None where there is nothing."""
@@ -390,6 +391,5 @@ class ControlPlane(QueueController):
         return all(self.weights.has(role, version) or not self._updates_of(role, version) for role in self.exported)
 
     def _known_segments(self, address: str) -> set[str]:
-        blocks = [block for stream in self.streams for block in stream.table.blocks()]
-        blocks += [*self.weights.blocks(), *self.copies.blocks()]
+        blocks = [*self.held, *self.weights.blocks(), *self.copies.blocks()]
         return {block.name for block in blocks if block.address == address}

@@ -23,6 +23,8 @@ from braidrl.runtimes.streaming.older_groups import older_places
 from braidrl.training.role_settings import inference_layout_key, inference_layouts, layout_key, layout_of
 
 COMPUTE = "compute"
+ROWS = "rows"
+"""The process that makes rows and writes them to files."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Group:
     """Processes that do the same stages. Those that share a role's model, or its changes, are one worker; elsewhere each process is one."""
 
     name: str
-    kind: Literal["generate", "compute", "model"]
+    kind: Literal["generate", "compute", "model", "rows"]
     role: str | None
     stages: tuple[str, ...]
     processes: int

@@ -17,12 +17,13 @@ from braidrl.flow import Flow, Stage
 from braidrl.flow.batches import Sizes
 from braidrl.flow.readiness import Uid
 from braidrl.observe.metrics import Sums
-from braidrl.queue.client import assembled
+from braidrl.queue.table import StoredRows
 from braidrl.runtimes.interfaces import BegunBatch
-from braidrl.runtimes.row_store import Origin, Recording, RowsBackend, RowStore, Surplus
+from braidrl.runtimes.row_store import Origin, Recording, Surplus
 from braidrl.runtimes.saving.background import check_written
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.processes import Processes
+from braidrl.runtimes.streaming.rows import RowsProcess
 from braidrl.runtimes.streaming.stream import Stream
 from braidrl.training.roles.checkpoint import Write
 
@@ -31,17 +32,17 @@ ORDER_LIMIT_S = 600.0
 """How long the leader of a trained role may take to carry out an order."""
 
 
-class StreamingBackend(RowsBackend):
-    """What a run asks for is done by the workers of the queue. The table is the rows."""
+class StreamingBackend:
+    """What a run asks for is done by the workers of the queue. A table is index columns, and where the others lie."""
 
     def __init__(
-        self, store: RowStore, evaluation: Flow, control: ControlPlane, processes: Processes, wait: Callable[[], None],
+        self, rows: RowsProcess, evaluation: Flow, control: ControlPlane, processes: Processes, wait: Callable[[], None],
         admit_refills: Callable[[], object], resources: ExitStack,
     ) -> None:  # fmt: skip
         """Work with a queue and workers that have been started.
 
         Args:
-            store: makes rows from what they are named by, and writes them to files.
+            rows: makes rows from what they are named by, and writes them to files.
             evaluation: the flow of evaluations.
             control: the queue's control plane.
             processes: the workers.
@@ -49,11 +50,11 @@ class StreamingBackend(RowsBackend):
             admit_refills: called while the batch that is open must be generated to its end.
             resources: what `close` ends.
         """
-        super().__init__(store)
+        self.rows = rows
         self.evaluation, self.control, self.processes = evaluation, control, processes
         self.stream, self.wait, self.admit_refills, self.resources = control.training, wait, admit_refills, resources
         self.evaluating: Stream | None = None
-        self.restored: tuple[dict[str, Any], list[Rows]] | None = {}, []
+        self.restored: tuple[dict[str, Any], list[StoredRows]] | None = {}, []
         """The selection state and the rows of a checkpoint whose weights are about to be loaded; None where all rows are still there."""
         self.begun: list[BegunBatch] = []
         """Its batches that are begun."""
@@ -61,24 +62,35 @@ class StreamingBackend(RowsBackend):
         """Rows that engines had begun when a trainer was lost, and that are not kept."""
         self.counted_bytes = 0
 
-    def read(self, origin: Origin) -> Rows:
+    def read(self, origin: Origin) -> StoredRows:
         """Return rows of a checkpoint, or those of an evaluation set, which workers begin to generate at once."""
         if isinstance(origin, Recording):
             raise UserError("runtime=streaming cannot replay recorded rows; write runtime=eager, hybrid or distributed")
-        rows = super().read(origin)
+        rows = self.rows.make(origin)
         if not isinstance(origin, Surplus):
             self._begin_evaluation(rows)
         return rows
 
-    def run(self, stage: Stage, table: Rows, iteration: int, sums: Sums) -> Rows:
+    def index(self, table: StoredRows) -> Rows:
+        """Return the index columns."""
+        return table.index
+
+    def record(self, path: Path, table: StoredRows, final: StoredRows) -> None:
+        """Have a parquet file of the rows written, with the columns that later stages added."""
+        self.rows.write("record", path, table.with_added(final))
+
+    def save_rows(self, path: Path, table: StoredRows) -> None:
+        """Have rows written into a checkpoint."""
+        self.rows.write("keep", path, table)
+
+    def run(self, stage: Stage, table: StoredRows, iteration: int, sums: Sums) -> StoredRows:
         """Return the rows of the evaluation with the columns of its next stage."""
         stream, uids = self.evaluating, table.uids()
         assert stream is not None
         while not stream.schedule.is_done(stage.name):
             self.wait()
         with self.control.changed:
-            written = stream.content(uids, [stage.name])
-        table = table.with_columns(dict(assembled(self.control.data, *written).items()))
+            table = stream.table.stored(uids, stream.writers[: stream.writers.index(stage.name) + 1])
         if stage is stream.flow.stages[-1]:
             self.control.end_stream(stream)
             self.evaluating = None
@@ -109,11 +121,11 @@ class StreamingBackend(RowsBackend):
             self.control.unloaded = frozenset()
         self.control.notify()
 
-    def _resume(self, version: int, sampling: dict[str, Any], tables: list[Rows]) -> None:
+    def _resume(self, version: int, sampling: dict[str, Any], tables: list[StoredRows]) -> None:
         """Put the rows of a checkpoint into the queue, and count those that are drawn again."""
-        self.stream.resume(version, sampling, tables, self.control.data.write_rows)
+        self.stream.resume(version, sampling, tables)
         for batch in self.begun:
-            self.stream.put_back(batch, self.control.data.write_rows)
+            self.stream.put_back(batch)
         self.control.loading.target = self.control.allowed = version
         self.control.loading.pinned = False
         schedule = self.stream.schedule
@@ -132,15 +144,15 @@ class StreamingBackend(RowsBackend):
         self.counted_bytes = sum(self.control.data.served_by(place.address) for place in self.processes.places.values())
         return self.counted_bytes - before
 
-    def _begin_evaluation(self, rows: Rows) -> None:
+    def _begin_evaluation(self, rows: StoredRows) -> None:
         """Wait until engines may load the newest version, keep them at it, and put the set's rows into the queue."""
         schedule = self.stream.schedule
         while self.control.loading.target < schedule.published:
             self.admit_refills()
             self.wait()
-        groups = len(set(rows["group"].tolist()))
+        groups = len(set(rows.index["group"].tolist()))
         sizes = Sizes(1, groups, len(rows) // groups, len(rows))
-        stream = self.evaluating = Stream(self.evaluation, sizes, during=schedule.published)
+        stream = self.evaluating = Stream(self.evaluation, sizes, during=schedule.published, held=self.control.held)
         with self.control.changed:
             self.control.loading.pinned = True
             self.control.streams.append(stream)
@@ -173,7 +185,7 @@ class StreamingBackend(RowsBackend):
             if self.control.stopping or not process.alive:
                 raise OSError(f"{holder} has ended")
             time.sleep(LOOK_EVERY_S)
-        check_written(self.control.results[number]["trouble"])
+        check_written(self.control.results[number][0]["trouble"])
 
     def _wait_until(self, limit: float, holder: str) -> None:
         if time.monotonic() > limit:

@@ -31,7 +31,8 @@ from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow
 from braidrl.runtimes.prepare.setup import rule_rewards, set_up_torch
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.generate import GenerateLoop
-from braidrl.runtimes.streaming.groups import Group, pools_of
+from braidrl.runtimes.streaming.groups import ROWS, Group, pools_of
+from braidrl.runtimes.streaming.rows import serve_rows
 from braidrl.runtimes.streaming.worker import LeaseProgress, StageLoop, WorkerContext
 from braidrl.training.loading import load_tokenizer
 from braidrl.training.parallel.replicated import DataParallel
@@ -42,6 +43,7 @@ READY_LIMIT_S = 600.0
 """How long a worker may take until its models are loaded."""
 PEERS_LIMIT_S = 10.0
 """How long a rank that has lost its peers waits for them to say why."""
+ROWS_GROUP = Group(ROWS, "rows", None, (), 1)
 RESTARTS = 5
 """How often a worker may be killed before the run ends: what kills it again and again is no accident."""
 
@@ -82,7 +84,7 @@ class Processes:
 
     def __init__(
         self, config: Config, folder: Path, control: ControlPlane, launcher: Launcher, queue: str, node: StorageNode,
-        secret: str,
+        secret: str, kept: Mapping[str, Any],
     ) -> None:  # fmt: skip
         """Start nothing yet.
 
@@ -94,10 +96,11 @@ class Processes:
             queue: the address at which they are answered.
             node: this node's memory.
             secret: what they must know to connect to the queue and to one another's nodes.
+            kept: the examples that this process has found short enough, for the one that makes rows of them.
         """
         self.config, self.folder, self.control, self.launcher = config, folder, control, launcher
-        self.queue, self.secret = queue, secret
-        place = node.place()
+        self.queue, self.secret, self.kept = queue, secret, kept
+        self.here = place = node.place()
         self.places = {place.host: place}
         """Of every node that has workers, and of this one."""
         self.members: list[Member] = []
@@ -108,9 +111,13 @@ class Processes:
         self.launcher.reserve(pools_of(groups, self.config))
         self.places |= {place.host: place for place in self.launcher.serve(StorageNode, self.secret)}
         self._store = open_store(self.launcher.ip, RANKS_LIMIT_S)
-        for group in groups:
+        for group in [*groups, ROWS_GROUP]:
             for number in range(group.processes):
                 self.members.append(Member(group, number, 0, self._start(group, number, 0)))
+
+    def rows_holder(self) -> str:
+        """Return the name at the queue of the process that makes and writes rows."""
+        return next(member.holder for member in self.members if member.group is ROWS_GROUP)
 
     def trainers(self) -> dict[str, str]:
         """Return who leads which trained role, by the name at the queue."""
@@ -186,16 +193,19 @@ class Processes:
 
     def _start(self, group: Group, number: int, starts: int) -> Process:
         assert self._store is not None
+        # It shares this process's node, and reads the files that this process reads.
+        makes_rows = group is ROWS_GROUP
+        place = self.here if makes_rows else self.places[self.launcher.node_of(group.name, number)]
         arguments = {
             "config": self.config.model_dump(mode="json"), "group": asdict(group), "number": number,
             "rank": number % group.ranks, "starts": starts,
             "name": f"{group.name}-{number}", "holder": f"{group.name}.{number}.{starts}", "queue": self.queue,
             "leader": f"{group.name}.{number - number % group.ranks}.{starts}",
             "folder": str(self.folder.resolve()), "meeting": [self.launcher.ip, self._store.port],
-            "secret": self.secret, "place": self.places[self.launcher.node_of(group.name, number)],
+            "secret": self.secret, "place": place, **({"kept": self.kept} if makes_rows else {}),
         }  # fmt: skip
         spec = ProcessSpec(f"{group.name}-{number}", f"{__name__}:work", arguments, f"{__name__}:orphaned")
-        return self.launcher.start(group.name, number, spec)
+        return (LocalLauncher() if makes_rows else self.launcher).start(group.name, number, spec)
 
 
 def died(member: Member) -> bool:
@@ -224,6 +234,9 @@ def work(arguments: Mapping[str, Any]) -> None:
     """
     config, group = parse_config(arguments["config"]), Group(**arguments["group"])
     set_up_torch(config)
+    if group.kind == "rows":
+        make_rows(config, arguments)
+        return
     flow = build_flow(config)
     evaluation = evaluation_flow(config, flow)
     tokenizer, progress = load_tokenizer(config.model), LeaseProgress()
@@ -245,6 +258,16 @@ def work(arguments: Mapping[str, Any]) -> None:
     finally:
         trace.close()
         executor.close()
+
+
+def make_rows(config: Config, arguments: Mapping[str, Any]) -> None:
+    """Be the process that makes and writes rows."""
+    data = data_plane(Place(*arguments["place"]), arguments["holder"], config.cluster.wait_limit_s, arguments["secret"])
+    client = Client(arguments["queue"], arguments["holder"], data)
+    try:
+        serve_rows(client, config, arguments["kept"], config.streaming.wait_s)
+    finally:
+        client.close()
 
 
 @dataclass(frozen=True)

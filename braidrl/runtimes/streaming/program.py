@@ -20,8 +20,8 @@ from braidrl.flow import Flow
 from braidrl.flow.batches import Sizes, admissible, check_update_size
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
-from braidrl.queue.client import assembled
 from braidrl.queue.owner import StorageNode
+from braidrl.queue.table import HeldBlocks, StoredRows
 from braidrl.queue.transport import QueueServer
 from braidrl.runtimes.interfaces import BegunBatch, IterationResult, Position, Restart, needed
 from braidrl.runtimes.prepare.setup import Prepared
@@ -30,6 +30,7 @@ from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.groups import Group, check_streaming, most_out, older_groups, samplers_of, worker_groups
 from braidrl.runtimes.streaming.orders import LOOK_EVERY_S, StreamingBackend
 from braidrl.runtimes.streaming.processes import Processes, worker_launcher
+from braidrl.runtimes.streaming.rows import RowsProcess
 from braidrl.runtimes.streaming.stream import IterationRecord, Report, Stream, versions_of
 from braidrl.weights.update_policy import LoadingSchedule
 
@@ -52,8 +53,10 @@ class StreamingProgram:
         config, flow = prepared.config, prepared.flow
         check_streaming(config, flow)
         self.groups = worker_groups(config, flow, prepared.evaluation if config.data.evaluation_sources else None)
-        self.loader, self.store, self.progress = loader, prepared.store(), progress
-        self.new_stream = partial(Stream, flow, sizes_of(config, loader.epoch_size), samplers=samplers_of(config, flow))
+        self.loader, self.progress = loader, progress
+        self.new_stream = partial(
+            Stream, flow, sizes_of(config, loader.epoch_size), samplers=samplers_of(config, flow), held=HeldBlocks()
+        )
         self.stream = self.new_stream()
         self.opening: dict[int, Position] = {}
         """For each iteration that was begun and not finished, where the run stood just before."""
@@ -61,7 +64,7 @@ class StreamingProgram:
         with ExitStack() as resources:
             self._start(prepared, folder, resources)
             self.backend = StreamingBackend(
-                self.store, prepared.evaluation, self.control, self.processes, self.wait,
+                self.rows, prepared.evaluation, self.control, self.processes, self.wait,
                 lambda: self._admit(may_begin=False), resources.pop_all(),
             )  # fmt: skip
 
@@ -80,7 +83,12 @@ class StreamingProgram:
         self.server = QueueServer(self.control.handle, self.control.tick, f"tcp://{launcher.ip}:*", secret)
         resources.callback(self.server.close)
         self.control.notify = self.server.changed
-        self.processes = Processes(config, folder, self.control, launcher, self.server.address, node, secret)
+        # From here on payload that this process reads or writes is an error.
+        node.data.refuses_payload = True
+        self.processes = Processes(
+            config, folder, self.control, launcher, self.server.address, node, secret, prepared.kept
+        )
+        self.rows = RowsProcess(self.control, self.processes.rows_holder, self.wait)
         resources.callback(self.processes.kill)
         self.processes.start(self.groups)
 
@@ -88,10 +96,10 @@ class StreamingProgram:
         self,
         iteration: int,
         version: int,
-        recorded: Rows | None = None,
+        recorded: StoredRows | None = None,
         train: bool = True,
         before_training: Callable[[], object] = lambda: None,
-    ) -> IterationResult[Rows]:
+    ) -> IterationResult[StoredRows]:
         """Wait until an iteration is published, and admit prompts meanwhile; `before_training` is called before its first step."""
         assert recorded is None and train, "checked when the run was set up"
         with self.progress.stage("generation") as generation, self.progress.stage("training") as training:
@@ -139,9 +147,9 @@ class StreamingProgram:
         """Return a batch whose rows have come through the recorded stages, as a checkpoint keeps it."""
         stream = self.stream
         uids, record = stream.schedule.batches[number].uids, stream.record_of(number)
-        table = assembled(self.control.data, *stream.content(uids, stream.recorded_writers))
+        table = stream.table.stored(uids, stream.recorded_writers)
         names = [name for name in table.index if all(name in rows for rows in record.generated)]
-        left_out = Rows.cat([rows.only(names) for rows in record.generated])
+        left_out = StoredRows(Rows.cat([rows.only(names) for rows in record.generated]))
         recorded = {stage.name for stage in stream.flow.stages[: stream.flow.recorded_stages]}
         reports = [report for report in record.reports if report["stage"] in recorded]
         assert record.outcome is not None, "its groups are known"
@@ -182,10 +190,10 @@ class StreamingProgram:
         found: list[BegunBatch] = []
         for batch in begun:
             table, left_out, *surplus = (
-                self.store.make(Surplus(path)) for path in (batch.table, batch.left_out, *batch.after.surplus)
+                self.rows.make(Surplus(path)) for path in (batch.table, batch.left_out, *batch.after.surplus)
             )
             after = batch.after._replace(surplus=surplus)
-            oldest = min(versions_of(table))
+            oldest = min(versions_of(table.index))
             if batch.iteration > self.stream.schedule.sizes.iterations or not admissible(
                 batch.iteration, oldest, self.stream.schedule.sizes.max_staleness
             ):
@@ -218,7 +226,7 @@ class StreamingProgram:
             self.loader.go_back(schedule.next_group)
             numbers = tuple(self.loader.advance(count))
         if count:
-            self.control.admit(self.stream, self.store.make(Admission(numbers)))
+            self.control.admit(self.stream, self.rows.make(Admission(numbers)))
         # A change wakes everybody who waits, this process too.
         if changed:
             self.control.change(lambda: None)
@@ -228,14 +236,13 @@ class StreamingProgram:
 
         Where rows may be set aside, all that are in work are kept, with what they had drawn then.
         """
-        schedule, surplus, data = self.stream.schedule, list[Rows](), self.control.data
+        schedule, surplus = self.stream.schedule, list[StoredRows]()
         sampling = schedule.sampling.settled(schedule.sizes.sets_aside)
         waiting = [uid for group in schedule.sampling.waiting for uid in schedule.rows_of[group]]
         if waiting:
-            surplus.append(assembled(data, *self.stream.content(waiting, self.stream.recorded_writers)))
+            surplus.append(self.stream.table.stored(waiting, self.stream.recorded_writers))
         if sampling.pending:
-            parts = [assembled(data, *part) for part in self.stream.unfinished(sampling.pending)]
-            surplus.append(Rows.cat(parts).ordered())
+            surplus += self.stream.unfinished(sampling.pending)
         return Position({**self.loader.state(), "admitted": sampling.admitted + 1}, sampling.state(), surplus, {})
 
     def _show(self, generation: Bar, training: Bar | None = None) -> None:
@@ -248,52 +255,46 @@ class StreamingProgram:
             training.rows, planned = schedule.rows_trained()
             training.update(total_rows=planned)
 
-    def _unfinished(self, iteration: int) -> tuple[Rows, Rows]:
+    def _unfinished(self, iteration: int) -> tuple[StoredRows, StoredRows]:
         """Return the batch of an iteration that trains, as it is recorded, and with the columns that its rows have by now."""
         stream = self.stream
         with self.control.changed:
             uids = sorted(stream.schedule.batches[iteration].uids, key=lambda uid: uid[1:])
-            parts = [stream.content(uids, writers) for writers in (stream.recorded_writers, stream.writers)]
-            table, final = (assembled(self.control.data, *part) for part in parts)
-        return table, final
+            return stream.table.stored(uids, stream.recorded_writers), stream.table.stored(uids, stream.writers)
 
-    def _result(self, finished: IterationRecord) -> IterationResult[Rows]:
-        table = assembled(self.control.data, finished.index, finished.payload)
-        final = assembled(self.control.data, finished.final, finished.final_payload)
-        self.control.release(finished)
-        result = iteration_result(self.stream.flow, self.stream.schedule.sampling.surplus, finished, table, final)
+    def _result(self, finished: IterationRecord) -> IterationResult[StoredRows]:
+        result = iteration_result(self.stream.flow, self.stream.schedule.sampling.surplus, finished)
         with self.control.changed:
             told = {**self.control.seen_now(), **self.control.activity.told()}
         for name, value in told.items():
             result.sums.add(name, value)
+        data = self.control.data
+        result.sums.add("streaming/main_payload_bytes", float(data.carried + data.served))
         result.seconds = stage_seconds(self.stream.flow, self.groups, finished.reports)
         if len(self.processes.places) > 1:
             result.sums.add("transfer/bytes_between_nodes", self.backend.bytes_between_nodes())
         return result
 
 
-def iteration_result(
-    flow: Flow, surplus: str, finished: IterationRecord, table: Rows, final: Rows
-) -> IterationResult[Rows]:
+def iteration_result(flow: Flow, surplus: str, finished: IterationRecord) -> IterationResult[StoredRows]:
     """Return a finished iteration as every runtime reports it.
 
     Args:
         flow: the stages.
         surplus: what becomes of groups that are over.
         finished: what the queue and its workers noted.
-        table: the rows as they are recorded.
-        final: the same rows with every column.
     """
+    index, final = finished.table.index, finished.final.index
     assert finished.outcome is not None, "it is published"
     # As in serial order: scores as selection saw them, or where nothing is selected as they were in the end.
-    parts = [*finished.generated, finished.index] if flow.sampling_segment else [finished.final]
+    parts = [*finished.generated, index] if flow.sampling_segment else [final]
     common = [name for name in parts[-1] if all(name in part for part in parts)]
     sums = Sums.merged(Sums(report["sums"]) for report in finished.reports)
     for stage, state in finished.states.items():
         for name, value in state.items():
             sums.add(f"{stage}/{name}", value)
     generated = needed(Rows.cat([part.only(common) for part in parts]), finished.outcome, surplus)
-    return IterationResult(generated, finished.final, table, final, sums, dropped=finished.outcome.dropped)
+    return IterationResult(generated, final, finished.table, finished.final, sums, dropped=finished.outcome.dropped)
 
 
 def stage_seconds(flow: Flow, groups: Sequence[Group], reports: Sequence[Report]) -> dict[str, float]:

@@ -3,7 +3,7 @@
 admit ──▶ table ◀──take: index columns, where the payload lies──▶ acknowledge ──▶ close the batch ──▶ publish ──▶ record
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,13 +19,11 @@ from braidrl.flow.readiness import Uid, waits_for
 from braidrl.flow.selecting import GroupSelector, Selection, scores_by_group
 from braidrl.queue.requests import Answer
 from braidrl.queue.samplers import Sampler
-from braidrl.queue.table import Block, StoredPart, Table
+from braidrl.queue.table import Block, HeldBlocks, StoredPart, StoredRows, Table
 from braidrl.queue.tasks import Lease, LeaseLost
 from braidrl.runtimes.interfaces import BegunBatch
 from braidrl.runtimes.streaming.schedule import StreamSchedule, UnfinishedRow
 
-Put = Callable[[Rows], Block | None]
-"""Lays the payload of rows down where others can read it; None for rows without any."""
 Report = dict[str, Any]
 """What a worker says of a piece of work: metric sums, seconds. The queue hands it on."""
 DRAWN = "drawn"
@@ -34,10 +32,7 @@ DRAWN = "drawn"
 
 @dataclass
 class IterationRecord:
-    """What happened in an iteration so far; once it is published also its rows, as recorded and with every column.
-
-    The payload stays until `places` are dropped from the table.
-    """
+    """What happened in an iteration so far; once it is published also its rows, as recorded and with every column."""
 
     iteration: int
     outcome: Selection | None = None
@@ -46,19 +41,17 @@ class IterationRecord:
     reports: list[Report] = field(default_factory=list)
     states: dict[str, State] = field(default_factory=dict)
     """What stages with a state that are through had as their values."""
-    index: Rows = field(default_factory=lambda: Rows({}))
-    final: Rows = field(default_factory=lambda: Rows({}))
-    payload: list[dict[str, Any]] = field(default_factory=list)
-    final_payload: list[dict[str, Any]] = field(default_factory=list)
-    places: list[tuple[Uid, StoredPart]] = field(default_factory=list)
+    table: StoredRows = field(default_factory=lambda: StoredRows(Rows({})))
+    final: StoredRows = field(default_factory=lambda: StoredRows(Rows({})))
 
 
 class Stream:
     """The rows of one flow."""
 
     def __init__(
-        self, flow: Flow, sizes: Sizes, during: int | None = None, samplers: Mapping[str, Sampler] | None = None
-    ) -> None:
+        self, flow: Flow, sizes: Sizes, during: int | None = None, samplers: Mapping[str, Sampler] | None = None,
+        held: HeldBlocks | None = None,
+    ) -> None:  # fmt: skip
         """Begin without rows.
 
         Args:
@@ -66,9 +59,10 @@ class Stream:
             sizes: batches and updates.
             during: the training iteration that an evaluation's work is shown under.
             samplers: of stages that do not take the oldest rows first.
+            held: counts the blocks of all streams of a run.
         """
         self.during = during
-        self.flow, self.schedule, self.table = flow, StreamSchedule(flow, sizes, samplers), Table()
+        self.flow, self.schedule, self.table = flow, StreamSchedule(flow, sizes, samplers), Table(held)
         self.stages = {stage.name for stage in flow.stages}
         self.writers = [ADMISSION, *(stage.name for stage in flow.stages)]
         self.readable = {stage.name: writers_before(flow, stage) for stage in flow.stages}
@@ -81,52 +75,51 @@ class Stream:
         """Return who has written a row when it is recorded."""
         return self.writers[: 1 + self.flow.recorded_stages]
 
-    def admit(self, index: Rows, block: Block | None, columns: tuple[str, ...]) -> None:
-        """Let rows be born, with these index columns and a block with these payload columns."""
-        uids = index.uids()
+    def admit(self, rows: StoredRows) -> None:
+        """Admit rows, of those that may be set aside with what they have drawn."""
+        uids, drawn = rows.uids(), self._drawn_columns(rows)
         self.schedule.admit(uids)
-        self._note_lengths(uids, index)
-        self._write(ADMISSION, uids, index, block, columns)
+        self._note_lengths(uids, rows.index.without(drawn))
+        self.table.add(rows.part(ADMISSION, [name for name in rows.columns if name not in drawn]))
+        if drawn:
+            self.table.add(rows.part(DRAWN, drawn))
 
-    def divided(self, rows: Rows) -> tuple[Rows, Rows]:
-        """Return rows without and with only what they have drawn, as rows that may be set aside are admitted; else nothing."""
+    def _drawn_columns(self, rows: StoredRows) -> list[str]:
+        """Return the columns that rows which may be set aside have drawn."""
         generates = [stage for stage in self.flow.stages if stage.name in self.schedule.generating]
-        drawn = [name for stage in generates for name in stage.writes if name in rows] if self.sets_aside else []
-        return rows.without(drawn), rows.only(drawn)
+        known = set(rows.columns)
+        return [name for stage in generates for name in stage.writes if name in known] if self.sets_aside else []
 
-    def note_drawn(self, uids: Sequence[Uid], index: Rows, block: Block | None, columns: tuple[str, ...]) -> None:
-        """Note what rows that were born have drawn."""
-        self._write(DRAWN, uids, index, block, columns)
-
-    def resume(self, done: int, state: Mapping[str, Any], tables: Sequence[Rows], put: Put) -> None:
+    def resume(self, done: int, state: Mapping[str, Any], tables: Sequence[StoredRows]) -> None:
         """Go on after `done` iterations.
 
         Args:
             done: iterations.
             state: the selection's.
             tables: rows of a checkpoint: of groups that wait for the next batch, and of those that are awaited.
-            put: lays payload down.
         """
         sampling = GroupSelector.restored(state)
-        parts: dict[bool, list[Rows]] = {True: [], False: []}
+        surplus, unfinished = list[StoredRows](), list[StoredRows]()
         for table in tables:
-            parts[set(table["group"].tolist()) <= set(sampling.pending)].append(table)
-        surplus, unfinished = Rows.cat(parts[False]), Rows.cat(parts[True])
-        versions = dict(zip(surplus.uids(), surplus["version"].tolist(), strict=True)) if len(surplus) else {}
-        self.schedule.resume(done, sampling, versions, unfinished_rows(unfinished) if len(unfinished) else {})
-        if len(surplus):
-            self.restore(surplus, put(surplus))
-        if len(unfinished):
-            self._go_on_with(unfinished, put)
+            (unfinished if set(table.index["group"].tolist()) <= set(sampling.pending) else surplus).append(table)
+        versions = {
+            uid: version for rows in surplus for uid, version in zip(rows.uids(), rows.index["version"].tolist(), strict=True)
+        }  # fmt: skip
+        known = {uid: row for rows in unfinished for uid, row in unfinished_rows(rows.index).items()}
+        self.schedule.resume(done, sampling, versions, known)
+        for rows in surplus:
+            self.restore(rows)
+        for rows in unfinished:
+            self._go_on_with(rows)
 
-    def unfinished(self, groups: Collection[int]) -> list[tuple[Rows, list[dict[str, Any]]]]:
-        """Return what rows of groups that go on have, as `content` does: first of those that have ended, then of the others."""
+    def unfinished(self, groups: Collection[int]) -> list[StoredRows]:
+        """Return what rows of groups that go on have: first those that have ended, then the others."""
         (stage,) = self.schedule.generating
         ended: dict[bool, list[Uid]] = {True: [], False: []}
         for uid in (uid for group in groups for uid in self.schedule.rows_of[group]):
             ended[uid in self.table.parts.get(stage, {})].append(uid)
         writers = {True: [ADMISSION, stage], False: [ADMISSION, DRAWN]}
-        return [self.content(uids, writers[was]) for was, uids in ended.items() if uids]
+        return [self.table.stored(uids, writers[was]) for was, uids in ended.items() if uids]
 
     def train_again(self) -> None:
         """Forget what was trained towards the next version, and what its trainers have told of it."""
@@ -134,16 +127,15 @@ class Stream:
         record = self.record_of(self.schedule.published + 1)
         record.reports = [told for told in record.reports if self.flow[told["stage"]].kind is not Kind.TRAIN]
 
-    def restore(self, rows: Rows, block: Block | None) -> None:
+    def restore(self, rows: StoredRows) -> None:
         """Put rows of a checkpoint back as if their stages had written them here."""
-        uids, recorded = rows.uids(), self.flow.stages[: self.flow.recorded_stages]
+        recorded, names = self.flow.stages[: self.flow.recorded_stages], rows.columns
         checks = next((s.name for s in recorded if s.type == "verify"), ADMISSION)
-        last: dict[str, str] = {name: ADMISSION if name in BORN_WITH else checks for name in rows}
+        last: dict[str, str] = {name: ADMISSION if name in BORN_WITH else checks for name in names}
         for stage in recorded:
-            last.update(dict.fromkeys((name for name in stage.writes if name in rows), stage.name))
+            last.update(dict.fromkeys((name for name in stage.writes if name in last), stage.name))
         for writer in dict.fromkeys(last.values()):
-            part = rows.only([name for name, chosen in last.items() if chosen == writer])
-            self._write(writer, uids, part.index, block, tuple(part.payload))
+            self.table.add(rows.part(writer, [name for name, chosen in last.items() if chosen == writer]))
 
     def begun(self) -> list[int]:
         """Return the batches that a checkpoint keeps: older weights have begun them, and what it does not keep is drawn again.
@@ -158,14 +150,14 @@ class Stream:
         )
         return [] if waits or self.sets_aside else self.schedule.older_batches()
 
-    def put_back(self, batch: BegunBatch, put: Put) -> None:
-        """Let the next batch be one of a checkpoint, whose payload `put` lays down where workers can read it."""
-        rows: Rows = batch.table
-        self.schedule.put_back(dict(zip(rows.uids(), versions_of(rows), strict=True)))
+    def put_back(self, batch: BegunBatch) -> None:
+        """Let the next batch be one of a checkpoint."""
+        rows: StoredRows = batch.table
+        self.schedule.put_back(dict(zip(rows.uids(), versions_of(rows.index), strict=True)))
         record = self.record_of(self.schedule.opened)
         record.outcome, record.reports = batch.outcome, list(batch.reports)
-        record.generated = [batch.left_out] if len(batch.left_out) else []
-        self.restore(rows, put(rows))
+        record.generated = [batch.left_out.index] if len(batch.left_out) else []
+        self.restore(rows)
         self._note_lengths(rows.uids(), rows.index)
 
     def read(self, stage: str, uids: Sequence[Uid]) -> tuple[Rows, list[dict[str, Any]]]:
@@ -284,17 +276,16 @@ class Stream:
             record.generated.append(self.table.index(generated, self.recorded_writers))
         return self.table.evict(released)
 
-    def publish(self) -> IterationRecord:
-        """Publish the due version and return the batch's record; its rows leave."""
+    def publish(self) -> tuple[IterationRecord, list[Block]]:
+        """Publish the due version; return the batch's record, and blocks that are free now that its rows have left."""
         batch = self.schedule.batches[self.schedule.published + 1]
         record = self.records.pop(batch.iteration)
         assert record.outcome is not None
         uids = sorted(batch.uids, key=lambda uid: uid[1:])
-        record.index, record.payload = self.content(uids, self.recorded_writers)
-        record.final, record.final_payload = self.content(uids, self.writers)
-        record.places = self.table.detach(uids)
+        record.table = self.table.stored(uids, self.recorded_writers)
+        record.final = self.table.stored(uids, self.writers)
         self.schedule.publish()
-        return record
+        return record, self.table.evict(uids)
 
     def leases(self) -> Collection[Lease]:
         """Return all leases that are held."""
@@ -303,10 +294,6 @@ class Stream:
     def record_of(self, iteration: int) -> IterationRecord:
         """Return what is noted of an iteration that is not over."""
         return self.records.setdefault(iteration, IterationRecord(iteration))
-
-    def content(self, uids: Sequence[Uid], writers: Sequence[str]) -> tuple[Rows, list[dict[str, Any]]]:
-        """Return the index columns that some writers have written for rows, and where their payload lies."""
-        return self.table.index(uids, writers), self.table.payload(uids, writers, None)
 
     def report(self, lease: Lease, report: Report) -> None:
         """Note a report under the iteration that the lease's rows belong to."""
@@ -319,18 +306,15 @@ class Stream:
         ran = self.record_of(iteration).states
         return {name: dict(ran.get(name, values)) for name, values in self.states.values.items()}
 
-    def _go_on_with(self, rows: Rows, put: Put) -> None:
+    def _go_on_with(self, rows: StoredRows) -> None:
         """Put rows of a checkpoint back whose groups go on: what those have that have ended is their stage's."""
         (stage,) = self.schedule.generating
-        ended = rows.take(rows["finish_reason"] != FinishReason.ABORT)
-        for writer, uids, part in zip(
-            (ADMISSION, DRAWN, stage),
-            (rows.uids(), rows.uids(), ended.uids()),
-            (*self.divided(rows), self.divided(ended)[1]),
-            strict=True,
-        ):
-            if uids:
-                self._write(writer, uids, part.index, put(part), tuple(part.payload))
+        drawn, over = self._drawn_columns(rows), (rows.index["finish_reason"] != FinishReason.ABORT).tolist()
+        ended = [uid for uid, is_over in zip(rows.uids(), over, strict=True) if is_over]
+        self.table.add(rows.part(ADMISSION, [name for name in rows.columns if name not in drawn]))
+        self.table.add(rows.part(DRAWN, drawn))
+        if ended:
+            self.table.add(rows.part(stage, drawn, ended))
         self._note_lengths(rows.uids(), rows.index)
 
     def _follow(self, lease: Lease, totals: Mapping[str, float]) -> None:
@@ -338,13 +322,6 @@ class Stream:
         self.states.add(name, totals)
         if self.schedule.turn(name) > iteration:
             self.record_of(iteration).states[name] = self.states.advance(name)
-
-    def _write(
-        self, writer: str, uids: Sequence[Uid], index: Rows, block: Block | None, columns: tuple[str, ...]
-    ) -> None:
-        self.table.add(
-            StoredPart(writer, index, block, columns, len(uids), {uid: place for place, uid in enumerate(uids)})
-        )
 
     def _note_lengths(self, uids: Sequence[Uid], index: Rows) -> None:
         """Tell samplers how long rows are, as soon as it is known."""

@@ -1,0 +1,104 @@
+"""The process that makes a run's rows and writes them to files, so that the main program never has their payload.
+
+main program ──make: admission numbers, a held-out set, a checkpoint's file──▶ rows process ──payload──▶ storage
+             ◀──index columns, where the payload lies─────────────────────────      │
+             ──record, keep: index columns, where the payload lies──▶ rows process ──┴──read──▶ parquet, checkpoint's file
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from braidrl.config import Config
+from braidrl.data.codec import encode
+from braidrl.data.rows import Rows
+from braidrl.queue.client import Client, WorkItem, write_columns
+from braidrl.queue.storage import DataPlane
+from braidrl.queue.table import StoredRows, piece
+from braidrl.runtimes.prepare.setup import with_data, without_data
+from braidrl.runtimes.saving.row_store import Admission, HeldOut, Origin, Recording, RowStore, Surplus
+from braidrl.runtimes.streaming.control import ControlPlane
+
+
+def stored(data: DataPlane, rows: Rows) -> StoredRows:
+    """Put the payload of rows where others can read it."""
+    part = write_columns(data, rows.uids(), dict(rows.items()))
+    pieces = [piece(part, part.columns, list(range(len(rows))), rows.uids())] if part.block else []
+    return StoredRows(part.index, pieces)
+
+
+def as_order(origin: Origin) -> dict[str, Any]:
+    """Return what names rows as a message holds it."""
+    match origin:
+        case Admission(numbers):
+            return {"numbers": list(numbers)}
+        case HeldOut(name):
+            return {"set": name}
+        case Surplus(path):
+            return {"file": str(path)}
+        case Recording():
+            raise ValueError("recorded rows are not streamed")
+
+
+def origin_of(order: Mapping[str, Any]) -> Origin:
+    """Return what `as_order` was given."""
+    if "numbers" in order:
+        return Admission(order["numbers"])
+    return HeldOut(order["set"]) if "set" in order else Surplus(Path(order["file"]))
+
+
+class RowsProcess:
+    """The main program's side: asks the process, and asks the next one again where it was killed."""
+
+    def __init__(self, control: ControlPlane, holder: Callable[[], str], wait: Callable[[], None]) -> None:
+        """Ask over the queue.
+
+        Args:
+            control: the queue's control plane.
+            holder: returns the process's name at the queue, another one each time that it is started.
+            wait: waits until something changes at the queue, or shortly; raises what ends the run.
+        """
+        self.control, self.holder, self.wait = control, holder, wait
+
+    def make(self, origin: Origin) -> StoredRows:
+        """Return the rows that `origin` names, whose payload lies in the queue. Raises UserError for a file that is not there."""
+        made = self._ask({"do": "make", **as_order(origin)})
+        assert made is not None
+        return made
+
+    def write(self, do: str, path: Path, rows: StoredRows) -> None:
+        """Have rows written to a file: `record` them for people and replays, or `keep` them for a checkpoint."""
+        self._ask({"do": do, "path": str(path.resolve()), "payload": rows.payload}, rows)
+
+    def _ask(self, order: dict[str, Any], rows: StoredRows | None = None) -> StoredRows | None:
+        content = [bytes(frame) for frame in encode(rows.index)] if rows is not None else []
+        while True:
+            with self.control.changed:
+                holder = self.holder()
+                given = self.control.give_order(holder, order, content) if holder in self.control.holders else None
+            self.control.notify()
+            while given is not None and given not in self.control.results and holder in self.control.holders:
+                self.wait()
+            if given in self.control.results:
+                return self.control.results.pop(given)[1]
+            self.wait()
+
+
+def serve_rows(client: Client, config: Config, kept: Mapping[str, Any], wait_s: float) -> None:
+    """Make and write rows until the run ends; `kept` are the examples that the main program has found short enough."""
+    store = with_data(without_data(config), True, kept).store()
+    while (work := client.take([], 0, wait_s)).kind != "stop":
+        if work.kind == "order":
+            carry_out(client, store, work)
+
+
+def carry_out(client: Client, store: RowStore, work: WorkItem) -> None:
+    """Do one order of the main program."""
+    order = work.message
+    if order["do"] == "make":
+        made = stored(client.data, store.make(origin_of(order)))
+        client.ask("ordered", encode(made.index), order=order["order"], result={"payload": made.payload})
+        return
+    write = {"record": store.record, "keep": store.save}[order["do"]]
+    write(Path(order["path"]), work.rows())
+    client.ask("ordered", order=order["order"], result={})
