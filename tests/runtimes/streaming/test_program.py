@@ -172,6 +172,17 @@ def test_the_same_result_under_every_setting_that_must_not_matter(
     assert_same(eager(flow), stream(workshop, name, flow, settings))
 
 
+def test_main_program_carries_no_payload_and_refuses_to(workshop: Workshop) -> None:
+    with in_process(workshop, "no-payload", **sections_of("dapo", steps=2, trainer={"checkpoint_every": 1})) as run:
+        run.train()
+        assert isinstance(run.backend, StreamingBackend)
+        data = run.backend.control.data
+        with pytest.raises(RuntimeError, match="carries no payload"):
+            data.write([b"payload"])
+    assert all(line["streaming/main_payload_bytes"] == 0 for line in read_metrics(run.folder))
+    assert recorded(run.folder, 2)["tokens"].values.numel() > 0
+
+
 def test_payload_on_a_disk_gives_the_same_result(
     workshop: Workshop, eager: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -279,6 +290,8 @@ def test_workers_and_a_trainer_killed_amid_a_batch_cost_no_row_and_no_step(
         assert isinstance(backend, StreamingBackend)
 
         def kill_one_of_each() -> None:
+            makes_rows = next(member for member in backend.processes.members if member.group.name == "rows")
+            os.kill(makes_rows.process.pid, signal.SIGKILL)
             for group, pids in killed.items():
                 held = partial(is_saved, run) if group == "actor" else lambda lease: True
                 kill_when_it_holds_rows(backend, group, pids, chosen=held)
@@ -287,7 +300,7 @@ def test_workers_and_a_trainer_killed_amid_a_batch_cost_no_row_and_no_step(
         killer.start()
         run.train()
         killer.join()
-        assert {m.group.name: m.starts for m in backend.processes.members} == dict.fromkeys(killed, 1)
+        assert {m.group.name: m.starts for m in backend.processes.members} == dict.fromkeys([*killed, "rows"], 1)
     assert all(len(pids) == 1 for pids in killed.values()) and run.restarts == 1
     assert all(line["streaming/rows_drawn_again"] == 0 for line in read_metrics(run.folder))
     assert_same(eager("grpo"), run.folder)
