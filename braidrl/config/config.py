@@ -34,9 +34,9 @@ class StreamingConfig(Section):
     """When engines take new weights. `end`: all of them when a batch's generation is over. `delayed`: so too, and they receive them in host
     memory while they generate. `rolling`: one after the other, while the others generate. `interrupt`: each at once, in the middle of its
     rows, which go on with them."""
-    share_out: float = Field(0.5, gt=0, lt=1)
-    """With `rolling`, the share of the engines that may be out at a time: one that is out takes no rows, finishes most of those that it
-    has, and loads."""
+    share_out: float | None = None
+    """Has no effect: with `rolling` half of the engines may be out at a time. One that is out takes no rows, finishes most of those that
+    it has, and loads."""
     on_policy_share: float = Field(0.0, ge=0, lt=1)
     """With `trainer.max_staleness`, the share of each batch that the version begins that the batch is trained on, spread evenly over its
     updates: the batch waits for these rows, and engines begin older ones of the next meanwhile. 0 asks for none."""

@@ -92,7 +92,7 @@ class Streaming:
         self.schedule = StreamSchedule(work.flow, work.sizes)
         self.workers = [worker for stage in work.flow.stages for worker in _workers(work, stage)]
         self.engines = [worker for worker in self.workers if worker.stage.kind is Kind.GENERATE]
-        self.loading = LoadingSchedule(work.loading, max(1, int(work.share_out * len(self.engines))))
+        self.loading = LoadingSchedule(work.loading, max(1, len(self.engines) // 2))
         for engine in self.engines:
             self.loading.join(engine.name)
         self.drawn: dict[Uid, float] = {}

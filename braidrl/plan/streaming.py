@@ -18,7 +18,6 @@ from braidrl.plan.search import Plan, allocations, unit_of
 from braidrl.plan.sets import SetChoice
 from braidrl.plan.simulation import Streaming
 from braidrl.plan.workload import Workload
-from braidrl.runtimes.streaming.older_groups import older_places
 
 ITERATIONS = 6
 SKIPPED = 2
@@ -134,7 +133,7 @@ class StreamingSearch:
         dispatch = max(1, round(config.streaming.dispatch_rows / scale))
         return Workload(
             self.problem.flow, sizes, row_seconds, workers=workers, dispatch_rows=dispatch,
-            loading=config.streaming.weights, share_out=config.streaming.share_out,
+            loading=config.streaming.weights,
         )  # fmt: skip
 
     def _engine(self, stage: Stage, sets: Sequence[SetChoice]) -> Choice:

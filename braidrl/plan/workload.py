@@ -42,8 +42,6 @@ class Workload:
     and that one row has ended and another is wanted is told while the next step runs. With 0 there are no steps."""
     loading: Way = "rolling"
     """When engines take new weights (streaming)."""
-    share_out: float = 0.5
-    """With `rolling`, the share of engines that may be out at a time."""
     load_seconds: float = 0.0
     """How long an engine generates nothing when it loads weights that it has."""
     receive_seconds: float = 0.0

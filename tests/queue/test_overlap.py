@@ -70,7 +70,7 @@ def train(worker: Client, work: Workload) -> None:
 def measured(work: Workload) -> float:
     """Seconds of all iterations on the clock."""
     iterations = work.sizes.iterations
-    loading = LoadingSchedule(work.loading, int(work.share_out * GENERATING))
+    loading = LoadingSchedule(work.loading, GENERATING // 2)
     with queue(FLOW, iterations, ROWS // SAMPLES, staleness=work.sizes.max_staleness, loading=loading) as (
         control,
         server,

@@ -7,7 +7,6 @@ reference         a frozen role's model: workers that know nothing of each other
 """
 
 import inspect
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -18,8 +17,8 @@ from braidrl.engines.engine import ENGINES
 from braidrl.engines.factory import with_engines
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
+from braidrl.flow.selecting import older_places
 from braidrl.queue.samplers import Sampler, sampler_named
-from braidrl.runtimes.streaming.older_groups import older_places
 from braidrl.training.role_settings import inference_layout_key, inference_layouts, layout_key, layout_of
 
 COMPUTE = "compute"
@@ -160,8 +159,8 @@ def older_groups(config: Config) -> int | None:
 
 
 def most_out(config: Config, groups: Sequence[Group]) -> int:
-    """Return how many engines may be out at a time. Raises UserError where they take turns and nobody could go on, or go out."""
-    engines, share = sum(group.processes for group in groups if group.kind == "generate"), config.streaming.share_out
+    """Return how many engines may be out at a time: half of those that take turns. Raises UserError for one that would take turns alone."""
+    engines = sum(group.processes for group in groups if group.kind == "generate")
     if config.streaming.weights != "rolling":
         return engines
     if engines == 1:
@@ -169,11 +168,7 @@ def most_out(config: Config, groups: Sequence[Group]) -> int:
             "streaming.weights=rolling lets some engines generate while others load, and there is one; "
             "write streaming.workers.actor.generate=2, or streaming.weights=interrupt"
         )
-    if int(share * engines) < 1:
-        raise UserError(
-            f"streaming.share_out={share:g} of {engines} engines is none; write streaming.share_out={math.ceil(1000 / engines) / 1000:g}"
-        )
-    return int(share * engines)
+    return engines // 2
 
 
 def check_hand_over(config: Config) -> None:

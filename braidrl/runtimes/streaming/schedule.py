@@ -14,13 +14,11 @@ from typing import NamedTuple
 from braidrl.flow.batches import Sizes, admissible, check_staleness, trained_on
 from braidrl.flow.flow import ADMISSION, Flow, is_optimized
 from braidrl.flow.readiness import Consumer, Uid, waits_for
-from braidrl.flow.selecting import UNFINISHED, GroupSelector, Selection, Verdict
+from braidrl.flow.selecting import UNFINISHED, GroupSelector, Selection, Verdict, begun_too_many, waiting_groups
 from braidrl.flow.stage import Kind, Scope, Stage
 from braidrl.queue.samplers import FIRST_IN, Candidate, Sampler
 from braidrl.queue.tasks import Lease, Tasks
-from braidrl.runtimes.streaming.older_groups import begun_too_many, waiting_groups
-from braidrl.runtimes.streaming.training_batch import TrainingBatch
-from braidrl.runtimes.streaming.training_schedule import OWN_VERSION, Taken, TrainingSchedule
+from braidrl.runtimes.streaming.training_schedule import OWN_VERSION, Taken, TrainingBatch, TrainingSchedule
 
 SET_ASIDE = 4
 """The number of a table whose rows go on once the batch of their iteration is open."""

@@ -168,10 +168,6 @@ def test_without_staleness_every_way_gives_what_eager_gives(workshop: Workshop, 
     [
         ({"weights": "rolling"}, "there is one; write streaming.workers.actor.generate=2, or streaming.weights="),
         (
-            {"weights": "rolling", "share_out": 0.2, "workers": {"actor.generate": 4}},
-            "streaming.share_out=0.2 of 4 engines is none; write streaming.share_out=0.25",
-        ),
-        (
             {"weights": "interrupt"},
             "engines.py:ToTheEnd has no method abort .*; write streaming.weights=end, or give it",
         ),

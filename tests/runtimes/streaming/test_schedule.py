@@ -5,9 +5,9 @@ import pytest
 from braidrl.flow import Flow, Kind, Scope, Stage, actor, reference
 from braidrl.flow.batches import Sizes
 from braidrl.flow.readiness import Consumer, Uid
+from braidrl.flow.selecting import begun_too_many
 from braidrl.flow.stage import Signature
 from braidrl.queue.tasks import Lease, LeaseLost
-from braidrl.runtimes.streaming.older_groups import begun_too_many
 from braidrl.runtimes.streaming.schedule import StreamSchedule
 
 SELECT = Stage("informative", "informative", None, Signature(Kind.SELECT, ("tokens",), scope=Scope.GROUP))
