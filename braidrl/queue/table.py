@@ -242,7 +242,8 @@ class Table:
     def _gathered(self, uids: Sequence[Row], writer: str) -> Rows:
         found, order = [], []
         for part, places in self._by_part(uids, writer).items():
-            found.append(part.index.take([part.rows[uids[place]] for place in places]))
+            positions = [part.rows[uids[place]] for place in places]
+            found.append(part.index if positions == list(range(part.size)) else part.index.take(positions))
             order += places
         return in_order(Rows.cat(found), order)
 

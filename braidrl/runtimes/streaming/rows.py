@@ -12,10 +12,12 @@ from typing import Any
 from braidrl.config import Config
 from braidrl.data.codec import encode
 from braidrl.data.rows import Rows
+from braidrl.errors import first_line
 from braidrl.queue.client import Client, WorkItem, write_columns
 from braidrl.queue.storage import DataPlane
 from braidrl.queue.table import StoredRows, piece
 from braidrl.runtimes.prepare.setup import with_data, without_data
+from braidrl.runtimes.saving.background import check_written
 from braidrl.runtimes.saving.row_store import Admission, HeldOut, Origin, Recording, RowStore, Surplus
 from braidrl.runtimes.streaming.control import ControlPlane
 
@@ -62,15 +64,19 @@ class RowsProcess:
 
     def make(self, origin: Origin) -> StoredRows:
         """Return the rows that `origin` names, whose payload lies in the queue. Raises UserError for a file that is not there."""
-        made = self._ask({"do": "make", **as_order(origin)})
+        _, made = self._ask({"do": "make", **as_order(origin)})
         assert made is not None
         return made
 
     def write(self, do: str, path: Path, rows: StoredRows) -> None:
-        """Have rows written to a file: `record` them for people and replays, or `keep` them for a checkpoint."""
-        self._ask({"do": do, "path": str(path.resolve()), "payload": rows.payload}, rows)
+        """Have rows written to a file: `record` them for people and replays, or `keep` them for a checkpoint.
 
-    def _ask(self, order: dict[str, Any], rows: StoredRows | None = None) -> StoredRows | None:
+        Raises OSError where the disk is full or gone.
+        """
+        result, _ = self._ask({"do": do, "path": str(path.resolve()), "payload": rows.payload}, rows)
+        check_written(result["trouble"])
+
+    def _ask(self, order: dict[str, Any], rows: StoredRows | None = None) -> tuple[dict[str, Any], StoredRows | None]:
         content = [bytes(frame) for frame in encode(rows.index)] if rows is not None else []
         while True:
             with self.control.changed:
@@ -80,7 +86,7 @@ class RowsProcess:
             while given is not None and given not in self.control.results and holder in self.control.holders:
                 self.wait()
             if given in self.control.results:
-                return self.control.results.pop(given)[1]
+                return self.control.results.pop(given)
             self.wait()
 
 
@@ -99,6 +105,9 @@ def carry_out(client: Client, store: RowStore, work: WorkItem) -> None:
         made = stored(client.data, store.make(origin_of(order)))
         client.ask("ordered", encode(made.index), order=order["order"], result={"payload": made.payload})
         return
-    write = {"record": store.record, "keep": store.save}[order["do"]]
-    write(Path(order["path"]), work.rows())
-    client.ask("ordered", order=order["order"], result={})
+    write, trouble = {"record": store.record, "keep": store.save}[order["do"]], ""
+    try:
+        write(Path(order["path"]), work.rows())
+    except OSError as error:
+        trouble = first_line(error)
+    client.ask("ordered", order=order["order"], result={"trouble": trouble})
