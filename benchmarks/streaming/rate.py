@@ -28,13 +28,16 @@ from torch import Tensor
 
 from braidrl.algorithms.registry import advantages, losses
 from braidrl.data.rows import FinishReason
-from braidrl.engines.embedded.stepping import SteppingEngine
 from braidrl.engines.engine import WeightSource
 from braidrl.engines.requests import Response, Uid
-from braidrl.engines.row_request import Row
 from braidrl.engines.wire import EngineSpec
 from braidrl.flow import Flow, actor, advantage, loss
 from braidrl.training.loading import load_tokenizer
+
+try:
+    from braidrl.engines.stepping import SteppingEngine
+except ImportError:  # in a version before
+    from braidrl.engines.embedded.stepping import SteppingEngine  # type: ignore[import-not-found, no-redef]
 
 FILE, ROOT = Path(__file__).resolve(), Path(__file__).resolve().parents[2]
 SAMPLES, STEPS = 8, 3
@@ -47,7 +50,7 @@ class AtOnce(SteppingEngine):
 
     def __init__(self, spec: EngineSpec) -> None:
         super().__init__(load_tokenizer(spec.model), (), spec.max_sequence_tokens, spec.seed)
-        self.rows: dict[Uid, Row] = {}
+        self.rows: dict[Uid, Any] = {}
 
     @property
     def in_flight(self) -> int:
@@ -60,7 +63,7 @@ class AtOnce(SteppingEngine):
     def publish(self, version: int, source: WeightSource | None = None) -> None:
         self.version = version
 
-    def _accept(self, row: Row) -> None:
+    def _accept(self, row: Any) -> None:
         self.rows[row.request.uid] = row
 
     def step(self) -> list[Response]:

@@ -11,6 +11,7 @@ from braidrl.cluster.device_kinds import NodeGroup
 from braidrl.data.rows import Uid
 from braidrl.flow import Kind, Stage
 from braidrl.flow.batches import Sizes
+from braidrl.flow.selecting import older_places
 from braidrl.plan.choices import Choice, Choices, RolePart
 from braidrl.plan.problem import USABLE, Problem
 from braidrl.plan.rates import Cost

@@ -17,8 +17,8 @@ from braidrl.queue.client import Client, WorkItem, write_columns
 from braidrl.queue.storage import DataPlane
 from braidrl.queue.table import StoredRows, piece
 from braidrl.runtimes.prepare.setup import with_data, without_data
+from braidrl.runtimes.row_store import Admission, HeldOut, Origin, Recording, RowStore, Surplus
 from braidrl.runtimes.saving.background import check_written
-from braidrl.runtimes.saving.row_store import Admission, HeldOut, Origin, Recording, RowStore, Surplus
 from braidrl.runtimes.streaming.control import ControlPlane
 
 
