@@ -123,14 +123,14 @@ class Processes:
         """Return who leads which trained role, by the name at the queue."""
         return {m.holder: str(m.group.role) for m in self.members if m.group.trained and m.number == 0}
 
-    def watch(self) -> None:
-        """Replace a worker that was killed, and kill one that hangs.
+    def watch(self, group: str | None = None) -> None:
+        """Replace a worker that was killed, and kill one that hangs: of all, or of one group.
 
         Raises what a worker has raised, and WorkerError for a trainer that is gone or a worker that does not get ready.
         """
         settings = self.config.streaming
         silent = self.control.silent(settings.lease_s + settings.wait_s)
-        for member in self.members:
+        for member in [one for one in self.members if group in (None, one.group.name)]:
             if member.process.end_if_silent(mute_after(self.config.cluster.silence_s), self.folder):
                 tell(f"{member.process.name} {member.process.describe_end()}")
             if member.process.alive and member.holder in silent:

@@ -27,7 +27,15 @@ from braidrl.runtimes.interfaces import BegunBatch, IterationResult, Position, R
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.row_store import Admission, Surplus
 from braidrl.runtimes.streaming.control import ControlPlane
-from braidrl.runtimes.streaming.groups import Group, check_streaming, most_out, older_groups, samplers_of, worker_groups
+from braidrl.runtimes.streaming.groups import (
+    ROWS,
+    Group,
+    check_streaming,
+    most_out,
+    older_groups,
+    samplers_of,
+    worker_groups,
+)
 from braidrl.runtimes.streaming.orders import LOOK_EVERY_S, StreamingBackend
 from braidrl.runtimes.streaming.processes import Processes, worker_launcher
 from braidrl.runtimes.streaming.rows import RowsProcess
@@ -88,7 +96,7 @@ class StreamingProgram:
         self.processes = Processes(
             config, folder, self.control, launcher, self.server.address, node, secret, prepared.kept
         )
-        self.rows = RowsProcess(self.control, self.processes.rows_holder, self.wait)
+        self.rows = RowsProcess(self.control, self.processes.rows_holder, partial(self._wait_for, ROWS))
         resources.callback(self.processes.kill)
         self.processes.start(self.groups)
 
@@ -205,7 +213,11 @@ class StreamingProgram:
         """Wait until something changes at the queue, or shortly; raise what a worker, or the queue itself, has raised."""
         if self.control.refused is not None:
             raise self.control.refused
-        self.processes.watch()
+        self._wait_for(None)
+
+    def _wait_for(self, group: str | None) -> None:
+        """Wait as `wait` does, and look after one group alone: rows are written also when a trainer has failed."""
+        self.processes.watch(group)
         if self.server.failure is not None:
             raise WorkerError(f"the queue's server failed:\n{self.server.failure}")
         self.seen = self.control.wait(self.seen, LOOK_EVERY_S)
