@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from braidrl.errors import UserError, suggest
@@ -45,6 +46,12 @@ class Verifier:
     def trusted(self) -> bool:
         """Return whether it may be called outside of a sandbox: it comes with Braid and runs no code of others."""
         return self.name in VERIFIERS and self.name != "code"
+
+    @property
+    def file(self) -> Path | None:
+        """Return the file of the function's module, None where it has none."""
+        place = getattr(inspect.getmodule(self.function), "__file__", None)
+        return None if self.name in VERIFIERS or place is None else Path(place).resolve()
 
     @property
     def label(self) -> str:
