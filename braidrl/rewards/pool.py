@@ -26,7 +26,7 @@ from braidrl.errors import UserError, WorkerError
 from braidrl.rewards.verifier import Completion, Verifier
 from braidrl.rewards.worker import call_here
 from braidrl.sandbox.answers import bounded_numbers, shown
-from braidrl.sandbox.hosts import Host, check_walls
+from braidrl.sandbox.hosts import Host, Talk, check_walls
 from braidrl.sandbox.sandbox import LOAD_LIMIT_S, NO_ANSWER, Message
 
 ENTRY = "braidrl.rewards.worker:checks"
@@ -104,6 +104,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         self._places = asyncio.Semaphore(places)
         self._hosts: dict[str, Host] = {}
         self._together: dict[str, asyncio.Semaphore] = {}
+        self._talks: dict[Host, Talk] = {}
         self._loading: dict[Host, asyncio.Lock] = {}
         self._checked = set[str]()
         self._under_way: dict[asyncio.Task[None], Check] = {}
@@ -140,7 +141,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         if self._walled(verifier) or verifier.asynchronous:
             self._hosts[verifier.key] = Host(
                 "verifier", ENTRY, {}, "reward", self.settings, self.settings.environment, seconds=self.settings.timeout_s,
-                file=verifier.file, trusted=not self._walled(verifier),
+                file=verifier.file, trusted=not self._walled(verifier), together=True,
             )  # fmt: skip
             self._together[verifier.key] = asyncio.Semaphore(MOST_IN_FLIGHT)
 
@@ -158,8 +159,8 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             if self._walled(verifier):
                 found = await self._in_walls(check)
             else:
-                found = await self._with_others(check) if verifier.asynchronous else None
-                found = found or await self._alone(check)
+                together = await self._with_others(check) if verifier.asynchronous else None
+                found = together or await self._alone(check)
         except asyncio.CancelledError:
             check.future.set_exception(CancelledError(ABANDONED))
         except Exception as error:  # not a failure of the verifier, but of ours: the caller gets it
@@ -205,7 +206,9 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         failed = await self._load(host, check.verifier.key)
         if failed:
             return failed
-        process, talk = host.process, host.talk()
+        process = host.process
+        # Where one call follows another in one process, its talk continues.
+        talk = self._talks.pop(host, None) or host.talk()
         try:
             async with asyncio.timeout(limit_s):
                 found = await talk.answer_to(check.request)
@@ -213,7 +216,10 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             await self._in_thread(partial(host.kill, process))
             return {"failure": "timeout", "detail": f"no answer within {limit_s:g} s", "again": True}
         finally:
-            talk.close()
+            if host in self._one_by_one and talk.ready:
+                self._talks[host] = talk
+            else:
+                talk.close()
         if found != NO_ANSWER or process is None:
             return found
         # The process, or the supervisor of this call alone, has ended.
@@ -230,6 +236,8 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         async with self._loading.setdefault(host, asyncio.Lock()):
             if key in host.loaded and host.alive:
                 return {}
+            if talk := self._talks.pop(host, None):
+                talk.close()
             try:
                 failed = await self._in_thread(partial(host.load, key))
             except TimeoutError:

@@ -5,10 +5,12 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from braidrl.errors import UserError, suggest
+from braidrl.importing import relative_to, source_of
 from braidrl.rewards.verifiers import VERIFIERS
 
 KNOWN_PARAMETERS = ("prompt", "response", "answer", "metadata", "source")
@@ -37,10 +39,10 @@ class Verifier:
     reads: tuple[str, ...]
     asynchronous: bool
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Return the same for equal names and settings: what another process makes the same verifier from."""
-        return json.dumps([self.name, self.settings], sort_keys=True)
+        return json.dumps([relative_to(Path.cwd(), self.name), self.settings], sort_keys=True)
 
     @property
     def trusted(self) -> bool:
@@ -49,9 +51,8 @@ class Verifier:
 
     @property
     def file(self) -> Path | None:
-        """Return the file of the function's module, None where it has none."""
-        place = getattr(inspect.getmodule(self.function), "__file__", None)
-        return None if self.name in VERIFIERS or place is None else Path(place).resolve()
+        """Return the file of a user's own function."""
+        return None if self.name in VERIFIERS else source_of(self.name)
 
     @property
     def label(self) -> str:

@@ -39,9 +39,7 @@ def plain(line: bytes | bytearray) -> Any:
 
 def shown(text: str, keep: str = "") -> str:
     """Return a text for terminals and logs: control characters, but those in `keep`, are written as escapes."""
-    return "".join(
-        one if one.isprintable() or one in keep else one.encode("unicode_escape").decode() for one in text
-    )
+    return "".join(one if one.isprintable() or one in keep else one.encode("unicode_escape").decode() for one in text)
 
 
 def bounded_numbers(found: Any, most: int) -> dict[str, float] | None:

@@ -1,8 +1,8 @@
 """The process that imports untrusted code and answers requests to it: a copy for each call or trajectory, or all in this one.
 
--> {"entry": "module:function", "arguments", "limits"}   limits are null for mode `none`
--> LOAD and the end of a socket      its requests are answered by this process: they import code
--> PLAY and the end of a socket      its requests are answered by a copy of this process in the walls, without limits by this one
+-> {"entry": "module:function", "arguments", "limits", "seconds", "together"}
+-> LOAD and the end of a socket      its requests are answered by this process, which does nothing else meanwhile
+-> PLAY and the end of a socket      its requests are answered by a copy of this process within walls, or, `together`, beside others here
 -> LISTEN                            <- a socket to serve agents on, in this process's network
 
 A socket carries {method: argument}, a line each, and answers. It ends with its other end, and so does this process.
@@ -42,16 +42,18 @@ def main(descriptor: int) -> None:
         answer: Answerer = getattr(importlib.import_module(module), function)(**asked["arguments"])
         with socket.socket(fileno=os.dup(descriptor)) as run:
             line.close()
-            if asked["limits"] is None:
-                serve_here(run, answer, asked["seconds"])
+            if asked["together"]:
+                serve_together(run, answer, asked["seconds"])
             else:
-                serve_copies(run, answer, SandboxLimits(**asked["limits"]))
+                serve(run, answer, asked["seconds"], SandboxLimits(**asked["limits"]) if asked["limits"] else None)
     os.killpg(0, signal.SIGKILL)
 
 
-def serve_copies(run: socket.socket, answer: Answerer, limits: SandboxLimits) -> None:
+def serve(run: socket.socket, answer: Answerer, seconds: float, limits: SandboxLimits | None) -> None:
     """Do what is asked for; a copy's supervisor ends with its socket, and not with this process."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors are not waited for
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    if limits is not None:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors are not waited for
     while True:
         asked, ends, _, _ = socket.recv_fds(run, 1, 1)
         if not asked:
@@ -61,10 +63,10 @@ def serve_copies(run: socket.socket, answer: Answerer, limits: SandboxLimits) ->
                 socket.send_fds(run, [LISTEN], [server.fileno()])
         elif asked == LOAD:
             with socket.socket(fileno=ends[0]) as end:
-                answer_all(answer, end.fileno(), end.fileno())
+                answer_all(answer, end.fileno(), end.fileno(), seconds)
             gc.collect()
             gc.freeze()
-        elif os.fork() == 0:
+        elif limits is not None and os.fork() == 0:
             try:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 os.setsid()  # what ends the host's group must not end this process before the code
@@ -78,12 +80,14 @@ def serve_copies(run: socket.socket, answer: Answerer, limits: SandboxLimits) ->
             os.close(ends[0])
 
 
-def answer_all(answer: Answerer, requests: int, answers: int) -> None:
-    """Answer each request; an exception is an answer too."""
+def answer_all(answer: Answerer, requests: int, answers: int, seconds: float | None = None) -> None:
+    """Answer each request; an exception is an answer too. Where an answer takes longer than `seconds` the kernel ends this process."""
     runner = None
     with open(requests, "rb", closefd=False) as lines:
         for line in lines:
             ((method, argument),) = json.loads(line).items()
+            if seconds is not None:
+                end_after(LOAD_LIMIT_S if method == "load" else seconds + ORPHAN_GRACE_S)
             try:
                 found = answer(method, argument)
                 if inspect.isawaitable(found):
@@ -94,6 +98,8 @@ def answer_all(answer: Answerer, requests: int, answers: int) -> None:
                     found = runner.run(awaited(found))
             except raised() as error:
                 found = failure_of(error)
+            if seconds is not None:
+                end_after(0)
             write_message(answers, found)
 
 
@@ -109,15 +115,15 @@ def failure_of(error: BaseException) -> Message:
     return {"failure": type(error).__name__, "detail": str(error)[:500], "where": where}
 
 
-def serve_here(run: socket.socket, answer: Answerer, seconds: float) -> None:
-    """Answer the requests of all sockets in this process: ordinary functions one after the other, coroutines together.
+def serve_together(run: socket.socket, answer: Answerer, seconds: float) -> None:
+    """Answer one request of each socket, all of them together on an event loop.
 
     The kernel ends this process where its event loop stands still for longer than an answer may take, `seconds`, or an import: the run,
     which kills it before that, may be gone.
     """
     import asyncio
 
-    async def serve() -> None:
+    async def serve_all() -> None:
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         tasks = set[asyncio.Task[None]]()
 
@@ -133,17 +139,15 @@ def serve_here(run: socket.socket, answer: Answerer, seconds: float) -> None:
         async def talk(end: int) -> None:
             reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=end), limit=1 << 30)
             try:
-                while line := await reader.readline():
-                    ((method, argument),) = json.loads(line).items()
-                    gone = asyncio.ensure_future(reader.read(1))  # nothing is sent before the answer
-                    made = asyncio.ensure_future(answered(method, argument))
-                    await asyncio.wait((gone, made), return_when=asyncio.FIRST_COMPLETED)
-                    gone.cancel()
-                    if not made.done():
-                        made.cancel()
-                        return
+                ((method, argument),) = json.loads(await reader.readline()).items()
+                gone = asyncio.ensure_future(reader.read(1))
+                made = asyncio.ensure_future(answered(method, argument))
+                await asyncio.wait((gone, made), return_when=asyncio.FIRST_COMPLETED)
+                if made.done():
                     writer.write(json.dumps(made.result()).encode() + b"\n")
                     await writer.drain()
+                made.cancel()
+                gone.cancel()
             except ConnectionError:
                 return
             finally:
@@ -168,7 +172,7 @@ def serve_here(run: socket.socket, answer: Answerer, seconds: float) -> None:
         await ended.wait()
 
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    asyncio.run(serve())
+    asyncio.run(serve_all())
 
 
 def end_after(seconds: float) -> None:

@@ -89,7 +89,10 @@ def checked_answer(line: bytes) -> Message:
     except ValueError as error:
         found = str(error)[:100]
     if not isinstance(found, dict):
-        return {"failure": "result", "detail": f"its process gave an answer that is not plain data: {shown(str(found)[:100])}"}
+        return {
+            "failure": "result",
+            "detail": f"its process gave an answer that is not plain data: {shown(str(found)[:100])}",
+        }
     if "failure" in found:
         reason, where = found["failure"], str(found.get("where", ""))
         named = isinstance(reason, str) and bool(NAME.fullmatch(reason))
@@ -106,6 +109,7 @@ class Host:
         self, name: str, entry: str, arguments: Mapping[str, Any], key: str, settings: SandboxConfig,
         variables: Sequence[str] = (), python: Path | None = None, seconds: float = 0.0, answers: int = 1,
         answer_bytes: int = 1 << 16, file: Path | None = None, agent: bool = False, trusted: bool = False,
+        together: bool = False,
     ) -> None:  # fmt: skip
         """Start nothing yet.
 
@@ -123,11 +127,12 @@ class Host:
             file: The user's code.
             agent: Whether its code talks to an endpoint over the host's network.
             trusted: Whether it runs Braid's own code alone, which needs no walls.
+            together: Whether, without walls, calls are answered beside each other.
         """
         self.name, self.entry, self.arguments, self.key, self.settings = name, entry, arguments, key, settings
         self.variables, self.agent = variables, agent
         self.policy = POLICIES["none" if trusted else settings.sandbox]
-        self.trusted = trusted
+        self.together = together and not self.policy.walls
         memory = int(settings.memory_gib * 2**30)
         self.limits = SandboxLimits(seconds, seconds * answers, memory, settings.max_processes, answer_bytes)
         self.python = shutil.which(python or sys.executable)
@@ -149,11 +154,9 @@ class Host:
     def _start(self) -> Spawned:
         assert self.python is not None
         inherits = None if self.settings.sandbox == "none" else (*PASSED, *self.variables)
-        limits: SandboxLimits | None = self.limits
-        environment, wrapper, descriptors = {}, tuple[str, ...](), tuple[int, ...]()
-        if not self.policy.walls:
-            limits = None
-        elif not walls_missing(self.policy):
+        limits = self.limits if self.policy.walls else None
+        environment, wrapper, descriptors = dict[str, str](), tuple[str, ...](), tuple[int, ...]()
+        if limits is not None and not walls_missing(self.policy):
             seen = view(self.policy, self.python, self.code)
             wrapper, descriptors = seen.command, seen.descriptors
             limits = replace(self.limits, fresh=seen.fresh, kept=seen.kept, network=self.policy.network or self.agent)
@@ -166,7 +169,8 @@ class Host:
         process = spawn(spec)
         for descriptor in descriptors:
             os.close(descriptor)
-        asked = {"entry": self.entry, "arguments": self.arguments, "limits": limits and asdict(limits), "seconds": self.limits.seconds}
+        asked: dict[str, Any] = {"entry": self.entry, "arguments": self.arguments, "limits": limits and asdict(limits)}
+        asked |= {"seconds": self.limits.seconds, "together": self.together}
         self.loaded.clear()
         with contextlib.suppress(OSError):  # one that has ended is noticed by its first talk
             process.connection.send_bytes(json.dumps(asked).encode())
@@ -175,7 +179,7 @@ class Host:
     def load(self, argument: Any, limit_s: float = LOAD_LIMIT_S) -> Message:
         """Have the process import code, and wait; return a failure, empty where there is none. Raises TimeoutError, WorkerError."""
         self.start()
-        with self._connect(LOAD) as end:
+        with self._connect(PLAY if self.together else LOAD) as end:
             end.settimeout(limit_s)
             end.sendall(json.dumps({"load": argument}).encode() + b"\n")
             line = b""
@@ -188,8 +192,8 @@ class Host:
         return found if "failure" in found else {}
 
     def talk(self, closed: Callable[[Talk], object] = lambda talk: None) -> Talk:
-        """Return a talk with a copy of the process, or with the process itself where the mode has no walls."""
-        return Talk(self._connect(PLAY), closed)
+        """Return a talk with a copy of the process; where the mode has no walls, with the process itself."""
+        return Talk(self._connect(PLAY if self.policy.walls or self.together else LOAD), closed)
 
     def _connect(self, kind: bytes) -> socket.socket:
         ours, theirs = socket.socketpair()

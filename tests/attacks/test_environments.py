@@ -27,10 +27,10 @@ from braidrl.data.rows import FinishReason
 from braidrl.engines.requests import SamplingParams
 from braidrl.errors import UserError
 from tests.agents.chat import Script, make_chat_tokenizer, make_rows, turn_template
-from tests.rewards.test_sandbox import MARK, bubblewrap_works, namespaces_allowed, nothing_is_left  # noqa: F401 (a fixture of every test)
+from tests.attacks.test_verifiers import MARK, has_walls, nothing_is_left  # noqa: F401 (a fixture of every test)
 
-pytestmark = pytest.mark.skipif(not namespaces_allowed(), reason="this system gives nobody namespaces of his own")
-ATTACKERS = str(Path(__file__).with_name("attackers.py"))
+pytestmark = pytest.mark.skipif(not has_walls("process"), reason="this system gives no process namespaces of its own")
+ATTACKERS = str(Path(__file__).with_name("environments.py"))
 LIMITS = Limits(at_once=200, timeout_s=30, max_turns=8, max_sequence_tokens=2000)
 METADATA = {"run": os.getpid(), "siblings": [], "mark": MARK, "port": 0, "file": "", "seconds": 0}
 FAILURES = {
@@ -124,7 +124,6 @@ def test_an_agent_that_attacks_or_hangs_ends_its_own_row() -> None:
     assert (spinning.failure, spinning.turns, killing.failure) == ("timeout", 1, "RuntimeError")
 
 
-@pytest.mark.skipif(not bubblewrap_works(), reason="there is no bubblewrap, or it can start nothing here")
 def test_with_bubblewrap_an_agent_reaches_its_endpoint_and_nothing_else() -> None:
     secret = Path.home() / f".braid-secret-{os.getpid()}"
     secret.write_text("hush")
@@ -198,7 +197,7 @@ def test_what_is_given_up_or_forgotten_ends_with_the_run() -> None:
 
 def test_the_process_of_an_environment_or_of_programs_is_light_and_so_is_one_that_only_starts_others() -> None:
     names = (
-        "braidrl.agents.host, braidrl.agents.tool_turns, braidrl.rewards.worker, braidrl.rewards.programs, "
+        "braidrl.sandbox.host, braidrl.agents.answering, braidrl.agents.tool_turns, braidrl.rewards.worker, braidrl.rewards.programs, "
         "braidrl.config, braidrl.cluster.child, braidrl.cluster.ray_processes"
     )
     asked = f"import sys; import {names}; print('torch' in sys.modules or 'transformers' in sys.modules)"
