@@ -1,4 +1,4 @@
-"""Environments, tools and agents that do what their rows' prompts say: the attacks of `tests/attacks/verifiers.py` and some of their own."""
+"""Environments, tools and agents that do what their rows' prompts say: the attacks of `verifiers.py` and some of their own."""
 
 from __future__ import annotations
 

@@ -117,8 +117,8 @@ def test_closing_ends_what_is_under_way_and_what_it_started():
     calls = [pool.submit(completion(word), own("by_word")) for word in ("child", "ok")]
     slow = pool.submit(completion("hang"), own("remote"))
     assert wait_until(
-        lambda: len(children() - before) == 5
-    )  # two workers; a supervisor, the call and the sleeper that it started
+        lambda: len(children() - before) == 11
+    )  # two hosts of three processes, bubblewrap's included; two supervisors, their calls, and the sleeper that one started
     pool.close()
     assert wait_until(lambda: children() <= before)
     for call in (*calls, slow):
@@ -161,8 +161,8 @@ def test_an_interrupted_or_killed_run_leaves_no_process(tmp_path, sent, timeout_
             assert [run.stdout.readline() for _ in range(2)] == ["main\n", "True\n"]
             parent = psutil.Process(run.pid)
             assert wait_until(
-                lambda: len(parent.children(recursive=True)) == 7
-            )  # three workers, and two calls with supervisors
+                lambda: len(parent.children(recursive=True)) == 12
+            )  # two hosts of three processes, bubblewrap's included, and three calls with supervisors
             workers = parent.children(recursive=True)
             if sent == signal.SIGKILL:  # Those that are stopped at that moment end too.
                 for worker in parent.children():
