@@ -66,6 +66,8 @@ def observation_of(found: Message) -> Observation:
     try:
         if not (isinstance(done, bool) and isinstance(restart, bool) and isinstance(correct, bool | None)):
             raise TypeError("it says neither yes nor no")
+        if isinstance(found["reward"], bool) or not isinstance(found["reward"], int | float):
+            raise TypeError("its reward is not a number")
         return Observation(found.get("said", ""), float(found["reward"]), done, correct, restart)
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise EnvironmentFailed("result", f"its process gave an answer that is none: {error}") from error

@@ -352,7 +352,10 @@ class Kept:
         return self._calls.ask("attribute", self._number, name)
 
     def _method(self, name: str, kind: type, *positional: Any) -> Any:
-        found = self._calls.ask("method", self._number, name, *positional)
+        try:
+            found = self._calls.ask("method", self._number, name, *positional)
+        except AttributeError as error:  # as Python has it for special methods
+            raise TypeError(str(error)) from None
         if type(found) is not kind:
             raise WrongProgram(f"{name} returned a {type(found).__name__}")
         return found

