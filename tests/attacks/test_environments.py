@@ -282,6 +282,6 @@ def test_a_run_whose_environment_plays_ends_well_and_one_whose_trajectories_all_
         rollout={"environment": {"name": "plain.py:Plain", "sandbox": mode}}, trainer={"steps": 1}, trackers=[]
     )
     with braid("train", config, folder=workshop.folder) as process:
-        said, _ = process.communicate(timeout=200)
+        said = "".join(text or "" for text in process.communicate(timeout=200))
     assert process.returncode == code, said
-    assert code == 0 or "every trajectory of 1 steps in a row came to nothing" in " ".join(said.split()), said
+    assert code == 0 or "trajectories failed" in " ".join(said.split()), said
