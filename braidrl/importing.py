@@ -141,6 +141,18 @@ def is_code_in(folder: Path, name: str) -> bool:
     return name.endswith(".py") and (folder / name).is_file()
 
 
+def source_of(name: str) -> Path | None:
+    """Return the file of `module:name` or `file.py:name`, which is not imported; None where there is none."""
+    place = name.rpartition(":")[0]
+    if place.endswith(".py"):
+        return Path(place).resolve() if Path(place).is_file() else None
+    try:
+        found = importlib.util.find_spec(place) if place else None
+    except (ImportError, ValueError):
+        return None
+    return None if found is None or found.origin is None else Path(found.origin).resolve()
+
+
 def _load_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)

@@ -6,7 +6,6 @@ ray_cluster, ray_processes    the actors of a Ray cluster, and the launcher whos
 ranks              N processes that do one task together, supervised: the first failure is what the user sees
 devices            which process gets which CUDA devices
 groups             the process groups in which processes meet, and the time limit of every wait there
-sandbox, untrusted the processes of code that is not trusted: verifiers, environments, tools, agents
 world, notices     what ranks say to each other: all at the same point, or in passing
 
 launcher ──ProcessSpec──▶ child ──join──▶ process group ──▶ World

@@ -161,7 +161,7 @@ class Spawned(LocalProcess):
         boot = BOOT if spec.python == sys.executable else BOOT_ELSEWHERE
         self._process = subprocess.Popen(
             [*spec.wrapper, spec.python, "-c", boot, json.dumps([theirs.fileno(), module, function, sys.path, spec.name[:15]])],
-            stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True,
+            stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), *spec.descriptors], start_new_session=True,
             env=environment_of(spec, os.environ),
         )  # fmt: skip
         theirs.close()

@@ -98,6 +98,8 @@ class ProcessSpec:
     """The variables that it gets of the starter's; None for all."""
     wrapper: tuple[str, ...] = ()
     """A command that starts the interpreter in its place, with its arguments after its own."""
+    descriptors: tuple[int, ...] = ()
+    """Open files of the starter that `wrapper` reads."""
     also_calls: str = ""
     """`module:function` that the entry calls, so that a fork server imports its module too."""
 

@@ -30,10 +30,11 @@ class SandboxConfig(Section):
     """What code of a user's own may reach and take, a call of a verifier or a trajectory's environment."""
 
     sandbox: Literal["process", "bubblewrap", "none"] = "process"
-    """Where code of your own runs: `process`, in processes that cannot reach the run and end with the call, or the trajectory;
-    `bubblewrap`, which has to be installed, also without a network and a home directory; or `none`, among the run's own processes. An
-    `async` verifier shares a process with its other calls."""
+    """Where code of your own runs: `process`, in processes that cannot reach the run, write nothing that it trusts, and end with the call
+    or the trajectory; `bubblewrap`, which also has no network and sees no files but its own; or `none`, without walls."""
     memory_gib: float = Field(4.0, gt=0)
-    """Address space of each of its processes in the sandbox, and memory of all of them."""
+    """Address space of each of its processes in the sandbox, and memory of all of them, shared memory and files in /tmp included."""
     max_processes: int = Field(64, ge=1)
-    """How many processes it may have at a time in the sandbox, and sixteen times as many threads; whoever starts more is ended."""
+    """How many processes it may have at a time in the sandbox, and sixteen times as many threads; code that starts more is ended."""
+    run_programs_without_walls: bool = False
+    """Run programs that a model wrote also where they have not all walls of `bubblewrap`."""

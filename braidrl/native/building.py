@@ -1,6 +1,8 @@
 """Compiles kernels for this processor, and one model's shape, with the system's C compiler; kept, so that it is done once.
 
-source + shape + processor ──hash──▶ kept library? ──no──▶ cc, about a second ──▶ loaded with ctypes
+source + shape + processor ──hash──▶ kept library? ──no, or its digest differs──▶ cc, about a second ──▶ loaded with ctypes
+
+Its digest is in its name: a file that was cut or overwritten is compiled again, and so is one that was planted under the name of another.
 
 Where nothing compiles them a line of the log says so, once, and torch computes what they would have.
 """
@@ -42,26 +44,41 @@ def build(source: Path, **constants: int) -> ctypes.CDLL | None:
         return None
     flags = [*FLAGS, f"-I{HEADER.parent}", *(f"-D{name}={value}" for name, value in constants.items())]
     flags += [WIDE] * (platform.machine() == "x86_64")
-    kept = cache_folder() / f"{source.stem}-{_name(source, command, flags)}.so"
-    if not kept.exists() and not _compile(source, command, flags, kept):
-        return None
-    return ctypes.CDLL(str(kept))
+    name = f"{source.stem}-{_name(source, command, flags)}"
+    kept = _whole(name) or _compile(source, command, flags, name)
+    return None if kept is None else ctypes.CDLL(str(kept))
 
 
-def _compile(source: Path, command: str, flags: list[str], target: Path) -> bool:
-    """Compile into a temporary file first, since several processes may compile at once; returns False where the compiler fails."""
-    target.parent.mkdir(parents=True, exist_ok=True)
+def _whole(name: str) -> Path | None:
+    """Return the kept library of that name whose digest is right; others are removed. A process that has one open keeps it."""
+    found = None
+    for kept in sorted(cache_folder().glob(f"{name}.*.so")):
+        if kept.name == f"{name}.{_digest(kept)}.so":
+            found = kept
+        else:
+            kept.unlink(missing_ok=True)
+    return found
+
+
+def _digest(library: Path) -> str:
+    return hashlib.sha256(library.read_bytes()).hexdigest()[:32]
+
+
+def _compile(source: Path, command: str, flags: list[str], name: str) -> Path | None:
+    """Compile into a temporary file first, since several processes may compile at once; returns None where the compiler fails."""
+    cache_folder().mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        made = Path(folder) / target.name
+    with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
+        made = Path(folder) / f"{name}.so"
         done = subprocess.run([command, *flags, str(source), "-o", str(made), "-lm"], capture_output=True, text=True)
         if done.returncode:
             reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
             _say_once(f"{command} failed on {source.name}, so torch computes what its kernels would: {reason}")
-            return False
+            return None
+        target = cache_folder() / f"{name}.{_digest(made)}.so"
         os.replace(made, target)
     logger.info("compiled %s in %.1f s", source.name, time.perf_counter() - start)
-    return True
+    return target
 
 
 @cache

@@ -1,42 +1,35 @@
-"""`code`: runs the program that a model wrote against tests, in processes of its own within the strict sandbox.
+"""`code`: runs the program that a model wrote against tests. What is expected never reaches the program's process.
 
-response ──last block of code──▶ program ──a process per test: its input, or its asserts──▶ passed, wrong, or ended with a reason
+response ──last block of code──▶ program ──a process per test──▶ its output, compared here
+tests ──executed here; calls of what the program defines ──pipe──▶ process of the program ──plain results──▶ compared here
 
-The verifier is called in bubblewrap (`reward.sandbox`), and the program is executed in another process there: it sees neither what is
-expected nor the pipe on which the verdict goes back.
+The verifier is called within its walls (`reward.sandbox=bubblewrap`), and the program in another process there, which can neither read the
+verifier's memory nor see its descriptors.
 """
 
+import ast
 import builtins
 import contextlib
+import importlib
 import json
 import math
 import os
 import re
 import resource
-import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from braidrl.rewards.verifiers import Score
-from braidrl.sandbox.sandbox import STRICT
+from braidrl.sandbox.answers import shown
+from braidrl.sandbox.sandbox import PROGRAMS
 
 BLOCK = re.compile(r"```[ \t]*([\w+-]*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 PYTHON = ("", "python", "python3", "py")
-ASSERTING = """
-import json, sys
-program, asserts, mark = json.load(sys.stdin)
-sys.stdin = open("/dev/null")
-names = {"__name__": "__main__"}
-exec(compile(program, "program.py", "exec"), names)
-exec(compile(asserts, "tests.py", "exec"), names)
-sys.stdout.flush()
-print(mark)
-"""
-"""Says the mark, which the program is not told, after all asserts: a program that exits early has not passed."""
 DENIED = ("gaierror", "URLError", "timeout")
 """What the network's absence raises beside the built-in OSErrors."""
 PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH")
@@ -44,10 +37,78 @@ LATER = 10
 """How much less urgent a program is than its supervisor."""
 OUTPUT_BYTES = 1 << 20
 """How much of a program's output is compared; a program that prints more is wrong."""
+MOST_DEPTH = 40
+WORK = "/tmp"
+"""The program's folder: the call's own."""
+CALLED = """
+import json, os, sys
+requests, answers = os.fdopen({requests}, "r"), os.fdopen({answers}, "w")
+names, kept = {{"__name__": "__main__"}}, []
+
+def plain(value, depth=0):
+    kind = type(value)
+    if value is None or kind in (bool, float, str):
+        return value
+    if kind is int:
+        return {{"int": hex(value)}}
+    if kind is bytes:
+        return {{"bytes": value.hex()}}
+    if depth < 40:
+        if kind in (list, tuple, set, frozenset):
+            return {{kind.__name__: [plain(part, depth + 1) for part in value]}}
+        if kind is dict:
+            return {{"dict": [[plain(key, depth + 1), plain(part, depth + 1)] for key, part in value.items()]}}
+    kept.append(value)
+    return {{"kept": len(kept) - 1, "calls": callable(value)}}
+
+def value_of(told):
+    if not isinstance(told, dict):
+        return told
+    ((kind, parts),) = [pair for pair in told.items() if pair[0] != "calls"]
+    if kind == "int":
+        return int(parts, 16)
+    if kind == "bytes":
+        return bytes.fromhex(parts)
+    if kind == "kept":
+        return kept[parts]
+    if kind == "dict":
+        return {{value_of(key): value_of(part) for key, part in parts}}
+    return {{"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}}[kind](map(value_of, parts))
+
+def do(verb, on, name, positional, named):
+    if verb == "name":
+        return names[name], []
+    thing = kept[on]
+    if verb == "attribute":
+        return getattr(thing, name), []
+    if verb == "truth":
+        return bool(thing), []
+    given, by_name = [value_of(one) for one in positional], {{key: value_of(one) for key, one in named.items()}}
+    found = thing(*given, **by_name) if verb == "call" else getattr(thing, name)(*given)
+    return found, given
+
+exec(compile(json.loads(requests.readline()), "program.py", "exec"), names)
+while True:
+    line = requests.readline()
+    if not line:
+        break
+    try:
+        value, given = do(*json.loads(line))
+        said = {{"value": plain(value), "given": [plain(one) if type(one) in (list, dict, set) else None for one in given]}}
+    except BaseException as error:
+        said = {{"error": type(error).__name__, "text": str(error)[:200]}}
+    sys.stdout.flush()
+    answers.write(json.dumps(said) + "\\n")
+    answers.flush()
+"""
 
 
 class ProgramEnded(Exception):
     """A program was ended, or refused something, by the sandbox's limits."""
+
+
+class WrongProgram(Exception):
+    """A program does not do what a test asks for."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +128,7 @@ def code(response: str, answer: Any, *, fraction: bool = False, seconds: float =
     busy machine does not shorten. A response without code is wrong. Where no test is passed and one was ended by a limit, that is
     the row's failure. Needs `reward.sandbox=bubblewrap`.
     """
-    if STRICT not in os.environ:
+    if PROGRAMS not in os.environ:
         raise PermissionError("a model's program runs in the strict sandbox alone; write sandbox=bubblewrap")
     tests, program = cases_of(answer), program_of(response)
     if not program:
@@ -110,7 +171,7 @@ def cases_of(answer: Any) -> list[ProgramTest]:
 
 
 def case_of(one: Any) -> ProgramTest:
-    """Return one test of a list. Raises ValueError for what is none."""
+    """Return one test of a list. Raises ValueError for anything else."""
     if isinstance(one, str):
         return ProgramTest(one)
     if isinstance(one, dict) and isinstance(one.get("input"), str) and isinstance(one.get("output"), str):
@@ -120,11 +181,10 @@ def case_of(one: Any) -> ProgramTest:
 
 def passes(program: str, test: ProgramTest, seconds: int) -> bool:
     """Return whether the program passes a test. Raises ProgramEnded where a limit ended it."""
-    if test.expected is not None:
-        return lines_of(run([sys.executable, "-I", "-c", program], test.given, seconds)) == lines_of(test.expected)
-    mark = secrets.token_hex(16)
-    asked = json.dumps([program, test.given, mark])
-    return lines_of(run([sys.executable, "-I", "-c", ASSERTING], asked, seconds) or "")[-1:] == [mark]
+    if test.expected is None:
+        return asserts_hold(program, test.given, seconds)
+    with started(["-c", program], test.given, seconds) as running:
+        return lines_of(running.output()) == lines_of(test.expected)
 
 
 def lines_of(text: str | None) -> list[str]:
@@ -132,58 +192,269 @@ def lines_of(text: str | None) -> list[str]:
     return [] if text is None else [line.rstrip() for line in text.rstrip().split("\n")]
 
 
-def run(command: Sequence[str], given: str, seconds: int) -> str | None:
-    """Return what a program printed, None where it failed by itself.
+def asserts_hold(program: str, asserts: str, seconds: int) -> bool:
+    """Execute a text of asserts in this process, where names that it does not define are those of the program, in its own process.
 
-    Raises ProgramEnded where it took too long, was killed, or ended by an error of memory, files, processes or the network.
+    Built-in functions and modules of the standard library are this process's own: a program cannot replace `sorted` or `math`.
     """
-    # Files, so that neither a program that prints without end nor one that reads nothing blocks anybody.
+    requests, ours = os.pipe()
+    theirs, answers = os.pipe()
+    driver = CALLED.format(requests=requests, answers=answers)
+    with started(["-c", driver], "", seconds, (requests, answers)) as running:
+        os.close(requests)
+        os.close(answers)
+        with open(ours, "w") as asked, open(theirs, "rb") as answered:
+            calls = Calls(running, asked, answered)
+            try:
+                calls.send(json.dumps(program))
+                tree = ast.parse(asserts, "tests.py")
+                exec(compile(tree, "tests.py", "exec"), Names(calls, modules_of(tree)))
+                return True
+            except (ProgramEnded, MemoryError):
+                raise
+            except BrokenPipeError:
+                running.output()
+                return False
+            except Exception:
+                return False
+
+
+def modules_of(tree: ast.AST) -> dict[str, Any]:
+    """Return the modules of the standard library that a test uses as in `math.isclose`, whether or not the program has imported them."""
+    used = (node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+    named = {node.id for node in used if isinstance(node, ast.Name)}
+    return {name: importlib.import_module(name) for name in named & sys.stdlib_module_names}
+
+
+class Names(dict[str, Any]):
+    """The names of a test: its own, those of Python, and of the program."""
+
+    def __init__(self, calls: "Calls", modules: Mapping[str, Any]) -> None:
+        """`calls` reaches the program; `modules` are defined from the start."""
+        super().__init__(modules, __name__="tests", __builtins__=dict(vars(builtins)))
+        self.calls = calls
+
+    def __missing__(self, name: str) -> Any:
+        if hasattr(builtins, name):
+            return getattr(builtins, name)
+        try:
+            return self.calls.ask("name", None, name)
+        except KeyError:
+            raise NameError(f"name {name!r} is not defined") from None
+
+
+class Calls:
+    """Requests to a program's process and its plain answers, one at a time."""
+
+    def __init__(self, running: "Running", asked: Any, answered: Any) -> None:
+        """`asked` and `answered` are this process's ends of its pipes."""
+        self.running, self.asked, self.answered, self.unread = running, asked, answered, b""
+
+    def send(self, line: str) -> None:
+        """Write a request."""
+        self.asked.write(line + "\n")
+        self.asked.flush()
+
+    def ask(self, verb: str, on: int | None, name: str, *positional: Any, **named: Any) -> Any:
+        """Return the plain result of what is asked for, or a `Kept` that stands for a value which is not plain; raise what it raised."""
+        told = [self.told(one) for one in positional], {key: self.told(one) for key, one in named.items()}
+        self.send(json.dumps([verb, on, name, *told]))
+        said = self._answer()
+        if "error" in said:
+            kind = getattr(builtins, str(said["error"]), None)
+            text = str(said.get("text"))[:200]
+            if isinstance(kind, type) and issubclass(kind, (OSError, MemoryError)):
+                raise ProgramEnded(shown(f"{kind.__name__}: {text}"))
+            raise (kind(text) if isinstance(kind, type) and issubclass(kind, Exception) else WrongProgram(text))
+        for mine, changed in zip(positional, said.get("given") or (), strict=False):
+            replace_contents(mine, self.value(changed, 0) if changed is not None else None)
+        return self.value(said.get("value"), 0)
+
+    def _answer(self) -> dict[str, Any]:
+        while b"\n" not in self.unread:
+            piece = os.read(self.answered.fileno(), 1 << 16)
+            if not piece or len(self.unread) > OUTPUT_BYTES:
+                self.running.output()
+                raise WrongProgram("it ended before it answered")
+            self.unread += piece
+        line, _, self.unread = self.unread.partition(b"\n")
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise WrongProgram("its answer is not plain data")
+        return found
+
+    def told(self, value: Any) -> Any:
+        """Return a plain value, or one of the program's, as it crosses the pipe. Raises WrongProgram for any other."""
+        if isinstance(value, Kept):
+            return {"kept": object.__getattribute__(value, "_number")}
+        kind = type(value)
+        if value is None or kind in (bool, float, str):
+            return value
+        if kind is int:
+            return {"int": hex(value)}
+        if kind is bytes:
+            return {"bytes": value.hex()}
+        if kind in (list, tuple, set, frozenset):
+            return {kind.__name__: [self.told(part) for part in value]}
+        if kind is dict:
+            return {"dict": [[self.told(key), self.told(part)] for key, part in value.items()]}
+        raise TypeError(f"a test gives the program plain values; a {kind.__name__} cannot cross to its process")
+
+    def value(self, told: Any, depth: int) -> Any:
+        """Return what crossed the pipe. Raises WrongProgram for what is not plain."""
+        if told is None or isinstance(told, bool | float | str):
+            return told
+        if depth > MOST_DEPTH or not isinstance(told, dict):
+            raise WrongProgram("its answer is not plain data")
+        kind: Any
+        parts: Any
+        kind, parts = next(iter(told.items()), ("", None))
+        try:
+            if kind == "int":
+                return int(parts, 16)
+            if kind == "bytes":
+                return bytes.fromhex(parts)
+            if kind == "kept":
+                return Kept(self, int(parts))
+            if kind == "dict":
+                return {self.value(key, depth + 1): self.value(part, depth + 1) for key, part in parts}
+            made = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind]
+            return made(self.value(part, depth + 1) for part in parts)
+        except (KeyError, TypeError, ValueError):
+            raise WrongProgram("its answer is not plain data") from None
+
+
+def replace_contents(mine: Any, changed: Any) -> None:
+    """Give a list, dictionary or set that a test has passed the contents that the program left in it."""
+    if type(mine) is not type(changed) or mine is changed:
+        return
+    if isinstance(mine, list):
+        mine[:] = changed
+    elif isinstance(mine, dict | set):
+        mine.clear()
+        mine.update(changed)
+
+
+class Kept:
+    """A value of the program's that is not plain. It equals nothing but itself: the program has no say in a comparison."""
+
+    def __init__(self, calls: Calls, number: int) -> None:
+        """`number` is its number in the program's process."""
+        self._calls, self._number = calls, number
+
+    def __call__(self, *positional: Any, **named: Any) -> Any:
+        return self._calls.ask("call", self._number, "", *positional, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._calls.ask("attribute", self._number, name)
+
+    def _method(self, name: str, kind: type, *positional: Any) -> Any:
+        try:
+            found = self._calls.ask("method", self._number, name, *positional)
+        except AttributeError as error:  # as Python has it for special methods
+            raise TypeError(str(error)) from None
+        if type(found) is not kind:
+            raise WrongProgram(f"{name} returned a {type(found).__name__}")
+        return found
+
+    def __bool__(self) -> bool:
+        return self._calls.ask("truth", self._number, "") is True
+
+    def __len__(self) -> int:
+        return int(self._method("__len__", int))
+
+    def __str__(self) -> str:
+        return str(self._method("__str__", str))
+
+    def __repr__(self) -> str:
+        return str(self._method("__repr__", str))
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._calls.ask("method", self._number, "__getitem__", place)
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        self._calls.ask("method", self._number, "__setitem__", place, value)
+
+    def __contains__(self, value: Any) -> bool:
+        return bool(self._method("__contains__", bool, value))
+
+    def __iter__(self) -> Iterator[Any]:
+        steps = self._calls.ask("method", self._number, "__iter__")
+        while True:
+            try:
+                yield self._calls.ask("attribute", steps._number, "__next__")()
+            except StopIteration:
+                return
+
+
+class Running:
+    """A program under way, with what it prints in files of this call's own folder."""
+
+    def __init__(self, process: "subprocess.Popen[bytes]", out: Any, err: Any, seconds: int) -> None:
+        """`seconds` of a processor are what it may take."""
+        self.process, self.out, self.err, self.seconds = process, out, err, seconds
+
+    def output(self) -> str | None:
+        """Wait for its end, and return what it printed, None where it failed by itself.
+
+        Raises ProgramEnded where it took too long, was killed, or ended by an error of memory, files, processes or the network.
+        """
+        # A program that sleeps is ended with its row, after reward.timeout_s.
+        status = self.process.wait()
+        if status == 0:
+            self.out.seek(0)
+            return str(self.out.read(OUTPUT_BYTES).decode(errors="replace"))
+        self.err.seek(0)
+        last = self.err.read(OUTPUT_BYTES).decode(errors="replace").strip().rpartition("\n")[2]
+        if status == -signal.SIGXCPU:
+            raise ProgramEnded(f"it took over {self.seconds} s of a processor")
+        if status < 0:
+            raise ProgramEnded(f"killed by signal {-status}")
+        if is_of_the_system(last):
+            raise ProgramEnded(shown(last[:200]))
+        return None
+
+
+@contextlib.contextmanager
+def started(words: Sequence[str], given: str, seconds: int, descriptors: Sequence[int] = ()) -> Iterator[Running]:
+    """Start Python with these words, and end it and what it started; it reads `given`.
+
+    Its input and output are files, so that neither a program that prints without end nor one that reads nothing blocks this process.
+    """
     with (
-        os.fdopen(os.memfd_create("in"), "w+") as stdin,
-        os.fdopen(os.memfd_create("out"), "rb") as out,
-        os.fdopen(os.memfd_create("err"), "rb") as err,
+        tempfile.TemporaryFile("w+", dir=WORK) as stdin,
+        tempfile.TemporaryFile(dir=WORK) as out,
+        tempfile.TemporaryFile(dir=WORK) as err,
     ):
         stdin.write(given)
         stdin.flush()
         stdin.seek(0)
         variables = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
         process = subprocess.Popen(
-            command, stdin=stdin, stdout=out, stderr=err, cwd="/dev/shm", start_new_session=True,
-            env=variables | {"HOME": "/dev/shm", "TMPDIR": "/dev/shm"},
+            [sys.executable, "-I", *words], stdin=stdin, stdout=out, stderr=err, cwd=WORK, start_new_session=True,
+            env=variables | {"HOME": WORK, "TMPDIR": WORK}, pass_fds=descriptors,
             preexec_fn=lambda: limit_processor(seconds),
         )  # fmt: skip
-        # One that sleeps is ended with its row, after reward.timeout_s.
-        status = process.wait()
-        end_session(process)
-        if status == 0:
-            out.seek(0)
-            return out.read(OUTPUT_BYTES).decode(errors="replace")
-        err.seek(0)
-        last = err.read(OUTPUT_BYTES).decode(errors="replace").strip().rpartition("\n")[2]
-    if status == -signal.SIGXCPU:
-        raise ProgramEnded(f"it took over {seconds} s of a processor")
-    if status < 0:
-        raise ProgramEnded(f"killed by signal {-status}")
-    if is_of_the_system(last):
-        raise ProgramEnded(last[:200])
-    return None
+        try:
+            yield Running(process, out, err, seconds)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def limit_processor(seconds: int) -> None:
     """Have this process end after so many seconds of a processor, or by the sandbox's own limit where that is less.
 
-    Whoever counts its processes comes before it: else one that starts many has many more before they are counted.
+    The process that counts its processes comes before it: else a program that starts many has many more before they are counted.
     """
     os.nice(LATER)
     most = resource.getrlimit(resource.RLIMIT_CPU)[1]
     hard = seconds + 1 if most == resource.RLIM_INFINITY else min(seconds + 1, most)
     resource.setrlimit(resource.RLIMIT_CPU, (min(seconds, hard), hard))
-
-
-def end_session(process: "subprocess.Popen[bytes]") -> None:
-    """End a program and what it started, but for what has left its session, which ends with the sandbox."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
 
 
 def is_of_the_system(last_line: str) -> bool:

@@ -5,9 +5,12 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from braidrl.errors import UserError, suggest
+from braidrl.importing import relative_to, source_of
 from braidrl.rewards.verifiers import VERIFIERS
 
 KNOWN_PARAMETERS = ("prompt", "response", "answer", "metadata", "source")
@@ -36,15 +39,20 @@ class Verifier:
     reads: tuple[str, ...]
     asynchronous: bool
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Return the same for equal names and settings: what another process makes the same verifier from."""
-        return json.dumps([self.name, self.settings], sort_keys=True)
+        return json.dumps([relative_to(Path.cwd(), self.name), self.settings], sort_keys=True)
 
     @property
     def trusted(self) -> bool:
         """Return whether it may be called outside of a sandbox: it comes with Braid and runs no code of others."""
         return self.name in VERIFIERS and self.name != "code"
+
+    @property
+    def file(self) -> Path | None:
+        """Return the file of a user's own function."""
+        return None if self.name in VERIFIERS else source_of(self.name)
 
     @property
     def label(self) -> str:

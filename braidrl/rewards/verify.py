@@ -16,8 +16,7 @@ from torch import Tensor
 from braidrl.config import RewardConfig, VerifierConfig
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
-from braidrl.rewards.lanes import CallOutcome
-from braidrl.rewards.pool import RewardPool
+from braidrl.rewards.pool import CallOutcome, RewardPool
 from braidrl.rewards.verifier import Completion, Verifier, resolve
 
 

@@ -1,120 +1,82 @@
-"""The process that calls verifiers: it gets JSON over a pipe and answers in JSON, until the pipe ends.
+"""Answers of verifiers in the process that has imported them: `sandbox/host.py` calls `checks`, and what it returns for each request.
 
--> {"load": key, "concurrent", "limit_s", "limits"}             <- {}, or a failure
--> {"call", "key", "completion", "limit_s"}           <- {"call", "score", "correct"}, or {"call", "failure", "detail"}
-
-One at a time, an ordinary function may block as it likes. Concurrently, the calls of one `async` function share an event loop
-(`concurrent_calls.py`).
+-> {"load": key}                                  <- {}, or a failure
+-> {"check": {"key", "completion", "limit_s"}}    <- {"score", "correct", "metrics"}, or {"failure", "detail"}
 """
 
 import inspect
 import json
 import math
-import os
 import reprlib
-import signal
-import traceback
 from collections.abc import Awaitable, Mapping
-from multiprocessing.connection import Connection
 from typing import Any
 
 from braidrl.rewards.verifier import Verifier, resolve
 from braidrl.rewards.verifiers import Score
-from braidrl.sandbox.sandbox import LOAD_LIMIT_S, SandboxLimits, raised, sandboxed
-
-Message = dict[str, Any]
-ORPHAN_GRACE_S = 3.0
-"""How much later than its limit a call ends that nobody is there to kill."""
+from braidrl.sandbox.answers import Answerer
+from braidrl.sandbox.host import failure_of
+from braidrl.sandbox.sandbox import Message, raised
 
 
-def main(descriptor: int) -> None:
-    """Serve the pipe at a file descriptor; when its other end is gone, end this process and all that it started."""
-    os.set_inheritable(descriptor, False)
-    connection = Connection(descriptor)
+def checks() -> Answerer:
+    """Return what answers the requests of a pool."""
     verifiers: dict[str, Verifier] = {}
-    limits: SandboxLimits | None = None
+
+    def answer(method: str, argument: Any) -> Message | Awaitable[Message]:
+        if method == "load":
+            name, settings = json.loads(argument)
+            try:
+                verifiers[argument] = resolve(name, settings)
+            except raised() as error:
+                return failed(error)
+            return {}
+        return call(verifiers[argument["key"]], argument)
+
+    return answer
+
+
+def call(verifier: Verifier, argument: Mapping[str, Any]) -> Message | Awaitable[Message]:
+    """Return a verifier's answer, or how it failed; of an `async` one what awaits that."""
     try:
-        while True:
-            message = receive(connection)
-            if "load" in message:
-                failed = load(message["load"], verifiers)
-                limits = SandboxLimits(**message["limits"]) if message["limits"] else None
-                send(connection, failed)
-                if message["concurrent"] and not failed:
-                    # Imported here, as in `result_of`: asyncio takes longer to load than all else that an ordinary function needs.
-                    from braidrl.rewards.concurrent_calls import serve
-
-                    serve(connection, verifiers, message["limit_s"])
-            else:
-                answer = _call_alone(verifiers[message["key"]], message, limits)
-                send(connection, {"call": message["call"], **answer})
-    except (EOFError, ConnectionError):
-        os.killpg(0, signal.SIGKILL)
-
-
-def die_after(seconds: float) -> None:
-    """Have the kernel end this process if it is still busy after so many seconds; 0 cancels that.
-
-    The parent kills what takes too long. If the parent is dead, this works even in code that never releases Python's lock.
-    """
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-
-
-def encode(message: Message) -> bytes:
-    return json.dumps(message).encode()
-
-
-def send(connection: Connection, message: Message) -> None:
-    connection.send_bytes(encode(message))
-
-
-def receive(connection: Connection) -> Message:
-    message: Message = json.loads(connection.recv_bytes())
-    return message
-
-
-def load(key: str, verifiers: dict[str, Verifier]) -> Message:
-    """Add the verifier of that key; returns the failure in importing it, if any."""
-    die_after(LOAD_LIMIT_S + ORPHAN_GRACE_S)
-    try:
-        name, settings = json.loads(key)
-        verifiers[key] = resolve(name, settings)
+        value = verifier(argument["completion"])
+        return finished(value, argument["limit_s"]) if inspect.isawaitable(value) else judgement(value)
     except raised() as error:
-        return failure_of(error)
-    finally:
-        die_after(0)
-    return {}
+        return failed(error)
 
 
-def _call_alone(verifier: Verifier, message: Message, limits: SandboxLimits | None) -> Message:
-    if limits is not None and not verifier.trusted:
-        return sandboxed(lambda: call_here(verifier, message), limits)
-    die_after(message["limit_s"] + ORPHAN_GRACE_S)
-    try:
-        return call_here(verifier, message)
-    finally:
-        die_after(0)
-
-
-def call_here(verifier: Verifier, message: Message) -> Message:
-    """Call a verifier in this process and thread; return its answer, or how it failed."""
-    try:
-        value = verifier(message["completion"])
-        return judgement(result_of(value) if inspect.isawaitable(value) else value)
-    except raised() as error:
-        return failure_of(error)
-
-
-def result_of(awaitable: Awaitable[Any]) -> Any:
-    """Return what an awaitable gives that came from a function which is not declared `async`."""
+def call_here(verifier: Verifier, argument: Mapping[str, Any]) -> Message:
+    """Call a verifier that is not declared `async` in this process and thread."""
+    found = call(verifier, argument)
+    if not inspect.isawaitable(found):
+        return found
     from braidrl.cluster.event_loop import Runner  # only here: most verifiers need no event loop
 
-    async def wait() -> Any:
-        return await awaitable
+    async def wait() -> Message:
+        return await found
 
     with Runner() as runner:
         return runner.run(wait())
+
+
+async def finished(value: Awaitable[Any], limit_s: float) -> Message:
+    """Await a verifier's result within its limit."""
+    import asyncio
+
+    deadline = asyncio.timeout(limit_s)
+    try:
+        async with deadline:
+            return judgement(await value)
+    except raised() as error:
+        if deadline.expired():
+            return {"failure": "timeout", "detail": f"no answer within {limit_s:g} s"}
+        return failed(error)
+
+
+def failed(error: BaseException) -> Message:
+    """Describe an exception in one line: its type, its text, and where in whose code it was raised."""
+    found = failure_of(error)
+    where = f" ({found['where']})" if found["where"] else ""
+    return {"failure": "exception", "detail": f"{found['failure']}: {found['detail']}{where}"}
 
 
 def judgement(value: Any) -> Message:
@@ -127,7 +89,7 @@ def judgement(value: Any) -> Message:
     if isinstance(score, bool):
         return {"score": None, "correct": score}
     if isinstance(score, int | float) and math.isfinite(score):
-        more = {"metrics": dict(metrics)} if metrics else {}
+        more = {"metrics": {name: plain_number(one) for name, one in metrics.items()}} if metrics else {}
         return {"score": float(score), "correct": None if correct is None else bool(correct), **more}
     return {
         "failure": "result",
@@ -138,10 +100,3 @@ def judgement(value: Any) -> Message:
 def plain_number(value: Any) -> Any:
     """Convert a NumPy or torch scalar to a Python number; return other values as they are."""
     return value.item() if callable(getattr(value, "item", None)) else value
-
-
-def failure_of(error: BaseException) -> Message:
-    """Describe an exception in one line: what, and where in whose code."""
-    place = traceback.extract_tb(error.__traceback__)[-1:]
-    where = "".join(f" ({os.path.basename(frame.filename)}:{frame.lineno})" for frame in place)
-    return {"failure": "exception", "detail": f"{type(error).__name__}: {error}"[:500] + where}

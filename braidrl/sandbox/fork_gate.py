@@ -1,8 +1,9 @@
-"""Each start of a process or thread by code that is not trusted waits until its supervisor allows it: the kernel asks (seccomp).
+"""Seccomp filter of untrusted code: each start of a process or thread waits for its supervisor; what escapes limits is absent.
 
 code ──fork──▶ kernel ──descriptor──▶ supervisor: counts, then allows it, or ends the code
 
-It needs no rights, and it holds for the superuser too, whom `ulimit -u` does not limit.
+Why this is here: `RLIMIT_NPROC` does not hold for the superuser, who runs most containers; memory of memfds, System V segments and
+queues, and tmpfs mounts of a new user namespace, is not counted to any process; keys of the kernel outlive a call. It needs no rights.
 """
 
 import ctypes
@@ -21,15 +22,17 @@ SET_FILTER, NEW_LISTENER = 1, 1 << 3
 RECEIVE, SEND = 0xC0502100, 0xC0182101
 """Requests of ioctl to the listener, of 80 and of 24 bytes."""
 REQUEST, ANSWER = struct.Struct("=QIIiIQ6Q"), struct.Struct("=QqiI")
-"""Of a request: its number, process, flags, call, architecture, place in the code and arguments."""
+"""A request holds its number, process, flags, call, architecture, instruction pointer and arguments."""
 CONTINUE = 1
 ALLOW, ASK, KILL, ABSENT = 0x7FFF0000, 0x7FC00000, 0x80000000, 0x00050000 | errno.ENOSYS
-LOAD, EQUAL, AT_LEAST, RETURN = 0x20, 0x15, 0x35, 0x06
-"""Instructions of the filter (classic BPF) on the call: its number is at byte 0, its architecture at byte 4."""
+LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+"""Instructions of the filter (classic BPF). The call's number is at byte 0, its architecture at byte 4, its first argument at byte 16."""
 OTHER_CALLS = 0x40000000
-"""From here on, calls of another way to call the kernel of x86-64 (x32)."""
-CLONE_THREAD = 0x10000
+"""Numbers from here on are calls of x32, a second way to call the kernel of x86-64."""
+CLONE_THREAD, CLONE_NAMESPACES = 0x10000, 0x7E020080
 CLONE3 = 435
+ABSENT_EVERYWHERE = (447, 425, 428, 429, 430, 432, 442)
+"""memfd_secret, io_uring_setup, open_tree, move_mount, fsopen, fsmount, mount_setattr."""
 
 
 @dataclass(frozen=True)
@@ -40,42 +43,48 @@ class Architecture:
     """How the kernel names it."""
     seccomp: int
     clone: int
+    absent: tuple[int, ...]
+    """memfd_create, shmget, msgget, semget, unshare, setns, add_key, request_key, keyctl, bpf, userfaultfd, perf_event_open, mount."""
     forks: tuple[int, ...] = ()
 
 
 ARCHITECTURES = {
-    "x86_64": Architecture(0xC000003E, 317, 56, (57, 58)),
-    "aarch64": Architecture(0xC00000B7, 277, 220),
+    "x86_64": Architecture(
+        0xC000003E, 317, 56, (319, 29, 68, 64, 272, 308, 248, 249, 250, 321, 323, 298, 165), (57, 58)
+    ),
+    "aarch64": Architecture(0xC00000B7, 277, 220, (279, 194, 186, 190, 97, 268, 217, 218, 219, 280, 282, 241, 40)),
 }
 
 
 @dataclass(frozen=True)
 class Start:
-    """A process or thread that is about to begin."""
+    """A process or thread that is about to start."""
 
     number: int
     is_thread: bool
 
 
 def filter_of(kind: Architecture) -> bytes:
-    """Return the filter's program: it asks for calls that start something, and refuses ways around them.
+    """Return the filter's program.
 
-    `clone3` is told to be absent: its flags lie in memory, where nobody can tell what they will be, and every C library then
-    calls `clone`.
+    `clone3` is absent: its flags lie in memory, where another thread may change them, and every C library then calls `clone`.
     """
-    asked = (kind.clone, *kind.forks)
     steps = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, kind.audited), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
+    absent = (CLONE3, *ABSENT_EVERYWHERE, *kind.absent)
     for code, value, action in (
-        (AT_LEAST, OTHER_CALLS, ABSENT), (EQUAL, CLONE3, ABSENT), *((EQUAL, number, ASK) for number in asked),
+        (AT_LEAST, OTHER_CALLS, ABSENT), *((EQUAL, number, ABSENT) for number in absent),
+        *((EQUAL, number, ASK) for number in kind.forks),
     ):  # fmt: skip
         steps += [(code, 0, 1, value), (RETURN, 0, 0, action)]
-    return b"".join(struct.pack("=HBBI", *step) for step in (*steps, (RETURN, 0, 0, ALLOW)))
+    steps += [(EQUAL, 1, 0, kind.clone), (RETURN, 0, 0, ALLOW), (LOAD, 0, 0, 16)]
+    steps += [(ANY_BIT, 0, 1, CLONE_NAMESPACES), (RETURN, 0, 0, ABSENT), (RETURN, 0, 0, ASK)]
+    return b"".join(struct.pack("=HBBI", *step) for step in steps)
 
 
 def hold_back_starts() -> list[int]:
-    """Have the kernel ask before this process, or whatever it starts, starts anything; return the descriptor that it asks at.
+    """Have the kernel ask before this process, or its children, start anything; return the descriptor at which it asks.
 
-    The list is empty where the kernel does not do that (before Linux 5.5, or on a processor that is not listed here). Nothing can undo it.
+    The list is empty where the kernel cannot do that (before Linux 5.5, or on a processor that is not listed here). Nothing can undo it.
     """
     kind = ARCHITECTURES.get(platform.machine())
     if kind is None:
@@ -88,19 +97,19 @@ def hold_back_starts() -> list[int]:
 
 
 class ForkGate:
-    """The supervisor's end: which process or thread is about to begin, and leave for it."""
+    """The supervisor's end: receives the next start, and allows it."""
 
     def __init__(self, code: socket.socket) -> None:
-        """Wait for the listener that the code's process sends, or its word that there is none."""
+        """Wait for the listener that the code's process sends, or its message that there is none."""
         _, self.listeners, _, _ = socket.recv_fds(code, 1, 1)
         self.polled = select.poll()
         for listener in self.listeners:
             self.polled.register(listener, select.POLLIN)
 
     def next_start(self) -> Start | None:
-        """Return who waits for leave to begin, without waiting; None where nobody does."""
+        """Return the next start that waits, without waiting; None where there is none."""
         for listener, events in self.polled.poll(0):
-            if not events & select.POLLIN:  # nobody is left who could ask
+            if not events & select.POLLIN:  # no process is left that could ask
                 self.close()
                 return None
             request = bytearray(REQUEST.size)
@@ -116,7 +125,7 @@ class ForkGate:
         return None
 
     def allow(self, start: Start) -> None:
-        """Let it begin."""
+        """Let it start."""
         try:
             fcntl.ioctl(self.listeners[0], SEND, ANSWER.pack(start.number, 0, 0, CONTINUE))
         except OSError as error:
@@ -124,7 +133,7 @@ class ForkGate:
                 raise
 
     def close(self) -> None:
-        """Ask no more; whoever waits or comes is refused."""
+        """Answer no more; starts that wait or come are refused."""
         while self.listeners:
             listener = self.listeners.pop()
             self.polled.unregister(listener)

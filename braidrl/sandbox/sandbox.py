@@ -1,12 +1,12 @@
-"""Code that is not trusted, in processes that cannot reach the run: a call of a verifier, or a trajectory's environment or agent.
+"""Processes of untrusted code: of one call of a verifier, or of one trajectory's environment or agent.
 
-worker ──fork──▶ supervisor: namespaces ──fork──▶ code: its first process, with limits and without capabilities
-       ◀─answer─            ──── requests, a line each ────▶  what it starts ends with it
-                            ◀── answers, at most answer_bytes each ──
+host ──fork──▶ supervisor: namespaces, /tmp ──fork──▶ code: first process, with limits and without capabilities
+     ◀─answer─                 ──── requests, a line each ────▶  what it starts ends with it
+                               ◀── answers, at most answer_bytes each ──
 
-The code sees no process but its own, so that it can neither signal nor trace another, and holds no socket. It speaks over two pipes, which
-nothing that it executes inherits and which are of this one call or trajectory: no other's result can be forged. Each process that it
-starts waits until its supervisor has counted it.
+The host (`host.py`) runs inside of bubblewrap (`mounts.py`), where all is read-only. The code sees no process but its own, and files of
+no other call. It speaks over two pipes, which nothing that it executes inherits. Each process that it starts waits until its supervisor
+has counted it.
 """
 
 import contextlib
@@ -19,12 +19,14 @@ import select
 import signal
 import socket
 import stat
+import struct
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from braidrl.sandbox.answers import shown
 from braidrl.sandbox.fork_gate import LIBC, ForkGate, Start, hold_back_starts, send_listener
 
 Message = dict[str, Any]
@@ -34,8 +36,8 @@ PIECE_BYTES = 1 << 16
 """Read at once."""
 FILE_BYTES = 64 << 20
 """The longest file that the code may write, and the most that it may print."""
-SCRATCH = b"size=256m"
-"""How much it may write in all where it has files of its own, in /dev/shm."""
+SCRATCH_BYTES, SCRATCH_FILES = 256 << 20, 65_536
+"""Limits of each of its own folders."""
 OPEN_FILES = 256
 THREADS = 16
 """How many threads it may have for each process that it may have."""
@@ -43,61 +45,41 @@ PRINTED_BYTES = 4096
 """How much of what was printed is shown."""
 LOOK_EVERY_S = 0.02
 IDLE_LOOK_S = 0.1
-"""How often the code is looked at that nobody has asked for anything."""
-STRICT = "BRAID_STRICT_SANDBOX"
-"""A variable that is set where there is no network and no home directory."""
+"""How often code is looked at that has no request."""
+PROGRAMS = "BRAID_MAY_RUN_PROGRAMS"
+"""A variable that is set where programs that a model wrote may run."""
 PAGE_BYTES = resource.getpagesize()
 ENDING_S = 1.0
-NEW_MOUNTS = 0x00020000
-NEW_NAMESPACES = 0x10000000 | 0x20000000 | 0x08000000 | NEW_MOUNTS
-"""Of users, processes, semaphores and shared memory, mounts."""
-MS_PRIVATE, MS_RECURSIVE, MS_RESTRICTED = 1 << 18, 1 << 14, 0b1110
+NEW_NAMESPACES = 0x20000000 | 0x08000000 | 0x00020000
+"""Of processes, System V memory and queues, mounts."""
+NEW_NETWORK = 0x40000000
+MS_READ_ONLY, MS_RESTRICTED, MS_BIND, MS_PRIVATE, MS_RECURSIVE = 1, 0b0110, 1 << 12, 1 << 18, 1 << 14
 PR_SET_DEATH_SIGNAL, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVILEGES = 1, 4, 38
+SIOCSIFFLAGS, IFF_UP = 0x8914, 1
+NOT_WAITED_FOR: Message = {"failure": "died", "detail": "its answer is not waited for"}
+NO_ANSWER: Message = {"failure": "died", "detail": "its supervisor was killed", "again": True}
 
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What the code may take."""
+    """What the code may take, and the places that it has for itself."""
 
     seconds: float
     """For one answer."""
     cpu_seconds: float
     """Of each of its processes."""
     memory_bytes: int
-    """Address space of each of its processes, and memory of all together."""
+    """Address space of each of its processes, and memory of all together, shared memory and files in its own folders included."""
     processes: int
     """At a time; of threads `THREADS` times as many."""
     answer_bytes: int = 1 << 16
-    """A longer answer is none."""
-
-
-def sandboxed(call: Callable[[], Message], limits: SandboxLimits) -> Message:
-    """Return what `call` returned, a JSON object, or the failure of a process that was killed or took too much.
-
-    A call whose processes were killed from outside is made once more.
-    """
-    for _ in range(2):
-        reader, writer = os.pipe()
-        supervisor = os.fork()
-        if supervisor == 0:
-            answer: bytes = b""
-            try:
-                os.setsid()  # whoever ends the worker's group must not end this process before the code
-                os.close(reader)
-                answer = supervised_call(call, limits)
-            finally:
-                os.write(writer, answer)
-                os._exit(0)
-        os.close(writer)
-        with open(reader, "rb") as pipe:
-            answer = pipe.read()
-        os.waitpid(supervisor, 0)
-        found = (
-            message_of(answer) if answer else {"failure": "died", "again": True, "detail": "its supervisor was killed"}
-        )
-        if not found.pop("again", False):
-            break
-    return found
+    """A longer answer is a failure."""
+    fresh: tuple[str, ...] = ()
+    """Folders that each call has for itself; without any there are no namespaces, and so no walls."""
+    kept: tuple[str, ...] = ()
+    """Places below them that are seen all the same."""
+    network: bool = True
+    """Whether it shares its host's network; else it has one of its own with nothing but loopback."""
 
 
 def raised() -> tuple[type[BaseException], ...]:
@@ -109,27 +91,8 @@ def raised() -> tuple[type[BaseException], ...]:
     return (Exception, SystemExit, *([asyncio.CancelledError] if asyncio else []))
 
 
-def message_of(line: bytes) -> Message:
-    """Return what the code has answered, in which nothing is believed; a failure where it is no JSON object."""
-    with contextlib.suppress(ValueError, RecursionError):
-        found = json.loads(line)
-        if isinstance(found, dict):
-            return found
-    return {"failure": "result", "detail": "its process gave an answer that is none"}
-
-
-def supervised_call(call: Callable[[], Message], limits: SandboxLimits) -> bytes:
-    """Make a call in a process of its own, and see that it keeps within its limits; nothing that it started is left."""
-    parent = os.getppid()
-
-    def serve(requests: int, answers: int) -> None:
-        write_message(answers, call())
-
-    return SandboxedCode(serve, limits, lambda: os.getppid() != parent).last_answer()
-
-
 def supervised_talk(serve: Callable[[int, int], None], limits: SandboxLimits, asker: socket.socket) -> None:
-    """Pass requests of whoever is at the other end of a socket to `serve` in a process of its own, and its answers back.
+    """Pass requests from a socket to `serve` in a process of its own, and its answers back.
 
     It ends with the socket, or after a failure, which is the last answer.
 
@@ -140,8 +103,11 @@ def supervised_talk(serve: Callable[[int, int], None], limits: SandboxLimits, as
     """
     code = SandboxedCode(serve, limits, lambda: hung_up(asker))
     try:
-        while code.ready([asker], look_every_s=IDLE_LOOK_S) and (request := asker.recv(PIECE_BYTES)):
-            if not code.ask(request):
+        while code.ready([asker], look_every_s=IDLE_LOOK_S):
+            request = asker.recv(PIECE_BYTES)
+            if not request:
+                code.failure = NOT_WAITED_FOR
+            if not request or not code.ask(request):
                 break
             if request.endswith(b"\n"):
                 answer = code.answer()
@@ -154,7 +120,7 @@ def supervised_talk(serve: Callable[[int, int], None], limits: SandboxLimits, as
 
 
 def hung_up(end: socket.socket) -> bool:
-    """Return whether there is nobody at the other end of a socket."""
+    """Return whether the other end of a socket is closed."""
     try:
         return not end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -171,7 +137,7 @@ def write_message(descriptor: int, message: Message) -> None:
 
 
 class SandboxedCode:
-    """A process of code that is not trusted, as seen by the supervisor that has started it and that ends with it."""
+    """A process of untrusted code, as seen by the supervisor that has started it and that ends with it."""
 
     def __init__(self, serve: Callable[[int, int], None], limits: SandboxLimits, abandoned: Callable[[], bool]) -> None:
         """Start the process.
@@ -179,11 +145,13 @@ class SandboxedCode:
         Args:
             serve: What it does, with descriptors to read requests from and write answers to.
             limits: What it may take.
-            abandoned: Whether nobody waits for it any more.
+            abandoned: Whether its answers are not waited for any more.
         """
         self.limits, self.abandoned = limits, abandoned
         self.failure: Message = {}
-        self.isolated, self.mounted = enter_namespaces(), os.stat("/proc").st_dev
+        self.isolated, self.mounted = bool(limits.fresh), os.stat("/proc").st_dev
+        if self.isolated:
+            enter_namespaces(limits)
         requests, self.requests = os.pipe()
         self.answers, answers = os.pipe()
         self.printed = os.memfd_create("printed")
@@ -209,7 +177,7 @@ class SandboxedCode:
         self, readable: Sequence[Any] = (), writable: Sequence[int] = (), seconds: float | None = None,
         look_every_s: float = LOOK_EVERY_S,
     ) -> bool:  # fmt: skip
-        """Wait for a descriptor; return False, with `failure` set, where the code takes too much or nobody waits for it any more."""
+        """Wait for a descriptor; return False, with `failure` set, where the code takes too much or is not waited for any more."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while not self.failure:
             read, written, _ = select.select([*readable, *self.gate.listeners], writable, [], look_every_s)
@@ -218,7 +186,7 @@ class SandboxedCode:
             if deadline is not None and time.monotonic() > deadline:
                 self.failure = {"failure": "timeout", "detail": f"no answer within {self.limits.seconds:g} s"}
             elif self.abandoned():
-                self.failure = {"failure": "died", "detail": "nobody waits for it"}
+                self.failure = NOT_WAITED_FOR
             elif self.isolated and (taken := self._excess()):
                 self.failure = {"failure": "died", "detail": taken}
         return False
@@ -266,7 +234,7 @@ class SandboxedCode:
 
 
 def death(status: int, cpu_seconds: float, limits: SandboxLimits) -> Message:
-    """Return the failure of a process that has ended by itself, or that somebody else has ended, without an answer."""
+    """Return the failure of a process that has ended by itself, or was ended from outside, without an answer."""
     if status == -signal.SIGKILL and cpu_seconds >= limits.cpu_seconds:
         return {"failure": "timeout", "detail": f"it took over {limits.cpu_seconds:g} s of a processor"}
     how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
@@ -288,23 +256,28 @@ def end(code: int, ended: bool) -> tuple[int, resource.struct_rusage]:
     return os.waitstatus_to_exitcode(status), usage
 
 
-def enter_namespaces() -> bool:
-    """Have the next child be the first process of namespaces of its own; return False where this system allows nobody that."""
-    user, group = os.getuid(), os.getgid()
-    if LIBC.unshare(NEW_NAMESPACES) != 0:
-        return False
-    for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
-        with open(f"/proc/self/{name}", "w") as file:
-            file.write(text)
-    return True
-
-
-def namespaces_allowed() -> bool:
-    """Return whether this system gives a process namespaces of its own; without them the code could reach the run's processes."""
-    child = os.fork()
-    if child == 0:
-        os._exit(LIBC.unshare(NEW_NAMESPACES) != 0)
-    return os.waitpid(child, 0)[1] == 0
+def enter_namespaces(limits: SandboxLimits) -> None:
+    """Enter namespaces in which the next child is the first process, and mount the call's own empty folders."""
+    own = 0 if limits.network else NEW_NETWORK
+    checked(LIBC.unshare(NEW_NAMESPACES | own))
+    checked(LIBC.mount(b"none", b"/", None, MS_PRIVATE | MS_RECURSIVE, None))
+    kept = [(place, os.open(place, os.O_PATH)) for place in limits.kept]
+    size = f"size={min(SCRATCH_BYTES, limits.memory_bytes)},nr_inodes={SCRATCH_FILES},mode=1777".encode()
+    for place in limits.fresh:
+        checked(LIBC.mount(b"none", place.encode(), b"tmpfs", MS_RESTRICTED, size))
+    for place, descriptor in kept:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            os.makedirs(place, exist_ok=True)
+        else:
+            os.makedirs(os.path.dirname(place), exist_ok=True)
+            os.close(os.open(place, os.O_CREAT | os.O_WRONLY))
+        source = f"/proc/self/fd/{descriptor}".encode()
+        checked(LIBC.mount(source, place.encode(), None, MS_BIND | MS_RECURSIVE, None))
+        os.close(descriptor)
+    os.chdir(os.getcwd())  # else it stays in the folder below
+    if not limits.network:
+        with socket.socket() as any_socket:
+            fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", IFF_UP))
 
 
 def confine(own: Collection[int], printed: int, limits: SandboxLimits, isolated: bool) -> None:
@@ -314,13 +287,7 @@ def confine(own: Collection[int], printed: int, limits: SandboxLimits, isolated:
         os.dup2(printed, stream)
     close_connections(own)
     if isolated:
-        checked(LIBC.mount(b"none", b"/", None, MS_PRIVATE | MS_RECURSIVE, None))
-        if LIBC.mount(b"proc", b"/proc", b"proc", MS_RESTRICTED, None) != 0:
-            # Inside of bubblewrap nobody may list processes anew: the code sees none, its supervisor those of bubblewrap.
-            checked(LIBC.unshare(NEW_MOUNTS))
-            checked(LIBC.mount(b"none", b"/proc", b"tmpfs", MS_RESTRICTED, None))
-        if os.path.isdir("/dev/shm"):  # where the run's rows may lie
-            checked(LIBC.mount(b"none", b"/dev/shm", b"tmpfs", MS_RESTRICTED, SCRATCH))
+        checked(LIBC.mount(b"proc", b"/proc", b"proc", MS_RESTRICTED | 0b1000 | MS_READ_ONLY, None))
         # Version 3, this process; three sets of 64 bits.
         checked(LIBC.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()))
     checked(LIBC.prctl(PR_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
@@ -346,14 +313,14 @@ def close_connections(own: Collection[int]) -> None:
 
 
 def processes_of(code: int, mounted: int, most: int) -> set[str]:
-    """Return the code's processes, whoever else has started some meanwhile; of more than `most` only as many as show that.
+    """Return the code's processes; of more than `most` only as many as show that.
 
     Args:
         code: The first of them, to which those fall whose parent has ended.
         mounted: The device of the list of processes that was mounted here at first.
         most: How many it may have.
     """
-    if os.stat("/proc").st_dev != mounted:  # the code has mounted its own
+    if os.stat("/proc").st_dev != mounted:  # its own list is mounted
         return {name for name in os.listdir("/proc") if name.isdecimal()}
     found, waiting = set[str](), [str(code)]
     while waiting and len(found) <= most:
@@ -376,24 +343,45 @@ def excess(processes: set[str], limits: SandboxLimits, start: Start | None) -> s
     """
     if len(processes) + (start is not None and not start.is_thread) > limits.processes:
         return f"it started more than {limits.processes} processes"
-    own, threads = 0, int(start is not None)
+    own, mapped, threads = 0, 0, int(start is not None)
     for process in processes:
         with contextlib.suppress(OSError):
             threads += os.stat(f"/proc/{process}/task").st_nlink - 2  # its folders, but two
         with contextlib.suppress(OSError, IndexError), open(f"/proc/{process}/statm") as file:
-            _, resident, shared, *_ = map(int, file.read().split())
-            own += (resident - shared) * PAGE_BYTES
+            size, resident, shared, *_ = map(int, file.read().split())
+            own, mapped = own + (resident - shared) * PAGE_BYTES, mapped + size * PAGE_BYTES
     if threads > THREADS * limits.processes:
         return f"it started more than {THREADS * limits.processes} threads"
+    for place in limits.fresh:
+        files = os.statvfs(place)
+        own += (files.f_blocks - files.f_bfree) * files.f_frsize
+    if own + mapped > limits.memory_bytes:  # else it cannot have so much shared memory
+        own += shared_memory(processes)
     return f"its processes took more than {limits.memory_bytes / 2**30:g} GiB" if own > limits.memory_bytes else ""
 
 
+def shared_memory(processes: set[str]) -> int:
+    """Return the bytes of all anonymous shared mappings of these processes, each counted once.
+
+    They are counted by their size: pages that a process has touched stay where it has ended, and are in no count of residents.
+    """
+    found: dict[str, int] = {}
+    for process in processes:
+        with contextlib.suppress(OSError), open(f"/proc/{process}/maps") as maps:
+            for line in maps:
+                if "/dev/zero (deleted)" in line:
+                    (first, _, last), offset, inode = line.split()[0].partition("-"), line.split()[2], line.split()[4]
+                    end = int(last, 16) - int(first, 16) + int(offset, 16)
+                    found[inode] = max(found.get(inode, 0), end)
+    return sum(found.values())
+
+
 def show(printed: int) -> None:
-    """Pass on the beginning of what the code has printed."""
+    """Write the beginning of what the code has printed, without control characters."""
     os.lseek(printed, 0, os.SEEK_SET)
-    text = os.read(printed, PRINTED_BYTES)
+    text = os.read(printed, PRINTED_BYTES).decode(errors="replace")
     if text:
-        os.write(2, text)
+        os.write(2, shown(text, keep="\n\t").encode(errors="replace"))
 
 
 def checked(result: int) -> None:

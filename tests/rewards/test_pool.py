@@ -13,8 +13,7 @@ import psutil
 import pytest
 
 from braidrl.config import RewardConfig
-from braidrl.rewards.lanes import CallOutcome
-from braidrl.rewards.pool import RewardPool
+from braidrl.rewards.pool import CallOutcome, RewardPool
 from braidrl.rewards.verifier import Completion, resolve
 
 OWN = str(Path(__file__).with_name("own_verifiers.py"))
@@ -86,7 +85,7 @@ def test_a_completion_that_is_not_json_is_refused_when_submitted():
 
 def test_async_calls_wait_together_and_fail_apart(tmp_path):
     words = ["ok"] * 20 + ["raise", "hang", "no"] + ["ok"] * 20
-    with RewardPool(RewardConfig(processes=1, timeout_s=2)) as pool:
+    with RewardPool(RewardConfig(processes=1, timeout_s=2, sandbox="none")) as pool:
         pool.submit(completion("ok"), own("remote")).result(60)
         verifier = own("remote", calls=str(tmp_path / "calls"))
         outcomes = [f.result(60) for f in [pool.submit(completion(word), verifier) for word in words]]
@@ -100,9 +99,10 @@ def test_async_calls_wait_together_and_fail_apart(tmp_path):
     assert [o.correct for o in outcomes[:20] + outcomes[22:]] == [True] * 20 + [False] + [True] * 20
 
 
+@pytest.mark.parametrize("sandbox", ["none", "process"])
 @pytest.mark.parametrize(("word", "failure"), [("block", "timeout"), ("die", "died")])
-def test_an_async_call_that_blocks_or_kills_the_shared_process_takes_no_other_along(word, failure):
-    with RewardPool(RewardConfig(processes=1, timeout_s=1.5)) as pool:
+def test_an_async_call_that_blocks_or_kills_its_process_takes_no_other_along(word, failure, sandbox):
+    with RewardPool(RewardConfig(processes=1, timeout_s=1.5, sandbox=sandbox)) as pool:
         verifier = own("blocking")
         futures = [pool.submit(completion(w), verifier) for w in ["ok", "ok", word, "no", "ok"]]
         outcomes = [f.result(60) for f in futures]
@@ -117,8 +117,8 @@ def test_closing_ends_what_is_under_way_and_what_it_started():
     calls = [pool.submit(completion(word), own("by_word")) for word in ("child", "ok")]
     slow = pool.submit(completion("hang"), own("remote"))
     assert wait_until(
-        lambda: len(children() - before) == 5
-    )  # two workers; a supervisor, the call and the sleeper that it started
+        lambda: len(children() - before) == 11
+    )  # two hosts of three processes, bubblewrap's included; two supervisors, their calls, and the sleeper that one started
     pool.close()
     assert wait_until(lambda: children() <= before)
     for call in (*calls, slow):
@@ -161,8 +161,8 @@ def test_an_interrupted_or_killed_run_leaves_no_process(tmp_path, sent, timeout_
             assert [run.stdout.readline() for _ in range(2)] == ["main\n", "True\n"]
             parent = psutil.Process(run.pid)
             assert wait_until(
-                lambda: len(parent.children(recursive=True)) == 7
-            )  # three workers, and two calls with supervisors
+                lambda: len(parent.children(recursive=True)) == 12
+            )  # two hosts of three processes, bubblewrap's included, and three calls with supervisors
             workers = parent.children(recursive=True)
             if sent == signal.SIGKILL:  # Those that are stopped at that moment end too.
                 for worker in parent.children():

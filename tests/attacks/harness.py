@@ -1,0 +1,56 @@
+"""How a try is made: as the rows of a pool, whose outcomes come back in their order."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from braidrl.config import RewardConfig
+from braidrl.rewards.pool import CallOutcome, RewardPool
+from braidrl.rewards.verifier import Completion, resolve
+from braidrl.sandbox.mounts import walls_missing
+from braidrl.sandbox.policy import POLICIES
+
+TRIES = str(Path(__file__).with_name("tries.py"))
+WALLS = ("process", "bubblewrap")
+needs_walls = pytest.mark.skipif(
+    any(walls_missing(POLICIES[mode]) for mode in WALLS), reason="this system gives no process namespaces of its own"
+)
+
+
+def made(
+    rows: Sequence[str], mode: str = "process", function: str = "tried", at: dict[str, Any] | None = None,
+    file: str = TRIES, **settings: Any,
+) -> list[CallOutcome]:  # fmt: skip
+    """Return the outcomes of rows, one after the other."""
+    verifier = resolve(f"{file}:{function}")
+    with RewardPool(RewardConfig(**{"sandbox": mode, "timeout_s": 20, **settings})) as pool:
+        return [pool.submit(Completion("p", row, "a", at or {}), verifier).result(120) for row in rows]
+
+
+def lost(found: CallOutcome) -> bool:
+    """Return whether a try came to nothing: it failed, or says itself that it has not won."""
+    return found.failure is not None or found.correct is False
+
+
+@contextlib.contextmanager
+def nothing_left() -> Iterator[None]:
+    """Check that no process is left afterwards."""
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    yield
+    deadline = time.monotonic() + 60
+    while (left := {c.pid for c in psutil.Process().children(recursive=True)} - before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
+
+
+def in_home(name: str) -> Path:
+    """Return a path of this process's own in the home directory."""
+    return Path.home() / f".braid-attack-{os.getpid()}-{name}"

@@ -1,0 +1,132 @@
+"""Attack 7: what comes out of a sandbox is plain, bounded data, or its row's failure; control characters are shown."""
+
+from __future__ import annotations
+
+import pytest
+
+from braidrl.agents.sandboxed import observation_of
+from braidrl.agents.turns import EnvironmentFailed
+from braidrl.sandbox.answers import MOST_DEPTH, bounded_numbers, plain, shown
+from braidrl.sandbox.hosts import checked_answer
+from tests.attacks.harness import TRIES, lost, made, needs_walls
+
+WRITE = "import os, json\n"
+# Answers that the code itself writes to the pipe of its call, in place of what Braid would.
+FORGED = WRITE + (
+    "for n in range(3, 64):\n    try:\n        if 'pipe:' in os.readlink(f'/proc/self/fd/{{n}}'):\n            os.write(n, ({text}).encode('utf-8', 'surrogatepass') + b'\\n')\n"
+    "    except OSError:\n        pass\nos._exit(0)"
+)
+ANSWERS = {
+    "nested 988 deep": "'[' * 988 + ']' * 988",
+    "nested 990 deep inside of an answer": "'{\"score\": ' + '[' * 990 + ']' * 990 + '}'",
+    "nested 100,000 deep": "'[' * 100000",
+    "a metric of 10**400": "'{\"score\": 1.0, \"metrics\": {\"a\": 1' + '0' * 400 + '}}'",
+    "a metric that is not finite": "'{\"score\": 1.0, \"metrics\": {\"a\": NaN}}'",
+    "a score of 1e999": "'{\"score\": 1e999}'",
+    "a score of minus infinity": "'{\"score\": -Infinity}'",
+    "a name with a surrogate": "'{\"score\": 1.0, \"metrics\": {\"\\\\ud800\": 1.0}}'",
+    "bytes that are not Unicode": "'{\"score\": 1.0, \"metrics\": {\"\\ud800\": 1.0}}'",
+    "a name with an escape sequence": "'{\"score\": 1.0, \"metrics\": {\"\\\\u001b[2J\": 1.0}}'",
+    "a name of 10,000 letters": "'{\"score\": 1.0, \"metrics\": {\"' + 'a' * 10000 + '\": 1.0}}'",
+    "a thousand metrics": "json.dumps({'score': 1.0, 'metrics': {str(n): 1.0 for n in range(1000)}})",
+    "metrics that are texts": "'{\"score\": 1.0, \"metrics\": {\"a\": \"much\"}}'",
+    "metrics that are a list": "'{\"score\": 1.0, \"metrics\": [1.0]}'",
+    "a score that is a text": "'{\"score\": \"1\"}'",
+    "a list": "'[1.0]'",
+    "nothing": "''",
+    "a failure that is none": "'{\"failure\": [\"x\"], \"again\": true}'",
+    "a megabyte": "'{\"score\": 1.0, \"a\": \"' + 'x' * (1 << 20) + '\"}'",
+}  # fmt: skip
+RETURNED = {
+    "a metric of 10**400": "answer = Score(1.0, metrics={'a': 10**400})",
+    "a metric whose name is a surrogate": "answer = Score(1.0, metrics={'\\ud800': 1.0})",
+    "a metric whose name is an escape": "answer = Score(1.0, metrics={'\\x1b[2J': 1.0})",
+    "metrics in metrics": "answer = Score(1.0, metrics={'a': {'b': 1.0}})",
+    "a score beyond floats": "answer = 10**400",
+    "a nested list": "answer = []\nfor _ in range(989):\n    answer = [answer]",
+    "a value that refuses to be shown": "class Bad:\n    def __repr__(self):\n        raise RuntimeError('no')\nanswer = Bad()",
+}
+
+
+@needs_walls
+@pytest.mark.parametrize("mode", ["process", "bubblewrap"])
+def test_a_forged_answer_is_its_own_rows_failure(mode: str) -> None:
+    found = made([FORGED.format(text=text) for text in ANSWERS.values()], mode)
+    for name, one in zip(ANSWERS, found, strict=True):
+        assert one.failure is not None, (name, one)
+
+
+@needs_walls
+@pytest.mark.parametrize("mode", ["none", "process", "bubblewrap"])
+def test_a_returned_value_that_is_not_plain_is_its_own_rows_failure(mode: str) -> None:
+    *found, good = made([*RETURNED.values(), "answer = Score(0.5, metrics={'a/b-c.d': 2.0})"], mode, "answers")
+    for name, one in zip(RETURNED, found, strict=True):
+        assert one.failure in ("result", "exception", "died"), (name, one)
+    assert (good.score, dict(good.metrics)) == (0.5, {"a/b-c.d": 2.0})
+
+
+@needs_walls
+def test_escape_sequences_reach_neither_messages_nor_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
+    texts = [
+        "raise ValueError('\\x1b[2J\\x07\\u202e\\r gone')", "print('\\x1b]0;title\\x07 printed')\nwon = True",
+        "import os\nos.write(2, b'\\x1b[31m\\x9b1m raw \\xff')\nwon = True", "class Own(Exception):\n    pass\nOwn.__name__ = 'Own\\x1b[1m'\nraise Own('x')",
+    ]  # fmt: skip
+    found = made(texts)
+    said = capfd.readouterr()
+    for text in (*(one.detail for one in found), said.out, said.err):
+        assert shown(text, keep="\n\t") == text, repr(text)
+    assert "\\x1b[2J" in found[0].detail and "\\x1b]0;title" in said.err
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"[" * (MOST_DEPTH + 2) + b"]" * (MOST_DEPTH + 2), b"1" + b"0" * 400, b"9" * 5000, b"1e400", b"NaN", b'"\\ud800"', b'{"\\ud800": 1}', b"{",
+        b"\xff", b"",
+    ],
+)  # fmt: skip
+def test_what_is_not_plain_is_refused(line: bytes) -> None:
+    with pytest.raises(ValueError):
+        plain(line)
+    assert checked_answer(line)["failure"] in ("result", "died")
+
+
+def test_plain_data_stays_as_it_is() -> None:
+    assert plain(b'{"a": [1, 2.5, null, true, "\\u00e9"]}') == {"a": [1, 2.5, None, True, "é"]}
+    assert bounded_numbers({"a": 1, "b.c/d": 0.5}, 2) == {"a": 1.0, "b.c/d": 0.5}
+    assert bounded_numbers({"a": 1, "b": 2}, 1) is None and bounded_numbers({"\n": 1}, 5) is None
+
+
+@pytest.mark.parametrize("reward", ["1e999", "-1" + "0" * 400, "NaN", '"1"', "[[1]]"])
+def test_an_environments_answer_is_held_to_the_same(reward: str) -> None:
+    found = checked_answer(f'{{"said": "a", "reward": {reward}, "done": true, "restart": false}}'.encode())
+    if "failure" not in found:
+        with pytest.raises(EnvironmentFailed):
+            observation_of(found)
+
+
+ASYNC = {
+    "reads the run's environment": "import os, glob\nseen = str(dict(os.environ))\nfor p in glob.glob('/proc/[0-9]*/environ'):\n    try:\n        seen += open(p).read()\n"
+    "    except OSError:\n        pass\nwon = 'hush' in seen",
+    "kills the run": "import os, signal\nos.kill(at.run, signal.SIGKILL)\nwon = True",
+    "kills all": "import os, signal\nos.kill(-1, signal.SIGKILL)\nwon = True",
+    "writes its code": "open(at.code, 'a').write('#')\nwon = True",
+    "changes the rewards of other rows": "import braidrl.rewards.worker as worker\nworker.judgement = lambda value: {'score': 1.0, 'correct': True}\nwon = False",
+    "changes JSON": "import json\njson.loads = json.dumps = lambda *a, **k: {'check': {}}\nwon = False",
+}  # fmt: skip
+
+
+@needs_walls
+@pytest.mark.parametrize("mode", ["process", "bubblewrap"])
+@pytest.mark.parametrize("function", ["tried", "tried_async"])
+def test_async_verifiers_have_the_same_walls(function: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attack 6."""
+    import os
+
+    monkeypatch.setenv("AWS_SECRET", "hush")
+    rows = [row for attack in ASYNC.values() for row in (attack, "won = False", "won = True")]
+    found = made(rows, mode, function, at={"run": os.getpid(), "code": TRIES})
+    for place, name in enumerate(ASYNC):
+        attack, wrong, right = found[3 * place : 3 * place + 3]
+        assert lost(attack) or name.startswith("changes"), (name, attack)
+        assert (wrong.correct, right.correct) == (False, True), (name, wrong, right)

@@ -1,0 +1,54 @@
+"""Attack 4: all memory of a call counts, of whatever kind, also of processes that have ended."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.attacks.harness import made, needs_walls, nothing_left
+
+pytestmark = needs_walls
+# Each try takes 1.5 GiB with a limit of 0.5; each line that is reached then says `won`.
+C = "import ctypes, mmap, os, time\nlibc = ctypes.CDLL(None, use_errno=True)\nMIB = bytes(1 << 20)\n"
+SHARED = (
+    C
+    + "def shared(mib):\n    held = mmap.mmap(-1, mib << 20)\n    for _ in range(mib):\n        held.write(MIB)\n    return held\n"
+)
+TRIES = {
+    "memfds": C + "held = [os.memfd_create(str(n)) for n in range(30)]\nfor one in held:\n    for _ in range(50):\n        os.write(one, MIB)\n"
+    "won = True",
+    "memfds by number": C + "number = libc.syscall(319, b'x', 0)\nassert number >= 0\nwon = True",
+    "shared mappings of many processes": SHARED + "for _ in range(8):\n    if os.fork() == 0:\n        held = shared(200)\n"
+    "        time.sleep(60)\ntime.sleep(8)\nwon = True",
+    "a shared mapping that is kept by a process which never touched it": SHARED
+    + "kept = [mmap.mmap(-1, 300 << 20) for _ in range(1)]\nheld = []\nfor n in range(5):\n    one = mmap.mmap(-1, 40 << 20)\n"
+    "    held.append(one)\nfor one in kept + held:\n    if os.fork() == 0:\n        for _ in range(len(one) >> 20):\n            one.write(MIB)\n"
+    "        os._exit(0)\n    os.wait()\ntime.sleep(2)\nwon = True",
+    "System V segments": C + "held = [libc.shmget(0, 200 << 20, 0o1600) for _ in range(8)]\nassert min(held) >= 0\nwon = True",
+    "System V queues": C + "assert libc.msgget(0, 0o1600) >= 0\nwon = True",
+    "files in its own folders": C + "for place in ('/tmp', '/dev/shm', '/var/tmp'):\n    for n in range(8):\n"
+    "        with open(f'{place}/{n}', 'wb') as file:\n            for _ in range(60):\n                file.write(MIB)\nwon = True",
+    "files and memory together": C + "for n in range(4):\n    with open(f'/tmp/{n}', 'wb') as file:\n        for _ in range(50):\n"
+    "            file.write(MIB)\nheld = bytearray(b'1') * (350 << 20)\ntime.sleep(2)\nwon = True",
+    "a tmpfs in namespaces of its own": C + "assert libc.unshare(0x10020000) == 0\n"
+    "assert libc.mount(b'none', b'/tmp', b'tmpfs', 0, None) == 0\nwon = True",
+    "memory of many processes": C + "for _ in range(8):\n    if os.fork() == 0:\n        held = bytearray(b'1') * (200 << 20)\n        time.sleep(60)\n"
+    "time.sleep(8)\nwon = True",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["process", "bubblewrap"])
+def test_no_memory_is_taken_beyond_the_limit(mode: str) -> None:
+    with nothing_left():
+        found = dict(zip(TRIES, made([*TRIES.values()], mode, memory_gib=0.5, timeout_s=30), strict=True))
+    for name, one in found.items():
+        assert one.failure in ("died", "exception"), (name, one)
+    for name in ("shared mappings of many processes", "files and memory together", "memory of many processes"):
+        assert "took more than 0.5 GiB" in found[name].detail, (name, found[name])
+
+
+def test_memory_within_the_limit_is_given() -> None:
+    taken = (
+        SHARED
+        + "held = shared(150)\nwith open('/tmp/file', 'wb') as file:\n    for _ in range(50):\n        file.write(MIB)\nwon = True"
+    )
+    assert made([taken], memory_gib=0.5)[0].correct

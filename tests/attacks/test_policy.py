@@ -1,0 +1,69 @@
+"""The table of the security page: each cell by one probe in each mode."""
+
+from __future__ import annotations
+
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from braidrl.sandbox.policy import POLICIES, QUESTIONS, table
+from tests.attacks.harness import in_home, made, needs_walls
+
+pytestmark = needs_walls
+# Each probe says `won` where the code can do it.
+PROBES = {
+    "processes": "import os\nwon = os.path.exists(f'/proc/{at.run}/status')\nos.kill(at.run, 0)",
+    "environment": "import os\nwon = os.environ.get('AWS_SECRET') == 'hush'",
+    "memory": "import os\nfor n in range(20):\n    if os.fork() == 0:\n        os._exit(0)\nwon = True\nheld = bytearray(b'1') * (600 << 20)\n",
+    "leftovers": "import os, time\nleft = os.path.exists(f'/tmp/{at.mark}')\nopen(f'/tmp/{at.mark}', 'w').close()\nwon = left",
+    "writes": "open(at.file, 'r+').close()\nwon = True",
+    "devices": "import os\nos.close(os.open('/proc/sys/kernel/core_pattern', os.O_WRONLY))\nwon = True",
+    "sockets": "import socket\nsocket.socket(socket.AF_UNIX).connect(at.socket)\nwon = True",
+    "reads": "import os\nwon = bool(open(at.elsewhere).read())",
+    "home": "won = bool(open(at.file).read())",
+    "network": "import socket\nsocket.create_connection(('127.0.0.1', at.port), 2)\nwon = True",
+}  # fmt: skip
+
+
+@pytest.fixture
+def around() -> Iterator[dict[str, Any]]:
+    """What probes look for: a file of the home directory, one elsewhere, a socket of each kind, a variable."""
+    file = in_home("probe")
+    file.write_text("trusted")
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp") as folder, socket.socket(socket.AF_UNIX) as unix,
+        socket.create_server(("127.0.0.1", 0)) as server,
+    ):  # fmt: skip
+        unix.bind(f"{folder}/socket")
+        unix.listen()
+        mark = f"braid-probe-{os.getpid()}"
+        yield {
+            "run": os.getpid(), "file": str(file), "socket": f"{folder}/socket", "elsewhere": "/etc/fstab" if os.path.exists("/etc/fstab") else "/etc/os-release",
+            "port": server.getsockname()[1], "mark": mark,
+        }  # fmt: skip
+        Path("/tmp", mark).unlink(missing_ok=True)
+    file.unlink()
+
+
+@pytest.mark.parametrize("mode", POLICIES)
+def test_each_cell_of_the_security_pages_table_is_what_a_probe_finds(
+    mode: str, around: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET", "hush")
+    policy = POLICIES[mode]
+    for name in QUESTIONS:
+        if name == "devices" and os.getuid() != 0:
+            continue
+        rows = [PROBES[name]] * (2 if name == "leftovers" else 1)
+        found = made(rows, mode, at=around, memory_gib=0.5, max_processes=16)[-1]
+        assert (found.correct is True) == getattr(policy, name), (name, mode, found)
+
+
+def test_the_security_page_has_the_table_of_the_policies() -> None:
+    assert table() in Path("docs/security.md").read_text()
+    assert set(PROBES) == set(QUESTIONS)
