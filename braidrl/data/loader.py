@@ -20,11 +20,11 @@ from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.chat import TEMPLATE
+from braidrl.data.example_table import RESPONSES
 from braidrl.data.packing import equal_share
 from braidrl.data.prompts import LoadedSource
 from braidrl.data.rows import Column, Objects, Rows
 from braidrl.data.sources import Example
-from braidrl.data.tables import RESPONSES
 from braidrl.errors import UserError
 
 
@@ -172,8 +172,9 @@ def as_rows(admitted: Sequence[Admitted], samples: int) -> Rows:
 
 def metadata_of(example: Example) -> dict[str, Any]:
     """Return what verifiers and environments get: the example's fields, and what its prompt was rendered with."""
-    found = example.metadata | {"prompt": example.prompt, "answer": example.answer}
-    return {**found, TEMPLATE: example.arguments} if example.arguments else found
+    rendered = {"tools": example.tools, TEMPLATE: example.arguments}
+    given = {name: value for name, value in rendered.items() if value}
+    return example.metadata | {"prompt": example.prompt, "answer": example.answer} | given
 
 
 def join_texts(rows: Rows, texts: PromptLoader, samples_per_prompt: int) -> Rows:

@@ -1,6 +1,6 @@
 """A source, read and tokenised: what the loader draws from. Prompts that are too long are dropped here, and counted.
 
-file ──Reading──▶ examples ──PromptTemplate──▶ token ids ──at most max_prompt_tokens──▶ Table ──mapped──▶ LoadedSource
+file ──Reading──▶ examples ──PromptTemplate──▶ token ids ──at most max_prompt_tokens──▶ ExampleTable ──mapped──▶ LoadedSource
 
 One process writes the table of a source; the others of its machine map the same file.
 """
@@ -15,9 +15,9 @@ from typing import Any
 from torch import Tensor
 
 from braidrl.config import DataConfig, SourceConfig
+from braidrl.data.example_table import ExampleTable, Facts, kept_folder, open_table, passing_folder, table_rows
 from braidrl.data.records import check_source
 from braidrl.data.sources import Example, Reading
-from braidrl.data.tables import Facts, Table, kept_folder, open_table, passing_folder, table_rows
 from braidrl.data.templates import PromptTemplate
 from braidrl.errors import UserError
 
@@ -28,7 +28,7 @@ class LoadedSource:
 
     path: Path
     weight: float
-    examples: Table
+    examples: ExampleTable
 
     def __len__(self) -> int:
         return len(self.examples)
@@ -187,7 +187,7 @@ def load_source(source: SourceConfig, loading: Loading, kept: str | None = None)
         UserError: For a fault in the file, or when no prompt is short enough.
     """
     check_source(source)
-    found: list[Table] = []
+    found: list[ExampleTable] = []
 
     def first() -> str:
         found.append(first_table(source, loading))
@@ -198,7 +198,7 @@ def load_source(source: SourceConfig, loading: Loading, kept: str | None = None)
     return LoadedSource(source.path, source.weight, table)
 
 
-def first_table(source: SourceConfig, loading: Loading) -> Table:
+def first_table(source: SourceConfig, loading: Loading) -> ExampleTable:
     """Return a source's table: the one that is kept, else a new one, which is kept where the source is large enough."""
     further = (loading.max_prompt_tokens, loading.responses, loading.pairs, loading.usual_split)
     keep = None if loading.in_memory is None else kept_folder(loading.cache, source, loading.template, *further)

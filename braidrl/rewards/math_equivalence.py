@@ -44,7 +44,7 @@ def equals(gold: Any, response: str) -> bool:
     return bool(verify(gold, parse(response, parsing_timeout=None), timeout_seconds=None))
 
 
-class Box(NamedTuple):
+class BoxedAnswer(NamedTuple):
     """A box in a text, and where it begins and ends."""
 
     content: str
@@ -52,7 +52,7 @@ class Box(NamedTuple):
     end: int
 
 
-def boxes_of(text: str) -> list[Box]:
+def boxes_of(text: str) -> list[BoxedAnswer]:
     r"""Return every complete `\boxed{...}` of a text, nested braces included, and of `\boxed 5`."""
     found = []
     for match in BOX.finditer(text):
@@ -62,5 +62,5 @@ def boxes_of(text: str) -> list[Box]:
             depth += {"{": 1, "}": -1}.get(text[end], 0) if text[end - 1] != "\\" else 0
             end += 1
         if not depth:
-            found.append(Box(text[match.end() : end - 1] if match[1] == "{" else match[1], match.start(), end))
+            found.append(BoxedAnswer(text[match.end() : end - 1] if match[1] == "{" else match[1], match.start(), end))
     return found

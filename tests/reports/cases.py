@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import runpy
-import shutil
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -78,12 +74,3 @@ def qwen(calls: str = "tojson") -> PreTrainedTokenizerFast:
 
 def llama() -> PreTrainedTokenizerFast:
     return byte_tokenizer(LLAMA, "<eos>", bos_token="<bos>")
-
-
-@functools.cache
-def made() -> Path:
-    """A folder with the inputs that are no text, which the cases' own program writes."""
-    folder = Path(tempfile.mkdtemp(prefix="braid-cases-"))
-    shutil.copy(FOLDER / "make.py", folder)
-    runpy.run_path(str(folder / "make.py"))
-    return folder

@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import gc
 import json
+import runpy
+import shutil
 from collections.abc import Callable
 from decimal import Decimal
 from itertools import groupby
@@ -26,7 +28,7 @@ from braidrl.errors import UserError
 from braidrl.observe.report import write_report
 from braidrl.observe.rollouts import rollout_path
 from braidrl.rewards.math_equivalence import equivalent
-from tests.reports.cases import FOLDER, byte_tokenizer, llama, made, needs_cases, qwen
+from tests.reports.cases import FOLDER, byte_tokenizer, llama, needs_cases, qwen
 from tests.reports.cases import PLAIN as PLAIN_TEMPLATE
 from tests.tiny import Workshop
 
@@ -47,6 +49,15 @@ def write(tmp_path: Path) -> Write:
         return path
 
     return write
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the inputs that are no text, which the cases' own program writes."""
+    folder = tmp_path_factory.mktemp("cases")
+    shutil.copy(FOLDER / "make.py", folder)
+    runpy.run_path(str(folder / "make.py"))
+    return folder
 
 
 def load(path: Path, tokenizer: Any, responses: bool = False, pairs: bool = False, **settings: Any) -> LoadedSource:
@@ -148,8 +159,8 @@ def test_a_call_without_its_result_at_the_end_is_named(write: Write) -> None:
 
 @needs_cases
 @pytest.mark.parametrize("calls", ["tojson", "items"])
-def test_nulls_that_parquet_adds_are_not_in_the_prompt_of_the_shared_cases(calls: str) -> None:
-    for text in prompts(made() / "tool_calls.parquet", qwen(calls)):
+def test_nulls_that_parquet_adds_are_not_in_the_prompt_of_the_shared_cases(made: Path, calls: str) -> None:
+    for text in prompts(made / "tool_calls.parquet", qwen(calls)):
         assert "null" not in text and "None" not in text and ("Paris" in text) != ("CET" in text)
 
 
@@ -252,8 +263,8 @@ def test_arguments_of_the_template_are_of_the_run_the_source_and_the_row(write: 
 
 @needs_cases
 @pytest.mark.parametrize("name", ["timestamp", "images", "decimal"])
-def test_columns_that_are_no_json_do_no_harm_in_the_shared_cases(tmp_path: Path, name: str) -> None:
-    file = made() / f"{name}.parquet"
+def test_columns_that_are_no_json_do_no_harm_in_the_shared_cases(made: Path, tmp_path: Path, name: str) -> None:
+    file = made / f"{name}.parquet"
     folder = tmp_path / name
     folder.mkdir()
     (folder / "train.parquet").write_bytes(file.read_bytes())
@@ -306,8 +317,8 @@ def test_a_conversion_may_return_arrays_and_dates(write: Write, tmp_path: Path) 
 
 
 @needs_cases
-def test_half_of_a_surrogate_pair_becomes_a_character_in_the_shared_cases() -> None:
-    source = load(made() / "surrogate.jsonl", qwen())
+def test_half_of_a_surrogate_pair_becomes_a_character_in_the_shared_cases(made: Path) -> None:
+    source = load(made / "surrogate.jsonl", qwen())
     assert source.examples[0].prompt == "caf�"
     assert source.prompt(0).tolist() == PromptTemplate(qwen()).encode("caf�")
 

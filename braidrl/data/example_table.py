@@ -65,7 +65,7 @@ class Facts:
     """and its other fields."""
 
 
-class Table(Sequence[Example]):
+class ExampleTable(Sequence[Example]):
     """The examples of a source that are short enough, mapped from a file."""
 
     def __init__(self, dataset: Any, facts: Facts, folder: Path) -> None:
@@ -93,7 +93,7 @@ class Table(Sequence[Example]):
         return torch.from_numpy(pyarrow.compute.list_value_length(self._columns[column]).to_numpy().astype(np.int64))
 
 
-def open_table(folder: Path, write: Callable[[Facts], Iterator[dict[str, Any]]], given: int) -> Table:
+def open_table(folder: Path, write: Callable[[Facts], Iterator[dict[str, Any]]], given: int) -> ExampleTable:
     """Return the table in a folder, which is written there where it is not whole; one process writes and the others wait for it.
 
     Args:
@@ -129,7 +129,7 @@ def open_table(folder: Path, write: Callable[[Facts], Iterator[dict[str, Any]]],
     except DatasetGenerationError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise error.__cause__ or error from None
-    table = Table(dataset, Facts(**json.loads((folder / "facts.json").read_text(encoding="utf-8"))), folder)
+    table = ExampleTable(dataset, Facts(**json.loads((folder / "facts.json").read_text(encoding="utf-8"))), folder)
     if mine:
         weakref.finalize(table, remove_in, os.getpid(), folder)
     return table
