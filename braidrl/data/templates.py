@@ -17,6 +17,10 @@ from braidrl.data.records import whole_text
 from braidrl.data.sources import Example, Prompt, Response
 from braidrl.errors import UserError, first_line
 
+RENDERED_OTHERWISE = (
+    "the chat template renders earlier turns otherwise once the conversation continues, such as without their reasoning; "
+    "write train_on: last"
+)
 OPENING = re.compile(r"(<[^<>/\s]+>)\s*\Z")
 """A tag at the end of what opens a turn, such as `<think>`."""
 
@@ -182,7 +186,13 @@ class PromptTemplate:
             end = segment.find(closing)
             # A template without a special token that closes turns: the turn ends with what was said.
             end = segment.find(content) + len(content) if end < 0 else end
-            turns.append((segment[:end], segment[end:]))
+            if content.strip() in segment[:end]:
+                turns.append((segment[:end], segment[end:]))
+            elif len(numbers) == 1:
+                # A template for histories leaves the reasoning out even of the turn that is trained.
+                turns.append((behind(template.render(example.prompt, tools), content), ""))
+            else:
+                raise UserError(RENDERED_OTHERWISE)
         return turns
 
     def turn_start(self, full: str, history: list[ChatMessage], tools: Tools) -> int:
@@ -195,10 +205,7 @@ class PromptTemplate:
             # The template opens turns with more than it writes into earlier ones, such as an empty `<think>`.
             opened = self.apply([*history, {"role": "assistant", "content": MARK}], tools).partition(MARK)[0]
         if not full.startswith(opened):
-            raise UserError(
-                "the chat template renders earlier turns otherwise once the conversation continues, such as without their "
-                "reasoning; write train_on: last"
-            )
+            raise UserError(RENDERED_OTHERWISE)
         return len(opened)
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
@@ -210,6 +217,13 @@ class PromptTemplate:
             verbose=False,
         )  # fmt: skip
         return encoded["input_ids"]
+
+
+def behind(opened: str, turn: str) -> str:
+    """Return what a turn adds to the text that opens it, which may end with the very tag that the turn begins with."""
+    tag = OPENING.search(opened)
+    begun = tag is not None and turn.lstrip().startswith(tag[1])
+    return turn.lstrip().removeprefix(tag[1]).removeprefix(tag[0][len(tag[1]) :]) if tag and begun else turn
 
 
 def plain_turns(response: list[ChatMessage]) -> list[tuple[str, str]]:

@@ -28,6 +28,7 @@ from braidrl.errors import UserError
 from braidrl.observe.report import write_report
 from braidrl.observe.rollouts import rollout_path
 from braidrl.rewards.math_equivalence import equivalent
+from tests.agents.chat import STYLES
 from tests.reports.cases import FOLDER, byte_tokenizer, llama, needs_cases, qwen
 from tests.reports.cases import PLAIN as PLAIN_TEMPLATE
 from tests.tiny import Workshop
@@ -514,6 +515,18 @@ def test_a_template_that_drops_earlier_reasoning_is_named_for_all_turns(write: W
     ):
         sft(path, qwen())
     assert sft(path, qwen(), train_on="last")[0][1] == "<think>\n\n</think>\n\ny<|im_end|>"
+
+
+def test_reasoning_that_a_template_leaves_out_of_histories_is_trained_in_the_last_turn(write: Write) -> None:
+    tokenizer = byte_tokenizer(STYLES["thinking"][0])
+    answer = {"role": "assistant", "content": "<think>\nr\n</think>\n\ny"}
+    ((whole, part),) = sft(write([{"messages": [USER, answer]}]), tokenizer)
+    assert part == "r\n</think>\n\ny<|im_end|>"
+    assert whole == f"<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n<think>\n{part}"
+    several = write([{"messages": [USER, answer, USER, answer]}])
+    with pytest.raises(UserError, match="write train_on: last"):
+        sft(several, tokenizer)
+    assert sft(several, tokenizer, train_on="last")[0][1] == part
 
 
 def test_conversations_without_an_answer_are_named(write: Write) -> None:
