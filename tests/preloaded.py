@@ -12,7 +12,7 @@ gc.disable()  # Nothing of what is imported is garbage.
 for name in (
     "braidrl.runtimes.streaming.processes", "braidrl.runtimes.spmd.launch", "braidrl.runtimes.spmd.rank_backend",
     # What these import when they need it.
-    "braidrl.runtimes.run", "braidrl.flow.recipes.parameters", "braidrl.rewards.verifier", "pandas", "pyarrow.compute",
+    "braidrl.runtimes.run", "braidrl.flow.recipes.parameters", "braidrl.rewards.verifier", "datasets", "pyarrow.compute",
     "peft", "torch.utils.tensorboard", *(f"braidrl.flow.recipes.{name}" for name in ("grpo", "dapo", "ppo")),
     *(f"transformers.models.{name}.modeling_{name}" for name in MODELS), *COMMAND,
 ):  # fmt: skip

@@ -10,11 +10,10 @@ that do not (a summary, a second conversation) open a new sequence in the same r
 
 import asyncio
 import hmac
-import json
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -28,8 +27,8 @@ from braidrl.agents.openai_api import CHAT, COMPLETIONS, MODEL, Protocol, TurnRe
 from braidrl.agents.responses_api import RESPONSES
 from braidrl.agents.trajectory import Trajectory
 from braidrl.agents.turns import TurnTemplate
+from braidrl.data.chat import ChatMessage
 from braidrl.data.rows import FinishReason, Uid
-from braidrl.data.sources import ChatMessage
 from braidrl.engines.engine import Engine, EngineError
 from braidrl.engines.requests import Request, SamplingParams
 from braidrl.errors import UserError
@@ -263,9 +262,8 @@ class Endpoint:
             return self.template.plain(new, session.trajectory.sequence[-1] if goes_on else None), not goes_on
         known, messages = len(session.said), asked.messages
         if known and len(messages) > known and [*map(bare, messages[:known])] == [*map(bare, session.said)]:
-            added = [as_template(message) for message in messages[known:]]
-            return self.template.following(added, session.trajectory.sequence[-1], asked.tools), False
-        return self.template.first([as_template(message) for message in messages], asked.tools), True
+            return self.template.following(messages[known:], session.trajectory.sequence[-1], asked.tools), False
+        return self.template.first(messages, asked.tools), True
 
 
 async def streamed(
@@ -350,22 +348,6 @@ async def not_served(http: web.Request) -> web.Response:
         404,
         f"{http.method} {http.path} is not served here: only POST {', '.join(PROTOCOLS)} and GET models under a session's URL",
     )
-
-
-def as_template(message: ChatMessage) -> ChatMessage:
-    """Convert a message for chat templates: content as text, arguments of calls as objects."""
-    content = message.get("content") or ""
-    if isinstance(content, list):
-        content = "".join(part.get("text", "") for part in content)
-    taken = {**message, "content": content}
-    if message.get("tool_calls"):
-        taken["tool_calls"] = [{**call, "function": with_object(call["function"])} for call in message["tool_calls"]]
-    return taken
-
-
-def with_object(function: Mapping[str, Any]) -> dict[str, Any]:
-    arguments = function["arguments"]
-    return {**function, "arguments": json.loads(arguments) if isinstance(arguments, str) else arguments}
 
 
 def failed(status: int, message: str) -> web.Response:

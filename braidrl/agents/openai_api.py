@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from braidrl.agents.tool_calls import call_id, parse_tool_calls
-from braidrl.data.sources import ChatMessage
+from braidrl.data.chat import ChatMessage
 from braidrl.errors import UserError
 
 UNSUPPORTED = (

@@ -21,6 +21,7 @@ from braidrl.agents.environments import Environment, called
 from braidrl.agents.trajectory import Trajectory, trajectory_columns
 from braidrl.agents.turns import EnvironmentFailed, Observation, TurnTemplate, check_context
 from braidrl.algorithms.random import hashed
+from braidrl.data.chat import TEMPLATE
 from braidrl.data.rows import Column, FinishReason, Rows, Uid
 from braidrl.engines.engine import Engine
 from braidrl.engines.requests import Request, SamplingParams
@@ -127,18 +128,21 @@ class Episodes(Player):
         self, episode: Episode, environment: Environment, prompt: list[int], example: dict[str, Any]
     ) -> None:
         trajectory, tools = episode.trajectory, getattr(environment, "tools", ())
+        template = self.template.with_arguments(example.get(TEMPLATE) or {})
         context = await self._ask(environment.reset, example)
         if context is None and not tools:
             trajectory.append(prompt, opens=True)
         else:
-            trajectory.append(self._first(example["prompt"] if context is None else context, tools), opens=True)
+            trajectory.append(
+                first_context(template, example["prompt"] if context is None else context, tools), opens=True
+            )
         if len(trajectory.sequence) >= self.limits.max_sequence_tokens:
             raise UserError(
                 f"row {trajectory.uid}: a first context of {len(trajectory.sequence)} tokens leaves no room for a response "
                 f"in a sequence of {self.limits.max_sequence_tokens}; raise rollout.max_sequence_tokens"
             )
         while await self._turn(episode):
-            text = self.template.text(trajectory.last_turn, tools)
+            text = template.text(trajectory.last_turn, tools)
             observation = await self._ask(environment.step, text)
             if not isinstance(observation, Observation):
                 raise EnvironmentFailed("TypeError", f"`step` returned {observation!r}, which is no Observation")
@@ -147,16 +151,9 @@ class Episodes(Player):
             episode.correct = observation.correct if observation.correct is not None else episode.correct
             if observation.done:
                 return
-            if episode.turns >= self.limits.max_turns or not self._continue(trajectory, observation, tools):
+            if episode.turns >= self.limits.max_turns or not self._continue(trajectory, observation, template, tools):
                 episode.finish_reason = FinishReason.LENGTH
                 return
-
-    def _first(self, context: Any, tools: Any) -> list[int]:
-        try:
-            check_context(context)
-        except TypeError as error:
-            raise EnvironmentFailed("TypeError", str(error)) from error
-        return tokenised(self.template.first, context, tools)
 
     async def _turn(self, episode: Episode) -> bool:
         trajectory = episode.trajectory
@@ -173,15 +170,15 @@ class Episodes(Player):
         episode.finish_reason = finished.finish_reason
         return finished.finish_reason is not FinishReason.ABORT
 
-    def _continue(self, trajectory: Trajectory, observation: Observation, tools: Any) -> bool:
+    def _continue(self, trajectory: Trajectory, observation: Observation, template: TurnTemplate, tools: Any) -> bool:
         """Append the observation. Returns False, and appends nothing, where it leaves no room for another action."""
         held, opens = trajectory.sequence, False
         if observation.restart:
-            ids = tokenised(self.template.first, observation.said, tools)
+            ids = tokenised(template.first, observation.said, tools)
             opens = ids[: len(held)] != held
             ids = ids if opens else ids[len(held) :]
         else:
-            ids = tokenised(self.template.following, observation.said, held[-1], tools)
+            ids = tokenised(template.following, observation.said, held[-1], tools)
         if (0 if opens else len(held)) + len(ids) >= self.limits.max_sequence_tokens:
             return False
         trajectory.append(ids, opens=opens)
@@ -189,6 +186,15 @@ class Episodes(Player):
 
     async def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return await call_user(function, *arguments, timeout_s=self.limits.timeout_s)
+
+
+def first_context(template: TurnTemplate, context: Any, tools: Any) -> list[int]:
+    """Return the token ids of a context with which an environment begins. Raises EnvironmentFailed for one that is none."""
+    try:
+        check_context(context)
+    except TypeError as error:
+        raise EnvironmentFailed("TypeError", str(error)) from error
+    return tokenised(template.first, context, tools)
 
 
 def tokenised(template: Callable[..., list[int]], *said: Any) -> list[int]:

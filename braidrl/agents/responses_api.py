@@ -16,7 +16,7 @@ from braidrl.agents.openai_api import (
     read_common,
     tools_of,
 )
-from braidrl.data.sources import ChatMessage
+from braidrl.data.chat import ChatMessage
 from braidrl.errors import UserError
 
 TEXTS = ("input_text", "output_text", "text")

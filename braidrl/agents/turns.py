@@ -10,12 +10,13 @@ leaving their reasoning out.
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from braidrl.agents.tool_calls import FORMATS, Tools, call_text, calls_of_hermes, format_of
-from braidrl.data.sources import ChatMessage
+from braidrl.data.chat import ChatMessage, normal_message
+from braidrl.data.endings import MARK
 from braidrl.errors import UserError
 
 # This is what environments import, whose processes have no need of torch, nor of templates.
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 Context = str | list[ChatMessage]
 """Text, or chat messages."""
-MARK = "the-assistants-turn-stands-here"
 
 
 @dataclass(frozen=True)
@@ -37,20 +37,22 @@ class TurnTemplate:
 
     def first(self, context: Context, tools: Tools = ()) -> list[int]:
         """Tokenise a whole context. Raises UserError when the chat template refuses it."""
-        if not self.template.is_chat:
-            return self.template.encode(context)
-        return self.template.encode_text([self._render(self.template.messages(context), tools)])[0]
+        return self.template.encode(normal(context), tools)
+
+    def with_arguments(self, arguments: Mapping[str, Any]) -> "TurnTemplate":
+        """Return the template with further arguments of the chat template, such as those of a row."""
+        return replace(self, template=self.template.with_arguments(arguments))
 
     def following(self, said: Context, last_token: int, tools: Tools = ()) -> list[int]:
         """Return the token ids between a sampled turn, whose last token is given, and the beginning of the next one.
 
         Raises UserError when the chat template refuses the messages.
         """
-        messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
+        messages = [{"role": "user", "content": said}] if isinstance(said, str) else normal(said)
         if not self.template.is_chat:
             return self._alone("\n\n".join(message["content"] for message in messages))
         turn = [{"role": "user", "content": "-"}, {"role": "assistant", "content": MARK}]
-        after = self._render([*turn, *messages], tools).partition(MARK)[2]
+        after = self.template.apply([*turn, *messages], tools, opens=True).partition(MARK)[2]
         if MARK in after:
             raise UserError(f"an environment says {MARK!r}, which stands for the assistant's turn; say something else")
         return self._alone(self._behind(after, last_token))
@@ -91,22 +93,17 @@ class TurnTemplate:
         if self.tool_format is not None:
             return FORMATS[self.tool_format].rewritten(text, tools)
         if getattr(tokenizer, "response_template", None) is not None:
-            return parsed_by_tokenizer(tokenizer, text, self._render([{"role": "user", "content": "-"}], tools), tools)
+            return parsed_by_tokenizer(tokenizer, text, self.template.render("-", tools), tools)
         return format_of(tokenizer.chat_template if self.template.is_chat else None).rewritten(text, tools)
 
     def _alone(self, text: str) -> list[int]:
         """Tokenise text in the middle of a sequence: no special tokens are put before it."""
-        return list(self.template.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return self.template.encode_bare([text])[0]
 
-    def _render(self, messages: list[ChatMessage], tools: Tools) -> str:
-        from jinja2 import TemplateError
 
-        try:
-            return self.template.tokenizer.apply_chat_template(
-                messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
-            )
-        except TemplateError as error:
-            raise UserError(f"the tokenizer's chat template refuses the messages: {error}") from None
+def normal(context: Any) -> Any:
+    """Return a context as chat templates take it. Raises UserError for calls of tools that are none."""
+    return context if isinstance(context, str) else [normal_message(message) for message in context]
 
 
 def parsed_by_tokenizer(tokenizer: Any, text: str, prompt: str, tools: Tools) -> tuple[str, str] | None:

@@ -8,8 +8,10 @@ from braidrl.algorithms.registry import responses
 
 
 @responses.register(writes=["tokens", "action_mask", "sequence_lengths", "length", "action_tokens"])
-def join_response(prompt: Ragged, response: Ragged) -> tuple[Ragged, Ragged, Ragged, Tensor, Tensor]:
-    """Join prompt ids and response ids, as one sequence per row; the response's tokens are the actions.
+def join_response(
+    prompt: Ragged, response: Ragged, response_mask: Ragged | None = None
+) -> tuple[Ragged, Ragged, Ragged, Tensor, Tensor]:
+    """Join prompt ids and response ids, as one sequence per row; the response's tokens are the actions, or those in its mask.
 
     Returns tokens (int64), the mask of actions (bool), the lengths of each row's sequences (here one), and per row the number of
     tokens and of action tokens, (B,) int64.
@@ -21,7 +23,11 @@ def join_response(prompt: Ragged, response: Ragged) -> tuple[Ragged, Ragged, Rag
     tokens[mask] = response.values
     tokens[~mask] = prompt.values
     sequences = Ragged(length, torch.arange(len(length) + 1, device=length.device))
-    return Ragged(tokens, offsets), Ragged(mask, offsets), sequences, length, response.lengths
+    actions = response.lengths
+    if response_mask is not None:
+        mask[mask.clone()] = response_mask.values
+        actions = response_mask.with_values(response_mask.values.to(torch.int64)).row_sums()
+    return Ragged(tokens, offsets), Ragged(mask, offsets), sequences, length, actions
 
 
 def places(rows: Ragged, starts: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from braidrl.config import Config
+from braidrl.data.example_table import RESPONSES
 from braidrl.data.prompts import LoadedSource
 from braidrl.errors import UserError
 from braidrl.runtimes.prepare.fetching import with_fetched
@@ -46,10 +47,12 @@ def show_source(key: str, source: LoadedSource, tokenizer: Any, limit: int, cons
     """Print what one source holds."""
     console.print(f"[bold]{key}[/bold]  {escape(str(source.path))}", soft_wrap=True)
     console.print(f"{len(source)} examples, {source.dropped} dropped as longer than data.max_prompt_tokens={limit}")
-    for reason, count in source.left_out.items():
+    for reason, count in source.facts.left_out.items():
         console.print(f"{count} records left out because {escape(reason)}")
-    lengths = {"prompt": source.prompts, "response": source.responses, "rejected": source.rejected}
-    known = {name: tokens.lengths.numpy() for name, tokens in lengths.items() if tokens is not None}
+    for column in source.facts.without_form:
+        console.print(f"column {escape(column)} left out, for which JSON has no form")
+    lengths = {name: source.examples.lengths(name) for name in ("prompt", *RESPONSES)}
+    known = {name: tokens.numpy() for name, tokens in lengths.items() if tokens is not None}
     table = Table("tokens of the", *(f"{p}%" if p % 100 else ("least", "most")[p // 100] for p in PERCENTILES), "")
     for name, tokens in known.items():
         table.add_row(name, *(f"{number:.0f}" for number in np.percentile(tokens, PERCENTILES)), picture(tokens))
@@ -71,8 +74,8 @@ def samples(source: LoadedSource, tokenizer: Any) -> Iterator[str]:
         example = source.examples[place]
         yield f"── example {place}, record {example.line}"
         yield tokenizer.decode(source.prompt(place).tolist())
-        for name, tokens in (("response", source.response(place)), ("rejected", source.rejected_response(place))):
-            if tokens is not None:
-                yield f"── {name}: {tokenizer.decode(tokens.tolist())}"
+        for name in RESPONSES:
+            if (given := source.response(place, name)) is not None:
+                yield f"── {name}: {tokenizer.decode(given[0].tolist())}"
         if example.answer is not None:
             yield f"── answer: {example.answer}"

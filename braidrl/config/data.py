@@ -1,7 +1,7 @@
 """Where prompts come from, and how answers are checked."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -51,11 +51,22 @@ class SourceConfig(Section):
     answer_field: str = "answer"
     """Field with the reference answer; `reward_model.ground_truth` is taken where this one is absent."""
     response_field: str = "response"
-    """Field with a given response, for supervised training."""
+    """Field with a given response, for supervised training, text or messages; where it is absent `completion`, `messages` or
+    `conversations` is taken, with the prompt in it."""
     chosen_field: str = "chosen"
-    """Field with the better response of a pair, for reward models and DPO."""
+    """Field with the better response of a pair, for reward models and DPO: text, or messages, with or without the prompt."""
     rejected_field: str = "rejected"
     """Field with the worse one."""
+    tools_field: str = "tools"
+    """Field with the tools of a row, a list of functions as chat templates take them, or its JSON as text; null means none."""
+    template_field: str = "chat_template_kwargs"
+    """Field with arguments of the chat template for a row, over those of `template`."""
+    template: dict[str, Any] = {}
+    """Arguments of the chat template for this source, over those of `data.template`."""
+    train_on: Literal["all", "last"] = "all"
+    """Of a conversation that is trained on: all assistant turns, or the last one."""
+    convert_version: str | None = None
+    """The version of your own `convert`, which you change with its code. Without one its results are not kept for later runs."""
 
     @property
     def label(self) -> str:
@@ -74,16 +85,17 @@ class DataConfig(Section):
     held_out: int = Field(0, ge=0)
     """Keep the first so many examples of the first of `train` from training, as an evaluation set named `held_out`."""
     in_memory: int = Field(200_000, ge=0)
-    """A source with more examples than this is read once and written, tokenised, to an index in `cache`, from which each process reads no
-    more than the examples that it draws; the next run finds it there."""
+    """A source with more examples than this is kept, tokenised, in `cache`, where the next run finds it. Others are read by each run."""
     cache: Path = Path("~/.cache/braid/data")
-    """The folder of these indexes, which all machines of a run must see."""
+    """The folder of the sources that are kept."""
     ptx: SourceConfig | None = None
     """Plain text whose likelihood the policy keeps (`ptx_coef`); its `prompt_field` names the text."""
     system_prompt: str | None = None
     """Put before every chat prompt."""
     chat_template: bool = True
     """Render prompts with the tokenizer's chat template where it has one; plain text otherwise."""
+    template: dict[str, Any] = {}
+    """Arguments of the chat template, such as `enable_thinking: false`; a source and a row may have their own."""
     max_prompt_tokens: int = Field(1024, ge=1)
     """Longer prompts are dropped, and the number dropped is reported."""
     shuffle: bool = True
@@ -125,6 +137,9 @@ class RewardConfig(SandboxConfig):
     """Score of a right answer where a verifier gives only right or wrong; by default the recipe's (GRPO 1, DAPO 1)."""
     wrong_score: float | None = None
     """Score of a wrong answer; by default the recipe's (GRPO 0, DAPO -1)."""
+    skip_special_tokens: bool = False
+    """Leave all special tokens out of the text that verifiers get and runs record. By default only padding and ends of sequence are left
+    out, so that a format such as `<think>` can be checked."""
     max_abs: float = Field(1e6, gt=0)
     """A verifier's or environment's score further from 0 than this counts as that row's failure."""
     max_failed_fraction: float = Field(0.99, ge=0, le=1)

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
+from braidrl.data.chat import TEMPLATE
+from braidrl.data.example_table import RESPONSES
 from braidrl.data.packing import equal_share
 from braidrl.data.prompts import LoadedSource
 from braidrl.data.rows import Column, Objects, Rows
@@ -31,7 +33,8 @@ class Admitted:
     """One prompt as it enters the run.
 
     `number` counts admissions through the whole run and becomes the rows' `group`; `index` is the example's place among those of
-    its source that were kept; `prompt` (T,), `response` (T,) and the worse response of a pair, `rejected` (T,), are int64 token ids.
+    its source that were kept; `prompt` (T,) int64 are token ids. `given` has the given responses, none, one, or those of a pair, the better
+    first: token ids (T,) int64, and which of them are trained, (T,) bool.
     """
 
     number: int
@@ -40,16 +43,13 @@ class Admitted:
     index: int
     example: Example
     prompt: Tensor
-    response: Tensor | None
-    rejected: Tensor | None = None
+    given: tuple[tuple[Tensor, Tensor], ...] = ()
 
     @staticmethod
     def of(source: LoadedSource, number: int, position: int, epoch: int, index: int) -> "Admitted":
         """Make the admission of example `index` of a source, which is the run's `position`-th."""
-        response, rejected = source.response(index), source.rejected_response(index)
-        return Admitted(
-            number, position, epoch, index, source.examples[index], source.prompt(index), response, rejected
-        )
+        given = tuple(one for name in RESPONSES if (one := source.response(index, name)) is not None)
+        return Admitted(number, position, epoch, index, source.examples[index], source.prompt(index), given)
 
 
 class Admissions:
@@ -145,14 +145,15 @@ def as_rows(admitted: Sequence[Admitted], samples: int) -> Rows:
     """Return the rows in the order of `admitted`, the samples of a group one after the other.
 
     Writes source, group, sample, prompt_length (B,) int64; prompt, int64 token ids; metadata, with "prompt" and "answer" as the
-    file has them in place of any fields of these names; response, int64 token ids, where the sources have been read with it. A pair of
-    given responses makes two rows whatever `samples` is: sample 0 has the chosen one and sample 1 the rejected.
+    file has them in place of any fields of these names; response, int64 token ids, and response_mask, bool, which of them are trained,
+    where the sources have been read with it. A pair of given responses makes two rows whatever `samples` is: sample 0 has the chosen one
+    and sample 1 the rejected.
     """
-    if any(a.rejected is not None for a in admitted):
-        samples = 2
+    given = len(admitted[0].given) if admitted else 0
+    samples = 2 if given == 2 else samples
     each = torch.arange(len(admitted)).repeat_interleave(samples)
     prompts = Ragged.from_rows([a.prompt for a in admitted], torch.int64).take(each)
-    metadata = [a.example.metadata | {"prompt": a.example.prompt, "answer": a.example.answer} for a in admitted]
+    metadata = [metadata_of(a.example) for a in admitted]
     columns: dict[str, Column] = {
         "source": torch.tensor([a.source for a in admitted], dtype=torch.int64)[each],
         "group": torch.tensor([a.number for a in admitted], dtype=torch.int64)[each],
@@ -161,14 +162,19 @@ def as_rows(admitted: Sequence[Admitted], samples: int) -> Rows:
         "prompt_length": prompts.lengths,
         "metadata": Objects(tuple(metadata)).take(each),
     }
-    better = [a.response for a in admitted if a.response is not None]
-    worse = [a.rejected for a in admitted if a.rejected is not None]
-    if worse:
-        both = [response for pair in zip(better, worse, strict=True) for response in pair]
-        columns["response"] = Ragged.from_rows(both, torch.int64)
-    elif better:
-        columns["response"] = Ragged.from_rows(better, torch.int64).take(each)
+    if given:
+        responses = [one for a in admitted for one in a.given]
+        rows = torch.arange(len(responses)) if given == 2 else each
+        columns["response"] = Ragged.from_rows([ids for ids, _ in responses], torch.int64).take(rows)
+        columns["response_mask"] = Ragged.from_rows([trained for _, trained in responses], torch.bool).take(rows)
     return Rows(columns)
+
+
+def metadata_of(example: Example) -> dict[str, Any]:
+    """Return what verifiers and environments get: the example's fields, and what its prompt was rendered with."""
+    rendered = {"tools": example.tools, TEMPLATE: example.arguments}
+    given = {name: value for name, value in rendered.items() if value}
+    return example.metadata | {"prompt": example.prompt, "answer": example.answer} | given
 
 
 def join_texts(rows: Rows, texts: PromptLoader, samples_per_prompt: int) -> Rows:

@@ -1,132 +1,101 @@
 """A source, read and tokenised: what the loader draws from. Prompts that are too long are dropped here, and counted.
 
-file ──Reading──▶ examples ──PromptTemplate──▶ token ids ──at most max_prompt_tokens──▶ LoadedSource
-                                        larger than memory: ──▶ index, of which each process reads what it draws
+file ──Reading──▶ examples ──PromptTemplate──▶ token ids ──at most max_prompt_tokens──▶ ExampleTable ──mapped──▶ LoadedSource
 
-Several processes that read the same files tokenise a part of each, and tell each other which prompts are short enough.
+One process writes the table of a source; the others of its machine map the same file.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from braidrl.algorithms.ragged import Ragged
 from braidrl.config import DataConfig, SourceConfig
-from braidrl.data.indexed import (
-    TOKENS,
-    IndexedExamples,
-    IndexedTokens,
-    IndexFacts,
-    IndexWriter,
-    index_folder,
-    read_facts,
-    whole_index,
-)
-from braidrl.data.packing import equal_share
+from braidrl.data.example_table import ExampleTable, Facts, kept_folder, open_table, passing_folder, table_rows
 from braidrl.data.records import check_source
 from braidrl.data.sources import Example, Reading
 from braidrl.data.templates import PromptTemplate
-from braidrl.data.tokenizing import BATCH, batched, tokenize, tokenize_batch, tokenize_responses, with_progress
 from braidrl.errors import UserError
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedSource:
-    """The examples of one source that passed the length filter.
-
-    `kept` (K,) are their places among the `read` examples, from 0, or the folder of the index that they are in. `prompts` and
-    `responses` hold token ids as int32, much smaller than lists; where `prompts` is None a text is tokenised when it is drawn.
-    """
+    """The examples of one source that passed the length filter, with their token ids."""
 
     path: Path
     weight: float
-    examples: Sequence[Example]
-    kept: list[int] | str
-    read: int
-    template: PromptTemplate
-    prompts: Ragged | IndexedTokens | None
-    responses: Ragged | IndexedTokens | None
-    rejected: Ragged | IndexedTokens | None = None
-    longest_prompt: int = 0
-    """Tokens; 0 where another process has tokenised the file."""
-    longest_row: int = 0
-    """Tokens of a prompt with its given response; 0 where none is given."""
-    left_out: Mapping[str, int] = field(default_factory=dict)
-    """Records that are no examples, by reason."""
-    facts: IndexFacts | None = None
-    """Of a source that is read from an index."""
+    examples: ExampleTable
 
     def __len__(self) -> int:
         return len(self.examples)
 
     @property
-    def dropped(self) -> int:
-        """Return the number of prompts that were too long."""
-        return self.read - len(self.examples)
+    def facts(self) -> Facts:
+        """Return what is known of the whole source."""
+        return self.examples.facts
 
     @property
-    def unanswered(self) -> Example | None:
-        """Return the first example without an answer."""
-        if self.facts is not None:
-            return Example(*self.facts.unanswered) if self.facts.unanswered else None
-        return next((example for example in self.examples if example.answer is None), None)
+    def kept(self) -> str:
+        """Return the folder of the table, which other processes map."""
+        return str(self.examples.folder)
+
+    @property
+    def dropped(self) -> int:
+        """Return the number of prompts that were too long."""
+        return self.facts.read - len(self.examples)
 
     def prompt(self, index: int) -> Tensor:
         """Return token ids (T,) int64 of an example's prompt."""
-        if self.prompts is not None:
-            return self.prompts[index].to(torch.int64)
-        return torch.tensor(self.template.encode(self.examples[index].prompt), dtype=torch.int64)
+        return self.examples.tokens("prompt", index)
 
-    def response(self, index: int) -> Tensor | None:
-        """Return token ids (T,) int64 of an example's given response, or None where responses were not asked for."""
-        return self._given(self.examples[index].response, self.responses, index)
+    def response(self, index: int, which: str = "response") -> tuple[Tensor, Tensor] | None:
+        """Return a given response, None where none was asked for.
 
-    def rejected_response(self, index: int) -> Tensor | None:
-        """Return token ids (T,) int64 of the worse response of a pair, or None where pairs were not asked for."""
-        return self._given(self.examples[index].rejected, self.rejected, index)
+        Args:
+            index: The example's place.
+            which: `response`, or `rejected` for the worse one of a pair.
 
-    def _given(self, text: str | None, tokenized: Ragged | IndexedTokens | None, index: int) -> Tensor | None:
-        if text is None:
+        Returns:
+            Token ids (T,) int64, and which of them are trained, (T,) bool.
+        """
+        if which not in self.examples.dataset.column_names:
             return None
-        if tokenized is not None:
-            return tokenized[index].to(torch.int64)
-        return torch.tensor(self.template.encode_responses([text])[0], dtype=torch.int64)
+        return self.examples.tokens(which, index), self.examples.tokens(f"{which}_trained", index)
 
     def report(self) -> str:
-        """Say how many prompts were dropped of how many, and which records were no examples, for the log."""
-        others = [f"{count} records left out because {reason}" for reason, count in self.left_out.items()]
-        counts = f"{self.read} prompts, {self.dropped} dropped as longer than data.max_prompt_tokens"
-        return f"{self.path}: {'; '.join([counts, *others])}"
+        """Say how many prompts were dropped of how many, and what else was left out, for the log."""
+        facts = self.facts
+        said = [f"{facts.read} prompts, {self.dropped} dropped as longer than data.max_prompt_tokens"]
+        said += [f"{count} records left out because {reason}" for reason, count in facts.left_out.items()]
+        said += [f"column {name!r} left out, for which JSON has no form" for name in facts.without_form]
+        return f"{self.path}: {'; '.join(said)}"
 
 
 @dataclass(frozen=True)
 class Readers:
-    """The processes that read the same files, this one among them: each tokenises its own part of every file."""
+    """The processes that read the same files, this one among them: the first one writes the tables that all of them map."""
 
     rank: int = 0
     size: int = 1
     tell: Callable[[Any], list[Any]] = lambda said: [said]
     """Returns what all of them say, JSON values in the order of ranks."""
 
-    def part(self, count: int) -> range:
-        """Return which of so many examples this process tokenises."""
-        return equal_share(count, self.rank, self.size)
-
-    def together(self, find: Callable[[], Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Return what each process finds. Raises UserError, in all of them, where one of them does."""
-        try:
-            found = {"refused": "", **find()}
-        except UserError as error:
-            found = {"refused": str(error)}
-        every = self.tell(found)
-        for refused in filter(None, (one["refused"] for one in every)):
-            raise UserError(refused)
-        return every
+    def first(self, find: Callable[[], str]) -> str:
+        """Return what the first process finds. Raises UserError, in all of them, where it does."""
+        found = {"refused": "", "found": ""}
+        if self.rank == 0:
+            try:
+                found["found"] = find()
+            except UserError as error:
+                found["refused"] = str(error)
+        told = self.tell(found)[0]
+        if told["refused"]:
+            raise UserError(told["refused"])
+        return str(told["found"])
 
 
 ALONE = Readers()
@@ -141,11 +110,11 @@ class Loading:
     responses: bool = False
     pairs: bool = False
     in_memory: int | None = None
-    """Larger sources are read from an index in `cache`; None holds all in memory."""
+    """The tables of larger sources are kept in `cache`; None keeps none."""
     cache: Path = Path()
     usual_split: str = "train"
     readers: Readers = ALONE
-    """The processes that do this together. Where they are several, prompts are tokenised again when they are drawn."""
+    """The processes that do this together."""
 
     @staticmethod
     def of(data: DataConfig, template: PromptTemplate, **asked: Any) -> "Loading":
@@ -164,14 +133,14 @@ class Loading:
 
 def load_train(
     data: DataConfig, tokenizer: Any, *, responses: bool = False, pairs: bool = False,
-    kept: Sequence[Sequence[int] | str] | None = None, readers: Readers = ALONE,
+    kept: Sequence[str] | None = None, readers: Readers = ALONE,
 ) -> list[LoadedSource]:  # fmt: skip
     """Load every source of `data.train`. Raises UserError when there is none, or for a file that cannot be used.
 
-    `kept` holds another rank's `LoadedSource.kept` of each; `readers` divide the work.
+    `kept` holds another rank's `LoadedSource.kept` of each; `readers` load them together.
     """
     check_train(data)
-    template = PromptTemplate(tokenizer, data.chat_template, data.system_prompt)
+    template = PromptTemplate.of(tokenizer, data)
     loading = Loading.of(data, template, responses=responses, pairs=pairs, readers=readers)
     sources = data.training_sources
     places = kept if kept is not None else [None] * len(sources)
@@ -185,11 +154,11 @@ def check_train(data: DataConfig) -> None:
 
 
 def load_eval(
-    data: DataConfig, tokenizer: Any, *, pairs: bool = False, kept: Mapping[str, Sequence[int] | str] | None = None,
+    data: DataConfig, tokenizer: Any, *, pairs: bool = False, kept: Mapping[str, str] | None = None,
     readers: Readers = ALONE,
 ) -> dict[str, LoadedSource]:  # fmt: skip
     """Load the held-out sets by name, as `load_train` does. Raises UserError for a file that cannot be used."""
-    template = PromptTemplate(tokenizer, data.chat_template, data.system_prompt)
+    template = PromptTemplate.of(tokenizer, data)
     loading = Loading.of(data, template, pairs=pairs, readers=readers)
     usual = {name: "test" if name in data.eval else "train" for name in data.evaluation_sources}
     return {
@@ -198,9 +167,7 @@ def load_eval(
     }
 
 
-def load_texts(
-    data: DataConfig, tokenizer: Any, kept: Sequence[int] | str | None = None, readers: Readers = ALONE
-) -> LoadedSource:
+def load_texts(data: DataConfig, tokenizer: Any, kept: str | None = None, readers: Readers = ALONE) -> LoadedSource:
     """Load the pre-training texts of `data.ptx`. Raises UserError when there are none, or for a file that cannot be used."""
     if data.ptx is None:
         raise UserError("data.ptx is not set, and the flow trains on pre-training text; write data.ptx=texts.jsonl")
@@ -208,141 +175,53 @@ def load_texts(
     return load_source(data.ptx, Loading.of(data, template, readers=readers), kept)
 
 
-def load_source(source: SourceConfig, loading: Loading, kept: Sequence[int] | str | None = None) -> LoadedSource:
-    """Read, tokenise and filter one source.
+def load_source(source: SourceConfig, loading: Loading, kept: str | None = None) -> LoadedSource:
+    """Read, tokenise and filter one source, or map what another process has made of it.
 
     Args:
         source: The file or folder and its fields.
-        loading: How it is read, and by whom.
-        kept: Another rank's `LoadedSource.kept` of it, in place of the filter: only prompts that are drawn are tokenised then.
+        loading: How it is read.
+        kept: Another rank's `LoadedSource.kept` of it. On a machine where this folder is not, the source is read into it.
 
     Raises:
         UserError: For a fault in the file, or when no prompt is short enough.
     """
-    if isinstance(kept, str):
-        return open_index(source, loading, Path(kept))
-    reading, examples = loading.reading(source), list[Example]()
-    if kept is None and loading.in_memory is not None:
-        # The first reader decides for all: whether there is an index is a matter of time.
-        first = loading.readers.rank == 0
-        told = loading.readers.together(
-            lambda: {"index": index_or_read(source, loading, reading, examples) if first else ""}
-        )
-        if told[0]["index"]:
-            return open_index(source, loading, Path(told[0]["index"]))
-    examples = examples or list(reading)
-    if kept is not None:
-        chosen = [examples[i] for i in kept]
-        return LoadedSource(
-            source.path, source.weight, chosen, list(kept), len(examples), loading.template, None, None,
-            left_out=reading.left_out,
-        )  # fmt: skip
-    return load_in_memory(source, loading, examples, reading.left_out)
-
-
-def load_in_memory(
-    source: SourceConfig, loading: Loading, examples: Sequence[Example], left_out: Mapping[str, int]
-) -> LoadedSource:
-    """Return a source whose examples this process holds; where it alone tokenises them, their token ids too."""
-    part = TokenizedPart()
-
-    def tokenized() -> Mapping[str, Any]:
-        nonlocal part
-        part = tokenized_part(source.path, examples, loading)
-        return part.found()
-
-    every = loading.readers.together(tokenized)
-    places = [place for one in every for place in one["places"]]
-    if not places:
-        shortest = min(one["shortest"] for one in every if one["shortest"])
-        raise all_too_long(source, len(examples), loading.max_prompt_tokens, shortest)
-    own = part if loading.readers.size == 1 else TokenizedPart()
-    responses, rejected = (*own.given, None, None)[:2]
-    return LoadedSource(
-        source.path, source.weight, [examples[i] for i in places], places, len(examples), loading.template,
-        own.prompts, responses, rejected,
-        max(one["longest_prompt"] for one in every), max(one["longest_row"] for one in every), left_out,
-    )  # fmt: skip
-
-
-@dataclass(frozen=True, eq=False)
-class TokenizedPart:
-    """The prompts of a part of a file that are short enough, with their places in it and their given responses."""
-
-    places: Sequence[int] = ()
-    prompts: Ragged | None = None
-    given: tuple[Ragged, ...] = ()
-    shortest: int = 0
-    """Tokens of the shortest prompt of the part, kept or not."""
-
-    def found(self) -> dict[str, Any]:
-        """Return what other readers of the file have to know."""
-        lengths = self.prompts.lengths if self.prompts is not None else torch.zeros(0, dtype=torch.int64)
-        rows = [lengths + responses.lengths for responses in self.given]
-        return {
-            "places": list(self.places), "shortest": self.shortest,
-            "longest_prompt": int(lengths.max()) if len(lengths) else 0,
-            "longest_row": max((int(row.max()) for row in rows if len(row)), default=0),
-        }  # fmt: skip
-
-
-def tokenized_part(path: Path, examples: Sequence[Example], loading: Loading) -> TokenizedPart:
-    """Tokenise and filter this process's part of a file's examples, with the responses that are given beside them."""
-    part, limit = loading.readers.part(len(examples)), loading.max_prompt_tokens
-    prompts, lengths = tokenize(path, examples[part.start : part.stop], loading.template, limit)
-    places = [place for place, length in zip(part, lengths, strict=True) if length <= limit]
-    texts = ([examples[i].response for i in places], [examples[i].rejected for i in places])[: loading.given]
-    given = [tokenize_responses(path, [text for text in one if text is not None], loading.template) for one in texts]
-    return TokenizedPart(places, prompts, tuple(given), min(lengths, default=0))
-
-
-def all_too_long(source: SourceConfig, count: int, limit: int, shortest: int) -> UserError:
-    """Return what is said of a source of which nothing is left."""
-    return UserError(
-        f"{source.path}: all {count} prompts are longer than data.max_prompt_tokens={limit}; "
-        f"the shortest has {shortest} tokens"
-    )
-
-
-def index_or_read(source: SourceConfig, loading: Loading, reading: Reading, examples: list[Example]) -> str:
-    """Return the folder of a source's index, which is written where it has to be; or nothing, and all `examples`, where these are few."""
-    assert loading.in_memory is not None
-    template, limit = loading.template, loading.max_prompt_tokens
     check_source(source)
-    folder = index_folder(loading.cache, source, template, limit, loading.responses, loading.pairs, loading.usual_split)
-    if folder.is_dir():
-        return str(folder)
+    found: list[ExampleTable] = []
+
+    def first() -> str:
+        found.append(first_table(source, loading))
+        return str(found[0].folder)
+
+    folder = loading.readers.first(first) if kept is None else kept
+    table = found[0] if found else open_table(Path(folder), partial(rows_of, source, loading, None), loading.given)
+    return LoadedSource(source.path, source.weight, table)
+
+
+def first_table(source: SourceConfig, loading: Loading) -> ExampleTable:
+    """Return a source's table: the one that is kept, else a new one, which is kept where the source is large enough."""
+    further = (loading.max_prompt_tokens, loading.responses, loading.pairs, loading.usual_split)
+    keep = None if loading.in_memory is None else kept_folder(loading.cache, source, loading.template, *further)
+    reading, begun = loading.reading(source), list[Example]()
     read = iter(reading)
-    examples += islice(read, loading.in_memory + 1)
-    if len(examples) <= loading.in_memory:
-        return ""
-    write_index(source, loading, folder, chain(examples, read), reading.left_out)
-    return str(folder)
+    if keep is not None and not keep.is_dir():
+        assert loading.in_memory is not None
+        begun = list(islice(read, loading.in_memory + 1))
+        keep = keep if len(begun) > loading.in_memory else None
+    rows = partial(rows_of, source, loading, (reading, chain(begun, read)))
+    return open_table(keep or passing_folder(), rows, loading.given)
 
 
-def write_index(
-    source: SourceConfig, loading: Loading, folder: Path, examples: Iterable[Example], left_out: Mapping[str, int]
-) -> None:
-    """Write the index of a source, batch by batch; `left_out` is complete when the last example has been taken."""
-    template, limit = loading.template, loading.max_prompt_tokens
-    title = f"Indexing {source.label}"
-    with whole_index(folder) as partial:
-        writer = IndexWriter(partial, limit, loading.given)
-        for batch in with_progress(batched(examples, BATCH), None, title):
-            writer.add(batch, tokenize_batch(source.path, batch, template), template)
-        writer.finish(dict(left_out))
-        if not writer.longest_prompt:
-            raise all_too_long(source, writer.read, limit, writer.shortest)
-
-
-def open_index(source: SourceConfig, loading: Loading, folder: Path) -> LoadedSource:
-    """Return a source whose examples are in an index. Raises UserError where this machine does not see it."""
-    if not folder.is_dir():
-        raise UserError(f"there is no index {folder}; data.cache must be a folder that all machines of the run see")
-    facts = read_facts(folder)
-    tokens = [IndexedTokens(folder, name) for name in TOKENS[: 1 + loading.given]]
-    prompts, responses, rejected = (*tokens, None, None)[:3]
-    return LoadedSource(
-        source.path, source.weight, IndexedExamples(folder, "examples"), str(folder), facts.read, loading.template,
-        prompts, responses, rejected, facts.longest_prompt, facts.longest_row, facts.left_out, facts,
-    )  # fmt: skip
+def rows_of(
+    source: SourceConfig, loading: Loading, begun: tuple[Reading, Iterator[Example]] | None, facts: Facts
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a source's table and fill in the facts; `begun` is a pass over the source that has begun already."""
+    reading, examples = begun or (reading := loading.reading(source), iter(reading))
+    limit, title = loading.max_prompt_tokens, f"Tokenising {source.label}"
+    yield from table_rows(source.path, examples, loading.template, limit, loading.given, facts, title)
+    facts.left_out, facts.without_form = dict(reading.left_out), reading.without_form
+    if not facts.longest_prompt:
+        raise UserError(
+            f"{source.path}: all {facts.read} prompts are longer than data.max_prompt_tokens={limit}; "
+            f"the shortest has {facts.shortest} tokens"
+        )

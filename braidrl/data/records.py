@@ -1,23 +1,32 @@
-"""Records of a file, a folder or a fetched data set, one after the other: nothing is held but the record that is yielded.
+"""Records of a file, a folder or a fetched data set, one after the other. Only here are data files parsed.
 
-.jsonl       a JSON object on each line                     .parquet   rows, in batches
-.json        a list of objects, or an object on each line   folder     files of any of these kinds, by the library `datasets`
+.jsonl, .json            parsed here, so that a fault has its line, and values stay as they are written
+.parquet, folder, hub    read by `datasets` as a stream of Arrow batches; it finds a folder's subsets and splits
+record ──as_json──▶ the same with JSON values alone: dates and decimals as text, bytes left out
 """
 
 import codecs
-import importlib.util
+import dataclasses
+import datetime
+import decimal
+import glob
 import json
+import math
+import uuid
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-import pyarrow
-import pyarrow.parquet
 
 from braidrl.config import SourceConfig
 from braidrl.errors import UserError, first_line, suggest
 
 Record = dict[str, Any]
+SUFFIXES = (".jsonl", ".json", ".parquet")
+BATCH = 1024
+"""Rows of a parquet file that are held at a time."""
+NO_FORM = object()
+"""In place of a value that JSON has no form for."""
 
 
 def read_records(source: SourceConfig, usual_split: str = "train") -> Iterator[tuple[int, Record]]:
@@ -31,21 +40,17 @@ def read_records(source: SourceConfig, usual_split: str = "train") -> Iterator[t
         UserError: It cannot be read.
     """
     check_source(source)
-    if source.path.is_dir():
-        return read_folder(source, usual_split)
-    return READERS[source.path.suffix](source.path)
+    if is_arrow(source.path):
+        return read_arrow(source, usual_split)
+    return read_json(source.path) if source.path.suffix == ".json" else read_jsonl(source.path)
 
 
 def check_source(source: SourceConfig) -> None:
-    """Raise UserError for a file or folder that is not there or of a kind that is not read; it is not opened."""
+    """Raise UserError for a file or folder that is absent or of an unknown kind. The file is not opened."""
     path = source.path
     if path.is_dir():
-        if importlib.util.find_spec("datasets") is None:
-            raise UserError(
-                f"{path} is a folder, which needs the library datasets; install it with `pip install 'braidrl[data]'`"
-            )
         return
-    if path.suffix not in READERS:
+    if path.suffix not in SUFFIXES:
         raise UserError(
             f"{path}: files of the kind {path.suffix!r} are not read; give a .jsonl, .json or .parquet file, or a folder of them"
         )
@@ -58,43 +63,52 @@ def check_source(source: SourceConfig) -> None:
         raise UserError(f"{path} is one file, without subsets and splits; remove `subset` and `split` of this source")
 
 
+def is_arrow(path: Path) -> bool:
+    """Return True where records come from Arrow batches, in which nested records have all keys of all records, as nulls."""
+    return path.is_dir() or path.suffix == ".parquet"
+
+
 def read_jsonl(path: Path) -> Iterator[tuple[int, Record]]:
     """Yield the JSON objects of a file by line; empty lines are skipped but counted."""
-    decoder = json.JSONDecoder(parse_constant=_refuse_constant)
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
-            if number == 1:
-                raw = raw.removeprefix(codecs.BOM_UTF8)
-            if not raw.strip():
-                continue
-            try:
-                record = decoder.decode(raw.decode("utf-8").rstrip())
-            except UnicodeDecodeError:
-                raise UserError(f"{place(path, number)} is not UTF-8; save the file as UTF-8") from None
-            except json.JSONDecodeError as error:
-                raise UserError(
-                    f"{place(path, number)} is not JSON: {error.msg} at character {error.pos + 1}"
-                ) from None
-            except ValueError as error:
-                raise UserError(f"{place(path, number)} is not JSON: {error}") from None
-            yield number, _as_object(path, number, record)
+            line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
+            if line.strip():
+                yield number, as_object(path, number, parse_json(place(path, number), line))
 
 
 def read_json(path: Path) -> Iterator[tuple[int, Record]]:
-    """Yield the objects of a JSON list; a file that does not begin one has an object on each line."""
+    """Yield the objects of a JSON list; a file that does not begin with one has an object on each line."""
     with path.open("rb") as file:
         if not file.read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
             yield from read_jsonl(path)
             return
-    try:
-        records = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {first_line(error)}") from None
+    records = parse_json(str(path), path.read_bytes().removeprefix(codecs.BOM_UTF8))
     for number, record in enumerate(records, start=1):
-        yield number, _as_object(path, number, record)
+        yield number, as_object(path, number, record)
 
 
-def _as_object(path: Path, number: int, record: Any) -> Record:
+def parse_json(where: str, raw: bytes) -> Any:
+    """Return the value of a JSON text. Raises UserError, beginning with `where`, for anything else."""
+    try:
+        return json.loads(raw.decode("utf-8").rstrip(), parse_constant=refuse_constant)
+    except UnicodeDecodeError:
+        raise UserError(f"{where} is not UTF-8; save the file as UTF-8") from None
+    except json.JSONDecodeError as error:
+        at = f"line {error.lineno}, character {error.colno}" if error.lineno > 1 else f"character {error.pos + 1}"
+        raise UserError(f"{where} is not JSON: {error.msg} at {at}") from None
+    except RecursionError:
+        raise UserError(f"{where} is not JSON: it is nested too deep") from None
+    except ValueError as error:
+        raise UserError(f"{where} is not JSON: {error}") from None
+
+
+def refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON value; write null")
+
+
+def as_object(path: Path, number: int, record: Any) -> Record:
+    """Return the record. Raises UserError unless it is a JSON object."""
     if not isinstance(record, dict):
         raise UserError(
             f'{place(path, number)} holds {kind_of(record)}; write a JSON object, as in {{"prompt": "1+1="}}'
@@ -102,45 +116,66 @@ def _as_object(path: Path, number: int, record: Any) -> Record:
     return record
 
 
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON value; write null")
-
-
-def read_parquet(path: Path) -> Iterator[tuple[int, Record]]:
-    """Yield rows as dicts, read in batches, so that no second copy of the file is held."""
-    number = 0
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                for record in batch.to_pylist():
-                    number += 1
-                    _check_json(path, number, record)
-                    yield number, record
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} is not a readable parquet file: {' '.join(str(error).split())}") from None
-
-
-def read_folder(source: SourceConfig, usual_split: str = "train") -> Iterator[tuple[int, Record]]:
-    """Yield the rows of one split of a folder, which `datasets` reads as a stream: subsets and splits are those that it finds."""
-    # Imported here: it takes a second, and belongs to an extra.
+def read_arrow(source: SourceConfig, usual_split: str) -> Iterator[tuple[int, Record]]:
+    """Yield the rows of a parquet file, or of one split of a folder, with the subsets and splits that `datasets` finds."""
+    # Imported here: it takes a second, and JSON files do without it.
     import datasets
+    import pyarrow
     from datasets.exceptions import DatasetsError
 
     path = source.path
     try:
-        splits = datasets.load_dataset(str(path), source.subset, streaming=True)
-        rows = splits[choose_split(path, source.split, list(splits), usual_split)]
-        for number, record in enumerate(rows, start=1):
-            _check_json(path, number, record)
-            yield number, record
-    except (DatasetsError, pyarrow.ArrowException, OSError, ValueError) as error:
-        raise UserError(
-            f"{path} cannot be read by datasets: {first_line(error)}; `subset` and `split` of this source choose a part"
-        ) from error
+        with quiet():
+            if path.is_dir():
+                files = datasets.load_dataset_builder(str(path), source.subset).config.data_files or {}
+                split = choose_split(path, source.split, list(map(str, files)), usual_split)
+                lines = [Path(file) for file in files.get(split, ())]
+                if all(file.suffix in (".jsonl", ".json") for file in lines):
+                    yield from enumerate((record for file in lines for _, record in read_json(file)), start=1)
+                    return
+                rows = datasets.load_dataset(str(path), source.subset, split=split, streaming=True)
+            else:
+                file = glob.escape(str(path))
+                rows = datasets.load_dataset(
+                    "parquet", data_files=file, split="train", streaming=True, batch_size=BATCH
+                )
+            yield from enumerate(rows.cast(with_bytes(rows.features)) if rows.features else rows, start=1)
+    except (DatasetsError, pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
+        # `datasets` puts an error of its own around what has happened.
+        cause = error.__cause__ if isinstance(error, DatasetsError) and error.__cause__ else error
+        if path.is_dir():
+            raise UserError(
+                f"{path} cannot be read by datasets: {first_line(cause)}; `subset` and `split` of this source choose a part"
+            ) from error
+        raise UserError(f"{path} is not a readable parquet file: {' '.join(str(cause).split())}") from None
 
 
-READERS = {".jsonl": read_jsonl, ".json": read_json, ".parquet": read_parquet}
-"""By the ending of a file's name."""
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep `datasets` from showing bars, and from saying of an error what a message of Braid says."""
+    import datasets
+
+    hidden, level = datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
+        if not hidden:
+            datasets.enable_progress_bars()
+
+
+def with_bytes(feature: Any) -> Any:
+    """Return features of a data set whose images and sounds stay bytes, which a conversion may read."""
+    import datasets
+
+    if isinstance(feature, Mapping):
+        return datasets.Features({name: with_bytes(part) for name, part in feature.items()})
+    if hasattr(feature, "feature"):
+        return dataclasses.replace(feature, feature=with_bytes(feature.feature))
+    media = hasattr(feature, "decode") and type(feature).__name__ != "Json"
+    return dataclasses.replace(feature, decode=False) if media else feature
 
 
 def choose_split(path: Path, wanted: str | None, known: list[str], usual: str) -> str:
@@ -159,21 +194,42 @@ def choose_split(path: Path, wanted: str | None, known: list[str], usual: str) -
     return chosen
 
 
-def _check_json(path: Path, number: int, record: Mapping[str, Any]) -> None:
-    """Raise UserError for bytes, dates, NaN and whatever else could not travel or be written as JSON."""
-    for name, value in record.items():
-        try:
-            json.dumps(value, allow_nan=False)
-        except TypeError:
-            fault = "holds a value that JSON has no form for (such as bytes or a date); remove the column or store it as text"
-            raise UserError(f"{place(path, number)}: column {name!r} {fault}") from None
-        except ValueError:
-            fault = "holds a number that is not finite, which JSON has no form for; write null"
-            raise UserError(f"{place(path, number)}: column {name!r} {fault}") from None
+def as_json(value: Any) -> Any:
+    """Return a value as JSON has it, and NO_FORM for one that JSON has no form for, such as bytes.
+
+    Dates, times and decimals become text, numbers that are not finite null, arrays lists, halves of surrogate pairs U+FFFD. A nested
+    value without a form is left out of its object, and null in its list.
+    """
+    match value:
+        case None | bool() | int():
+            return value
+        case str():
+            return whole_text(value)
+        case float():
+            return value if math.isfinite(value) else None
+        case Mapping():
+            found = ((whole_text(str(name)), as_json(part)) for name, part in value.items())
+            return {name: part for name, part in found if part is not NO_FORM}
+        case list() | tuple() | set() | frozenset():
+            return [None if part is NO_FORM else part for part in map(as_json, value)]
+        case datetime.date() | datetime.time():
+            return value.isoformat()
+        case datetime.timedelta() | decimal.Decimal() | uuid.UUID() | Path():
+            return str(value)
+    return as_json(value.tolist()) if hasattr(value, "tolist") else NO_FORM
+
+
+def whole_text(text: str) -> str:
+    """Return text that UTF-8 can hold: two halves of a surrogate pair become their character, one half U+FFFD."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def place(path: Path, line: int) -> str:
-    """Return where an example stands, for messages."""
+    """Return the location of an example, for messages."""
     return f"{path}, {'line' if path.suffix == '.jsonl' else 'row'} {line}"
 
 

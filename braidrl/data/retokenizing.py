@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from braidrl.algorithms.ragged import Ragged
+from braidrl.data.chat import TEMPLATE, tools_of
 from braidrl.data.rows import IDENTITY, Rows
 from braidrl.data.templates import PromptTemplate
 
@@ -32,7 +33,9 @@ class Retokenizer:
         """
         prompts, answers = [], []
         for number in range(len(rows)):
-            prompts.append(self.template.encode(rows["metadata"][number]["prompt"]))
+            about = rows["metadata"][number]
+            template = self.template.with_arguments(about.get(TEMPLATE) or {})
+            prompts.append(template.encode(about["prompt"], tools_of(about.get("tools")) or []))
             answers.append(self._answer(rows["tokens"][number][int(rows["prompt_length"][number]) :].tolist()))
         pairs = list(zip(prompts, answers, strict=True))
         tokens = Ragged.from_rows([prompt + answer for prompt, answer in pairs], torch.int64)

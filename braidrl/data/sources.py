@@ -1,12 +1,13 @@
 """Records as examples: one `Example` per line or row, every fault named with its place, and a count of what is left out and why.
 
-records ──where──▶ ──convert──▶ ──unique──▶ ──skip, first──▶ examples
+records ──where──▶ ──convert──▶ JSON values ──unique──▶ ──skip, first──▶ examples
 
 field of a record                              part of the example
 `prompt_field`                                 prompt      text, or chat messages {role, content}
 `answer_field`, or reward_model.ground_truth   answer      what a verifier compares with
-`response_field`, where asked for              response    text to train on
-`chosen_field` and `rejected_field`, likewise  response and rejected
+`tools_field`, `template_field`                tools, arguments of the chat template
+`response_field`, completion, messages         response    to train on, text or messages; only where the flow asks for it
+`chosen_field` and `rejected_field`            response and rejected, likewise
 all but the responses, under their own names   metadata    JSON values, kept as they are
 """
 
@@ -14,18 +15,26 @@ import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from braidrl.config import SourceConfig
+from braidrl.data.chat import ChatMessage, normal_message, tools_of, without_nulls
 from braidrl.data.conversions import conversion_of
-from braidrl.data.records import Record, kind_of, place, read_records
+from braidrl.data.records import NO_FORM, Record, as_json, is_arrow, kind_of, place, read_records, whole_text
 from braidrl.errors import UserError, suggest
 
-ChatMessage = dict[str, Any]
 Prompt = str | list[ChatMessage]
+Response = str | list[ChatMessage]
+"""Text, or the rest of a conversation, which begins with an assistant's turn."""
 # verl's files keep the reference answer here.
 GROUND_TRUTH = "reward_model.ground_truth"
+CONVERSATIONS, COMPLETION = ("messages", "conversations"), "completion"
+"""Fields that supervised sets of the hub have in place of `prompt` and `response`."""
+SHAREGPT = {"human": "user", "gpt": "assistant"}
+"""Roles of messages that are written {from, value}."""
+TEMPLATED = ("prompt_field", "tools_field", "template_field", "response_field", "chosen_field", "rejected_field")
+"""Fields of a record that only chat templates see."""
 ABSENT = object()
 
 
@@ -35,10 +44,13 @@ class Example:
 
     prompt: Prompt
     answer: Any
-    response: str | None
+    response: Response | None
     metadata: dict[str, Any]
     line: int
-    rejected: str | None = None
+    rejected: Response | None = None
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Of the chat template, beside those of the run."""
 
 
 def read_examples(source: SourceConfig, *, responses: bool = False, pairs: bool = False) -> list[Example]:
@@ -47,7 +59,10 @@ def read_examples(source: SourceConfig, *, responses: bool = False, pairs: bool 
 
 
 class Reading:
-    """One pass over a source, which yields its examples in order; `left_out` then says how many records are none, by reason."""
+    """One pass over a source, which yields its examples in order. Afterwards it says what was left out, and why.
+
+    `left_out` counts records by reason; `without_form` has the columns that JSON has no form for.
+    """
 
     def __init__(
         self, source: SourceConfig, *, responses: bool = False, pairs: bool = False, usual_split: str = "train"
@@ -60,9 +75,10 @@ class Reading:
             responses: The flow trains on given responses: each example must have one.
             pairs: The flow trains on pairs: each example must have a chosen and a rejected response.
         """
-        self.source, self.given, self.usual_split = source, given_fields(source, responses, pairs), usual_split
+        self.source, self.responses, self.pairs, self.usual_split = source, responses, pairs, usual_split
         self.conversion = conversion_of(source)
         self.left_out: Counter[str] = Counter()
+        self.without_form: list[str] = []
         self._seen: set[bytes] = set()
 
     def __iter__(self) -> Iterator[Example]:
@@ -86,13 +102,19 @@ class Reading:
 
     def _chosen(self, record: Record, line: int) -> Example | str:
         """Return the example that a record is, or why it is none."""
-        for field, wanted in self.source.where.items():
-            if find(record, field) not in (wanted if isinstance(wanted, list) else [wanted]):
-                return f"{field} is another than `where` says"
+        for name, wanted in self.source.where.items():
+            if find(record, name) not in (wanted if isinstance(wanted, list) else [wanted]):
+                return f"{name} is another than `where` says"
         converted = self._converted(record, line)
         if isinstance(converted, str):
             return converted
-        example = make_example(self.source, converted, line, self.given)
+        values = {whole_text(str(name)): as_json(value) for name, value in converted.items()}
+        without = [name for name, value in values.items() if value is NO_FORM]
+        self.without_form += [name for name in without if name not in self.without_form]
+        values = {name: value for name, value in values.items() if value is not NO_FORM}
+        example = make_example(self.source, values, line, self.responses, self.pairs)
+        if isinstance(example, str):
+            return example
         if self.source.unique or self.conversion.unique:
             key = hashlib.blake2b(json.dumps(example.prompt).encode(), digest_size=16).digest()
             if key in self._seen:
@@ -123,29 +145,136 @@ class Reading:
         return f" ({', '.join(said)})" if said else ""
 
 
-def given_fields(source: SourceConfig, responses: bool, pairs: bool) -> dict[str, str]:
-    """Return the field of each given response by its name: none, one, or the two of a pair, the better first."""
-    if pairs:
-        return {"chosen": source.chosen_field, "rejected": source.rejected_field}
-    return {"response": source.response_field} if responses else {}
+def make_example(source: SourceConfig, record: Record, line: int, responses: bool, pairs: bool) -> Example | str:
+    """Pick the configured fields out of one record of JSON values, or return why it is no example.
 
-
-def make_example(source: SourceConfig, record: dict[str, Any], line: int, given: Mapping[str, str]) -> Example:
-    """Pick the configured fields out of one record. Raises UserError for a missing field or a wrong type."""
+    Raises UserError for a missing field or a wrong type.
+    """
     where = place(source.path, line)
-    # Of other names they are kept too: a verifier may ask for the field as the data call it.
-    used = {"prompt", "answer", *given.values()} & {source.prompt_field, source.answer_field, *given.values()}
-    texts = [check_response(where, field, find_required(where, what, field, record)) for what, field in given.items()]
-    response, rejected = (*texts, None, None)[:2]
-    prompt = find_required(where, "prompt", source.prompt_field, record)
-    return Example(
-        prompt=check_prompt(where, source.prompt_field, prompt),
-        answer=find_answer(where, source, record),
-        response=response,
-        metadata={name: value for name, value in record.items() if name not in used},
-        line=line,
-        rejected=rejected,
+    if is_arrow(source.path):
+        # Only in what templates see: verifiers get their fields as the file has them.
+        names = {getattr(source, key).partition(".")[0] for key in TEMPLATED} | {COMPLETION, *CONVERSATIONS}
+        record = {name: without_nulls(value) if name in names else value for name, value in record.items()}
+    given: tuple[str, ...] = ()
+    response = rejected = None
+    if pairs:
+        given = (source.chosen_field, source.rejected_field)
+        pair = pair_of(source, record, where)
+        if isinstance(pair, str):
+            return pair
+        prompt, response, rejected = pair
+    elif responses:
+        given = (response_name(source, record),)
+        prompt, response = given_response(source, record, given[0], where)
+    else:
+        found = find_required(where, "prompt", source.prompt_field, record)
+        prompt = check_prompt(where, source.prompt_field, found)
+    tools, arguments = tools_and_arguments(source, record, where)
+    # Fields of other names are kept too: a verifier may ask for the field as the data call it.
+    used = {*given, *({"prompt", "answer"} & {source.prompt_field, source.answer_field})}
+    metadata = {name: value for name, value in record.items() if name not in used}
+    return Example(prompt, find_answer(where, source, record), response, metadata, line, rejected, tools, arguments)
+
+
+def response_name(source: SourceConfig, record: Record) -> str:
+    """Return the field with the response: the configured one, else that of supervised sets of the hub."""
+    own = source.response_field
+    if is_named(source, "response_field") or find(record, own) is not ABSENT:
+        return own
+    return next((name for name in (COMPLETION, *CONVERSATIONS) if isinstance(record.get(name), list | str)), own)
+
+
+def given_response(source: SourceConfig, record: Record, field: str, where: str) -> tuple[Prompt, Response]:
+    """Return the prompt and the response to train on: two fields, or the parts of a conversation in one."""
+    found = find_required(where, "response", field, record)
+    if isinstance(found, list) and found and not is_answer(found[0]) and isinstance(found[0], dict):
+        messages = check_messages(where, field, found)
+        return split_conversation(messages, source.train_on, f"{where}: {field!r}")
+    prompt = check_prompt(where, source.prompt_field, find_required(where, "prompt", source.prompt_field, record))
+    response = check_response(where, field, found)
+    if isinstance(response, str):
+        return prompt, response
+    before = as_messages(prompt)
+    return split_conversation([*before, *response], source.train_on, f"{where}: {field!r}", len(before))
+
+
+def split_conversation(
+    messages: list[ChatMessage], train_on: str, where: str, least: int = 0
+) -> tuple[list[ChatMessage], list[ChatMessage]]:
+    """Return what precedes the turns to train on, and the rest of a conversation, which ends with an assistant's turn.
+
+    Args:
+        messages: The conversation.
+        train_on: `all` assistant turns, or the `last`.
+        where: For messages.
+        least: How many messages precede these turns at least.
+
+    Raises:
+        UserError: There is no such turn, or nothing precedes it.
+    """
+    answers = [number for number, message in enumerate(messages) if number >= least and message["role"] == "assistant"]
+    if not answers or not (start := answers[-1] if train_on == "last" else answers[0]):
+        raise UserError(
+            f"{where} has no assistant's turn behind a prompt; write at least a user's message and an answer"
+        )
+    return messages[:start], messages[start : answers[-1] + 1]
+
+
+def pair_of(source: SourceConfig, record: Record, where: str) -> tuple[Prompt, Response, Response] | str:
+    """Return the prompt, the chosen and the rejected response, text or messages, or why there is no pair.
+
+    Where both are whole conversations, or texts of a record without a prompt, their common beginning is the prompt.
+    """
+    fields = {"chosen": source.chosen_field, "rejected": source.rejected_field}
+    chosen, rejected = (
+        check_response(where, field, find_required(where, what, field, record)) for what, field in fields.items()
     )
+    if chosen == rejected:
+        return "both responses are the same"
+    if isinstance(chosen, list) and isinstance(rejected, list) and not is_answer(chosen[0]):
+        same = next((n for n, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), 0)
+        if not same or not (is_answer(chosen[same]) and is_answer(rejected[same])):
+            return "the two conversations differ before an assistant's turn"
+        return chosen[:same], chosen[same:], rejected[same:]
+    others = [value for name, value in record.items() if name not in fields.values()]
+    if isinstance(chosen, str) and isinstance(rejected, str) and not any(isinstance(v, str | list) for v in others):
+        return common_text(chosen, rejected, where)
+    prompt = check_prompt(where, source.prompt_field, find_required(where, "prompt", source.prompt_field, record))
+    return prompt, chosen, rejected
+
+
+def common_text(chosen: str, rejected: str, where: str) -> tuple[str, str, str]:
+    """Return the words that both texts begin with, and the rest of each. Raises UserError where there are none."""
+    same = next(
+        (n for n, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected))
+    )
+    end = max(chosen.rfind(" ", 0, same + 1), chosen.rfind("\n", 0, same + 1))
+    if end <= 0:
+        raise UserError(
+            f"{where}: no field 'prompt' for the prompt, and the two responses begin differently; add the prompt"
+        )
+    return chosen[:end], chosen[end:], rejected[end:]
+
+
+def tools_and_arguments(
+    source: SourceConfig, record: Record, where: str
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return a record's tools, and the arguments of the chat template. Raises UserError for a named field of another kind."""
+    tools, arguments = find(record, source.tools_field), find(record, source.template_field)
+    found = None if tools is ABSENT else tools_of(tools)
+    if tools is not ABSENT and found is None and is_named(source, "tools_field"):
+        raise UserError(f"{where}: {source.tools_field!r} is {kind_of(tools)}; write a list of functions")
+    if arguments is not ABSENT and not isinstance(arguments, dict):
+        if is_named(source, "template_field"):
+            raise UserError(f"{where}: {source.template_field!r} is {kind_of(arguments)}; write an object")
+        arguments = ABSENT
+    return found or [], {**source.template, **(arguments if isinstance(arguments, dict) else {})}
+
+
+def is_named(source: SourceConfig, key: str) -> bool:
+    """Return True where a field of the data has another name than usual, so that it must be there."""
+    # Not `model_fields_set`: a resolved configuration that is read again sets every field.
+    return bool(getattr(source, key) != SourceConfig.model_fields[key].default)
 
 
 def find_answer(where: str, source: SourceConfig, record: Mapping[str, Any]) -> Any:
@@ -156,10 +285,7 @@ def find_answer(where: str, source: SourceConfig, record: Mapping[str, Any]) -> 
     if answer is not ABSENT:
         # Verifiers compare text.
         return str(answer) if isinstance(answer, int | float) and not isinstance(answer, bool) else answer
-    # Not `model_fields_set`: a resolved configuration that is read again sets every field.
-    if source.answer_field != SourceConfig.model_fields["answer_field"].default:
-        return find_required(where, "answer", source.answer_field, record)
-    return None
+    return find_required(where, "answer", source.answer_field, record) if is_named(source, "answer_field") else None
 
 
 def find_required(where: str, what: str, field: str, record: Mapping[str, Any]) -> Any:
@@ -192,21 +318,50 @@ def check_prompt(where: str, field: str, prompt: Any) -> Prompt:
     if not isinstance(prompt, list) or not prompt:
         found = "empty" if prompt in ("", []) else kind_of(prompt)
         raise UserError(f"{where}: {field!r} is {found}; write text, or a list of messages {{role, content}}")
-    for number, message in enumerate(prompt, start=1):
+    return check_messages(where, field, prompt)
+
+
+def check_messages(where: str, field: str, messages: list[Any]) -> list[ChatMessage]:
+    """Return chat messages as templates take them. Raises UserError for one without a role, or with other content than text."""
+    normal = []
+    for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict):
             raise UserError(f"{where}: message {number} of {field!r} is {kind_of(message)}; write {{role, content}}")
+        if isinstance(message.get("from"), str) and "role" not in message:
+            role, said = message["from"], message.get("value")
+            message = {"role": SHAREGPT.get(role, role), "content": said}
+        try:
+            found = normal_message(message)
+        except UserError as error:
+            raise UserError(f"{where}: message {number} of {field!r}: {error}") from None
+        if message.get("content") is None and not found.get("tool_calls"):
+            found.pop("content")
         for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                found = f"is {kind_of(message[key])}" if message.get(key) is not None else "is missing"
-                raise UserError(f"{where}: {key!r} of message {number} of {field!r} {found}; write text")
-    return prompt
+            if not isinstance(found.get(key), str):
+                said = f"is {kind_of(found[key])}" if found.get(key) is not None else "is missing"
+                raise UserError(f"{where}: {key!r} of message {number} of {field!r} {said}; write text")
+        normal.append(found)
+    return normal
 
 
-def check_response(where: str, field: str, response: Any) -> str:
-    """Return the response. Raises UserError unless it is text."""
+def check_response(where: str, field: str, response: Any) -> Response:
+    """Return the response. Raises UserError unless it is text, or messages."""
+    if isinstance(response, list) and response and all(isinstance(message, dict) for message in response):
+        return check_messages(where, field, response)
     if not isinstance(response, str):
         raise UserError(f"{where}: {field!r} is {kind_of(response)}; write the response as text")
     return response
+
+
+def is_answer(message: Any) -> bool:
+    """Return True for an assistant's message, in either way of writing it."""
+    role = message.get("role", message.get("from")) if isinstance(message, dict) else None
+    return SHAREGPT.get(str(role), role) == "assistant"
+
+
+def as_messages(prompt: Prompt) -> list[ChatMessage]:
+    """Return a prompt as a conversation."""
+    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def field_names(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -1,32 +1,76 @@
-"""Prompt templates. This is the only place where prompt text is tokenised, and each text is tokenised once."""
+"""Prompt templates. This is the only place where prompt text is tokenised, and each text is tokenised once.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+prompt ──chat template──▶ text ──tokenizer──▶ prompt ids              conversation ──▶ prompt | turn | between | turn
+                          text that opens the assistant's turn                       ids, and which of them are trained
+"""
 
-from jinja2 import TemplateError
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
 
-from braidrl.data.sources import ChatMessage, Prompt
-from braidrl.errors import UserError
+from braidrl.config import DataConfig
+from braidrl.data.chat import ChatMessage, Tools
+from braidrl.data.endings import MARK, turn_end_id
+from braidrl.data.records import whole_text
+from braidrl.data.sources import Example, Prompt, Response
+from braidrl.errors import UserError, first_line
+
+RENDERED_OTHERWISE = (
+    "the chat template renders earlier turns otherwise once the conversation continues, such as without their reasoning; "
+    "write train_on: last"
+)
+OPENING = re.compile(r"(<[^<>/\s]+>)\s*\Z")
+"""A tag at the end of what opens a turn, such as `<think>`."""
+
+
+class Given(NamedTuple):
+    """A given response as token ids, and which of them are trained."""
+
+    ids: list[int]
+    trained: list[bool]
 
 
 @dataclass(frozen=True)
 class PromptTemplate:
     """Turns prompts into token ids with one transformers tokenizer.
 
-    With `chat_template` on, and a tokenizer that has one, a text is a user's message and the template opens the assistant's turn.
-    Otherwise prompts are plain text with the special tokens that the tokenizer adds; messages are then their contents, with a
-    blank line between them. `system_prompt` comes first in both, unless the example has a system message of its own.
+    With `chat_template` on, and a tokenizer that has one, a text is a user's message and the template opens the assistant's turn;
+    where the last message is the assistant's, its turn is continued. Otherwise prompts are plain text with the special tokens that the
+    tokenizer puts before it; messages are then their contents, with a blank line between them. `system_prompt` comes first in both,
+    unless the example has a system message of its own. `arguments` are the chat template's.
     """
 
     tokenizer: Any
     chat_template: bool = True
     system_prompt: str | None = None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+    @staticmethod
+    def of(tokenizer: Any, data: DataConfig) -> "PromptTemplate":
+        """Return the template of a run's configuration."""
+        return PromptTemplate(tokenizer, data.chat_template, data.system_prompt, data.template)
+
+    def with_arguments(self, arguments: Mapping[str, Any]) -> "PromptTemplate":
+        """Return the template with further arguments of the chat template, such as those of a row."""
+        return replace(self, arguments={**self.arguments, **arguments}) if arguments else self
 
     @property
     def is_chat(self) -> bool:
         """Return True if prompts are rendered with the tokenizer's chat template."""
         return self.chat_template and bool(self.tokenizer.chat_template)
+
+    @cached_property
+    def end_id(self) -> int:
+        """Return the token that ends a given response. Raises UserError where the tokenizer has none."""
+        end: int | None = turn_end_id(self.tokenizer) if self.is_chat else None
+        end = self.tokenizer.eos_token_id if end is None else end
+        if end is None:
+            raise UserError(
+                "the tokenizer has no eos_token, so a response could not end; set it in its tokenizer_config.json"
+            )
+        return end
 
     def messages(self, prompt: Prompt) -> list[ChatMessage]:
         """Return the conversation before the response, with the system prompt."""
@@ -35,42 +79,160 @@ class PromptTemplate:
             return messages
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
-    def render(self, prompt: Prompt) -> str:
+    def render(self, prompt: Prompt, tools: Tools = ()) -> str:
         """Render the text whose tokens the model gets. Raises UserError when the chat template refuses the messages."""
         messages = self.messages(prompt)
         if not self.is_chat:
             return "\n\n".join(message["content"] for message in messages)
+        *before, last = messages
+        if last["role"] != "assistant":
+            return self.apply(messages, tools, opens=True)
+        if last.get("tool_calls"):
+            raise UserError(
+                "the last message is an assistant's call of a tool; add the tool's answer, or remove the call"
+            )
+        opened, begun = self.apply(before, tools, opens=True), last["content"]
+        tag = OPENING.search(opened)
+        # The template may open with the very tag that the turn begins with.
+        return (opened[: tag.start()] if tag and begun.lstrip().startswith(tag[1]) else opened) + begun
+
+    def apply(self, messages: list[ChatMessage], tools: Tools = (), opens: bool = False) -> str:
+        """Return what the chat template makes of messages; with `opens` it opens the assistant's turn. Raises UserError as `render`."""
         try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
-            raise UserError(f"the tokenizer's chat template refuses the messages: {error}") from None
+            text: str = self.tokenizer.apply_chat_template(
+                messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=opens, **self.arguments
+            )
+        # A template is a program, which may fail in any way over messages that it does not expect.
+        except Exception as error:
+            raise UserError(f"the tokenizer's chat template refuses the messages: {first_line(error)}") from None
+        return text
 
     def encode_text(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenise rendered prompts. A chat template has written its special tokens into the text already."""
-        return self._encode(texts, add_special_tokens=not self.is_chat)
+        if self.is_chat:
+            return self._encode(texts, add_special_tokens=False)
+        return [self._open(ids) for ids in self._encode(texts, add_special_tokens=True)]
+
+    def _open(self, ids: list[int]) -> list[int]:
+        """Return a plain prompt's ids for a response to continue: with one beginning of sequence, without what a tokenizer appends."""
+        ids = ids[: len(ids) - self._appended]
+        bos = self.tokenizer.bos_token_id
+        while bos is not None and ids[:2] == [bos, bos]:
+            ids = ids[1:]
+        return ids
+
+    @cached_property
+    def _appended(self) -> int:
+        """Return how many special tokens the tokenizer puts behind a text."""
+        plain, whole = (self._encode(["a"], add_special_tokens=special)[0] for special in (False, True))
+        ends = [end for end in range(len(plain), len(whole) + 1) if whole[end - len(plain) : end] == plain]
+        return len(whole) - ends[-1] if ends else 0
 
     def encode_plain(self, text: str) -> list[int]:
-        """Tokenise a text with the special tokens that the tokenizer adds, whether or not there is a chat template."""
-        return self._encode([text], add_special_tokens=True)[0]
+        """Tokenise a text with the special tokens that the tokenizer puts before it, whether or not there is a chat template."""
+        return self._open(self._encode([text], add_special_tokens=True)[0])
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode_bare(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokenise texts in the middle of a sequence: without special tokens."""
+        return self._encode(texts, add_special_tokens=False)
+
+    def encode(self, prompt: Prompt, tools: Tools = ()) -> list[int]:
         """Tokenise one prompt. Raises UserError when the chat template refuses the messages."""
-        return self.encode_text([self.render(prompt)])[0]
+        return self.encode_text([self.render(prompt, tools)])[0]
 
     def encode_responses(self, responses: Sequence[str]) -> list[list[int]]:
-        """Tokenise given responses, each followed by the end of sequence. Raises UserError where the tokenizer has none."""
-        end = self.tokenizer.eos_token_id
-        if end is None:
-            raise UserError(
-                "the tokenizer has no eos_token, so a response could not end; set it in its tokenizer_config.json"
-            )
-        return [[*ids, end] for ids in self._encode(responses, add_special_tokens=False)]
+        """Tokenise given responses, each with one end of sequence. Raises UserError where the tokenizer has none."""
+        end = self.end_id
+        encoded = self._encode(responses, add_special_tokens=False)
+        return [ids if ids and ids[-1] in (end, self.tokenizer.eos_token_id) else [*ids, end] for ids in encoded]
+
+    def encode_given(self, example: Example, responses: Sequence[Response]) -> list[Given]:
+        """Tokenise the given responses of one example, texts or the rest of conversations, of which assistant turns are trained.
+
+        Raises UserError where the chat template renders a beginning otherwise than the whole conversation.
+        """
+        found = []
+        for response in responses:
+            if isinstance(response, str):
+                (ids,) = self.encode_responses([response])
+                found.append(Given(ids, [True] * len(ids)))
+            else:
+                found.append(self._conversation(example, response))
+        return found
+
+    def _conversation(self, example: Example, response: list[ChatMessage]) -> Given:
+        given, end = Given([], []), self.end_id
+        turns = self._turns(example, response) if self.is_chat else plain_turns(response)
+        for number, (said, between) in enumerate(turns):
+            turn, after = self._encode([said, between], add_special_tokens=False)
+            # The turn's end is in the text that follows it, where the template closes turns with a special token.
+            closes = bool(after) and after[0] == end
+            ended = [*turn, end] if closes or number == len(turns) - 1 else turn
+            rest = [] if number == len(turns) - 1 else after[closes:]
+            given.ids.extend([*ended, *rest])
+            given.trained.extend([True] * len(ended) + [False] * len(rest))
+        return given
+
+    def _turns(self, example: Example, response: list[ChatMessage]) -> list[tuple[str, str]]:
+        """Return each assistant's turn of a conversation as rendered, and the text between it and the next one."""
+        template, before = self.with_arguments(example.arguments), self.messages(example.prompt)
+        whole, tools = [*before, *response], example.tools
+        full, closing = template.apply(whole, tools), self.tokenizer.decode([self.end_id])
+        numbers = [n for n in range(len(before), len(whole)) if whole[n]["role"] == "assistant"]
+        starts = [template.turn_start(full, whole[:number], tools) for number in numbers]
+        turns = []
+        for number, start, stop in zip(numbers, starts, [*starts[1:], len(full)], strict=True):
+            segment, content = full[start:stop], whole[number]["content"]
+            end = segment.find(closing)
+            # A template without a special token that closes turns: the turn ends with what was said.
+            end = segment.find(content) + len(content) if end < 0 else end
+            if content.strip() in segment[:end]:
+                turns.append((segment[:end], segment[end:]))
+            elif len(numbers) == 1:
+                # A template for histories leaves the reasoning out even of the turn that is trained.
+                turns.append((behind(template.render(example.prompt, tools), content), ""))
+            else:
+                raise UserError(RENDERED_OTHERWISE)
+        return turns
+
+    def turn_start(self, full: str, history: list[ChatMessage], tools: Tools) -> int:
+        """Return where the assistant's turn after `history` begins in a rendered conversation.
+
+        Raises UserError where the conversation is rendered otherwise than its beginning.
+        """
+        opened = self.apply(history, tools, opens=True)
+        if not full.startswith(opened):
+            # The template opens turns with more than it writes into earlier ones, such as an empty `<think>`.
+            opened = self.apply([*history, {"role": "assistant", "content": MARK}], tools).partition(MARK)[0]
+        if not full.startswith(opened):
+            raise UserError(RENDERED_OTHERWISE)
+        return len(opened)
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         if not texts:
             return []
         # verbose=False: the tokenizer would warn about each prompt that the length filter drops anyway.
         encoded = self.tokenizer(
-            list(texts), add_special_tokens=add_special_tokens, return_attention_mask=False, verbose=False
-        )
+            list(map(whole_text, texts)), add_special_tokens=add_special_tokens, return_attention_mask=False,
+            verbose=False,
+        )  # fmt: skip
         return encoded["input_ids"]
+
+
+def behind(opened: str, turn: str) -> str:
+    """Return what a turn adds to the text that opens it, which may end with the very tag that the turn begins with."""
+    tag = OPENING.search(opened)
+    begun = tag is not None and turn.lstrip().startswith(tag[1])
+    return turn.lstrip().removeprefix(tag[1]).removeprefix(tag[0][len(tag[1]) :]) if tag and begun else turn
+
+
+def plain_turns(response: list[ChatMessage]) -> list[tuple[str, str]]:
+    """Return each assistant's turn of a conversation in plain text, and the text between it and the next one."""
+    turns: list[tuple[str, str]] = []
+    for message in response:
+        if message["role"] == "assistant":
+            turns.append((message["content"], ""))
+        else:
+            said, between = turns[-1]
+            turns[-1] = (said, f"{between}\n\n{message['content']}")
+    return turns

@@ -22,6 +22,7 @@ from braidrl.cluster.process import default_threads
 from braidrl.cluster.process_groups import subgroup
 from braidrl.config import Config
 from braidrl.config.layout import ParallelLayout
+from braidrl.data.endings import end_ids_of
 from braidrl.engines.divided.spmd import SpmdEngine
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.embedded.sharded_decoding import Slices, join_generation_groups, load_for_decoding
@@ -29,7 +30,6 @@ from braidrl.engines.engine import ENGINES, ModelWeights, RoleEngine, ServedEngi
 from braidrl.engines.http.dialects import DIALECTS
 from braidrl.engines.process.process_engine import EngineProcess
 from braidrl.engines.routing.service import EngineService
-from braidrl.engines.row_request import end_ids_of
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.engines.wire import EngineSpec
 from braidrl.errors import UserError

@@ -1,11 +1,10 @@
 """A request on its way through an engine, as the host tracks it, and what ends it: an end of sequence, a stop text, its length."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from braidrl.data.rows import FinishReason
 from braidrl.engines.requests import Request, Response
@@ -34,24 +33,6 @@ class StopTexts:
         self._tokens = [*self._tokens[1 - self._window :], token]
         tail = self._tokenizer.decode(self._tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return any(text in tail for text in self._texts)
-
-
-def end_of_sequence_ids(settings: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the tokenizer's end of sequence and those of the model's generation settings."""
-    configured = getattr(settings, "eos_token_id", None)
-    several = configured if isinstance(configured, list) else [configured]
-    return tuple(dict.fromkeys(token for token in (tokenizer.eos_token_id, *several) if token is not None))
-
-
-def end_ids_of(folder: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return `end_of_sequence_ids` for the model in a directory.
-
-    Args:
-        folder: A Hugging Face directory.
-        tokenizer: The model's.
-    """
-    settings = GenerationConfig.from_pretrained(folder) if (folder / "generation_config.json").is_file() else None
-    return end_of_sequence_ids(settings, tokenizer)
 
 
 @dataclass

@@ -18,7 +18,7 @@ from braidrl.flow.stage import Kind, Stage
 ADMISSION = "admission"
 ADMITTED = ("source", "group", "sample", "prompt", "prompt_length", "metadata")
 # Columns that admission writes where the data files have the field.
-ADMITTED_IF_GIVEN = ("response", "ptx_tokens")
+ADMITTED_IF_GIVEN = ("response", "response_mask", "ptx_tokens")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from braidrl.errors import UserError, first_line
 from braidrl.observe.chart import SMOOTH_FROM, Chart, Series, Tile, chart, mean, page, spell
+from braidrl.observe.lines import whole_file
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.progress import spell_seconds
 from braidrl.observe.samples import SHOWN_CHARACTERS, sample_groups
@@ -91,7 +92,8 @@ def write_report(run: Path) -> Path:
         other=charts_of([Picture(name, (re.escape(name),)) for name in curves if name not in known], curves),
         configuration=config.read_text(encoding="utf-8") if config.is_file() else "", plotly=get_plotlyjs(),
     )  # fmt: skip
-    path.write_text(html, encoding="utf-8")
+    with whole_file(path) as unfinished:
+        unfinished.write_text(html, encoding="utf-8")
     return path
 
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from braidrl.data.records import whole_text
 from braidrl.data.rows import FinishReason
 from braidrl.observe.rollouts import (
     PROMPT_TEXT,
@@ -52,7 +53,7 @@ def sample_of(step: int, row: dict[str, Any]) -> Sample:
     reason = row.get("finish_reason")
     named = None if reason is None else FinishReason(reason).name.lower()
     answer = json.loads(row.get("metadata") or "{}").get("answer")
-    known = None if answer is None else answer if isinstance(answer, str) else json.dumps(answer)
+    known = None if answer is None else whole_text(answer) if isinstance(answer, str) else json.dumps(answer)
     right = None if correct is None else bool(correct)
     return Sample(step, row[PROMPT_TEXT], row[RESPONSE_TEXT], score, right, named, known)
 

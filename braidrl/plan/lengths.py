@@ -12,6 +12,7 @@ from statistics import NormalDist
 import numpy as np
 
 from braidrl.config import Config
+from braidrl.data.example_table import RESPONSES
 from braidrl.data.prompts import LoadedSource
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
@@ -36,14 +37,14 @@ def batch_lengths(config: Config, given: str | None = None, sources: Sequence[Lo
 
 def prompt_lengths(config: Config, sources: Sequence[LoadedSource]) -> IntArray:
     """Return the prompts' tokens in the data, or the most there may be where there are no data."""
-    known = [source.prompts.lengths.numpy() for source in sources if source.prompts is not None]
+    known = [one.numpy() for source in sources if (one := source.examples.lengths("prompt")) is not None]
     return np.concatenate(known).astype(np.int64) if known else np.array([config.data.max_prompt_tokens])
 
 
 def response_lengths(config: Config, given: str | None, sources: Sequence[LoadedSource], rows: int) -> IntArray:
     """Return the tokens of responses: as given, of the data's own responses, or the most there may be."""
     if given is None:
-        known = [one.lengths.numpy() for s in sources for one in (s.responses, s.rejected) if one is not None]
+        known = [one.numpy() for s in sources for name in RESPONSES if (one := s.examples.lengths(name)) is not None]
         longest = config.rollout.max_response_tokens
         return np.concatenate(known).astype(np.int64) if known else np.array([longest])
     median, _, longest_said = given.partition(":")

@@ -4,7 +4,7 @@ rows ──submit──> one check per row and verifier ──> pool (beside gen
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from braidrl.config import RewardConfig, VerifierConfig
+from braidrl.data.endings import hidden_ids, visible_text
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.rewards.pool import CallOutcome, RewardPool
@@ -111,6 +112,7 @@ class RuleRewards(AbstractContextManager["RuleRewards"]):
     def __init__(
         self, config: RewardConfig, per_source: Mapping[int, Sequence[VerifierConfig]], correct_score: float,
         wrong_score: float, tokenizer: Decoder, source_names: Mapping[int, str] | None = None,
+        ends: Collection[int] = (),
     ) -> None:  # fmt: skip
         """Resolve the verifiers. Raises UserError for one that cannot be called.
 
@@ -121,10 +123,12 @@ class RuleRewards(AbstractContextManager["RuleRewards"]):
             wrong_score: The recipe's score of a wrong answer.
             tokenizer: Decodes responses.
             source_names: The `source` argument of verifiers, by default the number.
+            ends: Tokens that end a response, which verifiers never see.
         """
         self.correct_score = correct_score if config.correct_score is None else config.correct_score
         self.wrong_score = wrong_score if config.wrong_score is None else config.wrong_score
-        self._tokenizer = tokenizer
+        self._tokenizer, self._hidden = tokenizer, hidden_ids(tokenizer, ends)
+        self._skips_special = config.skip_special_tokens
         self._source_names = source_names or {}
         self._default = weighted_verifiers(config.verify)
         self._per_source = {source: weighted_verifiers(many) for source, many in per_source.items()}
@@ -135,7 +139,7 @@ class RuleRewards(AbstractContextManager["RuleRewards"]):
     def submit(self, rows: Rows, of: str | None = None) -> Pending:
         """Begin to check rows, and return at once; `of` names the namespace whose tokens are meant."""
         prefix = f"{of}." if of else ""
-        texts = responses(rows, self._tokenizer, prefix)
+        texts = responses(rows, self._tokenizer, self._hidden, self._skips_special, prefix)
         checks = []
         for row, source in enumerate(rows["source"].tolist()):
             metadata = rows["metadata"][row]
@@ -175,7 +179,10 @@ def weighted_verifiers(configs: Sequence[VerifierConfig]) -> list[Weighted]:
     return weighted
 
 
-def responses(rows: Rows, tokenizer: Decoder, prefix: str = "") -> list[str]:
+def responses(
+    rows: Rows, tokenizer: Decoder, hidden: Collection[int], skip_special_tokens: bool, prefix: str = ""
+) -> list[str]:
+    """Return each row's sampled text; see `visible_text`."""
     tokens, mask = rows[f"{prefix}tokens"], rows[f"{prefix}action_mask"]
     sampled = [tokens[row][mask[row].bool()].tolist() for row in range(len(rows))]
-    return [tokenizer.decode(ids, skip_special_tokens=True) for ids in sampled]
+    return [visible_text(tokenizer, ids, hidden, skip_special_tokens) for ids in sampled]

@@ -87,7 +87,7 @@ class StageExecutor:
         worker = self.workers[role] = make_worker(role, self.config, self.flow, ranks, training)
         if (own := own_tokenizer(role, self.config, self.tokenizer)) is not None:
             data = self.config.data
-            template = PromptTemplate(own, data.chat_template, data.system_prompt)
+            template = PromptTemplate.of(own, data)
             self.retokenizers[role] = Retokenizer(self.tokenizer, template)
         if generates:
             self.generation.start_engine(worker)

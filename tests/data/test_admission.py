@@ -100,7 +100,7 @@ def test_pretraining_text_belongs_to_the_row_and_none_repeats_within_an_epoch(lo
 def test_real_gsm8k_prompts_are_admitted(chat_tokenizer: Any) -> None:
     config = SourceConfig(path=GSM8K / "test.jsonl", prompt_field="question")
     source = load_source(config, Loading(PromptTemplate(chat_tokenizer), 300))
-    assert source.read == 1319 and 0 < source.dropped < 1319
+    assert source.facts.read == 1319 and 0 < source.dropped < 1319
     rows = as_rows(PromptLoader([source], seed=2).take(4), 8)
     assert len(rows) == 32
     assert int(rows["prompt_length"].max()) <= 300

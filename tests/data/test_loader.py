@@ -3,18 +3,15 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braidrl.algorithms.ragged import Ragged
+from braidrl.config import SourceConfig
 from braidrl.data.loader import Admitted, PromptLoader
-from braidrl.data.prompts import LoadedSource
-from braidrl.data.sources import Example
+from braidrl.data.prompts import LoadedSource, Loading, load_source
 from braidrl.data.templates import PromptTemplate
 from braidrl.errors import UserError
 
@@ -22,15 +19,14 @@ Make = Callable[..., LoadedSource]
 
 
 @pytest.fixture(scope="session")
-def make(plain_tokenizer: Any) -> Make:
+def make(plain_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Make:
     """Makes a source of the prompts "0", "1", ..."""
-    template = PromptTemplate(plain_tokenizer)
+    folder = tmp_path_factory.mktemp("numbers")
 
     def source(size: int, weight: float = 1.0) -> LoadedSource:
-        texts = [str(i) for i in range(size)]
-        examples = [Example(text, text, None, {}, i + 1) for i, text in enumerate(texts)]
-        prompts = Ragged.from_rows(template.encode_text(texts), torch.int32)
-        return LoadedSource(Path("x.jsonl"), weight, examples, list(range(size)), size, template, prompts, None)
+        path = folder / f"{size}.jsonl"
+        path.write_text("".join(f'{{"prompt": "{i}", "answer": "{i}"}}\n' for i in range(size)))
+        return load_source(SourceConfig(path=path, weight=weight), Loading(PromptTemplate(plain_tokenizer), 9))
 
     return source
 

@@ -22,7 +22,7 @@ def test_prompts_that_are_too_long_are_dropped_and_counted(write_jsonl: Write, p
         plain_tokenizer("x" * length)["input_ids"] for length in (3, 4, 1)
     ]
     assert [e.line for e in source.examples] == [1, 3, 5]
-    assert (source.read, source.dropped, source.kept) == (5, 2, [0, 2, 4])
+    assert (source.facts.read, source.dropped) == (5, 2)
     assert source.report() == f"{path}: 5 prompts, 2 dropped as longer than data.max_prompt_tokens"
 
 
@@ -38,26 +38,10 @@ def test_a_file_of_which_nothing_is_left_is_an_error(write_jsonl: Write, plain_t
 def test_responses_stay_with_their_prompts_when_some_are_dropped(write_jsonl: Write, plain_tokenizer: Any) -> None:
     path = write_jsonl([{"prompt": p, "response": r} for p, r in (("aa", "1"), ("too long", "2"), ("b", "34"))])
     source = load_source(SourceConfig(path=path), Loading(PromptTemplate(plain_tokenizer), 3, responses=True))
-    responses = [source.response(i) for i in range(2)]
+    responses = [source.response(i)[0] for i in range(2)]
     assert [plain_tokenizer.decode(r, skip_special_tokens=True) for r in responses] == ["1", "34"]
     without = load_source(SourceConfig(path=path), Loading(PromptTemplate(plain_tokenizer), 3))
     assert without.response(0) is None
-
-
-def test_a_rank_that_is_told_what_was_kept_draws_the_same_without_tokenising_the_rest(
-    write_jsonl: Write, chat_tokenizer: Any
-) -> None:
-    records = [{"prompt": "x" * (i % 7 + 1), "response": str(i)} for i in range(20)]
-    config = SourceConfig(path=write_jsonl(records))
-    template = PromptTemplate(chat_tokenizer)
-    whole = load_source(config, Loading(template, len(template.encode("xxxx")), responses=True))
-    assert 0 < whole.dropped < 20
-    other = load_source(config, Loading(template, 0, responses=True), whole.kept)
-    assert (other.prompts, other.responses, other.dropped) == (None, None, whole.dropped)
-    for i in range(len(whole)):
-        assert other.prompt(i).equal(whole.prompt(i))
-        drawn, known = other.response(i), whole.response(i)
-        assert drawn is not None and known is not None and drawn.equal(known)
 
 
 def test_a_prompt_that_the_template_refuses_is_named_by_its_line(write_jsonl: Write, chat_tokenizer: Any) -> None:
@@ -94,19 +78,6 @@ def test_the_configuration_names_the_files(write_jsonl: Write, chat_tokenizer: A
     assert chat_tokenizer.decode(train[1].prompt(0)) == chat_tokenizer.decode(held_out.prompt(0)) == expected
     with pytest.raises(UserError, match=r"data.train is not set; give it a .jsonl or .parquet file"):
         load_train(DataConfig(), chat_tokenizer)
-
-
-def test_readers_tokenise_a_part_each_and_keep_the_same(write_jsonl: Write, chat_tokenizer: Any) -> None:
-    records = [{"prompt": "x" * (i % 7 + 1), "response": str(i)} for i in range(20)]
-    config, template = SourceConfig(path=write_jsonl(records)), PromptTemplate(chat_tokenizer)
-    longest = len(template.encode("xxxx"))
-    whole = load_source(config, Loading(template, longest, responses=True))
-    for source in read_together(
-        3, lambda own: load_source(config, Loading(template, longest, responses=True, readers=own))
-    ):
-        assert (source.kept, source.read) == (whole.kept, 20)
-        assert (source.longest_prompt, source.longest_row) == (whole.longest_prompt, whole.longest_row)
-        assert all(source.prompt(i).equal(whole.prompt(i)) for i in range(len(whole)))
 
 
 def test_what_one_reader_refuses_all_of_them_refuse(write_jsonl: Write, plain_tokenizer: Any) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from braidrl.config import SourceConfig
-from braidrl.data.sources import Example, read_examples
+from braidrl.data.sources import Example, Reading, read_examples
 from braidrl.errors import UserError
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
@@ -155,20 +156,13 @@ def test_parquet_faults_name_the_row(tmp_path: Path) -> None:
     assert fault(SourceConfig(path=path)).startswith(f"{path}, row 1501: no field 'prompt' for the prompt.")
 
 
-@pytest.mark.parametrize(
-    ("value", "reason"),
-    [
-        (b"x", "a value that JSON has no form for (such as bytes or a date); remove the column or store it as text"),
-        (
-            datetime.date(2024, 1, 2),
-            "a value that JSON has no form for (such as bytes or a date); remove the column or store it as text",
-        ),
-        ({"inner": [float("nan")]}, "a number that is not finite, which JSON has no form for; write null"),
-    ],
-)
-def test_parquet_columns_that_are_no_json_values_are_refused(tmp_path: Path, value: Any, reason: str) -> None:
-    path = write_parquet(tmp_path / "a.parquet", [{"prompt": "a", "extra": None}, {"prompt": "a", "extra": value}])
-    assert fault(SourceConfig(path=path)) == f"{path}, row 2: column 'extra' holds {reason}"
+def test_parquet_columns_that_are_no_json_values_become_text_or_are_left_out(tmp_path: Path) -> None:
+    about = {"day": datetime.date(2024, 1, 2), "price": Decimal("1.50"), "inner": [float("nan")], "deep": {"raw": b"x"}}
+    path = write_parquet(tmp_path / "a.parquet", [{"prompt": "a", "image": b"x", **about}])
+    reading = Reading(SourceConfig(path=path))
+    (example,) = reading
+    assert example.metadata == {"day": "2024-01-02", "price": "1.50", "inner": [None], "deep": {}}
+    assert reading.without_form == ["image"]
 
 
 def test_files_that_are_empty_missing_or_of_another_kind_are_refused(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ def names(flow: Flow) -> list[str]:
 def test_sft_joins_given_responses_and_trains_on_them():
     flow = load_flow("sft", {}, RUN)
     assert names(flow) == ["data.join_response", "actor.update"]
-    assert flow.needs_from_data() == ("response",)
+    assert flow.needs_from_data() == ("response", "response_mask")
 
 
 def test_grpo_has_a_reference_only_with_a_kl_term():
@@ -116,7 +116,7 @@ def test_vapo_warms_its_critic_up_and_imitates_right_answers():
 def test_pairs_are_what_reward_models_and_dpo_train_on():
     for name in ("reward_model", "dpo"):
         flow = load_flow(name)
-        assert flow.trains_on_pairs and flow.needs_from_data() == ("response",)
+        assert flow.trains_on_pairs and flow.needs_from_data() == ("response", "response_mask")
     assert not load_flow("sft").trains_on_pairs
     assert load_flow("reward_model", {"role": "cost"}).trained_roles == ("cost",)
 

@@ -41,7 +41,8 @@ def rows_of(tokenizer, responses, answers, sources=None, prefix=""):
 
 def rewards_of(tokenizer, verify, per_source=None, correct=1.0, wrong=0.0, **settings):
     config = RewardConfig(**{"verify": verify, "timeout_s": 5.0, **settings})
-    return RuleRewards(config, per_source or {}, correct, wrong, tokenizer)
+    ends = {tokenizer.token_to_id("<end>")}
+    return RuleRewards(config, per_source or {}, correct, wrong, tokenizer, ends=ends)
 
 
 def test_right_and_wrong_get_the_recipes_scores_unless_configured(tokenizer):

@@ -17,7 +17,7 @@ ROWS, RANKS, BATCH, BATCHES = 10_000_000, 4, 512, 40
 RANK = """
 import json, sys, time
 from pathlib import Path
-import psutil, resource
+import psutil
 from braidrl.config import DataConfig, SourceConfig
 from braidrl.data.loader import PromptLoader, as_rows
 from braidrl.data.prompts import load_train
@@ -26,7 +26,7 @@ from braidrl.training.loading import load_decoder, load_tokenizer
 model, data, cache, kept, rank, ranks, batch, batches = sys.argv[1:]
 rank, ranks, batch, batches = int(rank), int(ranks), int(batch), int(batches)
 decoder, tokenizer = load_decoder(model), load_tokenizer(model)
-before = psutil.Process().memory_info().rss
+before = psutil.Process().memory_full_info().uss
 start = time.perf_counter()
 config = DataConfig(train=[SourceConfig(path=Path(data))], cache=Path(cache))
 loader = PromptLoader(load_train(config, tokenizer, kept=[kept] if rank else None))
@@ -35,7 +35,8 @@ for number in range(batches):
     rows = as_rows(loader.peek(loader.advance(batch)[rank::ranks]), 1)
     first = time.perf_counter() - start if number == 0 else first
     seen |= {row["line"] for row in rows["metadata"]}
-peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+# Pages of the table are shared by all processes of the machine, and the kernel takes them back where it needs room.
+peak = psutil.Process().memory_full_info().uss
 print(json.dumps({"mb": (peak - before) / 1e6, "first_s": first, "drawn": sorted(seen)}))
 """
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from braidrl.data.endings import end_of_sequence_ids
 from braidrl.data.rows import Uid
 from braidrl.engines.embedded.batch import SlotBatch
 from braidrl.engines.embedded.graphs import CudaRecorder, StepGraphs
@@ -22,7 +23,7 @@ from braidrl.engines.embedded.shared_prefill import ROW_MULTIPLE
 from braidrl.engines.embedded.slots import round_up
 from braidrl.engines.engine import EngineMemory, WeightSource
 from braidrl.engines.requests import Response
-from braidrl.engines.row_request import EngineRow, end_of_sequence_ids
+from braidrl.engines.row_request import EngineRow
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.training.memory.footprint import cache_bytes
 from braidrl.training.parallel.pipeline import local_layers
@@ -46,7 +47,9 @@ class EmbeddedEngine(SteppingEngine):
 
         Under `pipeline` it has some of the layers.
         """
-        super().__init__(tokenizer, end_of_sequence_ids(model.generation_config, tokenizer), max_sequence_tokens, seed)
+        super().__init__(
+            tokenizer, end_of_sequence_ids(tokenizer, model.generation_config, model.config), max_sequence_tokens, seed
+        )
         size = model.config.get_text_config().vocab_size
         self.vocabulary = size if size < len(tokenizer) else None
         self._weights = EngineWeights(model, dtype, slices)

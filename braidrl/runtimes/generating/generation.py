@@ -205,7 +205,7 @@ class Generation:
             finished: Called with each episode that ends.
         """
         make = await in_thread(lambda: self.environments.find(stage.params["environment"]))
-        prompts = PromptTemplate(self.tokenizer, self.config.data.chat_template, self.config.data.system_prompt)
+        prompts = PromptTemplate.of(self.tokenizer, self.config.data)
         template, sampling = (
             TurnTemplate(prompts, self.config.rollout.environment.tool_format),
             sampling_of(stage, self.config),

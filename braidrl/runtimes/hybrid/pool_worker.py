@@ -218,7 +218,7 @@ class PoolWorker:
 
     @register(protocol="ONE_TO_ALL")
     def read_data(self) -> list[tuple[int, str]]:
-        """Read the run's data with the other ranks of the pool, each of which tokenises its own part of every file.
+        """Read the run's data with the other ranks of the pool, which map the tables that the first of them writes.
 
         Returns:
             Of each source how many prompts are kept, and what is to be said of it.

@@ -16,6 +16,7 @@ from braidrl.cluster.pools import check_exchange, place
 from braidrl.cluster.process import sleep_at_barriers
 from braidrl.cluster.world import World
 from braidrl.config import Config, SourceConfig, VerifierConfig
+from braidrl.data.endings import end_ids_of
 from braidrl.data.prompts import ALONE, LoadedSource, Readers, check_train, load_eval, load_texts, load_train
 from braidrl.data.records import check_source
 from braidrl.data.records import place as place_of
@@ -103,7 +104,7 @@ class Prepared:
 
     @property
     def kept(self) -> dict[str, Any]:
-        """Return which examples this process has kept of its data, for others that read the same files."""
+        """Return the folders of the tables of this process's data, for others that read the same files."""
         evaluation = {name: source.kept for name, source in self.eval_sources.items()}
         texts = self.texts.kept if self.texts else None
         return {"train": [source.kept for source in self.sources], "eval": evaluation, "texts": texts}
@@ -128,11 +129,12 @@ def rule_rewards(config: Config, stages: Sequence[Stage], tokenizer: PreTrainedT
     sources = [*config.data.training_sources, *config.data.evaluation_sources.values()]
     own: dict[int, list[VerifierConfig]] = {i: s.verify for i, s in enumerate(sources) if s.verify is not None}
     names = {i: source.label for i, source in enumerate(sources)}
-    return RuleRewards(config.reward, own, scores["correct_score"], scores["wrong_score"], tokenizer, names)
+    ends = end_ids_of(config.model.expanduser(), tokenizer)
+    return RuleRewards(config.reward, own, scores["correct_score"], scores["wrong_score"], tokenizer, names, ends)
 
 
 def prepare_together(config: Config, world: World, train: bool = True) -> Prepared:
-    """Do as `prepare`; one rank tokenises every prompt to see which are short enough, the others then only those that they draw.
+    """Do as `prepare`; one rank writes the tables of the data, which the others of its machine map.
 
     Under hybrid the workers that generate read the data, and this process only looks whether there are any.
     """
@@ -158,7 +160,7 @@ def prepare(
 ) -> Prepared:
     """Raise UserError for the first thing that could not run; without `train` only evaluation data is read.
 
-    `kept` says of the sources of `train` and `eval` which examples another process has kept of them, and of `texts`.
+    `kept` has the folders of the tables that another process has made of the sources of `train`, `eval` and `texts`.
     """
     return with_data(without_data(config, train, check), train, kept)
 
@@ -196,7 +198,7 @@ def with_data(
     Args:
         prepared: The run without them.
         train: False to read held-out sets alone.
-        kept: Which examples another process has kept of them.
+        kept: The folders of the tables that another process has made of them.
         readers: The processes that read them together.
     """
     config, flow, tokenizer, known = prepared.config, prepared.flow, prepared.tokenizer, kept or {}
@@ -258,11 +260,11 @@ def check_answers(config: Config, sources: Sequence[LoadedSource], settings: Seq
     for source, own in zip(sources, settings, strict=True):
         verifiers = [resolve(v.name, v.params) for v in (config.reward.verify if own.verify is None else own.verify)]
         needy = next((verifier for verifier in verifiers if needs_answer(verifier)), None)
-        missing = source.unanswered if needy is not None else None
-        if needy is not None and missing is not None:
-            hint = suggest(own.answer_field, missing.metadata) if missing.metadata else "There is no other field."
+        line, fields = source.facts.unanswered, source.facts.unanswered_fields
+        if needy is not None and line is not None:
+            hint = suggest(own.answer_field, fields) if fields else "There is no other field."
             raise UserError(
-                f"{place_of(source.path, missing.line)}: no field {own.answer_field!r} for the answer, which the verifier "
+                f"{place_of(source.path, line)}: no field {own.answer_field!r} for the answer, which the verifier "
                 f"{needy.label!r} compares with. {hint} Set answer_field of this source."
             )
 
@@ -329,11 +331,10 @@ def check_vocabulary(
     if end is not None and end >= size:
         raise UserError(f"{sizes}: the end of sequence, token {end}, is beyond it; {remedy}")
     for source in sources:
-        if not source.longest_prompt:
-            continue  # another process has tokenised it
+        given = [name for name in ("response", "rejected") if source.response(0, name) is not None] if len(source) else []
         for number in range(len(source)):
-            parts = (source.prompt(number), source.response(number), source.rejected_response(number))
-            highest = max(int(part.max()) for part in parts if part is not None and len(part))
+            parts = [source.prompt(number), *(source.examples.tokens(name, number) for name in given)]
+            highest = max((int(part.max()) for part in parts if len(part)), default=-1)
             if highest >= size:
                 where = place_of(source.path, source.examples[number].line)
                 word = tokenizer.convert_ids_to_tokens(highest)
@@ -352,5 +353,4 @@ def vocabulary_lines(prepared: Prepared) -> list[str]:
 
 def longest(sources: Sequence[LoadedSource], added: int) -> int:
     """Return the tokens of the longest row of prompt and given response, or where none is given of prompt and `added` sampled tokens."""
-    # A rank that leaves the filter to another knows no lengths.
-    return max((s.longest_row or s.longest_prompt + added for s in sources if s.longest_prompt), default=0)
+    return max((s.facts.longest_row or s.facts.longest_prompt + added for s in sources), default=0)

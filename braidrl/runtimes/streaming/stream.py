@@ -330,7 +330,17 @@ class Stream:
             self.schedule.tokens.update(zip(uids, index[name].tolist(), strict=True))
 
 
-BORN_WITH = ("source", "group", "sample", "prompt", "prompt_length", "metadata", "response", "ptx_tokens")
+BORN_WITH = (
+    "source",
+    "group",
+    "sample",
+    "prompt",
+    "prompt_length",
+    "metadata",
+    "response",
+    "response_mask",
+    "ptx_tokens",
+)
 
 
 def writers_before(flow: Flow, stage: Stage) -> list[str]:

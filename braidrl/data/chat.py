@@ -1,0 +1,80 @@
+"""Chat messages and tools in the one form that chat templates get, from the forms that data and clients have.
+
+content         text, null or absent beside calls, a list of {type: text, text}     ──▶ text
+arguments       an object, or its JSON as text (OpenAI)                             ──▶ an object
+nulls           what is null may as well be absent                                  ──▶ absent
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from braidrl.errors import UserError
+
+ChatMessage = dict[str, Any]
+TEMPLATE = "chat_template_kwargs"
+"""The field of `metadata` with a row's arguments of the chat template."""
+Tools = Sequence[Mapping[str, Any]]
+"""JSON schemas of functions, as chat templates take them."""
+
+
+def normal_message(message: Mapping[str, Any]) -> ChatMessage:
+    """Return a message as chat templates take it. Raises UserError for calls whose arguments are not JSON."""
+    known = {name: value for name, value in message.items() if value is not None}
+    # Templates ask whether there are calls by the name alone.
+    calls = known.pop("tool_calls", None)
+    normal = {**known, "content": text_of(known.get("content"))}
+    return {**normal, "tool_calls": [normal_call(call) for call in calls]} if calls else normal
+
+
+def text_of(content: Any) -> Any:
+    """Return a message's content as text: parts of text are joined, none is empty text. Other parts stay."""
+    if content is None:
+        return ""
+    if not isinstance(content, list) or not content:
+        return content
+    parts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content]
+    return "".join(map(str, parts)) if all(isinstance(part, str) for part in parts) else content
+
+
+def normal_call(call: Any) -> Any:
+    """Return a call of a tool with its arguments as an object."""
+    if not isinstance(call, Mapping):
+        raise UserError(f"a call of a tool is an object with `function`, not {call!r}")
+    function = call.get("function")
+    if not isinstance(function, Mapping):
+        return with_arguments(call)
+    return {**call, "function": with_arguments(function)}
+
+
+def with_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call's function with its arguments as an object. Raises UserError for text that is not JSON."""
+    arguments = function.get("arguments")
+    if not isinstance(arguments, str):
+        return {**function, "arguments": arguments if arguments is not None else {}}
+    try:
+        return {**function, "arguments": json.loads(arguments) if arguments.strip() else {}}
+    except (ValueError, RecursionError):
+        raise UserError(
+            f"the arguments of a call of {function.get('name')!r} are not JSON: {arguments[:80]!r}; write an object"
+        ) from None
+
+
+def tools_of(value: Any) -> list[dict[str, Any]] | None:
+    """Return the tools that a value is, a list of objects or its JSON as text; none for null, and None for anything else."""
+    if value in (None, "", []):
+        return []
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            return None
+    found = isinstance(value, list) and all(isinstance(tool, dict) for tool in value)
+    return value if found else None
+
+
+def without_nulls(value: Any) -> Any:
+    """Return nested objects without the keys that are null, which Arrow adds where other records have them."""
+    if isinstance(value, Mapping):
+        return {name: without_nulls(part) for name, part in value.items() if part is not None}
+    return [without_nulls(part) for part in value] if isinstance(value, list) else value

@@ -1,0 +1,60 @@
+"""Tokens that end a response: one set for engines, evaluation, `finish_reason`, given responses and the text that people see."""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+MARK = "the-assistants-turn-stands-here"
+
+
+def end_ids_of(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    """Return the ids that end a response of the model in a Hugging Face directory; see `end_of_sequence_ids`."""
+    files = [folder / name for name in ("generation_config.json", "config.json")]
+    return end_of_sequence_ids(tokenizer, *(json.loads(file.read_bytes()) for file in files if file.is_file()))
+
+
+def end_of_sequence_ids(tokenizer: Any, *settings: Any) -> tuple[int, ...]:
+    """Return the tokenizer's end of sequence, those of the model's settings, and the end of a turn in the chat template.
+
+    Args:
+        tokenizer: The run's.
+        settings: The model's generation settings and configuration, as objects or as their JSON.
+    """
+    found = [tokenizer.eos_token_id]
+    for each in settings:
+        for part in (each, field_of(each, "text_config")):
+            ends = field_of(part, "eos_token_id")
+            found += ends if isinstance(ends, Sequence) else [ends]
+    return tuple(dict.fromkeys(token for token in (*found, turn_end_id(tokenizer)) if token is not None))
+
+
+def field_of(settings: Any, name: str) -> Any:
+    return settings.get(name) if isinstance(settings, Mapping) else getattr(settings, name, None)
+
+
+def turn_end_id(tokenizer: Any) -> int | None:
+    """Return the special token with which the chat template closes an assistant's turn, None where there is none."""
+    if not getattr(tokenizer, "chat_template", None):
+        return None
+    turn = [{"role": "user", "content": "-"}, {"role": "assistant", "content": MARK}]
+    try:
+        after = tokenizer.apply_chat_template(turn, tokenize=False).rpartition(MARK)[2]
+    # A template may refuse this conversation in any way that Jinja allows; then it is not known how it closes a turn.
+    except Exception:
+        return None
+    ids = tokenizer(after.lstrip(), add_special_tokens=False)["input_ids"]
+    return ids[0] if ids and ids[0] in tokenizer.all_special_ids else None
+
+
+def hidden_ids(tokenizer: Any, ends: Collection[int]) -> frozenset[int]:
+    """Return the tokens that are never part of a response's text: its ends, and padding."""
+    padding = getattr(tokenizer, "pad_token_id", None)
+    return frozenset({*ends, *(() if padding is None else (padding,))})
+
+
+def visible_text(tokenizer: Any, tokens: Sequence[int], hidden: Collection[int], skip_special_tokens: bool) -> str:
+    """Decode a response without hidden tokens, and without other special tokens where these are skipped."""
+    shown = [token for token in tokens if token not in hidden]
+    text: str = tokenizer.decode(shown, skip_special_tokens=skip_special_tokens)
+    return text

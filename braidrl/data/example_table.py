@@ -1,0 +1,249 @@
+"""A source as an Arrow file that `datasets` writes once and every process of a machine maps: they share its pages in memory.
+
+examples ──tokenizer, a batch at a time──▶ example, prompt, response, rejected ──▶ folder/...arrow ──mapped──▶ one row
+                                                                                   folder/facts.json
+
+example                        JSON of an `Example`
+prompt, response, rejected     int32 token ids; `response_trained` and `rejected_trained` say which of them are trained
+"""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import shutil
+import tempfile
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, astuple, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+
+from braidrl.config import SourceConfig
+from braidrl.data.conversions import CONVERSIONS
+from braidrl.data.records import place, quiet
+from braidrl.data.sources import Example
+from braidrl.data.templates import PromptTemplate
+from braidrl.errors import UserError
+
+RESPONSES = ("response", "rejected")
+BATCH = 512
+PROGRESS_AFTER_S = 2.0
+PASSING = "braid-data-"
+PACKAGES = ("datasets", "pyarrow", "transformers", "tokenizers", "jinja2")
+"""Packages on which the contents of a table depend."""
+
+
+@dataclass
+class Facts:
+    """What would need a pass over all of a source's examples."""
+
+    read: int = 0
+    """Examples, with those that are too long."""
+    left_out: dict[str, int] = field(default_factory=dict)
+    """Records that are no examples, by reason."""
+    without_form: list[str] = field(default_factory=list)
+    """Columns that JSON has no form for, which are left out."""
+    longest_prompt: int = 0
+    longest_row: int = 0
+    """Tokens of the longest prompt, and of the longest prompt with a given response, 0 where none is given."""
+    shortest: int = 0
+    """Tokens of the shortest prompt, kept or not."""
+    unanswered: int | None = None
+    """The line of the first example without an answer,"""
+    unanswered_fields: list[str] = field(default_factory=list)
+    """and its other fields."""
+
+
+class ExampleTable(Sequence[Example]):
+    """The examples of a source that are short enough, mapped from a file."""
+
+    def __init__(self, dataset: Any, facts: Facts, folder: Path) -> None:
+        self.dataset, self.facts, self.folder = dataset, facts, folder
+        # A cell of a mapped column takes microseconds; a row by way of the data set takes a hundred times that.
+        self._columns = {name: dataset.data.column(name) for name in dataset.column_names}
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Example:  # type: ignore[override]
+        return Example(*json.loads(self._columns["example"][index].as_py()))
+
+    def tokens(self, column: str, index: int) -> Tensor:
+        """Return token ids (T,) int64 of a row, or which of them are trained, (T,) bool."""
+        values = self._columns[column][index].values.to_numpy(zero_copy_only=False)
+        return torch.from_numpy(values.astype(bool if column.endswith("_trained") else np.int64))
+
+    def lengths(self, column: str) -> Tensor | None:
+        """Return the number of tokens of every row, (K,) int64, or None where the source has no such column."""
+        import pyarrow.compute
+
+        if column not in self._columns:
+            return None
+        return torch.from_numpy(pyarrow.compute.list_value_length(self._columns[column]).to_numpy().astype(np.int64))
+
+
+def open_table(folder: Path, write: Callable[[Facts], Iterator[dict[str, Any]]], given: int) -> ExampleTable:
+    """Return the table in a folder, which is written there where it is not whole; one process writes and the others wait for it.
+
+    Args:
+        folder: Only for this table.
+        write: Yields its rows, and fills in the facts.
+        given: How many given responses each row has.
+
+    Raises:
+        UserError: What writing raises.
+    """
+    # Imported here: it takes a second.
+    import datasets
+    from datasets.exceptions import DatasetGenerationError
+
+    ids, mask = datasets.List(datasets.Value("int32")), datasets.List(datasets.Value("bool"))
+    types = {"example": datasets.Value("large_string"), "prompt": ids}
+    for name in RESPONSES[:given]:
+        types |= {name: ids, f"{name}_trained": mask}
+
+    def rows() -> Iterator[dict[str, Any]]:
+        facts = Facts()
+        yield from write(facts)
+        (folder / "facts.json").write_text(json.dumps(asdict(facts)), encoding="utf-8")
+
+    # A table of one run is removed by the process that made its folder, when that has no more use for it.
+    mine = folder.name.startswith(PASSING) and not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with quiet():
+            dataset = datasets.Dataset.from_generator(
+                rows, features=datasets.Features(types), cache_dir=str(folder), fingerprint="examples"
+            )
+    except DatasetGenerationError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise error.__cause__ or error from None
+    table = ExampleTable(dataset, Facts(**json.loads((folder / "facts.json").read_text(encoding="utf-8"))), folder)
+    if mine:
+        weakref.finalize(table, remove_in, os.getpid(), folder)
+    return table
+
+
+def table_rows(
+    path: Path, examples: Iterable[Example], template: PromptTemplate, max_prompt_tokens: int, given: int, facts: Facts,
+    title: str,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """Yield the rows of a table, and fill in the facts that follow from them. Raises UserError with the place of a fault."""
+    for batch in with_progress(batched(examples, BATCH), title):
+        facts.read += len(batch)
+        prompts = tokenize(path, batch, template)
+        facts.shortest = min(facts.shortest or len(prompts[0]), *map(len, prompts), len(prompts[0]))
+        kept = [(e, ids) for e, ids in zip(batch, prompts, strict=True) if len(ids) <= max_prompt_tokens]
+        for example, ids in kept:
+            row = {"example": json.dumps(astuple(example), separators=(",", ":")), "prompt": ids}
+            for name, response in zip(RESPONSES, responses_of(path, example, template, given), strict=False):
+                row |= {name: response.ids, f"{name}_trained": response.trained}
+                facts.longest_row = max(facts.longest_row, len(ids) + len(response.ids))
+            facts.longest_prompt = max(facts.longest_prompt, len(ids))
+            if example.answer is None and facts.unanswered is None:
+                facts.unanswered, facts.unanswered_fields = example.line, list(example.metadata)
+            yield row
+
+
+def tokenize(path: Path, batch: Sequence[Example], template: PromptTemplate) -> list[list[int]]:
+    """Return the token ids of prompts. Raises UserError with the place of one that the template refuses or that has no tokens."""
+    ids = template.encode_text([rendered(path, example, template) for example in batch])
+    for example, row in zip(batch, ids, strict=True):
+        if not row:
+            where = place(path, example.line)
+            raise UserError(f"{where}: the tokenizer makes no token of this prompt; write some text")
+    return ids
+
+
+def rendered(path: Path, example: Example, template: PromptTemplate) -> str:
+    try:
+        return template.with_arguments(example.arguments).render(example.prompt, example.tools)
+    except UserError as error:
+        raise UserError(f"{place(path, example.line)}: {error}") from None
+
+
+def responses_of(path: Path, example: Example, template: PromptTemplate, given: int) -> list[Any]:
+    try:
+        return template.encode_given(
+            example, [r for r in (example.response, example.rejected)[:given] if r is not None]
+        )
+    except UserError as error:
+        raise UserError(f"{place(path, example.line)}: {error}") from None
+
+
+def batched(items: Iterable[Example], size: int) -> Iterator[list[Example]]:
+    """Yield so many items at a time."""
+    source = iter(items)
+    while batch := list(islice(source, size)):
+        yield batch
+
+
+def with_progress(
+    batches: Iterable[list[Example]], title: str, after_s: float = PROGRESS_AFTER_S
+) -> Iterator[list[Example]]:
+    """Yield the same batches; a bar appears on stderr if they take longer than `after_s` seconds."""
+    started, done = time.monotonic(), 0
+    with ExitStack() as stack:
+        progress: Progress | None = None
+        for batch in batches:
+            if progress is None and time.monotonic() - started >= after_s:
+                progress = stack.enter_context(Progress(console=Console(stderr=True)))
+                task = progress.add_task(title, total=None)
+            yield batch
+            done += len(batch)
+            if progress is not None:
+                progress.update(task, completed=done)
+
+
+def kept_folder(cache: Path, source: SourceConfig, template: PromptTemplate, *further: Any) -> Path | None:
+    """Return where a source's table is kept: another folder for other files, settings, code or tokenizer.
+
+    None where not all code is known that the table depends on: a conversion without a version, a tokenizer with code of its own.
+
+    Args:
+        cache: Where tables are kept.
+        source: The file or folder, with what is chosen of it.
+        template: Turns prompts into token ids.
+        further: Whatever else the table depends on.
+    """
+    own_conversion = source.convert is not None and source.convert not in CONVERSIONS
+    tokenizer = template.tokenizer
+    own_tokenizer = not tokenizer.is_fast or not type(tokenizer).__module__.startswith("transformers.")
+    if own_tokenizer or (own_conversion and source.convert_version is None):
+        return None
+    files = sorted(path for path in source.path.rglob("*") if path.is_file()) if source.path.is_dir() else [source.path]
+    code = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))]
+    chat = tokenizer.chat_template if template.is_chat else None
+    described = [
+        [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files],
+        source.model_dump(mode="json", exclude={"weight", "verify"}), code,
+        [importlib.metadata.version(name) for name in PACKAGES],
+        tokenizer.backend_tokenizer.to_str(), repr(tokenizer.special_tokens_map), chat,
+        # Some templates write the day into the prompt.
+        time.strftime("%Y-%m-%d") if "strftime" in str(chat) else "",
+        template.system_prompt, repr(dict(template.arguments)), further,
+    ]  # fmt: skip
+    name = hashlib.blake2b(json.dumps(described, default=str).encode(), digest_size=16).hexdigest()
+    return cache.expanduser() / f"{source.label}-{name}"
+
+
+def passing_folder() -> Path:
+    """Return a new name of a folder for a table that lives no longer than its run."""
+    return Path(tempfile.gettempdir()) / f"{PASSING}{uuid.uuid4().hex}"
+
+
+def remove_in(process: int, folder: Path) -> None:
+    """Remove a folder, in the process that has made it and in none of its copies."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)
