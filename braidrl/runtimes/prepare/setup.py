@@ -30,10 +30,10 @@ from braidrl.runtimes.prepare.checks import (
     check_divided_engines,
     check_dtypes,
     check_generating_ranks,
-    check_handles,
     check_layouts,
     check_names,
     check_roles,
+    check_weights,
     model_settings,
 )
 from braidrl.runtimes.prepare.run_flow import build_flow, check_copies, evaluation_flow
@@ -63,7 +63,7 @@ class Prepared:
         check_layouts(config, self.flow, self.flow.roles)
         check_divided_engines(config, [*self.flow.stages, *self._evaluated])
         check_adapters(config, self.flow)
-        check_handles(config, self.flow)
+        check_weights(config)
         check_roles(config, {*self.flow.roles, *self.evaluation.roles}, self.flow.name)
         if self.sources and any(stage.type == "verify" for stage in self.flow.stages):
             check_answers(config, self.sources, config.data.training_sources)
