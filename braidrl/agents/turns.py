@@ -99,14 +99,9 @@ class TurnTemplate:
         return list(self.template.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _render(self, messages: list[ChatMessage], tools: Tools) -> str:
-        from jinja2 import TemplateError
+        from braidrl.data.rendering import render_chat
 
-        try:
-            return self.template.tokenizer.apply_chat_template(
-                messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=True
-            )
-        except TemplateError as error:
-            raise UserError(f"the tokenizer's chat template refuses the messages: {error}") from None
+        return render_chat(self.template.tokenizer, messages, tools)
 
 
 def parsed_by_tokenizer(tokenizer: Any, text: str, prompt: str, tools: Tools) -> tuple[str, str] | None:

@@ -16,8 +16,11 @@ import pyarrow.parquet
 
 from braidrl.config import SourceConfig
 from braidrl.errors import UserError, first_line, suggest
+from braidrl.parsing import MOST_LEVELS, check_levels, parse_json, what_is_wrong
 
 Record = dict[str, Any]
+LINE_BYTES, FILE_BYTES = 32 << 20, 4 << 30
+"""Of one record, and of a .json file, which is read whole."""
 
 
 def read_records(source: SourceConfig, usual_split: str = "train") -> Iterator[tuple[int, Record]]:
@@ -60,24 +63,12 @@ def check_source(source: SourceConfig) -> None:
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, Record]]:
     """Yield the JSON objects of a file by line; empty lines are skipped but counted."""
-    decoder = json.JSONDecoder(parse_constant=_refuse_constant)
     with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
-            if number == 1:
-                raw = raw.removeprefix(codecs.BOM_UTF8)
-            if not raw.strip():
-                continue
-            try:
-                record = decoder.decode(raw.decode("utf-8").rstrip())
-            except UnicodeDecodeError:
-                raise UserError(f"{place(path, number)} is not UTF-8; save the file as UTF-8") from None
-            except json.JSONDecodeError as error:
-                raise UserError(
-                    f"{place(path, number)} is not JSON: {error.msg} at character {error.pos + 1}"
-                ) from None
-            except ValueError as error:
-                raise UserError(f"{place(path, number)} is not JSON: {error}") from None
-            yield number, _as_object(path, number, record)
+        # No more of a line is read than is taken.
+        for number, raw in enumerate(iter(lambda: file.readline(LINE_BYTES + 1), b""), start=1):
+            if len(raw) > LINE_BYTES or raw.strip():
+                text = raw if len(raw) > LINE_BYTES else raw.rstrip()
+                yield number, _as_object(path, number, _parsed(place(path, number), text, LINE_BYTES))
 
 
 def read_json(path: Path) -> Iterator[tuple[int, Record]]:
@@ -86,12 +77,17 @@ def read_json(path: Path) -> Iterator[tuple[int, Record]]:
         if not file.read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
             yield from read_jsonl(path)
             return
-    try:
-        records = json.loads(path.read_bytes(), parse_constant=_refuse_constant)
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {first_line(error)}") from None
+    records = _parsed(str(path), path.read_bytes(), FILE_BYTES)
     for number, record in enumerate(records, start=1):
         yield number, _as_object(path, number, record)
+
+
+def _parsed(where: str, raw: bytes, most_bytes: int) -> Any:
+    """Return the JSON value. Raises UserError, with its place, for what is none, or is too long or too deep."""
+    try:
+        return parse_json(raw, most_bytes)
+    except ValueError as error:
+        raise UserError(f"{where} is {what_is_wrong('JSON', error)}") from None
 
 
 def _as_object(path: Path, number: int, record: Any) -> Record:
@@ -100,10 +96,6 @@ def _as_object(path: Path, number: int, record: Any) -> Record:
             f'{place(path, number)} holds {kind_of(record)}; write a JSON object, as in {{"prompt": "1+1="}}'
         )
     return record
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON value; write null")
 
 
 def read_parquet(path: Path) -> Iterator[tuple[int, Record]]:
@@ -163,12 +155,26 @@ def _check_json(path: Path, number: int, record: Mapping[str, Any]) -> None:
     """Raise UserError for bytes, dates, NaN and whatever else could not travel or be written as JSON."""
     for name, value in record.items():
         try:
-            json.dumps(value, allow_nan=False)
+            text = json.dumps(value, allow_nan=False)
+            if text.count("[") + text.count("{") > MOST_LEVELS:
+                check_levels(value)
+            if len(text) > LINE_BYTES:
+                raise UserError(
+                    f"{place(path, number)}: column {name!r} has {len(text)} bytes, and at most {LINE_BYTES} are read"
+                )
+        except RecursionError:
+            fault = f"is nested more than {MOST_LEVELS} levels deep"
+            raise UserError(f"{place(path, number)}: column {name!r} {fault}") from None
         except TypeError:
             fault = "holds a value that JSON has no form for (such as bytes or a date); remove the column or store it as text"
             raise UserError(f"{place(path, number)}: column {name!r} {fault}") from None
-        except ValueError:
-            fault = "holds a number that is not finite, which JSON has no form for; write null"
+        except ValueError as error:
+            deep = f"is not read: {error}"
+            fault = (
+                deep
+                if "nested" in str(error)
+                else "holds a number that is not finite, which JSON has no form for; write null"
+            )
             raise UserError(f"{place(path, number)}: column {name!r} {fault}") from None
 
 

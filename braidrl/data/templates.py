@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jinja2 import TemplateError
-
+from braidrl.data.rendering import render_chat
 from braidrl.data.sources import ChatMessage, Prompt
 from braidrl.errors import UserError
 
@@ -40,10 +39,7 @@ class PromptTemplate:
         messages = self.messages(prompt)
         if not self.is_chat:
             return "\n\n".join(message["content"] for message in messages)
-        try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
-            raise UserError(f"the tokenizer's chat template refuses the messages: {error}") from None
+        return render_chat(self.tokenizer, messages)
 
     def encode_text(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenise rendered prompts. A chat template has written its special tokens into the text already."""
