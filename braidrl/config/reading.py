@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from braidrl.config.config import Config
 from braidrl.errors import Problems, UserError, shown, suggest
 from braidrl.importing import relative_to
-from braidrl.parsing import check_levels, texts_and_numbers
+from braidrl.parsing import MOST_LEVELS, check_levels, texts_and_numbers
 from braidrl.yaml_text import parse_yaml, read_yaml
 
 CODE = re.compile(r"(?:agent:|verifiers:)?([^\s:]+\.py)(?::[A-Za-z_]\w*)?")
@@ -164,6 +164,8 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     if not equals or not key:
         raise UserError(f"{shown(override)} is not key=value, as in trainer.steps=10")
     *parents, last = key.split(".")
+    if len(parents) > MOST_LEVELS:
+        raise UserError(f"{shown(override)}: the key is nested more than {MOST_LEVELS} levels deep")
     for parent in parents:
         tree = tree.setdefault(parent, {})
         if not isinstance(tree, dict):

@@ -177,12 +177,12 @@ def run_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
     if not path.is_file():
         raise UserError(f"{folder} is no run folder: it has no config.yaml")
     try:
-        tree = dict(parse_yaml(read_text(path), path.name))
-        known = parse_config(tree)
-    except (ValueError, TypeError) as error:
+        tree = dict(parse_yaml(read_text(path), "its text"))
+    except (UserError, ValueError, TypeError) as error:
         raise UserError(
             f"{path} is damaged ({first_line(error)}); write it again, or begin anew with the same settings"
         ) from error
+    known = parse_config(tree)
     for override in overrides:
         key = override.partition("=")[0]
         if not any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE):
