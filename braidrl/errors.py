@@ -2,6 +2,7 @@
 
 import errno
 import os
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,9 +17,13 @@ __all__ = [
     "UserError",
     "WorkerError",
     "first_line",
+    "limit_reached",
     "no_room",
+    "shown",
     "suggest",
 ]
+SHOWN = 200
+"""Characters of a value that a message shows at most."""
 
 
 class UserError(Exception):
@@ -72,6 +77,35 @@ def no_room(error: BaseException) -> str:
     return ""
 
 
+LIMITS = {
+    os.strerror(errno.EMFILE): "open files (ulimit -n)",
+    os.strerror(errno.ENFILE): "open files of the machine",
+    os.strerror(errno.ENOMEM): "memory (ulimit -v)",
+    "can't start new thread": "threads (ulimit -u) or memory (ulimit -v)",
+}
+"""What a process has no more of, by the words of the error."""
+
+
+def limit_reached(error: BaseException) -> str:
+    """Return a message for an error that a limit of this process has caused; nothing for any other."""
+    found: BaseException | None = error
+    while found is not None:
+        for words, what in LIMITS.items():
+            if words in str(found) or (isinstance(found, MemoryError) and "ulimit -v" in what):
+                return f"this process may have no more {what}: {first_line(found)}; raise the limit"
+        found = found.__cause__ or found.__context__
+    return ""
+
+
 def first_line(error: BaseException) -> str:
     """Return the error's own words, without what libraries add in further lines."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def shown(value: Any) -> str:
+    """Return a value as a message shows it: in one line without control characters, the middle left out of what is long."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = SHOWN
+    if isinstance(value, int) and value.bit_length() > 4 * SHOWN:
+        return f"a whole number of {value.bit_length()} bits"
+    return short.repr(value)

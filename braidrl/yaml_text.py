@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from braidrl.errors import UserError
+from braidrl.parsing import check_events
 
 COLON_WITHOUT_SPACE = re.compile(r"([A-Za-z_][\w.-]*):(\S.*)")
 
@@ -37,10 +38,14 @@ def parse_yaml(text: str, place: str, loader: type[yaml.SafeLoader] = yaml.SafeL
     Raises:
         UserError: It is not YAML, a key is there twice, or a colon without a space behind it is part of a key.
     """
+    try:
+        check_events(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{place} is not YAML: {' '.join(str(error).split())}") from None
     reader = type("Reader", (_EachKeyOnce, loader), {"place": place})(text)
     try:
         return reader.get_single_data()
-    except yaml.YAMLError as error:
+    except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"{place} is not YAML: {' '.join(str(error).split())}") from None
     finally:
         reader.dispose()

@@ -14,6 +14,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -22,7 +23,7 @@ import torch
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from braidrl.agents.listening import check_listening
+from braidrl.agents.listening import Connections, check_listening, listening_socket
 from braidrl.agents.openai_api import CHAT, COMPLETIONS, MODEL, Protocol, TurnReply, TurnRequest, event, reply
 from braidrl.agents.responses_api import RESPONSES
 from braidrl.agents.trajectory import Trajectory
@@ -31,10 +32,24 @@ from braidrl.data.chat import ChatMessage
 from braidrl.data.rows import FinishReason, Uid
 from braidrl.engines.engine import Engine, EngineError
 from braidrl.engines.requests import Request, SamplingParams
-from braidrl.errors import UserError
+from braidrl.errors import UserError, shown
+from braidrl.parsing import parse_json
 
-BODY_BYTES = 64 << 20
-"""A longer request is answered with 413."""
+BODY_BYTES, BODY_BYTES_PER_TOKEN, MOST_BODY_BYTES = 1 << 20, 16, 8 << 20
+"""A longer request than for the tokens of a sequence is answered with 413."""
+ALL_BYTES = 128 << 20
+"""Of all requests that are being read and answered; beyond them requests are answered with 503."""
+BODY_S = 60.0
+"""How long a request's body may take to arrive."""
+MOST_REQUESTS = 8
+"""Of one row at a time: its turns are made one after the other."""
+MOST_TURNS = 10_000
+"""Of one row: each is kept until the row ends."""
+INLINE_BYTES = 16 << 10
+"""A longer request is rendered and tokenised in a thread, so that other rows do not wait for it."""
+THREADS = 4
+LINGER_S = 1.0
+"""How long the rest of a body that was refused is read, so that its client sees the answer."""
 PROTOCOLS = {"chat/completions": CHAT, "completions": COMPLETIONS, "responses": RESPONSES}
 """By the path below a session's."""
 WORD_EVERY_S, UNDER_WAY = 10.0, ": the turn is under way\n\n"
@@ -59,6 +74,8 @@ class EndpointSession:
     finish_reason: FinishReason = FinishReason.STOP
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held during a turn, since a row's tokens are ordered."""
+    requests: int = 0
+    """That are being read or answered."""
 
 
 class TurnStream:
@@ -67,7 +84,7 @@ class TurnStream:
     def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
         self.name, self.pieces = "", list[str]()
         self.drawn = asyncio.Event()
-        self._decode, self._stops = decode, stops
+        self._decode, self._stops = decode, StopMatcher(stops)
         self._tokens: list[int] = []
         self._text, self._sent, self._from, self._read = "", 0, 0, 0
 
@@ -86,9 +103,11 @@ class TurnStream:
         # Decoded with the tokens before them, since a decoder may treat the first token of a text differently.
         before, now = (self._decode(self._tokens[self._from : end]) for end in (self._read, len(self._tokens)))
         if not now.endswith(UNFINISHED):
-            self._text += now[len(before) :]
+            added = now[len(before) :]
+            self._text += added
+            self._stops.add(added)
             self._from, self._read = self._read, len(self._tokens)
-        piece = before_stop(self._text, self._stops, to_come=True)[self._sent :]
+        piece = self._text[self._sent : self._stops.sure]
         self._sent += len(piece)
         self.pieces += [piece] if piece else []
         return bool(piece)
@@ -130,24 +149,32 @@ class Endpoint:
         self._names: dict[Uid, str] = {}
         """Of each open session the name that its client alone is told."""
         self._runner: web.AppRunner | None = None
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="endpoint")
+        self._body_bytes = min(MOST_BODY_BYTES, BODY_BYTES + BODY_BYTES_PER_TOKEN * max_sequence_tokens)
+        self._held_bytes = 0
+        """Of the bodies of all requests that are being read and answered."""
 
     async def __aenter__(self) -> "Endpoint":
-        application = web.Application(client_max_size=BODY_BYTES, middlewares=[self._check_key])
+        application = web.Application(middlewares=[self._check_key])
         for path in PROTOCOLS:
             application.router.add_post(f"/sessions/{{name}}/v1/{{path:{path}}}", self._handle)
         application.router.add_get("/sessions/{name}/v1/models", self._models)
         application.router.add_get("/sessions/{name}/v1/models/{model:.+}", self._models)
         application.router.add_route("*", "/{path:.*}", not_served)
-        self._runner = web.AppRunner(application)
+        # What a client has compressed could be any size.
+        self._runner = web.AppRunner(application, auto_decompress=False, lingering_time=LINGER_S)
         await self._runner.setup()
-        site = web.SockSite(self._runner, self._listener) if self._listener else None
-        await (site or web.TCPSite(self._runner, self._host, self._port)).start()
-        self._port = self._runner.addresses[0][1]
+        assert self._runner.server is not None
+        listener = self._listener or listening_socket(self._host, self._port)
+        self._port = listener.getsockname()[1]
+        self._connections = Connections(self._runner.server, listener)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         assert self._runner is not None
+        await self._connections.close()
         await self._runner.cleanup()
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def open(self, uid: Uid) -> str:
         """Begin a row's session, and return the base URL for its client. Raises ValueError when it is open already."""
@@ -179,13 +206,53 @@ class Endpoint:
         session = self._sessions.get(http.match_info["name"])
         if session is None:
             return failed(404, f"no session {http.match_info['name']!r} is open")
+        if session.requests >= MOST_REQUESTS:
+            return failed(429, f"this row has {MOST_REQUESTS} requests under way; wait for their answers")
+        session.requests += 1
+        raw = bytearray()
+        try:
+            await self._read(http, raw)
+            self._connections.begin(http.protocol)
+            return await self._answer(http, session, bytes(raw))
+        except TimeoutError:
+            return failed(408, f"the request's body did not arrive within {BODY_S:g} s")
+        except ConnectionError as error:
+            return failed(503, str(error))
+        finally:
+            session.requests -= 1
+            self._held_bytes -= len(raw)
+            self._connections.end(http.protocol)
+
+    async def _read(self, http: web.Request, raw: bytearray) -> None:
+        """Append a request's body to `raw`.
+
+        Raises:
+            HTTPRequestEntityTooLarge: It is longer than a sequence of tokens.
+            ConnectionError: There is no room for it beside the bodies of other requests.
+            TimeoutError: It did not arrive in time.
+        """
+        said = http.content_length or 0
+        if said > self._body_bytes:
+            raise web.HTTPRequestEntityTooLarge(self._body_bytes, said)
+        async with asyncio.timeout(BODY_S):
+            async for part in http.content.iter_any():
+                raw += part
+                self._held_bytes += len(part)
+                if len(raw) > self._body_bytes:
+                    raise web.HTTPRequestEntityTooLarge(self._body_bytes, len(raw))
+                if self._held_bytes > ALL_BYTES:
+                    raise ConnectionError(
+                        "the endpoint reads too many long requests at a time; send this one again later"
+                    )
+
+    async def _answer(self, http: web.Request, session: EndpointSession, raw: bytes) -> web.StreamResponse:
         protocol = PROTOCOLS[http.match_info["path"]]
         try:
-            body = await body_of(http)
+            body = body_of(raw)
             asked = protocol.read(body if isinstance(body, dict) else {})
             # What may be a call of a tool is told when it is whole.
             stream = TurnStream(self.template.text, asked.stops) if asked.stream and not asked.tools else None
-            turn = asyncio.ensure_future(self._turn(session, asked, stream))
+            turn = asyncio.ensure_future(self._turn(session, asked, stream, len(raw) > INLINE_BYTES))
             if asked.stream:
                 return await streamed(http, protocol, asked, turn, stream or TurnStream(self.template.text, ()))
             return web.json_response(protocol.whole(asked, await turn))
@@ -194,9 +261,11 @@ class Endpoint:
         except EngineError as error:
             return failed(503, str(error))
 
-    async def _turn(self, session: EndpointSession, asked: TurnRequest, stream: TurnStream | None) -> TurnReply:
+    async def _turn(
+        self, session: EndpointSession, asked: TurnRequest, stream: TurnStream | None, is_long: bool
+    ) -> TurnReply:
         async with session.lock:
-            return await self._complete(session, asked, stream)
+            return await self._complete(session, asked, stream, is_long)
 
     async def _models(self, http: web.Request) -> web.Response:
         if http.match_info["name"] not in self._sessions:
@@ -209,17 +278,26 @@ class Endpoint:
         }
         return web.json_response(one if "model" in http.match_info else {"object": "list", "data": [one]})
 
-    async def _complete(self, session: EndpointSession, asked: TurnRequest, stream: TurnStream | None) -> TurnReply:
+    async def _complete(
+        self, session: EndpointSession, asked: TurnRequest, stream: TurnStream | None, is_long: bool
+    ) -> TurnReply:
         trajectory = session.trajectory
+        if session.turns >= MOST_TURNS:
+            raise UserError(f"this row has had {MOST_TURNS} turns, which is all that a row may have")
         if asked.previous is not None:
             if asked.previous not in session.responses:
                 raise UserError(f"this session has no response {asked.previous!r}")
             asked = replace(asked, messages=gone_on(session.responses[asked.previous], asked.messages))
         try:
-            ids, opens = self._context(session, asked)
+            if is_long:
+                loop = asyncio.get_running_loop()
+                ids, opens = await loop.run_in_executor(self._threads, self._context, session, asked)
+            else:
+                ids, opens = self._context(session, asked)
         # A chat template may raise whatever it likes over what a client has written into a message.
         except Exception as error:
-            raise UserError(f"the messages are none for the chat template: {type(error).__name__}: {error}") from error
+            said = shown(str(error))[1:-1]
+            raise UserError(f"the messages are none for the chat template: {type(error).__name__}: {said}") from error
         context = ids if opens else [*trajectory.sequence, *ids]
         room = self.max_sequence_tokens - len(context)
         if room < 1:
@@ -323,23 +401,60 @@ def session_name(uid: Uid) -> str:
     return ".".join(map(str, uid))
 
 
-async def body_of(http: web.Request) -> Any:
+def body_of(raw: bytes) -> Any:
     """Return a request's JSON. Raises UserError for what is none."""
     try:
-        return await http.json()
-    except (ValueError, LookupError, RecursionError) as error:
-        raise UserError(f"the body is not JSON: {type(error).__name__}: {error}") from error
+        return parse_json(raw, finite=False)
+    except ValueError as error:
+        raise UserError(f"the body is not JSON: {error}") from error
 
 
-def before_stop(text: str, stops: Sequence[str], to_come: bool = False) -> str:
-    """Return a reply without the stop text that ended it; its tokens, which were drawn, are trained on.
-
-    With `to_come` more follows, and what may be the beginning of a stop text is left out too.
-    """
+def before_stop(text: str, stops: Sequence[str]) -> str:
+    """Return a reply without the stop text that ended it; its tokens, which were drawn, are trained on."""
     ends = [place for stop in stops if (place := text.find(stop)) >= 0]
-    if to_come and not ends:
-        ends = [len(text) - n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])]
     return text[: min(ends)] if ends else text
+
+
+class StopMatcher:
+    """Finds stop texts in a text that grows, by one look at each of its characters (Knuth, Morris and Pratt)."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [(stop, borders(stop)) for stop in stops]
+        self._begun = [0] * len(stops)
+        """Of each, how many of its characters the text ends with."""
+        self._length = 0
+        self._found: int | None = None
+
+    def add(self, piece: str) -> None:
+        """Append to the text."""
+        for number, (stop, border) in enumerate(self._stops):
+            begun = self._begun[number]
+            for place, character in enumerate(piece, self._length + 1):
+                while begun and (begun == len(stop) or stop[begun] != character):
+                    begun = border[begun - 1]
+                begun += stop[begun] == character
+                if begun == len(stop):
+                    begins = place - len(stop)
+                    self._found = begins if self._found is None else min(self._found, begins)
+            self._begun[number] = begun
+        self._length += len(piece)
+
+    @property
+    def sure(self) -> int:
+        """Return how many characters of the text are before any stop text, whatever comes next."""
+        sure = self._length - max(self._begun, default=0)
+        return sure if self._found is None else min(sure, self._found)
+
+
+def borders(text: str) -> list[int]:
+    """Return for each beginning of a text the length of its longest border: what it both begins and ends with, and is shorter."""
+    found, length = [0], 0
+    for character in text[1:]:
+        while length and text[length] != character:
+            length = found[length - 1]
+        length += text[length] == character
+        found.append(length)
+    return found
 
 
 async def not_served(http: web.Request) -> web.Response:

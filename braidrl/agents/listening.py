@@ -1,8 +1,19 @@
-"""Where an agent's endpoint listens, and who may speak to it."""
+"""Where an agent's endpoint listens, who may speak to it, and how many connections it holds.
 
+connection ──accepted──▶ waits for a request ──its body is read──▶ busy ──answered──▶ waits again
+                         └── the one that waits longest is closed where there are too many
+"""
+
+import asyncio
+import errno
 import ipaddress
+import logging
 import os
+import resource
+import socket
 from contextlib import suppress
+
+from aiohttp import web
 
 from braidrl.config import EnvironmentConfig
 from braidrl.errors import UserError
@@ -30,3 +41,85 @@ def check_listening(host: str, key: str | None) -> None:
             f"rollout.environment.host={host} is reached by others, and there is no key; set a variable to one and name it in "
             "rollout.environment.key_variable"
         )
+
+
+MOST_CONNECTIONS = 4096
+BACKLOG = 1024
+PAUSE_S = 0.05
+"""After a connection could not be accepted."""
+NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on an address; port 0 takes a free one."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+
+
+class Connections:
+    """Accepts the connections of a server, no more than there is room for."""
+
+    def __init__(self, server: web.Server, listener: socket.socket) -> None:
+        self._server, self._listener = server, listener
+        self._listener.setblocking(False)
+        # Half of the descriptors are for what else this process opens.
+        self.most = max(4, min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
+        self._waiting: dict[asyncio.Protocol, None] = {}
+        """Connections without a whole request, the one that has waited longest first."""
+        self._busy: set[asyncio.Protocol] = set()
+        self.closed = self.failures = 0
+        """Connections that were closed to make room, and those that could not be accepted."""
+        self._accepting = asyncio.ensure_future(self._accept())
+
+    async def close(self) -> None:
+        """Accept no more, and say in one line what there was no room for."""
+        self._accepting.cancel()
+        await asyncio.wait((self._accepting,))
+        self._listener.close()
+        if self.closed or self.failures:
+            logging.getLogger(__name__).warning(
+                f"the endpoint has room for {self.most} connections: {self.closed} without a request were closed, and "
+                f"{self.failures} times none could be accepted; a client holds connections that it does not use"
+            )
+
+    def begin(self, connection: asyncio.Protocol) -> None:
+        """Keep a connection, whose request is whole, until `end`."""
+        self._waiting.pop(connection, None)
+        self._busy.add(connection)
+
+    def end(self, connection: asyncio.Protocol) -> None:
+        """Count a connection, whose request is answered, among those that wait."""
+        self._busy.discard(connection)
+        self._waiting[connection] = None
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(self._listener)
+            except OSError as error:
+                if error.errno in NO_ROOM:
+                    # Other parts of the process need descriptors that were counted as room for connections.
+                    self.failures += 1
+                    self.most = max(4, len(self._waiting) + len(self._busy) - 8)
+                    self._make_room(self.most)
+                    await asyncio.sleep(PAUSE_S)
+                elif error.errno == errno.EBADF:
+                    return
+                continue
+            if not self._make_room(self.most - 1):
+                self.closed += 1
+                accepted.close()
+                continue
+            with suppress(OSError):
+                _, protocol = await loop.connect_accepted_socket(self._server, accepted)
+                self._waiting[protocol] = None
+
+    def _make_room(self, most: int) -> bool:
+        """Close those that have waited longest until there are no more than `most`; return False where there are more still."""
+        self._waiting = {each: None for each in self._waiting if getattr(each, "transport", None) is not None}
+        for oldest in list(self._waiting)[: max(0, len(self._waiting) + len(self._busy) - most)]:
+            del self._waiting[oldest]
+            self.closed += 1
+            oldest.transport.abort()  # type: ignore[attr-defined]
+        return len(self._waiting) + len(self._busy) <= most

@@ -13,7 +13,7 @@ from typing import Any
 
 from braidrl.agents.tool_calls import call_id, parse_tool_calls
 from braidrl.data.chat import ChatMessage
-from braidrl.errors import UserError
+from braidrl.errors import UserError, shown
 
 UNSUPPORTED = (
     "logprobs", "top_logprobs", "functions", "function_call", "logit_bias", "audio", "prediction", "echo", "suffix", "background",
@@ -25,7 +25,7 @@ USUAL = {
 }  # fmt: skip
 """Fields that may have this value alone."""
 LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
-MOST_STOPS = 16
+MOST_STOPS, MOST_STOP_CHARACTERS = 16, 256
 MODEL = "actor"
 """The name of the one model; requests may call it as they like."""
 DONE = "data: [DONE]\n\n"
@@ -100,7 +100,9 @@ def read_common(body: Mapping[str, Any], **own: Any) -> TurnRequest:
             raise UserError(f"{name} must be {usual if name == 'n' else json.dumps(usual)}{more}")
     options = body.get("stream_options") or {}
     counts = isinstance(options, dict) and bool(options.get("include_usage"))
-    model = str(body.get("model", MODEL))
+    model = body.get("model") or MODEL
+    if not isinstance(model, str) or len(model) > MOST_STOP_CHARACTERS:
+        raise UserError(f"model must be a name, not {shown(model)}")
     return TurnRequest(
         limit=limit_of(body), stops=stops_of(body), stream=bool(body.get("stream")), counts=counts, model=model, **own
     )
@@ -112,8 +114,13 @@ def limit_of(body: Mapping[str, Any]) -> int | None:
     if name is None:
         return None
     wanted = body[name]
-    if isinstance(wanted, bool) or not isinstance(wanted, int | float) or wanted != wanted // 1 or wanted < 1:
-        raise UserError(f"{name} must be a whole number from 1 on, not {wanted!r}")
+    if (
+        isinstance(wanted, bool)
+        or not isinstance(wanted, int | float)
+        or wanted != wanted // 1
+        or not 1 <= wanted < 1 << 63
+    ):
+        raise UserError(f"{name} must be a whole number from 1 on, not {shown(wanted)}")
     return int(wanted)
 
 
@@ -122,7 +129,11 @@ def stops_of(body: Mapping[str, Any]) -> tuple[str, ...]:
     stop = body.get("stop")
     stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(isinstance(s, str) and s for s in stops):
-        raise UserError(f"stop must be a text that is not empty, or a list of up to {MOST_STOPS} such, not {stop!r}")
+        raise UserError(
+            f"stop must be a text that is not empty, or a list of up to {MOST_STOPS} such, not {shown(stop)}"
+        )
+    if any(len(each) > MOST_STOP_CHARACTERS for each in stops):
+        raise UserError(f"a text of stop has at most {MOST_STOP_CHARACTERS} characters")
     return tuple(stops)
 
 
@@ -146,12 +157,14 @@ def tools_of(body: Mapping[str, Any]) -> list[Any]:
 def check_message(message: Any) -> None:
     """Raise UserError unless this is a message, with text alone in it."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise UserError(f"a message is an object with a role, not {message!r}")
+        raise UserError(f"a message is an object with a role, not {shown(message)}")
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise UserError(f"the content of a message is text, or a list of {{type: text, text}}, not {content!r}")
+            raise UserError(
+                f"the content of a message is text, or a list of {{type: text, text}}, not {shown(content)}"
+            )
 
 
 def reply(text: str, with_tools: bool) -> ChatMessage:

@@ -17,7 +17,7 @@ from braidrl.agents.openai_api import (
     tools_of,
 )
 from braidrl.data.chat import ChatMessage
-from braidrl.errors import UserError
+from braidrl.errors import UserError, shown
 
 TEXTS = ("input_text", "output_text", "text")
 
@@ -59,7 +59,9 @@ def take(item: Any, messages: list[ChatMessage]) -> None:
     elif kind == "function_call_output" and isinstance(item.get("call_id"), str):
         messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content_of(item.get("output"))})
     elif kind != "reasoning":
-        raise UserError(f"an item of `input` is a message, a function_call or a function_call_output, not {item!r}")
+        raise UserError(
+            f"an item of `input` is a message, a function_call or a function_call_output, not {shown(item)}"
+        )
 
 
 def content_of(content: Any) -> Any:

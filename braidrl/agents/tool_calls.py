@@ -9,7 +9,7 @@ What a model has written wrongly stays wrong on the way: `parse_tool_calls` says
 import ast
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,22 +87,33 @@ def calls_of_hermes(text: str) -> bool:
     return re.search(r"<tool_call>\s*\{", text) is not None
 
 
-FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)</function>", re.DOTALL)
-PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|$)", re.DOTALL)
+def up_to_last(text: str, end: str) -> str:
+    """Return a text up to the last of its closing tags: a search in it finds an end for each beginning, and so takes linear time."""
+    return text[: text.rfind(end) + len(end)] if end in text else ""
+
+
+# Names without `<`: a search that fails in one does not look at what follows the next tag.
+FUNCTION = re.compile(r"<function=([^<>\n]+)>(.*?)</function>", re.DOTALL)
+PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|$)", re.DOTALL)
 
 
 def qwen_xml(text: str, tools: Tools) -> list[str]:
     """Return the calls of Qwen3-Coder and Qwen 3.5: `<function=NAME><parameter=KEY>VALUE</parameter></function>` between the tags."""
-    return [with_values(match[1], PARAMETER.findall(match[2]), tools) for match in FUNCTION.finditer(text)] or [text]
+    return [with_values(match[1], PARAMETER.findall(match[2]), tools) for match in closed_functions(text)] or [text]
+
+
+def closed_functions(text: str) -> Iterator[re.Match[str]]:
+    """Find every function that is called and closed."""
+    return FUNCTION.finditer(up_to_last(text, "</function>"))
 
 
 CLOSED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-ARGUMENT = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|$)", re.DOTALL)
+ARGUMENT = re.compile(r"<arg_key>([^<]*)</arg_key>\s*<arg_value>(.*?)(?:</arg_value>|$)", re.DOTALL)
 
 
 def glm(text: str, tools: Tools) -> list[str]:
     """Return the calls of GLM 4.5 and later: `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`."""
-    bodies = [match[1] for match in CLOSED.finditer(text)]
+    bodies = [match[1] for match in CLOSED.finditer(up_to_last(text, "</tool_call>"))]
     return [with_values(body.partition("<arg_key>")[0], ARGUMENT.findall(body), tools) for body in bodies] or [text]
 
 
@@ -125,6 +136,9 @@ def value_of(text: str, kind: Any) -> Any:
         return text
 
 
+BETWEEN = re.compile(r"[; \n,]*")
+
+
 def llama(text: str, tools: Tools) -> list[str]:
     """Return the calls of Llama 3.1 and later.
 
@@ -133,22 +147,23 @@ def llama(text: str, tools: Tools) -> list[str]:
     """
     text = re.sub(r"<\|(?:python_tag|python_start|python_end|eom_id|eot_id|eot|eom)\|>", "", text).strip()
     if text.startswith("<function="):
-        return [call_text(match[1], match[2]) for match in FUNCTION.finditer(text)] or [text]
+        return [call_text(match[1], match[2]) for match in closed_functions(text)] or [text]
     if text.startswith("["):
         return python_calls(text)
-    found, rest = list[str](), text
-    while rest:
+    found, begin = list[str](), 0
+    while begin < len(text):
         try:
-            call, end = json.JSONDecoder().raw_decode(rest)
+            call, end = json.JSONDecoder().raw_decode(text, begin)
         except (ValueError, RecursionError):
-            return [*found, rest]
+            return [*found, text[begin:]]
         arguments = call.get("parameters", call.get("arguments", {})) if isinstance(call, dict) else {}
         found.append(
             call_text(str(call["name"]), json.dumps(arguments))
             if isinstance(call, dict) and "name" in call
-            else rest[:end]
+            else text[begin:end]
         )
-        rest = rest[end:].lstrip("; \n,")
+        between = BETWEEN.match(text, end)
+        begin = between.end() if between else end
     return found
 
 

@@ -1,9 +1,12 @@
 """The `braid` command: all of its commands, and how they end. A user's mistake ends in one line; `--debug` shows the traceback."""
 
+import atexit
 import gc
 import io
 import os
 import platform
+import resource
+import signal
 import sys
 from typing import Annotated
 
@@ -15,10 +18,11 @@ from braidrl.cli.run_commands import check_checkpoints, export, report, timeline
 from braidrl.cli.show_commands import data, flow, import_config, list_kind
 from braidrl.cli.train_command import evaluate, train
 from braidrl.cluster.process import sleep_at_barriers
-from braidrl.errors import FailedStep, Problems, UserError, WorkerError, no_room
+from braidrl.errors import FailedStep, Problems, UserError, WorkerError, limit_reached, no_room
 from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS, version_of
 
 EXIT_FAILURE = 1
+ADDRESS_SPACE_BYTES = 2 << 30
 EXIT_USER_ERROR = 2
 
 
@@ -58,6 +62,21 @@ app.command(hidden=True)(verify)
 app.command()(doctor)
 
 
+def ignore_interrupts() -> None:
+    """Ignore Ctrl-C from now on."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def check_address_space() -> None:
+    """Raise UserError where torch and transformers could not even be loaded: how that fails is a matter of chance."""
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if most != resource.RLIM_INFINITY and most < ADDRESS_SPACE_BYTES:
+        raise UserError(
+            f"this process may have {most / 2**30:.1f} GiB of address space (ulimit -v), and needs at least "
+            f"{ADDRESS_SPACE_BYTES / 2**30:.1f}; raise the limit"
+        )
+
+
 def main() -> None:
     """Run the command; a user's mistake ends in one line and an exit code, and Ctrl-C in 130."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
@@ -69,6 +88,7 @@ def main() -> None:
     ):  # as stderr: a character that the terminal cannot show is written as its number
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
+        check_address_space()
         app(arguments, standalone_mode=True)
     except UserError as error:
         if debug:
@@ -77,10 +97,19 @@ def main() -> None:
             typer.echo(f"braid: {line}", err=True)
         sys.exit(EXIT_FAILURE if isinstance(error, FailedStep) else EXIT_USER_ERROR)
     except OSError as error:
-        if debug or not no_room(error):
+        said = no_room(error) or limit_reached(error)
+        if debug or not said:
             raise
-        typer.echo(f"braid: {no_room(error)}", err=True)
+        typer.echo(f"braid: {said}", err=True)
         sys.exit(EXIT_USER_ERROR)
     except WorkerError as error:
         typer.echo(f"braid: {error}", err=True)
         sys.exit(EXIT_FAILURE)
+    except (MemoryError, RuntimeError, ImportError) as error:
+        if debug or not limit_reached(error):
+            raise
+        typer.echo(f"braid: {limit_reached(error)}", err=True)
+        sys.exit(EXIT_USER_ERROR)
+    finally:
+        # What is left is the interpreter's own end, which another Ctrl-C would fill with tracebacks.
+        atexit.register(ignore_interrupts)

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from braidrl.cluster.process import BEAT_S, ChildTask, Failure, Outcome
 from braidrl.cluster.watchdog import named
 from braidrl.data.messages import pack_message, unpack_message
-from braidrl.errors import BadUpdate, FailedStep, LostPeers, UserError, no_room
+from braidrl.errors import BadUpdate, FailedStep, LostPeers, UserError, limit_reached, no_room
 from braidrl.observe.stalls import WORK
 
 FAILED = 1
@@ -85,7 +85,7 @@ def failure_of(where: str, error: BaseException) -> Failure:
         return Failure(kinds.get(type(error), "user"), str(error))
     if isinstance(error, KeyboardInterrupt):
         return Failure("interrupted", "")
-    if full := no_room(error):
+    if full := no_room(error) or limit_reached(error):
         return Failure("user", f"{where}: {full}")
     text = "".join(traceback.format_exception(error)).rstrip()
     kind = f"{type(error).__name__}: {error}".splitlines()[0]

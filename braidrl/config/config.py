@@ -13,7 +13,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from braidrl.config.data import DataConfig, RewardConfig
-from braidrl.config.section import ONE_OR_MORE, DType, NotEmpty, SandboxConfig, Section
+from braidrl.config.section import (
+    MOST_PROCESSES,
+    MOST_ROWS,
+    MOST_S,
+    MOST_STEPS,
+    MOST_TOKENS,
+    ONE_OR_MORE,
+    DType,
+    Name,
+    NotEmpty,
+    SandboxConfig,
+    Section,
+)
 from braidrl.config.training import EvaluationConfig, RoleConfig, TrainerConfig
 
 
@@ -23,7 +35,7 @@ class StreamingConfig(Section):
     workers: dict[str, int] = {}
     """Processes of a worker group: `actor.generate`, `compute`, and each role that infers or trains. Where not named 1, or as many as the
     role's layout needs."""
-    dispatch_rows: int = Field(16, ge=1)
+    dispatch_rows: int = Field(16, ge=1, le=MOST_ROWS)
     """The most rows that a worker takes at once: fewer spread work sooner, more ask the queue less often."""
     sampler: str | dict[str, str] = "first_in"
     """Which of the rows that are ready a worker is given: `first_in`, `whole_groups`, `token_balanced`, `shortest_first`,
@@ -40,16 +52,16 @@ class StreamingConfig(Section):
     on_policy_share: float = Field(0.0, ge=0, lt=1)
     """With `trainer.max_staleness`, the share of each batch that the version begins that the batch is trained on, spread evenly over its
     updates: the batch waits for these rows, and engines begin older ones of the next meanwhile. 0 asks for none."""
-    lease_s: float = Field(600.0, gt=0)
+    lease_s: float = Field(600.0, gt=0, le=MOST_S)
     """Seconds without progress after which a worker's rows are given to another."""
-    wait_s: float = Field(5.0, gt=0)
+    wait_s: float = Field(5.0, gt=0, le=MOST_S)
     """Seconds after which a worker that has found nothing to do asks again."""
 
     @field_validator("workers")
     @classmethod
     def _positive(cls, value: dict[str, int]) -> dict[str, int]:
-        if any(count < 1 for count in value.values()):
-            raise ValueError("a worker group has at least one process")
+        if not all(1 <= count <= MOST_PROCESSES for count in value.values()):
+            raise ValueError(f"a worker group has at least one process, and at most {MOST_PROCESSES}")
         return value
 
 
@@ -59,7 +71,7 @@ class PoolConfig(Section):
     short_for = {list: "roles"}
     roles: list[str] = Field(min_length=1)
     """Their names."""
-    workers: int | None = Field(None, ge=1)
+    workers: int | None = Field(None, ge=1, le=MOST_PROCESSES)
     """Processes, each with a device of its own; by default the configuration's `workers`."""
 
 
@@ -81,14 +93,14 @@ class ClusterConfig(Section):
     cluster; or, for ranks, `torchrun`, which has started this command as one of them, and is the default there. Else it is `local`."""
     address: str | None = None
     """Address of a running cluster; by default RAY_ADDRESS, or a cluster of this machine that ends with the run."""
-    cpus: int | None = Field(None, ge=1)
+    cpus: int | None = Field(None, ge=1, le=MOST_PROCESSES)
     """CPUs that a cluster of this machine offers, one for each worker; by default all."""
-    start_limit_s: float = Field(300.0, gt=0)
+    start_limit_s: float = Field(300.0, gt=0, le=MOST_S)
     """Seconds for workers to start and load their models."""
-    silence_s: float = Field(60.0, gt=0)
+    silence_s: float = Field(60.0, gt=0, le=MOST_S)
     """Seconds after which a process that is stopped, or says nothing, is named and killed; another gets its work, or the run ends. So is
     one whose work does not come further for so long, and for ten times the longest that it took of late to come further."""
-    wait_limit_s: float = Field(3600.0, gt=0)
+    wait_limit_s: float = Field(3600.0, gt=0, le=MOST_S)
     """Seconds without a word from a worker after which the run ends."""
 
 
@@ -101,11 +113,11 @@ class EnvironmentConfig(SandboxConfig):
     for the generate stages that name none themselves. What it gives is the score and the reward: the flow's `verify` is then left out."""
     params: dict[str, Any] = {}
     """Settings handed to it by keyword."""
-    at_once: int = Field(64, ge=1)
+    at_once: int = Field(64, ge=1, le=MOST_PROCESSES)
     """Trajectories that are played at the same time in the whole run; each rank has its share of them, and at least one."""
-    timeout_s: float = Field(60.0, gt=0)
+    timeout_s: float = Field(60.0, gt=0, le=MOST_S)
     """Seconds for one answer of the environment, or for an agent's whole trajectory; after them it ends, and is counted."""
-    max_turns: int = Field(16, ge=1)
+    max_turns: int = Field(16, ge=1, le=MOST_ROWS)
     """Turns of the model in one trajectory."""
     variables: list[str] = []
     """Variables that it gets of the run's environment, beside PATH and the like."""
@@ -156,14 +168,14 @@ class RolloutConfig(Section):
     """Settings of an engine of your own, which finds them in its spec's `options`."""
     servers: ServersConfig = ServersConfig()
     """An address, or a list of them, is short for servers with nothing else set."""
-    engines: int | None = Field(None, ge=0)
+    engines: int | None = Field(None, ge=0, le=MOST_PROCESSES)
     """Processes that generate, each with a copy of the weights; a router spreads rows over them, and replaces one that ends.
     By default 1 for vLLM, and 0 for the embedded engine and your own: the process that trains generates too."""
-    tensor: int = Field(1, ge=1)
+    tensor: int = Field(1, ge=1, le=MOST_PROCESSES)
     """Processes that each of those engines consists of, where it is embedded: they divide its weights, heads and vocabulary, for a model
     that is too large for one device. A number that divides the model's heads and key/value heads. With `engines` 0, under `runtime:
     distributed` or `hybrid`, so many of the ranks that train decode together in the same way; see `grouping`."""
-    pipeline: int = Field(1, ge=1)
+    pipeline: int = Field(1, ge=1, le=MOST_PROCESSES)
     """Ranks among which the layers are divided, each with the slices of `tensor` of its own: for ranks that train and generate."""
     grouping: Literal["interval", "neighbour", "gather"] | None = None
     """Which ranks that train generate together, and what they receive. `interval`: ranks that lie apart, so that what each trains is
@@ -190,28 +202,28 @@ class RolloutConfig(Section):
     """Have each of those processes, or servers that are sent weights, compare a checksum of what it is given."""
     max_log_prob_gap: float = Field(0.2, gt=0)
     """The run ends where log-probs of engine and trainer differ by more than this on average, in nats per token."""
-    samples_per_prompt: int = Field(8, ge=1)
+    samples_per_prompt: int = Field(8, ge=1, le=MOST_ROWS)
     """Rows in a group."""
-    max_response_tokens: int = Field(512, ge=1)
+    max_response_tokens: int = Field(512, ge=1, le=MOST_TOKENS)
     """Responses end here at the latest."""
-    tokens_per_iteration: int | None = Field(None, ge=1)
+    tokens_per_iteration: int | None = Field(None, ge=1, le=MOST_TOKENS)
     """A response that has drawn so many tokens in one iteration is set aside, and goes on in the next one with its weights: no iteration
     waits for the longest. Under `streaming` an iteration is the time until the batch is whole that the response is drawn for. Needs
     `trainer.max_staleness`, which bounds the oldest token, and `trainer.surplus=keep`."""
-    repeated_tokens: int | None = Field(None, ge=4)
+    repeated_tokens: int | None = Field(None, ge=4, le=MOST_TOKENS)
     """A response whose last so many tokens say one thing over and over ends where it would be set aside, and counts in
     `response/repeated_fraction`."""
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=1e-4, le=1e4)
     """Logits are divided by it, in sampling and in every log-probability."""
     top_p: float = Field(1.0, gt=0, le=1)
     """Tokens are drawn from the likeliest that have this share together; 1 keeps all."""
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(0, ge=0, le=MOST_ROWS)
     """0 keeps all tokens."""
-    stop: list[NotEmpty] = []
+    stop: list[Annotated[NotEmpty, Field(max_length=1024)]] = Field([], max_length=64)
     """A response ends where one of these texts appears."""
     stop_token_ids: list[int] = []
     """Token ids that end a response, besides the tokenizer's end of sequence."""
-    slots: int | None = Field(None, ge=1)
+    slots: int | None = Field(None, ge=1, le=MOST_PROCESSES)
     """Rows that an engine decodes at once; by default as many as a CUDA device has room for, no more than a step has, and 64 on a CPU."""
     dtype: DType | None = None
     """Type of the engine's weights; by default the model's, which are then shared with the trainer and not copied."""
@@ -219,7 +231,7 @@ class RolloutConfig(Section):
     """Decode on a CPU by kernels compiled for it, in about a second once; by torch where there is no C compiler or the model is another
     than a Qwen2, Qwen3 or Llama. On CUDA steps are recorded as graphs, each the first time, and the memory of keys and values stays
     reserved between generations."""
-    max_sequence_tokens: int | None = Field(None, ge=2)
+    max_sequence_tokens: int | None = Field(None, ge=2, le=MOST_TOKENS)
     """Where generation ends a sequence, prompt included; by default `data.max_prompt_tokens` and `max_response_tokens` together.
     With an environment `max_response_tokens` is the limit of one turn, and this one that of all turns."""
     environment: EnvironmentConfig = EnvironmentConfig()
@@ -238,7 +250,7 @@ class TrackerConfig(Section):
     """`tensorboard`, `wandb`, `trackio`, `mlflow`, `swanlab`, or `module:name` or `file.py:name` of your own."""
     params: dict[str, Any] = {}
     """Settings handed to it by keyword; for `wandb`, `trackio` and `swanlab`, further arguments of their `init`."""
-    samples_every: int = Field(10, ge=0)
+    samples_every: int = Field(10, ge=0, le=MOST_STEPS)
     """Every so many steps it gets a table of responses, where it takes them: the best and the worst of training, and the first of each
     held-out set that is evaluated then; 0 never."""
 
@@ -277,7 +289,7 @@ class Config(Section):
     """Who decides what runs next: a loop in this process, a controller on Ray, nobody, or a queue."""
     placement: PlacementConfig = PlacementConfig()
     """Where roles live: `colocate`, `standalone`, `split`, or lists of roles as in `[[actor, reference], [critic]]`."""
-    workers: int = Field(1, ge=1)
+    workers: int = Field(1, ge=1, le=MOST_PROCESSES)
     """Processes of each pool, where the placement does not say; the ranks of `runtime: distributed`."""
     cluster: ClusterConfig = ClusterConfig()
     """Where and how long to wait for workers."""
@@ -292,9 +304,9 @@ class Config(Section):
     """Seed of everything random: order of the data, sampling, shuffles."""
     output: Path = Path("runs")
     """The folder in which run folders are made."""
-    name: str | None = None
+    name: Name | None = None
     """The run folder's name; by default the flow's with date and time."""
-    threads: int | None = Field(None, ge=1)
+    threads: int | None = Field(None, ge=1, le=MOST_PROCESSES)
     """CPU threads of a process; by default its share of the cores."""
 
     @property

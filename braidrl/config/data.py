@@ -5,7 +5,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from braidrl.config.section import ONE_OR_MORE, SandboxConfig, Section
+from braidrl.config.section import (
+    MOST_PROCESSES,
+    MOST_ROWS,
+    MOST_S,
+    MOST_STEPS,
+    MOST_TOKENS,
+    ONE_OR_MORE,
+    Name,
+    SandboxConfig,
+    Section,
+)
 
 
 class VerifierConfig(Section):
@@ -38,11 +48,11 @@ class SourceConfig(Section):
     set of the hub that Braid knows by its conversion."""
     unique: bool = False
     """Leave out a prompt that was there before."""
-    skip: int = Field(0, ge=0)
+    skip: int = Field(0, ge=0, le=MOST_STEPS)
     """Leave out the first so many of these examples."""
-    first: int | None = Field(None, ge=1)
+    first: int | None = Field(None, ge=1, le=MOST_STEPS)
     """Take only so many of them."""
-    weight: float = Field(1.0, gt=0)
+    weight: float = Field(1.0, gt=0, le=1e9)
     """How often a prompt is drawn from this source, relative to the others."""
     verify: Annotated[list[VerifierConfig] | None, ONE_OR_MORE] = None
     """This source's own verifiers, in place of `reward.verify`."""
@@ -80,11 +90,11 @@ class DataConfig(Section):
 
     train: Annotated[list[SourceConfig], ONE_OR_MORE] = []
     """One file, or several with weights."""
-    eval: dict[str, SourceConfig] = {}
+    eval: dict[Name, SourceConfig] = {}
     """Held-out sets by name."""
-    held_out: int = Field(0, ge=0)
+    held_out: int = Field(0, ge=0, le=MOST_STEPS)
     """Keep the first so many examples of the first of `train` from training, as an evaluation set named `held_out`."""
-    in_memory: int = Field(200_000, ge=0)
+    in_memory: int = Field(200_000, ge=0, le=MOST_STEPS)
     """A source with more examples than this is kept, tokenised, in `cache`, where the next run finds it. Others are read by each run."""
     cache: Path = Path("~/.cache/braid/data")
     """The folder of the sources that are kept."""
@@ -96,7 +106,7 @@ class DataConfig(Section):
     """Render prompts with the tokenizer's chat template where it has one; plain text otherwise."""
     template: dict[str, Any] = {}
     """Arguments of the chat template, such as `enable_thinking: false`; a source and a row may have their own."""
-    max_prompt_tokens: int = Field(1024, ge=1)
+    max_prompt_tokens: int = Field(1024, ge=1, le=MOST_TOKENS)
     """Longer prompts are dropped, and the number dropped is reported."""
     shuffle: bool = True
     """A new seeded order each epoch; off keeps the file's."""
@@ -145,11 +155,11 @@ class RewardConfig(SandboxConfig):
     max_failed_fraction: float = Field(0.99, ge=0, le=1)
     """The run ends, with its checkpoint saved and exit code 1, where a larger share of a step's checks, or of its trajectories in their
     environment, failed; 1 goes on whatever fails."""
-    max_failed_steps: int = Field(1, ge=0)
+    max_failed_steps: int = Field(1, ge=0, le=MOST_ROWS)
     """How many such steps in a row end it; 0 never."""
-    timeout_s: float = Field(10.0, gt=0)
+    timeout_s: float = Field(10.0, gt=0, le=MOST_S)
     """Seconds for one verifier on one row; after them that check counts as failed and its process is replaced."""
-    processes: int = Field(1, ge=0)
+    processes: int = Field(1, ge=0, le=MOST_PROCESSES)
     """Processes that check answers beside generation. With 0 verifiers that are not `async` are called in the run's own process, without
     limits or a sandbox, so that a `breakpoint()` in them stops there."""
     environment: list[str] = []

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from braidrl.config.section import MOST_PROCESSES
 from braidrl.errors import UserError
 
 AXES = ("pipeline", "data", "sequence", "tensor")
@@ -18,18 +19,18 @@ class ParallelLayout(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    pipeline: int = Field(1, ge=1)
+    pipeline: int = Field(1, ge=1, le=MOST_PROCESSES)
     """Pipeline ranks, each with as many of the layers, through which micro-batches pass one behind the other."""
-    tensor: int = Field(1, ge=1)
+    tensor: int = Field(1, ge=1, le=MOST_PROCESSES)
     """Devices that divide each matrix and the vocabulary, and between matrices, in norms and residuals, the tokens."""
-    data: int | None = Field(None, ge=1)
+    data: int | None = Field(None, ge=1, le=MOST_PROCESSES)
     """Devices that divide the rows; by default as many as the other axes leave."""
-    sequence: int = Field(1, ge=1)
+    sequence: int = Field(1, ge=1, le=MOST_PROCESSES)
     """Devices that divide the tokens of each micro-batch, and in attention the heads (Ulysses)."""
     shard: Literal["full", "optimizer", "none"] = "none"
     """What the ranks along `data` and `sequence` divide: weights, gradients and optimizer state (`full`: FSDP, ZeRO-3), the last two
     (`optimizer`: ZeRO-2, the weights are whole while a batch is computed), or nothing."""
-    nodes: int = Field(1, ge=1)
+    nodes: int = Field(1, ge=1, le=MOST_PROCESSES)
     """Groups of ranks along `data` that each have all shards: weights are gathered within a node, gradients alone cross between nodes."""
 
     @property

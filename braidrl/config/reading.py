@@ -3,6 +3,7 @@
 file ──YAML──▶ tree ◀── key=value        tree ──checked──▶ Config
 """
 
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -12,8 +13,9 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from braidrl.config.config import Config
-from braidrl.errors import Problems, UserError, suggest
+from braidrl.errors import Problems, UserError, shown, suggest
 from braidrl.importing import relative_to
+from braidrl.parsing import MOST_LEVELS, check_levels, texts_and_numbers
 from braidrl.yaml_text import parse_yaml, read_yaml
 
 CODE = re.compile(r"(?:agent:|verifiers:)?([^\s:]+\.py)(?::[A-Za-z_]\w*)?")
@@ -124,10 +126,28 @@ def lay_over(tree: dict[str, Any], over: dict[str, Any]) -> None:
 
 def parse_config(tree: dict[str, Any], every: bool = False) -> Config:
     """Check a nested dict. Raises UserError naming the first key at fault, or with `every` each of them in a line."""
+    check_plain(tree)
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
         raise Problems(explanations(error)) if every else UserError(explain(error)) from None
+
+
+def check_plain(tree: dict[str, Any]) -> None:
+    """Raise UserError, naming the key, for a number or a text that no key may have: infinity, half of a character, or a NUL."""
+    try:
+        check_levels(tree)
+    except ValueError as error:
+        raise UserError(f"the configuration cannot be used: {error}") from None
+    for place, value in texts_and_numbers(tree):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{place}: Input should be a finite number, got {value}")
+        if isinstance(value, int) and value.bit_length() > 63:
+            raise UserError(f"{place}: Input should be a whole number of 64 bits, got {shown(value)}")
+        if isinstance(value, str) and (
+            "\0" in value or (not value.isascii() and value != value.encode(errors="replace").decode())
+        ):
+            raise UserError(f"{place}: Input should be text without NUL and half characters, got {shown(value)}")
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
@@ -142,13 +162,15 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     """
     key, equals, value = override.partition("=")
     if not equals or not key:
-        raise UserError(f"{override!r} is not key=value, as in trainer.steps=10")
+        raise UserError(f"{shown(override)} is not key=value, as in trainer.steps=10")
     *parents, last = key.split(".")
+    if len(parents) > MOST_LEVELS:
+        raise UserError(f"{shown(override)}: the key is nested more than {MOST_LEVELS} levels deep")
     for parent in parents:
         tree = tree.setdefault(parent, {})
         if not isinstance(tree, dict):
-            raise UserError(f"{override!r}: {parent!r} holds a value, not a section")
-    tree[last] = as_number(parse_yaml(value, repr(override)))
+            raise UserError(f"{shown(override)}: {parent!r} holds a value, not a section")
+    tree[last] = as_number(parse_yaml(value, shown(override)))
 
 
 def as_number(value: Any) -> Any:
@@ -182,16 +204,16 @@ def keys_of(found: Any) -> tuple[int | str, ...]:
 def explained(first: Any, error: ValidationError) -> str:
     """Return one line for one of the mistakes of an error."""
     keys = keys_of(first)
-    place = ".".join(map(str, keys))
+    place = shown(".".join(map(str, keys))).strip("'")
     if first["type"] == "extra_forbidden":
         return f"unknown key {place!r}. {suggest(str(first['loc'][-1]), section_keys(first['loc'][:-1]))}"
     if first["type"] == "missing":
         return f"{place!r} is not set; give it in the file or as {place}=..."
     if first["type"] == "int_parsing_size":
-        return f"{place}: Input should be an integer between -2^63 and 2^63 - 1, got {first['input']!r}"
+        return f"{place}: Input should be an integer between -2^63 and 2^63 - 1, got {shown(first['input'])}"
     others = error.errors() if keys != first["loc"] else []
     also = [other["msg"] for other in others if other["loc"][: len(keys)] == keys]
-    return f"{place}: {' or '.join(dict.fromkeys([first['msg'], *also]))}, got {first['input']!r}"
+    return f"{place}: {' or '.join(dict.fromkeys([first['msg'], *also]))}, got {shown(first['input'])}"
 
 
 def section_keys(place: tuple[int | str, ...]) -> list[str]:

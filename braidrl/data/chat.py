@@ -5,11 +5,11 @@ arguments       an object, or its JSON as text (OpenAI)                         
 nulls           what is null may as well be absent                                  ──▶ absent
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from braidrl.errors import UserError
+from braidrl.parsing import parse_json
 
 ChatMessage = dict[str, Any]
 TEMPLATE = "chat_template_kwargs"
@@ -53,8 +53,8 @@ def with_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(arguments, str):
         return {**function, "arguments": arguments if arguments is not None else {}}
     try:
-        return {**function, "arguments": json.loads(arguments) if arguments.strip() else {}}
-    except (ValueError, RecursionError):
+        return {**function, "arguments": parse_json(arguments) if arguments.strip() else {}}
+    except ValueError:
         raise UserError(
             f"the arguments of a call of {function.get('name')!r} are not JSON: {arguments[:80]!r}; write an object"
         ) from None
@@ -66,8 +66,8 @@ def tools_of(value: Any) -> list[dict[str, Any]] | None:
         return []
     if isinstance(value, str):
         try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
+            value = parse_json(value)
+        except ValueError:
             return None
     found = isinstance(value, list) and all(isinstance(tool, dict) for tool in value)
     return value if found else None

@@ -10,7 +10,6 @@ import dataclasses
 import datetime
 import decimal
 import glob
-import json
 import math
 import uuid
 from collections.abc import Iterator, Mapping
@@ -20,6 +19,7 @@ from typing import Any
 
 from braidrl.config import SourceConfig
 from braidrl.errors import UserError, first_line, suggest
+from braidrl.parsing import parse_json, what_is_wrong
 
 Record = dict[str, Any]
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -27,6 +27,8 @@ BATCH = 1024
 """Rows of a parquet file that are held at a time."""
 NO_FORM = object()
 """In place of a value that JSON has no form for."""
+LINE_BYTES, FILE_BYTES = 32 << 20, 4 << 30
+"""Of one record, and of a .json file, which is read whole."""
 
 
 def read_records(source: SourceConfig, usual_split: str = "train") -> Iterator[tuple[int, Record]]:
@@ -71,10 +73,11 @@ def is_arrow(path: Path) -> bool:
 def read_jsonl(path: Path) -> Iterator[tuple[int, Record]]:
     """Yield the JSON objects of a file by line; empty lines are skipped but counted."""
     with path.open("rb") as file:
-        for number, raw in enumerate(file, start=1):
+        # No more of a line is read than is taken.
+        for number, raw in enumerate(iter(lambda: file.readline(LINE_BYTES + 1), b""), start=1):
             line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
-            if line.strip():
-                yield number, as_object(path, number, parse_json(place(path, number), line))
+            if line.strip() or len(line) > LINE_BYTES:
+                yield number, as_object(path, number, parsed(place(path, number), line.rstrip(), LINE_BYTES))
 
 
 def read_json(path: Path) -> Iterator[tuple[int, Record]]:
@@ -83,28 +86,17 @@ def read_json(path: Path) -> Iterator[tuple[int, Record]]:
         if not file.read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
             yield from read_jsonl(path)
             return
-    records = parse_json(str(path), path.read_bytes().removeprefix(codecs.BOM_UTF8))
+    records = parsed(str(path), path.read_bytes(), FILE_BYTES)
     for number, record in enumerate(records, start=1):
         yield number, as_object(path, number, record)
 
 
-def parse_json(where: str, raw: bytes) -> Any:
-    """Return the value of a JSON text. Raises UserError, beginning with `where`, for anything else."""
+def parsed(where: str, raw: bytes, most_bytes: int) -> Any:
+    """Return the JSON value. Raises UserError, which begins with its place, for anything else and for what is too long or too deep."""
     try:
-        return json.loads(raw.decode("utf-8").rstrip(), parse_constant=refuse_constant)
-    except UnicodeDecodeError:
-        raise UserError(f"{where} is not UTF-8; save the file as UTF-8") from None
-    except json.JSONDecodeError as error:
-        at = f"line {error.lineno}, character {error.colno}" if error.lineno > 1 else f"character {error.pos + 1}"
-        raise UserError(f"{where} is not JSON: {error.msg} at {at}") from None
-    except RecursionError:
-        raise UserError(f"{where} is not JSON: it is nested too deep") from None
+        return parse_json(raw, most_bytes)
     except ValueError as error:
-        raise UserError(f"{where} is not JSON: {error}") from None
-
-
-def refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON value; write null")
+        raise UserError(f"{where} is {what_is_wrong('JSON', error)}") from None
 
 
 def as_object(path: Path, number: int, record: Any) -> Record:

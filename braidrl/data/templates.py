@@ -14,8 +14,9 @@ from braidrl.config import DataConfig
 from braidrl.data.chat import ChatMessage, Tools
 from braidrl.data.endings import MARK, turn_end_id
 from braidrl.data.records import whole_text
+from braidrl.data.rendering import render_chat
 from braidrl.data.sources import Example, Prompt, Response
-from braidrl.errors import UserError, first_line
+from braidrl.errors import UserError
 
 RENDERED_OTHERWISE = (
     "the chat template renders earlier turns otherwise once the conversation continues, such as without their reasoning; "
@@ -98,14 +99,7 @@ class PromptTemplate:
 
     def apply(self, messages: list[ChatMessage], tools: Tools = (), opens: bool = False) -> str:
         """Return what the chat template makes of messages; with `opens` it opens the assistant's turn. Raises UserError as `render`."""
-        try:
-            text: str = self.tokenizer.apply_chat_template(
-                messages, tools=list(tools) or None, tokenize=False, add_generation_prompt=opens, **self.arguments
-            )
-        # A template is a program, which may fail in any way over messages that it does not expect.
-        except Exception as error:
-            raise UserError(f"the tokenizer's chat template refuses the messages: {first_line(error)}") from None
-        return text
+        return render_chat(self.tokenizer, messages, tools, opens, self.arguments)
 
     def encode_text(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenise rendered prompts. A chat template has written its special tokens into the text already."""

@@ -6,6 +6,7 @@ rows ──train(stage)──▶ for each update: forward_backward ──loss su
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -76,6 +77,8 @@ class StageExecutor:
         self.methods: dict[tuple[str, Any], Any] = {}
         self.residency = Residency(config, flow, self.generation.moves)
         self.objectives: dict[str, tuple[Stage, Objective]] = {}
+        self.skipped: Counter[str] = Counter()
+        """By train stage, the optimizer steps that were left out in a row."""
         for role in roles:
             self._load_role(role, role in generating, ranks, training)
         for role in generating:
@@ -239,10 +242,13 @@ class StageExecutor:
         with self.usage.memory_of(stage, sums), self.usage.computing(stage, worker, sums):
             norm = worker.optim_step(needed, iteration)
         if norm is not None and not math.isfinite(norm):
-            if not self.config.trainer.skip_bad_updates:
+            self.skipped[stage.name] += 1
+            most = self.config.trainer.max_skipped_updates
+            if not self.config.trainer.skip_bad_updates or self.skipped[stage.name] == most:
                 raise BadUpdate(bad_update(stage, norm, getattr(worker, "nonfinite", ()), update.rows))
             sums.add(f"{stage.role}/skipped_updates", int(counted))
             return
+        self.skipped[stage.name] = 0
         if any(count > 0 for count in counts.values()):
             loss = sum(part / counts[name] for name, part in losses.items() if counts[name] > 0)
             sums.add(f"loss/{stage.role}", loss, int(counted))

@@ -29,11 +29,12 @@ from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.setup import prepare_together, set_up_torch, vocabulary_lines
 from braidrl.runtimes.row_store import Recording, Surplus
 from braidrl.runtimes.saving.checkpoints import Checkpoints, RunState, load_checkpoint, resume_point
-from braidrl.runtimes.saving.folders import held_alone, new_run_folder, unused_folder, write_config
+from braidrl.runtimes.saving.fingerprints import check_unchanged, fingerprints
+from braidrl.runtimes.saving.folders import held_alone, identity, new_run_folder, unused_folder, write_config
 from braidrl.runtimes.sizing import check_engine_memory, memory_to_take, with_fitting_sizes
 from braidrl.runtimes.spmd.launch import in_ranks
 from braidrl.runtimes.start import RunContext, check_runtime, start_controller
-from braidrl.runtimes.step_metrics import FailureWatch, GapWatch, step_metrics, summary
+from braidrl.runtimes.step_metrics import FailureWatch, GapWatch, only_skipped, step_metrics, summary
 from braidrl.training.objective import NAMES_A_TOKEN
 from braidrl.training.role_settings import unusual_rates
 
@@ -71,6 +72,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         if not rollout_only:
             check_engine_memory(self.prepared)
         self.folder = resume or Path(self.world.from_first("run folder", lambda: str(new_run_folder(config))))
+        self.folder_identity = identity(self.folder)
+        self.fingerprints = fingerprints(self.prepared) if self.world.first else {}
         self.progress = self._opened_progress()
         set_up_torch(config)
         self.interrupts = AgreedInterrupts() if world else Interrupts()
@@ -90,6 +93,9 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             if world is None:  # ranks are watched by who has started them
                 resources.enter_context(FrozenWatch(config.cluster.silence_s, self.progress.print, self.folder))
             checkpoint = self._checkpoint(newest_whole) if resume else None
+            if checkpoint is not None and self.world.first:
+                _, state = load_checkpoint(checkpoint)
+                check_unchanged(state.fingerprints, self.fingerprints, config.trainer.accept_changes, state.step)
             self.controller = start_controller(
                 RunContext(self.prepared, self.progress, True, self.folder, self.world, self.interrupts)
             )
@@ -98,7 +104,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             if checkpoint is not None:
                 self._restore(load_checkpoint(checkpoint))
             if resume and self.world.first:
-                write_config(self.folder, config)
+                accepted = config.trainer.model_copy(update={"accept_changes": []})
+                write_config(self.folder, config.model_copy(update={"trainer": accepted}))
             self.metrics = self._open_metrics(self.step if resume else None) if self.world.first else None
             self._rehearse_report(resumed=resume is not None)
             self.resources = resources.pop_all()
@@ -154,10 +161,12 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 raise
             except KeyboardInterrupt:
                 if not self.interrupts.torn:
-                    self._save(snapshot if snapshot.step == self.step else self._snapshot())
-                    self.checkpoints.wait()
-                    self._report()
-                    self.progress.print(f"saved step {self.step}; go on with: braid train --resume {self.folder}")
+                    # A second Ctrl-C waits until the step is saved, and a third does not.
+                    with self.interrupts.hold():
+                        self._save(snapshot if snapshot.step == self.step else self._snapshot())
+                        self.checkpoints.wait()
+                        self._report()
+                        self.progress.print(f"saved step {self.step}; go on with: braid train --resume {self.folder}")
                 raise
         self._report()
 
@@ -171,8 +180,28 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             return
         self.checkpoints.check()
         self._one_step()
+        self._check_folder()
         if trainer.checkpoint_every and self.step % trainer.checkpoint_every == 0:
             self._save(self._snapshot())
+
+    def _check_folder(self) -> None:
+        """Raise UserError where the run's folder was removed, or another is in its place: what was written since is lost.
+
+        Where this process alone drives the run, the folder is made again with a checkpoint, so that the run can go on.
+        """
+        if not self.world.first or identity(self.folder) == self.folder_identity:
+            return
+        lost = f"{self.folder} was removed, or replaced, while the run wrote into it"
+        if self.world.size > 1:
+            raise UserError(f"{lost}; step {self.step} was the last, begin anew")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_config(self.folder, self.config)
+        self._save(self._snapshot())
+        self.checkpoints.wait()
+        raise UserError(
+            f"{lost}. It is made again with a checkpoint of step {self.step}, without the metrics and rollouts of earlier steps: go on "
+            f"with `braid train --resume {self.folder}`"
+        )
 
     def _bring_back(self, error: LostProcess) -> None:
         """Go on from the newest whole checkpoint with the processes that are left. Raises `error` where there is none, or too often."""
@@ -251,6 +280,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             hold()
             seconds = time.perf_counter() - start
             metrics = step_metrics(self.flow, result, step, self.version, seconds)
+            self.checkpoints.learning = not only_skipped(result.sums)
             self._record(rollout_path(self.folder, step), result.table, result.final)
             self.step = step
             self.version += 0 if self.rollout_only else 1
@@ -298,7 +328,14 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             # The first rank that fails ends the others, which must have written their parts.
             self.world.gather("the batch that is kept", b"")
         again = f"braid train {self.folder}/config.yaml name={self.folder.name}-replay trainer.steps={step} --replay {self.folder}"
-        return f"step {step}: {said}; see it again with `{again}`, or go on without such updates with trainer.skip_bad_updates=true"
+        other = "go on without such updates with trainer.skip_bad_updates=true"
+        if self.config.trainer.skip_bad_updates:
+            most = self.config.trainer.max_skipped_updates
+            other = (
+                f"go on from the last checkpoint with a lower trainer.learning_rate: trainer.max_skipped_updates={most} were left out "
+                "in a row"
+            )
+        return f"step {step}: {said}; see it again with `{again}`, or {other}"
 
     def _evaluation_is_due(self) -> bool:
         every, steps = self.config.evaluation.every, self.config.trainer.steps
@@ -344,7 +381,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
 
     def _snapshot(self) -> RunState:
         """Return what a resumed run needs beside the weights, as of the last complete step."""
-        return RunState(self.step, self.version, *self.controller.position())
+        position = self.controller.position()
+        return RunState(self.step, self.version, *position, fingerprints=self.fingerprints)
 
     def _save(self, state: RunState) -> None:
         if self.saved_step != state.step:

@@ -177,6 +177,12 @@ def device_parts(metrics: Mapping[str, float | int | None]) -> list[str]:
     return [*parts, f"weights {updates:.2f} s"] if updates >= 0.005 else parts
 
 
+def only_skipped(sums: Sums) -> bool:
+    """Return whether a role left out every optimizer step of an iteration."""
+    skipped = [name.removesuffix("/skipped_updates") for name in sums.pairs() if name.endswith("/skipped_updates")]
+    return any(f"{role}/grad_norm" not in sums.pairs() for role in skipped)
+
+
 class GapWatch:
     """Ends a run whose engine has come apart from its trainer: weights that did not arrive, or other numerics."""
 

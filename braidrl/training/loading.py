@@ -16,13 +16,24 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from braidrl.errors import UserError, first_line
+from braidrl.data.rendering import check_template
+from braidrl.errors import UserError, shown
 from braidrl.native.linear import use_fast_products
+from braidrl.parsing import read_json
 from braidrl.training.compute.attention import ATTENTION
 from braidrl.weights.checkpoint_files import HEAD, WeightFiles
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+CONFIG_BYTES, TOKENIZER_BYTES = 16 << 20, 512 << 20
+SIZES = {
+    "num_hidden_layers": 1000, "num_attention_heads": 1 << 16, "num_key_value_heads": 1 << 16, "head_dim": 1 << 16,
+    "hidden_size": 1 << 20, "intermediate_size": 1 << 22, "vocab_size": 1 << 24, "max_position_embeddings": 1 << 32,
+}  # fmt: skip
+"""Whole numbers from 1 on of a model's config.json, and how large they may be."""
+NEEDED = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
+"""Those that may not be null."""
+POSITIVE = ("rms_norm_eps", "layer_norm_eps", "rope_theta", "initializer_range")
 # What a model does beside softmax attention and a linear output layer, and the value that means "not at all".
 UNSUPPORTED = {
     "attn_logit_softcapping": None,
@@ -118,8 +129,8 @@ def check_model(path: str | Path) -> None:
     try:
         with torch.device("meta"):
             body = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).base_model
-    except (ValueError, RuntimeError) as error:
-        raise UserError(f"model: {folder} cannot be loaded: {first_line(error)}") from error
+    except Exception as error:  # of whatever kind: the library calculates with what a file says
+        raise UserError(f"model: {folder} cannot be loaded: {named_error(error)}") from error
     if not all(hasattr(body, name) for name in ("embed_tokens", "layers", "norm", "rotary_emb")):
         raise UserError(
             f"model: {folder} is a {type(body).__name__}, which is not supported; use Qwen2, Qwen3 or Llama"
@@ -142,7 +153,10 @@ def is_on_meta(model: PreTrainedModel) -> bool:
 def _load(auto: Any, folder: Path, config: Any, dtype: torch.dtype, on_meta: bool) -> tuple[PreTrainedModel, list[str]]:
     """Return the model, and the names of the weights that the folder lacks."""
     if on_meta:
-        model = _skeleton(auto, folder, config, dtype)
+        try:
+            model = _skeleton(auto, folder, config, dtype)
+        except Exception as error:
+            raise UserError(f"model: {folder} cannot be loaded: {named_error(error)}") from error
         missing = {name for name, _ in model.named_parameters()} - set(WeightFiles(folder))
         if missing <= {HEAD}:
             use_fast_products(model)
@@ -153,10 +167,10 @@ def _load(auto: Any, folder: Path, config: Any, dtype: torch.dtype, on_meta: boo
     try:
         model, loaded = auto.from_pretrained(
             folder, config=config, dtype=dtype, attn_implementation=ATTENTION,
-            local_files_only=True, output_loading_info=True,
+            local_files_only=True, trust_remote_code=False, output_loading_info=True,
         )  # fmt: skip
-    except (ValueError, OSError, RuntimeError) as error:
-        raise UserError(f"model: {folder} cannot be loaded: {first_line(error)}") from error
+    except Exception as error:
+        raise UserError(f"model: {folder} cannot be loaded: {named_error(error)}") from error
     finally:
         logging.set_verbosity(verbosity)
     use_fast_products(model)
@@ -181,10 +195,77 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise UserError(
             f"model: {folder} has no tokenizer (tokenizer.json); copy it there from where the model is from"
         )
+    _config(folder)
+    if any((folder / name).is_file() and (folder / name).stat().st_size > TOKENIZER_BYTES for name in TOKENIZER_FILES):
+        raise UserError(f"model: the tokenizer in {folder} has more than {TOKENIZER_BYTES} bytes, which are not read")
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (ValueError, OSError) as error:
-        raise UserError(f"model: the tokenizer in {folder} cannot be loaded: {first_line(error)}") from error
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer.get_vocab()
+        if not isinstance(tokenizer.model_max_length, int | float):
+            raise TypeError(f"model_max_length is {shown(tokenizer.model_max_length)}, and no number")
+        return tokenizer
+    except BaseException as error:
+        # A panic of the tokenizers library, which is written in Rust, is no Exception.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        for path in sorted(folder.glob("*token*.json")):
+            read_object(path, TOKENIZER_BYTES)
+        raise UserError(f"model: the tokenizer in {folder} cannot be loaded: {named_error(error)}") from error
+
+
+def check_tokens(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that a model has an embedding for every token that it may be given, and can end a response.
+
+    Args:
+        path: A Hugging Face directory.
+        tokenizer: Makes the tokens that the model is given.
+
+    Raises:
+        UserError: The tokenizer, config.json or generation_config.json has a token beyond the vocabulary of the model.
+    """
+    folder = _model_folder(path)
+    config = _config(folder)
+    settings = end_tokens_file(folder)
+    try:
+        check_template(tokenizer)
+    except UserError as error:
+        raise UserError(f"model: {folder}: {error}") from None
+    size = getattr(config, "vocab_size", None)
+    if size is None:
+        return
+    named = {
+        "config.json": config.eos_token_id,
+        "generation_config.json": settings,
+        "the tokenizer": tokenizer.eos_token_id,
+    }
+    for place, ends in named.items():
+        for end in ends if isinstance(ends, list | tuple) else [ends]:
+            if end is not None and not (type(end) is int and 0 <= end < size):
+                raise UserError(
+                    f"model: {folder}: eos_token_id of {place} is {shown(end)}, and the model has the tokens 0 to {size - 1}; "
+                    "responses could not end: write the right one"
+                )
+    # A padding token is never given to the model.
+    beyond = {token: number for token, number in tokenizer.get_vocab().items() if number >= size}
+    beyond.pop(tokenizer.pad_token, None)
+    if beyond:
+        token, number = min(beyond.items(), key=lambda item: item[1])
+        raise UserError(
+            f"model: {folder}: the tokenizer has {len(beyond)} tokens beyond the model's {size}, as {shown(token)} ({number}); copy the "
+            "tokenizer that belongs to this model"
+        )
+
+
+def end_tokens_file(folder: Path) -> Any:
+    """Return the end tokens of a model's generation_config.json, if it has one. Raises UserError for one that cannot be read."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return None
+    read_object(path)
+    try:
+        return GenerationConfig.from_pretrained(folder).eos_token_id
+    except Exception as error:
+        raise UserError(f"model: {path} cannot be read: {named_error(error)}") from error
 
 
 def _model_folder(path: str | Path) -> Path:
@@ -202,10 +283,11 @@ def read_model_config(path: str | Path) -> Any:
 
 
 def _config(folder: Path) -> Any:
+    check_sizes(folder / "config.json")
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (ValueError, OSError) as error:
-        raise UserError(f"model: {folder}/config.json cannot be read: {first_line(error)}") from error
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise UserError(f"model: {folder}/config.json cannot be read: {named_error(error)}") from error
     for name, nothing in UNSUPPORTED.items():
         value = getattr(config, name, nothing)
         if value is not None and value != nothing:
@@ -213,6 +295,51 @@ def _config(folder: Path) -> Any:
                 f"model: {folder} sets {name} to {value}, which is not supported; use Qwen2, Qwen3 or Llama"
             )
     return config
+
+
+def read_object(path: Path, most_bytes: int = CONFIG_BYTES) -> dict[str, Any]:
+    """Return the object in a JSON file of a model's folder. Raises UserError for anything else."""
+    found = read_json(path, most_bytes, finite=False)
+    if not isinstance(found, dict):
+        raise UserError(f"{path} holds no object; copy the whole model")
+    return found
+
+
+def check_sizes(path: Path) -> None:
+    """Raise UserError, with file and key, for a config.json whose sizes are no sizes or do not fit together. No model is made of them."""
+    whole = read_object(path)
+    for about in (
+        whole,
+        *(part for part in whole.values() if isinstance(part, dict) and {"hidden_size", "rope_theta"} & set(part)),
+    ):
+        for name, most in SIZES.items():
+            value = about.get(name, 1)
+            if value is None and name not in NEEDED:
+                continue
+            if type(value) is not int or not 1 <= value <= most:
+                raise UserError(f"model: {path}: {name} is {shown(value)}; it must be a whole number from 1 to {most}")
+        heads, per_group = about.get("num_attention_heads") or 1, about.get("num_key_value_heads") or 1
+        if heads % per_group:
+            raise UserError(
+                f"model: {path}: num_key_value_heads {per_group} does not divide num_attention_heads {heads}"
+            )
+        for name in POSITIVE:
+            value = about.get(name, 1.0)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e30:
+                raise UserError(f"model: {path}: {name} is {shown(value)}; it must be a number above 0")
+        names = about.get("architectures") or []
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise UserError(f"model: {path}: architectures is {shown(names)}; it must be a list of names")
+        if not about.get("head_dim") and about.get("hidden_size", heads) % heads:
+            raise UserError(
+                f"model: {path}: num_attention_heads {heads} does not divide hidden_size {about['hidden_size']}"
+            )
+
+
+def named_error(error: BaseException) -> str:
+    """Return the first line of a library's error, with its kind where it alone would say nothing."""
+    said = shown(" ".join(str(error).split()))[1:-1]
+    return said if isinstance(error, ValueError | OSError | RuntimeError) else f"{type(error).__name__}: {said}"
 
 
 def _some(names: Any) -> str:

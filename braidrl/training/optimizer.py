@@ -7,7 +7,7 @@ Where ranks divide a parameter, each has the gradient, master and moments of its
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakMethod
@@ -74,6 +74,12 @@ def check_optimizer(config: TrainerConfig) -> None:
         OPTIMIZERS.find(config.optimizer)([torch.zeros(1)], lr=config.learning_rate, **optimizer_settings(config))
     except (TypeError, ValueError) as error:
         raise UserError(f"trainer.optimizer={config.optimizer}: {' '.join(str(error).split())}") from error
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    """Return whether every number of these tensors is finite. Reads each tensor once."""
+    found = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    return bool(torch.nn.utils.get_total_norm(found, math.inf).isfinite())
 
 
 def learning_rate(iteration: int, config: TrainerConfig, peak: float) -> float:
@@ -157,6 +163,9 @@ class MasterOptimizer:
 
         All ranks pass the same denominators. One of zero leaves its sum out; with nothing left, nothing is done and None returned.
         Where the norm is not finite, nothing is updated.
+
+        Raises:
+            UserError: Weights are not finite after the update, as with a learning rate that is too high.
         """
         counted = {name: count for name, count in sorted(denominators.items()) if count > 0}
         sums = {name: self._summed(name) for name in counted}
@@ -174,6 +183,12 @@ class MasterOptimizer:
             group["lr"] = learning_rate(iteration, self.config, self.peak)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        if not all_finite(self.masters):
+            raise UserError(
+                f"iteration {iteration}: weights are infinite or NaN after an update with learning rate "
+                f"{self.optimizer.param_groups[0]['lr']:g} and gradient norm {norm:g}. They are not saved: go on from the last checkpoint "
+                "with a lower trainer.learning_rate"
+            )
         self.steps += 1
         self._publish()
         return norm

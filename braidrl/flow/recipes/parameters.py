@@ -11,7 +11,7 @@ class Parameters(BaseModel):
     Fields called `max_response_tokens` and `samples_per_prompt` come from the run's configuration where they are not set.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class PolicyParameters(Parameters):

@@ -1,7 +1,6 @@
 """What a run's parts must have of each other, checked before any model loads."""
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from braidrl.sandbox.mounts import walls_missing
 from braidrl.sandbox.policy import POLICIES
 from braidrl.training.backends import BACKENDS
 from braidrl.training.four_bit import import_bitsandbytes
+from braidrl.training.loading import read_object
 from braidrl.training.memory.footprint import model_shape
 from braidrl.training.optimizer import check_optimizer
 from braidrl.training.role_settings import (
@@ -377,5 +377,4 @@ def check_base(role: str, config: Config, lora: LoraConfig) -> None:
 def model_settings(model: Path) -> Mapping[str, Any]:
     """Return what a model's directory says of its sizes."""
     path = model.expanduser() / "config.json"
-    found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return found
+    return read_object(path) if path.is_file() else {}

@@ -39,7 +39,7 @@ from braidrl.runtimes.prepare.checks import (
 )
 from braidrl.runtimes.prepare.run_flow import build_flow, check_copies, evaluation_flow, with_own_samples
 from braidrl.runtimes.row_store import RowStore
-from braidrl.training.loading import check_model, check_scorer, load_tokenizer
+from braidrl.training.loading import check_model, check_scorer, check_tokens, load_tokenizer
 from braidrl.training.role_settings import backend_of, model_path, own_tokenizer, usual_max_tokens
 
 Check = Callable[[Callable[[], Any]], Any]
@@ -232,10 +232,12 @@ def check_models(config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase)
         path = model_path(role, config)
         if backend_of(role, config) == "torch":
             check_model(path)
+        own = own_tokenizer(role, config, tokenizer)
+        check_tokens(path, own or tokenizer)
         if role in flow.scalar_roles:
             check_scorer(path, fresh_head=role in flow.trained_roles)
         only_scores = role not in flow.trained_roles and all(s.type == "score" for s in flow.stages if s.role == role)
-        if not only_scores and own_tokenizer(role, config, tokenizer) is not None:
+        if not only_scores and own is not None:
             raise UserError(
                 f"roles.{role}.model: {path} has another tokenizer than {config.model}; roles share token ids, unless one only scores "
                 "and is not trained"

@@ -53,6 +53,7 @@ class RunState:
     surplus: list[Any] = field(default_factory=list)
     stages: dict[str, dict[str, float]] = field(default_factory=dict)
     begun: Sequence[BegunBatch] = field(default_factory=list)
+    fingerprints: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 class Checkpoints:
@@ -61,6 +62,8 @@ class Checkpoints:
     def __init__(self, run: Path, config: Config, first: bool) -> None:
         self.run, self.keep_last, self.first = run, config.trainer.keep_checkpoints, first
         self.in_background = config.trainer.checkpoint_async
+        self.learning = True
+        """False while optimizer steps are left out: what they would replace may be the last checkpoint that can be trained on."""
         self._writing = BackgroundWriter()
         self._step = 0
 
@@ -72,7 +75,7 @@ class Checkpoints:
             if self.in_background:
                 self._begin(state, backend)
             else:
-                save_checkpoint(self.run, state, backend, self.keep_last, self.first)
+                save_checkpoint(self.run, state, backend, self._kept, self.first)
 
     def check(self) -> None:
         """Raise UserError where what was begun has failed by now."""
@@ -96,14 +99,19 @@ class Checkpoints:
             parts = backend.copy_for_saving(partial)
             save_rows(partial, state, backend)
             write_state(partial, state)
-        self._writing.begin([lambda: self._finish(path, parts, state.step)])
+        kept = self._kept
+        self._writing.begin([lambda: self._finish(path, parts, state.step, kept)])
 
-    def _finish(self, path: Path, parts: Sequence[Write], step: int) -> None:
+    @property
+    def _kept(self) -> int | None:
+        return self.keep_last if self.learning else None
+
+    def _finish(self, path: Path, parts: Sequence[Write], step: int, kept: int | None) -> None:
         with discarded_on_error(partial_path(path)):
             write(parts)
             write_manifest(partial_path(path))
             finish_whole(path)
-        finish_checkpoint(self.run, step, self.keep_last)
+        finish_checkpoint(self.run, step, kept)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -117,7 +125,9 @@ class Checkpoints:
             ) from error
 
 
-def save_checkpoint(run: Path, state: RunState, backend: Backend[Any], keep_last: int, write: bool = True) -> None:
+def save_checkpoint(
+    run: Path, state: RunState, backend: Backend[Any], keep_last: int | None, write: bool = True
+) -> None:
     """Write a checkpoint whole, point `latest` at it and remove the oldest. Raises OSError where the disk is full.
 
     Ranks that do not `write` give what they hold to the one that does, or write their part of it beside.
@@ -148,7 +158,12 @@ def save_rows(folder: Path, state: RunState, backend: Backend[Any]) -> None:
 def write_state(folder: Path, state: RunState) -> None:
     """Write counters and states into a checkpoint."""
     plain = {"format": FORMAT, "step": state.step, "version": state.version, "surplus": len(state.surplus)}
-    parts = {"loader": state.loader, "sampling": state.sampling, "stages": state.stages}
+    parts = {
+        "loader": state.loader,
+        "sampling": state.sampling,
+        "stages": state.stages,
+        "fingerprints": state.fingerprints,
+    }
     begun = [
         {"iteration": batch.iteration, "outcome": asdict(batch.outcome), "reports": batch.reports}
         | {"loader": batch.after.loader, "sampling": batch.after.sampling, "surplus": len(batch.after.surplus)}
@@ -201,7 +216,14 @@ def load_checkpoint(folder: Path) -> tuple[Path, RunState]:
     surplus = [surplus_path(folder, number) for number in range(state["surplus"])]
     begun = [begun_batch(folder, number, known) for number, known in enumerate(state.get("begun", []))]
     return folder, RunState(
-        state["step"], state["version"], state["loader"], state["sampling"], surplus, state.get("stages", {}), begun
+        state["step"],
+        state["version"],
+        state["loader"],
+        state["sampling"],
+        surplus,
+        state.get("stages", {}),
+        begun,
+        state.get("fingerprints", {}),
     )
 
 

@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import json
 import os
 import shutil
 import time
@@ -19,13 +18,16 @@ from braidrl.config import Config, parse_config
 from braidrl.config.reading import apply_override
 from braidrl.errors import UserError, first_line, no_room
 from braidrl.importing import relative_to
+from braidrl.parsing import JSON_BYTES, parse_json, read_bytes
+from braidrl.yaml_text import parse_yaml, read_text
 
 LATEST = "latest"
 MAY_CHANGE = (
     "runtime", "workers", "placement", "cluster", "streaming", "device", "threads", "evaluation", "data.eval", "trackers",
     "trainer.steps", "trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.max_tokens_per_device",
     "trainer.activation_checkpointing", "trainer.layout", "trainer.inference_layout", "trainer.resident_gib", "trainer.learning_rate",
-    "trainer.max_staleness", "trainer.skip_bad_updates", "rollout.engine", "rollout.engines", "rollout.servers", "rollout.slots",
+    "trainer.max_staleness", "trainer.skip_bad_updates", "trainer.max_skipped_updates", "trainer.accept_changes",
+    "rollout.engine", "rollout.engines", "rollout.servers", "rollout.slots",
     "rollout.tensor", "rollout.pipeline", "rollout.grouping", "rollout.vllm", "reward.processes", "reward.timeout_s", "reward.max_abs",
     "reward.max_failed_fraction", "reward.max_failed_steps",
     "reward.sandbox", "rollout.environment.sandbox",
@@ -126,6 +128,15 @@ def never_began(folder: Path) -> bool:
     return folder.is_dir() and all(path.name == "config.yaml" for path in folder.iterdir())
 
 
+def identity(folder: Path) -> tuple[int, int] | None:
+    """Return what tells a folder from any other that takes its place; None where there is none."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 @contextmanager
 def held_alone(run: Path) -> Iterator[None]:
     """Keep a run's folder to this process, and what it has forked, as long as it lives. Raises UserError where another one has it."""
@@ -166,12 +177,12 @@ def run_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
     if not path.is_file():
         raise UserError(f"{folder} is no run folder: it has no config.yaml")
     try:
-        tree = dict(yaml.safe_load(path.read_bytes()))
-        known = parse_config(tree)
-    except (yaml.YAMLError, ValueError, TypeError) as error:
+        tree = dict(parse_yaml(read_text(path), "its text"))
+    except (UserError, ValueError, TypeError) as error:
         raise UserError(
             f"{path} is damaged ({first_line(error)}); write it again, or begin anew with the same settings"
         ) from error
+    known = parse_config(tree)
     for override in overrides:
         key = override.partition("=")[0]
         if not any(key == allowed or key.startswith(f"{allowed}.") for allowed in MAY_CHANGE):
@@ -247,9 +258,11 @@ def checkpoint_folder(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step}"
 
 
-def finish_checkpoint(run: Path, step: int, keep_last: int) -> None:
-    """Point `latest` at a complete checkpoint, then remove the oldest beyond `keep_last`."""
+def finish_checkpoint(run: Path, step: int, keep_last: int | None) -> None:
+    """Point `latest` at a complete checkpoint, then remove the oldest beyond `keep_last`; None keeps all."""
     write_whole(run / "checkpoints" / LATEST, f"step-{step}\n")
+    if keep_last is None:
+        return
     for old in [folder for folder in checkpoints_of(run) if step_of(folder) <= step][:-keep_last]:
         shutil.rmtree(old)
 
@@ -284,7 +297,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"{checkpoint} is no checkpoint: it has no state.json")
     try:
-        state: dict[str, Any] = dict(json.loads(path.read_bytes()))
+        state: dict[str, Any] = dict(parse_json(read_bytes(path, JSON_BYTES), finite=False))
     except (ValueError, TypeError) as error:
         raise UserError(f"{path} is damaged: {first_line(error)}") from error
     return state

@@ -37,7 +37,7 @@ from braidrl.training.lora import (
     plain_names,
     save_adapters,
 )
-from braidrl.training.optimizer import MasterOptimizer
+from braidrl.training.optimizer import MasterOptimizer, all_finite
 from braidrl.training.roles.model import RoleModel
 from braidrl.training.side_files import save_weights
 from braidrl.weights.checkpoint_files import TensorReader, WeightFiles, shapes_in
@@ -71,10 +71,14 @@ def saving_tasks(worker: RoleModel, folder: Path, write: bool = True, copy: bool
         folder: The directory to make.
         write: True on the one rank that writes what all ranks have in full: rank 0, as transformers writes nothing on others.
         copy: Copy the tensors to host memory first, so that a thread may make the calls while the worker trains on.
+
+    Raises:
+        UserError: A tensor holds infinity or NaN: such a checkpoint must not take the place of one that can be used.
     """
     kept = copied if copy else dict[str, Tensor]
     weights = full_state_dict(worker, wanted=write)
     adapters = full_adapters(worker) if worker.lora else {}
+    check_finite(worker, {**weights, **adapters, **(worker.optimizer.state() if worker.optimizer else {})})
     parts: list[Write] = []
     if write:
         parts.append(partial(write_model, worker, folder, kept(weights), kept(adapters)))
@@ -91,6 +95,17 @@ def saving_tasks(worker: RoleModel, folder: Path, write: bool = True, copy: bool
     elif worker.optimizer is not None and write:
         parts.append(partial(write_tensors, kept(worker.optimizer.state()), folder / OPTIMIZER))
     return parts
+
+
+def check_finite(worker: RoleModel, tensors: Mapping[str, Tensor]) -> None:
+    """Raise UserError, with the name of the first, where one of a role's tensors that are to be saved is not finite."""
+    if all_finite(local_shard(tensor) for tensor in tensors.values()):
+        return
+    first = next(name for name, tensor in tensors.items() if not all_finite([local_shard(tensor)]))
+    raise UserError(
+        f"{worker.role}: {first} holds infinity or NaN and is not saved; go on from the last checkpoint, with a lower "
+        "trainer.learning_rate or with trainer.max_grad_norm"
+    )
 
 
 def write_model(worker: RoleModel, folder: Path, weights: dict[str, Tensor], adapters: dict[str, Tensor]) -> None:

@@ -1,0 +1,204 @@
+"""JSON and YAML that others wrote, parsed with limits of size and depth. What is beyond a limit is an error of one line, as bad syntax is.
+
+bytes ──at most so many──▶ text ──at most MOST_LEVELS deep, finite numbers, whole characters──▶ plain values
+"""
+
+import codecs
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+import yaml
+
+from braidrl.errors import UserError
+
+MOST_LEVELS = 64
+"""How deep values may be nested: few readers and writers of nested values take a thousand levels."""
+JSON_BYTES = 64 << 20
+YAML_BYTES = 1 << 20
+YAML_VALUES = 100_000
+"""Keys and values of a YAML text where each alias is written out."""
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def parse_json(text: bytes | str, most_bytes: int = JSON_BYTES, finite: bool = True) -> Any:
+    """Return the value of a JSON text.
+
+    Args:
+        text: UTF-8, or text.
+        most_bytes: A longer one is not read.
+        finite: Refuse NaN and numbers beyond those of double precision.
+
+    Raises:
+        ValueError: In one line, why it is none, or which limit it breaks.
+    """
+    if len(text) > most_bytes:
+        raise ValueError(f"it has {len(text)} bytes, and at most {most_bytes} are read")
+    text = text if isinstance(text, str) else as_utf8(text)
+    try:
+        value = (FINITE if finite else ANY).decode(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg} at character {error.pos + 1}") from None
+    except RecursionError:
+        raise too_deep() from None
+    # A text with fewer brackets cannot be deeper.
+    if text.count("[") + text.count("{") > MOST_LEVELS:
+        check_levels(value)
+    if SURROGATE.search(text):
+        check_characters(json.dumps(value, ensure_ascii=False))
+    return value
+
+
+def read_json(path: Path, most_bytes: int = JSON_BYTES, finite: bool = True) -> Any:
+    """Return the value of a JSON file. Raises UserError, which names the file, as `parse_json` and for a file that cannot be read."""
+    try:
+        return parse_json(read_bytes(path, most_bytes), most_bytes, finite)
+    except ValueError as error:
+        raise UserError(f"{path} is {what_is_wrong('JSON', error)}") from None
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """Return a file's bytes. Raises ValueError for a longer one than `most`, and UserError for one that cannot be read."""
+    try:
+        with path.open("rb") as file:
+            found = file.read(most + 1)
+            size = path.stat().st_size
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    if len(found) > most:
+        raise ValueError(f"it has {max(size, len(found))} bytes, and at most {most} are read")
+    return found
+
+
+def as_utf8(raw: bytes) -> str:
+    """Return the text, without a byte order mark. Raises ValueError for bytes that are no UTF-8."""
+    try:
+        return raw.removeprefix(codecs.BOM_UTF8).decode()
+    except UnicodeDecodeError:
+        raise NotUtf8("not UTF-8; save the file as UTF-8") from None
+
+
+def what_is_wrong(kind: str, error: ValueError) -> str:
+    """Return what follows `is` in a message about a text that could not be parsed."""
+    return str(error) if isinstance(error, NotUtf8) else f"not {kind}: {error}"
+
+
+def check_characters(text: str) -> None:
+    """Raise ValueError for a text that cannot be written: it has half of a character (a lone surrogate)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start : error.start + 1]).strip("'")
+        raise ValueError(f"it has half of a character, {half}; write whole characters") from None
+
+
+def check_levels(value: Any) -> None:
+    """Raise ValueError for lists and dicts that are nested more than MOST_LEVELS deep, or contain themselves."""
+    layer = [value]
+    for _ in range(MOST_LEVELS + 1):
+        layer = [part for each in layer for part in parts(each) if isinstance(part, dict | list | tuple)]
+        if not layer:
+            return
+    raise too_deep()
+
+
+def parts(value: Any) -> Any:
+    """Return the values inside a dict or a list; nothing for any other value."""
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+
+
+def too_deep() -> ValueError:
+    """Return the error for what is nested too deep."""
+    return ValueError(f"it is nested more than {MOST_LEVELS} levels deep")
+
+
+def finite_float(text: str) -> float:
+    """Return the number. Raises ValueError for one that double precision does not have."""
+    found = float(text)
+    if not math.isfinite(found):
+        raise ValueError(f"{text[:20]} is beyond the numbers of double precision; write a smaller one")
+    return found
+
+
+def refuse_constant(name: str) -> NoReturn:
+    """Raise ValueError for NaN and infinity, which are no JSON."""
+    raise ValueError(f"{name} is not a JSON value; write null")
+
+
+FINITE = json.JSONDecoder(parse_float=finite_float, parse_constant=refuse_constant)
+ANY = json.JSONDecoder()
+
+
+class NotUtf8(ValueError):
+    """Bytes that are no text."""
+
+
+class Frame:
+    """A list or mapping that is being read, with the number of its values, aliases written out."""
+
+    def __init__(self, event: Any) -> None:
+        self.anchor: str | None = event.anchor
+        self.count = 1
+
+
+def check_events(text: str) -> None:
+    """Raise ValueError for a YAML text that is too long, too deep, or too long with its aliases written out.
+
+    The parser's events are looked at before values are made of them: an alias makes a value again for each time that it is named.
+    """
+    if len(text) > YAML_BYTES:
+        raise ValueError(f"it has {len(text)} characters, and at most {YAML_BYTES} are read")
+    check_characters(text)
+    known: dict[str, int] = {}
+    frames = [Frame(NoEvent(None))]
+    for event in yaml.parse(text, Loader=LOADER):
+        if isinstance(event, yaml.CollectionStartEvent):
+            frames.append(Frame(event))
+            if len(frames) > MOST_LEVELS + 1:
+                raise too_deep()
+            continue
+        if isinstance(event, yaml.CollectionEndEvent):
+            closed = frames.pop()
+            anchor, count = closed.anchor, closed.count
+        elif isinstance(event, yaml.AliasEvent):
+            if any(frame.anchor == event.anchor for frame in frames):
+                raise ValueError(f"the alias *{event.anchor} contains itself")
+            anchor, count = None, known.get(str(event.anchor), 1)
+        elif isinstance(event, yaml.ScalarEvent):
+            anchor, count = event.anchor, 1
+        else:
+            continue
+        if anchor is not None:
+            known[anchor] = count
+        add_value(frames[-1], count)
+
+
+class NoEvent(NamedTuple):
+    """Stands for the event before the first."""
+
+    anchor: None
+
+
+def add_value(frame: Frame, count: int) -> None:
+    """Add a value that is complete to what it stands in. Raises ValueError for too many values."""
+    frame.count += count
+    if frame.count > YAML_VALUES:
+        raise ValueError(f"it has more than {YAML_VALUES} values, with its aliases written out")
+
+
+def texts_and_numbers(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every text and number of nested values, keys included, with its dotted place."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            inner = f"{place}.{name}" if place else str(name)
+            yield inner, name
+            yield from texts_and_numbers(part, inner)
+    elif isinstance(value, list | tuple):
+        for number, part in enumerate(value):
+            yield from texts_and_numbers(part, f"{place}.{number}")
+    elif isinstance(value, str | int | float):
+        yield place, value

@@ -1,0 +1,122 @@
+"""Fingerprints of what a run reads and did not write: in each checkpoint, and compared where a run resumes.
+
+model, tokenizer, template, data, code ──digests──▶ state.json        --resume: digests now ──compare──▶ same, accepted, or a UserError
+"""
+
+import hashlib
+import importlib.util
+import json
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from braidrl.config import Config
+from braidrl.errors import UserError
+from braidrl.parsing import texts_and_numbers
+from braidrl.runtimes.prepare.setup import Prepared
+from braidrl.runtimes.saving.folders import MAY_CHANGE
+from braidrl.training.role_settings import model_path
+
+WHOLE_BYTES = 1 << 30
+"""A larger file is known by its size and by blocks of it."""
+BLOCKS, BLOCK_BYTES = 64, 1 << 20
+Fingerprints = dict[str, dict[str, str]]
+"""By kind and then by the key of the configuration that names the file, or folder."""
+
+
+def fingerprints(prepared: Prepared) -> Fingerprints:
+    """Return the fingerprints of a run's model, tokenizer, template, training data and code of the user's own."""
+    config, tokenizer = prepared.config, prepared.tokenizer
+    vocabulary = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
+    models = {
+        "model": config.model,
+        **{f"roles.{role}.model": model_path(role, config) for role in prepared.flow.roles},
+    }
+    sources = {f"data.train.{number}": source for number, source in enumerate(config.data.train)}
+    sources |= {"data.ptx": config.data.ptx} if config.data.ptx else {}
+    return {
+        "model": {key: files_digest(weight_files(path)) for key, path in models.items()},
+        "tokenizer": {"model": text_digest(vocabulary)},
+        "template": {
+            "model": text_digest([tokenizer.chat_template, config.data.chat_template, config.data.system_prompt])
+        },
+        "data": {key: files_digest(files_below(source.path)) for key, source in sources.items()},
+        "code": {key: files_digest([path]) for key, path in code_files(config)},
+    }
+
+
+def check_unchanged(
+    saved: Mapping[str, Mapping[str, str]], now: Fingerprints, accepted: Collection[str], step: int
+) -> None:
+    """Raise UserError, which names the kinds and keys, where something is not as at the checkpoint of a step, unless it is `accepted`."""
+    changed = {
+        kind: [key for key, digest in found.items() if saved.get(kind, {}).get(key, digest) != digest]
+        for kind, found in now.items()
+    }
+    refused = {kind: keys for kind, keys in changed.items() if keys and kind not in accepted}
+    if refused:
+        named = "; ".join(f"the {kind} of {', '.join(keys)}" for kind, keys in refused.items())
+        every = ", ".join([*accepted, *refused])
+        raise UserError(
+            f"since the checkpoint of step {step} something has changed that the run reads: {named}. Put it back, or go on regardless with "
+            f"trainer.accept_changes=[{every}]"
+        )
+
+
+def weight_files(model: Path) -> list[Path]:
+    """Return what defines a model: its configuration and weights."""
+    folder = model.expanduser()
+    return [folder / "config.json", *sorted(folder.glob("*.safetensors")), *sorted(folder.glob("pytorch_model*.bin"))]
+
+
+def files_below(path: Path) -> list[Path]:
+    """Return a file, or those of a folder."""
+    return sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
+
+
+def code_files(config: Config) -> Iterator[tuple[str, Path]]:
+    """Yield the files of the user's own functions and flows with the keys that name them. Keys that a resume may change are left out."""
+    for key, text in texts_and_numbers(config.model_dump(mode="json")):
+        if not isinstance(text, str) or key.startswith(MAY_CHANGE):
+            continue
+        name, _, function = text.removeprefix("agent:").rpartition(":")
+        path = Path(text) if text.endswith((".yaml", ".yml")) else Path(name)
+        if path.suffix in (".py", ".yaml", ".yml") and path.is_file():
+            yield key, path
+        elif name and function.isidentifier() and all(part.isidentifier() for part in name.split(".")):
+            origin = module_file(name)
+            if origin is not None:
+                yield key, origin
+
+
+def module_file(name: str) -> Path | None:
+    """Return the file of a module that can be imported, else None."""
+    try:
+        found = importlib.util.find_spec(name)
+    except (ImportError, ValueError, AttributeError):
+        return None
+    return Path(found.origin) if found and found.origin and Path(found.origin).is_file() else None
+
+
+def text_digest(value: Any) -> str:
+    """Return the digest of a text or of plain values."""
+    return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
+
+
+def files_digest(files: list[Path]) -> str:
+    """Return the digest of files, their names and their order; one that is not there counts as such."""
+    total = hashlib.blake2b(digest_size=16)
+    for path in files:
+        total.update(path.name.encode(errors="surrogateescape"))
+        if not path.is_file():
+            continue
+        size = path.stat().st_size
+        total.update(str(size).encode())
+        with path.open("rb") as file:
+            if size <= WHOLE_BYTES:
+                total.update(hashlib.file_digest(file, "blake2b").digest())
+                continue
+            for block in range(BLOCKS):
+                file.seek((size - BLOCK_BYTES) * block // (BLOCKS - 1))
+                total.update(file.read(BLOCK_BYTES))
+    return total.hexdigest()
