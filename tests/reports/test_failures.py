@@ -27,7 +27,7 @@ def half(response: str) -> float:
 
 def test_metrics_and_report_have_each_verifiers_mean_and_failures_by_kind(workshop: Workshop) -> None:
     verify = [f"{HERE}:half", f"{workshop.folder}/verifiers.py:starts_even", f"{HERE}:often"]
-    reward = {"verify": verify, "sandbox": "none", "wrong_score": -1.0, "max_failed_fraction": 1}
+    reward = {"verify": verify, "sandbox": "none", "wrong_score": -1.0, "max_failed_fraction": 1, "processes": 0}
     run = workshop.run(reward=reward)
     lines = read_metrics(run)
     assert [line["reward/half/score_mean"] for line in lines] == [0.5, 0.5]
@@ -80,7 +80,7 @@ def test_a_saved_run_goes_on_when_its_verifier_is_mended(workshop: Workshop) -> 
 
 def test_an_evaluation_whose_every_check_fails_is_no_result(workshop: Workshop) -> None:
     sections = {
-        "reward": {"verify": f"{HERE}:often", "sandbox": "none"},
+        "reward": {"verify": f"{HERE}:often", "sandbox": "none", "processes": 0},
         "data": {"eval": {"test": str(workshop.data)}},
     }
     with pytest.raises(
