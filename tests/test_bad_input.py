@@ -356,7 +356,7 @@ def test_a_reward_that_is_always_the_same_ends_dynamic_sampling_with_that_explan
 
 
 def test_a_verifier_that_raises_is_counted_and_said_once(workshop: Workshop, command: Braid) -> None:
-    reward = {"verify": f"{workshop.folder}/verifiers.py:unfinished"}
+    reward = {"verify": f"{workshop.folder}/verifiers.py:unfinished", "max_failed_fraction": 1}
     code, _, errors = command("train", workshop.config_file(reward=reward))
     assert code == 0
     (told,) = (line for line in errors.splitlines() if line.startswith("verifier "))
@@ -383,7 +383,7 @@ def test_a_full_disk_during_a_checkpoint_leaves_the_one_before_whole_and_the_run
     files = sorted(path for path in (run / "checkpoints").rglob("*") if path.is_file())
     before = {path: path.read_bytes() for path in files}
     settings = run / "config.yaml"
-    settings.write_text(settings.read_text().replace("steps: 1\n", "steps: 3\n", 1))
+    settings.write_text(settings.read_text().replace("  steps: 1\n", "  steps: 3\n", 1))
     # Room for metrics and rollouts, and too little for the optimizer's state.
     with files_of_at_most(max(len(content) for content in before.values()) - 1):
         found = refusal("train", "--resume", run)

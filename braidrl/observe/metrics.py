@@ -35,7 +35,7 @@ class MetricsWriter:
         Raises UserError where metrics exist and nothing is resumed.
         """
         path = folder / FILE_NAME
-        if resume_step is None and path.exists():
+        if resume_step is None and path.exists() and path.stat().st_size:
             raise UserError(
                 f"{folder} holds the metrics of an earlier run; go on with it by --resume, or choose another name"
             )

@@ -14,7 +14,7 @@ from braidrl.cluster.ranks import tell
 from braidrl.cluster.watchdog import FrozenWatch
 from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
-from braidrl.errors import BadUpdate, FailedStep, LostProcess, UserError, WorkerError, first_line
+from braidrl.errors import BadUpdate, FailedStep, LostProcess, UserError, WorkerError, first_line, no_room
 from braidrl.observe.metrics import MetricsWriter, Sums
 from braidrl.observe.progress import Progress, silent_progress
 from braidrl.observe.report import write_report
@@ -262,6 +262,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         except UserError:
             raise
         except Exception as error:
+            if no_room(error):
+                raise
             what = f"{type(error).__name__}: {first_line(error)}"
             raise UserError(f"the run's report cannot be written ({what}); mend that before training") from error
 

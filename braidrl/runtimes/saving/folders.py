@@ -33,6 +33,8 @@ MAY_CHANGE = (
     "reward.sandbox", "rollout.environment.sandbox",
 )  # fmt: skip
 """Keys, or sections, that a resumed run may have other values of: the rest belongs to what it has learned so far."""
+BEFORE_THE_FIRST_STEP = ("config.yaml", "metrics.jsonl", "report.html", "trace", "tensorboard", "wandb", "swanlab")
+"""What a run's folder may hold that was refused before its first step."""
 ENDING_S = 3.0
 """How long what a killed run has forked may take to end, and with it the hold on the run's folder."""
 
@@ -124,8 +126,10 @@ def unused_folder(config: Config) -> Path:
 
 
 def never_began(folder: Path) -> bool:
-    """Return True where a run was refused after its folder was made: it holds at most a configuration."""
-    return folder.is_dir() and all(path.name == "config.yaml" for path in folder.iterdir())
+    """Return True where a run was refused after its folder was made, and before its first step."""
+    metrics = folder / "metrics.jsonl"
+    made = not metrics.exists() or not metrics.stat().st_size
+    return folder.is_dir() and made and all(path.name in BEFORE_THE_FIRST_STEP for path in folder.iterdir())
 
 
 def identity(folder: Path) -> tuple[int, int] | None:

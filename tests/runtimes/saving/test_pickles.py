@@ -50,7 +50,7 @@ def test_pickles_in_every_file_of_a_run_do_nothing(workshop: Workshop, manifest:
         )
         (run / "checkpoints" / "step-1" / "manifest.json").unlink()
     config = run / "config.yaml"
-    config.write_text(config.read_text().replace("steps: 1\n", "steps: 2\n", 1))
+    config.write_text(config.read_text().replace("  steps: 1\n", "  steps: 2\n", 1))
     mark, whole = tmp_path / "mark", tmp_path / "whole"
     shutil.copytree(run, whole)
     bomb = pickle.dumps(Bomb(mark))
@@ -74,7 +74,7 @@ def test_pickles_in_the_parts_that_ranks_write_do_nothing(workshop: Workshop, tm
     obeyed("train", str(workshop.config_file(trainer=trainer, **divided)))
     run, mark, whole = workshop.folder / "run", tmp_path / "mark", tmp_path / "whole"
     config = run / "config.yaml"
-    config.write_text(config.read_text().replace("steps: 1\n", "steps: 2\n", 1))
+    config.write_text(config.read_text().replace("  steps: 1\n", "  steps: 2\n", 1))
     # Without a manifest nobody compares the files before they are read.
     (state := run / "checkpoints" / "step-1" / "state.json").write_text(
         state.read_text().replace('"format": 2', '"format": 1')
