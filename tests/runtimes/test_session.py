@@ -35,7 +35,7 @@ def settings(runtime: str = "eager") -> dict[str, Any]:
     }  # fmt: skip
 
 
-def grpo_by_hand(config: Config, folder: Path) -> list[dict[str, float]]:
+def grpo_by_hand(config: Config, folder: Path, old: bool = True) -> list[dict[str, float]]:
     metrics = []
     with Session(config) as session:
         for _ in range(STEPS):
@@ -43,7 +43,7 @@ def grpo_by_hand(config: Config, folder: Path) -> list[dict[str, float]]:
             rows = session.actor.generate(rows)
             rows = session.reward.verify(rows)
             rows = session.reference.log_probs(rows)
-            rows = session.actor.log_probs(rows)
+            rows = session.actor.log_probs(rows) if old else rows
             rows = session.run(advantage.group_normalized(), rows)
             session.actor.update(
                 rows,
@@ -56,10 +56,14 @@ def grpo_by_hand(config: Config, folder: Path) -> list[dict[str, float]]:
     return metrics
 
 
-@pytest.mark.parametrize("runtime", ["eager", "hybrid"])
-def test_a_loop_by_hand_trains_as_the_recipe_does(workshop: Workshop, warm_cluster: WarmCluster, runtime: str) -> None:
+@pytest.mark.parametrize(
+    ("runtime", "old"), [("eager", True), ("hybrid", True), ("hybrid", False)], ids=["eager", "hybrid", "old by itself"]
+)
+def test_a_loop_by_hand_trains_as_the_recipe_does(
+    workshop: Workshop, warm_cluster: WarmCluster, runtime: str, old: bool
+) -> None:
     recipe = workshop.run("recipe", **settings())
-    metrics = grpo_by_hand(workshop.config("by-hand", **settings(runtime)), workshop.folder / "saved")
+    metrics = grpo_by_hand(workshop.config("by-hand", **settings(runtime)), workshop.folder / "saved", old)
     assert_same_weights(load_file(workshop.folder / "saved" / "actor" / "model.safetensors"), weights_of(recipe))
     assert len(metrics) == STEPS and all(found["actor/grad_norm"] > 0 for found in metrics)
 
