@@ -98,8 +98,19 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     def __init__(self, settings: RewardConfig) -> None:
         self.settings = settings
         places = settings.processes or 1
-        self._one_by_one = [CodeHost("verifier", ENTRY, {}, "reward", settings, settings.environment, seconds=settings.timeout_s, trusted=True)
-                            for _ in range(places)]  # fmt: skip
+        self._one_by_one = [
+            CodeHost(
+                "verifier",
+                ENTRY,
+                {},
+                "reward",
+                settings,
+                settings.environment,
+                seconds=settings.timeout_s,
+                trusted=True,
+            )
+            for _ in range(places)
+        ]
         self._idle = list(self._one_by_one)
         self._places = asyncio.Semaphore(places)
         self._hosts: dict[str, CodeHost] = {}
