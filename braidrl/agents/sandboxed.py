@@ -18,7 +18,7 @@ from braidrl.agents.turns import EnvironmentFailed, Observation
 from braidrl.config import EnvironmentConfig
 from braidrl.errors import UserError, WorkerError
 from braidrl.importing import relative_to, source_of
-from braidrl.sandbox.hosts import Host, Talk
+from braidrl.sandbox.hosts import CodeHost, Talk
 from braidrl.sandbox.sandbox import LOAD_LIMIT_S, Message
 
 ANSWER_BYTES = 1 << 20
@@ -84,7 +84,7 @@ class EnvironmentHost:
         self._talks: set[Talk] = set()
         self._lock = threading.Lock()
         answers = 1 if self.agent else settings.max_turns + len(("make", "reset", "close"))
-        self.host = Host(
+        self.host = CodeHost(
             "environment", "braidrl.agents.answering:player", {"name": self.name, "params": settings.params}, "rollout.environment",
             settings, settings.variables, settings.python, settings.timeout_s, answers, ANSWER_BYTES,
             file=code_of(self.name.removeprefix(prefix)), agent=self.agent,

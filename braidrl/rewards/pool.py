@@ -26,7 +26,7 @@ from braidrl.errors import UserError, WorkerError
 from braidrl.rewards.verifier import Completion, Verifier
 from braidrl.rewards.worker import call_here
 from braidrl.sandbox.answers import bounded_numbers, shown
-from braidrl.sandbox.hosts import Host, Talk, check_walls
+from braidrl.sandbox.hosts import CodeHost, Talk, check_walls
 from braidrl.sandbox.sandbox import LOAD_LIMIT_S, NO_ANSWER, Message
 
 ENTRY = "braidrl.rewards.worker:checks"
@@ -98,14 +98,25 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     def __init__(self, settings: RewardConfig) -> None:
         self.settings = settings
         places = settings.processes or 1
-        self._one_by_one = [Host("verifier", ENTRY, {}, "reward", settings, settings.environment, seconds=settings.timeout_s, trusted=True)
-                            for _ in range(places)]  # fmt: skip
+        self._one_by_one = [
+            CodeHost(
+                "verifier",
+                ENTRY,
+                {},
+                "reward",
+                settings,
+                settings.environment,
+                seconds=settings.timeout_s,
+                trusted=True,
+            )
+            for _ in range(places)
+        ]
         self._idle = list(self._one_by_one)
         self._places = asyncio.Semaphore(places)
-        self._hosts: dict[str, Host] = {}
+        self._hosts: dict[str, CodeHost] = {}
         self._together: dict[str, asyncio.Semaphore] = {}
-        self._talks: dict[Host, Talk] = {}
-        self._loading: dict[Host, asyncio.Lock] = {}
+        self._talks: dict[CodeHost, Talk] = {}
+        self._loading: dict[CodeHost, asyncio.Lock] = {}
         self._checked = set[str]()
         self._under_way: dict[asyncio.Task[None], Check] = {}
         self._closed = False
@@ -139,7 +150,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     def _prepare(self, verifier: Verifier) -> None:
         """Make the verifier's own host, if it needs one: its code is that of this moment."""
         if self._walled(verifier) or verifier.asynchronous:
-            self._hosts[verifier.key] = Host(
+            self._hosts[verifier.key] = CodeHost(
                 "verifier", ENTRY, {}, "reward", self.settings, self.settings.environment, seconds=self.settings.timeout_s,
                 file=verifier.file, trusted=not self._walled(verifier), together=True,
             )  # fmt: skip
@@ -201,7 +212,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             found = await self._asked(host, check, self.settings.timeout_s + STUCK_AFTER_S)
         return None if "again" in found else found
 
-    async def _asked(self, host: Host, check: Check, limit_s: float) -> Message:
+    async def _asked(self, host: CodeHost, check: Check, limit_s: float) -> Message:
         """Return the answer of a host, which is killed where there is none; `again` then says whether that came from outside."""
         failed = await self._load(host, check.verifier.key)
         if failed:
@@ -229,7 +240,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         how = process.describe_end()
         return {"failure": "died", "detail": f"the verifier's process died: {how}", "again": how in KILLED}
 
-    async def _load(self, host: Host, key: str) -> Message:
+    async def _load(self, host: CodeHost, key: str) -> Message:
         """Have a host import a verifier, once; return the failure, empty where there is none."""
         if key in host.loaded and host.alive:
             return {}

@@ -204,7 +204,7 @@ def asserts_hold(program: str, asserts: str, seconds: int) -> bool:
         os.close(requests)
         os.close(answers)
         with open(ours, "w") as asked, open(theirs, "rb") as answered:
-            calls = Calls(running, asked, answered)
+            calls = ProgramCalls(running, asked, answered)
             try:
                 calls.send(json.dumps(program))
                 tree = ast.parse(asserts, "tests.py")
@@ -229,7 +229,7 @@ def modules_of(tree: ast.AST) -> dict[str, Any]:
 class Names(dict[str, Any]):
     """The names of a test: its own, those of Python, and of the program."""
 
-    def __init__(self, calls: "Calls", modules: Mapping[str, Any]) -> None:
+    def __init__(self, calls: "ProgramCalls", modules: Mapping[str, Any]) -> None:
         """`calls` reaches the program; `modules` are defined from the start."""
         super().__init__(modules, __name__="tests", __builtins__=dict(vars(builtins)))
         self.calls = calls
@@ -243,7 +243,7 @@ class Names(dict[str, Any]):
             raise NameError(f"name {name!r} is not defined") from None
 
 
-class Calls:
+class ProgramCalls:
     """Requests to a program's process and its plain answers, one at a time."""
 
     def __init__(self, running: "Running", asked: Any, answered: Any) -> None:
@@ -341,7 +341,7 @@ def replace_contents(mine: Any, changed: Any) -> None:
 class Kept:
     """A value of the program's that is not plain. It equals nothing but itself: the program has no say in a comparison."""
 
-    def __init__(self, calls: Calls, number: int) -> None:
+    def __init__(self, calls: ProgramCalls, number: int) -> None:
         """`number` is its number in the program's process."""
         self._calls, self._number = calls, number
 

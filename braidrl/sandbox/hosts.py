@@ -1,6 +1,6 @@
 """The run's side of untrusted code: a host process with its walls, and talks with it, one for each call or trajectory.
 
-Host ──PLAY, end of a socket──▶ host process ──fork──▶ supervisor ──fork──▶ code
+CodeHost ──PLAY, end of a socket──▶ host process ──fork──▶ supervisor ──fork──▶ code
 Talk ◀──────────── requests and answers over that socket ────────────▶
 
 An answer is plain data, or the failure of its row.
@@ -102,7 +102,7 @@ def checked_answer(line: bytes) -> Message:
     return found
 
 
-class Host:
+class CodeHost:
     """A process that has imported untrusted code; it is started anew where it has ended."""
 
     def __init__(

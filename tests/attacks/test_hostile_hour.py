@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import shutil
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -56,11 +58,14 @@ def run(
     begun, memory = time.monotonic(), list[int]()
     try:
         with braid("train", config, folder=workshop.folder) as process:
-            while process.poll() is None:
-                family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-                memory.append(sum(held(one) for one in family))
+            said = list[Any]()
+            reading = threading.Thread(target=lambda: said.append(process.communicate()))
+            reading.start()
+            while reading.is_alive():
+                with contextlib.suppress(psutil.Error):
+                    main = psutil.Process(process.pid)
+                    memory.append(sum(held(one) for one in (main, *main.children(recursive=True))))
                 time.sleep(1)
-            said = process.communicate()
             assert process.returncode == 0, said
     finally:
         os.environ.pop("BRAID_QUIET", None)
