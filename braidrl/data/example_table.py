@@ -84,6 +84,19 @@ class ExampleTable(Sequence[Example]):
         values = self._columns[column][index].values.to_numpy(zero_copy_only=False)
         return torch.from_numpy(values.astype(bool if column.endswith("_trained") else np.int64))
 
+    def first_beyond(self, size: int) -> tuple[int, int] | None:
+        """Return the first row with a token id of `size` or more, and that id; None where there is no such row."""
+        found = []
+        for name in ("prompt", *RESPONSES):
+            begin = 0
+            for chunk in self._columns[name].chunks if name in self._columns else ():
+                values = chunk.flatten().to_numpy()
+                for at in np.flatnonzero(values >= size)[:1]:
+                    row = int(np.searchsorted(chunk.offsets.to_numpy() - chunk.offsets[0].as_py(), at, "right")) - 1
+                    found.append((begin + row, int(values[at])))
+                begin += len(chunk)
+        return min(found, default=None)
+
     def lengths(self, column: str) -> Tensor | None:
         """Return the number of tokens of every row, (K,) int64, or None where the source has no such column."""
         import pyarrow.compute
