@@ -7,23 +7,26 @@ example                        JSON of an `Example`
 prompt, response, rejected     int32 token ids; `response_trained` and `rejected_trained` say which of them are trained
 """
 
+import glob
 import hashlib
 import importlib.metadata
 import json
 import os
+import platform
 import shutil
 import tempfile
 import time
 import uuid
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, astuple, dataclass, field
 from itertools import islice
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from rich.console import Console
 from rich.progress import Progress
@@ -84,6 +87,19 @@ class ExampleTable(Sequence[Example]):
         values = self._columns[column][index].values.to_numpy(zero_copy_only=False)
         return torch.from_numpy(values.astype(bool if column.endswith("_trained") else np.int64))
 
+    def first_beyond(self, size: int) -> tuple[int, int] | None:
+        """Return the first row with a token id of `size` or more, and that id; None where there is no such row."""
+        found = []
+        for name in ("prompt", *RESPONSES):
+            begin = 0
+            for chunk in self._columns[name].chunks if name in self._columns else ():
+                values = chunk.flatten().to_numpy()
+                for at in np.flatnonzero(values >= size)[:1]:
+                    row = int(np.searchsorted(chunk.offsets.to_numpy() - chunk.offsets[0].as_py(), at, "right")) - 1
+                    found.append((begin + row, int(values[at])))
+                begin += len(chunk)
+        return min(found, default=None)
+
     def lengths(self, column: str) -> Tensor | None:
         """Return the number of tokens of every row, (K,) int64, or None where the source has no such column."""
         import pyarrow.compute
@@ -131,7 +147,8 @@ def open_table(folder: Path, write: Callable[[Facts], Iterator[dict[str, Any]]],
         raise error.__cause__ or error from None
     table = ExampleTable(dataset, Facts(**json.loads((folder / "facts.json").read_text(encoding="utf-8"))), folder)
     if mine:
-        weakref.finalize(table, remove_in, os.getpid(), folder)
+        # Not `weakref.finalize`, which does nothing at the end of a process that multiprocessing has started.
+        Finalize(table, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=0)
     return table
 
 
@@ -239,11 +256,10 @@ def kept_folder(cache: Path, source: SourceConfig, template: PromptTemplate, *fu
 
 
 def passing_folder() -> Path:
-    """Return a new name of a folder for a table that lives no longer than its run."""
-    return Path(tempfile.gettempdir()) / f"{PASSING}{uuid.uuid4().hex}"
-
-
-def remove_in(process: int, folder: Path) -> None:
-    """Remove a folder, in the process that has made it and in none of its copies."""
-    if os.getpid() == process:
-        shutil.rmtree(folder, ignore_errors=True)
+    """Return a new name of a folder for a table that lives no longer than its run; those of processes that were killed are removed."""
+    own = f"{PASSING}{platform.node()}-"
+    for folder in Path(tempfile.gettempdir()).glob(f"{glob.escape(own)}*"):
+        process = folder.name.removeprefix(own).partition("-")[0]
+        if process.isdigit() and not psutil.pid_exists(int(process)):
+            shutil.rmtree(folder, ignore_errors=True)
+    return Path(tempfile.gettempdir()) / f"{own}{os.getpid()}-{uuid.uuid4().hex}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import time
 from collections.abc import Callable
@@ -70,6 +71,29 @@ def test_the_table_of_a_run_is_gone_with_it(write_jsonl: Write, plain_tokenizer:
     assert tables(folder)
     del source
     gc.collect()
+    assert not folder.exists()
+
+
+def load_in_child(path: Path, tokenizer: Any, kept: Any) -> None:
+    """Load a source in a process that multiprocessing has started, and say where its table is."""
+    (source,) = load_train(DataConfig(train=[SourceConfig(path=path)]), tokenizer)
+    kept.send(source.kept)
+    if kept.recv() == "die":
+        os._exit(1)
+
+
+def test_tables_of_processes_that_end_or_are_killed_are_removed(write_jsonl: Write, plain_tokenizer: Any) -> None:
+    path, forked = write_jsonl(RECORDS[:3]), multiprocessing.get_context("fork")
+    for word in ("end", "die"):
+        mine, theirs = forked.Pipe()
+        child = forked.Process(target=load_in_child, args=(path, plain_tokenizer, theirs))
+        child.start()
+        folder = Path(mine.recv())
+        assert tables(folder)
+        mine.send(word)
+        child.join()
+        assert folder.exists() is (word == "die")
+    load_train(DataConfig(train=[SourceConfig(path=path)]), plain_tokenizer)
     assert not folder.exists()
 
 

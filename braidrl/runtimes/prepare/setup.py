@@ -333,16 +333,11 @@ def check_vocabulary(
     if end is not None and end >= size:
         raise UserError(f"{sizes}: the end of sequence, token {end}, is beyond it; {remedy}")
     for source in sources:
-        given = (
-            [name for name in ("response", "rejected") if source.response(0, name) is not None] if len(source) else []
-        )
-        for number in range(len(source)):
-            parts = [source.prompt(number), *(source.examples.tokens(name, number) for name in given)]
-            highest = max((int(part.max()) for part in parts if len(part)), default=-1)
-            if highest >= size:
-                where = place_of(source.path, source.examples[number].line)
-                word = tokenizer.convert_ids_to_tokens(highest)
-                raise UserError(f"{where}: {sizes}: token {highest}, {word!r}, is beyond it; {remedy}")
+        if (found := source.examples.first_beyond(size)) is not None:
+            number, token = found
+            where = place_of(source.path, source.examples[number].line)
+            word = tokenizer.convert_ids_to_tokens(token)
+            raise UserError(f"{where}: {sizes}: token {token}, {word!r}, is beyond it; {remedy}")
 
 
 def vocabulary_lines(prepared: Prepared) -> list[str]:
