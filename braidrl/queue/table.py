@@ -234,8 +234,11 @@ class Table:
         return [w for w in writers if w in self.parts and wanted and self.parts[w].keys() >= wanted]
 
     def _by_part(self, uids: Sequence[Row], writer: str) -> dict[StoredPart, list[int]]:
+        parts = list(map(self.parts[writer].__getitem__, uids))
+        if parts and parts.count(parts[0]) == len(parts):
+            return {parts[0]: list(range(len(parts)))}
         places: defaultdict[StoredPart, list[int]] = defaultdict(list)
-        for place, part in enumerate(map(self.parts[writer].__getitem__, uids)):
+        for place, part in enumerate(parts):
             places[part].append(place)
         return dict(places)
 
