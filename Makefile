@@ -8,7 +8,7 @@ TEST_PROCESSES ?= 3
 # What pip installs is compiled when it is first imported: most of it never is.
 INSTALL := install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo demo-smollm2 test same docs vllm environments trackers lint format soak chaos bench gpu clean
+.PHONY: demo demo-smollm2 test same docs models vllm environments trackers lint format soak chaos bench gpu clean
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -104,6 +104,10 @@ build/bench-venv/installed: benchmarks/requirements.txt benchmarks/install_peers
 
 bench: .venv/installed build/bench-venv/installed
 	env -u OMP_NUM_THREADS PYTHONPATH=. $(BIN)/python -m benchmarks $(ONLY) $(ARGS)
+
+# Which model types of the installed transformers train right: writes docs/models.md, in some minutes.
+models: .venv/installed
+	PYTHONPATH=. $(BIN)/python tools/models.py $(ONLY)
 
 # What only a device can show, in minutes, with the torch and transformers of PYTHON: nothing is installed. `make gpu DEVICE=cpu SIZE=tiny`
 # runs the same parts without one.

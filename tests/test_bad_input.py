@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import BertConfig, BertLMHeadModel
 
 from braidrl.cli import commands as cli
 from braidrl.config import parse_config
@@ -159,7 +159,7 @@ def test_a_run_whose_every_check_fails_ends_with_the_commonest_failure_and_is_sa
 def test_a_model_that_cannot_be_trained_is_named_before_it_loads(
     workshop: Workshop, refusal: Refusal, dry: tuple[str, ...]
 ) -> None:
-    config, cut, other = workshop.config_file(), workshop.folder / "cut", workshop.folder / "gpt2"
+    config, cut, other = workshop.config_file(), workshop.folder / "cut", workshop.folder / "bert"
     shutil.copytree(workshop.model, cut, dirs_exist_ok=True)
     whole = (workshop.model / "model.safetensors").read_bytes()
     (cut / "model.safetensors").write_bytes(whole[: len(whole) // 2])
@@ -167,12 +167,12 @@ def test_a_model_that_cannot_be_trained_is_named_before_it_loads(
         f"model: {cut / 'model.safetensors'} cannot be read: "
     )
     shutil.copytree(workshop.model, other, dirs_exist_ok=True)
-    settings = GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=20, bos_token_id=0, eos_token_id=0)
-    GPT2LMHeadModel(settings).save_pretrained(other)
-    assert (
-        refusal("train", config, f"model={other}", *dry)
-        == f"model: {other} is a GPT2Model, which is not supported; use Qwen2, Qwen3 or Llama"
+    settings = BertConfig(
+        num_hidden_layers=1, num_attention_heads=2, hidden_size=16, intermediate_size=16, vocab_size=20
     )
+    BertLMHeadModel(settings).save_pretrained(other)
+    line = refusal("train", config, f"model={other}", *dry)
+    assert line.startswith(f"model: {other}, bert, is not proven to train right: ")
 
 
 def test_a_run_whose_every_trajectory_fails_twice_ends_with_the_commonest_failure(

@@ -15,7 +15,7 @@ import typer
 from braidrl import __version__
 from braidrl.cli.machine_commands import doctor, plan
 from braidrl.cli.run_commands import check_checkpoints, export, report, timeline, verify
-from braidrl.cli.show_commands import data, flow, import_config, list_kind
+from braidrl.cli.show_commands import check, data, flow, import_config, list_kind
 from braidrl.cli.train_command import evaluate, train
 from braidrl.cluster.process import sleep_at_barriers
 from braidrl.errors import FailedStep, Problems, UserError, WorkerError, limit_reached, no_room
@@ -48,6 +48,7 @@ app = typer.Typer(callback=before_commands,
 checkpoint = typer.Typer(no_args_is_help=True, help="A run's checkpoints.")
 app.command()(train)
 app.command("eval")(evaluate)
+app.command()(check)
 app.command()(flow)
 app.command()(data)
 app.command()(plan)

@@ -16,6 +16,7 @@ from braidrl.cluster.process import usable_cores
 from braidrl.importing import PACKAGES, version_of
 from braidrl.training.compute.attention import ATTENTION, PackedSequences
 from braidrl.training.compute.log_probs import linear_log_probs
+from braidrl.training.decoders.body import run_body
 from braidrl.training.device_rates import keep_rates, measured_rates, rates_file
 
 LEAST_DISK = 1 << 30
@@ -71,10 +72,8 @@ def trains(say: Callable[[str], None]) -> bool:
     model = Qwen3ForCausalLM(config).to(device, dtype)
     tokens = torch.arange(48, device=device) % 64
     start = time.perf_counter()
-    hidden = model.base_model(
-        input_ids=tokens[None], position_ids=(torch.arange(48, device=device) % 24)[None], use_cache=False,
-        sequences=PackedSequences.of((24, 24), device),
-    ).last_hidden_state[0]  # fmt: skip
+    sequences = PackedSequences.of((24, 24), device)
+    hidden = run_body(model, tokens[None], sequences.position_ids(), sequences)[0]
     log_probs, _ = linear_log_probs(hidden[:-1], model.get_output_embeddings().weight, tokens[1:])
     log_probs.sum().backward()
     finite = all(bool(torch.isfinite(p.grad).all()) for p in model.parameters() if p.grad is not None)

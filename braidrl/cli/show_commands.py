@@ -63,3 +63,16 @@ def list_kind(
     for listed in catalogue(kind):
         for line in lines(listed):
             typer.echo(line)
+
+
+def check(
+    model: Annotated[str, typer.Argument(help="A model's folder, its config.json, or a hub id that is kept here.")],
+    layouts: Annotated[
+        bool, typer.Option("--layouts", help="Start two ranks for each layout, and compare them too.")
+    ] = False,
+) -> None:
+    """Prove on a tiny model of the same structure that a model trains right; ends with 1 where it may not train."""
+    from braidrl.cli.check_model import check as check_model
+
+    if not check_model(model, layouts, typer.echo):
+        raise typer.Exit(1)

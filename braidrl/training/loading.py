@@ -1,6 +1,8 @@
 """Loading a decoder and its tokenizer from a Hugging Face directory; nothing is ever downloaded."""
 
 import json
+import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,16 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import logging
+from transformers.utils import logging as transformers_logging
 
 from braidrl.data.rendering import check_template
 from braidrl.errors import UserError, shown
 from braidrl.native.linear import use_fast_products
 from braidrl.parsing import read_json
-from braidrl.training.compute.attention import ATTENTION
-from braidrl.weights.checkpoint_files import HEAD, WeightFiles
+from braidrl.training.decoders.body import ForwardPlan, still, use_plan
+from braidrl.training.decoders.proven import proven_plan
+from braidrl.weights.checkpoint_files import HEAD, ParameterReader, WeightFiles
+from braidrl.weights.model_files import ModelFiles
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -34,14 +38,9 @@ SIZES = {
 NEEDED = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
 """Those that may not be null."""
 POSITIVE = ("rms_norm_eps", "layer_norm_eps", "rope_theta", "initializer_range")
-# What a model does beside softmax attention and a linear output layer, and the value that means "not at all".
-UNSUPPORTED = {
-    "attn_logit_softcapping": None,
-    "final_logit_softcapping": None,
-    "logit_scale": 1.0,
-    "logits_scaling": 1.0,
-    "attention_dropout": 0.0,
-}
+DEQUANTISED = ("fp8", "mxfp4")
+"""Kinds of quantised weights that are read as what they stand for."""
+logger = logging.getLogger(__name__)
 
 
 def load_decoder(
@@ -59,7 +58,8 @@ def load_decoder(
         UserError: For a folder that is missing, incomplete or holds a model that cannot be trained here.
     """
     folder = _whole_model_folder(path)
-    model, missing = _load(AutoModelForCausalLM, folder, _config(folder), dtype, on_meta)
+    config = _config(folder)
+    model, missing = _load(AutoModelForCausalLM, folder, config, proven_plan(config, folder), dtype, on_meta)
     if missing:
         raise UserError(f"model: the weights in {folder} lack {_some(missing)}; copy the whole model")
     return model if is_on_meta(model) else model.to(device)
@@ -80,13 +80,14 @@ def load_scorer(
     folder = _whole_model_folder(path)
     check_scorer(folder, fresh_head)
     config = _config(folder)
+    plan = proven_plan(config, folder)
     config.num_labels = 1
-    model, missing = _load(AutoModelForSequenceClassification, folder, config, dtype, on_meta)
+    model, missing = _load(AutoModelForSequenceClassification, folder, config, plan, dtype, on_meta)
     if lacking := set(missing) - {HEAD}:
         raise UserError(f"model: the weights in {folder} lack {_some(lacking)}; copy the whole model")
     if not hasattr(model, "score"):
         raise UserError(
-            f"model: {type(model).__name__} in {folder} has no linear `score` head; use Qwen2, Qwen3 or Llama"
+            f"model: {type(model).__name__} in {folder} has no linear `score` head, so it can be no critic or reward model"
         )
     if missing:
         torch.nn.init.zeros_(model.score.weight)
@@ -126,15 +127,8 @@ def check_model(path: str | Path) -> None:
     """
     folder = _model_folder(path)
     config = _config(folder)
-    try:
-        with torch.device("meta"):
-            body = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).base_model
-    except Exception as error:  # of whatever kind: the library calculates with what a file says
-        raise UserError(f"model: {folder} cannot be loaded: {named_error(error)}") from error
-    if not all(hasattr(body, name) for name in ("embed_tokens", "layers", "norm", "rotary_emb")):
-        raise UserError(
-            f"model: {folder} is a {type(body).__name__}, which is not supported; use Qwen2, Qwen3 or Llama"
-        )
+    without_quantisation(config, folder)
+    proven_plan(config, folder)
     WeightFiles(folder)
 
 
@@ -150,42 +144,96 @@ def is_on_meta(model: PreTrainedModel) -> bool:
     return next(model.parameters()).is_meta
 
 
-def _load(auto: Any, folder: Path, config: Any, dtype: torch.dtype, on_meta: bool) -> tuple[PreTrainedModel, list[str]]:
-    """Return the model, and the names of the weights that the folder lacks."""
-    if on_meta:
-        try:
-            model = _skeleton(auto, folder, config, dtype)
-        except Exception as error:
-            raise UserError(f"model: {folder} cannot be loaded: {named_error(error)}") from error
-        missing = {name for name, _ in model.named_parameters()} - set(WeightFiles(folder))
-        if missing <= {HEAD}:
+def _load(
+    auto: Any, folder: Path, config: Any, plan: ForwardPlan, dtype: torch.dtype, on_meta: bool
+) -> tuple[PreTrainedModel, list[str]]:
+    """Return the model, prepared for its plan, and the names of the weights that the folder lacks."""
+    quantised = without_quantisation(config, folder)
+    if on_meta or quantised:
+        model, whole = _skeleton(auto, folder, config, plan, dtype)
+        files = ModelFiles(folder, model)
+        missing = {name for name, _ in model.named_parameters()} - set(files)
+        if quantised and not whole:
+            raise UserError(
+                f"model: {folder} is quantised, and {type(model).__name__} has to be loaded in full; save it without"
+            )
+        if whole and (missing <= {HEAD} or quantised):
+            read_buffers(model, files)
+            if not on_meta and missing <= {HEAD}:
+                ParameterReader(folder, model, files=files)(model)
             use_fast_products(model)
+            use_plan(model, plan)
             return model, sorted(missing)
     # Transformers prints a table of missing weights; the caller says in one line which of them matter.
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
     try:
         model, loaded = auto.from_pretrained(
-            folder, config=config, dtype=dtype, attn_implementation=ATTENTION,
+            folder, config=config, dtype=dtype, attn_implementation=plan.attention,
             local_files_only=True, trust_remote_code=False, output_loading_info=True,
         )  # fmt: skip
     except Exception as error:
         raise UserError(f"model: {folder} cannot be loaded: {named_error(error)}") from error
     finally:
-        logging.set_verbosity(verbosity)
+        transformers_logging.set_verbosity(verbosity)
     use_fast_products(model)
+    use_plan(model, plan)
     return model, sorted(loaded["missing_keys"])
 
 
-def _skeleton(auto: Any, folder: Path, config: Any, dtype: torch.dtype) -> PreTrainedModel:
-    """Return a model with parameters on the meta device, and with the buffers that its configuration alone decides."""
-    with torch.device("meta"):
-        model: Any = auto.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
-    body = model.base_model
-    body.rotary_emb = type(body.rotary_emb)(config=model.config)
+def _skeleton(auto: Any, folder: Path, config: Any, plan: ForwardPlan, dtype: torch.dtype) -> tuple[Any, bool]:
+    """Return a model with parameters on the meta device, and True where it has the buffers that its configuration alone decides."""
+    try:
+        with torch.device("meta"):
+            model: Any = auto.from_config(config, dtype=dtype, attn_implementation=plan.attention)
+    except Exception as error:  # of whatever kind: the library calculates with what a file says
+        raise UserError(f"model: {folder} cannot be loaded: {named_error(error)}") from error
+    whole = rebuild_buffers(model)
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model
+    return model, whole
+
+
+def without_quantisation(config: Any, folder: Path) -> bool:
+    """Remove the quantisation from a configuration whose weights are read as what they stand for, and return True where there was one.
+
+    Raises UserError for a kind that is not read so.
+    """
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        return False
+    kind = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
+    if str(getattr(kind, "value", kind)) not in DEQUANTISED:
+        raise UserError(
+            f"model: {folder} is quantised by {kind}; give weights that are saved in full, in fp8 or in mxfp4"
+        )
+    del config.quantization_config
+    return True
+
+
+@torch.no_grad()
+def rebuild_buffers(model: Any) -> bool:
+    """Give a model on the meta device the buffers that no file has, by transformers' own initialization; False where it leaves one."""
+    made: list[torch.Tensor] = []
+    parts: dict[str, None] = {}
+    for name, buffer in list(model.named_non_persistent_buffers()):
+        if buffer.is_meta:
+            owner, _, own = name.rpartition(".")
+            empty = torch.full(buffer.shape, float("nan"), dtype=buffer.dtype) if buffer.is_floating_point() else None
+            made.append(torch.zeros(buffer.shape, dtype=buffer.dtype) if empty is None else empty)
+            model.get_submodule(owner).register_buffer(own, made[-1], persistent=False)
+            parts |= dict.fromkeys(owner.rsplit(".", up)[0] for up in range(owner.count(".") + 1))
+    for part in (*parts, "") if made else ():
+        model._init_weights(model.get_submodule(part))
+    return not any(bool(buffer.isnan().any()) for buffer in made if buffer.is_floating_point())
+
+
+def read_buffers(model: Any, files: Mapping[str, torch.Tensor]) -> None:
+    """Give a model on the meta device the buffers that its files have, in full: they are small."""
+    for name, buffer in list(model.named_buffers()):
+        if buffer.is_meta and name in files:
+            owner, _, own = name.rpartition(".")
+            model.get_submodule(owner).register_buffer(own, files[name].to(buffer.dtype, copy=True))
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -288,12 +336,8 @@ def _config(folder: Path) -> Any:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise UserError(f"model: {folder}/config.json cannot be read: {named_error(error)}") from error
-    for name, nothing in UNSUPPORTED.items():
-        value = getattr(config, name, nothing)
-        if value is not None and value != nothing:
-            raise UserError(
-                f"model: {folder} sets {name} to {value}, which is not supported; use Qwen2, Qwen3 or Llama"
-            )
+    if random := still(config):
+        logger.warning("model: %s trains without %s", folder, ", ".join(sorted(set(random))))
     return config
 
 

@@ -53,9 +53,15 @@ def add_adapters(model: Any, lora: LoraConfig, seed: int = 0) -> None:
                 f"lora.targets: {type(model).__name__} has no linear layer {target!r} in its layers. "
                 f"{suggest(target, linear)}"
             )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        peft.inject_adapter_in_model(peft_config(lora), model, NAME)
+    # By a model's type peft would adapt fused experts too, which are no linear layers, and would not be merged.
+    known = model.config.model_type
+    model.config.model_type = "decoder"
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            peft.inject_adapter_in_model(peft_config(lora), model, NAME)
+    finally:
+        model.config.model_type = known
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             parameter.data = parameter.data.to(model.dtype)

@@ -63,13 +63,16 @@ def shapes_in(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
 class ParameterReader:
     """Reads the parameters of modules that are on the meta device; for a model that was loaded in full there is nothing to read."""
 
-    def __init__(self, folder: Path, model: nn.Module, boxes: Mapping[str, Box] | None = None) -> None:
-        """Read from `folder`; of a tensor with an entry in `boxes`, only this block."""
+    def __init__(
+        self, folder: Path, model: nn.Module, boxes: Mapping[str, Box] | None = None,
+        files: Mapping[str, Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """Read from `folder`, or from its `files` by the model's names; of a tensor with an entry in `boxes`, only this block."""
         self._folder, self._boxes = folder, boxes or {}
         self._on_meta = {p: name for name, p in model.named_parameters() if p.is_meta}
         # Known as long as they are whole, so that tied ones stay tied and none is kept beside its parts.
         self._read: WeakValueDictionary[nn.Parameter, nn.Parameter] = WeakValueDictionary()
-        self._files = WeightFiles(folder) if self._on_meta else {}
+        self._files = (WeightFiles(folder) if files is None else files) if self._on_meta else {}
 
     def __call__(self, module: nn.Module) -> None:
         """Read the module's parameters that are on the meta device."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from braidrl.engines.embedded.cohorts import Cohorts
 from braidrl.engines.embedded.graphs import StepGraphs
 from braidrl.engines.embedded.native_decoder import NativeDecoder
 from braidrl.engines.embedded.sharded_decoding import PipelineRanks
@@ -24,7 +25,8 @@ from braidrl.engines.embedded.states import SlotStates
 from braidrl.engines.requests import Response
 from braidrl.engines.row_request import EngineRow
 from braidrl.engines.sampling import sample
-from braidrl.training.parallel.pipeline import local_layers
+from braidrl.training.decoders.body import plan_of_model, run_body
+from braidrl.training.decoders.head import logits_of
 
 
 class SlotBatch:
@@ -41,8 +43,9 @@ class SlotBatch:
         self._pipeline = pipeline
         self._model, self.slots, self._seed, self._shrink = model, slots, seed, shrink
         self._native, self._graphs = native, graphs
-        self._cache = SlotCache(model.config, len(local_layers(model)), slots, model.dtype, model.device)
-        self.prompts = Prompts(self._cache)
+        self._cache = SlotCache(slots, model.dtype, model.device)
+        self.prompts = Prompts()
+        self._cohorts = Cohorts(model) if plan_of_model(model).by_rows else None
         self._states = SlotStates.idle(slots, 1, 1, self.log_prob_dtype, model.device)
         self.rows: dict[int, EngineRow] = {}
         self.clear()
@@ -55,6 +58,8 @@ class SlotBatch:
     def clear(self, release: bool = True) -> None:
         """Drop every row and free the keys and values; without `release` memory that recorded steps touch stays."""
         self.rows.clear()
+        if self._cohorts is not None:
+            self._cohorts.clear()
         self._positions, self._response_tokens, self._stop_tokens = 0, 1, 1
         if release or self._graphs is None:
             self._cache.release()
@@ -82,8 +87,13 @@ class SlotBatch:
         self._states = self._states.with_room(self._response_tokens, self._stop_tokens)
         if self._graphs is not None:
             self._graphs.invalidate_if_moved(self._touched())
-        self.prompts.compute(self._model, (row.request.prompt for row in new.values()))
-        self._place(new)
+        if self._cohorts is not None:
+            self._cohorts.begin({slot: row.request.prompt for slot, row in new.items()})
+            for row in new.values():
+                self.prompts.forget(row.request.prompt)
+        else:
+            self.prompts.compute(self._model, (row.request.prompt for row in new.values()))
+            self._place(new)
         for row in new.values():
             row.begun = self._steps
             row.versions.append((0, version))
@@ -115,6 +125,8 @@ class SlotBatch:
         tokens, log_probs = self._states.tokens[index].cpu(), self._states.log_probs[index].cpu()
         drawn = self._states.drawn[index].tolist()
         self._states.end(index)
+        if self._cohorts is not None:
+            self._cohorts.end(slots)
         rows = [self.rows.pop(slot) for slot in slots]
         self._changed()
         return [
@@ -129,9 +141,7 @@ class SlotBatch:
             by_prompt.setdefault(prompt_key(row.request.prompt), []).append(slot)
         for slots in by_prompt.values():
             prompt = new[slots[0]].request.prompt
-            prefix = self.prompts.prefix(prompt)
-            if prefix is not None:
-                self._cache.fill(self._index(slots), prefix)
+            self._cache.fill(self._index(slots), self.prompts.prefix(prompt))
             for _ in slots:
                 self.prompts.forget(prompt)
 
@@ -146,6 +156,8 @@ class SlotBatch:
             row = self.rows[slot] = self.rows.pop(source)
             self._cache.move(source, slot, row.length(self._steps))
             self._states.move(source, slot)
+            if self._cohorts is not None:
+                self._cohorts.move(source, slot)
         self._changed()
 
     def _decode(self) -> tuple[Tensor, Tensor]:
@@ -173,12 +185,11 @@ class SlotBatch:
     def _logits(self, longest: int) -> Tensor:
         """Run the model's own forward, (B, V); `longest` is the length of the longest row."""
         states = self._active
+        if self._cohorts is not None:
+            return logits_of(self._model, self._cohorts.hidden(states.current, states.position))
         context = SlotStep(self._cache, states.position, longest)
-        hidden = self._model.base_model(
-            input_ids=states.current[:, None], position_ids=states.position[:, None], use_cache=False, sequences=context
-        ).last_hidden_state
-        logits: Tensor = self._model.get_output_embeddings()(hidden[:, 0])
-        return logits
+        hidden = run_body(self._model, states.current[:, None], states.position[:, None], context)
+        return logits_of(self._model, hidden[:, 0])
 
     def _changed(self) -> None:
         top = round_up(max(self.rows, default=0) + 1, ROW_MULTIPLE) if self._shrink else self.slots
@@ -188,7 +199,7 @@ class SlotBatch:
         self._watched = {slot: row for slot, row in self.rows.items() if row.is_followed}
 
     def _touched(self) -> Iterator[Tensor]:
-        yield from (self._states.current, self._states.position, self._cache.store)
+        yield from (self._states.current, self._states.position, *self._cache.tensors())
         yield from self._model.parameters()
         yield from self._model.buffers()
 

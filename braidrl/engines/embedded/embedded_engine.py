@@ -25,6 +25,7 @@ from braidrl.engines.engine import EngineError, EngineMemory
 from braidrl.engines.requests import Response
 from braidrl.engines.row_request import EngineRow
 from braidrl.engines.stepping import SteppingEngine
+from braidrl.training.decoders.body import body_of, plan_of_model
 from braidrl.training.memory.footprint import cache_bytes
 from braidrl.training.parallel.pipeline import local_layers
 from braidrl.weights.boxes import Slices
@@ -58,7 +59,9 @@ class EmbeddedEngine(SteppingEngine):
         self._weights = EngineWeights(model, dtype, slices)
         shrink = model.device.type == "cpu" if shrink is None else shrink
         native = native_decoder(self._weights.model) if compile else None
-        graphs = StepGraphs(CudaRecorder()) if compile and slices is None and model.device.type == "cuda" else None
+        # states of mixers and caches of cohorts need not stay where a recorded step has found them
+        recorded = compile and slices is None and model.device.type == "cuda" and plan_of_model(model).is_packed
+        graphs = StepGraphs(CudaRecorder()) if recorded else None
         self._batch = SlotBatch(
             self._weights.model, round_up(slots, ROW_MULTIPLE), seed, shrink, native, graphs, pipeline
         )
@@ -73,9 +76,9 @@ class EmbeddedEngine(SteppingEngine):
     def memory(self) -> EngineMemory:
         """Return its model and the size of its keys and values."""
         model = self.model
-        config, layers = model.config, len(local_layers(model))
-        of_all = cache_bytes(config, model.dtype.itemsize, self.slots, self.max_sequence_tokens)
-        return EngineMemory(model, of_all * layers // config.num_hidden_layers)
+        layers, of_all = len(local_layers(model)), len(body_of(model).layers)
+        every = cache_bytes(model.config, model.dtype.itemsize, self.slots, self.max_sequence_tokens)
+        return EngineMemory(model, every * layers // of_all)
 
     @property
     def slots(self) -> int:
@@ -145,12 +148,11 @@ class EmbeddedEngine(SteppingEngine):
     def _decoding(self) -> Iterator[None]:
         """Disable gradients and activation checkpointing, and restore the module's mode afterwards."""
         model = self._weights.model
-        training = model.training
-        if training:
-            model.eval()
+        training = [module for module in model.modules() if module.training]
+        model.eval()
         try:
             with torch.no_grad():
                 yield
         finally:
-            if training:
-                model.train()
+            for module in training:
+                module.training = True

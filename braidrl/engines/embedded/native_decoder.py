@@ -151,6 +151,8 @@ class NativeDecoder:
     def __init__(self, model: PreTrainedModel, kernels: Kernels) -> None:
         config: Any = model.config
         self._model, self._epsilon, self.kernels = model, float(config.rms_norm_eps), kernels
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self._cached = config.num_key_value_heads, (width, width)
         self.refresh()
 
     def refresh(self) -> None:
@@ -171,7 +173,7 @@ class NativeDecoder:
         for number, layer in enumerate(self._layers):
             normed = kernels.add_norm(residual, update, layer.input_norm, epsilon)
             projected = product(normed, layer.projections, layer.projection_bias)
-            keys, values = cache.store[0, number], cache.store[1, number]
+            keys, values = cache.layer(number, *self._cached)
             attended = kernels.attend(
                 projected, layer.head_norms, epsilon, angles, positions, keys, values, layer.window, layer.scaling
             )

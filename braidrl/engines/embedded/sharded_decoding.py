@@ -22,11 +22,13 @@ from transformers import PreTrainedModel
 from braidrl.cluster.process_groups import subgroup
 from braidrl.errors import UserError
 from braidrl.native.linear import product
+from braidrl.training.decoders.body import RECEIVED, body_of
 from braidrl.training.loading import is_on_meta, load_decoder
-from braidrl.training.parallel.pipeline import PassThrough, local_layers, split_layers
+from braidrl.training.parallel.pipeline import PassThrough, split_layers
 from braidrl.training.parallel.tensor import full_plan_of
 from braidrl.weights.boxes import Box, Slices, boxes_of, chunk, pattern_of
 from braidrl.weights.checkpoint_files import ParameterReader
+from braidrl.weights.model_files import ModelFiles
 
 KEY = "rollout.tensor"
 
@@ -92,12 +94,14 @@ class PipelineRanks:
 class ReceiveHidden(nn.Module):
     """Takes the place of the embedding: returns the hidden states of the layers before."""
 
-    def __init__(self, ranks: PipelineRanks, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, ranks: PipelineRanks, width: int, dtype: torch.dtype, received: Any) -> None:
         super().__init__()
-        self.ranks, self.width, self.dtype = ranks, width, dtype
+        self.ranks, self.width, self.dtype, self.received = ranks, width, dtype, [received]
 
     def forward(self, input: Tensor) -> Tensor:
-        return self.ranks.receive(torch.empty(*input.shape, self.width, dtype=self.dtype, device=input.device))
+        hidden = self.ranks.receive(torch.empty(*input.shape, self.width, dtype=self.dtype, device=input.device))
+        self.received[0].hidden = hidden
+        return hidden
 
 
 class SendHidden(nn.Module):
@@ -184,7 +188,7 @@ def load_for_decoding(
     if pipeline is not None:
         split_layers(model, pipeline.rank, pipeline.size)
     if is_on_meta(model):
-        ParameterReader(Path(path), model, boxes)(model)
+        ParameterReader(Path(path), model, boxes, ModelFiles(Path(path), model))(model)
     else:
         _keep_local_slices(model, boxes)
     if ranks.size > 1:
@@ -196,16 +200,15 @@ def load_for_decoding(
 
 
 def _connect(model: Any, pipeline: PipelineRanks) -> None:
-    """Receive hidden states before this rank's layers and send them after; the key/value cache numbers its layers from 0."""
-    body = model.base_model
-    for number, layer in enumerate(local_layers(model)):
-        layer.self_attn.layer_idx = number  # type: ignore[union-attr]
+    """Receive hidden states before this rank's layers and send them after."""
+    body = body_of(model)
     if pipeline.rank > 0:
-        received, embedding = ReceiveHidden(pipeline, model.config.hidden_size, model.dtype), body.embed_tokens
+        before = getattr(model, RECEIVED)[0]
+        received, embedding = ReceiveHidden(pipeline, model.config.hidden_size, model.dtype, before), body.embedding
         if not isinstance(embedding, PassThrough):
             # The output layer's weight, under the name that it has on the first rank.
             received.weight = embedding.weight
-        body.embed_tokens = received
+        body.embedding = received
     if not pipeline.is_last:
         body.norm = SendHidden(pipeline, model.dtype)
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from braidrl.engines.embedded.slots import PrefillSequences, SlotCache, round_up
+from braidrl.engines.embedded.slots import PrefillSequences, Prefix, round_up
 from braidrl.training.compute.attention import PackedSequences
+from braidrl.training.decoders.body import run_body
 
 ROW_MULTIPLE = 16
 """Rows of a matrix product come in multiples of this: below it a CPU's kernels round the same row differently."""
@@ -21,11 +22,10 @@ PREFILL_TOKENS = 8192
 
 
 class Prompts:
-    """Keys and values of the prompts of waiting rows, each (2, layers, K, P - 1, D)."""
+    """What the prompts of waiting rows leave behind, without their last tokens."""
 
-    def __init__(self, cache: SlotCache) -> None:
-        self._cache = cache
-        self._kept: dict[bytes, Tensor] = {}
+    def __init__(self) -> None:
+        self._kept: dict[bytes, Prefix] = {}
         self._waiting: Counter[bytes] = Counter()
         self.computed_tokens = 0
 
@@ -53,21 +53,19 @@ class Prompts:
             self._kept |= self._forward(model, part)
             self.computed_tokens += sum(len(ids) for ids in part.values())
 
-    def prefix(self, prompt: Tensor) -> Tensor | None:
-        """Return the keys and values of this prompt; None for a prompt of a single token."""
+    def prefix(self, prompt: Tensor) -> Prefix | None:
+        """Return what this prompt leaves behind; None for a prompt of a single token."""
         return self._kept[prompt_key(prompt)] if len(prompt) > 1 else None
 
-    def _forward(self, model: PreTrainedModel, part: dict[bytes, Tensor]) -> dict[bytes, Tensor]:
+    def _forward(self, model: PreTrainedModel, part: dict[bytes, Tensor]) -> dict[bytes, Prefix]:
         lengths = [len(ids) for ids in part.values()]
         filler = -sum(lengths) % ROW_MULTIPLE
-        device = self._cache.store.device
+        device = model.device
         sequences = PackedSequences.of([*lengths, filler], device)
         ids = torch.cat([*part.values(), torch.zeros(filler, dtype=torch.int64)])
-        keeping = PrefillSequences(sequences, self._cache)
-        model.base_model(
-            input_ids=ids[None].to(device), position_ids=sequences.position_ids(), use_cache=False, sequences=keeping
-        )
-        return dict(zip(part, keeping.kept.split([*lengths, filler], dim=3)[: len(lengths)], strict=True))
+        keeping = PrefillSequences(sequences)
+        run_body(model, ids[None].to(device), sequences.position_ids(), keeping)
+        return dict(zip(part, keeping.prefixes(len(lengths)), strict=True))
 
 
 def _packs(prompts: dict[bytes, Tensor]) -> Iterator[dict[bytes, Tensor]]:

@@ -1,121 +1,293 @@
-"""Keys and values of the rows that are being decoded: each row has a slot, and all slots take one step together.
+"""What the rows that are being decoded remember: each row has a slot, and all slots take one step together.
 
-    store   (2, layers, slots, K, capacity, D)      keys and values; a slot is filled from position 0 on
+    keys, values    (slots, K, capacity, D)      of each attention layer; a slot is filled from position 0 on
+    states          (slots, ...)                 of each mixer: convolutions and recurrences, of one size whatever the row's length
 
-`SlotStep` is the attention context of one step: each slot's new key and value are written at its position, and its query
-sees what is there so far. Only as many positions are read as the longest row has, rounded up.
+`SlotStep` is the context of one step: each slot's new key and value are written at its position, and its query sees what is there so far.
+Only as many positions are read as the longest row has, rounded up. Layers are numbered in the order in which a forward pass calls
+them; their sizes are those of the first tensors that they bring.
 
-Shapes: B slots in the step, H query heads, K key/value heads, D head width, L positions read.
+Shapes: B slots in the step, H query heads, K key/value heads, D head width (of values: E), L positions read.
 """
 
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from transformers import Cache
+from transformers.cache_utils import LinearAttentionLayer
 
-from braidrl.training.compute.attention import PackedSequences
+from braidrl.training.compute.attention import Forward, PackedSequences, Scores, capped, softmax
 
 READ_MULTIPLE = 32
 """Positions read are a multiple of this, so that few shapes occur."""
+CACHE_NAMES = ("past_key_values", "cache_params", "past_key_value", "past_states")
+"""The names under which mixers take transformers' cache."""
+
+
+@dataclass
+class Prefix:
+    """What one prompt leaves behind: keys and values (K, P, D) of each attention layer, and the states (...) of each mixer."""
+
+    keys_values: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    states: list[dict[str, Tensor]] = field(default_factory=list)
 
 
 class SlotCache:
-    """Keys and values of `slots` rows; grows to the longest row that is asked for."""
+    """Keys, values and states of `slots` rows; grows to the longest row that is asked for."""
 
-    def __init__(self, config: Any, layers: int, slots: int, dtype: torch.dtype, device: torch.device) -> None:
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = (2, layers, slots, config.num_key_value_heads, 0, width)
-        self.store = torch.zeros(shape, dtype=dtype, device=device)
+    def __init__(self, slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.slots, self.dtype, self.device, self.capacity = slots, dtype, device, 0
+        self.layers: list[tuple[Tensor, Tensor]] = []
+        """Keys and values of each attention layer."""
+        self.states: list[dict[str, Tensor]] = []
+        """States of each mixer by name, (slots, ...) each."""
 
-    @property
-    def capacity(self) -> int:
-        return self.store.shape[4]
+    def layer(self, number: int, heads: int, widths: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Return keys and values of an attention layer, which are made the first time that it is asked for."""
+        while len(self.layers) <= number:
+            keys, values = (self._zeros(heads, self.capacity, width) for width in widths)
+            self.layers.append((keys, values))
+        return self.layers[number]
 
     def reserve(self, positions: int) -> None:
         """Grow to at least so many positions per slot, keeping the contents."""
         if positions <= self.capacity:
             return
-        layers, slots, heads, width = (self.store.shape[i] for i in (1, 2, 3, 5))
-        grown = self.store.new_zeros((2, layers, slots, heads, round_up(positions, READ_MULTIPLE), width))
-        grown[:, :, :, :, : self.capacity] = self.store
-        self.store = grown
+        before, self.capacity = self.capacity, round_up(positions, READ_MULTIPLE)
+        for number, layer in enumerate(self.layers):
+            grown = tuple(self._zeros(each.shape[1], self.capacity, each.shape[3]) for each in layer)
+            for target, source in zip(grown, layer, strict=True):
+                target[:, :, :before] = source
+            self.layers[number] = (grown[0], grown[1])
 
     def release(self) -> None:
         """Free the memory and the contents."""
-        self.store = self.store.new_zeros((*self.store.shape[:4], 0, self.store.shape[5]))
+        self.capacity = 0
+        self.layers.clear()
+        self.states.clear()
 
-    def fill(self, slots: Tensor, prefix: Tensor) -> None:
-        """Copy one prompt's keys and values (2, layers, K, P, D) to the beginning of each of `slots` (S,)."""
-        self.store[:, :, slots, :, : prefix.shape[3]] = prefix[:, :, None]
+    def fill(self, slots: Tensor, prefix: Prefix | None) -> None:
+        """Copy what one prompt left behind to the beginning of each of `slots` (S,); nothing is left of a prompt of one token."""
+        if prefix is None:
+            for kept in self.states:
+                for state in kept.values():
+                    state[slots] = 0
+            return
+        for number, (keys, values) in enumerate(prefix.keys_values):
+            layer = self.layer(number, len(keys), (keys.shape[-1], values.shape[-1]))
+            for store, states in zip(layer, (keys, values), strict=True):
+                store[slots, :, : states.shape[1]] = states[None]
+        for number, given in enumerate(prefix.states):
+            stored = self.mixer(number, given)
+            for name, value in given.items():
+                stored[name][slots] = value
+
+    def mixer(self, number: int, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a mixer's states, which are made the first time; `states` (...) are those of one row."""
+        while len(self.states) <= number:
+            self.states.append({name: s.new_zeros((self.slots, *s.shape)) for name, s in states.items()})
+        return self.states[number]
 
     def move(self, source: int, target: int, positions: int) -> None:
-        """Copy the first `positions` of one slot into another."""
-        self.store[:, :, target, :, :positions] = self.store[:, :, source, :, :positions]
+        """Copy the first `positions` of one slot, and its states, into another."""
+        for layer in self.layers:
+            for store in layer:
+                store[target, :, :positions] = store[source, :, :positions]
+        for states in self.states:
+            for state in states.values():
+                state[target] = state[source]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Iterate over everything that a step reads and writes."""
+        for layer in self.layers:
+            yield from layer
+        for states in self.states:
+            yield from states.values()
+
+    def _zeros(self, heads: int, positions: int, width: int) -> Tensor:
+        return torch.zeros((self.slots, heads, positions, width), dtype=self.dtype, device=self.device)
 
 
 class SlotStep:
-    """Attention of one decode step of the first B slots, at `positions` (B,), of which the greatest is `longest - 1`."""
+    """The context of one decode step of the first B slots, at `positions` (B,), of which the greatest is `longest - 1`."""
 
     def __init__(self, cache: SlotCache, positions: Tensor, longest: int) -> None:
         self._cache = cache
         self._positions = positions
         self._read = min(round_up(longest, READ_MULTIPLE), cache.capacity)
-        heads = cache.store.shape[3]
-        rows = torch.arange(len(positions) * heads, device=positions.device).view(-1, heads)
-        self._written = (rows * cache.capacity + positions[:, None]).flatten()
-        self._masks: dict[int | None, Tensor] = {}
+        self._written: dict[int, Tensor] = {}
+        self._masks: dict[tuple[int | None, int | None], Tensor] = {}
+        self._attended = self._mixed = 0
 
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
-        """Attend with queries (B, H, 1, D) to keys and values (B, K, 1, D); returns (B, 1, H, D)."""
-        layer, (batch, heads, _, width) = int(module.layer_idx), query.shape  # type: ignore[arg-type]
-        stored = self._cache.store[:, layer, :batch]
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """Attend with queries (B, H, 1, D) to keys (B, K, 1, D) and values (B, K, 1, E); returns (B, 1, H, E)."""
+        (batch, heads, _, width), key_heads = query.shape, key.shape[1]
+        stored = self._cache.layer(self._attended, key_heads, (key.shape[-1], value.shape[-1]))
+        self._attended += 1
         for store, states in zip(stored, (key, value), strict=True):
-            store.view(-1, width).index_copy_(0, self._written, states.reshape(-1, width))
-        keys, values = stored[:, :, :, : self._read]
+            store.view(-1, store.shape[-1]).index_copy_(0, self._places(key_heads), states.reshape(-1, store.shape[-1]))
+        keys, values = (store[:batch, :, : self._read] for store in stored)
         # query heads that share a key head are a batch of queries to it: each key is read once
-        grouped = query.reshape(batch, keys.shape[1], -1, width)
-        output = _attend(grouped, keys, values, self._mask(window, query.dtype), scaling)
-        return output.reshape(batch, 1, heads, width)
+        grouped = query.reshape(batch, key_heads, -1, width)
+        output = _attend(grouped, keys, values, self._mask(scores, query.dtype), scores)
+        return output.reshape(batch, 1, heads, -1)
 
-    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+    def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Run a mixer for one token of each slot, from the slots' states, which it updates."""
+        number, batch = self._mixed, len(self._positions)
+        self._mixed += 1
+        known = number < len(self._cache.states)
+        states = {name: state[:batch] for name, state in self._cache.states[number].items()} if known else {}
+        carried = MixerCache(states)
+        found = forward(*given, **{**named, cache_name(module): carried})
+        for name, value in carried.states().items():
+            if not known:
+                states[name] = self._cache.mixer(number, {n: v[0] for n, v in carried.states().items()})[name][:batch]
+            if states[name].data_ptr() != value.data_ptr():
+                states[name].copy_(value)
+        return found
+
+    def _places(self, heads: int) -> Tensor:
+        """Return where in a flat store of so many heads each slot's next key goes, (B * K,)."""
+        if heads not in self._written:
+            rows = torch.arange(len(self._positions) * heads, device=self._positions.device).view(-1, heads)
+            self._written[heads] = (rows * self._cache.capacity + self._positions[:, None]).flatten()
+        return self._written[heads]
+
+    def _mask(self, scores: Scores, dtype: torch.dtype) -> Tensor:
         """Return 0 where a slot has a key to see and -inf elsewhere, (B, 1, 1, L)."""
-        if window not in self._masks:
+        key = scores.window, scores.chunk
+        if key not in self._masks:
             places = torch.arange(self._read, device=self._positions.device)
-            hidden = places > self._positions[:, None]
-            if window is not None:
-                hidden |= places <= self._positions[:, None] - window
+            hidden = ~scores.visible(self._positions[:, None], places)
             mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-            self._masks[window] = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
-        return self._masks[window]
+            self._masks[key] = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
+        return self._masks[key]
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scaling: float) -> Tensor:
-    """Attend with (B, K, H/K, D) queries to (B, K, L, D) keys and values."""
-    if query.is_cuda or query.dtype in (torch.bfloat16, torch.float16):
-        return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scaling)
+def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, rule: Scores) -> Tensor:
+    """Attend with (B, K, H/K, D) queries to (B, K, L, D) keys and (B, K, L, E) values."""
+    plain = rule.softcap is None and rule.sinks is None
+    if plain and (query.is_cuda or query.dtype in (torch.bfloat16, torch.float16)):
+        return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=rule.scaling)
     # for few queries per head two plain matrix products beat the blocked kernel on a CPU
-    scores = torch.matmul(query * scaling, keys.transpose(-1, -2)).add_(mask)
-    return torch.matmul(scores.softmax(-1), values)
+    if plain:
+        scores = torch.matmul(query * rule.scaling, keys.transpose(-1, -2)).add_(mask)
+        return torch.matmul(scores.softmax(-1), values)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    scores = capped(torch.matmul(query.to(dtype) * rule.scaling, keys.transpose(-1, -2).to(dtype)), rule) + mask
+    sinks = None if rule.sinks is None else rule.sinks.view(1, keys.shape[1], -1, 1).expand(len(query), -1, -1, 1)
+    return torch.matmul(softmax(scores, sinks), values.to(dtype)).to(query.dtype)
 
 
 class PrefillSequences:
-    """Attention of packed prompts that keeps their keys and values, (2, layers, K, N, D)."""
+    """The context of packed prompts that keeps what they leave behind."""
 
-    def __init__(self, sequences: PackedSequences, cache: SlotCache) -> None:
-        _, layers, _, heads, _, width = cache.store.shape
-        self.kept = cache.store.new_empty((2, layers, heads, sum(sequences.lengths), width))
+    def __init__(self, sequences: PackedSequences) -> None:
         self._sequences = sequences
+        self._keys_values: list[tuple[Tensor, Tensor]] = []
+        self._states: list[dict[int, dict[str, Tensor]]] = []
 
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
-        """Attend as PackedSequences does, keeping each layer's keys and values."""
-        layer = int(module.layer_idx)  # type: ignore[arg-type]
-        self.kept[0, layer], self.kept[1, layer] = key[0], value[0]
-        return self._sequences.attend(module, query, key, value, scaling, window)
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """Attend as PackedSequences does, keeping the layer's keys and values."""
+        self._keys_values.append((key[0], value[0]))
+        return self._sequences.attend(module, query, key, value, scores)
+
+    def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Run a mixer as PackedSequences does, keeping the state after each sequence."""
+        name = cache_name(module)
+        kept: dict[int, tuple[MixerCache, int]] = {}
+        named = {key: value for key, value in named.items() if key != name}
+
+        def with_cache(numbers: list[int]) -> dict[str, Any]:
+            carried = MixerCache()
+            kept.update({number: (carried, place) for place, number in enumerate(numbers)})
+            return {name: carried}
+
+        found = self._sequences.mix_each(forward, given, named, with_cache)
+        self._states.append(
+            {
+                number: {name: state[place].clone() for name, state in carried.states().items()}
+                for number, (carried, place) in kept.items()
+            }
+        )
+        return found
+
+    def prefixes(self, count: int) -> list[Prefix]:
+        """Return what each of the first `count` sequences left behind."""
+        lengths = list(self._sequences.lengths)
+        parts = [(keys.split(lengths, 1), values.split(lengths, 1)) for keys, values in self._keys_values]
+        return [
+            Prefix([(keys[n], values[n]) for keys, values in parts], [states[n] for states in self._states])
+            for n in range(count)
+        ]
+
+
+class MixerCache(Cache):
+    """transformers' cache with the states of one mixer; it answers for any layer's number."""
+
+    def __init__(self, states: Mapping[str, Tensor] | None = None) -> None:
+        """Begin anew, or continue `states`, which are changed in place."""
+        self.layer = LinearAttentionLayer()
+        super().__init__(layers=_EveryNumber([self.layer]))
+        self._linear: Tensor | None = None
+        for name, state in (states or {}).items():
+            if name == "linear":
+                self._linear = state
+            elif name == "recurrent":
+                self.layer.recurrent_states[0], self.layer.is_recurrent_states_initialized[0] = state, True
+            else:
+                self.layer.conv_states[0], self.layer.is_conv_states_initialized[0] = state, True
+                self.layer.conv_kernel_size[0] = state.shape[-1]
+            self.layer.has_previous_state[0] = True
+
+    def states(self) -> dict[str, Tensor]:
+        """Return the states that there are."""
+        layer = self.layer
+        found = {"convolution": layer.conv_states[0], "recurrent": layer.recurrent_states[0], "linear": self._linear}
+        return {name: state for name, state in found.items() if state is not None}
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_linear_cache(self, _: int) -> Tensor | None:
+        """Return the state of MiniMax' lightning attention, whose cache is a class of its own."""
+        return self._linear
+
+    def set_linear_cache(self, _: int, state: Tensor) -> None:
+        """Set the state of MiniMax' lightning attention."""
+        self._linear = state
+
+
+class _EveryNumber(list[Any]):
+    """A list of one element, which it returns for every place."""
+
+    def __getitem__(self, place: Any) -> Any:
+        return super().__getitem__(0)
+
+    def __len__(self) -> int:
+        return 1 << 30
+
+
+def cache_name(module: Any) -> str:
+    """Return the name under which a mixer or a decoder takes its cache. Raises ValueError for one that takes none."""
+    kind = type(module)
+    return _cache_name(getattr(kind, "plain_forward", kind.forward), kind.__name__)
+
+
+@cache
+def _cache_name(forward: Forward, kind: str) -> str:
+    names = inspect.signature(forward).parameters
+    name = next((n for n in CACHE_NAMES if n in names), None)
+    if name is None:
+        raise ValueError(f"{kind} takes no cache, so the embedded engine cannot decode with it")
+    return name
 
 
 def round_up(number: int, multiple: int) -> int:

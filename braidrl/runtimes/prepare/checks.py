@@ -30,8 +30,9 @@ from braidrl.sandbox.hosts import check_walls
 from braidrl.sandbox.mounts import walls_missing
 from braidrl.sandbox.policy import POLICIES
 from braidrl.training.backends import BACKENDS
+from braidrl.training.decoders.proven import proven_plan
 from braidrl.training.four_bit import import_bitsandbytes
-from braidrl.training.loading import read_object
+from braidrl.training.loading import read_model_config, read_object
 from braidrl.training.memory.footprint import model_shape
 from braidrl.training.optimizer import check_optimizer
 from braidrl.training.role_settings import (
@@ -140,6 +141,7 @@ def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
     for role in generating:
         settings = model_settings(model_path(role, config))
         check_heads(settings, layout.tensor)
+        check_plan(model_path(role, config), ParallelLayout(tensor=layout.tensor, pipeline=layout.pipeline), key)
         if settings.get("num_hidden_layers", layout.pipeline) % layout.pipeline:
             raise UserError(
                 f"rollout.pipeline={layout.pipeline} does not divide the model's {settings['num_hidden_layers']} layers; "
@@ -292,6 +294,23 @@ def check_layouts(config: Config, flow: Flow, roles: Iterable[str], devices: int
         settings = model_settings(model_path(role, config))
         heads = settings.get("num_attention_heads", 1)
         layout.check_model(heads, settings.get("num_key_value_heads", heads), settings.get("num_hidden_layers", 1), key)
+        if backend_of(role, config) == "torch":
+            check_plan(model_path(role, config), layout, key)
+
+
+def check_plan(path: Path, layout: ParallelLayout, key: str) -> None:
+    """Raise UserError for axes that cannot divide a model which does not run packed."""
+    axes = [axis for axis in ("tensor", "sequence", "pipeline") if getattr(layout, axis) > 1]
+    axes += ["shard"] * (layout.shard != "none")
+    if not axes or not path.expanduser().is_dir():
+        return
+    plan = proven_plan(read_model_config(path), path)
+    kept = axes if plan.by_rows else [axis for axis in axes if axis == "tensor" and plan.mixers]
+    if kept:
+        why = ", ".join(plan.mixers) or "its attention"
+        raise UserError(
+            f"{key}: {kept[0]} does not divide the model in {path}, where {why} mixes tokens in its own way; write data alone"
+        )
 
 
 def check_dtypes(config: Config, roles: Iterable[str]) -> None:

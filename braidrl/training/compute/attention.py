@@ -1,16 +1,20 @@
-"""The attention of every model that Braid loads: which key each query sees is a value that is passed to the model's forward.
+"""The attention of every model that Braid loads: which key each query sees is a value that accompanies the model's forward.
 
-    model.model(input_ids=..., position_ids=..., use_cache=False, sequences=context)
-                                                                       |
+    with attending(context): model.model(input_ids=..., position_ids=..., use_cache=False)
+                                 |
     each attention layer:  queries, keys, values ---> context.attend(...)
+    each other mixer:      hidden states -----------> context.mix(...)
 
 `PackedSequences` is the context of training, inference and prefill: sequences packed into one row without padding, each attending to
-itself alone. The rollout engine has a context of its own for decoding from slots.
+itself alone. The rollout engine has a context of its own for decoding from slots. A mixer is a module that moves numbers from token to
+token outside of the attention interface: linear attention, convolutions, state-space layers.
 
-Shapes: N tokens packed, S sequences of one length, L that length, H query heads, K key/value heads, D head width.
+Shapes: N tokens packed, S sequences of one length, L that length, H query heads, K key/value heads, D head width (of values: E).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
@@ -20,7 +24,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from braidrl.native.short_attention import attend_short, kernel_fits
@@ -32,29 +38,107 @@ SHORT = 256
 """Longest sequence (tokens) whose attention scores are kept for the backward pass on a CPU without the compiled kernel."""
 
 
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """How scores become weights: softmax(cap(scaling · q kᵀ)) over the keys that a query sees and, where there are sinks, the sink."""
+
+    scaling: float
+    window: int | None = None
+    """How far back a query sees, itself included."""
+    chunk: int | None = None
+    """A query sees its own chunk of so many positions alone."""
+    softcap: float | None = None
+    """Scores s become c · tanh(s / c)."""
+    sinks: Tensor | None = None
+    """(H,): one more score for each head, which takes weight and adds nothing."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Return True where fused kernels compute it."""
+        return self.chunk is None and self.softcap is None and self.sinks is None
+
+    def visible(self, query: Tensor, key: Tensor) -> Tensor:
+        """Return whether queries at positions (..., Q, 1) see keys at positions (..., 1, K): a bool mask."""
+        seen = key <= query
+        if self.window is not None:
+            seen = seen & (query - key < self.window)
+        return seen if self.chunk is None else seen & (query // self.chunk == key // self.chunk)
+
+
+Forward = Callable[..., Any]
+
+
 class AttentionContext(Protocol):
     """Decides which keys each query sees."""
 
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
-        """Attend with queries (1, H, N, D) to keys and values (1, K, N, D), at most `window` tokens back; returns (1, N, H, D)."""
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """Attend with queries (1, H, N, D) to keys (1, K, N, D) and values (1, K, N, E); returns (1, N, H, E)."""
+
+    def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Run a mixer's own forward for each sequence; tensors among its arguments with tokens (1, N, ...) are those of all sequences."""
+
+
+running: ContextVar[AttentionContext | None] = ContextVar("running", default=None)
+"""The context of the forward pass that is under way."""
+
+
+@contextmanager
+def attending(context: AttentionContext | None) -> Iterator[None]:
+    """Let attention layers and mixers use a context."""
+    token = running.set(context)
+    try:
+        yield
+    finally:
+        running.reset(token)
+
+
+def checkpoint_layer(layer: Forward, *given: Any, **options: Any) -> Any:
+    """Compute a layer without keeping what it computes; the backward pass computes it again, with the same context."""
+    context = running.get()
+
+    def again(*arguments: Any) -> Any:
+        with attending(context):
+            return layer(*arguments)
+
+    return checkpoint(again, *given, use_reentrant=False, **options)
 
 
 def braid_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
-    sequences: AttentionContext | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **_: Any,
+    sequences: AttentionContext | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **others: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Compute attention for transformers, in each layer. Raises ValueError without `sequences`, and for anything but softmax attention."""
+    """Compute attention for transformers, in each layer. Raises ValueError without a context, and for what it does not know."""
+    sequences = sequences or running.get()
     if sequences is None:
         raise ValueError(
             f"a model with {ATTENTION!r} attention is called with sequences=, as in PackedSequences.of([n])"
         )
-    if attention_mask is not None or softcap is not None or s_aux is not None or dropout != 0.0:
-        raise ValueError(f"{type(module).__name__}: masks, dropout, soft caps and attention sinks are not supported")
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return sequences.attend(module, query, key, value, scaling, sliding_window), None
+    unknown = sorted(name for name in UNKNOWN & others.keys() if others[name] is not None)
+    if attention_mask is not None or dropout != 0.0 or unknown:
+        raise ValueError(
+            f"{type(module).__name__}: {', '.join(unknown) or 'masks and dropout'} in attention are not supported"
+        )
+    window, chunk = _layer_window(module)
+    scores = Scores(
+        query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window or window, chunk, softcap, s_aux
+    )
+    return sequences.attend(module, query, key, value, scores), None
+
+
+UNKNOWN = {"position_bias", "head_mask", "indices", "block_tables"}
+"""Arguments of attention functions that change the scores and that Braid does not compute."""
+
+
+def _layer_window(module: nn.Module) -> tuple[int | None, int | None]:
+    """Return window and chunk of an attention layer whose kind the configuration names; layers need not pass them on."""
+    config, number = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    if not kinds or not isinstance(number, int) or number >= len(kinds):
+        return None, None
+    if kinds[number] == "chunked_attention":
+        return None, getattr(config, "attention_chunk_size", None)
+    return (getattr(config, "sliding_window", None) if kinds[number] == "sliding_attention" else None), None
 
 
 AttentionInterface.register(ATTENTION, braid_attention)
@@ -83,44 +167,87 @@ class PackedSequences:
         offsets = torch.tensor([0, *accumulate(kept)], dtype=torch.int32, device=device)
         return PackedSequences(kept, offsets, keep_scores)
 
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Attend within each sequence. Raises ValueError when the packed row is not as long as the sequences together."""
         if query.shape[0] != 1 or query.shape[2] != sum(self.lengths):
             raise ValueError(f"sequences of {sum(self.lengths)} tokens, but the input is {tuple(query.shape)}")
         states = _packed(query), _packed(key), _packed(value)
         # torch has a variable-length kernel for half precision on CUDA
-        if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
-            return self._variable_length(*states, scaling, window)[None]
-        if getattr(module, COMPILED, False) and self.lengths and kernel_fits(max(self.lengths), *states):
-            return attend_short(*states, self.offsets, max(self.lengths), scaling, window)[None]
-        return self._by_equal_lengths(*states, scaling, window)[None]
+        if scores.is_plain and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+            return self._variable_length(*states, scores)[None]
+        compiled = scores.is_plain and getattr(module, COMPILED, False) and self.lengths
+        if compiled and kernel_fits(longest := max(self.lengths), *states):
+            return attend_short(*states, self.offsets, longest, scores.scaling, scores.window)[None]
+        return self._by_equal_lengths(*states, scores)[None]
 
-    def _variable_length(self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
+    def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Run a mixer once for each length, over the batch of sequences of that length."""
+        return self.mix_each(forward, given, named, lambda numbers: {})
+
+    def mix_each(
+        self, forward: Forward, given: tuple[Any, ...], named: dict[str, Any],
+        more: Callable[[list[int]], dict[str, Any]],
+    ) -> Any:  # fmt: skip
+        """Run `mix`, where the call for sequences of these numbers gets `more` named arguments."""
+        total, buckets = sum(self.lengths), self._buckets
+        sizes = [count * length for count, length in buckets]
+        leaves, form = tree_flatten((given, named))
+        parts: list[list[Any]] = [[] for _ in buckets]
+        for leaf in leaves:
+            place = token_dimension(leaf, total)
+            rows = [leaf] * len(buckets)
+            if place is not None:
+                flat = self._gathered(leaf.squeeze(place - 1).movedim(place - 1, 0))
+                rows = [
+                    part.unflatten(0, shape).movedim((0, 1), (place - 1, place))
+                    for part, shape in zip(flat.split(sizes), buckets, strict=True)
+                ]
+            for part, row in zip(parts, rows, strict=True):
+                part.append(row)
+        found = []
+        for part, shape, numbers in zip(parts, buckets, self._by_length.values(), strict=True):
+            own, kwargs = tree_unflatten(part, form)
+            with attending(EqualRows(shape, self.keep_scores)):
+                found.append(tree_flatten(forward(*own, **{**kwargs, **more(numbers)})))
+        outputs = [self._packed_again(values, buckets) for values in zip(*(leaves for leaves, _ in found), strict=True)]
+        return tree_unflatten(outputs, found[0][1])
+
+    def _packed_again(self, values: Sequence[Any], buckets: Sequence[tuple[int, int]]) -> Any:
+        """Lay the outputs (S, L, ...) of the buckets back into one row, (1, N, ...); what has no tokens is left out."""
+        if not all(isinstance(v, Tensor) and v.shape[:2] == b for v, b in zip(values, buckets, strict=True)):
+            return None
+        joined = torch.cat([value.flatten(0, 1) for value in values])
+        return (joined if self._permutation is None else _Permuted.apply(joined, *reversed(self._permutation)))[None]
+
+    def _variable_length(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         longest = max(self.lengths)
-        back = -1 if window is None else window - 1
+        back = -1 if scores.window is None else scores.window - 1
+        wide = max(query.shape[-1], value.shape[-1])
+        query, key, values = (pad(s, (0, wide - s.shape[-1])).contiguous() for s in (query, key, value))
         output = varlen_attn(
-            query.contiguous(), key.contiguous(), value.contiguous(), self.offsets, self.offsets, longest, longest,
-            scale=scaling, window_size=(back, 0), **(GROUPED if query.shape[1] != key.shape[1] else {}),
+            query, key, values, self.offsets, self.offsets, longest, longest,
+            scale=scores.scaling, window_size=(back, 0), **(GROUPED if query.shape[1] != key.shape[1] else {}),
         )  # fmt: skip
         assert isinstance(output, Tensor)
-        return output
+        return output[..., : value.shape[-1]]
 
-    def _by_equal_lengths(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
-        """Attend once per length, over the batch of sequences of that length. (N, heads, D) to (N, H, D)."""
-        buckets = [(len(numbers), length) for length, numbers in self._by_length.items()]
+    def _by_equal_lengths(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """Attend once per length, over the batch of sequences of that length. (N, heads, D) to (N, H, E)."""
+        buckets = self._buckets
         sizes = [count * length for count, length in buckets]
         # split, not slices: the backward of a split is one concatenation, that of a slice is N zeros each
         states = (self._gathered(flat).split(sizes) for flat in (query, key, value))
         outputs = []
         for shape, parts in zip(buckets, zip(*states, strict=True), strict=True):
             q, k, v = (part.unflatten(0, shape) for part in parts)
-            outputs.append(attend_equal(q, k, v, scaling, window, self.keep_scores))
+            outputs.append(attend_equal(q, k, v, scores, self.keep_scores))
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return joined if self._permutation is None else _Permuted.apply(joined, *reversed(self._permutation))
+
+    @cached_property
+    def _buckets(self) -> list[tuple[int, int]]:
+        """Return for each length the number of sequences and the length."""
+        return [(len(numbers), length) for length, numbers in self._by_length.items()]
 
     @cached_property
     def _by_length(self) -> dict[int, list[int]]:
@@ -174,29 +301,55 @@ def _packed(states: Tensor) -> Tensor:
     return states[0].transpose(0, 1)
 
 
-def attend_equal(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None, keep_scores: bool = False
-) -> Tensor:
-    """Attend within S sequences of L tokens, (S, L, heads, D) each; returns (S * L, H, D).
+def token_dimension(leaf: Any, tokens: int) -> int | None:
+    """Return the dimension of a mixer's argument that has the packed tokens, which follows one of size 1; None for other arguments."""
+    if not isinstance(leaf, Tensor):
+        return None
+    for place in (1, 2):
+        if leaf.dim() > place and leaf.shape[place - 1] == 1 and leaf.shape[place] == tokens:
+            return place
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class EqualRows:
+    """The context within a mixer: a batch of S sequences of L tokens."""
+
+    shape: tuple[int, int]
+    keep_scores: bool
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """Attend with queries (S, H, L, D); returns (S, L, H, E)."""
+        states = [each.transpose(1, 2) for each in (query, key, value)]
+        return attend_equal(states[0], states[1], states[2], scores, self.keep_scores).unflatten(0, self.shape)
+
+    def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Run a mixer within a mixer."""
+        return forward(*given, **named)
+
+
+def attend_equal(query: Tensor, key: Tensor, value: Tensor, scores: Scores, keep_scores: bool = False) -> Tensor:
+    """Attend within S sequences of L tokens, (S, L, heads, D) each; returns (S * L, H, E).
 
     `keep_scores` lets a CPU keep the scores of short sequences for the backward pass: faster, but not bitwise equal for every S.
     """
     length = query.shape[1]
     mask = None
-    if window is not None and window < length:
+    if (scores.window is not None and scores.window < length) or (scores.chunk is not None and scores.chunk < length):
         positions = torch.arange(length, device=query.device)
-        back = positions[:, None] - positions[None, :]
-        mask = (back >= 0) & (back < window)
+        mask = scores.visible(positions[:, None], positions[None, :])
+    if scores.softcap is not None or scores.sinks is not None:
+        return _attend_plainly(query, key, value, scores, mask)
     if keep_scores and query.device.type == "cpu" and length <= SHORT:
-        return _attend_plainly(query, key, value, scaling, mask)
+        return _attend_plainly(query, key, value, scores, mask)
     output = scaled_dot_product_attention(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
-        attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=query.shape[2] != key.shape[2],
+        attn_mask=mask, is_causal=mask is None, scale=scores.scaling, enable_gqa=query.shape[2] != key.shape[2],
     )  # fmt: skip
     return output.transpose(1, 2).flatten(0, 1)
 
 
-def _attend_plainly(query: Tensor, key: Tensor, value: Tensor, scaling: float, mask: Tensor | None) -> Tensor:
+def _attend_plainly(query: Tensor, key: Tensor, value: Tensor, rule: Scores, mask: Tensor | None) -> Tensor:
     """Compute `attend_equal` by two matrix products in at least float32: the blocked kernel's backward is slow on short sequences."""
     sequences, length, heads, _ = query.shape
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -205,6 +358,22 @@ def _attend_plainly(query: Tensor, key: Tensor, value: Tensor, scaling: float, m
     keys, values = (states.transpose(1, 2).to(dtype) for states in (key, value))
     seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril() if mask is None else mask
     hidden = torch.zeros(length, length, dtype=dtype, device=query.device).masked_fill_(~seen, float("-inf"))
-    scores = torch.matmul(queries * scaling, keys.transpose(-1, -2)) + hidden.repeat(heads // key.shape[2], 1)
-    output = torch.matmul(scores.softmax(-1), values).unflatten(2, (-1, length))
+    scores = capped(torch.matmul(queries * rule.scaling, keys.transpose(-1, -2)), rule)
+    scores = scores + hidden.repeat(heads // key.shape[2], 1)
+    sinks = None if rule.sinks is None else rule.sinks.view(1, key.shape[2], -1, 1)
+    if sinks is not None:
+        sinks = sinks.expand(sequences, -1, -1, length).flatten(2)[..., None]
+    output = torch.matmul(softmax(scores, sinks), values).unflatten(2, (-1, length))
     return output.permute(0, 3, 1, 2, 4).reshape(sequences * length, heads, -1).to(query.dtype)
+
+
+def capped(scores: Tensor, rule: Scores) -> Tensor:
+    """Return scaled scores under the rule's soft cap."""
+    return scores if rule.softcap is None else rule.softcap * torch.tanh(scores / rule.softcap)
+
+
+def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the softmax of scores (..., K) along keys; sinks (..., 1) take a part of the weight."""
+    if sinks is None:
+        return scores.softmax(-1)
+    return torch.cat([scores, sinks.to(scores.dtype)], -1).softmax(-1)[..., :-1]

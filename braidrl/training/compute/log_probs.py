@@ -26,9 +26,9 @@ CHUNK_BYTES = 64 << 20
 
 def linear_log_probs(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, with_entropy_grad: bool = False,
-    chunk_elements: int | None = None, compiled: bool = False,
+    chunk_elements: int | None = None, compiled: bool = False, cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return log_softmax(hidden @ weight.T / temperature) at `targets`, and the entropy of that distribution.
+    """Return log_softmax(logits / temperature) at `targets`, and the entropy of that distribution; logits are hidden @ weight.T.
 
     Args:
         hidden: (N, D).
@@ -38,6 +38,7 @@ def linear_log_probs(
         with_entropy_grad: Let the entropy carry a gradient, at the cost of one more pass over the logits in the backward.
         chunk_elements: Logits held at once; None are those that CHUNK_BYTES hold.
         compiled: Compute a chunk by compiled kernels where there are any for the weight's device.
+        cap: Logits over temperature z become cap · tanh(z / cap); None leaves them.
 
     Returns:
         Log-probs and entropy in nats, (N,) float32 each, or float64 for float64 weights.
@@ -45,13 +46,13 @@ def linear_log_probs(
     vocabulary = Vocabulary()
     if isinstance(weight, DTensor):
         vocabulary, weight = Vocabulary.of(weight), weight.to_local()
-    kernels = chunk_kernels(weight, compiled and vocabulary.group is None)
+    kernels = chunk_kernels(weight, compiled and vocabulary.group is None and cap is None)
     if chunk_elements is None:
         held = weight.dtype if kernels else torch.promote_types(weight.dtype, torch.float32)
         chunk_elements = CHUNK_BYTES // held.itemsize
     parts = chunks(len(hidden), len(weight), chunk_elements)
     log_probs, entropy = _LinearLogProbs.apply(
-        hidden, weight, targets, temperature, with_entropy_grad, parts, vocabulary, kernels
+        hidden, weight, targets, temperature, with_entropy_grad, parts, vocabulary, kernels, cap
     )
     return log_probs, entropy if with_entropy_grad else entropy.detach()
 
@@ -60,7 +61,7 @@ class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, with_entropy_grad: bool,
-        parts: list[slice], vocabulary: "Vocabulary", kernels: ChunkKernels | None,
+        parts: list[slice], vocabulary: "Vocabulary", kernels: ChunkKernels | None, cap: float | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         dtype = torch.promote_types(weight.dtype, torch.float32)
         log_probs = hidden.new_empty(len(hidden), dtype=dtype)
@@ -72,7 +73,7 @@ class _LinearLogProbs(torch.autograd.Function):
                 found = kernels.statistics(product(hidden[part], weight), targets[part], temperature)
                 log_probs[part], log_sums[part], entropy[part] = found
                 continue
-            logits = scaled_logits(hidden[part], weight, temperature, dtype)
+            logits = scaled_logits(hidden[part], weight, temperature, dtype, cap)
             log_sums[part] = vocabulary.log_sum(logits.logsumexp(-1))
             log_probs[part] = vocabulary.at(targets[part], logits) - log_sums[part]
             logits.sub_(log_sums[part, None])
@@ -80,6 +81,7 @@ class _LinearLogProbs(torch.autograd.Function):
         ctx.vocabulary = vocabulary
         ctx.save_for_backward(hidden, weight, targets, log_sums, entropy)
         ctx.temperature, ctx.with_entropy_grad, ctx.dtype, ctx.parts = temperature, with_entropy_grad, dtype, parts
+        ctx.cap = cap
         return log_probs, entropy
 
     @staticmethod
@@ -95,16 +97,19 @@ class _LinearLogProbs(torch.autograd.Function):
                     grads[0][part], grad_entropy,
                 )  # fmt: skip
             else:
-                logits = scaled_logits(hidden[part], weight, ctx.temperature, ctx.dtype).sub_(log_sums[part, None])
+                logits = scaled_logits(hidden[part], weight, ctx.temperature, ctx.dtype, ctx.cap)
+                slope = None if ctx.cap is None else 1 - (logits / ctx.cap).square_()
+                logits.sub_(log_sums[part, None])
                 places, here = ctx.vocabulary.places(targets[part], logits)
                 grad = logits_grad(logits, places, here, grads[0][part], grad_entropy, entropy[part])
+                grad = grad if slope is None else grad.mul_(slope)
                 grad = grad.div_(ctx.temperature).to(weight.dtype)
             grad_hidden[part] = product(grad, weight.T)
             if grad_weight is not None:
                 add_weight_gradient(grad_weight, grad, hidden[part])
         grad_hidden = ctx.vocabulary.sum(grad_hidden)
         whole = None if grad_weight is None else grad_weight.to(weight.dtype).contiguous()
-        return grad_hidden, whole, *[None] * 6
+        return grad_hidden, whole, *[None] * 7
 
 
 @dataclass(frozen=True)
@@ -167,10 +172,13 @@ def logits_grad(
     return grad.scatter_add_(-1, targets[:, None], at_target[:, None])
 
 
-def scaled_logits(hidden: Tensor, weight: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
-    """Return a new (C, V) tensor of logits over temperature in `dtype`."""
+def scaled_logits(
+    hidden: Tensor, weight: Tensor, temperature: float, dtype: torch.dtype, cap: float | None = None
+) -> Tensor:
+    """Return a new (C, V) tensor of logits over temperature in `dtype`, under a soft cap where there is one."""
     logits = product(hidden, weight).to(dtype)
-    return logits if temperature == 1.0 else logits.div_(temperature)
+    logits = logits if temperature == 1.0 else logits.div_(temperature)
+    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
 def chunks(tokens: int, vocabulary: int, elements: int) -> list[slice]:

@@ -21,7 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from braidrl.data.packing import plan_micro_batches
 from braidrl.data.rows import Rows
-from braidrl.training.compute.attention import attend_equal
+from braidrl.training.compute.attention import Forward, Scores, attend_equal, capped, softmax
 from braidrl.training.compute.packed import Packed, pack
 
 LEAST_SAVED = 0.25
@@ -48,9 +48,11 @@ class SharedPrompts:
     families: tuple[Family, ...]
     device: torch.device
 
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
+    def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Raise ValueError: rows of such a model are packed apart."""
+        raise ValueError(f"{type(module).__name__} cannot continue a prompt's state in several responses")
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Attend with queries (1, H, N, D) to keys and values (1, K, N, D); returns (1, N, H, D). Raises ValueError for another N."""
         sizes = [size for family in self.families for size in (family.prompt, *_blocks(family))]
         if query.shape[0] != 1 or query.shape[2] != sum(sizes):
@@ -60,40 +62,37 @@ class SharedPrompts:
         outputs, place = [], 0
         for number, family in enumerate(self.families):
             prompt = place
-            outputs.append(
-                attend_equal(queries[prompt][None], keys[prompt][None], values[prompt][None], scaling, window, True)
-            )
+            outputs.append(attend_equal(queries[prompt][None], keys[prompt][None], values[prompt][None], scores, True))
             for block in range(len(_blocks(family))):
                 place += 1
                 seen_keys = torch.cat([keys[prompt], keys[place]])
                 seen_values = torch.cat([values[prompt], values[place]])
-                mask = self._mask(number, block, window)
-                outputs.append(_masked(queries[place], seen_keys, seen_values, mask, scaling))
+                mask = self._mask(number, block, scores)
+                outputs.append(_masked(queries[place], seen_keys, seen_values, mask, scores))
             place += 1
         return torch.cat(outputs)[None]
 
     @cached_property
-    def _masks(self) -> dict[tuple[int, int, int | None], Tensor]:
+    def _masks(self) -> dict[tuple[int, int, int | None, int | None], Tensor]:
         return {}
 
-    def _mask(self, family: int, block: int, window: int | None) -> Tensor:
+    def _mask(self, family: int, block: int, scores: Scores) -> Tensor:
         """Return a bool mask: may a response token of the block (rows) see a key of prompt and block (columns)."""
-        known = self._masks.get((family, block, window))
+        key = family, block, scores.window, scores.chunk
+        known = self._masks.get(key)
         if known is None:
             prompt, lengths = self.families[family].prompt, _responses_by_block(self.families[family])[block]
-            known = visible(prompt, lengths, window).to(self.device)
-            self._masks[family, block, window] = known
+            known = self._masks[key] = visible(prompt, lengths, scores).to(self.device)
         return known
 
 
-def visible(prompt: int, responses: Sequence[int], window: int | None) -> Tensor:
-    """Return the (R, P + R) bool mask: a token sees the prompt and earlier tokens of its response, at most `window` back."""
+def visible(prompt: int, responses: Sequence[int], scores: Scores) -> Tensor:
+    """Return the (R, P + R) bool mask: a token sees the prompt and earlier tokens of its response, as far as the rule lets it."""
     own = torch.cat([torch.full((n,), i) for i, n in enumerate(responses)])
     place = torch.cat([torch.arange(n) for n in responses]) + prompt
     of_key = torch.cat([torch.full((prompt,), -1), own])
     key_place = torch.cat([torch.arange(prompt), place])
-    seen = ((of_key == -1) | (of_key == own[:, None])) & (key_place <= place[:, None])
-    return seen if window is None else seen & (place[:, None] - key_place < window)
+    return ((of_key == -1) | (of_key == own[:, None])) & scores.visible(place[:, None], key_place[None, :])
 
 
 def _responses_by_block(family: Family) -> list[list[int]]:
@@ -111,13 +110,27 @@ def _blocks(family: Family) -> list[int]:
     return [sum(block) for block in _responses_by_block(family)]
 
 
-def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
+def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: Scores) -> Tensor:
     """Attend with (R, H, D) queries to (P + R, K, D) keys and values under a mask; returns (R, H, D)."""
+    if scores.softcap is not None or scores.sinks is not None:
+        return _masked_plainly(query, key, value, mask, scores)
     output = scaled_dot_product_attention(
         query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None],
-        attn_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1],
+        attn_mask=mask, scale=scores.scaling, enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
     return output[0].transpose(0, 1)
+
+
+def _masked_plainly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rule: Scores) -> Tensor:
+    """Compute `_masked` with a soft cap or sinks, in at least float32."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    queries = query.unflatten(1, (key.shape[1], -1)).permute(1, 2, 0, 3).to(dtype)
+    keys, values = (states.transpose(0, 1)[:, None].to(dtype) for states in (key, value))
+    scores = capped(torch.matmul(queries * rule.scaling, keys.transpose(-1, -2)), rule)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    sinks = None if rule.sinks is None else rule.sinks.view(key.shape[1], -1, 1, 1).expand(-1, -1, len(query), 1)
+    output = torch.matmul(softmax(scores, sinks), values)
+    return output.permute(2, 0, 1, 3).flatten(1, 2).to(query.dtype)
 
 
 def families_of(rows: Rows) -> list[Family] | None:

@@ -8,6 +8,7 @@ A layout's axes are taken to divide everything evenly; norms, which no axis divi
 ranks the fullest is counted, which is the first or the last: they have the vocabulary.
 """
 
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,8 +22,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from braidrl.config import LoraConfig
 from braidrl.config.layout import ParallelLayout
-from braidrl.training.compute.attention import ATTENTION
+from braidrl.engines.embedded.slots import MixerCache, cache_name
+from braidrl.training.compute.attention import ATTENTION, Forward, Scores
 from braidrl.training.compute.log_probs import CHUNK_BYTES
+from braidrl.training.decoders.body import PACKED, body_of, run_body, use_plan
+from braidrl.training.decoders.proof import FAILURES
+from braidrl.training.decoders.proven import proven_plan
+from braidrl.training.decoders.shrink import HEADS, KEY_HEADS, LAYERS, WIDTHS
 from braidrl.training.four_bit import BYTES_PER_WEIGHT
 from braidrl.training.loading import read_model_config
 from braidrl.training.lora import add_adapters
@@ -31,6 +37,8 @@ from braidrl.training.parallel.pipeline import RUN
 from braidrl.training.parallel.tensor import blocks_of, copied_factors, in_layer, plan_of
 
 MOMENTS = 2
+UNIFORM = {"qwen2", "qwen3", "llama", "mistral", "ministral3", "smollm3", "qwen3_moe"}
+"""Model types whose layers keep as much as one another, so that two layers are counted for all."""
 ALONE = ParallelLayout(data=1)
 
 
@@ -48,11 +56,30 @@ class ModelSizes(NamedTuple):
     @staticmethod
     def of(config: Any) -> "ModelSizes":
         """Return the sizes of a transformers configuration."""
+        text = config.get_text_config()
         tied = bool(getattr(config, "tie_word_embeddings", False))
+        heads = setting(text, HEADS)
         return ModelSizes(
-            config.num_hidden_layers, config.hidden_size, config.vocab_size, config.num_attention_heads,
-            config.num_key_value_heads, head_width(config), tied,
+            setting(text, LAYERS), setting(text, WIDTHS), text.vocab_size, heads, setting(text, KEY_HEADS, heads),
+            head_width(text), tied,
         )  # fmt: skip
+
+
+def setting(config: Any, names: Sequence[str], default: int = 1) -> int:
+    """Return the first of a configuration's settings that is a number: model types name their sizes differently."""
+    for name in names:
+        value = own_setting(config, name)
+        if isinstance(value, int) and value > 0:
+            return value
+    return default
+
+
+def own_setting(config: Any, name: str) -> Any:
+    """Return a setting; None where there is none, or one for each layer."""
+    try:
+        return getattr(config, name, None)
+    except (ValueError, RuntimeError):
+        return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +102,12 @@ class Shape:
     @property
     def element_bytes(self) -> int:
         return self.dtype.itemsize
+
+    @property
+    def is_uniform(self) -> bool:
+        """Return True where all layers are alike but for windows."""
+        kinds = set(own_setting(self.config, "layer_types") or ()) - {"full_attention", "sliding_attention"}
+        return not kinds and self.config.model_type in UNIFORM
 
     @cached_property
     def sizes(self) -> ModelSizes:
@@ -100,7 +133,7 @@ def measured(config: Any, dtype: torch.dtype, scalar_head: bool, lora: LoraConfi
     if lora:
         with torch.device("meta"):
             add_adapters(model, lora)
-    layer = model.base_model.layers[0]
+    layer = body_of(model).layers[0]
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     copied = sum(elements(factor) for factor in copied_factors(model, config.base_model_tp_plan or {}))
     few = sum(m.base_layer.weight.numel() for m in model.modules() if hasattr(m, "base_layer"))
@@ -175,13 +208,53 @@ def message_bytes(shape: Shape, tokens: int, trained: bool, layout: ParallelLayo
 
 
 def cache_bytes(config: Any, element_bytes: int, slots: int, tokens: int) -> int:
-    """Return the bytes of the keys and values of `slots` rows of `tokens` tokens."""
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_width(config) * element_bytes
-    return per_token * slots * tokens
+    """Return the bytes of the keys, values and states of `slots` rows of `tokens` tokens."""
+    key = config.to_json_string(use_diff=False)
+    if key not in CACHED:
+        CACHED[key] = cached_numbers(config)
+    per_token, per_row = CACHED[key]
+    return element_bytes * slots * (per_token * tokens + per_row)
+
+
+CACHED: dict[str, tuple[int, int]] = {}
+
+
+def cached_numbers(config: Any) -> tuple[int, int]:
+    """Return how many numbers an engine keeps of each token, and of each row, by a forward pass on shapes alone."""
+    plan, sizes = proven_plan(config, ""), ModelSizes.of(config)
+    formula = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim, 0
+    if plan.by_rows:
+        return formula
+    counting, places = CachedNumbers(), torch.zeros((1, 1), dtype=torch.int64, device="meta")
+    # torch multiplies experts on the meta device in bfloat16 alone
+    model = on_meta(config, torch.bfloat16)
+    use_plan(model, plan)
+    try:
+        with torch.no_grad():
+            run_body(model, places, places, counting)
+    except FAILURES:
+        return formula
+    return counting.per_token, counting.per_row
+
+
+class CachedNumbers:
+    """The context that counts what attention layers and mixers would keep of one token."""
+
+    per_token = per_row = 0
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        self.per_token += key.shape[1] * (key.shape[-1] + value.shape[-1])
+        return query.new_empty((*query.shape[:1], query.shape[2], query.shape[1], value.shape[-1]))
+
+    def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        carried = MixerCache()
+        found = forward(*given, **{**named, cache_name(module): carried})
+        self.per_row += sum(state.numel() for state in carried.states().values())
+        return found
 
 
 def head_width(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return int(own_setting(config, "head_dim") or setting(config, WIDTHS) // setting(config, HEADS))
 
 
 def logits_bytes(shape: Shape, tokens: int, layout: ParallelLayout = ALONE) -> int:
@@ -193,6 +266,8 @@ def logits_bytes(shape: Shape, tokens: int, layout: ParallelLayout = ALONE) -> i
 def activation_bytes(shape: Shape, tokens: int, checkpointing: bool, layout: ParallelLayout = ALONE) -> int:
     """Return the bytes kept for the backward pass of a micro-batch: of every layer, or with checkpointing of one and all layers' inputs."""
     share = -(-tokens // (layout.sequence * layout.tensor))
+    if not shape.is_uniform:
+        return whole_activation_bytes(shape, share, checkpointing)
     one, two = (saved_bytes(shape, layers, share * layout.tensor, layout.tensor) for layers in (1, 2))
     # A pipeline rank has fewer layers, and as many times more micro-batches under way.
     layer, layers = two - one, shape.sizes.num_hidden_layers
@@ -200,6 +275,26 @@ def activation_bytes(shape: Shape, tokens: int, checkpointing: bool, layout: Par
         return one + (layers - 1) * layer
     inputs = share * shape.sizes.hidden_size * shape.element_bytes
     return one + layers * inputs
+
+
+def whole_activation_bytes(shape: Shape, tokens: int, checkpointing: bool) -> int:
+    """Count `activation_bytes` of a model whose layers differ, on one device, over all layers."""
+    plan, layers = proven_plan(shape.config, shape.name), shape.sizes.num_hidden_layers
+    model = on_meta(shape.config, shape.dtype)
+    use_plan(model, plan if not plan.by_rows else PACKED)
+    try:
+        every = kept_bytes(model, tokens)
+    except FAILURES:
+        # attention of the model's own, which shapes alone do not run: about what a layer with its scores keeps
+        every = (
+            layers
+            * tokens
+            * (34 * shape.sizes.hidden_size + 2 * shape.sizes.num_attention_heads * tokens)
+            * shape.element_bytes
+            // 2
+        )
+    inputs = layers * tokens * shape.sizes.hidden_size * shape.element_bytes
+    return every // layers + inputs if checkpointing else every
 
 
 def saved_bytes(shape: Shape, layers: int, tokens: int, tensor: int = 1) -> int:
@@ -214,6 +309,11 @@ def saved_bytes(shape: Shape, layers: int, tokens: int, tensor: int = 1) -> int:
     model = on_meta(config, shape.dtype)
     if tensor > 1:
         divide_tokens(model, tensor)
+    return kept_bytes(model, tokens)
+
+
+def kept_bytes(model: Any, tokens: int) -> int:
+    """Count the bytes that autograd keeps of a forward pass of a model on the meta device, without parameters."""
     own = {p.untyped_storage()._cdata for p in model.parameters()}
     # Kept alive, so that no two of them have one address.
     kept: dict[int, Tensor] = {}
@@ -226,9 +326,7 @@ def saved_bytes(shape: Shape, layers: int, tokens: int, tensor: int = 1) -> int:
 
     places = torch.arange(tokens, device="meta")[None]
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        hidden = model.base_model(
-            input_ids=places, position_ids=places, use_cache=False, sequences=FusedAttention()
-        ).last_hidden_state
+        hidden = run_body(model, places, places, FusedAttention())
     kept[hidden.untyped_storage()._cdata] = hidden
     return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
 
@@ -244,8 +342,8 @@ def divide_tokens(model: Any, ranks: int) -> None:
             return (given[0].repeat(1, ranks, 1), *given[1:]), named
         return given, {**named, "hidden_states": named["hidden_states"].repeat(1, ranks, 1)}
 
-    body, styles = model.base_model, in_layer(plan_of(model))
-    body.embed_tokens.register_forward_hook(scattered)
+    body, styles = body_of(model), in_layer(plan_of(model))
+    body.embedding.register_forward_hook(scattered)
     for layer in body.layers:
         for name in blocks_of(styles):
             layer.get_submodule(name).register_forward_pre_hook(gathered, with_kwargs=True)
@@ -258,16 +356,18 @@ def divide_tokens(model: Any, ranks: int) -> None:
 class FusedAttention:
     """The attention context of shapes alone: keeps for the backward pass what a fused kernel keeps, and no scores."""
 
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         output: Tensor = _Shapes.apply(query, key, value)
         return output
+
+    def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        return forward(*given, **named)
 
 
 class _Shapes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        output = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
+        batch, heads, tokens, _ = query.shape
+        output = query.new_empty((batch, tokens, heads, value.shape[-1]))
         ctx.save_for_backward(query, key, value, output)
         return output

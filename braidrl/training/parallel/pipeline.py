@@ -20,6 +20,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from braidrl.cluster.process_groups import all_gather_bytes
 from braidrl.data.messages import pack_message, unpack_message
 from braidrl.training.compute.packed import Packed
+from braidrl.training.decoders.body import RECEIVED, body_of
 from braidrl.training.parallel.replicated import OnPrediction, Predict
 from braidrl.weights.shards import by_tensor
 
@@ -134,24 +135,46 @@ class RankModule(nn.Module):
 class PassThrough(nn.Module):
     """Takes the place of a layer, norm, embedding or head that another pipeline rank holds."""
 
-    def forward(self, hidden: Tensor, **_: Any) -> Tensor:
+    def __init__(self, replaced: nn.Module | None = None) -> None:
+        """Keep what the model's forward asks a layer: its kind, as text and numbers."""
+        super().__init__()
+        for name, value in vars(replaced).items() if replaced else ():
+            if isinstance(value, str | int | float) and not name.startswith("_") and name != "training":
+                setattr(self, name, value)
+
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden
+
+
+class Received(PassThrough):
+    """Takes the place of the layer before a pipeline rank's own, and returns the previous rank's output.
+
+    What the model does to embedded tokens before its layers, the first rank has done.
+    """
+
+    hidden: Tensor
+
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        return self.hidden
 
 
 def split_layers(model: Any, rank: int, ranks: int) -> None:
     """Keep one of `ranks` equal parts of a model's layers, in place; parameters keep their names."""
-    body = model.base_model
+    body = body_of(model)
     each = len(body.layers) // ranks
     for number in range(len(body.layers)):
         if number // each != rank:
-            body.layers[number] = PassThrough()
-    head = next(name for name, child in model.named_children() if child is not body)
+            before = number + 1 == rank * each
+            body.layers[number] = kind = (Received if before else PassThrough)(body.layers[number])
+            if before:
+                setattr(model, RECEIVED, [kind])
+    head = next(name for name, child in model.named_children() if child is not model.base_model)
     tied = is_tied(model)
     if rank < ranks - 1:
         body.norm = PassThrough()
         setattr(model, head, PassThrough())
     if rank > 0 and not (tied and rank == ranks - 1):
-        body.embed_tokens = PassThrough()
+        body.embedding = PassThrough()
 
 
 def is_tied(model: Any) -> bool:
@@ -162,4 +185,4 @@ def is_tied(model: Any) -> bool:
 
 def local_layers(model: Any) -> list[nn.Module]:
     """Return the decoder layers that this rank holds."""
-    return [layer for layer in model.base_model.layers if not isinstance(layer, PassThrough)]
+    return [layer for layer in body_of(model).layers if not isinstance(layer, PassThrough)]

@@ -3,19 +3,28 @@
 rank 0   tokens 0..n    all heads ╮              ╭ all tokens   heads 0..h    ╮              ╭ tokens 0..n
 rank 1   tokens n..2n   all heads ┴─ all-to-all ─┴ all tokens   heads h..2h   ┴─ all-to-all ─┴ tokens n..2n
 
-Everything but attention is computed token by token. Predictions are gathered, so that each rank has the global loss; its backward
-takes the gradients of the local tokens, and their sum over the ranks is the gradient.
+Everything but attention and mixers is computed token by token. Mixers compute whole sequences: before one, each rank gets all tokens of
+some of the sequences. Predictions are gathered, so that each rank has the global loss; its backward takes the gradients of the local
+tokens, and their sum over the ranks is the gradient.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from braidrl.training.compute.attention import AttentionContext
+from braidrl.training.compute.attention import (
+    AttentionContext,
+    Forward,
+    PackedSequences,
+    Scores,
+    token_dimension,
+)
 from braidrl.training.compute.packed import Packed
 from braidrl.training.parallel.replicated import Predict
 
@@ -27,14 +36,70 @@ class UlyssesAttention:
     sequences: AttentionContext
     group: dist.ProcessGroup
 
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
-    ) -> Tensor:
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Attend with local queries (1, H, n, D) to keys and values (1, K, n, D); returns (1, n, H, D). S must divide H and K."""
         whole = [self._all_tokens(states) for states in (query, key, value)]
-        output = self.sequences.attend(module, whole[0], whole[1], whole[2], scaling, window)
+        output = self.sequences.attend(module, whole[0], whole[1], whole[2], self._own_heads(scores))
         by_rank = output[0].unflatten(0, (self.group.size(), -1))
         return _AllToAll.apply(by_rank, self.group).transpose(0, 1).flatten(1, 2)[None]
+
+    def _own_heads(self, scores: Scores) -> Scores:
+        """Return the rule of the heads that this rank computes."""
+        if scores.sinks is None:
+            return scores
+        return replace(scores, sinks=scores.sinks.unflatten(0, (self.group.size(), -1))[self.group.rank()])
+
+    def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Run a mixer over all tokens of this rank's sequences, with an all-to-all before and after it."""
+        assert isinstance(self.sequences, PackedSequences), "prompts are not shared where there are mixers"
+        exchange, own = self._exchange, self._own_sequences
+        tokens = len(exchange.order)
+
+        def arrived(leaf: Any) -> Any:
+            place = token_dimension(leaf, tokens)
+            if place is None:
+                return leaf
+            flat = _Exchange.apply(leaf.squeeze(place - 1).movedim(place - 1, 0), exchange, self.group)
+            if not exchange.received:
+                # a rank without a sequence runs a token of none, so that its parameters have gradients
+                flat = torch.cat([flat, flat.new_zeros((1, *flat.shape[1:]))])
+            return flat.movedim(0, place - 1).unsqueeze(place - 1)
+
+        def returned(leaf: Any) -> Any:
+            if token_dimension(leaf, sum(own.lengths)) != 1:
+                return leaf
+            return _Exchange.apply(leaf[0, : exchange.received], exchange.back, self.group)[None]
+
+        found = own.mix(module, forward, tree_map(arrived, given), tree_map(arrived, named))
+        return tree_map(returned, found)
+
+    @cached_property
+    def _assigned(self) -> list[int]:
+        """Return the rank of each sequence: the one with the fewest tokens so far, longest sequences first."""
+        assert isinstance(self.sequences, PackedSequences)
+        lengths, held = self.sequences.lengths, [0] * self.group.size()
+        assigned = [0] * len(lengths)
+        for number in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
+            assigned[number] = rank = held.index(min(held))
+            held[rank] += lengths[number]
+        return assigned
+
+    @cached_property
+    def _own_sequences(self) -> PackedSequences:
+        assert isinstance(self.sequences, PackedSequences)
+        lengths = [n for n, r in zip(self.sequences.lengths, self._assigned, strict=True) if r == self.group.rank()]
+        return PackedSequences.of(lengths or [1], self.sequences.offsets.device, self.sequences.keep_scores)
+
+    @cached_property
+    def _exchange(self) -> "TokenExchange":
+        assert isinstance(self.sequences, PackedSequences)
+        ranks, rank = self.group.size(), self.group.rank()
+        owner = torch.tensor(self._assigned).repeat_interleave(torch.tensor(self.sequences.lengths)).view(ranks, -1)
+        order = owner[rank].argsort(stable=True)
+        return TokenExchange(
+            order.to(self.sequences.offsets.device), owner[rank].bincount(minlength=ranks).tolist(),
+            (owner == rank).sum(1).tolist(),
+        )  # fmt: skip
 
     def _all_tokens(self, states: Tensor) -> Tensor:
         """Exchange (1, heads, n, D) for (1, heads / S, S · n, D)."""
@@ -85,6 +150,45 @@ def all_gather_values(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     counts = [torch.empty_like(count) for _ in range(group.size())]
     dist.all_gather(counts, count, group=group)
     return _AllGather.apply(values, [int(count) for count in counts], group)
+
+
+@dataclass(frozen=True, eq=False)
+class TokenExchange:
+    """An all-to-all of tokens: `order` is how the local ones are laid out by receiver, `sent` and `arriving` count them by rank."""
+
+    order: Tensor
+    sent: list[int]
+    arriving: list[int]
+    is_return: bool = False
+
+    @property
+    def received(self) -> int:
+        return sum(self.arriving)
+
+    @cached_property
+    def back(self) -> "TokenExchange":
+        return TokenExchange(self.order, self.arriving, self.sent, True)
+
+    def run(self, flat: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Exchange tokens (n, ...) for those of this rank's sequences, or the other way round."""
+        flat = flat if self.is_return else flat.index_select(0, self.order)
+        found = flat.new_empty((self.received, *flat.shape[1:]))
+        dist.all_to_all_single(found, flat.contiguous(), self.arriving, self.sent, group=group)
+        return found.index_select(0, self.order.argsort()) if self.is_return else found
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, exchange: TokenExchange, group: dist.ProcessGroup) -> Tensor:
+        ctx.back, ctx.group = (
+            TokenExchange(exchange.order, exchange.arriving, exchange.sent, not exchange.is_return),
+            group,
+        )
+        return exchange.run(flat, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.back.run(gradients[0], ctx.group), None, None
 
 
 class _AllToAll(torch.autograd.Function):

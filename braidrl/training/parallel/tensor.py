@@ -32,6 +32,7 @@ from torch.distributed.tensor.parallel import (
 
 from braidrl.errors import UserError
 from braidrl.training.compute.packed import Packed
+from braidrl.training.decoders.body import body_of
 from braidrl.training.lora import NAME
 from braidrl.training.parallel.pipeline import PassThrough, is_tied, local_layers
 from braidrl.training.parallel.replicated import Predict
@@ -111,13 +112,13 @@ def blocks_of(styles: Mapping[str, str]) -> set[str]:
 
 def parallelize_rest(model: Any, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
     """Shard what is outside of the layers: the vocabulary, and the tokens of the last norm."""
-    output, tied, body = model.get_output_embeddings(), is_tied(model), model.base_model
+    output, tied, body = model.get_output_embeddings(), is_tied(model), body_of(model)
     rest = {name: STYLES[style]() for name, style in plan.items() if not name.startswith(LAYERS)}
     if isinstance(model.get_input_embeddings(), PassThrough):
         del rest["embed_tokens"]
     if not isinstance(body.norm, PassThrough):
-        rest["norm"] = PrepareModuleOutput(output_layouts=TOKENS, desired_output_layouts=Replicate())
-    parallelize_module(body, mesh, rest)
+        rest[body.norm_name] = PrepareModuleOutput(output_layouts=TOKENS, desired_output_layouts=Replicate())
+    parallelize_module(body.decoder, mesh, rest)
     if tied:
         output.weight = model.get_input_embeddings().weight
     elif isinstance(output, nn.Linear):
@@ -163,7 +164,7 @@ class ReplicatedModule(ParallelStyle):
 
 def partial_gradient_parameters(model: Any) -> list[Tensor]:
     """Return the replicated parameters whose gradient is a partial sum, over this rank's tokens or heads."""
-    modules = [*local_layers(model), model.base_model.norm]
+    modules = [*local_layers(model), body_of(model).norm]
     return [parameter for module in modules for parameter in module.parameters() if not is_tensor_parallel(parameter)]
 
 

@@ -19,6 +19,7 @@ from braidrl.observe.metrics import Sums
 from braidrl.training.backends import Advance, TrainingBackend
 from braidrl.training.compute.packed import Packed, empty_packed, pack
 from braidrl.training.compute.shared_prompts import pack_shared, plan_shared, saves_enough
+from braidrl.training.decoders.body import plan_of_model, set_training
 from braidrl.training.likelihood import Likelihood
 from braidrl.training.objective import Objective, nonfinite_tokens
 from braidrl.training.parallel.replicated import OnPrediction
@@ -69,7 +70,7 @@ class RoleWorker(RoleModel, TrainingBackend):
 
     def shares_prompts(self, rows: Rows) -> bool:
         """Return True where prompts of these rows go through the model once for all rows that share them."""
-        return self.config.trainer.share_prompts and saves_enough(rows)
+        return self.config.trainer.share_prompts and plan_of_model(self.model).is_packed and saves_enough(rows)
 
     def pack(self, rows: Rows) -> Packed:
         """Pack the rows of a micro-batch for one forward pass."""
@@ -112,11 +113,11 @@ class RoleWorker(RoleModel, TrainingBackend):
     ) -> dict[str, float]:
         totals: dict[str, float] = {}
         rows, _ = self.ranks.gather_rows(rows)
-        self.model.train()
+        set_training(self.model, True)
         terms: tuple[Objective | Likelihood, ...] = (objective, *objective.auxiliary)
         for term in terms:
             self._forward_backward(term, rows, sums, totals, advance)
-        self.model.eval()
+        set_training(self.model, False)
         return totals
 
     def _forward_backward(

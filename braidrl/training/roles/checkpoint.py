@@ -40,7 +40,9 @@ from braidrl.training.lora import (
 from braidrl.training.optimizer import MasterOptimizer, all_finite
 from braidrl.training.roles.model import RoleModel
 from braidrl.training.side_files import save_weights
-from braidrl.weights.checkpoint_files import TensorReader, WeightFiles, shapes_in
+from braidrl.weights.boxes import pattern_of
+from braidrl.weights.checkpoint_files import TensorReader, shapes_in
+from braidrl.weights.model_files import ModelFiles
 from braidrl.weights.shards import as_dtensor, full_tensor, local_shard, shard_of
 
 OPTIMIZER = "optimizer.safetensors"
@@ -186,7 +188,11 @@ def saved_parameters(worker: RoleModel, folder: Path) -> Mapping[str, Tensor]:
         )
     if worker.lora:
         return load_file(folder / ADAPTER / WEIGHTS)
-    return WeightFiles(folder) if worker.ranks.is_sharded else dict(worker.load_model(folder).named_parameters())
+    if not worker.ranks.is_sharded:
+        return dict(worker.load_model(folder).named_parameters())
+    # A pipeline rank has not all buffers, but those of its layers have the names of the others'.
+    files, buffers = ModelFiles(folder, worker.model), {pattern_of(name) for name, _ in worker.model.named_buffers()}
+    return files.without({name for name in files if pattern_of(name) in buffers})
 
 
 def optimizer_state(worker: RoleModel, folder: Path) -> dict[str, Tensor]:

@@ -14,8 +14,8 @@ from torch import Tensor
 from braidrl.config import Config
 from braidrl.flow import Flow
 from braidrl.training.backends import BACKENDS, BackendSpec, TrainingBackend
-from braidrl.training.compute.log_probs import linear_log_probs
 from braidrl.training.compute.packed import Packed
+from braidrl.training.decoders.head import predicted_log_probs
 from braidrl.training.likelihood import Likelihood
 from braidrl.training.loading import load_decoder, load_scorer
 from braidrl.training.objective import Objective
@@ -67,11 +67,10 @@ class DecoderWorker(RoleWorker):
             `log_probs` and `entropy`, (P,) float32 or float64, in nats at the run's temperature.
         """
         hidden = self.hidden_states(packed)[packed.predictors]
-        weight = self.model.get_output_embeddings().weight
         with_entropy_grad = objective is not None and objective.entropy_coef != 0
         temperature = self.config.rollout.temperature
-        log_probs, entropy = linear_log_probs(
-            hidden, weight, packed.targets, temperature, with_entropy_grad, compiled=self.config.trainer.compile
+        log_probs, entropy = predicted_log_probs(
+            self.model, hidden, packed.targets, temperature, with_entropy_grad, compiled=self.config.trainer.compile
         )
         return {"log_probs": log_probs, "entropy": entropy}
 

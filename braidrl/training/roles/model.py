@@ -17,6 +17,7 @@ from braidrl.native.malloc import keep_freed_memory
 from braidrl.training.compute.cpu_layers import compile_layers
 from braidrl.training.compute.cuda_layers import fuse_layers
 from braidrl.training.compute.packed import Packed
+from braidrl.training.decoders.body import checkpoint_activations, run_body
 from braidrl.training.four_bit import quantize_adapted
 from braidrl.training.likelihood import Likelihood
 from braidrl.training.lora import add_adapters, train_adapters_only
@@ -37,7 +38,8 @@ from braidrl.training.role_settings import (
     model_path,
 )
 from braidrl.training.side_files import side_files
-from braidrl.weights.checkpoint_files import ParameterReader, WeightFiles
+from braidrl.weights.checkpoint_files import ParameterReader
+from braidrl.weights.model_files import ModelFiles
 from braidrl.weights.shards import shapes_of
 
 FAST_LAYERS = {"cpu": compile_layers, "cuda": fuse_layers}
@@ -70,8 +72,9 @@ class RoleModel(ABC):
         self.shapes = shapes_of(self.model)
         if config.trainer.compile:
             FAST_LAYERS[self.device.type](self.model)
+        files = ModelFiles(self.path.expanduser(), self.model)
         predict = self.predict if self.ranks.has_predictions else self.pipeline_output
-        self.compute = self.ranks.parallelize(self.model, predict, ParameterReader(self.path, self.model))
+        self.compute = self.ranks.parallelize(self.model, predict, ParameterReader(self.path, self.model, files=files))
         # Only now: a model that ranks divide may be too large for one device.
         self.model.to(self.device).requires_grad_(train).eval()
         if self.lora:
@@ -84,9 +87,9 @@ class RoleModel(ABC):
             places = [list(self.shapes).index(name) for name in names]
             self.optimizer = MasterOptimizer(parameters, config.trainer, peak, self.ranks, places)
             if not self.lora:  # whose layers have other names
-                self.optimizer.read_masters(names, WeightFiles(self.path))
+                self.optimizer.read_masters(names, files)
             if checkpoints_activations(role, config):
-                self.model.gradient_checkpointing_enable({"use_reentrant": False})
+                checkpoint_activations(self.model)
             if not dist.is_initialized() or dist.get_rank() == 0:  # the rank that writes them
                 _ = self.side_files
         self.background: dist.ProcessGroup | None = None
@@ -133,11 +136,5 @@ class RoleModel(ABC):
 
     def _through_layers(self, packed: Packed) -> Tensor:
         """Return the output of this rank's last layer, (1, N, D)."""
-        hidden: Tensor = self.model.base_model(
-            input_ids=packed.input_ids[None] if packed.hidden is None else None,
-            inputs_embeds=packed.hidden,
-            position_ids=packed.position_ids[None],
-            use_cache=False,
-            sequences=packed.attention(),
-        ).last_hidden_state
-        return hidden
+        ids = packed.input_ids[None] if packed.hidden is None else None
+        return run_body(self.model, ids, packed.position_ids[None], packed.attention(), packed.hidden)

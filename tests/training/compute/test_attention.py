@@ -16,7 +16,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from braidrl.training.compute.attention import ATTENTION, PackedSequences, attend_equal, position_ids_of
+from braidrl.training.compute.attention import ATTENTION, PackedSequences, Scores, attend_equal, position_ids_of
 
 SIZES = {
     "vocab_size": 40,
@@ -115,10 +115,10 @@ def test_lengths_that_do_not_fill_the_row_are_refused() -> None:
 @pytest.mark.parametrize("length", [5, 100, 300])
 def test_a_sequence_has_the_same_bits_alone_and_among_others(length: int) -> None:
     query, key, value = (torch.randn(16, length, heads, 8) for heads in (4, 2, 2))
-    together = attend_equal(query, key, value, 0.3, None).unflatten(0, (16, length))
+    together = attend_equal(query, key, value, Scores(0.3)).unflatten(0, (16, length))
     for number in (0, 9):
         part = slice(number, number + 1)
-        assert torch.equal(attend_equal(query[part], key[part], value[part], 0.3, None), together[number])
+        assert torch.equal(attend_equal(query[part], key[part], value[part], Scores(0.3)), together[number])
 
 
 @pytest.mark.parametrize(("length", "window"), [(5, None), (40, 7), (256, None)])
@@ -126,7 +126,7 @@ def test_kept_scores_give_the_blocked_kernels_outputs_and_gradients(length: int,
     states = [torch.randn(3, length, heads, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
     weights, found = torch.randn(3 * length, 4, 8, dtype=torch.float64), []
     for keep in (True, False):
-        output = attend_equal(*states, 0.3, window, keep)
+        output = attend_equal(*states, Scores(0.3, window), keep)
         found.append([output.detach(), *torch.autograd.grad((output * weights).sum(), states)])
     for kept, blocked in zip(*found, strict=True):
         torch.testing.assert_close(kept, blocked, rtol=0, atol=1e-12)

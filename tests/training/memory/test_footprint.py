@@ -70,9 +70,11 @@ def test_checkpointing_keeps_the_inputs_of_layers_and_one_layer_whole(tiny_model
 
 def test_the_cache_is_counted_as_it_is_reserved(tiny_models: dict[str, Path]) -> None:
     shape = model_shape(tiny_models["qwen3"], torch.float32)
-    cache = SlotCache(shape.config, shape.config.num_hidden_layers, 16, torch.float32, torch.device("cpu"))
+    cache = SlotCache(16, torch.float32, torch.device("cpu"))
     cache.reserve(64)
-    assert cache_bytes(shape.config, 4, 16, 64) == cache.store.untyped_storage().nbytes()
+    for number in range(shape.config.num_hidden_layers):
+        cache.layer(number, shape.config.num_key_value_heads, (shape.config.head_dim, shape.config.head_dim))
+    assert cache_bytes(shape.config, 4, 16, 64) == sum(tensor.untyped_storage().nbytes() for tensor in cache.tensors())
 
 
 def test_no_weights_are_needed_but_a_configuration_is(tiny_models: dict[str, Path], tmp_path: Path) -> None:

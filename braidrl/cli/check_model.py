@@ -1,0 +1,100 @@
+"""`braid check MODEL`: a table of what a tiny twin of the model shows, one line a property, with the figure and its bound.
+
+ok      packed rows equal rows alone: log-probs       4.8e-07   (bound 2.0e-04)
+REFUSED two pipeline ranks equal one                  its tiny model has 3 layers, which two ranks do not divide
+"""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from braidrl.errors import UserError, first_line
+from braidrl.training.decoders.acceptance import MEASURES, OPTIONAL, accept
+from braidrl.training.decoders.body import ForwardPlan
+from braidrl.training.decoders.layout_proof import layout_findings
+from braidrl.training.decoders.proof import FAILURES, Finding, Refusal, Twin, packed_findings, quietly
+from braidrl.training.decoders.proven import best_plan
+from braidrl.training.loading import check_model, read_model_config
+
+WIDTH = 52
+
+
+def check(model: str, layouts: bool, say: Callable[[str], None]) -> bool:
+    """Print the table of a model.
+
+    Args:
+        model: A Hugging Face directory, a config.json, or a hub id that this machine has kept.
+        layouts: Start two ranks for each layout, too.
+        say: Takes a line.
+
+    Returns:
+        True where the model may train; an optional property that does not hold is refused where it is asked for.
+
+    Raises:
+        UserError: There is no such model.
+    """
+    config = config_of(model)
+    try:
+        with quietly():
+            twin = Twin(config)
+            plan, findings = measured(twin)
+    except Refusal as refusal:
+        say(f"REFUSED {model}, {config.model_type}: {refusal}")
+        return False
+    except FAILURES as error:
+        say(f"REFUSED {model}, {config.model_type}: a tiny model of its structure fails: {first_line(error)}")
+        return False
+    say(f"{model}: {config.model_type}, {described(plan)}")
+    for finding in findings:
+        say(line(finding))
+    if layouts:
+        with quietly():
+            divided = layout_findings(twin, plan)
+        for finding in divided:
+            say(line(finding))
+    if Path(model).is_dir() and any(Path(model).glob("*.safetensors")):
+        check_model(model)
+        say(f"ok      {'the headers of its weight files':{WIDTH}}")
+    return may_train(findings)
+
+
+def config_of(model: str) -> Any:
+    """Read the configuration of a directory, a file, or a hub id. Raises UserError."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return read_model_config(path)
+    try:
+        return AutoConfig.from_pretrained(path if path.is_file() else model, local_files_only=True)
+    except (ValueError, OSError) as error:
+        raise UserError(
+            f"braid check {model}: no folder, config.json or model that this machine has kept: {first_line(error)}"
+        ) from error
+
+
+def measured(twin: Twin) -> tuple[ForwardPlan, list[Finding]]:
+    """Find a twin's plan, and measure every property. Raises Refusal."""
+    plan, decoding = best_plan(twin)
+    findings = [*packed_findings(twin, twin.model(plan)), decoding]
+    return plan, findings + [accept(name, twin, plan) for name in MEASURES]
+
+
+def may_train(findings: Iterable[Finding]) -> bool:
+    """Return True where every property holds that training needs."""
+    return all(finding.holds or finding.name in OPTIONAL for finding in findings)
+
+
+def described(plan: ForwardPlan) -> str:
+    """Say in words how rows go through the model."""
+    if plan.by_rows:
+        return "rows of equal length together, with transformers' own attention"
+    return f"packed rows, {', '.join(plan.mixers)} by rows of equal length" if plan.mixers else "packed rows"
+
+
+def line(finding: Finding) -> str:
+    """Return the line of one property."""
+    if finding.note:
+        return f"REFUSED {finding.name:{WIDTH}} {finding.note}"
+    verdict = "ok      " if finding.holds else "WRONG   "
+    return f"{verdict}{finding.name:{WIDTH}} {finding.value:.1e}   (bound {finding.bound:.1e})"

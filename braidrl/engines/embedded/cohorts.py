@@ -1,0 +1,120 @@
+"""Decoding with a model's own cache, where its attention is its own too: rows of equal length take their steps together.
+
+    begin:  prompts of one length ──own forward──▶ a cohort: its slots, and transformers' cache of all of them
+    step:   each cohort ──own forward, one token a row──▶ hidden states of its slots
+
+Rows that begin at once with prompts of one length stay equally long, so a cohort only shrinks. Its batch is padded to a multiple of 16
+rows with copies of the first, so that a row's bits do not depend on how many there are.
+
+Shapes: B slots in the step, C rows of a cohort with its padding.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from braidrl.engines.embedded.slots import cache_name, round_up
+from braidrl.training.decoders.body import accepted, decoder_of
+
+ROWS = 16
+"""Rows of a cohort are a multiple of this."""
+
+
+@dataclass
+class Cohort:
+    """Slots whose rows are equally long, and what the model keeps of them."""
+
+    slots: list[int]
+    cache: Any
+
+
+class Cohorts:
+    """All rows that are being decoded with one model."""
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._cohorts = model, list[Cohort]()
+
+    def clear(self) -> None:
+        """Drop every row."""
+        self._cohorts.clear()
+
+    def begin(self, prompts: Mapping[int, Tensor]) -> None:
+        """Compute the prompts (P,) of slots without their last tokens, which the first step takes."""
+        self.end(prompts)
+        by_length: dict[int, list[int]] = {}
+        for slot, prompt in prompts.items():
+            by_length.setdefault(len(prompt), []).append(slot)
+        for length, slots in by_length.items():
+            cohort = Cohort(slots, None)
+            if length > 1:
+                ids = torch.stack([prompts[slot][:-1] for slot in slots]).to(self._model.device)
+                places = torch.arange(length - 1, device=ids.device).expand(len(slots), -1)
+                self._forward(cohort, ids, places)
+            self._cohorts.append(cohort)
+
+    def hidden(self, current: Tensor, position: Tensor) -> Tensor:
+        """Return the hidden states (B, D) of the tokens `current` (B,) at `position` (B,); those of idle slots are 0."""
+        found: Tensor | None = None
+        for cohort in self._cohorts:
+            slots = torch.tensor(cohort.slots, device=current.device)
+            states = self._forward(cohort, current[slots, None], position[slots, None])
+            if found is None:
+                found = states.new_zeros((len(current), states.shape[-1]))
+            found[slots] = states
+        assert found is not None, "a step has at least one row"
+        return found
+
+    def end(self, slots: Iterable[int]) -> None:
+        """Forget rows that have ended."""
+        gone = set(slots)
+        for cohort in self._cohorts:
+            kept = [place for place, slot in enumerate(cohort.slots) if slot not in gone]
+            if len(kept) < len(cohort.slots):
+                before, cohort.slots = round_up(len(cohort.slots), ROWS), [cohort.slots[place] for place in kept]
+                if kept:
+                    rows = torch.tensor(_padded(kept), device=self._model.device)
+                    cohort.cache = _selected(cohort.cache, rows, before, {})
+        self._cohorts = [cohort for cohort in self._cohorts if cohort.slots]
+
+    def move(self, source: int, target: int) -> None:
+        """Give a row another slot."""
+        for cohort in self._cohorts:
+            cohort.slots = [target if slot == source else slot for slot in cohort.slots]
+
+    def _forward(self, cohort: Cohort, ids: Tensor, positions: Tensor) -> Tensor:
+        """Run the model's own forward for the rows of a cohort, (S, L), and return the last hidden states (S, D)."""
+        decoder = decoder_of(self._model)
+        rows = torch.tensor(_padded(list(range(len(ids)))), device=ids.device)
+        name = cache_name(decoder)
+        inputs = {"input_ids": ids[rows], "position_ids": positions[rows], "use_cache": True, name: cohort.cache}
+        output = decoder(**{key: value for key, value in inputs.items() if key in accepted(decoder)})
+        cohort.cache = getattr(output, name)
+        last: Tensor = output.last_hidden_state[: len(ids), -1]
+        return last
+
+
+def _padded(places: list[int]) -> list[int]:
+    return places + [places[0]] * (round_up(len(places), ROWS) - len(places))
+
+
+def _selected(value: Any, rows: Tensor, before: int, seen: dict[int, Any]) -> Any:
+    """Return a cache with these rows of its `before` rows, in all tensors that it holds anywhere."""
+    if isinstance(value, Tensor):
+        return value.index_select(0, rows) if value.dim() and value.shape[0] == before else value
+    if id(value) in seen:
+        return value
+    seen[id(value)] = value
+    if isinstance(value, dict):
+        value.update({key: _selected(each, rows, before, seen) for key, each in value.items()})
+    elif isinstance(value, list):
+        value[:] = [_selected(each, rows, before, seen) for each in value]
+    elif isinstance(value, tuple):
+        return tuple(_selected(each, rows, before, seen) for each in value)
+    elif hasattr(value, "__dict__") and type(value).__module__.startswith("transformers."):
+        vars(value).update(
+            {key: _selected(each, rows, before, seen) for key, each in vars(value).items() if key != "config"}
+        )
+    return value

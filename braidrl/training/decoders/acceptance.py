@@ -1,0 +1,175 @@
+"""What `braid check` measures beside the proof of a plan: pipeline stages, adapters, half precision, files, resuming.
+
+Each function takes a twin and its plan, and returns a `Finding`. None needs weights, a device or another process.
+"""
+
+import copy
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from braidrl.config import LoraConfig
+from braidrl.errors import first_line
+from braidrl.training.compute.attention import PackedSequences
+from braidrl.training.decoders.body import ForwardPlan, body_of, run_body, set_training, use_plan
+from braidrl.training.decoders.proof import BOUND, FAILURES, Finding, Twin, distance, packed_log_probs
+from braidrl.training.loading import read_buffers, rebuild_buffers
+from braidrl.training.lora import add_adapters, merged, plain_names
+from braidrl.training.parallel.pipeline import split_layers
+from braidrl.weights.model_files import ModelFiles
+
+EXACT = 0.0
+ROUNDING = 3.0
+"""Packed rows in bfloat16 may differ from float32 by so many times what transformers' own do."""
+Measure = Callable[[Twin, ForwardPlan], tuple[float, float]]
+"""Returns a value and its bound."""
+
+
+@torch.no_grad()
+def pipeline_stages(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
+    """Run two pipeline ranks' parts of the model, one behind the other."""
+    if plan.by_rows:
+        raise ValueError("its attention is its own")
+    whole = twin.model(plan)
+    layers = len(body_of(whole).layers)
+    if layers % 2:
+        raise ValueError(f"its tiny model has {layers} layers, which two ranks do not divide")
+    sequences = PackedSequences.of([len(row) for row in twin.rows])
+    ids, places = torch.cat(twin.rows)[None], sequences.position_ids()
+    first, second = twin.model(plan), twin.model(plan)
+    split_layers(first, 0, 2)
+    split_layers(second, 1, 2)
+    hidden = run_body(first, ids, places, sequences)
+    found = run_body(second, None, places, sequences, hidden)
+    return distance([found], [run_body(whole, ids, places, sequences)]), BOUND
+
+
+def adapters(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
+    """Train adapters on all linear layers for a step, and compare with the merged weights."""
+    model = twin.model(plan)
+    linear = {n.rpartition(".")[2] for n, m in body_of(model).layers.named_modules() if isinstance(m, nn.Linear)}
+    if not linear:
+        raise ValueError("its layers have no linear modules")
+    usual = [name for name in LoraConfig().targets if name in linear]
+    add_adapters(model, LoraConfig(rank=4, targets=usual or sorted(linear)))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    adapted = packed_log_probs(model, twin.rows)
+    torch.cat(adapted).sum().backward()
+    without = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None]
+    plain = twin.model(plan)
+    plain.load_state_dict(
+        {n: merged(t) for n, t in plain_names(model, model.state_dict(keep_vars=True)).items()}, strict=False
+    )
+    with torch.no_grad():
+        value = distance([each.detach() for each in adapted], packed_log_probs(plain, twin.rows))
+    if without:
+        raise ValueError(f"adapters without a gradient: {without[0]}")
+    return value, BOUND
+
+
+@torch.no_grad()
+def half_precision(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
+    """Compare packed rows in bfloat16 with float32, beside transformers' own rows alone in bfloat16."""
+    ours = packed_log_probs(twin.model(plan).to(torch.bfloat16), twin.rows)
+    model = copy.deepcopy(twin.own).to(torch.bfloat16)
+    theirs = []
+    for row in twin.rows:
+        logits = model(input_ids=row[None], use_cache=False).logits[0, :-1].float()
+        theirs.append(logits.log_softmax(-1).gather(-1, row[1:, None])[:, 0])
+    wanted = twin.alone[0]
+    means = [float((torch.cat(each) - torch.cat(wanted)).square().mean().sqrt()) for each in (ours, theirs)]
+    return means[0], ROUNDING * means[1] + 1e-3
+
+
+@torch.no_grad()
+def exported(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
+    """Save the model as a checkpoint does, and load it by transformers."""
+    with tempfile.TemporaryDirectory() as folder:
+        model = twin.model(plan)
+        model.save_pretrained(folder, state_dict=dict(model.state_dict()))
+        loaded = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    row = twin.rows[1][None]
+    logits = [m(input_ids=row, use_cache=False).logits for m in (loaded, twin.own)]
+    return distance(logits[:1], logits[1:]), BOUND
+
+
+@torch.no_grad()
+def read_in_parts(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
+    """Read each parameter by the hub's file names into a model without storage, as ranks that shard it do, and rebuild its buffers."""
+    model = twin.model(plan)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        with torch.device("meta"):
+            skeleton: Any = AutoModelForCausalLM.from_config(
+                copy.deepcopy(twin.config), attn_implementation=plan.attention
+            )
+        files = ModelFiles(Path(folder), skeleton)
+        if not rebuild_buffers(skeleton):
+            return EXACT, EXACT  # such a model is loaded in full
+        read_buffers(skeleton, files)
+        for name, parameter in list(skeleton.named_parameters()):
+            owner, _, own = name.rpartition(".")
+            setattr(skeleton.get_submodule(owner), own, nn.Parameter(files[name].to(parameter.dtype)))
+        skeleton.tie_weights()
+    use_plan(skeleton, plan)
+    skeleton.eval()
+    return distance(packed_log_probs(skeleton, twin.rows), packed_log_probs(model, twin.rows)), EXACT
+
+
+def resumed(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
+    """Take two steps; then one, save, load, and another: weights and moments must be the same bits."""
+
+    def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
+        set_training(model, True)
+        optimizer.zero_grad()
+        torch.cat(packed_log_probs(model, twin.rows)).sum().backward()
+        optimizer.step()
+
+    def started(model: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    through, first = twin.model(plan), twin.model(plan)
+    optimizers = started(through), started(first)
+    step(through, optimizers[0])
+    step(through, optimizers[0])
+    step(first, optimizers[1])
+    with tempfile.TemporaryDirectory() as folder:
+        first.save_pretrained(folder)
+        second: Any = AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation=plan.attention, dtype=torch.float32
+        )
+    use_plan(second, plan)
+    again = started(second)
+    again.load_state_dict(optimizers[1].state_dict())
+    step(second, again)
+    return distance([p.detach() for p in second.parameters()], [p.detach() for p in through.parameters()]), EXACT
+
+
+MEASURES: dict[str, Measure] = {
+    "two pipeline ranks equal one": pipeline_stages,
+    "adapters equal merged weights": adapters,
+    "bfloat16 within rounding": half_precision,
+    "an export has the same logits in transformers": exported,
+    "read in parts by file names, buffers rebuilt": read_in_parts,
+    "a resumed run has the same weights": resumed,
+}
+OPTIONAL = {"two pipeline ranks equal one", "adapters equal merged weights"}
+"""What a model may lack and train all the same: the setting that needs it is refused."""
+
+
+def accept(name: str, twin: Twin, plan: ForwardPlan) -> Finding:
+    """Measure one property."""
+    try:
+        value, bound = MEASURES[name](twin, plan)
+    except FAILURES as error:
+        return Finding(name, float("inf"), BOUND, first_line(error))
+    return Finding(name, value, bound)

@@ -1,0 +1,170 @@
+"""From hidden states to logits: the output layer, and what a model does to its result.
+
+    logits = cap · tanh(scale · (hidden Wᵀ) / cap)          Cohere, Granite, Falcon H1: a scale; Gemma, NanoChat: a cap
+
+Scale and cap are measured on the model's own forward, not read from its configuration. A head that is something else (a bias, other
+layers) runs as the model's own forward, a chunk of tokens at a time.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from braidrl.training.compute.log_probs import CHUNK_BYTES, chunks, linear_log_probs
+from braidrl.training.decoders.body import decoder_of
+
+PROBED = 8
+HEAD = "logit_head"
+"""Attribute of a model: what `head_of` has measured."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a model does to the product of hidden states and output weight."""
+
+    scale: float = 1.0
+    cap: float | None = None
+    is_own: bool = False
+    """The model's own forward computes it."""
+
+    @property
+    def is_plain(self) -> bool:
+        return self == Head()
+
+    def shape(self, product: Tensor) -> Tensor:
+        """Return logits from hidden Wᵀ."""
+        scaled = product if self.scale == 1.0 else product * self.scale
+        return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
+
+
+def head_of(model: Any) -> Head:
+    """Return a causal model's head, measured the first time; no weights are needed."""
+    found = getattr(model, HEAD, None)
+    if found is None:
+        found = measured_head(model)
+        setattr(model, HEAD, found)
+    head: Head = found
+    return head
+
+
+@torch.no_grad()
+def measured_head(model: Any) -> Head:
+    """Measure a model's head with a small output layer in place of its own."""
+    output: Any = model.get_output_embeddings()
+    if not isinstance(output, nn.Linear) or getattr(output, "bias", None) is not None:
+        return Head(is_own=True)
+    generator = torch.Generator().manual_seed(0)
+    probe = nn.Linear(output.in_features, PROBED, bias=False, device="cpu", dtype=torch.float64)
+    probe.weight.copy_(torch.randn(probe.weight.shape, generator=generator, dtype=torch.float64))
+    hidden = torch.randn(1, PROBED, output.in_features, generator=generator, dtype=torch.float64)
+    owner, name = _owner(model, output)
+    setattr(owner, name, probe)
+    try:
+        small, large = (own_logits(model, hidden * factor).double() / factor for factor in (1e-3, 1e6))
+    except (RuntimeError, TypeError, AttributeError, ValueError, NotImplementedError):
+        return Head(is_own=True)
+    finally:
+        setattr(owner, name, output)
+    product = hidden @ probe.weight.T
+    if small.shape != product.shape:
+        return Head(is_own=True)
+    # Far below a cap only the scale is seen, far above it only the cap.
+    scale = float((small * product).sum() / (product * product).sum())
+    scale = 1.0 if abs(scale - 1) < 1e-7 else scale
+    linear = torch.allclose(large, scale * product, rtol=1e-5)
+    head = Head(scale, None if linear else float(large.abs().max()) * 1e6)
+    agrees = torch.allclose(small, head.shape(product * 1e-3) / 1e-3, rtol=1e-4, atol=1e-6)
+    return head if agrees and torch.allclose(large, head.shape(product * 1e6) / 1e6, rtol=1e-4) else Head(is_own=True)
+
+
+def logits_of(model: Any, hidden: Tensor) -> Tensor:
+    """Return the logits (..., V) of hidden states (..., D)."""
+    head = head_of(model)
+    if head.is_own:
+        return own_logits(model, hidden.reshape(1, -1, hidden.shape[-1])).unflatten(1, hidden.shape[:-1])[0]
+    return head.shape(model.get_output_embeddings()(hidden))
+
+
+def predicted_log_probs(
+    model: Any, hidden: Tensor, targets: Tensor, temperature: float = 1.0, with_entropy_grad: bool = False,
+    compiled: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return log-probs of `targets` (N,) and entropies, as `linear_log_probs`, from hidden states (N, D) by the model's head."""
+    head, output = head_of(model), model.get_output_embeddings()
+    if head.is_own:
+        return _own_log_probs(model, hidden, targets, temperature, with_entropy_grad)
+    # logits over temperature: scale · product / T, or cap · tanh(scale · product / cap) / T
+    cap = None if head.cap is None else head.cap / temperature
+    return linear_log_probs(
+        hidden, output.weight, targets, temperature / head.scale, with_entropy_grad, compiled=compiled, cap=cap
+    )
+
+
+def _own_log_probs(
+    model: Any, hidden: Tensor, targets: Tensor, temperature: float, with_entropy_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """Compute a chunk at a time with the model's own forward; the backward pass computes the chunks again."""
+
+    def of_chunk(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        logits = own_logits(model, states[None])[0]
+        log_softmax = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
+        entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+        return log_softmax.gather(-1, ids[:, None])[:, 0], entropy if with_entropy_grad else entropy.detach()
+
+    elements = CHUNK_BYTES // torch.promote_types(hidden.dtype, torch.float32).itemsize
+    parts = chunks(len(hidden), model.config.get_text_config().vocab_size, elements) or [slice(0, 0)]
+    found = [checkpoint(of_chunk, hidden[part], targets[part], use_reentrant=False) for part in parts]
+    log_probs, entropies = zip(*found, strict=True)
+    return torch.cat(log_probs), torch.cat(entropies)
+
+
+def own_logits(model: Any, hidden: Tensor) -> Tensor:
+    """Return the logits (1, N, V) that the model's own forward makes of hidden states (1, N, D)."""
+    with _given(model, hidden):
+        ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
+        logits: Tensor = type(model).forward(model, input_ids=ids, use_cache=False).logits
+    return logits
+
+
+@contextmanager
+def _given(model: Any, hidden: Tensor) -> Iterator[None]:
+    """Have the decoder return these hidden states, whatever it is called with."""
+    decoder = decoder_of(model)
+    holder = model.base_model if model.base_model is not model else decoder
+
+    def forward(*_: Any, **__: Any) -> GivenStates:
+        return GivenStates(hidden)
+
+    holder.forward = forward
+    try:
+        yield
+    finally:
+        del holder.forward
+
+
+@dataclass(frozen=True)
+class GivenStates:
+    """What a decoder returns that computes nothing: the hidden states it is given; everything else that may be asked for is None."""
+
+    last_hidden_state: Tensor
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.last_hidden_state if place == 0 else ()
+
+
+def _owner(model: Any, output: nn.Module) -> tuple[nn.Module, str]:
+    """Return the module and the attribute that hold the output layer."""
+    for module in model.modules():
+        for name, child in module.named_children():
+            if child is output:
+                return module, name
+    raise AttributeError("a model's output layer is one of its modules")

@@ -1,0 +1,106 @@
+"""The plans that were proven on this machine: a twin is made once for each configuration, version of transformers and of this code."""
+
+import hashlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import transformers
+
+from braidrl.engines.embedded.decoding_proof import decoding_finding
+from braidrl.errors import UserError, first_line
+from braidrl.native.building import cache_folder
+from braidrl.training.compute import attention
+from braidrl.training.decoders.body import ForwardPlan
+from braidrl.training.decoders.proof import FAILURES, Finding, Refusal, Twin, find_plan, packed_findings, quietly
+
+KNOWN: dict[str, dict[str, Any]] = {}
+UNNAMED = (
+    "_name_or_path",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "_attn_implementation",
+    "num_labels",
+    "id2label",
+    "label2id",
+)
+"""Settings that say nothing about a model's structure."""
+
+
+def proven_plan(config: Any, folder: Path | str) -> ForwardPlan:
+    """Return how rows go through the model that a configuration describes. Raises UserError, in one line, where it is not proven right."""
+    key = _key(config)
+    if key not in KNOWN:
+        path = cache_folder() / f"decoder-{key}.json"
+        known = _read(path)
+        if known is None:
+            known = _proven(config)
+            _write(path, known)
+        KNOWN[key] = known
+    found = KNOWN[key]
+    if "refused" in found:
+        raise UserError(f"model: {folder}, {config.model_type}, is not proven to train right: {found['refused']}")
+    return ForwardPlan(tuple(found["mixers"]), found["by_rows"])
+
+
+def check_decodes(config: Any, folder: Path | str) -> None:
+    """Raise UserError where the embedded engine is not proven to give a model's tokens the trainer's log-probs."""
+    proven_plan(config, folder)
+    if why := KNOWN[_key(config)]["decoding"]:
+        raise UserError(f"model: {folder}, {config.model_type}, is not proven to decode in the embedded engine: {why}")
+
+
+def _proven(config: Any) -> dict[str, Any]:
+    try:
+        with quietly():
+            plan, decoding = best_plan(Twin(config))
+    except Refusal as refusal:
+        return {"refused": str(refusal)}
+    except FAILURES as error:
+        return {"refused": f"a tiny model of its structure fails: {first_line(error)}"}
+    why = "" if decoding.holds else decoding.note or f"log-probs differ by {decoding.value:.1g}"
+    return {"mixers": plan.mixers, "by_rows": plan.by_rows, "decoding": why}
+
+
+def best_plan(twin: Twin) -> tuple[ForwardPlan, Finding]:
+    """Return the first plan that trains right, or if it cannot decode one that can do both; and what was found of decoding."""
+    plan, _ = find_plan(twin)
+    decoding = decoding_finding(twin, plan)
+    rows = ForwardPlan(by_rows=True)
+    if not decoding.holds and not plan.by_rows:
+        other = decoding_finding(twin, rows)
+        if other.holds and all(finding.holds for finding in packed_findings(twin, twin.model(rows))):
+            return rows, other
+    return plan, decoding
+
+
+def _key(config: Any) -> str:
+    settings = {name: value for name, value in config.to_dict().items() if name not in UNNAMED}
+    about = json.dumps(settings, sort_keys=True, default=str) + transformers.__version__ + _code()
+    return hashlib.sha256(about.encode()).hexdigest()[:24]
+
+
+def _code() -> str:
+    """Return a digest of the code that a proof depends on."""
+    files = sorted([*Path(__file__).parent.glob("*.py"), Path(attention.__file__)])
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found
+
+
+def _write(path: Path, found: dict[str, Any]) -> None:
+    """Write whole or not at all: several processes may prove a model at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent)
+    with os.fdopen(handle, "w") as file:
+        json.dump(found, file)
+    os.replace(name, path)

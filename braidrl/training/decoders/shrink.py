@@ -1,0 +1,367 @@
+"""Tiny random models with the structure of a large one: the same kinds of layers, ratios of heads, routing and scalings.
+
+config.json ──▶ widths, counts and windows made small ──▶ a configuration of the same class ──▶ a random model
+
+Layers are kept so that each combination of kinds (`layer_types`, `mlp_layer_types`, rotary or not, ...) occurs. Windows become shorter
+than the sequences of a check, and numbers that only scale stay as they are.
+"""
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+LEFT_OUT = {
+    "quantization_config",
+    "architectures",
+    "auto_map",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "model_type",
+}
+VOCABULARY = 96
+HEAD_WIDTH = 16
+WINDOW = 6
+MOST_LAYERS = 8
+LAYERS = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "decoder_layers",
+    "num_decoder_layers",
+    "num_blocks",
+)
+HEADS = (
+    "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "decoder_attention_heads",
+    "encoder_attention_heads", "num_decoder_attention_heads", "num_encoder_attention_heads",
+)  # fmt: skip
+KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "kv_n_heads", "num_query_groups")
+WIDTHS = ("hidden_size", "d_model", "n_embd", "emb_dim")
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+CHOSEN = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts", "moe_num_active_experts",
+)  # fmt: skip
+WINDOWS = re.compile(
+    r"^(sliding_window|sliding_window_size|attention_window_size|attention_chunk_size|window_size|local_attention)$"
+)
+CHUNKS = re.compile(r"^(chunk_size|mamba_chunk_size|block_size|index_block_size|floor_scale)$")
+WIDE = re.compile(r"(_size|_dim|_rank|_width|inner|ffn|dff|dim_ff|lora_rank|d_ssm|_hidden_size)$")
+"""Names of widths: they keep their ratio to the model's."""
+KEPT = re.compile(r"(max_position|n_positions|n_ctx|vocab_size_base|^patch|^image|^kernel|type_vocab|conv_kernel)")
+
+
+def shrink_config(config: Any) -> Any:
+    """Return a configuration of the same class and structure for a model of some ten thousand parameters."""
+    return type(config)(**_shrunk(_own_settings(config.to_dict())))
+
+
+def _own_settings(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that a model type has beside those of every transformers configuration."""
+    common = PreTrainedConfig().to_dict()
+    own = {}
+    for name, value in settings.items():
+        if name in LEFT_OUT or name.startswith("_") or (name in common and value == common[name]):
+            continue
+        own[name] = _own_settings(value) if isinstance(value, dict) and name.endswith("config") else value
+    return own
+
+
+def tiny_model(config: Any, seed: int = 0, **options: Any) -> PreTrainedModel:
+    """Make a random model from a small configuration; every parameter that begins as 0 or 1 is drawn around it.
+
+    Untrained norms, sinks, biases and gates would otherwise hide that they are left out.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.is_floating_point() and (parameter.dim() < 2 or float(parameter.std()) < 1e-3):
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+                elif parameter.dim() >= 2:
+                    parameter.mul_(4)
+    return model.eval()
+
+
+def _shrunk(settings: dict[str, Any]) -> dict[str, Any]:
+    found = {
+        name: _shrunk(value)
+        if isinstance(value, dict) and name.endswith("config") and not name.startswith("per_")
+        else value
+        for name, value in settings.items()
+    }
+    sizes = _Sizes.of(found)
+    for name, value in list(found.items()):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            continue
+        if KEPT.search(name):
+            continue
+        if "vocab_size" in name and name != "vocab_size_base":
+            found[name] = min(value, VOCABULARY)
+        elif name.endswith(("token_id", "token_index")):
+            found[name] = min(value, VOCABULARY - 1)
+        elif WINDOWS.match(name):
+            found[name] = min(value, WINDOW)
+        elif CHUNKS.match(name):
+            found[name] = min(value, 8)
+        elif WIDE.search(name) or name in WIDTHS:
+            found[name] = sizes.width(value)
+    if isinstance(found.get("eos_token_id"), list):
+        found["eos_token_id"] = 1
+    for rule in (_attention, _latent_attention, _recurrence, _experts, _layers, _positions, _others):
+        rule(found, settings, sizes)
+    return found
+
+
+class _Sizes:
+    """Widths of a model before and after."""
+
+    def __init__(self, width: int, small: int, heads: int, keys: int, head_width: int) -> None:
+        self.original, self.small, self.heads, self.keys, self.head_width = width, small, heads, keys, head_width
+
+    @staticmethod
+    def of(settings: dict[str, Any]) -> "_Sizes":
+        heads = next((settings[n] for n in HEADS if isinstance(settings.get(n), int) and settings[n] > 0), 4)
+        keys = next((settings[n] for n in KEY_HEADS if isinstance(settings.get(n), int) and settings[n] > 0), heads)
+        width = next((settings[n] for n in WIDTHS if isinstance(settings.get(n), int)), 64)
+        few = min(keys, 2)
+        many = few * max(1, min(heads // keys, 4))
+        return _Sizes(width, max(many * HEAD_WIDTH, 32), many, few, HEAD_WIDTH)
+
+    def width(self, value: int) -> int:
+        """Return a width with about the same ratio to the model's, a multiple of 8."""
+        if value <= 16:
+            return value
+        if value == self.original:
+            return self.small
+        return max(8, min(4 * self.small, -(-value * self.small // self.original // 8) * 8))
+
+
+Rule = Callable[[dict[str, Any], dict[str, Any], _Sizes], None]
+
+
+def _set(found: dict[str, Any], names: tuple[str, ...], value: int) -> None:
+    for name in names:
+        if isinstance(found.get(name), int):
+            found[name] = value
+
+
+def _attention(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
+    _set(found, HEADS, sizes.heads)
+    _set(found, KEY_HEADS, sizes.keys)
+    for name in given:
+        value: Any = found[name]
+        if name == "head_dim" and value is None:
+            found[name] = HEAD_WIDTH
+        if name == "num_attention_heads_per_layer" and isinstance(value, list):
+            found[name] = [sizes.heads] * len(value)
+        if not isinstance(value, int) or isinstance(value, bool):
+            continue
+        if name in (
+            "head_dim",
+            "d_head",
+            "dim_head",
+            "d_kv",
+            "attention_head_size",
+            "kv_channels",
+            "hidden_size_per_head",
+        ):
+            found[name] = HEAD_WIDTH
+        elif name.endswith("num_attention_heads") and name not in HEADS:
+            found[name] = sizes.heads
+        elif name.endswith(("num_key_value_heads", "num_global_key_value_heads")) and name not in KEY_HEADS:
+            found[name] = min(value, sizes.keys)
+        elif name.endswith("head_dim") and not name.startswith(
+            ("qk_", "v_", "index", "linear", "mamba", "attention_head")
+        ):
+            # heads of other layers keep their ratio
+            base = given.get("head_dim") or HEAD_WIDTH
+            found[name] = max(8, HEAD_WIDTH * value // base)
+        elif name == "rotary_dim":
+            found[name] = 8
+    if isinstance(given.get("attention_hidden_size"), int):
+        ratio = max(1, given["attention_hidden_size"] // sizes.original)
+        found["attention_hidden_size"] = ratio * sizes.small
+        if isinstance(given.get("attention_head_dim"), int):
+            found["attention_head_dim"] = ratio * sizes.small // sizes.heads
+
+
+def _latent_attention(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
+    if not isinstance(given.get("qk_rope_head_dim"), int):
+        return
+    found |= {"qk_rope_head_dim": 8, "kv_lora_rank": 16}
+    if isinstance(given.get("qk_nope_head_dim"), int):
+        found["qk_nope_head_dim"] = 16
+    if isinstance(given.get("v_head_dim"), int):
+        found["v_head_dim"] = 12
+    if isinstance(given.get("q_lora_rank"), int):
+        found["q_lora_rank"] = 24
+    if isinstance(given.get("head_dim"), int):
+        found["head_dim"] = 8 if given["head_dim"] == given["qk_rope_head_dim"] else HEAD_WIDTH
+    found.pop("qk_head_dim", None)
+
+
+def _recurrence(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
+    _set(found, ("mamba_d_state", "state_size", "ssm_state_size"), 8)
+    _set(found, ("time_step_rank", "mamba_dt_rank"), 8)
+    _set(found, ("n_groups", "mamba_n_groups", "mamba_ngroups"), 0)
+    for name in ("n_groups", "mamba_n_groups", "mamba_ngroups"):
+        if name in given:
+            found[name] = min(given[name], 2)
+    inner = int(given.get("mamba_expand", given.get("expand", 2)) * sizes.small)
+    for heads, width in (
+        ("mamba_n_heads", "mamba_d_head"), ("mamba_num_heads", "mamba_head_dim"), ("n_mamba_heads", "mamba_headdim"),
+    ):  # fmt: skip
+        if isinstance(given.get(heads), int):
+            found[heads] = min(given[heads], 4)
+            if isinstance(given.get(width), int):
+                found[width] = inner // found[heads]
+    if given.get("mamba_d_ssm"):
+        found["mamba_d_ssm"] = inner
+    if "state_size" in given and "num_heads" in given:
+        found |= {"num_heads": 4, "head_dim": inner // 4}
+    if isinstance(given.get("linear_num_value_heads"), int):
+        keys, values = given["linear_num_key_heads"], given["linear_num_value_heads"]
+        found |= {"linear_num_key_heads": min(keys, 2), "linear_num_value_heads": min(keys, 2) * max(1, values // keys)}
+        width = max(8, HEAD_WIDTH * given["linear_value_head_dim"] // given["linear_key_head_dim"])
+        found |= {"linear_key_head_dim": HEAD_WIDTH, "linear_value_head_dim": width}
+    if isinstance(given.get("linear_num_heads"), int):
+        found |= {"linear_num_heads": 2, "linear_head_dim": HEAD_WIDTH}
+    if isinstance(given.get("lru_width"), int):
+        found["lru_width"] = sizes.small
+
+
+def _experts(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
+    total = next((given[n] for n in EXPERTS if isinstance(given.get(n), int)), 0)
+    few = 16 if total > 4096 else min(total, 8)
+    _set(found, EXPERTS, few)
+    for name in EXPERTS:
+        if name in given and given[name] is None and not given.get("first_k_dense_replace"):
+            found[name] = few = 4
+    for name in CHOSEN:
+        if name in given and given[name] is None:
+            found[name] = 2
+        if isinstance(given.get(name), int):
+            found[name] = max(1, min(given[name], 3 if few >= 8 else 2, few))
+    if isinstance(given.get("n_group"), int) and given["n_group"] > 1:
+        groups = min(given["n_group"], 4)
+        found |= {"n_group": groups, "topk_group": max(1, given["topk_group"] * groups // given["n_group"])}
+    _set(found, ("zero_expert_num",), 4)
+
+
+def _layers(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
+    name = next((n for n in LAYERS if isinstance(given.get(n), int)), None)
+    if name is None:
+        return
+    total = given[name]
+    kinds = {
+        key: value for key, value in given.items()
+        if isinstance(value, list) and len(value) == total and total > 2 and key not in ("hybrid_layer_ids",)
+    }  # fmt: skip
+    kept = _kept_layers(kinds, total, given)
+    for key, value in kinds.items():
+        found[key] = [value[number] for number in kept]
+    if isinstance(given.get("per_layer_config"), dict):
+        base = given.get("head_dim") or HEAD_WIDTH
+        found["per_layer_config"] = {
+            kept.index(int(number)): {
+                name: max(8, HEAD_WIDTH * v // base) if name == "head_dim" else found.get(name, v) for name, v in settings.items()
+            }
+            for number, settings in given["per_layer_config"].items() if int(number) in kept
+        }  # fmt: skip
+    if isinstance(given.get("hybrid_layer_ids"), list):
+        found["hybrid_layer_ids"] = [kept.index(n) for n in given["hybrid_layer_ids"] if n in kept]
+    for key in LAYERS:
+        if isinstance(given.get(key), int) and given[key] == total:
+            found[key] = len(kept)
+    if not kinds and total > len(kept):
+        for key, value in given.items():
+            if (
+                isinstance(value, list)
+                and value
+                and all(isinstance(v, int) and v < total for v in value)
+                and "layer" in key
+            ):
+                found[key] = sorted({len(kept) - 1 if v else 0 for v in value[:2]})
+    for key in ("encoder_layers", "num_encoder_layers", "num_global_layers", "depth", "num_layers_per_stack"):
+        if isinstance(given.get(key), int):
+            found[key] = min(given[key], 2)
+    for key in ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index"):
+        if isinstance(given.get(key), int) and given[key] > 1:
+            found[key] = 1
+    if isinstance(given.get("moe_layer_end_index"), int):
+        found["moe_layer_end_index"] = len(kept) - 1
+    if isinstance(given.get("num_kv_shared_layers"), int) and given["num_kv_shared_layers"]:
+        found["num_kv_shared_layers"] = sum(n >= total - given["num_kv_shared_layers"] for n in kept)
+    if isinstance(given.get("max_window_layers"), int):
+        found["max_window_layers"] = min(given["max_window_layers"], len(kept) - 1)
+
+
+def _kept_layers(kinds: dict[str, list[Any]], total: int, given: dict[str, Any]) -> list[int]:
+    """Return the numbers of layers in which every combination of kinds occurs once, and at least two layers."""
+    shared = given.get("num_kv_shared_layers") or 0
+    first: dict[str, int] = {}
+    for number in range(total):
+        combination = str([*(value[number] for value in kinds.values()), number >= total - shared])
+        first.setdefault(combination, number)
+    kept = sorted(first.values())[:MOST_LAYERS]
+    if isinstance(given.get("layers_block_type"), list) and "hybrid" in given["layers_block_type"]:
+        kept = list(range(given["layers_block_type"].index("hybrid") + 2))
+    periods = re.compile(r"(period|interval|_pattern|_every_n_layers|_step)$")
+    period = max([1, *(value for name, value in given.items() if periods.search(name) and isinstance(value, int))])
+    if not kinds or (period > 1 and len(kept) < 2):
+        kept = list(range(min(total, max(2, min(period, MOST_LAYERS)))))
+    while len(kept) < min(2, total):
+        kept = sorted({*kept, next(n for n in range(total) if n not in kept)})
+    return kept
+
+
+def _positions(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
+    """Make per-frequency lists as long as the smaller heads have frequencies."""
+    width = found.get("qk_rope_head_dim") or found.get("head_dim") or sizes.small // sizes.heads
+
+    def shortened(rope: dict[str, Any]) -> dict[str, Any]:
+        rope = dict(rope)
+        half = int(width * rope.get("partial_rotary_factor", found.get("partial_rotary_factor") or 1.0)) // 2
+        for key, value in rope.items():
+            if isinstance(value, dict):
+                rope[key] = shortened(value)
+            elif key in ("short_factor", "long_factor") and isinstance(value, list):
+                rope[key] = value[:half] + [1.0] * max(0, half - len(value))
+            elif key == "mrope_section":
+                third = max(1, half // 3)
+                rope[key] = [half - 2 * third, third, third]
+        return rope
+
+    for key in ("rope_parameters", "rope_scaling"):
+        if isinstance(given.get(key), dict):
+            found[key] = shortened(given[key])
+    if isinstance(given.get("max_position_embeddings"), int) and not given.get("rope_parameters"):
+        found["max_position_embeddings"] = min(given["max_position_embeddings"], 512)
+
+
+def _others(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
+    for name, value in given.items():
+        if re.search(r"soft_?cap", name) and isinstance(value, int | float) and value > 0:
+            # as large as the tiny model's scores, so that it shows
+            found[name] = 1.0
+        elif name in ("index_topk", "index_topk_blocks"):
+            found[name] = min(value, 4)
+        elif name in ("index_n_heads", "o_groups"):
+            found[name] = min(value, 2)
+        elif name == "index_head_dim":
+            found[name] = HEAD_WIDTH
+        elif name in ("num_embeddings", "num_position_embeddings"):
+            found[name] = min(value, 64)
+    if given.get("n_embd") and isinstance(given.get("rotary_dim"), int):
+        found["rotary_dim"] = 8
+    for name in ("d_head",):
+        if isinstance(given.get(name), int):
+            found[name] = sizes.small // sizes.heads
+    if isinstance(given.get("dim_model_base"), int):
+        found["dim_model_base"] = max(8, sizes.small * given["dim_model_base"] // sizes.original)

@@ -1,0 +1,140 @@
+"""A directory's tensors under the names and in the shapes that a model has, one conversion at a time.
+
+    experts.0.gate_proj.weight ╮
+    experts.0.up_proj.weight   ┼──transformers' conversions──▶ experts.gate_up_proj        the hub's names ──▶ the module's
+    experts.1.gate_proj.weight ╯
+
+No more is read than what one of the model's tensors is made from. Saving goes the other way, in transformers' `save_pretrained`. Weights in
+FP8 with block scales (`NAME_scale_inv`) and experts in MXFP4 (`NAME_blocks`, `NAME_scales`) are read as what they stand for.
+"""
+
+import json
+from collections.abc import Iterator, Set
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from braidrl.weights.checkpoint_files import WeightFiles
+
+SCALE, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
+"""Ends of the names of quantised weights' parts."""
+Parts = tuple[tuple[str, str, str], ...]
+"""The files' tensors that a conversion takes: its target, the tensor's name, and the pattern that it matches."""
+
+
+class ModelFiles(WeightFiles):
+    """`WeightFiles` by a model's own names."""
+
+    def __init__(self, folder: Path, model: Any) -> None:
+        super().__init__(folder)
+        self._model = model
+        self._stored, self._block = dict(self._files), _block_size(folder)
+        for name in self._stored:
+            whole = name.removesuffix(BLOCKS)
+            if name.endswith((SCALE, SCALES)):
+                del self._files[name]
+            elif whole != name:
+                self._files[whole] = self._files.pop(name)
+        conversions = get_model_conversion_mapping(model)
+        self._made_by: dict[str, tuple[Any, Parts]] = {}
+        self._shapes: dict[str, torch.Size] = {}
+        own = model.state_dict(keep_vars=True)
+        if conversions or not all(name in own for name in self._files):
+            self._plan(conversions, own)
+        self._last: tuple[Any, dict[str, Tensor]] = (None, {})
+
+    def _plan(self, conversions: list[Any], own: dict[str, Any]) -> None:
+        """Find for each of the model's tensors the conversion that makes it, on shapes alone."""
+        renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+        converters = [each for each in conversions if isinstance(each, WeightConverter)]
+        by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+        groups: dict[str, tuple[Any, list[tuple[str, str, str]]]] = {}
+        for source in sorted(self._files, key=_natural):
+            target, pattern = rename_source_key(source, renamings, converters, self._model.base_model_prefix, own)
+            made_by = WeightRenaming(source, target) if pattern is None else by_pattern[pattern]
+            groups.setdefault(target, (made_by, []))[1].append((target, source, pattern or source))
+        for conversion, parts in groups.values():
+            shapes = {source: torch.empty(self._stored_shape(source), device="meta") for _, source, _ in parts}
+            for name, value in self._converted(conversion, parts, shapes).items():
+                self._made_by[name] = conversion, tuple(parts)
+                self._shapes[name] = value.shape
+
+    def _converted(self, conversion: Any, parts: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        made = deepcopy(conversion)
+        for target, source, pattern in parts:
+            made.add_tensor(target, source, pattern, values[source])
+        found = made.convert(parts[0][0], model=self._model, config=self._model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        if not self._made_by:
+            return self._read(name)
+        conversion, parts = self._made_by[name]
+        if self._last[0] is not parts:
+            values = {source: self._read(source) for _, source, _ in parts}
+            self._last = parts, self._converted(conversion, parts, values)
+        return self._last[1][name]
+
+    def without(self, names: Set[str]) -> "ModelFiles":
+        """Leave out tensors of these names."""
+        for name in names:
+            (self._made_by or self._files).pop(name)
+        return self
+
+    def __contains__(self, name: object) -> bool:
+        return name in (self._made_by or self._files)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._made_by or self._files)
+
+    def __len__(self) -> int:
+        return len(self._made_by or self._files)
+
+    def shape(self, name: str) -> torch.Size:
+        return self._shapes[name] if self._made_by else self._stored_shape(name)
+
+    def _read(self, name: str) -> Tensor:
+        """Read one of the files' tensors, without its quantisation."""
+
+        def stored(own: str) -> Tensor:
+            tensor: Tensor = self._stored[own].get_tensor(own)
+            return tensor
+
+        if name + BLOCKS in self._stored:
+            return convert_moe_packed_tensors(stored(name + BLOCKS), stored(name + SCALES), dtype=torch.bfloat16)
+        if name + SCALE not in self._stored:
+            return stored(name)
+        return dequantised(stored(name), stored(name + SCALE), self._block)
+
+    def _stored_shape(self, name: str) -> torch.Size:
+        if name + BLOCKS in self._stored:
+            experts, rows, groups, half = self._stored[name + BLOCKS].get_slice(name + BLOCKS).get_shape()
+            return torch.Size((experts, groups * half * 2, rows))
+        return torch.Size(self._stored[name].get_slice(name).get_shape())
+
+
+def dequantised(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+    """Return FP8 values (..., N, K) times the scale of their block, in float32; scales are (..., N / block, K / block) or one number."""
+    wide = values.to(torch.float32)
+    if scales.numel() == 1:
+        return wide * scales.to(torch.float32)
+    for dimension, size in zip((-2, -1), block, strict=True):
+        scales = scales.repeat_interleave(size, dimension).narrow(dimension, 0, values.shape[dimension])
+    return wide * scales.to(torch.float32)
+
+
+def _block_size(folder: Path) -> tuple[int, int]:
+    path = folder.expanduser() / "config.json"
+    settings = json.loads(path.read_text()) if path.is_file() else {}
+    rows, columns = (settings.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
+    return rows, columns
+
+
+def _natural(name: str) -> list[tuple[int, int | str]]:
+    return [(0, int(part)) if part.isdecimal() else (1, part) for part in name.split(".")]

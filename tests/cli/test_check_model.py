@@ -1,0 +1,37 @@
+"""`braid check` proves a model from its config.json alone, and what it refuses no run loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig
+
+from braidrl.cli.check_model import check
+from braidrl.errors import UserError
+from braidrl.training.loading import check_model
+
+
+def written(folder: Path, kind: str) -> Path:
+    AutoConfig.for_model(kind).save_pretrained(folder)
+    return folder / "config.json"
+
+
+def test_hybrid_is_proven_from_its_configuration_alone(tmp_path: Path) -> None:
+    lines: list[str] = []
+    assert check(str(written(tmp_path, "qwen3_5_text")), False, lines.append)
+    assert "Qwen3_5GatedDeltaNet by rows" in lines[0]
+    assert all(line.startswith("ok") for line in lines[1:])
+
+
+def test_encoder_may_not_train_and_a_run_says_so_before_it_reads_weights(tmp_path: Path) -> None:
+    lines: list[str] = []
+    assert not check(str(written(tmp_path, "bert")), False, lines.append)
+    assert lines[-1].startswith("REFUSED")
+    with pytest.raises(UserError, match="not proven to train right"):
+        check_model(tmp_path)
+
+
+def test_model_that_is_nowhere_is_a_users_mistake() -> None:
+    with pytest.raises(UserError, match="no folder"):
+        check("/nowhere/config.json", False, print)

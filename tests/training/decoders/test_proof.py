@@ -1,0 +1,168 @@
+"""A tiny twin of a decoder proves how its rows may be packed; with a fault put into it the right line fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from braidrl.engines.embedded import slots
+from braidrl.engines.embedded.decoding_proof import decoding_finding
+from braidrl.training.decoders import acceptance
+from braidrl.training.decoders.acceptance import MEASURES, accept
+from braidrl.training.decoders.body import PACKED, ForwardPlan
+from braidrl.training.decoders.head import HEAD, Head
+from braidrl.training.decoders.proof import Refusal, Twin, find_plan, leaking_modules, packed_findings, quietly
+from braidrl.weights.model_files import ModelFiles
+from braidrl.weights.shards import full_tensor
+
+LOG_PROBS = "packed rows equal rows alone: log-probs"
+GRADIENTS = "packed rows equal rows alone: gradients"
+DECODING = "embedded engine equals trainer: prefill and decode"
+PLANS = {
+    "qwen3": PACKED, "gpt_oss": PACKED, "deepseek_v3": PACKED, "gemma2": PACKED, "gemma4_text": PACKED, "stablelm": PACKED,
+    "cohere2": PACKED, "phimoe": PACKED, "qwen3_5_text": ForwardPlan(("Qwen3_5GatedDeltaNet",)),
+    "qwen3_next": ForwardPlan(("Qwen3NextGatedDeltaNet",)), "falcon_h1": ForwardPlan(("FalconH1Mixer",)),
+    "granitemoehybrid": ForwardPlan(("GraniteMoeHybridMambaLayer",)), "bloom": ForwardPlan(by_rows=True),
+}  # fmt: skip
+
+
+def config_of(name: str, **settings: Any) -> Any:
+    return AutoConfig.for_model(name, **settings)
+
+
+@cache
+def twin_of(name: str) -> Twin:
+    """A twin without a fault, whose rows are computed alone once."""
+    with quietly():
+        return Twin(config_of(name))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plan_is_found_by_structure_and_engine_agrees_with_trainer(name: str) -> None:
+    with quietly():
+        plan, findings = find_plan(twin_of(name))
+        decoding = decoding_finding(twin_of(name), plan)
+    assert plan == PLANS[name]
+    assert [finding for finding in (*findings, decoding) if not finding.holds] == []
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "gpt_oss", "deepseek_v3"])
+def test_new_families_are_saved_read_in_parts_and_adapted_exactly(name: str) -> None:
+    with quietly():
+        found = [accept(measure, twin_of(name), PLANS[name]) for measure in MEASURES]
+    assert [finding for finding in found if not finding.holds] == []
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta"])
+def test_encoder_is_refused_in_one_line(name: str) -> None:
+    with quietly(), pytest.raises(Refusal, match="as in an encoder"):
+        find_plan(Twin(config_of(name)))
+
+
+def test_module_that_leaks_between_packed_rows_is_named() -> None:
+    twin = twin_of("qwen3_next")
+    with quietly():
+        model = twin.model(PACKED)
+        assert leaking_modules(twin, model)[0] == "Qwen3NextGatedDeltaNet"
+        assert wrong_lines(twin, PACKED)[0] == LOG_PROBS
+
+
+def wrong_lines(twin: Twin, plan: ForwardPlan) -> list[str]:
+    with quietly():
+        findings = [*packed_findings(twin, twin.model(plan)), decoding_finding(twin, plan)]
+    return [finding.name for finding in findings if not finding.holds]
+
+
+def each(model: Any, name: str) -> list[Any]:
+    """The modules that have an attribute of this name."""
+    found = [module for module in model.modules() if getattr(module, name, None) is not None]
+    assert found
+    return found
+
+
+def without_scale(model: Any) -> None:
+    setattr(model, HEAD, Head())
+
+
+def without_cap(model: Any) -> None:
+    for module in each(model, "attn_logit_softcapping"):
+        module.attn_logit_softcapping = None
+
+
+@torch.no_grad()
+def without_sinks(model: Any) -> None:
+    for module in each(model, "sinks"):
+        module.sinks.fill_(-1e4)
+
+
+def wider_window(model: Any) -> None:
+    for module in each(model, "sliding_window"):
+        module.sliding_window += 1
+
+
+@torch.no_grad()
+def experts_in_another_order(model: Any) -> None:
+    for module in each(model, "down_proj"):
+        if module.down_proj.__class__ is torch.nn.Parameter:
+            module.down_proj.copy_(module.down_proj.flip(0))
+
+
+def stale_buffer(model: Any) -> None:
+    for module in each(model, "inv_freq"):
+        module.inv_freq.mul_(1.3)
+
+
+def lost_gradient(model: Any) -> None:
+    model.get_input_embeddings().weight.register_hook(torch.zeros_like)
+
+
+FAULTS: dict[str, tuple[str, Callable[[Any], None], str]] = {
+    "a scale of the logits is left out": ("cohere2", without_scale, LOG_PROBS),
+    "a soft cap of the scores is left out": ("gemma2", without_cap, LOG_PROBS),
+    "sinks are left out": ("gpt_oss", without_sinks, LOG_PROBS),
+    "a window is off by one": ("gemma2", wider_window, LOG_PROBS),
+    "experts are in another order": ("gpt_oss", experts_in_another_order, LOG_PROBS),
+    "a buffer is of another model": ("qwen3", stale_buffer, LOG_PROBS),
+    "a gradient is lost": ("qwen3", lost_gradient, GRADIENTS),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_proof_finds_fault_in_the_model(fault: str) -> None:
+    name, alter, line = FAULTS[fault]
+    with quietly():
+        twin = Twin(config_of(name), alter=alter)
+    assert line == wrong_lines(twin, PLANS[name])[0]
+
+
+def test_proof_finds_state_that_does_not_move_with_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    def move(self: Any, source: int, target: int, positions: int) -> None:
+        states, self.states = self.states, []
+        plain(self, source, target, positions)
+        self.states = states
+
+    plain = slots.SlotCache.move
+    monkeypatch.setattr(slots.SlotCache, "move", move)
+    assert wrong_lines(twin_of("qwen3_5_text"), PLANS["qwen3_5_text"]) == [DECODING]
+
+
+def test_check_finds_adapters_that_are_not_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptance, "merged", lambda t: full_tensor(t.base if hasattr(t, "base") else t))
+    with quietly():
+        assert not accept("adapters equal merged weights", twin_of("qwen3"), PACKED).holds
+
+
+def test_check_finds_weights_that_are_read_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = ModelFiles.__getitem__
+    monkeypatch.setattr(
+        ModelFiles,
+        "__getitem__",
+        lambda self, name: plain(self, name).flip(0) if "experts" in name else plain(self, name),
+    )
+    with quietly():
+        assert not accept("read in parts by file names, buffers rebuilt", twin_of("deepseek_v3"), PACKED).holds

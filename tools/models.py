@@ -1,0 +1,123 @@
+"""`make models`: docs/models.md, one line for each causal model type of the installed transformers.
+
+Each type is shrunk to a tiny model, as `braid check` does, and measured. The default configuration of some types lacks what the hub's
+models have, or leaves a scaling at 1, which would hide that it is left out: `REAL` and `NOT_NEUTRAL` change these.
+"""
+
+import argparse
+import multiprocessing
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from braidrl.cli.check_model import described, may_train, measured
+from braidrl.errors import first_line
+from braidrl.training.decoders.acceptance import OPTIONAL
+from braidrl.training.decoders.proof import FAILURES, Refusal, Twin, quietly
+
+PAGE = Path(__file__).parent.parent / "docs" / "models.md"
+PROCESSES = 2
+LIMIT_S = 240
+CONVOLUTIONS = ["conv", "full_attention", "conv", "full_attention"]
+REAL: dict[str, dict[str, Any]] = {
+    "lfm2": {"layer_types": CONVOLUTIONS, "num_hidden_layers": 4},
+    "lfm2_moe": {"layer_types": CONVOLUTIONS, "num_hidden_layers": 4},
+    "nemotron": {"num_key_value_heads": 8},
+    "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 2},
+    "gemma4_text": {"num_kv_shared_layers": 10},
+    "qwen2": {"use_sliding_window": True, "max_window_layers": 8},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_theta": 1e4, "rope_type": "default"}}},
+}
+"""Settings of the hub's models that a type's defaults lack."""
+NOT_NEUTRAL = ("_multiplier", "logits_scaling")
+PREAMBLE = """# Models
+
+Which model types of transformers {version} train right, as `make models` found on a CPU in {minutes:.0f} minutes: {right} of {total}.
+Every type is shrunk to a tiny random model of the same structure. Its packed rows are compared with each row alone by transformers'
+own forward (log-probs to {bound:.0e}, gradients), decoded in the embedded engine, saved, read by parts and resumed. A type that is not
+listed as right is refused before its weights are read, with the reason given here. So is a new one, until the same proof holds.
+`braid check MODEL` runs it for your own `config.json`, and shows the figures.
+
+* **packed**: rows go through the model without padding, in one forward pass.
+* **mixers**: so they do, but linear attention, convolutions and state-space layers run once for each length, over rows of that length.
+* **by rows**: the whole model does, with transformers' own attention; layouts other than `data` are refused.
+* **not**: what is refused when a run asks for it: `pipeline` or `adapters`. `engine` means that the embedded engine is refused, and
+  rows that are given (SFT, DPO, reward models) train right.
+
+| type | trains | not | what was found |
+|---|---|---|---|
+"""
+
+
+def main() -> None:
+    """Measure the types that are named, or all, and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("types", nargs="*")
+    types = parser.parse_args().types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    start, lines = time.perf_counter(), {}
+    with multiprocessing.get_context("spawn").Pool(PROCESSES, maxtasksperchild=12) as pool:
+        waiting = {name: pool.apply_async(row_of, (name,)) for name in types}
+        for name, result in waiting.items():
+            try:
+                lines[name] = result.get(LIMIT_S)
+            except multiprocessing.TimeoutError:
+                lines[name] = (False, f"| {name} | no | | takes longer than {LIMIT_S} s |")
+            print(lines[name][1], flush=True)
+    right = sum(good for good, _ in lines.values())
+    minutes = (time.perf_counter() - start) / 60
+    print(f"{right} of {len(lines)} train right, {minutes:.1f} minutes")
+    if len(types) == len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        head = PREAMBLE.format(
+            version=transformers.__version__, minutes=max(1, minutes), right=right, total=len(lines), bound=2e-4
+        )
+        PAGE.write_text(head + "\n".join(line for _, line in lines.values()) + "\n")
+
+
+def row_of(name: str) -> tuple[bool, str]:
+    """Return whether a model type trains right, and its line of the page."""
+    torch.set_num_threads(1)
+    try:
+        with quietly():
+            plan, findings = measured(Twin(configuration(name)))
+    except Refusal as refusal:
+        return False, f"| {name} | no | | {cell(str(refusal))} |"
+    except FAILURES as error:
+        return False, f"| {name} | no | | {cell(first_line(error))} |"
+    wrong = [finding for finding in findings if not finding.holds]
+    engine = next(f for f in findings if f.name.startswith("embedded engine"))
+    if not may_train(f for f in findings if f is not engine):
+        worst = next(f for f in wrong if f.name not in OPTIONAL and f is not engine)
+        return False, f"| {name} | no | | {cell(f'{worst.name}: {worst.note or worst.value}')} |"
+    lacks = {
+        "two pipeline ranks equal one": "pipeline",
+        "adapters equal merged weights": "adapters",
+        engine.name: "engine",
+    }
+    figure = max(f.value for f in findings[:4])
+    kind = "by rows" if plan.by_rows else "mixers" if plan.mixers else "packed"
+    without = ", ".join(lacks[f.name] for f in wrong)
+    return True, f"| {name} | {kind} | {without} | {described(plan)}; differs by {figure:.0e} |"
+
+
+def configuration(name: str) -> Any:
+    """Return a type's configuration, with what the hub's models have."""
+    config = AutoConfig.for_model(name, **REAL.get(name, {}))
+    if config.is_encoder_decoder:
+        raise Refusal("an encoder and a decoder")
+    for key in list(vars(config)):
+        if key.endswith(NOT_NEUTRAL) and getattr(config, key) == 1.0:
+            setattr(config, key, 1.25)
+    return config
+
+
+def cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())[:200]
+
+
+if __name__ == "__main__":
+    main()
