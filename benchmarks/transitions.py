@@ -12,6 +12,7 @@ import datetime
 import json
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,9 +27,10 @@ from braidrl.cluster.world import World
 from braidrl.config import parse_config
 from braidrl.engines.embedded.sharded_decoding import join_generation_groups, load_for_decoding
 from braidrl.training.parallel.replicated import DataParallel
+from braidrl.training.roles.copies import local_weight_parts
 from braidrl.training.roles.make import DecoderWorker
 from braidrl.weights.generation_layout import GenerationLayout
-from braidrl.weights.phases import GenerationWeights
+from braidrl.weights.in_place import GenerationWeights
 from tests.weights.transitions import GROUPINGS, LAYOUTS
 
 RESULT = Path("benchmarks/results/transitions.json")
@@ -96,9 +98,12 @@ def made(world: World, model: str, training: dict[str, Any], layout: GenerationL
     """Return a rank's weights of both phases."""
     config = parse_config({"flow": "grpo", "model": model, "data": {"train": "none"}, "trainer": {"layout": training}})
     worker = DecoderWorker("actor", config, False, DataParallel(world.group, world))
-    ranks = join_generation_groups(layout.groups(config.trainer.layout.resolve(world.size)))
+    resolved = config.trainer.layout.resolve(world.size)
+    ranks = join_generation_groups(layout.groups(resolved))
     module, slices = load_for_decoding(worker.path, worker.dtype, "cpu", *ranks)
-    return GenerationWeights(worker, module, slices, layout, LIMIT_BYTES)
+    return GenerationWeights(
+        partial(local_weight_parts, worker), resolved, worker.ranks, module, slices, layout, LIMIT_BYTES
+    )
 
 
 def fit(cases: list[dict[str, float]]) -> dict[str, float]:

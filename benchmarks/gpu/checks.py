@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Callable
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +19,16 @@ from benchmarks.gpu import models
 from benchmarks.gpu.models import Shape
 from braidrl.algorithms.random import uniform
 from braidrl.cluster.process_groups import join_group
+from braidrl.cluster.world import Ranks
 from braidrl.engines.requests import Response
 from braidrl.observe.metrics import Sums
 from braidrl.training.compute import cuda_kernels as kernels
 from braidrl.training.compute.cuda_kernels import LayerKernels
 from braidrl.training.compute.cuda_layers import use_kernels
 from braidrl.training.objective import Objective
-from braidrl.weights.handles import LiveWeights, MappedWeights
+from braidrl.training.roles.copies import local_weight_parts
+from braidrl.weights.collective import Incoming, WeightOffer
+from braidrl.weights.file import WeightFile, WeightWriter
 
 CURVE_STEPS = 30
 
@@ -187,34 +192,51 @@ def one_rank(place: Place) -> dict[str, Any]:
 
 
 def two_processes(place: Place) -> dict[str, Any]:
-    """Another process of the same device takes two versions of the weights by handles: on CUDA by IPC."""
+    """Another process of the same device takes versions of the weights from a file, and in a group over gloo: NCCL needs two devices."""
     context = multiprocessing.get_context("spawn")
     there, back = context.Queue(), context.Queue()
     role = models.worker(place.model, place.device, "bfloat16")
-    weights = LiveWeights(role.model.state_dict())
-    child = context.Process(target=sum_mapped, args=(there, back))
+    writer = WeightWriter(local_weight_parts(role), Ranks())
+    offer = WeightOffer(Ranks(), "127.0.0.1", 120.0, torch.device("cpu"), check=True)
+    child = context.Process(target=sum_loaded, args=(place.device, there, back))
     child.start()
-    for version in (1.0, 2.0):
+    seconds = {}
+    for version, way in enumerate(("file", "file", "group", "group"), 1):
         with torch.no_grad():
             for parameter in role.model.parameters():
                 parameter.mul_(version)
-        wanted = {name: float(tensor.double().sum()) for name, tensor in weights.tensors()}
-        with weights.handles() as handles:
-            there.put(handles)
+        parts = local_weight_parts(role)
+        wanted = {name: float(part.local.double().sum()) for name, part in parts.items()}
+        start = time.perf_counter()
+        with ExitStack() as sent:
+            if way == "file":
+                there.put(str(sent.enter_context(closing(writer.write(parts))).path))
+            else:
+                there.put(sent.enter_context(offer.keep(version, parts).asked(1)))
             assert back.get(timeout=120) == wanted
+        seconds[way] = time.perf_counter() - start
     there.put(None)
     child.join(60)
     assert child.exitcode == 0
-    return {"shared": place.device, "tensors": len(wanted)}
+    return {
+        "shared": place.device,
+        "tensors": len(wanted),
+        "bytes": sum(p.local.nbytes for p in parts.values()),
+        **seconds,
+    }
 
 
-def sum_mapped(there: Any, back: Any) -> None:
-    """Of the other process: says the sum of each tensor that it is given a handle of."""
-    while (handles := there.get()) is not None:
-        weights = MappedWeights(handles)
-        found = {name: float(tensor.double().sum()) for name, tensor in weights.tensors()}
-        weights.finish()
-        back.put(found)
+def sum_loaded(device: str, there: Any, back: Any) -> None:
+    """In the other process: load each version to the device, and return the sum of each of its tensors, tied ones once."""
+    names: set[str] = set()
+    while (source := there.get()) is not None:
+        if isinstance(source, str):
+            loaded = {name: part.local.to(device) for name, part in WeightFile(source).parts().items()}
+            names = set(loaded)
+        else:
+            incoming = Incoming(source, 0, torch.device(device))
+            loaded = {name: tensor.to(device) for name, tensor in incoming.tensors() if name in names}
+        back.put({name: float(tensor.double().sum()) for name, tensor in loaded.items()})
 
 
 CHECKS: dict[str, tuple[Callable[[Place], dict[str, Any]], tuple[str, ...]]] = {

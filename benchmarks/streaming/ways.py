@@ -30,7 +30,7 @@ from braidrl.observe.trace import Span, read_trace
 from braidrl.plan.simulation import Streaming
 from braidrl.plan.workload import SimulatedSpan, Workload
 from braidrl.runtimes.run import TrainingRun
-from braidrl.weights.update_policy import Way
+from braidrl.weights.versions import Way
 from tests.plan.durations import long_tailed
 from tests.tiny import sums, write_jsonl, write_model
 

@@ -180,3 +180,15 @@ def group_between(
         made = group_apart(own, rank, size, limit_s, device == "cuda", address)
         group._register_backend(torch.device(device), kind, made)
     return group
+
+
+def all_gather_bytes(message: bytearray, group: dist.ProcessGroup) -> list[memoryview]:
+    """Gather messages of different lengths from all ranks of a group, in the order of ranks."""
+    size = torch.tensor([len(message)])
+    sizes = [torch.empty_like(size) for _ in range(group.size())]
+    dist.all_gather(sizes, size, group=group)
+    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+    padded[: len(message)] = torch.frombuffer(message, dtype=torch.uint8)
+    found = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(found, padded, group=group)
+    return [part[: int(count)].numpy().data for part, count in zip(found, sizes, strict=True)]

@@ -12,7 +12,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -226,6 +226,27 @@ def join(limit_s: float, cuda: bool, engines: int = 0, engine_devices: int = 1, 
     store = dist.PrefixStore(secret, store) if secret else store
     group = join_group(store, rank, size, limit_s, cuda, os.environ.get("MASTER_ADDR", ""))
     return World(rank, size, group, dist.PrefixStore("places", store))
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Processes that call collectives together. Without a process group there is one, and every reduction is the identity."""
+
+    group: dist.ProcessGroup | None = None
+    supervisor: World | None = None
+    """Says which ranks were missing when a collective fails."""
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else self.group.rank()
+
+    @property
+    def size(self) -> int:
+        return 1 if self.group is None else self.group.size()
+
+    def meeting(self, purpose: str) -> AbstractContextManager[object]:
+        """Return the context of a collective: when it fails, the supervisor reports which ranks were missing."""
+        return nullcontext() if self.supervisor is None else self.supervisor.meeting(purpose)
 
 
 def as_tensor(message: bytes | bytearray | memoryview) -> Tensor:

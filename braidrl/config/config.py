@@ -174,10 +174,18 @@ class RolloutConfig(Section):
     """The interpreter of those processes, where vLLM is installed in an environment of its own; by default Braid's."""
     vllm: dict[str, Any] = {}
     """Further arguments of vLLM's engine, as in `{gpu_memory_utilization: 0.5}`."""
-    weights: Literal["file", "handles"] | None = None
-    """How those processes get weights from the process that trains and starts them: a `file` in shared memory, or `handles`, by which they
-    map its own tensors: on CUDA by its IPC, where both are on one device and the trainer has the whole model, and nothing is written. By
-    default handles there, else a file."""
+    weights: Literal["file", "collective"] | None = None
+    """How those processes get weights from the ranks that train: a `file` in shared memory, or `collective`, from device to device over a
+    process group (NCCL on CUDA, where each process needs a device of its own; gloo on a CPU). By default collective between CUDA
+    devices, else a file."""
+
+    @field_validator("weights", mode="before")
+    @classmethod
+    def _without_handles(cls, value: object) -> object:
+        if value == "handles":
+            raise ValueError("handles are not supported any more; write collective between CUDA devices, or file")
+        return value
+
     check_weights: bool = False
     """Have each of those processes, or servers that are sent weights, compare a checksum of what it is given."""
     max_log_prob_gap: float = Field(0.2, gt=0)

@@ -10,12 +10,13 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from braidrl.data.rows import Uid
 from braidrl.engines.requests import Request, Response
 from braidrl.importing import PluginRegistry
-from braidrl.weights.phases import GenerationWeights
+from braidrl.weights.in_place import GenerationWeights
+from braidrl.weights.publisher import WeightSource
 
 T = TypeVar("T")
 ENGINES = PluginRegistry(
@@ -50,23 +51,6 @@ class Load:
         return self.running + self.waiting
 
 
-class WeightSource(Protocol):
-    """One version of a model's weights, in a form that any engine can take."""
-
-    def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield every tensor of the model by its name, a tied one under each of its names."""
-
-
-class ModelWeights:
-    """The weights of a module in this process."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        return self._model.state_dict().items()
-
-
 class Engine(Protocol):
     """Generates responses. All methods belong to one event loop."""
 
@@ -87,7 +71,7 @@ class Engine(Protocol):
 
         Args:
             version: Of the weights.
-            source: Where they come from; None is the trainer that the engine shares them with.
+            source: Where they come from; with None the engine's own tensors are this version already.
 
         Raises:
             ValueError: The source lacks a tensor.
@@ -176,12 +160,12 @@ class RoleEngine(Protocol):
     def run(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
         """Return what `work` returns, which has the engine for as long as it runs."""
 
-    def publish(self, version: int, source: WeightSource) -> None:
+    def publish(self, version: int, source: WeightSource | None = None) -> None:
         """Generate with other weights from now on.
 
         Args:
             version: Of the weights.
-            source: Where they come from.
+            source: Where they come from; with None the engine's own tensors are this version already.
 
         Raises:
             ValueError: The source lacks a tensor.

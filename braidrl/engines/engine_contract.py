@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from braidrl.data.rows import FinishReason
-from braidrl.engines.engine import Engine, WeightSource
+from braidrl.engines.engine import Engine
 from braidrl.engines.requests import Request, Response, SamplingParams
 from braidrl.errors import UserError
+from braidrl.weights.publisher import WeightSource
 
 
 @dataclass(frozen=True)

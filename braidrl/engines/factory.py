@@ -1,55 +1,49 @@
-"""From a configuration to what generates for a role, and how a version of its weights comes there, in whatever layout it is trained.
+"""From a configuration to what generates for a role, and to the publisher of its weights, in whatever layout it is trained.
 
-engine with the trainer's own weights    they are there
-engine with a copy, whole or slices      box to box from the ranks that have divided them, adapters merged
-engines in processes of their own        one file on each machine, which its ranks write side by side, or handles of the trainer's tensors
-servers                                  the same in a folder, which they read, or sent to them from there
+engine of this process, or of a pool of ranks    in place: its own tensors, or slices copied in rounds, adapters merged
+engine processes                                 file in shared memory; on CUDA devices of their own collective
+servers                                          file in a folder, or collective
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from braidrl.cluster.devices import choose_device, device_count, own_devices
 from braidrl.cluster.pools import Pool
-from braidrl.cluster.process import default_threads
-from braidrl.cluster.process_groups import subgroup
+from braidrl.cluster.process import LOOPBACK, default_threads
+from braidrl.cluster.process_groups import address_towards, subgroup
 from braidrl.config import Config
 from braidrl.config.layout import ParallelLayout
 from braidrl.data.endings import end_ids_of
 from braidrl.engines.divided.spmd import SpmdEngine
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
-from braidrl.engines.embedded.sharded_decoding import Slices, join_generation_groups, load_for_decoding
-from braidrl.engines.engine import ENGINES, ModelWeights, RoleEngine, ServedEngine
+from braidrl.engines.embedded.sharded_decoding import join_generation_groups, load_for_decoding
+from braidrl.engines.engine import ENGINES, RoleEngine, ServedEngine
 from braidrl.engines.http.dialects import DIALECTS
 from braidrl.engines.process.process_engine import EngineProcess
 from braidrl.engines.routing.service import EngineService
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.engines.wire import EngineSpec
 from braidrl.errors import UserError
+from braidrl.training.backends import TrainingBackend
 from braidrl.training.loading import load_decoder, read_model_config
 from braidrl.training.parallel.replicated import DataParallel
 from braidrl.training.role_settings import DTYPES, dtype_of, layout_of, model_path, slots_of
 from braidrl.training.roles.base import RoleWorker
+from braidrl.training.roles.copies import copy_within, local_weight_parts
+from braidrl.weights.collective import CollectivePublisher, LayoutCopy, Parts, WeightOffer
+from braidrl.weights.file import FilePublisher, WeightWriter, stored_in_folder, stored_in_memory
 from braidrl.weights.generation_layout import GenerationLayout
-from braidrl.weights.handles import LiveWeights
-from braidrl.weights.joint_file import WeightWriter
-from braidrl.weights.local import shapes_of
-from braidrl.weights.mirror import LayoutCopy, local_weight_parts
-from braidrl.weights.phases import GenerationWeights
-from braidrl.weights.shared_file import SharedWeights, WeightFolder
-from braidrl.weights.transfer import TransferVolume
-from braidrl.weights.weight_index import weight_parts
-
-Publish = Callable[[int], TransferVolume | None]
-"""Has an engine generate with the weights of now, under a version's number; all ranks that generate for the role call it together.
-Returns what this rank sent and received for it, None where weights do not travel now."""
+from braidrl.weights.in_place import GenerationWeights, InPlacePublisher, shapes_of
+from braidrl.weights.publisher import ModelWeights, Publisher
+from braidrl.weights.shard_index import WeightPart, weight_parts
 
 
 class Generated(Protocol):
@@ -62,116 +56,122 @@ class Generated(Protocol):
     def shared_model(self) -> Any:
         """Return the module that an engine of this process may decode with, or None where it needs a copy."""
 
-    def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield every full tensor of the model by its name."""
+
+class Remote:
+    """A role whose weights are trained in other processes."""
+
+    shared_model = None
+
+    def __init__(self, role: str, ranks: DataParallel) -> None:
+        self.role, self.ranks = role, ranks
 
 
-def from_source(worker: Generated, engine: RoleEngine) -> Publish:
-    """Return how an engine takes every full tensor by its name: one of a user's own, or from a backend of a user's own."""
+def start_engine(worker: Generated, config: Config, tokenizer: PreTrainedTokenizerBase) -> RoleEngine:
+    """Return what generates with the weights of `worker`.
 
-    def publish(version: int) -> None:
-        engine.publish(version, worker)
-
-    return publish
-
-
-def into_copy(worker: Generated, engine: EmbeddedEngine, slices: Slices | None = None) -> Publish:
-    """Return how the engine's own weights, or this rank's slices of them, take the worker's, a bounded number of bytes at a time."""
-    if not isinstance(worker, RoleWorker):
-        return from_source(worker, engine)
-    copy = LayoutCopy.of(worker, lambda: weight_parts(engine.model, slices), divided=slices is not None)
-
-    def publish(version: int) -> TransferVolume:
-        moved = copy.refresh()
-        engine.publish(version)
-        return moved
-
-    return publish
-
-
-def through_file(worker: Generated, engine: EngineService, config: Config) -> Publish:
-    """Return how processes of engines, and servers, read what the ranks of their machine have written."""
-    if not isinstance(worker, RoleWorker):
-        return from_source(worker, engine)
-    own = config.roles.get(worker.role)
-    # Of ranks that each have everything some may generate alone: those do not wait for the others.
-    together = worker.ranks.is_sharded or own is None or own.generate_workers is None
-    ranks, rollout = worker.ranks if together else DataParallel(), config.rollout
-    if takes_handles(worker, config):
-        return by_handles(worker, engine)
-    asks = rollout.engine == "http"
-    in_folder = asks and rollout.servers.weights == "folder"
-    # What servers are sent is checked on its way.
-    writer = WeightWriter(local_weight_parts(worker), ranks, rollout.check_weights and not asks, repeat=in_folder)
-
-    def publish(version: int) -> TransferVolume:
-        parts = local_weight_parts(worker)
-        folder = rollout.servers.folder
-        engine.publish(version, writer.in_folder(parts, folder) if in_folder else writer.in_memory(parts))
-        return writer.traffic
-
-    return publish
-
-
-def by_handles(worker: RoleWorker, engine: EngineService) -> Publish:
-    """Return how processes of engines map the tensors of a worker that has the whole model."""
-
-    def publish(version: int) -> None:
-        updates = worker.weight_updates
-        weights = worker.offloadable["weights"]
-        tensors = worker.model.state_dict()
-        engine.publish(
-            version, LiveWeights(tensors, lambda: worker.weight_updates == updates and not weights.away_bytes)
-        )
-
-    return publish
-
-
-def takes_handles(worker: RoleWorker, config: Config) -> bool:
-    """Return True where engine processes map the worker's own tensors, as asked or because they are on its CUDA device.
-
-    Raises UserError where they are asked to and are on another one.
-    """
-    rollout, available = config.rollout, device_count(config.device)
-    if rollout.weights == "file" or rollout.engine == "http" or rollout.check_weights or not worker.has_full_weights:
-        return False
-    if not available:
-        return rollout.weights == "handles"
-    devices = own_devices(available, engine_processes(config), rollout.tensor)
-    beside = all(own == devices.every[:1] for own in devices.engines)
-    if rollout.weights == "handles" and not beside:
-        raise UserError(
-            "rollout.weights=handles: the engines have CUDA devices of their own, and handles are for one that they share with the "
-            "trainer; remove it"
-        )
-    return beside
-
-
-def start_engine(worker: Generated, config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[RoleEngine, Publish]:
-    """Return what generates with the weights of `worker`, and how these reach it.
-
-    All ranks that generate for the role call both at the same time. Raises UserError for a model that the engine cannot use.
+    All ranks that generate for the role call this at the same time. Raises UserError for a model that the engine cannot use.
     """
     rollout, spec = config.rollout, engine_spec(worker.role, config)
     if rollout.engine == "http":
-        servers = reach_servers(worker, config, tokenizer, spec.max_sequence_tokens)
-        return servers, through_file(worker, servers, config)
+        return reach_servers(worker, config, tokenizer, spec.max_sequence_tokens)
     if pools_ranks(config):
         return spmd_engine(worker, config, tokenizer, spec)
     if count := engine_processes(config):
-        service = start_processes(worker.role, config, on_devices(spec, count))
-        return service, through_file(worker, service, config)
+        return start_processes(worker.role, config, on_devices(spec, count))
     if rollout.engine != "embedded":
-        own = own_engine(config, spec)
-        return own, from_source(worker, own)
+        return own_engine(config, spec)
     # Decoding needs all weights on each rank, adapters merged: else a frozen copy, brought up to date at each publication.
     dtype = DTYPES[rollout.dtype] if rollout.dtype else None
     own_dtype = dtype or dtype_of(worker.role, config)
     model = worker.shared_model or load_decoder(spec.model, own_dtype, spec.device).requires_grad_(False).eval()
-    engine = EmbeddedEngine(
+    return EmbeddedEngine(
         model, tokenizer, spec.slots, spec.max_sequence_tokens, config.seed, dtype=dtype, compile=rollout.compile
     )
-    return engine, engine.publish if worker.shared_model else into_copy(worker, engine)
+
+
+def publisher_of(worker: TrainingBackend, engine: RoleEngine, config: Config) -> Publisher:
+    """Return how the weights of `worker` reach its engine; all ranks that generate for the role call this at the same time."""
+    if not isinstance(worker, RoleWorker):
+        # A backend of a user's own: every full tensor by its name.
+        shared = worker.shared_model is not None and isinstance(engine, EmbeddedEngine)
+        return InPlacePublisher(engine, source=None if shared else worker)
+    parts = partial(local_weight_parts, worker)
+    if isinstance(engine, EmbeddedEngine):
+        slices = engine.slices if isinstance(engine, SpmdEngine) else None
+        if (worker.shared_model and slices is None) or (isinstance(engine, SpmdEngine) and engine.phases):
+            return InPlacePublisher(engine)
+        return InPlacePublisher(engine, copy_within(worker, partial(weight_parts, engine.model, slices), bool(slices)))
+    if not isinstance(engine, EngineService) or not (config.rollout.engine == "http" or engine_processes(config)):
+        # An engine of a user's own in this process.
+        return InPlacePublisher(engine, source=worker)
+    own = config.roles.get(worker.role)
+    # Of ranks that each have everything some may generate alone: those do not wait for the others.
+    together = worker.ranks.is_sharded or own is None or own.generate_workers is None
+    ranks = worker.ranks if together else DataParallel()
+    if is_collective(config):
+        rollout, limit_s = config.rollout, config.cluster.wait_limit_s
+        offer = WeightOffer(ranks, run_address(config), limit_s, worker.device, rollout.check_weights)
+        state = lambda: (worker.weight_updates, worker.offloadable["weights"].away_bytes)  # noqa: E731
+        return CollectivePublisher(offer, parts, engine, ranks, state)
+    return FilePublisher(file_writer(parts(), ranks, config), parts, engine)
+
+
+def exchange_publisher(
+    worker: RoleWorker | None, engine: RoleEngine | None, config: Config, ranks: DataParallel
+) -> Publisher:
+    """Return how weights get from the pool that trains a role to the pool that generates for it; all `ranks` of both call this.
+
+    Args:
+        worker: Trains the role in this process; None where it only generates.
+        engine: Generates in this process; None where it only trains.
+        config: The run's.
+        ranks: The ranks of both pools.
+    """
+    parts: Parts = partial(local_weight_parts, worker) if worker is not None else dict
+    if config.rollout.engine != "embedded" or engine_processes(config):
+        return FilePublisher(file_writer(parts(), ranks, config), parts, engine)
+    slices = engine.slices if isinstance(engine, SpmdEngine) else None
+    target: Parts = partial(weight_parts, engine.model, slices) if isinstance(engine, EmbeddedEngine) else dict
+    return InPlacePublisher(engine, LayoutCopy(parts, target, ranks))
+
+
+def file_writer(parts: Mapping[str, WeightPart], ranks: DataParallel, config: Config) -> WeightWriter:
+    """Return what writes versions as the configuration says: a folder for servers, else shared memory; ranks call this together."""
+    rollout = config.rollout
+    asks = rollout.engine == "http"
+    in_folder = asks and rollout.servers.weights == "folder"
+    # What servers are sent is checked on its way.
+    return WeightWriter(parts, ranks, rollout.check_weights and not asks, in_folder, rollout.servers.folder)
+
+
+def is_collective(config: Config) -> bool:
+    """Return True where engines outside this process receive weights over a process group, as asked or because they have devices.
+
+    Raises UserError where they are asked to and share the trainer's device, which NCCL refuses.
+    """
+    rollout, available = config.rollout, device_count(config.device)
+    if rollout.engine == "http":
+        return rollout.servers.weights == "network"
+    if rollout.weights == "file" or not available:
+        return rollout.weights == "collective"
+    if config.runtime == "streaming":
+        # Each process has a device of its own, unless there is one.
+        return rollout.weights == "collective" or available > 1
+    devices = own_devices(available, engine_processes(config), rollout.tensor)
+    shared = any(set(own) & set(devices.every[:1]) for own in devices.engines)
+    if rollout.weights == "collective" and shared:
+        raise UserError(
+            "rollout.weights=collective: NCCL needs a CUDA device for each process, and an engine shares the trainer's; "
+            "write rollout.weights=file"
+        )
+    return not shared
+
+
+def run_address(config: Config) -> str:
+    """Return this machine's address, as servers or engines on this machine reach it."""
+    hosts = [urlsplit(url).hostname or LOOPBACK for url in config.rollout.servers.urls]
+    addresses = [address_towards(host) for host in hosts]
+    return next((address for address in addresses if address != LOOPBACK), LOOPBACK)
 
 
 def engine_spec(role: str, config: Config) -> EngineSpec:
@@ -192,7 +192,7 @@ def start_processes(role: str, config: Config, specs: Sequence[EngineSpec]) -> E
     """Return engines in processes of their own. Raises UserError for a model that they cannot use."""
     limit_s, rollout = config.cluster.wait_limit_s, config.rollout
     engines = [EngineProcess(own, f"{role}'s engine {n}", rollout.python, limit_s) for n, own in enumerate(specs)]
-    return EngineService(engines, limit_s, partial(SharedWeights, check=rollout.check_weights))
+    return EngineService(engines, limit_s, partial(stored_in_memory, check=rollout.check_weights))
 
 
 def own_engine(config: Config, spec: EngineSpec) -> RoleEngine:
@@ -203,9 +203,7 @@ def own_engine(config: Config, spec: EngineSpec) -> RoleEngine:
     return EngineService([made], config.cluster.wait_limit_s)
 
 
-def spmd_engine(
-    worker: Generated, config: Config, tokenizer: PreTrainedTokenizerBase, spec: EngineSpec
-) -> tuple[RoleEngine, Publish]:
+def spmd_engine(worker: Generated, config: Config, tokenizer: PreTrainedTokenizerBase, spec: EngineSpec) -> SpmdEngine:
     """Return what ranks decode with together; all ranks call this at the same time. Raises UserError as `start_engine`."""
     layout, trains = generation_layout(config), isinstance(worker, RoleWorker)
     training = (layout_of(worker.role, config) if trains else ParallelLayout()).resolve(worker.ranks.size)
@@ -220,10 +218,10 @@ def spmd_engine(
     )  # fmt: skip
     # With a budget a copy stays, and comes and goes as the budget says.
     takes_turns = (layout.grouping or layout.nests(training)) and config.trainer.resident_gib is None
-    if not takes_turns or not isinstance(worker, RoleWorker):
-        return engine, into_copy(worker, engine, slices)
-    engine.phases = GenerationWeights(worker, model, slices, layout)
-    return engine, engine.publish
+    if takes_turns and isinstance(worker, RoleWorker):
+        parts = partial(local_weight_parts, worker)
+        engine.phases = GenerationWeights(parts, training, worker.ranks, model, slices, layout)
+    return engine
 
 
 def generation_layout(config: Config) -> GenerationLayout:
@@ -254,7 +252,7 @@ def reach_servers(worker: Generated, config: Config, tokenizer: PreTrainedTokeni
     """Return the servers of this rank; of ranks that generate each has its own. Raises UserError for those that cannot be trained with."""
     # Imported here: only servers need aiohttp, which need not be installed.
     from braidrl.engines.http.http_engine import HttpEngine, ServerSpec
-    from braidrl.engines.http.servers import BroadcastSettings, GenerationServer
+    from braidrl.engines.http.servers import GenerationServer, NetworkSettings
 
     rollout, ranks = config.rollout, worker.ranks
     urls = rollout.servers.urls[ranks.rank :: ranks.size]
@@ -264,8 +262,8 @@ def reach_servers(worker: Generated, config: Config, tokenizer: PreTrainedTokeni
         )
     model, device = model_path(worker.role, config).expanduser(), choose_device(config.device)
     sent = rollout.servers.weights == "network"
-    store = SharedWeights if sent else partial(WeightFolder, within=rollout.servers.folder)
-    sending = BroadcastSettings(device, rollout.check_weights) if sent else None
+    store = stored_in_memory if sent else partial(stored_in_folder, within=rollout.servers.folder)
+    sending = NetworkSettings(device, rollout.check_weights) if sent else None
     spec = ServerSpec(
         tokenizer, end_ids_of(model, tokenizer), shapes_of(model), slots_of(config), longest, config.seed, store,
     )  # fmt: skip

@@ -9,8 +9,9 @@ import asyncio
 import contextlib
 
 from braidrl.data.rows import FinishReason, Uid
-from braidrl.engines.engine import Engine, EngineError, Load, WeightSource
+from braidrl.engines.engine import Engine, EngineError, Load
 from braidrl.engines.requests import Request, Response, joined, remaining_request
+from braidrl.weights.publisher import WeightSource
 
 ABORT_AGAIN_S = 0.005
 """A request may still be on its way to its engine when it is set down: it is aborted again until it has come back."""

@@ -15,11 +15,12 @@ from transformers import PreTrainedTokenizerBase
 
 from braidrl.cluster.event_loop import Runner, run_cancelled_by_interrupts
 from braidrl.data.rows import Uid
-from braidrl.engines.engine import Engine, EngineError, EngineMemory, Load, T, WeightSource
+from braidrl.engines.engine import Engine, EngineError, EngineMemory, Load, T
 from braidrl.engines.requests import Request, Response
 from braidrl.engines.row_request import EngineRow, row_of
 from braidrl.errors import UserError
 from braidrl.observe.stalls import WORK
+from braidrl.weights.publisher import WeightSource
 
 TURNS = 10
 """Turns of the event loop between two steps, so that a caller that was notified of a row's end submits the next row before the step."""

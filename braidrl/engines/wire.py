@@ -19,6 +19,7 @@ from braidrl.data.rows import FinishReason, Uid
 from braidrl.engines.engine import EngineError
 from braidrl.engines.requests import Request, Response, SamplingParams
 from braidrl.errors import UserError
+from braidrl.weights.collective import TransferNotice
 
 LENGTH = struct.Struct("!i")
 """Before each message, as multiprocessing's pipes have it."""
@@ -97,12 +98,12 @@ class AbortRow(msgspec.Struct, tag=True):
 
 
 class UpdateWeights(msgspec.Struct, tag=True):
-    """Load a version of the weights from a file, or from handles of the trainer's tensors."""
+    """Load a version of the weights from a file, or in a process group with the trainer; with neither the weights stay."""
 
     id: int
     version: int
     path: str | None = None
-    handles: list[dict[str, Any]] | None = None
+    notice: TransferNotice | None = None
 
 
 class EngineCall(msgspec.Struct, tag=True):

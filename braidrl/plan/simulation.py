@@ -17,7 +17,7 @@ from braidrl.flow.stage import Kind, Stage
 from braidrl.plan.workload import Fate, SimulatedSpan, Simulation, Workload
 from braidrl.queue.tasks import Lease, LeaseLost
 from braidrl.runtimes.streaming.schedule import StreamSchedule
-from braidrl.weights.update_policy import LoadingSchedule
+from braidrl.weights.versions import LoadingSchedule
 
 Runtime = Literal["eager", "hybrid", "distributed", "streaming"]
 

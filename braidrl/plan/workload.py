@@ -11,7 +11,7 @@ from braidrl.flow.batches import Sizes
 from braidrl.flow.flow import Flow
 from braidrl.flow.readiness import Consumer
 from braidrl.flow.selecting import Selection
-from braidrl.weights.update_policy import Way
+from braidrl.weights.versions import Way
 
 Fate = Literal["done", "dies", "late"]
 

@@ -38,8 +38,8 @@ from braidrl.training.objective import Objective, UpdateCounts, with_group_token
 from braidrl.training.parallel.replicated import DataParallel
 from braidrl.training.role_settings import inference_layouts, own_tokenizer, with_layout
 from braidrl.training.roles.checkpoint import Write, saving_tasks
+from braidrl.training.roles.copies import InferenceCopy, RoleCopy
 from braidrl.training.roles.make import make_worker, torch_worker
-from braidrl.weights.mirror import Following, InferenceCopy
 
 Totals = Mapping[str, Tensor]
 PREDICTED = {"score": "scores", "values": "values"}  # what infer stages ask models for; the others ask for `log_probs`
@@ -69,7 +69,7 @@ class StageExecutor:
         self.generation = Generation(config, flow, tokenizer, rewards, progress, ranks or DataParallel())
         self.engines, self.usage = self.generation.engines, self.generation.usage
         self.workers: dict[str, TrainingBackend] = {}
-        self.followings: dict[tuple[str, str], Following] = {}
+        self.role_copies: dict[tuple[str, str], RoleCopy] = {}
         self.copies: dict[str, InferenceCopy] = {}  # of roles that infer in another layout than they train in
         self.tokenizer = tokenizer
         self.retokenizers: dict[str, Retokenizer] = {}  # of roles that score with a tokenizer of their own
@@ -80,7 +80,7 @@ class StageExecutor:
             self._load_role(role, role in generating, ranks, training)
         for role in generating:
             if role not in roles:
-                self.generation.start_receiving_engine(role, ranks or DataParallel())
+                self.generation.start_remote_engine(role, ranks or DataParallel())
         self.residency.begin()
 
     def _load_role(self, role: str, generates: bool, ranks: DataParallel | None, training: bool) -> None:
@@ -260,9 +260,9 @@ class StageExecutor:
         """Move the role's weights towards those of another role, which is here too."""
         self.residency.before(stage)
         worker, source = torch_worker(self.workers[str(stage.role)]), stage.params["source"]
-        if (worker.role, source) not in self.followings:  # once: ranks have to agree on every move
-            self.followings[worker.role, source] = Following(worker, torch_worker(self.workers[source]))
-        self.followings[worker.role, source].move(stage.params.get("decay", 0.0))
+        if (worker.role, source) not in self.role_copies:  # once: ranks have to agree on every move
+            self.role_copies[worker.role, source] = RoleCopy(worker, torch_worker(self.workers[source]))
+        self.role_copies[worker.role, source].move(stage.params.get("decay", 0.0))
 
     def publish(self, version: int) -> None:
         """Have the engines generate with the trained weights from now on."""

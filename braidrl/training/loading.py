@@ -19,7 +19,7 @@ from transformers.utils import logging
 from braidrl.errors import UserError, first_line
 from braidrl.native.linear import use_fast_products
 from braidrl.training.compute.attention import ATTENTION
-from braidrl.weights.weight_files import HEAD, WeightFiles
+from braidrl.weights.checkpoint_files import HEAD, WeightFiles
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")

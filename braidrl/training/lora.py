@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from braidrl.config import LoraConfig
 from braidrl.errors import UserError, suggest
 from braidrl.training.four_bit import FourBitLinear, quiet
 from braidrl.weights.boxes import Box
+from braidrl.weights.checkpoint_files import HEAD
 from braidrl.weights.shards import box_of, full_tensor, local_shard
-from braidrl.weights.weight_files import HEAD
 
 ADAPTER = "adapter"
 """Folder in a role's checkpoint with the adapters as peft writes them."""
@@ -117,6 +118,11 @@ class Adapted:
     @property
     def dtype(self) -> torch.dtype:
         return self.layer.dtype if isinstance(self.layer, FourBitLinear) else self.layer.weight.dtype
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return True where ranks have divided the adapter, and merge it together."""
+        return isinstance(self.up, DTensor)
 
     @torch.no_grad()
     def merged(self) -> Tensor:

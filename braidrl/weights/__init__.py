@@ -1,4 +1,6 @@
-"""Weights on their way: which rank holds which slice, how slices move to another layout, and how a version reaches an engine.
+"""Weights: which rank holds which slice, how slices move to another layout, and how a version reaches an engine.
 
-`weight_index` says who holds what, `reshard_plan` which moves lead to another layout, `update_policy` when an engine loads a version.
+parts ─▶ shard_index ─▶ reshard_plan ─▶ publisher: in_place │ collective │ file ─▶ engine          versions says when it loads
+
+A role's weights, its adapters alone, or a copy for a role that follows it take the same way.
 """

@@ -1,13 +1,20 @@
-"""Local shards of parameters that may be DTensors; a plain tensor is its own and only shard."""
+"""Local shards of parameters that may be DTensors, and the memory under them; a plain tensor is its own and only shard."""
 
+import ctypes
 import math
+import mmap
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from braidrl.weights.boxes import Box
+
+NamedTensor = TypeVar("NamedTensor")
+"""A rank's local form of a tensor."""
 
 
 def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
@@ -62,3 +69,40 @@ def as_dtensor(local: Tensor, parameter: Tensor) -> Tensor:
 def full_tensor(tensor: Tensor) -> Tensor:
     """Gather the full tensor on every rank; all ranks call this at the same time."""
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def by_tensor(named: Mapping[str, NamedTensor]) -> list[tuple[list[str], NamedTensor]]:
+    """Group the names of tied tensors: each tensor once, with all of its names."""
+    found: dict[int, tuple[list[str], NamedTensor]] = {}
+    for name, tensor in named.items():
+        found.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return list(found.values())
+
+
+def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
+    """Return the tensors' storages on this rank, each once."""
+    found = {(s := local_shard(tensor).untyped_storage())._cdata: s for tensor in tensors}
+    return list(found.values())
+
+
+def empty(storage: UntypedStorage) -> None:
+    """Free a storage's memory; on a CPU all of its full pages."""
+    if storage.is_cuda:
+        storage.resize_(0)
+        return
+    # The storage cannot shrink: torch refuses that to one that numpy has seen, as every checkpoint has. Pages of a file show it again.
+    start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+    if first >= last:
+        ctypes.memset(start, 0, end - start)
+        return
+    ctypes.memset(start, 0, first - start)
+    ctypes.memset(last, 0, end - last)
+    madvise = ctypes.CDLL(None).madvise
+    madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), ctypes.c_int(mmap.MADV_DONTNEED))
+
+
+def occupy(storage: UntypedStorage, size: int) -> None:
+    """Give an emptied storage its memory back, with any content; on a CPU that comes with the first use."""
+    if storage.is_cuda:
+        storage.resize_(size)

@@ -9,14 +9,14 @@ from transformers import AutoModelForCausalLM
 
 from braidrl.algorithms.random import uniform
 from braidrl.data.rows import Uid
-from braidrl.engines.engine import WeightSource
 from braidrl.engines.requests import Response
 from braidrl.engines.row_request import EngineRow, RemoteRow, end_ids_of
 from braidrl.engines.sampling import batch_sampling, sample
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.engines.wire import EngineSpec
 from braidrl.training.loading import load_tokenizer
-from braidrl.weights.local import EngineWeights
+from braidrl.weights.in_place import EngineWeights
+from braidrl.weights.publisher import WeightSource
 
 
 class PlainEngine(SteppingEngine):

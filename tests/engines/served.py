@@ -13,13 +13,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from braidrl.engines.engine import Engine, ModelWeights
+from braidrl.cluster.world import Ranks
+from braidrl.engines.engine import Engine
 from braidrl.engines.engine_contract import all_of
 from braidrl.engines.process.process_engine import EngineProcess
 from braidrl.engines.requests import Request
 from braidrl.engines.wire import EngineSpec
 from braidrl.training.compute.attention import ATTENTION
-from braidrl.weights.handles import LiveWeights
+from braidrl.weights.collective import WeightOffer
+from braidrl.weights.publisher import ModelWeights
+from braidrl.weights.shard_index import weight_parts
 from tests.engines.tiny import SIZES, make_tokenizer, training_log_probs
 from tests.tiny import ROOT
 
@@ -59,10 +62,10 @@ def other_weights() -> ModelWeights:
     return ModelWeights(changed)
 
 
-async def largest_gap(engine: Engine, wanted: Sequence[Request], updates: int = 20, handles: bool = False) -> float:
+async def largest_gap(engine: Engine, wanted: Sequence[Request], updates: int = 20, offered: bool = False) -> float:
     """How far the engine's log-probs are from training's at most, in nats, after each of so many updates with other weights.
 
-    With `handles` every other version comes by handles.
+    With `offered` every other version is received in a process group.
     """
     trained, generator = served_model(), torch.Generator().manual_seed(3)
     drawn, largest = set(), 0.0
@@ -70,9 +73,15 @@ async def largest_gap(engine: Engine, wanted: Sequence[Request], updates: int = 
         with torch.no_grad():
             for parameter in trained.parameters():
                 parameter.add_(0.01 * torch.randn(parameter.shape, generator=generator))
-        by_handles = handles and version % 2
-        source = LiveWeights(trained.state_dict()) if by_handles else ModelWeights(trained)
+        offer = (
+            WeightOffer(Ranks(), "127.0.0.1", 60.0, torch.device("cpu"), check=True)
+            if offered and version % 2
+            else None
+        )
+        source = offer.keep(version, weight_parts(trained)) if offer else ModelWeights(trained)
         await engine.update_weights(version, source)
+        if offer:
+            offer.close()
         finished = await all_of(engine, wanted)
         for response, expected in zip(finished, training_log_probs(trained, list(wanted), finished), strict=True):
             largest = max(largest, float((response.log_probs - expected).abs().max()))

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
-from braidrl.engines.engine import Engine, EngineError, ModelWeights
+from braidrl.engines.engine import Engine, EngineError
 from braidrl.engines.engine_contract import CHECKS, EngineUnderTest, requests
 from braidrl.engines.requests import Request, Response
 from braidrl.engines.routing.router import Router
 from braidrl.engines.stepping import EngineReplica
+from braidrl.weights.publisher import ModelWeights
 from tests.engines.tiny import END, make_model, make_tokenizer, training_log_probs
 
 MODEL, TOKENIZER = make_model(), make_tokenizer()

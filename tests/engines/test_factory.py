@@ -39,7 +39,8 @@ def gaps_of(run: Path, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("runtime", "processes", "weights"), [("eager", 2, {"weights": "handles"}), ("hybrid", 1, {"check_weights": True})]
+    ("runtime", "processes", "weights"),
+    [("eager", 2, {"weights": "collective"}), ("hybrid", 1, {"check_weights": True})],
 )
 def test_engines_in_processes_train_what_the_trainers_own_engine_trains(
     workshop: Workshop, warm_cluster: WarmCluster, runtime: str, processes: int, weights: dict[str, Any]
@@ -93,7 +94,7 @@ def test_a_run_ends_with_an_explanation_when_weights_do_not_arrive(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch, staleness: int
 ) -> None:
     """Also where the configuration would allow stale rows, and the runtime makes none."""
-    monkeypatch.setattr(EngineService, "publish", lambda service, version, source: source.close())
+    monkeypatch.setattr(EngineService, "publish", lambda service, version, source: None)
     trainer = {"steps": 4, "learning_rate": 3e-2, "max_staleness": staleness}
     with pytest.raises(
         UserError, match=r"step 2: engine and trainer give the same tokens log-probs that are .* nats apart"

@@ -14,16 +14,16 @@ import torch
 
 from braidrl.data.rows import Uid
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
-from braidrl.engines.engine import EngineError, ModelWeights
+from braidrl.engines.engine import EngineError
 from braidrl.engines.engine_contract import CHECKS, EngineUnderTest, all_of, requests
 from braidrl.engines.process.process_engine import EngineProcess
 from braidrl.engines.requests import Request, Response
 from braidrl.engines.routing.service import EngineService
 from braidrl.errors import UserError
 from braidrl.training.parallel.replicated import DataParallel
-from braidrl.weights.joint_file import WeightWriter
-from braidrl.weights.shared_file import SharedWeights, UnnamedWeights, WeightFile
-from braidrl.weights.weight_index import weight_parts
+from braidrl.weights.file import WeightFile, WeightWriter, stored_in_memory
+from braidrl.weights.publisher import ModelWeights
+from braidrl.weights.shard_index import weight_parts
 from tests.engines.served import (
     LIMIT,
     LONG,
@@ -77,8 +77,7 @@ def test_who_follows_a_row_is_told_of_each_token_before_its_response(served: Ser
 
 
 def test_log_probs_after_each_of_20_updates_are_those_of_the_trainer(served: Served) -> None:
-    maps = served.engine.spec.tensor == 1
-    assert served.run(largest_gap(served.engine, requests(subject(served), 4), handles=maps)) < 1e-5
+    assert served.run(largest_gap(served.engine, requests(subject(served), 4), offered=True)) < 1e-5
 
 
 def test_who_waits_for_a_killed_process_is_told(served: Served) -> None:
@@ -134,15 +133,15 @@ def all_alone(wanted: Sequence[Request]) -> dict[Uid, list[int]]:
     return {row.uid: row.tokens.tolist() for row in engine.generate(wanted)}
 
 
-def written_by_its_rank() -> UnnamedWeights:
+def written_by_its_rank() -> WeightFile:
     parts = weight_parts(MODEL)
-    return WeightWriter(parts, DataParallel(), check=True).in_memory(parts)
+    return WeightWriter(parts, DataParallel(), check=True).write(parts)
 
 
 @pytest.mark.parametrize(
-    "write", [lambda: SharedWeights(ModelWeights(MODEL).tensors(), check=True), written_by_its_rank]
+    "write", [lambda: stored_in_memory(ModelWeights(MODEL).tensors(), check=True), written_by_its_rank]
 )
-def test_weights_that_changed_on_their_way_are_refused(write: Callable[[], UnnamedWeights], tmp_path: Path) -> None:
+def test_weights_that_changed_on_their_way_are_refused(write: Callable[[], WeightFile], tmp_path: Path) -> None:
     with closing(write()) as shared:
         shared.verify()
         given = dict(shared.tensors())

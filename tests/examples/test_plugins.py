@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from braidrl.agents.environment_contract import CHECKS as ENVIRONMENT_CHECKS
 from braidrl.agents.environment_contract import EnvironmentUnderTest
-from braidrl.engines.engine import ENGINES, ModelWeights
+from braidrl.engines.engine import ENGINES
 from braidrl.engines.engine_contract import CHECKS as ENGINE_CHECKS
 from braidrl.engines.engine_contract import EngineUnderTest
 from braidrl.engines.stepping import EngineReplica
@@ -32,6 +32,7 @@ from braidrl.training.backends import BACKENDS, BackendSpec
 from braidrl.training.objective import Objective, denominators
 from braidrl.training.optimizer_contract import CHECKS as OPTIMIZER_CHECKS
 from braidrl.training.optimizer_contract import OptimizerUnderTest
+from braidrl.weights.publisher import ModelWeights
 from tests.engines.tiny import END, make_model, make_tokenizer, training_log_probs
 from tests.tiny import ROOT, Workshop, recorded, weights_of
 from tests.training.parallel.laid_out import OBJECTIVE, config_of, make_rows

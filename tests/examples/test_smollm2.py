@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from braidrl.agents.turns import Observation, TurnTemplate
 from braidrl.data.templates import PromptTemplate
-from braidrl.engines.engine import ModelWeights
 from braidrl.engines.engine_contract import all_of
 from braidrl.engines.requests import Request, SamplingParams
 from braidrl.runtimes.saving.export import export_model
 from braidrl.training.compute.attention import ATTENTION
+from braidrl.weights.publisher import ModelWeights
 from examples.smollm2 import checks, preferences, tasks
 from examples.smollm2.learn import peak_gib
 from tests.engines.served import Served

@@ -26,7 +26,7 @@ from braidrl.queue.transport import QueueServer
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.rows import stored
 from braidrl.runtimes.streaming.stream import Stream
-from braidrl.weights.update_policy import LoadingSchedule
+from braidrl.weights.versions import LoadingSchedule
 
 SAMPLES = 2
 LOADED: dict[str, int] = {}

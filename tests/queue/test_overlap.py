@@ -20,7 +20,7 @@ from braidrl.plan.workload import Workload
 from braidrl.queue.client import Client
 from braidrl.queue.transport import QueueServer
 from braidrl.runtimes.streaming.control import ControlPlane
-from braidrl.weights.update_policy import LoadingSchedule
+from braidrl.weights.versions import LoadingSchedule
 from tests.plan.durations import long_tailed
 from tests.queue.made_up import GENERATE, SAMPLES, client, made_from, main_program, queue, stage
 

@@ -20,8 +20,8 @@ from braidrl.training.lora import ADAPTER
 from braidrl.training.memory.footprint import model_shape, resident_bytes
 from braidrl.training.objective import Objective, denominators
 from braidrl.training.roles.checkpoint import full_state_dict, load_worker, save_worker
+from braidrl.training.roles.copies import RoleCopy
 from braidrl.training.roles.make import DecoderWorker, ScalarWorker
-from braidrl.weights.mirror import Following
 from tests.training.parallel.laid_out import OBJECTIVE, config_of, make_rows, one_step
 
 LORA = {"rank": 4, "alpha": 6.0}
@@ -168,7 +168,7 @@ def test_a_critics_head_is_trained_beside_its_adapters(tiny_models: dict[str, Pa
 def test_a_copied_reference_takes_the_merged_weights(tiny_models: dict[str, Path]) -> None:
     worker = started(adapted(tiny_models["qwen2"]))
     reference = DecoderWorker("reference", config_of(str(tiny_models["qwen2"])), train=False)
-    Following(reference, worker).move(0.0)
+    RoleCopy(reference, worker).move(0.0)
     for name, tensor in full_state_dict(worker).items():
         assert torch.equal(reference.model.state_dict()[name], tensor), name
 

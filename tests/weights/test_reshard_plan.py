@@ -12,8 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braidrl.weights.boxes import Box
-from braidrl.weights.reshard_plan import Blocks, Moves, RankPlan, TensorGroup, plan_moves, shared_blocks
-from braidrl.weights.rounds import Schedule, rounds_needed
+from braidrl.weights.reshard_plan import (
+    Blocks,
+    Moves,
+    RankPlan,
+    Schedule,
+    TensorGroup,
+    plan_moves,
+    rounds_needed,
+    shared_blocks,
+)
 
 SHAPES = st.lists(st.integers(1, 6), min_size=0, max_size=3).map(tuple)
 Element = tuple[int, int]

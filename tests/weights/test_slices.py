@@ -16,8 +16,7 @@ from braidrl.engines.embedded.sharded_decoding import check_heads, load_for_deco
 from braidrl.errors import UserError
 from braidrl.training.loading import load_decoder
 from braidrl.training.parallel.tensor import full_plan_of
-from braidrl.weights.boxes import Box
-from braidrl.weights.slices import boxes_of, chunk
+from braidrl.weights.boxes import Box, boxes_of, chunk
 from tests.tiny import SIZES, TOKENIZER
 
 RANKS = 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braidrl.weights.update_policy import LoadingSchedule, Way
+from braidrl.weights.versions import LoadingSchedule, Way
 
 WAYS: list[Way] = ["end", "delayed", "rolling", "interrupt"]
 

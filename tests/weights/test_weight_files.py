@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 from braidrl.errors import UserError
 from braidrl.training.loading import is_on_meta, load_decoder, load_scorer
 from braidrl.training.parallel.pipeline import split_layers
+from braidrl.weights.checkpoint_files import ParameterReader, WeightFiles, shapes_in
 from braidrl.weights.shards import shapes_of
-from braidrl.weights.weight_files import ParameterReader, WeightFiles, shapes_in
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])

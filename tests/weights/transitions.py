@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +12,12 @@ from braidrl.cluster.world import World
 from braidrl.engines.embedded.sharded_decoding import join_generation_groups, load_for_decoding
 from braidrl.training.parallel.replicated import DataParallel
 from braidrl.training.roles.checkpoint import full_state_dict
+from braidrl.training.roles.copies import local_weight_parts
 from braidrl.training.roles.make import DecoderWorker
 from braidrl.weights.generation_layout import GenerationLayout
-from braidrl.weights.mirror import local_weight_parts
-from braidrl.weights.phases import GenerationWeights
+from braidrl.weights.in_place import GenerationWeights
+from braidrl.weights.shard_index import weight_parts
 from braidrl.weights.shards import local_shard
-from braidrl.weights.weight_index import weight_parts
 from tests.training.parallel.laid_out import config_of
 
 LIMIT = 16384
@@ -45,7 +46,9 @@ def transition(world: World, model: str, training: dict[str, Any], pipeline: int
     layout.check(resolved, world.size)
     ranks = join_generation_groups(layout.groups(resolved))
     generating, slices = load_for_decoding(worker.path, worker.dtype, "cpu", *ranks)
-    weights = GenerationWeights(worker, generating, slices, layout, LIMIT)
+    weights = GenerationWeights(
+        partial(local_weight_parts, worker), resolved, worker.ranks, generating, slices, layout, LIMIT
+    )
     with torch.no_grad():
         for parameter in worker.model.parameters():
             local_shard(parameter).mul_(1.5)

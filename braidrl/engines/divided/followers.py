@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from braidrl.cluster.devices import see_only
 from braidrl.cluster.local import LOOK_EVERY_S, Forked, fork
@@ -28,13 +29,15 @@ from braidrl.data.messages import pack_message, unpack_message
 from braidrl.data.rows import Uid
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.embedded.sharded_decoding import TensorRanks, load_for_decoding
-from braidrl.engines.engine import EngineError, WeightSource
+from braidrl.engines.engine import EngineError
 from braidrl.engines.requests import Response
 from braidrl.engines.row_request import EngineRow
 from braidrl.engines.wire import EngineSpec, RequestMessage
 from braidrl.native.malloc import keep_freed_memory
 from braidrl.training.loading import load_tokenizer
-from braidrl.weights.shared_file import WeightFile
+from braidrl.weights.collective import Incoming, TransferNotice
+from braidrl.weights.file import WeightFile
+from braidrl.weights.publisher import WeightSource
 
 
 class AddRow(msgspec.Struct, tag=True):
@@ -56,10 +59,11 @@ class ClearRows(msgspec.Struct, tag=True):
 
 
 class TakeWeights(msgspec.Struct, tag=True):
-    """Load weights from a file, and acknowledge that."""
+    """Load weights from a file, or in a process group, and acknowledge that; with neither the weights stay."""
 
     version: int
-    path: str
+    path: str | None = None
+    notice: TransferNotice | None = None
 
 
 class DecodeStep(msgspec.Struct, tag=True):
@@ -85,12 +89,21 @@ class LeadingEngine(EmbeddedEngine):
             self._followers.wait()
 
     def publish(self, version: int, source: WeightSource | None = None) -> None:
-        """Raise ValueError also for a source that is no file: every process reads its own part."""
-        if not isinstance(source, WeightFile):
-            raise ValueError("an engine of several processes takes weights from a file that all of them can read")
-        given = self._weights.checked(source)
+        """Raise ValueError also for a source that other processes cannot take: each takes its own part."""
+        path = notice = None
+        given: dict[str, Tensor] = {}
+        if isinstance(source, WeightFile):
+            given, path = self._weights.checked(source), str(source.path)
+        elif isinstance(source, Incoming):
+            notice = source.notice
+        elif source is not None:
+            raise ValueError(
+                "an engine of several processes takes weights from a file, or in a group that all of them join"
+            )
         with self._in_lockstep():
-            self._command(TakeWeights(version, str(source.path)))
+            self._command(TakeWeights(version, path, notice))
+            if isinstance(source, Incoming):
+                self._weights.receive(source)
             self._weights.take(given)
             self._changed(version)
             # The file may be gone once this returns.
@@ -138,7 +151,7 @@ class LeadingEngine(EmbeddedEngine):
             raise self._failure from error
 
 
-def execute(engine: EmbeddedEngine, commands: Sequence[Command]) -> bool:
+def execute(engine: EmbeddedEngine, commands: Sequence[Command], rank: int) -> bool:
     """Repeat the leader's commands; returns True where the leader waits for an acknowledgement."""
     asked = False
     for command in commands:
@@ -149,8 +162,9 @@ def execute(engine: EmbeddedEngine, commands: Sequence[Command]) -> bool:
                 engine.abort(command.uid)
             case ClearRows():
                 engine.clear(command.release)
-            case TakeWeights():
-                engine.publish(command.version, WeightFile(command.path))
+            case TakeWeights(version, path, notice):
+                incoming = Incoming(notice, rank, engine.model.device) if notice else None
+                engine.publish(version, WeightFile(path) if path else incoming)
                 asked = True
             case DecodeStep():
                 engine.step()
@@ -221,7 +235,7 @@ def _run(rank: int, spec: EngineSpec, pipe: Connection) -> None:
         engine = _follower(spec, rank, unpack_message(pipe.recv_bytes(), int))
         pipe.send_bytes(pack_message(DONE))
         while True:
-            if execute(engine, unpack_message(pipe.recv_bytes(), list[Command])):
+            if execute(engine, unpack_message(pipe.recv_bytes(), list[Command]), rank):
                 pipe.send_bytes(pack_message(DONE))
     except (EOFError, ConnectionError):
         os._exit(0)

@@ -13,15 +13,17 @@ from typing import Any
 import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from braidrl.cluster.process_groups import all_gather_bytes
 from braidrl.data.messages import pack_message, unpack_message
 from braidrl.data.rows import Uid
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
-from braidrl.engines.embedded.sharded_decoding import PipelineRanks, Slices
-from braidrl.engines.engine import EngineMemory, WeightSource
+from braidrl.engines.embedded.sharded_decoding import PipelineRanks
+from braidrl.engines.engine import EngineMemory
 from braidrl.engines.requests import Request, Response
 from braidrl.engines.wire import RequestMessage
-from braidrl.training.parallel.replicated import all_gather_bytes
-from braidrl.weights.phases import GenerationWeights
+from braidrl.weights.boxes import Slices
+from braidrl.weights.in_place import GenerationWeights
+from braidrl.weights.publisher import WeightSource
 
 
 class SpmdEngine(EmbeddedEngine):

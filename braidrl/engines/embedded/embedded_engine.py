@@ -18,16 +18,19 @@ from braidrl.data.rows import Uid
 from braidrl.engines.embedded.batch import SlotBatch
 from braidrl.engines.embedded.graphs import CudaRecorder, StepGraphs
 from braidrl.engines.embedded.native_decoder import native_decoder
-from braidrl.engines.embedded.sharded_decoding import PipelineRanks, Slices
+from braidrl.engines.embedded.sharded_decoding import PipelineRanks
 from braidrl.engines.embedded.shared_prefill import ROW_MULTIPLE
 from braidrl.engines.embedded.slots import round_up
-from braidrl.engines.engine import EngineMemory, WeightSource
+from braidrl.engines.engine import EngineError, EngineMemory
 from braidrl.engines.requests import Response
 from braidrl.engines.row_request import EngineRow
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.training.memory.footprint import cache_bytes
 from braidrl.training.parallel.pipeline import local_layers
-from braidrl.weights.local import EngineWeights
+from braidrl.weights.boxes import Slices
+from braidrl.weights.collective import TransferError
+from braidrl.weights.in_place import EngineWeights
+from braidrl.weights.publisher import WeightSource
 
 
 class EmbeddedEngine(SteppingEngine):
@@ -92,7 +95,10 @@ class EmbeddedEngine(SteppingEngine):
         return self._batch.prompts.computed_tokens
 
     def publish(self, version: int, source: WeightSource | None = None) -> None:
-        self._weights.refresh(source)
+        try:
+            self._weights.refresh(source)
+        except TransferError as error:
+            raise EngineError(str(error)) from error
         self._changed(version)
 
     def _changed(self, version: int) -> None:

@@ -10,7 +10,6 @@ Shapes: V vocabulary, D model width; `...` are rows and tokens.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,8 @@ from braidrl.native.linear import product
 from braidrl.training.loading import is_on_meta, load_decoder
 from braidrl.training.parallel.pipeline import PassThrough, local_layers, split_layers
 from braidrl.training.parallel.tensor import full_plan_of
-from braidrl.weights.boxes import Box
-from braidrl.weights.slices import boxes_of, chunk, pattern_of
-from braidrl.weights.weight_files import ParameterReader
+from braidrl.weights.boxes import Box, Slices, boxes_of, chunk, pattern_of
+from braidrl.weights.checkpoint_files import ParameterReader
 
 KEY = "rollout.tensor"
 
@@ -165,14 +163,6 @@ PARALLEL_MODULES: dict[str, type[nn.Module]] = {
     "embedding_rowwise": VocabParallelEmbedding,
 }
 """The module class by style, for styles that need a collective; other modules compute their slices alone."""
-
-
-@dataclass(frozen=True)
-class Slices:
-    """For each of a model's tensors, under each of its names: the global shape and the local block."""
-
-    shapes: Mapping[str, torch.Size]
-    boxes: Mapping[str, Box]
 
 
 def load_for_decoding(

@@ -19,23 +19,21 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from braidrl.data.rows import Uid
-from braidrl.engines.engine import EngineError, Load, WeightSource
+from braidrl.engines.engine import EngineError, Load
 from braidrl.engines.http.dialects import ReplyPart, ServerAnswer
 from braidrl.engines.http.servers import GenerationServer
 from braidrl.engines.requests import Request, Response, remaining_request
 from braidrl.engines.row_request import RemoteRow, row_of
 from braidrl.errors import UserError
 from braidrl.observe.stalls import WORK
-from braidrl.weights.local import check_shapes
-from braidrl.weights.shared_file import ReadableFolder, SharedWeights, WeightFile, WeightFolder
+from braidrl.weights.collective import OfferedWeights
+from braidrl.weights.file import WeightFile, stored_in_folder
+from braidrl.weights.publisher import WeightSource, check_shapes
 
 ABORT_AGAIN_S = 0.1
 """A request that is aborted may still be on its way to the server: it is aborted again until it is answered."""
 NOTHING_YET = -1
 """Version of a server that may have been restarted."""
-
-
-StoredFile = WeightFolder | SharedWeights
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ class ServerSpec:
     slots: int
     max_sequence_tokens: int
     seed: int = 0
-    store: Callable[[Iterable[tuple[str, Tensor]]], StoredFile] = WeightFolder
+    store: Callable[[Iterable[tuple[str, Tensor]]], WeightFile] = stored_in_folder
     """Stores weights where the server reads them, or where they are sent from."""
 
 
@@ -110,14 +108,15 @@ class HttpEngine:
         await self._wake_waiting()
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
-        """Raise ValueError also without a source: a server shares no weights."""
         if source is None:
-            raise ValueError(f"{self.server.url} is a server and shares no weights: give it a source")
-        if not isinstance(source, ReadableFolder | WeightFile):
+            self.version = version
+            return
+        if not isinstance(source, WeightFile | OfferedWeights):
             with closing(self.spec.store(source.tensors())) as stored:
                 await self.update_weights(version, stored)
             return
-        check_shapes(source.shapes(), self.spec.shapes)
+        if isinstance(source, WeightFile):
+            check_shapes(source.shapes(), self.spec.shapes)
         self._updating = True
         try:
             await self._interrupt_all()

@@ -1,40 +1,40 @@
 """A generation server as the run sees it: requests and answers, and which weights it has."""
 
-import asyncio
 import secrets
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import asdict, dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 
+from braidrl.cluster.process_groups import address_towards
+from braidrl.cluster.world import Ranks
 from braidrl.engines.engine import EngineError
-from braidrl.engines.http.dialects import Dialect, ServerCall
+from braidrl.engines.http.dialects import Dialect
 from braidrl.errors import UserError
-from braidrl.weights.broadcast import BUCKET_BYTES, Broadcast, in_thread
-from braidrl.weights.shared_file import ReadableFolder, WeightFile
+from braidrl.weights.collective import OfferedWeights, WeightOffer
+from braidrl.weights.file import WeightFile
 
 IDLE_S = 2.0
 """How long a connection may lie idle and be used again; vLLM's server closes one after 5 s."""
 
 
 @dataclass(frozen=True)
-class BroadcastSettings:
-    """How weights are sent over the network: the run's device, whether checksums are compared, and bytes in a bucket."""
+class NetworkSettings:
+    """How weights are sent over the network: the run's device, and whether checksums are compared."""
 
     device: torch.device
-    checked: bool = False
-    bucket_bytes: int = BUCKET_BYTES
+    check: bool = False
 
 
 class GenerationServer:
     """Belongs to the event loop in which it is connected. A request waits at most `limit_s` seconds for its answer."""
 
     def __init__(
-        self, url: str, dialect: Dialect, limit_s: float = 600.0, sending: BroadcastSettings | None = None
+        self, url: str, dialect: Dialect, limit_s: float = 600.0, sending: NetworkSettings | None = None
     ) -> None:
         """Name the server; it gets weights over the network with `sending`, and else reads them from a folder."""
         self.url, self.dialect, self.limit_s, self.sending = url.rstrip("/"), dialect, limit_s, sending
@@ -71,46 +71,34 @@ class GenerationServer:
         if self._session is not None:
             await self._session.close()
 
-    async def load_weights(self, weights: ReadableFolder | WeightFile) -> None:
+    async def load_weights(self, weights: WeightFile | OfferedWeights) -> None:
         """Change the server's weights. Raises EngineError where that fails: which weights it has is not known then."""
         label = secrets.token_hex(8)
         try:
-            if isinstance(weights, ReadableFolder):
-                for path, body in self.dialect.load_weights(str(weights.path), label):
-                    await self.ask("POST", path, body)
+            if isinstance(weights, OfferedWeights):
+                await self._receive(weights, label)
+            elif self.sending is not None:
+                sending, host = self.sending, urlsplit(self.url).hostname
+                assert host is not None
+                offer = WeightOffer(Ranks(), address_towards(host), self.limit_s, sending.device, sending.check)
+                with closing(offer):
+                    await self._receive(offer.keep(0, weights.parts()), label)
             else:
-                await self._send(weights, label)
+                for path, body in self.dialect.load_weights(str(weights.folder), label):
+                    await self.ask("POST", path, body)
         except UserError as error:
             raise EngineError(f"the weights of {self.url} could not be changed: {error}") from error
         self.weights, self._given = label, True
 
-    async def _send(self, weights: WeightFile, label: str) -> None:
-        network, sending, host = self.dialect.network, self.sending, urlsplit(self.url).hostname
-        assert network is not None and sending is not None and host is not None, "checked when it was reached"
+    async def _receive(self, offered: OfferedWeights, label: str) -> None:
+        """Have the server's workers receive weights that are offered to them."""
+        network = self.dialect.network
+        assert network is not None, "checked when the server was reached"
         path, field = network.workers
         workers = int((await self.ask("GET", path))[field])
-        broadcast = Broadcast(
-            weights, workers, host, sending.device, self.limit_s, sending.checked, sending.bucket_bytes
-        )
-        first, *others = network.receive(broadcast.notice.plain(), label)
-        await self._while_sent(first, broadcast)
-        for call in others:
-            await self.ask("POST", *call)
-
-    async def _while_sent(self, call: ServerCall, broadcast: Broadcast) -> None:
-        """Ask the server to receive, and send; when one of the two fails, the other is not waited for."""
-        asked, sent = asyncio.ensure_future(self.ask("POST", *call)), in_thread(broadcast.run)
-        try:
-            both: list[asyncio.Future[Any]] = [asked, sent]
-            await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
-            for each in both:
-                if each.done():
-                    each.result()
-        finally:
-            broadcast.cancel()
-            asked.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await asked
+        with offered.asked(workers) as notice:
+            for call in network.receive(asdict(notice), label):
+                await self.ask("POST", *call)
 
     async def check_weights(self) -> None:
         """Raise EngineError where the server was restarted since it got its weights: its tokens may be those of others."""

@@ -7,6 +7,7 @@ submit, abort, ... ──message──▶ process
 import asyncio
 import contextlib
 import itertools
+import math
 import os
 import shutil
 import socket
@@ -18,7 +19,7 @@ from typing import Any
 from braidrl.cluster.local import LocalProcess, from_server, spawn
 from braidrl.cluster.process import ProcessSpec
 from braidrl.data.rows import Uid
-from braidrl.engines.engine import EngineError, Load, WeightSource
+from braidrl.engines.engine import EngineError, Load
 from braidrl.engines.process.process_server import READY
 from braidrl.engines.requests import Request, Response
 from braidrl.engines.wire import (
@@ -39,8 +40,9 @@ from braidrl.engines.wire import (
 )
 from braidrl.errors import UserError
 from braidrl.observe.stalls import WORK
-from braidrl.weights.handles import LiveWeights
-from braidrl.weights.shared_file import SharedWeights, WeightFile
+from braidrl.weights.collective import OfferedWeights
+from braidrl.weights.file import WeightFile, stored_in_memory
+from braidrl.weights.publisher import WeightSource
 
 DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1",
@@ -128,18 +130,16 @@ class EngineProcess:
         await self._ask(EngineCall(next(self._numbers), "resume"))
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
-        """Raise ValueError also without a source: a process of its own shares no weights."""
         if source is None:
-            raise ValueError(f"{self.name} is a process of its own and shares no weights: give it a source")
-        if isinstance(source, WeightFile):
+            await self._ask(UpdateWeights(next(self._numbers), version))
+        elif isinstance(source, WeightFile):
             await self._ask(UpdateWeights(next(self._numbers), version, path=str(source.path)))
-            return
-        if isinstance(source, LiveWeights):
-            with source.handles() as handles:
-                await self._ask(UpdateWeights(next(self._numbers), version, handles=handles))
-            return
-        with contextlib.closing(SharedWeights(source.tensors())) as shared:
-            await self._ask(UpdateWeights(next(self._numbers), version, path=str(shared.path)))
+        elif isinstance(source, OfferedWeights):
+            with source.asked(workers_of(self.spec)) as notice:
+                await self._ask(UpdateWeights(next(self._numbers), version, notice=notice))
+        else:
+            with contextlib.closing(stored_in_memory(source.tensors())) as file:
+                await self._ask(UpdateWeights(next(self._numbers), version, path=str(file.path)))
 
     async def sleep(self) -> None:
         await self._ask(EngineCall(next(self._numbers), "sleep"))
@@ -233,6 +233,12 @@ class EngineProcess:
         for answer in answers.values():
             if not answer.done():
                 answer.set_exception(EngineError(f"{self.name} {self._end}"))
+
+
+def workers_of(spec: EngineSpec) -> int:
+    """Return how many processes of an engine hold weights."""
+    asked = (spec.options.get(f"{axis}_parallel_size", 1) for axis in ("tensor", "pipeline"))
+    return math.prod(asked) if spec.kind == "vllm" else spec.tensor
 
 
 def process_spec(spec: EngineSpec, name: str, python: str) -> ProcessSpec:

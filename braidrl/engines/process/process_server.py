@@ -38,8 +38,8 @@ from braidrl.engines.wire import (
 from braidrl.errors import UserError
 from braidrl.native.malloc import keep_freed_memory
 from braidrl.training.loading import load_decoder, load_tokenizer
-from braidrl.weights.handles import MappedWeights
-from braidrl.weights.shared_file import WeightFile
+from braidrl.weights.collective import Incoming
+from braidrl.weights.file import WeightFile
 
 BEAT_S = 0.02
 """Seconds between messages about the load of a process with rows."""
@@ -128,11 +128,10 @@ class Host:
             weights = WeightFile(order.path)
             weights.verify()
             return await self.engine.update_weights(order.version, weights)
-        mapped = MappedWeights(order.handles or ())
-        try:
-            return await self.engine.update_weights(order.version, mapped)
-        finally:
-            mapped.finish()
+        if order.notice is None:
+            return await self.engine.update_weights(order.version)
+        device = torch.device("cuda", torch.cuda.current_device()) if order.notice.cuda else torch.device("cpu")
+        return await self.engine.update_weights(order.version, Incoming(order.notice, 0, device))
 
 
 async def serve(connection: socket.socket, spec: EngineSpec, followers: ForkedFollowers | None) -> None:

@@ -7,24 +7,17 @@ submit ──▶ waiting ──dispatch──▶ engine ──▶ Response
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from braidrl.data.rows import FinishReason, Uid
-from braidrl.engines.engine import Engine, EngineError, Load, WeightSource
+from braidrl.engines.engine import Engine, EngineError, Load
 from braidrl.engines.requests import Request, Response
 from braidrl.engines.routing.dispatch import Dispatcher
-from braidrl.weights.handles import LiveWeights
-from braidrl.weights.shared_file import ReadableFolder, UnnamedWeights
-
-
-class StoredWeights(WeightSource, Protocol):
-    """One version of the weights where all engines can read it."""
-
-    def close(self) -> None:
-        """Free the space."""
+from braidrl.weights.collective import OfferedWeights
+from braidrl.weights.file import WeightFile
+from braidrl.weights.publisher import WeightSource
 
 
 class Router:
@@ -32,7 +25,7 @@ class Router:
 
     def __init__(
         self, engines: Sequence[Engine], retry_s: float = 5.0, give_up_s: float = 600.0,
-        store: Callable[[Iterable[tuple[str, Tensor]]], StoredWeights] | None = None,
+        store: Callable[[Iterable[tuple[str, Tensor]]], WeightFile] | None = None,
     ) -> None:  # fmt: skip
         """Start with all engines alive.
 
@@ -52,6 +45,8 @@ class Router:
         self._errors: dict[int, EngineError] = {}
         self._version: int | None = None
         self._source: WeightSource | None = None
+        self._stored: WeightFile | None = None
+        """The file that this router has stored."""
         self._paused = self._asleep = False
 
     @property
@@ -100,23 +95,17 @@ class Router:
         await self._everywhere(lambda engine: engine.resume())
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
-        """Give new weights to the engines, stored once; those of the version before are closed where they were stored."""
-        # an engine that comes back later is given those of now
-        before, weights = self._source, self._stored(source)
-        self._version, self._source = version, weights
+        """Give new weights to the engines, stored once where only this process has them; what was stored before is freed."""
+        before, stored = self._stored, None
+        if self._store is not None and source is not None and not isinstance(source, WeightFile | OfferedWeights):
+            source = stored = self._store(source.tensors())
+        # An engine that comes back later is given the weights of now.
+        self._version, self._source, self._stored = version, source, stored
         try:
-            await self._everywhere(lambda engine: engine.update_weights(version, weights))
+            await self._everywhere(lambda engine: engine.update_weights(version, source))
         finally:
-            self._free(before)
-
-    def _stored(self, source: WeightSource | None) -> WeightSource | None:
-        if self._store is None or source is None or isinstance(source, UnnamedWeights | ReadableFolder | LiveWeights):
-            return source
-        return self._store(source.tensors())
-
-    def _free(self, weights: WeightSource | None) -> None:
-        if self._store is not None and weights is not None:
-            weights.close()  # type: ignore[attr-defined]  # it was stored
+            if before is not None:
+                before.close()
 
     async def sleep(self) -> None:
         if self._places or self._calls:
@@ -146,8 +135,9 @@ class Router:
         for task in self._recovering.values():
             task.cancel()
         await asyncio.gather(*self._recovering.values(), return_exceptions=True)
-        self._free(self._source)
-        self._source = None
+        if self._stored is not None:
+            self._stored.close()
+        self._source = self._stored = None
 
     async def _place(self, uid: Uid) -> bool:
         """Wait for an engine with room. Returns False for an aborted row; raises EngineError after `give_up_s` without a living engine."""

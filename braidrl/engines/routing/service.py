@@ -13,10 +13,11 @@ from torch import Tensor
 
 from braidrl.cluster.event_loop import Runner, run_cancelled_by_interrupts
 from braidrl.data.rows import FinishReason, Uid
-from braidrl.engines.engine import Engine, EngineError, ServedEngine, T, WeightSource
+from braidrl.engines.engine import Engine, EngineError, ServedEngine, T
 from braidrl.engines.requests import Request, Response
-from braidrl.engines.routing.router import Router, StoredWeights
-from braidrl.weights.shared_file import SharedWeights
+from braidrl.engines.routing.router import Router
+from braidrl.weights.file import WeightFile, stored_in_memory
+from braidrl.weights.publisher import WeightSource
 
 ASK_EVERY_S = 0.02
 """Seconds between calls of `rows_to_end`."""
@@ -33,14 +34,14 @@ class EngineService:
         self,
         engines: Sequence[ServedEngine],
         limit_s: float = 600.0,
-        store: Callable[[Iterable[tuple[str, Tensor]]], StoredWeights] = SharedWeights,
+        store: Callable[[Iterable[tuple[str, Tensor]]], WeightFile] = stored_in_memory,
     ) -> None:
         """Start the engines.
 
         Args:
             engines: Not started yet.
             limit_s: Seconds without a living engine after which calls raise EngineError.
-            store: Writes weights where the engines read them.
+            store: Writes weights that only this process has where the engines read them.
 
         Raises:
             UserError: For a model that the engines cannot use.
@@ -101,8 +102,8 @@ class EngineService:
     def run(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
         return run_cancelled_by_interrupts(self._runner, work(self.router))
 
-    def publish(self, version: int, source: WeightSource) -> None:
-        """Give new weights to the engines; the file of the version before is closed. Raises ValueError where the source lacks a tensor."""
+    def publish(self, version: int, source: WeightSource | None = None) -> None:
+        """Give new weights to the engines. Raises ValueError where the source lacks a tensor."""
         run_cancelled_by_interrupts(self._runner, self.router.update_weights(version, source))
 
     def clear(self) -> None:

@@ -10,6 +10,7 @@ import gc
 import itertools
 import os
 from collections import deque
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,17 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from braidrl.data.endings import end_ids_of
 from braidrl.data.rows import Uid
-from braidrl.engines.engine import EngineError, WeightSource
+from braidrl.engines.engine import EngineError
 from braidrl.engines.requests import Response, row_draws
 from braidrl.engines.row_request import EngineRow, RemoteRow
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.engines.vllm.logits_processor import DrawByRow
 from braidrl.engines.vllm.sleeping import PARTS, VllmMemory
-from braidrl.engines.vllm.weight_engine import BACKEND, calls_to_load
 from braidrl.errors import UserError
-from braidrl.weights.handles import MappedWeights
-from braidrl.weights.local import check_shapes, shapes_of
-from braidrl.weights.shared_file import WeightFile
+from braidrl.weights.collective import Incoming
+from braidrl.weights.file import WeightFile
+from braidrl.weights.in_place import shapes_of
+from braidrl.weights.publisher import WeightSource, check_shapes
 
 SETTINGS = {
     # the engine's core in the process that holds the rows, so that a step is one call
@@ -78,16 +79,19 @@ class VllmEngine(SteppingEngine):
         return len(self._waiting)
 
     def publish(self, version: int, source: WeightSource | None = None) -> None:
-        """Raise ValueError for a source that is neither a file nor mapped: each of vLLM's workers reads its own part of it."""
-        if not isinstance(source, WeightFile | MappedWeights):
-            raise ValueError(
-                "vLLM's workers take weights from a file or by handles, which each of them reads for itself"
-            )
-        check_shapes(source.shapes(), self._expected)
+        """Raise ValueError for a source that vLLM's workers cannot take: each of them takes its own part of it."""
+        call: tuple[str, Any] | None = None
+        if isinstance(source, WeightFile):
+            check_shapes(source.shapes(), self._expected)
+            call = "take_weights", str(source.path)
+        elif isinstance(source, Incoming):
+            call = "receive_weights", asdict(source.notice)
+        elif source is not None:
+            raise ValueError("vLLM's workers take weights from a file, or in a process group that they join")
         self._memory.bring("weights")
         try:
-            for method, arguments in calls_to_load(source):
-                self._engine.collective_rpc(method, args=arguments)
+            if call is not None:
+                self._engine.collective_rpc(call[0], args=(call[1],))
         except Exception as error:
             self._failure = EngineError(f"vLLM could not take the weights of version {version}: {error}")
             raise self._failure from error
@@ -183,12 +187,11 @@ def start(folder: Path, slots: int, max_sequence_tokens: int, dtype: str, option
     # On a CPU vLLM refuses the mode and takes its calls: it pauses, wakes part by part, and its memory stays.
     refused = set() if torch.cuda.is_available() else {"enable_sleep_mode"}
     taken = {name: value for name, value in options.items() if name not in refused}
-    on_cuda = {"weight_transfer_config": {"backend": BACKEND}}
     arguments = {
         "model": str(folder), "skip_tokenizer_init": True, "dtype": dtype, "seed": 0, "max_num_seqs": slots,
         "max_model_len": max_sequence_tokens, "logits_processors": [DrawByRow], "logprobs_mode": "processed_logits",
         "worker_extension_cls": "braidrl.engines.vllm.vllm_worker.TakesWeights",
-        "disable_log_stats": True, "async_scheduling": False, **(on_cuda if torch.cuda.is_available() else on_cpu),
+        "disable_log_stats": True, "async_scheduling": False, **({} if torch.cuda.is_available() else on_cpu),
     }  # fmt: skip
     os.environ.update(SETTINGS)
     gc.freeze()  # vLLM looks for garbage four times while it starts, a quarter of the work that starting is; what was imported is none.

@@ -1,19 +1,17 @@
 """Braid's part of vLLM's workers, in whatever process each of them is: receiving weights.
 
 path ──▶ worker: maps the file ──────────────┬─tensor by tensor──▶ vLLM's loaders, which copy the worker's own part of each
-handles ──▶ worker: maps another's memory ───┤
 notice ──▶ worker: joins a group, receives ──┘
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
 from torch import Tensor
 
-from braidrl.weights.broadcast import receive_tensors
-from braidrl.weights.handles import MappedWeights
-from braidrl.weights.shared_file import WeightFile
+from braidrl.weights.collective import Incoming, TransferNotice
+from braidrl.weights.file import WeightFile
 
 
 class TakesWeights:
@@ -30,15 +28,11 @@ class TakesWeights:
         """Load weights from a file. The caller has checked that they are the model's."""
         self.load_as_they_come(WeightFile(path).tensors())
 
-    def map_weights(self, handles: Sequence[Mapping[str, Any]]) -> None:
-        """Load weights from the memory of another process. As for `take_weights`."""
-        self.load_as_they_come(MappedWeights(handles).tensors())
-
     def receive_weights(self, notice: Mapping[str, Any]) -> None:
-        """Load weights that the run broadcasts to all workers; `notice` is plain JSON."""
+        """Load weights that the run sends to all workers; `notice` is plain JSON."""
         parallel = self.vllm_config.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + self.rank
-        self.load_as_they_come(receive_tensors(notice, worker, self.device))
+        self.load_as_they_come(Incoming(TransferNotice(**notice), worker, self.device).tensors())
 
     def load_as_they_come(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Load tensors one by one. Raises RuntimeError from then on if they end in the middle.

@@ -25,7 +25,7 @@ from braidrl.config import Config
 from braidrl.data.rows import Column, Rows, Uid
 from braidrl.data.templates import PromptTemplate
 from braidrl.engines.engine import Engine, RoleEngine
-from braidrl.engines.factory import Publish, start_engine
+from braidrl.engines.factory import Remote, exchange_publisher, publisher_of, start_engine
 from braidrl.engines.requests import Request, Response, SamplingParams
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Stage
@@ -40,8 +40,7 @@ from braidrl.runtimes.usage import DeviceUsage, Drawn
 from braidrl.training.backends import TrainingBackend
 from braidrl.training.parallel.replicated import DataParallel
 from braidrl.training.roles.make import torch_worker
-from braidrl.weights.receiving import ReceivedWeights, receiving, sending
-from braidrl.weights.transfer import TransferVolume
+from braidrl.weights.publisher import Publisher, TransferVolume
 
 
 class WeightMoves:
@@ -88,33 +87,31 @@ class Generation:
         self.ranks = ranks
         self.checks = Checks(rewards, progress)
         self.engines: dict[str, RoleEngine] = {}
-        self.publications: dict[str, Publish] = {}
-        self.received: dict[str, ReceivedWeights] = {}
+        self.publishers: dict[str, Publisher] = {}
         self.moves, self.usage = WeightMoves(), DeviceUsage(config)
         self.environments = EnvironmentHosts(config.rollout.environment)
 
     def start_engine(self, worker: TrainingBackend) -> None:
         """Start what generates with the weights of `worker`."""
-        started = start_engine(worker, self.config, self.tokenizer)
-        self.engines[worker.role], self.publications[worker.role] = started
+        engine = self.engines[worker.role] = start_engine(worker, self.config, self.tokenizer)
+        self.publishers[worker.role] = publisher_of(worker, engine, self.config)
 
-    def start_receiving_engine(self, role: str, ranks: DataParallel) -> None:
+    def start_remote_engine(self, role: str, ranks: DataParallel) -> None:
         """Start what generates for a role whose weights come from other processes, which are named later."""
-        self.received[role] = ReceivedWeights(role, self.config, ranks)
-        self.engines[role], _ = start_engine(self.received[role], self.config, self.tokenizer)
+        self.engines[role] = start_engine(Remote(role, ranks), self.config, self.tokenizer)
 
     def exchange_weights(self, role: str, worker: TrainingBackend | None, ranks: DataParallel) -> None:
-        """Plan the way of a role's weights to engines in other processes.
+        """Plan the way of a role's weights from processes that train it to processes that only generate for it.
 
         Args:
             role: The role.
             worker: Trains it here; None where an engine of this process receives its weights.
             ranks: All that train or generate.
         """
-        if worker is not None:
-            self.publications[role] = sending(torch_worker(worker), ranks)
-        else:
-            self.publications[role] = receiving(self.received[role], self.engines[role], ranks)
+        trained = torch_worker(worker) if worker is not None else None
+        if role in self.publishers:
+            self.publishers[role].close()
+        self.publishers[role] = exchange_publisher(trained, self.engines.get(role), self.config, ranks)
 
     def generate(self, stage: Stage, rows: Rows, sums: Sums, stop: EarlyStop | None = None) -> Mapping[str, Column]:
         """Return the columns that a generate stage writes, in the order of `rows`; `stop` ends rows early.
@@ -260,15 +257,17 @@ class Generation:
     def publish(self, version: int) -> None:
         """Generate with the trained weights from now on, under this version's number."""
         self.moves.version = version
-        for role, publish in self.publications.items():
+        for role, publisher in self.publishers.items():
             start = time.perf_counter()
-            self.moves.note(role, publish(version))
+            self.moves.note(role, publisher.publish(version))
             self.moves.note_update(role, time.perf_counter() - start)
 
     def close(self) -> None:
         """End the engines' processes and those that check answers."""
         for engine in self.engines.values():
             engine.close()
+        for publisher in self.publishers.values():
+            publisher.close()
         self.environments.close()
         self.checks.close()
 

@@ -20,6 +20,7 @@ import ray
 import torch
 from torch import Tensor
 
+from braidrl.cluster.process_groups import all_gather_bytes
 from braidrl.data.codec import decode, encode, pack_rows
 from braidrl.data.messages import pack_message, unpack_message
 from braidrl.data.rows import Column, Rows, Uid, named_rows, tokens_of
@@ -38,7 +39,6 @@ from braidrl.runtimes.hybrid.pool_worker import PoolWorker
 from braidrl.runtimes.hybrid.protocols import register
 from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin, with_added
 from braidrl.training.objective import UpdateCounts
-from braidrl.training.parallel.replicated import all_gather_bytes
 
 FETCHED_ROWS = 256
 """Rows in one message between workers of different pools."""

@@ -22,6 +22,7 @@ from braidrl.data.messages import pack_message, unpack_message
 from braidrl.data.prompts import Readers
 from braidrl.data.rows import Rows
 from braidrl.engines.factory import with_engines
+from braidrl.errors import UserError
 from braidrl.flow import Stage
 from braidrl.importing import import_function
 from braidrl.observe.progress import Progress
@@ -32,7 +33,6 @@ from braidrl.runtimes.hybrid.protocols import register
 from braidrl.runtimes.prepare.setup import Prepared, set_up_torch, with_data, without_data
 from braidrl.runtimes.saving.background import BackgroundWriter
 from braidrl.training.parallel.replicated import DataParallel
-from braidrl.weights.receiving import check_devices_alike
 
 Meeting = tuple[str, int, str]
 """Host and port of a store, and what the keys of those begin with who meet there."""
@@ -120,6 +120,16 @@ def method_class(config: Config, role: str) -> type | None:
     """Return the user's class of methods for a role, which `roles.ROLE.methods` names."""
     own = config.roles.get(role)
     return import_function(own.methods) if own and own.methods else None  # type: ignore[return-value]
+
+
+def check_devices_alike(role: str, store: dist.Store, rank: int, device: str) -> None:
+    """Raise UserError where this rank's device is of another kind than that of rank 0, which trains; all ranks call this."""
+    store.set(f"device/{rank}", device)
+    if (trains := store.get("device/0").decode()) != device:
+        raise UserError(
+            f"placement: {role} trains on {trains} and generates on {device}, and its weights cannot go from one to the other; "
+            "write device=cpu, or give both pools devices of one kind"
+        )
 
 
 class PoolWorker:

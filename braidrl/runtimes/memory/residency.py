@@ -26,7 +26,7 @@ from braidrl.training.backends import TrainingBackend
 from braidrl.training.memory.offload import OffloadableTensors, storages
 from braidrl.training.roles.base import RoleWorker
 from braidrl.training.roles.make import torch_worker
-from braidrl.weights.phases import GenerationWeights
+from braidrl.weights.in_place import GenerationWeights
 
 GIB = 1 << 30
 PUBLISH = "publish"

@@ -147,23 +147,14 @@ def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
             )
 
 
-def check_handles(config: Config, flow: Flow) -> None:
-    """Raise UserError for handles of tensors that no process would have, or nobody would map."""
-    if config.rollout.weights != "handles":
-        return
-    rollout, generating = config.rollout, {stage.role for stage in flow.stages if stage.kind is Kind.GENERATE}
-    divided = [role for role in flow.trained_roles if role in generating and not layout_of(role, config).is_replicated]
-    adapted = [role for role in flow.trained_roles if role in generating and lora_of(role, config)]
-    reasons = {
-        "no engine process starts; write rollout.engines=1": rollout.engine == "http" or not engine_processes(config),
-        f"rollout.tensor={rollout.tensor} divides each engine": rollout.tensor > 1,
-        "they have no checksum, which rollout.check_weights compares": rollout.check_weights,
-        "under runtime=streaming engines are not on the trainer's device": config.runtime == "streaming",
-        f"no process has all of {', '.join(divided)}": bool(divided),
-        f"the adapters of {', '.join(adapted)} are not in its tensors": bool(adapted),
-    }
-    if reason := next((reason for reason, holds in reasons.items() if holds), None):
-        raise UserError(f"rollout.weights=handles has engines map the trainer's tensors, and {reason}, or remove it")
+def check_weights(config: Config) -> None:
+    """Raise UserError for a way of weights to engine processes where none starts."""
+    way, rollout = config.rollout.weights, config.rollout
+    starts = rollout.engine != "http" and engine_processes(config)
+    if way == "collective" and not starts and config.runtime != "streaming":
+        raise UserError(
+            "rollout.weights=collective sends weights to engine processes, and none starts; write rollout.engines=1, or remove it"
+        )
 
 
 def check_pooled_engines(config: Config, key: str, generating: Iterable[str], environments: bool) -> None:

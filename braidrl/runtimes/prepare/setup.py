@@ -31,10 +31,10 @@ from braidrl.runtimes.prepare.checks import (
     check_divided_engines,
     check_dtypes,
     check_generating_ranks,
-    check_handles,
     check_layouts,
     check_names,
     check_roles,
+    check_weights,
     model_settings,
 )
 from braidrl.runtimes.prepare.run_flow import build_flow, check_copies, evaluation_flow, with_own_samples
@@ -73,7 +73,7 @@ class Prepared:
         check(lambda: check_layouts(config, self.flow, self.flow.roles))
         check(lambda: check_divided_engines(config, [*self.flow.stages, *self._evaluated]))
         check(lambda: check_adapters(config, self.flow))
-        check(lambda: check_handles(config, self.flow))
+        check(lambda: check_weights(config))
         check(lambda: check_roles(config, {*self.flow.roles, *self.evaluation.roles}, self.flow.name))
         if self.sources and any(stage.type == "verify" for stage in self.flow.stages):
             check(lambda: check_answers(config, self.sources, config.data.training_sources))
@@ -331,7 +331,9 @@ def check_vocabulary(
     if end is not None and end >= size:
         raise UserError(f"{sizes}: the end of sequence, token {end}, is beyond it; {remedy}")
     for source in sources:
-        given = [name for name in ("response", "rejected") if source.response(0, name) is not None] if len(source) else []
+        given = (
+            [name for name in ("response", "rejected") if source.response(0, name) is not None] if len(source) else []
+        )
         for number in range(len(source)):
             parts = [source.prompt(number), *(source.examples.tokens(name, number) for name in given)]
             highest = max((int(part.max()) for part in parts if len(part)), default=-1)

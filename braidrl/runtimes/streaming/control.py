@@ -20,13 +20,13 @@ from braidrl.flow import Kind, Stage
 from braidrl.flow.flow import is_optimized
 from braidrl.queue.requests import Answer, Holder, QueueController, Wait
 from braidrl.queue.storage import DataPlane
-from braidrl.queue.table import Block, StoredPart, StoredRows
+from braidrl.queue.table import StoredPart, StoredRows
 from braidrl.queue.tasks import Tasks
 from braidrl.runtimes.streaming.activity import Activity
 from braidrl.runtimes.streaming.groups import ROWS
 from braidrl.runtimes.streaming.stream import IterationRecord, Stream
-from braidrl.runtimes.streaming.weights import Copies, Versions
-from braidrl.weights.update_policy import LoadingSchedule
+from braidrl.runtimes.streaming.weights import Copies, Place, Versions, free
+from braidrl.weights.versions import LoadingSchedule
 
 OF_LEADERS = {"stepped", "given", "weights", "ordered"}
 
@@ -65,8 +65,12 @@ class ControlPlane(QueueController):
         self.streams = [stream]
         self.holders: dict[str, WorkerHolder] = {}
         self.weights, self.copies, self.activity = Versions(exported), Copies(), Activity()
-        self.forgotten: list[Block] = []
+        self.forgotten: list[Place] = []
         """Weights that do not count any more, but may be read until every engine has loaded others."""
+        self.outdated: list[int] = []
+        """Numbers of versions that trainers may free with their next step."""
+        self.weights_sent = 0
+        """Bytes of weights that engines on other machines have received."""
         self.allowed = 0
         """The last iteration whose optimizer steps may be made."""
         self.stepping: set[str] = set()
@@ -160,19 +164,19 @@ class ControlPlane(QueueController):
         iteration = schedule.published + 1
         schedule.stepped(name)
         self.stepping.discard(name)
-        self.data.free(self.copies.taken(name))
+        self._free(self.copies.taken(name))
         self.training.record_of(iteration).reports.append(request["report"])
         return {}, ()
 
     def on_given(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Note in which blocks the weights lie that an update of another role moves towards."""
-        self.data.free(self.copies.give(request["stage"], request["holder"], request["blocks"]))
+        """Note where the weights lie that an update of another role moves towards."""
+        self._free(self.copies.give(request["stage"], request["holder"], request["place"]))
         return {}, ()
 
     def on_weights(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Note in which blocks a rank's share of a version of a role's weights lies."""
+        """Note where a version of a role's weights lies."""
         role = request["role"]
-        self.weights.add(role, request["version"], request["blocks"], request["shares"])
+        self.weights.add(role, request["version"], request["place"])
         self.activity.updates.add(f"weights/{role}/write_seconds", request["seconds"])
         return {}, ()
 
@@ -180,18 +184,14 @@ class ControlPlane(QueueController):
         """Note the version that an engine holds."""
         self.loading.loaded(request["holder"], request["version"])
         self.activity.weight_bytes += request["bytes"]
+        self.weights_sent += request["sent"]
         if update := request.get("update"):
             self.activity.updates.add(f"weights/{update['role']}/update_seconds", update["seconds"])
         # A restarted engine may need the version that engines should have; what is older, only those who are loading it.
-        self.data.free(self.weights.outdated(self.loading.wanted))
+        self._free(self.weights.outdated(self.loading.wanted))
         if self.forgotten and not self.loading.is_forgotten:
-            self.data.free(self.forgotten)
+            self._free(self.forgotten)
             self.forgotten = []
-        return {}, ()
-
-    def on_received(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Note the version that an engine has in host memory."""
-        self.loading.received(request["holder"], request["version"])
         return {}, ()
 
     def on_ordered(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
@@ -245,7 +245,6 @@ class ControlPlane(QueueController):
                 stream.schedule.fail_holder(holder)
             # Who has not said hello has written nothing.
             if gone is not None:
-                self.data.free(self.weights.lost(gone.group))
                 self.data.abandon(gone.address, holder, self._known_segments(gone.address))
 
     def train_again(self, version: int) -> bool:
@@ -254,10 +253,11 @@ class ControlPlane(QueueController):
         Returns False, with nothing changed, where this is not the last version of which there are weights, or not all of them have come.
         """
         with self.changed:
-            if not self.training.schedule.published == version == self._loadable >= self.weights.newest:
+            last = self.training.schedule.published == version == self._loadable >= self.weights.newest
+            if not last or not self.weights.outlive_trainers:
                 return False
             self.training.train_again()
-            self.data.free(self.copies.blocks())
+            self._free(list(self.copies.places()))
             self.copies, self.allowed = Copies(), version
             self.stepping.clear()
             return True
@@ -269,7 +269,7 @@ class ControlPlane(QueueController):
             stream.schedule.tasks.leases.numbers = self.training.schedule.tasks.leases.numbers
             for known in self.streams:
                 self.data.free(known.table.evict(list(known.schedule.tasks.rows)))
-            self.forgotten += [*self.weights.blocks(), *self.copies.blocks()]
+            self.forgotten += [*self.weights.places(), *self.copies.places()]
             self.training, self.streams = stream, [stream]
             self.weights, self.copies = Versions(self.exported), Copies()
             self.loading.forget()
@@ -326,7 +326,10 @@ class ControlPlane(QueueController):
         if iteration > self.allowed or stage.name in self.stepping:
             return None
         exported = iteration if self._is_last_step(stage, iteration) else None
-        answer = {"kind": "step", "stage": stage.name, "iteration": iteration, "export": exported}
+        outdated, self.outdated = self.outdated, []
+        answer = {
+            "kind": "step", "stage": stage.name, "iteration": iteration, "export": exported, "outdated": outdated,
+        }  # fmt: skip
         if not is_optimized(stage):
             if (weights := self.copies.given(stage.name)) is None:
                 return None
@@ -368,14 +371,20 @@ class ControlPlane(QueueController):
         self.activity.note(self.clock(), [(group, self.rows_held(name) > 0) for name, group in workers])
 
     def _weights_for(self, holder: str) -> dict[str, Any] | None:
-        """Return what an engine is to load now, or to receive for later; None where there is nothing."""
+        """Return what an engine is to load now; None where there is nothing."""
         rows = self.rows_held(holder)
         held, newest = self.loading.version_of(holder), self.weights.newest
+        if self.loading.receive(holder, newest):
+            # It lies where engines load it from.
+            self.loading.received(holder, newest)
         if (load := self.loading.load(holder, rows)) is not None:
             return {"kind": "load", **load._asdict(), "weights": self.weights.between(held or 0, load.version)}
-        if self.loading.receive(holder, newest):
-            return {"kind": "receive", "version": newest, "weights": self.weights.between(held or 0, newest)}
         return None
+
+    def _free(self, places: Collection[Place]) -> None:
+        """Free weights: files of this machine now, and what trainers keep of them with their next step."""
+        free(places)
+        self.outdated += [place["number"] for place in places]
 
     def _updates_of(self, role: str, iteration: int) -> list[Stage]:
         stages = self.training.flow.stages
@@ -391,5 +400,5 @@ class ControlPlane(QueueController):
         return all(self.weights.has(role, version) or not self._updates_of(role, version) for role in self.exported)
 
     def _known_segments(self, address: str) -> set[str]:
-        blocks = [*self.held, *self.weights.blocks(), *self.copies.blocks()]
+        blocks = self.held
         return {block.name for block in blocks if block.address == address}

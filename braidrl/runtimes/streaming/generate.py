@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 from braidrl.agents.player import Episode
 from braidrl.data.rows import Column, FinishReason, Rows, tokens_of
-from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.engine import Engine
 from braidrl.engines.requests import Response
 from braidrl.engines.resuming import ResumingEngine
@@ -30,14 +29,13 @@ from braidrl.observe.stalls import WORK, PieceOfWork
 from braidrl.observe.trace import BusySpan
 from braidrl.queue.client import Client, WorkItem
 from braidrl.queue.storage import Evicted
-from braidrl.queue.table import Block
 from braidrl.runtimes.generating.generation import limits_of, requests_of
 from braidrl.runtimes.generating.partial import to_the_end
-from braidrl.runtimes.streaming.weights import WeightReceiver, as_blocks
+from braidrl.runtimes.streaming.weights import source_of
 from braidrl.runtimes.streaming.worker import WorkerContext
 from braidrl.runtimes.usage import Drawn
 from braidrl.training.parallel.replicated import DataParallel
-from braidrl.weights.update_policy import LoadingSchedule
+from braidrl.weights.file import WeightFile
 
 LOAD = "load weights"
 
@@ -76,13 +74,7 @@ class GenerateLoop:
         self.context, self.client = context, client
         self.role = str(context.group.role)
         self.generation = context.executor.generation
-        self.engine, self.received = self.generation.engines[self.role], self.generation.received[self.role]
-        in_place = isinstance(self.engine, EmbeddedEngine)
-        self.source = None if in_place else self.received
-        """Where an engine reads its weights that are not put into its own tensors."""
-        ahead = LoadingSchedule(context.settings.weights).receives_ahead
-        self.receiver = WeightReceiver(context.data, partial(self.received.parts, self.engine), in_place and ahead)
-        self.receiving: asyncio.Task[None] | None = None
+        self.engine = self.generation.engines[self.role]
         # The queue says how many episodes are under way at once.
         self.limits = limits_of(context.executor.config, self.engine.max_sequence_tokens, DataParallel())
         self.version = 0
@@ -130,9 +122,6 @@ class GenerateLoop:
         if work.kind == "rows":
             for lease, row in leased_rows(work):
                 self._begin(engine, lease, work, row)
-        elif work.kind == "receive":
-            await self._stop_receiving()
-            self.receiving = asyncio.create_task(self._receive(work.message["version"], *self._weights(work)))
         elif work.kind == "load":
             await self._load(engine, work)
 
@@ -238,39 +227,18 @@ class GenerateLoop:
         if not work.message["keeps_rows"]:
             await self._end(list(self.flight))
         version = int(work.message["version"])
-        await self._stop_receiving()
-        made, blocks = self._weights(work)
+        place = next((place for role, _, place in work.message["weights"] if role == self.role), None)
+        source = source_of(place) if place else None
         await engine.set_down()
         start = time.perf_counter()
         with self.context.trace.busy(LOAD, version, version=version):
-            if blocks:
-                await asyncio.to_thread(self.receiver.load, made, blocks)
-            await engine.update_weights(version, self.source)
+            await engine.update_weights(version, source)
         self.version = version
-        taken = {"role": self.role, "seconds": time.perf_counter() - start} if blocks else None
-        self.client.ask("loaded", version=version, bytes=self.receiver.taken(), update=taken)
-
-    async def _receive(self, version: int, made: int, blocks: Sequence[Block]) -> None:
-        """Receive a version in host memory while the engine generates with another one; without blocks the engine has it."""
-        # A newer version may come meanwhile, and all engines hold one that is no older than this.
-        with suppress(Evicted):
-            if blocks:
-                self.receiver.begin(made, blocks)
-                while await asyncio.to_thread(self.receiver.receive):
-                    pass
-            self.client.ask("received", version=version)
-            return
-        self.receiver.forget()
-
-    async def _stop_receiving(self) -> None:
-        if self.receiving is not None:
-            await self.receiving
-            self.receiving = None
-
-    def _weights(self, work: WorkItem) -> tuple[int, list[Block]]:
-        """Return the version of the role that generates here, and where it lies; nothing where the engine has it."""
-        own = ((made, as_blocks(blocks)) for role, made, blocks in work.message["weights"] if role == self.role)
-        return next(own, (0, []))
+        loaded: dict[str, Any] = {"version": version, "bytes": 0, "sent": 0, "update": None}
+        if place:
+            loaded |= {"bytes": place["bytes"], "sent": 0 if isinstance(source, WeightFile) else place["bytes"]}
+            loaded["update"] = {"role": self.role, "seconds": time.perf_counter() - start}
+        self.client.ask("loaded", **loaded)
 
 
 def leased_rows(work: WorkItem) -> list[tuple[int, Rows]]:

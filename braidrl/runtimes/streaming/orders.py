@@ -141,7 +141,8 @@ class StreamingBackend:
     def bytes_between_nodes(self) -> int:
         """Return the bytes of payload and weights that nodes have given to one another since this was asked last."""
         before = self.counted_bytes
-        self.counted_bytes = sum(self.control.data.served_by(place.address) for place in self.processes.places.values())
+        served = sum(self.control.data.served_by(place.address) for place in self.processes.places.values())
+        self.counted_bytes = served + self.control.weights_sent
         return self.counted_bytes - before
 
     def _begin_evaluation(self, rows: StoredRows) -> None:

@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
 from braidrl.cluster.devices import choose_device
 from braidrl.cluster.local import LocalLauncher
-from braidrl.cluster.process import END_LIMIT_S, Failure, Launcher, Process, ProcessSpec
+from braidrl.cluster.process import END_LIMIT_S, LOOPBACK, Failure, Launcher, Process, ProcessSpec
 from braidrl.cluster.process_groups import connect_store, join_group, open_store
 from braidrl.cluster.ranks import tell
 from braidrl.cluster.ray_processes import RayLauncher
@@ -33,6 +34,7 @@ from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.generate import GenerateLoop
 from braidrl.runtimes.streaming.groups import ROWS, Group, pools_of
 from braidrl.runtimes.streaming.rows import serve_rows
+from braidrl.runtimes.streaming.weights import remove_weights
 from braidrl.runtimes.streaming.worker import LeaseProgress, StageLoop, WorkerContext
 from braidrl.training.loading import load_tokenizer
 from braidrl.training.parallel.replicated import DataParallel
@@ -251,7 +253,11 @@ def work(arguments: Mapping[str, Any]) -> None:
     )  # fmt: skip
     trace = WorkerTrace(Path(arguments["folder"]), arguments["name"], group.role or group.name)
     leader = arguments["leader"], arguments["queue"]
-    context = WorkerContext(group, config.streaming, flow, evaluation, executor, data, progress, trace, *leader)
+    node = Place(*arguments["place"])
+    ip = urlsplit(node.address).hostname or LOOPBACK
+    context = WorkerContext(
+        group, config.streaming, flow, evaluation, executor, data, progress, trace, *leader, node.run, ip
+    )
     try:
         run_loop(context, world, arguments)
         world.close()
@@ -317,3 +323,4 @@ def orphaned(arguments: Mapping[str, Any]) -> None:
     """Remove what the run has in shared memory: its main program was killed, and nobody else does."""
     place = Place(*arguments["place"])
     remove_run(shared_folder(), place.run, place.storage)
+    remove_weights(place.run)

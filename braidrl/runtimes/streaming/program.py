@@ -40,7 +40,7 @@ from braidrl.runtimes.streaming.orders import LOOK_EVERY_S, StreamingBackend
 from braidrl.runtimes.streaming.processes import Processes, worker_launcher
 from braidrl.runtimes.streaming.rows import RowsProcess
 from braidrl.runtimes.streaming.stream import IterationRecord, Report, Stream, versions_of
-from braidrl.weights.update_policy import LoadingSchedule
+from braidrl.weights.versions import LoadingSchedule
 
 
 class StreamingProgram:

@@ -11,7 +11,7 @@ A worker whose role no other process shares leads nobody: its rows are the lease
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,15 +36,15 @@ from braidrl.observe.stalls import WORK
 from braidrl.observe.trace import BusySpan, WorkerTrace
 from braidrl.queue.client import Client, StreamLoader, WorkItem, write_columns
 from braidrl.queue.storage import DataPlane, Evicted
-from braidrl.queue.table import Block, StoredPart
+from braidrl.queue.table import StoredPart
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.saving.background import BackgroundWriter
 from braidrl.runtimes.streaming.groups import Group
-from braidrl.runtimes.streaming.weights import WeightExport, WeightReceiver, WrongWeights, as_blocks, own_boxes
+from braidrl.runtimes.streaming.weights import Place, VersionWriter, source_of
 from braidrl.training.objective import UpdateCounts
+from braidrl.training.roles.copies import copied_parts, local_weight_parts
 from braidrl.training.roles.make import torch_worker
-from braidrl.weights.mirror import following_parts, local_weight_parts
-from braidrl.weights.weight_index import gather_weight_index
+from braidrl.weights.collective import Incoming, OfferedWeights
 
 SOON_S = 0.2
 """How long a leader waits for work at most while others wait for what it writes."""
@@ -83,6 +83,10 @@ class WorkerContext:
     """The name of the worker at the queue."""
     queue: str
     """The queue's address."""
+    run: str
+    """What files of the run on this node are called."""
+    ip: str
+    """This node's address."""
 
     def stage(self, name: str) -> Stage:
         """Return a stage of the flow, or of the evaluation's."""
@@ -103,7 +107,7 @@ class StageLoop:
         self.writing = BackgroundWriter()
         self.exports = BackgroundWriter("new weights")
         """Writes this rank's share of a version while the next rows are trained on; no step may change the weights meanwhile."""
-        self.export: WeightExport | None = None
+        self.versions: VersionWriter | None = None
         self.asked: int | None = None
         """The order to tell how writing has ended."""
 
@@ -267,29 +271,39 @@ class StageLoop:
                 )
                 self._gathered({}, span)
             else:
-                self._follow(stage, work)
+                self._copy_role(stage, work)
         if self.client is not None:
             self.client.ask("stepped", stage=stage.name, report=span.report())
+        if self.versions is not None:
+            self.versions.forget(work.message["outdated"])
         if work.message["export"] is not None:
             self._begin_export(work.message["export"])
 
-    def _follow(self, stage: Stage, work: WorkItem) -> None:
-        """Move the role's weights towards those of another role, which lie where its ranks have put them."""
-        worker, source = torch_worker(self.context.executor.workers[self.role]), str(stage.params["source"])
-        parts = following_parts(worker, source, stage.params.get("decay", 0.0))
-        blocks = as_blocks(work.message["weights"])
+    def _copy_role(self, stage: Stage, work: WorkItem) -> None:
+        """Move the role's weights towards those of another role, which its ranks have published."""
+        worker, name = torch_worker(self.context.executor.workers[self.role]), str(stage.params["source"])
+        parts = copied_parts(worker, name, stage.params.get("decay", 0.0))
+        source = source_of(work.message["weights"])
         try:
-            WeightReceiver(self.context.data, lambda: parts).load(work.iteration, blocks)
-        except WrongWeights as error:
-            raise UserError(f"{self.role} cannot take weights from {source}: {error}") from error
+            if isinstance(source, OfferedWeights):
+                # Each rank receives the slices that it holds.
+                with ExitStack() as asked:
+                    notice = asked.enter_context(source.asked(self.world.size)) if self.world.first else None
+                    notice = self.world.share("weights on offer", notice)
+                    Incoming(notice, self.world.rank, worker.device).receive(parts)
+            else:
+                source.put_into(parts)
+        except ValueError as error:
+            raise UserError(f"{self.role} cannot take weights from {name}: {error}") from error
         # They are freed once the leader says that the step is made: by then every rank must have them.
         self.world.gather("weights of another role", b"")
 
     def _give(self, work: WorkItem) -> None:
-        """Hand the role's weights to the update of another role that asked for them."""
-        blocks = self._written_weights()
+        """Publish the role's weights for the update of another role that asked for them."""
+        place = self._versions().begin()()
+        self.world.gather("weights are there", b"")
         if self.client is not None:
-            self.client.ask("given", stage=work.stage, blocks=blocks)
+            self.client.ask("given", stage=work.stage, place=place)
 
     def _obey(self, order: Mapping[str, Any]) -> None:
         """Save or load a checkpoint, or begin to write one, with all ranks; the leader says when it is done."""
@@ -323,31 +337,29 @@ class StageLoop:
         self.asked = None
 
     def _begin_export(self, version: int) -> None:
-        """Have this rank's share of a version written while the next rows are trained on."""
-        export, start = self._export(), time.monotonic()
-        self.exports.begin([partial(self._write_weights, version, export.begin(), start)])
+        """Have this version published while the next rows are trained on."""
+        versions, start = self._versions(), time.monotonic()
+        self.exports.begin([partial(self._publish, version, versions.begin(), start)])
 
-    def _write_weights(self, version: int, write: Callable[[], list[Block]], start: float) -> None:
-        """Write a share and tell the queue, in the leader's name, where it lies: ranks that do other work do not meet for it."""
-        blocks = write()
+    def _publish(self, version: int, publish: Callable[[], Place], start: float) -> None:
+        """Publish with the other ranks; the first tells the queue, in the leader's name, where the version lies."""
+        place = publish()
+        if not self.world.first:
+            return
         told = {
             "request": "weights", "holder": self.context.leader, "role": self.role, "version": version,
-            "blocks": blocks, "shares": self.world.size, "seconds": time.monotonic() - start,
+            "place": place, "seconds": time.monotonic() - start,
         }  # fmt: skip
         self.context.data.connections.ask(self.context.queue, told)
 
-    def _written_weights(self) -> list[Block]:
-        """Return where the role's weights lie, which every rank has written its share of."""
-        parts = self.world.gather("where weights lie", msgpack.packb(self._export().write()))
-        return [block for part in parts for block in as_blocks(msgpack.unpackb(part))]
-
-    def _export(self) -> WeightExport:
-        if self.export is None:
-            worker = torch_worker(self.context.executor.workers[self.role])
-            known = gather_weight_index(local_weight_parts(worker), worker.ranks)
-            boxes = own_boxes(known, worker.ranks.rank, worker.ranks.size)
-            self.export = WeightExport(partial(local_weight_parts, worker), boxes, self.context.data)
-        return self.export
+    def _versions(self) -> VersionWriter:
+        if self.versions is None:
+            worker, context = torch_worker(self.context.executor.workers[self.role]), self.context
+            parts = partial(local_weight_parts, worker)
+            self.versions = VersionWriter(
+                self.role, parts, self.world, context.executor.config, context.run, context.ip
+            )
+        return self.versions
 
 
 def packed(work: WorkItem) -> bytes:

@@ -7,7 +7,6 @@ Only storages are emptied: every parameter, view and optimizer that refers to on
 """
 
 import ctypes
-import mmap
 import os
 import tempfile
 from collections.abc import Callable, Iterable
@@ -17,16 +16,10 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from braidrl.errors import UserError
-from braidrl.weights.shards import local_shard
+from braidrl.weights.shards import empty, storages
 
 Restore = Callable[[], None]
 """Bring back one storage."""
-
-
-def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    """Return the tensors' storages on this rank, each once."""
-    found = {(s := local_shard(tensor).untyped_storage())._cdata: s for tensor in tensors}
-    return list(found.values())
 
 
 class OffloadableTensors:
@@ -82,29 +75,6 @@ def to_pinned(storage: UntypedStorage) -> Restore:
         content().copy_(host, non_blocking=True)
 
     return restore
-
-
-def empty(storage: UntypedStorage) -> None:
-    """Free a storage's memory; on a CPU all of its full pages."""
-    if storage.is_cuda:
-        storage.resize_(0)
-        return
-    # The storage cannot shrink: torch refuses that to one that numpy has seen, as every checkpoint has. Pages of a file show it again.
-    start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
-    first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
-    if first >= last:
-        ctypes.memset(start, 0, end - start)
-        return
-    ctypes.memset(start, 0, first - start)
-    ctypes.memset(last, 0, end - last)
-    madvise = ctypes.CDLL(None).madvise
-    madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), ctypes.c_int(mmap.MADV_DONTNEED))
-
-
-def occupy(storage: UntypedStorage, size: int) -> None:
-    """Give an emptied storage its memory back, with any content; on a CPU that comes with the first use."""
-    if storage.is_cuda:
-        storage.resize_(size)
 
 
 def memory(storage: UntypedStorage) -> memoryview:

@@ -17,9 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
+from braidrl.cluster.process_groups import all_gather_bytes
 from braidrl.data.messages import pack_message, unpack_message
 from braidrl.training.compute.packed import Packed
-from braidrl.training.parallel.replicated import OnPrediction, Predict, all_gather_bytes, by_tensor
+from braidrl.training.parallel.replicated import OnPrediction, Predict
+from braidrl.weights.shards import by_tensor
 
 RUN = 8
 """Micro-batches in one run of the schedule, for each pipeline rank: receive buffers against time in the bubble."""

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from braidrl.cluster.world import World
+from braidrl.cluster.world import Ranks
 from braidrl.data.rows import Rows
+from braidrl.weights.shards import NamedTensor, by_tensor
 
 if TYPE_CHECKING:
     from braidrl.training.compute.packed import Packed
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 BUCKET_BYTES = 64 << 20
 """Bytes of gradients in one all-reduce."""
 
-NamedTensor = TypeVar("NamedTensor")
-"""A rank's local form of a tensor."""
 Predict = Callable[..., dict[str, Tensor]]
 ReadParameters = Callable[[nn.Module], None]
 """Reads the parameters of a module that are still on the meta device."""
@@ -31,20 +29,8 @@ OnPrediction = Callable[[int, dict[str, Tensor]], Tensor | None]
 
 
 @dataclass(frozen=True)
-class DataParallel:
-    """The ranks of one role. Without a process group there is one rank, and every reduction is the identity."""
-
-    group: dist.ProcessGroup | None = None
-    supervisor: World | None = None
-    """Says which ranks were missing when a collective fails."""
-
-    @property
-    def rank(self) -> int:
-        return 0 if self.group is None else self.group.rank()
-
-    @property
-    def size(self) -> int:
-        return 1 if self.group is None else self.group.size()
+class DataParallel(Ranks):
+    """The ranks of one role."""
 
     @property
     def is_reporting_rank(self) -> bool:
@@ -65,10 +51,6 @@ class DataParallel:
     def is_sharded(self) -> bool:
         """Return True where no rank has the full model."""
         return False
-
-    def meeting(self, purpose: str) -> AbstractContextManager[object]:
-        """Return the context of a collective: when it fails, the supervisor reports which ranks were missing."""
-        return nullcontext() if self.supervisor is None else self.supervisor.meeting(purpose)
 
     def parallelize(self, model: Any, predict: Predict, read_parameters: ReadParameters) -> Predict:
         """Shard a model in place.
@@ -129,14 +111,6 @@ class DataParallel:
         return torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
 
 
-def by_tensor(named: Mapping[str, NamedTensor]) -> list[tuple[list[str], NamedTensor]]:
-    """Group the names of tied tensors: each tensor once, with all of its names."""
-    found: dict[int, tuple[list[str], NamedTensor]] = {}
-    for name, tensor in named.items():
-        found.setdefault(id(tensor), ([], tensor))[0].append(name)
-    return list(found.values())
-
-
 def sum_in_buckets(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
     """All-reduce tensors in place."""
     for bucket in buckets(tensors):
@@ -158,15 +132,3 @@ def buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
             found[-1].append(tensor)
             size += tensor.nbytes
     return found
-
-
-def all_gather_bytes(message: bytearray, group: dist.ProcessGroup) -> list[memoryview]:
-    """Gather messages of different lengths from all ranks of a group, in the order of ranks."""
-    size = torch.tensor([len(message)])
-    sizes = [torch.empty_like(size) for _ in range(group.size())]
-    dist.all_gather(sizes, size, group=group)
-    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
-    padded[: len(message)] = torch.frombuffer(message, dtype=torch.uint8)
-    found = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(found, padded, group=group)
-    return [part[: int(count)].numpy().data for part, count in zip(found, sizes, strict=True)]

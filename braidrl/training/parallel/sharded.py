@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-from braidrl.cluster.process_groups import mesh_of, subgroup
+from braidrl.cluster.process_groups import all_gather_bytes, mesh_of, subgroup
 from braidrl.config.layout import AXES, ParallelLayout
 from braidrl.data.codec import encode, unpack_rows
 from braidrl.data.frames import join
@@ -32,15 +32,13 @@ from braidrl.training.parallel import tensor as tensor_parallel
 from braidrl.training.parallel.pipeline import Pipeline, is_tied, local_layers, split_layers
 from braidrl.training.parallel.replicated import (
     DataParallel,
-    NamedTensor,
     OnPrediction,
     Predict,
     ReadParameters,
-    all_gather_bytes,
     sum_in_buckets,
 )
 from braidrl.training.parallel.sequence import sequence_parallel
-from braidrl.weights.shards import num_shards
+from braidrl.weights.shards import NamedTensor, num_shards
 
 
 @dataclass(frozen=True)

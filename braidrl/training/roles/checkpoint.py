@@ -40,9 +40,8 @@ from braidrl.training.lora import (
 from braidrl.training.optimizer import MasterOptimizer
 from braidrl.training.roles.model import RoleModel
 from braidrl.training.side_files import save_weights
+from braidrl.weights.checkpoint_files import TensorReader, WeightFiles, shapes_in
 from braidrl.weights.shards import as_dtensor, full_tensor, local_shard, shard_of
-from braidrl.weights.tensor_reader import TensorReader
-from braidrl.weights.weight_files import WeightFiles, shapes_in
 
 OPTIMIZER = "optimizer.safetensors"
 PARTS = "optimizer"

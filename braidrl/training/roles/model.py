@@ -37,8 +37,8 @@ from braidrl.training.role_settings import (
     model_path,
 )
 from braidrl.training.side_files import side_files
+from braidrl.weights.checkpoint_files import ParameterReader, WeightFiles
 from braidrl.weights.shards import shapes_of
-from braidrl.weights.weight_files import ParameterReader, WeightFiles
 
 FAST_LAYERS = {"cpu": compile_layers, "cuda": fuse_layers}
 """By kind of device, what makes a model compute with faster kernels than torch's, where there are any."""

@@ -16,12 +16,13 @@ import psutil
 import pytest
 
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
-from braidrl.engines.engine import EngineError, ModelWeights
+from braidrl.engines.engine import EngineError
 from braidrl.engines.engine_contract import EngineUnderTest, all_of, requests
 from braidrl.engines.process.process_engine import EngineProcess
 from braidrl.engines.requests import Response
 from braidrl.engines.routing.service import EngineService
 from braidrl.errors import UserError
+from braidrl.weights.publisher import ModelWeights
 from tests.engines.served import LIMIT, served_model, spec, write_served_model
 from tests.engines.tiny import END, make_tokenizer
 from tests.tiny import ROOT

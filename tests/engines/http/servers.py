@@ -22,7 +22,7 @@ from aiohttp import web
 from braidrl.data.rows import Uid
 from braidrl.engines.requests import Request, SamplingParams
 from braidrl.engines.stepping import EngineReplica
-from braidrl.weights.shared_file import WeightFile
+from braidrl.weights.file import WeightFile
 from tests.engines.served import LIMIT, vllm_python
 from tests.tiny import ROOT, free_port
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from braidrl.data.rows import FinishReason
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
-from braidrl.engines.engine import EngineError, ModelWeights
+from braidrl.engines.engine import EngineError
 from braidrl.engines.engine_contract import (
     CHECKS,
     EngineUnderTest,
@@ -27,12 +27,13 @@ from braidrl.engines.engine_contract import (
 )
 from braidrl.engines.http.dialects import RECEIVES, SGLANG, VLLM, Dialect
 from braidrl.engines.http.http_engine import HttpEngine, ServerSpec
-from braidrl.engines.http.servers import BroadcastSettings, GenerationServer
+from braidrl.engines.http.servers import GenerationServer, NetworkSettings
 from braidrl.engines.requests import Request, Response
 from braidrl.engines.stepping import EngineReplica
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
-from braidrl.weights.shared_file import SharedWeights, WeightFolder
+from braidrl.weights.file import stored_in_folder, stored_in_memory
+from braidrl.weights.publisher import ModelWeights
 from tests.engines.http.servers import SglangSpeaker, VllmServer, in_a_thread
 from tests.engines.served import (
     LIMIT,
@@ -66,13 +67,13 @@ def speaker_of(model: PreTrainedModel) -> SglangSpeaker:
 class Asked:
     """An engine before a server, and the loop that it belongs to."""
 
-    def __init__(self, dialect: Dialect, url: str | None = None, sending: BroadcastSettings | None = None) -> None:
+    def __init__(self, dialect: Dialect, url: str | None = None, sending: NetworkSettings | None = None) -> None:
         self.runner = asyncio.Runner()
         self.speaker: SglangSpeaker | None = None
         if url is None:
             self.speaker = speaker_of(MODEL)
             url = self.runner.run(self.speaker.start())
-        spec = replace(SPEC, store=SharedWeights) if sending else SPEC
+        spec = replace(SPEC, store=stored_in_memory) if sending else SPEC
         self.engine = HttpEngine(GenerationServer(url, dialect, 120.0, sending), spec)
         self.runner.run(self.engine.start())
 
@@ -127,8 +128,7 @@ def test_a_stop_text_ends_a_row_with_the_token_that_completes_it(asked: Asked) -
     assert stopped.tokens.tolist() == free[:first].tolist() and stopped.finish_reason is FinishReason.STOP
 
 
-# Small buckets, so that there are many.
-SENDING = BroadcastSettings(torch.device("cpu"), checked=True, bucket_bytes=4096)
+SENDING = NetworkSettings(torch.device("cpu"), check=True)
 
 
 def test_a_server_that_is_sent_weights_over_the_network_has_the_trainers_after_each_update(
@@ -292,7 +292,7 @@ def test_a_vllm_server_is_told_which_argument_it_lacks(settings: dict[str, Any],
 
 
 def test_weights_in_a_folder_hold_every_name_and_are_gone_when_closed(tmp_path: Path) -> None:
-    stored = WeightFolder(ModelWeights(MODEL).tensors(), tmp_path)
+    stored = stored_in_folder(ModelWeights(MODEL).tensors(), tmp_path)
     given = dict(stored.tensors())
     assert given.keys() == stored.shapes().keys() == MODEL.state_dict().keys()
     assert all(torch.equal(given[name], tensor) for name, tensor in MODEL.state_dict().items())

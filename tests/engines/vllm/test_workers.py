@@ -15,10 +15,11 @@ import torch
 
 from braidrl.engines import engine_contract as contract
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
-from braidrl.engines.engine import EngineError, ModelWeights
+from braidrl.engines.engine import EngineError
 from braidrl.engines.engine_contract import EngineUnderTest, all_of, requests
 from braidrl.engines.requests import Request, Response
 from braidrl.engines.vllm.vllm_worker import TakesWeights
+from braidrl.weights.publisher import ModelWeights
 from tests.engines.served import (
     LIMIT,
     LONG_OF_SLOW,

@@ -32,11 +32,6 @@ def test_an_engine_sleeps_in_every_training_phase_and_wakes_with_the_right_versi
     backend = eager_backend(workshop.config(flow="grpo", algorithm={"kl_coef": 0.01}, rollout=rollout))
     try:
         engine, told = backend.executor.engines["actor"], list[str]()
-        if not rollout:
-            publish = engine.publish
-            backend.executor.generation.publications["actor"] = lambda version: (
-                told.append("publish") or publish(version)
-            )
         recorded(engine, told, monkeypatch)
         controller = SerialController(backend.config, backend.executor.flow, backend)
         results = [controller.iterate(n, n - 1) for n in (1, 2)]

@@ -9,9 +9,9 @@ import torch.distributed as dist
 
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
+from braidrl.runtimes.hybrid.pool_worker import check_devices_alike
 from braidrl.runtimes.prepare.setup import prepare
 from braidrl.runtimes.run import TrainingRun
-from braidrl.weights.receiving import check_devices_alike
 from tests.invariants.traces import assert_same, trace
 from tests.runtimes.hybrid.warm import WarmCluster
 from tests.runtimes.test_layouts import PPO

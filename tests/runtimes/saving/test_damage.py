@@ -20,7 +20,7 @@ from braidrl.runtimes.run import train
 from braidrl.runtimes.saving.checkpoints import checkpoint_damage, resume_point
 from braidrl.runtimes.saving.export import export_model
 from braidrl.runtimes.saving.folders import held_alone, latest_checkpoint, run_config
-from braidrl.weights.tensor_reader import TensorReader
+from braidrl.weights.checkpoint_files import TensorReader
 from tests.tiny import ROOT, Workshop, metrics_without_times
 
 

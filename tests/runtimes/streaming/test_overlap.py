@@ -81,11 +81,11 @@ import torch
 from braidrl.algorithms.registry import shapes
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.saving.background import BackgroundWriter
-from braidrl.runtimes.streaming.weights import WeightExport
+from braidrl.runtimes.streaming.weights import VersionWriter
 
 LIMIT_S = 60.0
 begun, trained, due = threading.Event(), threading.Event(), threading.Event()
-begin, wait = WeightExport.begin, BackgroundWriter.wait
+begin, wait = VersionWriter.begin, BackgroundWriter.wait
 forward_backward, optim_step = StageExecutor.forward_backward, StageExecutor.optim_step
 
 
@@ -128,7 +128,7 @@ def noted_step(self, *arguments, **more):
 
 # In workers alone: other tests run in the main process.
 if multiprocessing.parent_process() is not None:
-    WeightExport.begin, BackgroundWriter.wait = held_begin, noted_wait
+    VersionWriter.begin, BackgroundWriter.wait = held_begin, noted_wait
     StageExecutor.forward_backward, StageExecutor.optim_step = noted_forward_backward, noted_step
 
 

@@ -1,33 +1,44 @@
-"""Weights on their way to an engine: each rank's boxes, in buckets of shared memory, into whole tensors, slices, or host memory."""
+"""Versions on their way to an engine under streaming: files and offers of the ranks, into whole models, slices and other roles."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import closing
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from braidrl.engines.embedded.sharded_decoding import Slices
-from braidrl.queue.owner import Owner
-from braidrl.queue.storage import DataPlane, Evicted, Segments
-from braidrl.queue.table import Block
-from braidrl.runtimes.streaming.weights import WeightExport, WeightReceiver, WrongWeights, own_boxes
-from braidrl.weights.boxes import Box
-from braidrl.weights.weight_index import WeightPart, described, read_index, weight_parts
+from braidrl.cluster.world import Ranks, World
+from braidrl.config import Config, parse_config
+from braidrl.queue.owner import Owner, remove_run
+from braidrl.queue.storage import shared_folder
+from braidrl.runtimes.streaming.weights import (
+    Place,
+    VersionWriter,
+    free,
+    remove_weights,
+    source_of,
+)
+from braidrl.weights.boxes import Box, Slices
+from braidrl.weights.collective import Incoming, OfferedWeights
+from braidrl.weights.file import FileLayout, WeightFile, WeightWriter, blocks_to_write
+from braidrl.weights.in_place import EngineWeights
+from braidrl.weights.reshard_plan import plan_moves
+from braidrl.weights.shard_index import WeightPart, described, read_index, weight_parts
 from tests.tiny import MODELS
 
 
 @pytest.fixture
-def data() -> Iterator[DataPlane]:
-    owner = Owner()
-    yield DataPlane(Segments(owner.run, "trainer"), "tcp://127.0.0.1:1")
-    owner.close()
+def owner() -> Iterator[Owner]:
+    made = Owner()
+    yield made
+    made.close()
 
 
 def model(name: str, seed: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -39,47 +50,52 @@ def logits(of: PreTrainedModel) -> Tensor:
     return of(torch.arange(6)[None]).logits
 
 
-def exported(trainer: PreTrainedModel, data: DataPlane, bucket_bytes: int = 1 << 20) -> list[Block]:
-    return from_ranks([weight_parts(trainer)], data, bucket_bytes)
+def config(**rollout: object) -> Config:
+    return parse_config(
+        {
+            "flow": "grpo",
+            "model": "none",
+            "data": {"train": "none"},
+            "device": "cpu",
+            "rollout": rollout,
+            "runtime": "streaming",
+        }
+    )
 
 
-def from_ranks(ranks: Sequence[Mapping[str, WeightPart]], data: DataPlane, bucket_bytes: int = 1 << 20) -> list[Block]:
-    """What ranks write together that have these parts."""
-    known = read_index([json.dumps(["", described(parts)]).encode() for parts in ranks])
-    plans = [own_boxes(known, rank, len(ranks)) for rank in range(len(ranks))]
-    exports = [WeightExport(lambda p=p: p, boxes, data, bucket_bytes) for p, boxes in zip(ranks, plans, strict=True)]
-    return [block for one in exports for block in one.write()]
+def writer(trainer: PreTrainedModel, owner: Owner, **rollout: object) -> VersionWriter:
+    return VersionWriter("actor", lambda: weight_parts(trainer), World(), config(**rollout), owner.run)
 
 
-def receiver(engine: PreTrainedModel, data: DataPlane, stages: bool = False) -> WeightReceiver:
-    return WeightReceiver(data, partial(weight_parts, engine), stages)
+def load(engine: PreTrainedModel, place: Place) -> None:
+    # As plain data, which is what passes through the control plane.
+    EngineWeights(engine, None).refresh(source_of(json.loads(json.dumps(place))))
 
 
+@pytest.mark.parametrize("way", ["file", "collective"])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
-@pytest.mark.parametrize("bucket_bytes", [1, 10_000, 1 << 30])
-def test_an_engine_gets_every_tensor_whatever_the_size_of_buckets(
-    data: DataPlane, name: str, bucket_bytes: int
-) -> None:
+def test_an_engine_has_every_tensor_of_the_version_and_not_of_later_steps(owner: Owner, name: str, way: str) -> None:
     trainer, engine = model(name, 1), model(name, 2)
-    blocks = exported(trainer, data, bucket_bytes)
-    tensors = len(weight_parts(trainer))
-    assert len(blocks) == (tensors if bucket_bytes == 1 else 1 if bucket_bytes > 1 << 20 else len(blocks))
-    assert not torch.equal(logits(engine), logits(trainer))
-    receiver(engine, data).load(3, blocks)
-    assert torch.equal(logits(engine), logits(trainer))
+    versions = writer(trainer, owner, weights=way)
+    wanted, place = logits(trainer), versions.begin()()
+    with torch.no_grad():
+        for parameter in trainer.parameters():
+            parameter.add_(1)
+    load(engine, place)
+    assert torch.equal(logits(engine), wanted)
+    assert place["bytes"] == sum(part.local.nbytes for part in weight_parts(trainer).values())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_every_dtype_travels(data: DataPlane, dtype: torch.dtype) -> None:
+def test_every_dtype_travels(owner: Owner, dtype: torch.dtype) -> None:
     trainer, engine = model("qwen2", 1, dtype), model("qwen2", 2, dtype)
-    receiver(engine, data).load(1, exported(trainer, data))
+    load(engine, writer(trainer, owner).begin()())
     for name, tensor in trainer.state_dict().items():
         assert torch.equal(engine.state_dict()[name], tensor)
 
 
 def upper(part: WeightPart) -> Box:
-    rows = part.shape[0] // 2
-    return Box.whole(part.shape).along(0, 0, rows)
+    return Box.whole(part.shape).along(0, 0, part.shape[0] // 2)
 
 
 def half(of: PreTrainedModel, own: bool) -> Mapping[str, WeightPart]:
@@ -93,72 +109,89 @@ def half(of: PreTrainedModel, own: bool) -> Mapping[str, WeightPart]:
     return found
 
 
-def test_slices_come_from_whichever_boxes_have_them_and_no_more_of_them(data: DataPlane) -> None:
-    """Two that have half of each tensor write; one takes all, one the lower halves."""
-    trainer, engine, lower = model("qwen3", 1), model("qwen3", 2), model("qwen3", 3)
-    blocks = from_ranks([half(trainer, True), half(trainer, False)], data)
-    assert sum(block.size for block in blocks) < 1.2 * sum(t.nbytes for t in trainer.state_dict().values())
-    receiver(engine, data).load(1, blocks)
-    assert torch.equal(logits(engine), logits(trainer))
-    before = deepcopy(lower)
-    WeightReceiver(data, lambda: half(lower, False)).load(1, blocks)
+def test_ranks_that_have_halves_write_one_file_and_a_worker_receives_only_its_half(
+    owner: Owner, tmp_path: Path
+) -> None:
+    trainer, lower = model("qwen3", 1), model("qwen3", 3)
+    halves = [half(trainer, True), half(trainer, False)]
+    known = read_index([json.dumps(["", described(parts)]).encode() for parts in halves])
+    for rank in range(2):
+        plan = plan_moves(blocks_to_write(known), rank, 2, known.machines)
+        written = sum(box.elements for boxes in plan.stays.values() for box in boxes)
+        assert plan.sends.total == plan.receives.total == 0
+        assert written == sum(part.local.numel() for part in halves[rank].values())
+    assert FileLayout.of(known, False).shapes.keys() == weight_parts(trainer).keys()
+    before, place = deepcopy(lower), writer(trainer, owner, weights="collective").begin()()
+    source = source_of(place)
+    assert isinstance(source, OfferedWeights)
+    with source.asked(1) as notice:
+        moved = Incoming(notice, 0, torch.device("cpu")).receive(half(lower, False))
     for name, part in weight_parts(lower).items():
         kept = upper(part)
         assert torch.equal(kept.of(part.local), kept.of(weight_parts(before)[name].local))
         (new,) = Box.whole(part.shape).without(kept)
         assert torch.equal(new.of(part.local), new.of(weight_parts(trainer)[name].local))
+    assert moved.received == sum(part.local.nbytes for part in half(lower, False).values())
 
 
-def test_ranks_that_have_the_same_write_equal_shares_of_it(data: DataPlane) -> None:
-    trainer, engine = model("qwen2", 1), model("qwen2", 2)
-    blocks = from_ranks([weight_parts(trainer)] * 2, data)
-    assert [block.size for block in blocks] == pytest.approx([sum(block.size for block in blocks) / 2] * 2, rel=0.05)
-    receiver(engine, data).load(1, blocks)
-    assert torch.equal(logits(engine), logits(trainer))
-
-
-def test_a_role_that_follows_keeps_its_share_of_what_it_had(data: DataPlane) -> None:
-    trainer, follower = model("qwen2", 1), model("qwen2", 2)
+@pytest.mark.parametrize("way", ["file", "collective"])
+def test_a_role_that_copies_another_keeps_its_share(owner: Owner, way: str) -> None:
+    trainer, copy = model("qwen2", 1), model("qwen2", 2)
     expected = {
-        name: 0.75 * own.local + 0.25 * weight_parts(trainer)[name].local
-        for name, own in weight_parts(follower).items()
+        name: 0.75 * own.local + 0.25 * weight_parts(trainer)[name].local for name, own in weight_parts(copy).items()
     }
-    keeping = {name: replace(part, kept=0.75) for name, part in weight_parts(follower).items()}
-    WeightReceiver(data, lambda: keeping).load(1, exported(trainer, data))
-    for name, part in weight_parts(follower).items():
+    keeping = {name: replace(part, kept=0.75) for name, part in weight_parts(copy).items()}
+    source = source_of(writer(trainer, owner, weights=way).begin()())
+    source.put_into(keeping)
+    for name, part in weight_parts(copy).items():
         torch.testing.assert_close(part.local, expected[name])
 
 
-def test_what_is_kept_in_host_memory_changes_nothing_until_it_is_loaded(data: DataPlane) -> None:
-    trainer, engine = model("qwen2", 1), model("qwen2", 2)
-    blocks, taking = exported(trainer, data, 10_000), receiver(engine, data, stages=True)
-    taking.begin(1, blocks)
-    before = logits(engine)
-    while taking.receive():
-        assert torch.equal(logits(engine), before)
-    data.free(blocks)
-    taking.load(1, blocks)
-    assert torch.equal(logits(engine), logits(trainer))
+def test_another_models_weights_are_refused_before_anything_changes(owner: Owner) -> None:
+    other = model("qwen2", 2)
+    before = logits(other)
+    for way in ("file", "collective"):
+        place = writer(model("qwen3", 1), owner, weights=way).begin()()
+        with pytest.raises(ValueError, match="the weights given are not those of this model"):
+            load(other, place)
+        with pytest.raises(ValueError, match="the weights given are not those of this model"):
+            source_of(place).put_into(weight_parts(other))
+    assert torch.equal(logits(other), before)
 
 
-def test_a_version_that_is_gone_amid_receiving_is_left_for_the_next(data: DataPlane) -> None:
-    trainer, engine = model("qwen2", 1), model("qwen2", 2)
-    old, taking = exported(trainer, data, 10_000), receiver(engine, data)
-    taking.begin(1, old)
-    assert taking.receive()
-    data.free(old)
-    with pytest.raises(Evicted):
-        taking.receive()
-    taking.forget()
-    taking.load(2, exported(trainer, data))
-    assert torch.equal(logits(engine), logits(trainer))
+def test_a_version_lies_in_one_file_until_it_is_freed_or_its_run_ends(owner: Owner) -> None:
+    versions = writer(model("qwen2", 1), owner)
+    first, second, third = (versions.begin()() for _ in range(3))
+    assert all(Path(place["path"]).parent == shared_folder() for place in (first, second, third))
+    free([first])
+    assert not Path(first["path"]).exists() and Path(second["path"]).exists()
+    versions.forget([first["number"], second["number"]])
+    assert not Path(second["path"]).exists()
+    remove_run(shared_folder(), owner.run)
+    assert not Path(third["path"]).exists()
 
 
-def test_another_models_weights_are_refused(data: DataPlane) -> None:
-    with pytest.raises(WrongWeights, match=r"version 1 has .*, and the model has not"):
-        receiver(model("qwen2", 2), data).load(1, exported(model("qwen3", 1), data))
+def test_servers_read_a_folder_with_every_name(owner: Owner, tmp_path: Path) -> None:
+    trainer = model("qwen2", 1)
+    servers = {"urls": "http://127.0.0.1:9", "folder": str(tmp_path)}
+    versions = writer(trainer, owner, engine="http", servers=servers)
+    place = versions.begin()()
+    assert Path(place["path"]).name == "model.safetensors" and place["machines"] == []
+    with closing(WeightFile(place["path"])) as file:
+        assert file.shapes().keys() == trainer.state_dict().keys()
+    remove_weights(owner.run, tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
-def test_a_version_that_lacks_a_box_is_refused(data: DataPlane) -> None:
-    with pytest.raises(WrongWeights, match="version 1 lacks"):
-        receiver(model("qwen2", 2), data).load(1, exported(model("qwen2", 1), data, 10_000)[:-1])
+def test_what_is_written_needs_no_second_copy_in_host_memory(owner: Owner) -> None:
+    trainer = model("qwen2", 1)
+    parts = weight_parts(trainer)
+    file_writer = WeightWriter(parts, Ranks())
+    with closing(file_writer.write(parts)) as file:
+        size = sum(part.local.nbytes for part in parts.values())
+        assert (file_writer.traffic.stayed, file_writer.traffic.sent) == (size, 0)
+        # The engine reads the file's own pages.
+        pointers = {part.local.untyped_storage().data_ptr() for part in file.parts().values()}
+        assert len(pointers) <= len(parts) and not pointers & {
+            p.local.untyped_storage().data_ptr() for p in parts.values()
+        }

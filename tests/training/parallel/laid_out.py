@@ -27,13 +27,14 @@ from braidrl.training.memory.footprint import activation_bytes, model_shape
 from braidrl.training.objective import Objective, denominators, with_group_tokens
 from braidrl.training.parallel.replicated import DataParallel
 from braidrl.training.roles.checkpoint import divided_state, full_state_dict, load_worker, save_worker
+from braidrl.training.roles.copies import RoleCopy, copy_within, local_weight_parts
 from braidrl.training.roles.make import DecoderWorker
-from braidrl.weights import joint_file
-from braidrl.weights.joint_file import FileLayout, WeightWriter
-from braidrl.weights.mirror import Following, LayoutCopy, local_weight_parts
+from braidrl.weights import file as weight_file
+from braidrl.weights.collective import LIMIT_BYTES, WeightTransfer
+from braidrl.weights.file import FileLayout, WeightWriter
+from braidrl.weights.publisher import TransferVolume
+from braidrl.weights.shard_index import weight_parts
 from braidrl.weights.shards import full_tensor, local_shard
-from braidrl.weights.transfer import LIMIT_BYTES, TransferVolume, WeightTransfer
-from braidrl.weights.weight_index import weight_parts
 from tests.tiny import TOKENIZER, settings
 from tests.training.activations import kept_bytes
 
@@ -211,7 +212,7 @@ def copied_weights(world: World, model: str, other: str, layouts: list[dict[str,
     )
     own, others = full_state_dict(first), full_state_dict(second)
     wanted = {name: tensor * 0.25 + others[name] * 0.75 for name, tensor in own.items()}
-    Following(first, second).move(0.25)
+    RoleCopy(first, second).move(0.25)
     found = full_state_dict(first)
     return {f"copied {layouts}": [n for n, t in found.items() if not torch.allclose(t, wanted[n], rtol=0, atol=1e-12)]}
 
@@ -239,7 +240,7 @@ def reshaped(world: World, model: str, layouts: list[dict[str, Any]], lora: bool
     limit = 8192  # less than a matrix of a layer
     for layout in layouts[1:]:
         other = DecoderWorker("actor", config_of(model, layout), False, DataParallel(world.group, world), is_copy=True)
-        copy = LayoutCopy.of(worker, partial(local_weight_parts, other), other.ranks.is_sharded, limit)
+        copy = copy_within(worker, partial(local_weight_parts, other), other.ranks.is_sharded, limit)
         with Largest() as largest:
             copy.refresh()
         problems = [
@@ -260,38 +261,38 @@ def reshaped(world: World, model: str, layouts: list[dict[str, Any]], lora: bool
 
 def written(world: World, worker: DecoderWorker, wanted: Found, nearly: bool) -> list[str]:
     """What is wrong with the files that all ranks write together, in memory and in a folder, and where there is no room."""
-    ranks, parts = worker.ranks, weight_parts(worker.model)
+    ranks, parts = worker.ranks, local_weight_parts(worker)
     writer, to_folder = WeightWriter(parts, ranks, check=True), WeightWriter(parts, ranks, repeat=True)
     for _ in range(2):
-        with closing(writer.in_memory(parts)) as file:
+        with closing(writer.write(parts)) as file:
             read = dict(file.tensors())
-    folder = to_folder.in_folder(parts, None)
-    again = dict(folder.tensors())
+    in_folder = to_folder.write(parts)
+    again = dict(in_folder.tensors())
     problems = [n for n, t in wanted.items() if not (equal(read[n], t, nearly) and equal(again[n], t, nearly))]
     problems += traffic_problems(writer.transfer, writer.traffic, LIMIT_BYTES)
     problems += [f"{name} is kept by a rank that does not write it" for name in full_state_dict(worker, wanted=False)]
-    if not read.keys() == again.keys() == folder.shapes().keys() == wanted.keys() or writer.traffic.sent:
+    if not read.keys() == again.keys() == in_folder.shapes().keys() == wanted.keys() or writer.traffic.sent:
         problems.append(f"the file has {sorted(read)}, and {writer.traffic.sent} bytes were sent for it on one machine")
     problems += on_two_machines(world, worker, wanted, nearly)
     world.gather("read", b"")
-    folder.close()
+    in_folder.close()
     world.gather("closed", b"")
     writer.layout = FullLayout(**vars(writer.layout))
     try:
-        writer.in_memory(parts)
+        writer.write(parts)
     except OSError as error:
         problems += [str(error)] * (str(error.errno) not in str(error) or "braid-weights" not in str(error))
     else:
         problems.append("a file for which there was no room was written")
-    return problems + ["the folder is still there"] * folder.path.exists()
+    return problems + ["the folder is still there"] * in_folder.folder.exists()
 
 
 def on_two_machines(world: World, worker: DecoderWorker, wanted: Found, nearly: bool) -> list[str]:
     """What is wrong with the files of machines of which each has every other rank, and gets from the other what it lacks."""
-    parts = weight_parts(worker.model)
-    with patch.object(joint_file, "machine", lambda: f"machine {world.rank % 2}"):
+    parts = local_weight_parts(worker)
+    with patch.object(weight_file, "machine", lambda: f"machine {world.rank % 2}"):
         writer = WeightWriter(parts, worker.ranks)
-    with closing(writer.in_memory(parts)) as file:
+    with closing(writer.write(parts)) as file:
         read = dict(file.tensors())
         world.gather("read", b"")
     problems = [f"{name} differs on two machines" for name, t in wanted.items() if not equal(read[name], t, nearly)]
@@ -310,7 +311,7 @@ def sliced(world: World, worker: DecoderWorker, wanted: Found, nearly: bool) -> 
     group = subgroup(torch.arange(world.size).view(-1, 2))
     assert group is not None
     model, slices = load_for_decoding(worker.path, worker.dtype, "cpu", TensorRanks(group))
-    copy = LayoutCopy.of(worker, lambda: weight_parts(model, slices), divided=True)
+    copy = copy_within(worker, lambda: weight_parts(model, slices), divided=True)
     copy.refresh()
     found = model.state_dict()
     problems = [n for n, whole in wanted.items() if not equal(found[n], slices.boxes[n].of(whole), nearly)]

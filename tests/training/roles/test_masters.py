@@ -12,8 +12,8 @@ from braidrl.cluster.world import World
 from braidrl.training.parallel.replicated import DataParallel
 from braidrl.training.roles.checkpoint import divided_state
 from braidrl.training.roles.make import DecoderWorker
+from braidrl.weights.checkpoint_files import WeightFiles
 from braidrl.weights.shards import full_tensor
-from braidrl.weights.weight_files import WeightFiles
 from tests.training.parallel.laid_out import config_of
 
 LAYOUTS = ({"shard": "full"}, {"tensor": 2}, {"pipeline": 2})

@@ -1,4 +1,4 @@
-"""What every rank knows of a model's tensors: which block each rank has, described once for tensors that differ in a number alone.
+"""The shard index: which block of each tensor each rank has, described once for tensors that differ in a number alone.
 
 model.layers.0.mlp.up_proj.weight ╮
 model.layers.1.mlp.up_proj.weight ┼─▶ model.layers.*.mlp.up_proj.weight, numbers 0 1 2 ..., shape, type, block      one line for each rank
@@ -10,20 +10,43 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from braidrl.engines.embedded.sharded_decoding import Slices
-from braidrl.training.lora import Adapted, plain_names
-from braidrl.training.parallel.replicated import DataParallel, all_gather_bytes, by_tensor
-from braidrl.weights.boxes import Box
+from braidrl.cluster.process_groups import all_gather_bytes
+from braidrl.cluster.world import Ranks
+from braidrl.weights.boxes import Box, Slices
+from braidrl.weights.publisher import check_shapes
 from braidrl.weights.reshard_plan import TensorGroup
-from braidrl.weights.shards import box_of, local_shard
+from braidrl.weights.shards import box_of, by_tensor, local_shard
 
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+class AdaptedTensor(Protocol):
+    """A weight with a low-rank adapter, whose values are merged when they are needed."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def box(self) -> Box:
+        """The block of the global weight that this rank has."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """True where ranks have divided the adapter, so that all of them must merge it at the same time."""
+
+    def merged_part(self) -> Tensor:
+        """Return this rank's block with its adapter merged."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +54,7 @@ class WeightPart:
     """This rank's local part of a tensor, with all names of the tensor (tied ones have several) and its adapter, if it has one."""
 
     names: list[str]
-    tensor: Tensor | Adapted
+    tensor: Tensor | AdaptedTensor
     slices: Slices | None = None
     """The slice of the global tensor that a plain (non-DTensor) tensor holds."""
     kept: float = 0.0
@@ -42,7 +65,7 @@ class WeightPart:
         """The local block of the global tensor."""
         if self.slices is not None:
             return self.slices.boxes[self.names[0]]
-        return self.tensor.box if isinstance(self.tensor, Adapted) else box_of(self.tensor)
+        return box_of(self.tensor) if isinstance(self.tensor, Tensor) else self.tensor.box
 
     @property
     def device(self) -> torch.device:
@@ -62,7 +85,7 @@ class WeightPart:
     @property
     def is_merged_together(self) -> bool:
         """Return whether `values` merges an adapter that ranks have divided, so that all of them must call it at the same time."""
-        return isinstance(self.tensor, Adapted) and isinstance(self.tensor.up, DTensor)
+        return not isinstance(self.tensor, Tensor) and self.tensor.is_sharded
 
     def block(self, box: Box) -> Tensor:
         """Return a block of the global tensor as a view of this part, which contains it."""
@@ -75,7 +98,7 @@ class WeightPart:
 
     def values(self) -> Tensor:
         """Return the local values, adapters merged: all ranks of a sharded tensor call this at the same time."""
-        return self.tensor.merged_part() if isinstance(self.tensor, Adapted) else local_shard(self.tensor)
+        return local_shard(self.tensor) if isinstance(self.tensor, Tensor) else self.tensor.merged_part()
 
     def put(self, block: Tensor, box: Box) -> None:
         """Write a block of the global tensor into its place in this part, which has no adapter."""
@@ -86,10 +109,40 @@ class WeightPart:
             own.copy_(block)
 
 
-def weight_parts(model: nn.Module, slices: Slices | None = None) -> dict[str, WeightPart]:
-    """Return this rank's parts of a model by the first of each tensor's names; `slices` describes a divided model of plain tensors."""
-    named = by_tensor(plain_names(model, model.state_dict(keep_vars=True)))
-    return {names[0]: WeightPart(names, tensor, slices) for names, tensor in named}
+def weight_parts(
+    model: nn.Module | Mapping[str, Tensor | AdaptedTensor], slices: Slices | None = None
+) -> dict[str, WeightPart]:
+    """Return this rank's parts of a model by the first of each tensor's names.
+
+    Args:
+        model: A module, or its tensors by name, a tied one under each of its names.
+        slices: Describes a divided model of plain tensors.
+    """
+    named = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
+    return {names[0]: WeightPart(names, tensor, slices) for names, tensor in by_tensor(named)}
+
+
+def full_parts(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, WeightPart]:
+    """Return full tensors as parts: names of the same memory are one tensor's."""
+    found: dict[tuple[int, torch.Size], WeightPart] = {}
+    for name, tensor in tensors:
+        part = found.setdefault((tensor.data_ptr(), tensor.shape), WeightPart([], tensor.detach()))
+        part.names.append(name)
+    return {part.names[0]: part for part in found.values()}
+
+
+def check_parts(given: Mapping[str, torch.Size], parts: Mapping[str, WeightPart]) -> None:
+    """Raise ValueError where these shapes lack one of a rank's parts; a rank of a pipeline has some of the tensors."""
+    expected = {alias: part.shape for part in parts.values() for alias in part.names}
+    check_shapes({name: shape for name, shape in given.items() if name in expected}, expected)
+
+
+def snapshot(parts: Mapping[str, WeightPart]) -> dict[str, WeightPart]:
+    """Return copies of parts in the same memory as theirs, adapters merged; all ranks of a sharded model call this at the same time."""
+    return {
+        name: WeightPart(part.names, part.values().clone(), Slices({name: part.shape}, {name: part.box}))
+        for name, part in parts.items()
+    }
 
 
 class Tensors(NamedTuple):
@@ -108,7 +161,7 @@ class Tensors(NamedTuple):
 
 
 @dataclass(frozen=True)
-class WeightIndex:
+class ShardIndex:
     """Which blocks of which tensors each rank has, and the ranks' machines: those with the same value share memory."""
 
     ranks: Sequence[Sequence[Tensors]]
@@ -143,7 +196,7 @@ class WeightIndex:
     def dtypes(self) -> dict[str, torch.dtype]:
         return {name: getattr(torch, said.dtype) for name, said in self.tensors.items()}
 
-    def groups(self, wanted: "WeightIndex | None" = None) -> list[TensorGroup]:
+    def groups(self, wanted: "ShardIndex | None" = None) -> list[TensorGroup]:
         """Return the tensors in groups that lie on the ranks alike, here and in `wanted`.
 
         Raises:
@@ -170,7 +223,7 @@ def named(pattern: str, numbers: Iterable[str]) -> str:
     return "".join(part for pair in zip(parts, (*numbers, ""), strict=True) for part in pair)
 
 
-def by_pattern(index: WeightIndex) -> dict[tuple[str, tuple[int, ...]], dict[str, list[tuple[int, Box]]]]:
+def by_pattern(index: ShardIndex) -> dict[tuple[str, tuple[int, ...]], dict[str, list[tuple[int, Box]]]]:
     """Return ranks and their blocks by the tensors' pattern and shape, and by their numbers."""
     found: dict[tuple[str, tuple[int, ...]], dict[str, list[tuple[int, Box]]]] = {}
     for rank, own in enumerate(index.ranks):
@@ -191,7 +244,7 @@ def alike(texts: Sequence[str]) -> list[tuple[list[tuple[str, ...]], frozenset[s
     return [(numbers, some) for some, numbers in found.items()]
 
 
-def gather_weight_index(parts: Mapping[str, WeightPart], ranks: DataParallel, machine: str = "") -> WeightIndex:
+def gather_shard_index(parts: Mapping[str, WeightPart], ranks: Ranks, machine: str = "") -> ShardIndex:
     """Gather the index of all ranks' parts; each calls this at the same time with its own."""
     message = bytearray(json.dumps([machine, described(parts)]).encode())
     of_all: list[Any] = [message]
@@ -201,10 +254,10 @@ def gather_weight_index(parts: Mapping[str, WeightPart], ranks: DataParallel, ma
     return read_index([bytes(one) for one in of_all])
 
 
-def read_index(messages: Sequence[bytes]) -> WeightIndex:
+def read_index(messages: Sequence[bytes]) -> ShardIndex:
     """Return the index that ranks have described; replicas say the same, and are read once."""
     read = {message: _read(message) for message in dict.fromkeys(messages)}
-    return WeightIndex([read[message][1] for message in messages], [read[message][0] for message in messages])
+    return ShardIndex([read[message][1] for message in messages], [read[message][0] for message in messages])
 
 
 def described(parts: Mapping[str, WeightPart]) -> list[list[Any]]:

@@ -1,0 +1,93 @@
+"""Copies of a role's weights: for inference in another layout, or for a role that copies another one (target network, EMA).
+
+training layout   step ─ step ──────────── step ─
+                              ╲ moves             ╲          block by block, when the weights have changed and the copy is needed
+another layout                 infer ─ infer       infer
+
+A role that copies another has own = decay · own + (1 - decay) · source.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from braidrl.errors import UserError
+from braidrl.training.lora import adapter_parameters, plain_names
+from braidrl.training.parallel.replicated import DataParallel
+from braidrl.training.roles.base import RoleWorker
+from braidrl.weights.collective import LIMIT_BYTES, LayoutCopy, Parts
+from braidrl.weights.publisher import TransferVolume
+from braidrl.weights.shard_index import WeightPart, weight_parts
+
+
+def local_weight_parts(worker: RoleWorker, adapters_alone: bool = False) -> Mapping[str, WeightPart]:
+    """Return the worker's local shards after resharding; `adapters_alone` are its trained parameters, by peft's names."""
+    worker.ranks.reshard(worker.model)
+    if adapters_alone:
+        return weight_parts(adapter_parameters(worker.model))
+    return weight_parts(plain_names(worker.model, worker.model.state_dict(keep_vars=True)))
+
+
+def copy_within(worker: RoleWorker, target: Parts, divided: bool, limit_bytes: int = LIMIT_BYTES) -> LayoutCopy:
+    """Plan a copy of a worker's weights on the worker's own ranks; `divided` says whether the second model is sharded."""
+    # Where each rank has all of both, no rank waits for another.
+    meet = worker.ranks if worker.ranks.is_sharded or divided else DataParallel()
+    return LayoutCopy(partial(local_weight_parts, worker), target, meet, limit_bytes)
+
+
+class InferenceCopy:
+    """A frozen worker that infers with the weights of a trained one."""
+
+    def __init__(self, worker: RoleWorker, frozen: RoleWorker) -> None:
+        """Pair two workers that were just loaded from the same files."""
+        self.worker, self.frozen = worker, frozen
+        self.copy = copy_within(worker, partial(local_weight_parts, frozen), frozen.ranks.is_sharded)
+        self._weight_updates = worker.weight_updates
+
+    def refresh(self) -> TransferVolume | None:
+        """Bring the frozen worker up to date; all ranks of the role call this at the same time. Returns None where it is."""
+        if self._weight_updates == self.worker.weight_updates:
+            return None
+        self._weight_updates = self.worker.weight_updates
+        return self.copy.refresh()
+
+
+class RoleCopy:
+    """A worker that copies the weights of another role on the same ranks, which may have another layout."""
+
+    def __init__(self, worker: RoleWorker, source: RoleWorker) -> None:
+        """Plan the transfer. Raises UserError for a model of other shapes, and for a worker with an optimizer."""
+        check_copies(worker, source.role, source.base_shapes)
+        self.worker = worker
+        self.copy = copy_within(source, partial(local_weight_parts, worker), worker.ranks.is_sharded)
+
+    def move(self, decay: float) -> None:
+        """Set the weights to `decay` times their own plus the rest of the source's; all ranks call this at the same time."""
+        self.worker.weight_updates += 1
+        self.copy.refresh(keep=decay)
+
+
+def copied_parts(worker: RoleWorker, source: str, decay: float) -> Mapping[str, WeightPart]:
+    """Return the worker's parts, into which weights of another role are put: decay · own + (1 - decay) · source.
+
+    Args:
+        worker: A worker without an optimizer.
+        source: The source role's name, for messages.
+        decay: The share that stays; 0 copies the source.
+
+    Raises:
+        UserError: For a worker with an optimizer.
+    """
+    check_copies(worker, source, worker.base_shapes)
+    worker.weight_updates += 1
+    return {name: replace(part, kept=decay) for name, part in local_weight_parts(worker).items()}
+
+
+def check_copies(worker: RoleWorker, source: str, shapes: Mapping[str, torch.Size]) -> None:
+    """Raise UserError where the worker is trained by a loss, or its weights have other shapes."""
+    if worker.optimizer is not None:
+        raise UserError(f"{worker.role} is trained by a loss: it cannot take weights from {source} too")
+    if worker.base_shapes != shapes:
+        raise UserError(f"{worker.role} cannot take weights from {source}: {worker.path} is another model")

@@ -1,0 +1,564 @@
+"""Weights between processes of one group, from device to device: NCCL on CUDA, gloo on a CPU.
+
+trainer rank 0 ─ its parts ╮                                                          ╭─▶ rank 2   its parts of another model
+trainer rank 1 ─ its parts ┴─plan─▶ rounds of one all-to-all each, of bounded bytes ──┴─▶ rank 3   its parts
+
+Ranks exchange once which blocks they have; then each plans its own moves, and they agree on the number of rounds.
+
+WeightTransfer, LayoutCopy    ranks that call together: another layout, another pool
+WeightOffer                   engines that come when they like: a thread of each sender serves every request in a group of its own
+"""
+
+import json
+import secrets
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import cached_property
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from braidrl.cluster.process_groups import address_towards, all_gather_bytes, connect_store, group_between, open_store
+from braidrl.cluster.world import Ranks
+from braidrl.errors import first_line
+from braidrl.weights.boxes import Box
+from braidrl.weights.publisher import TakesWeights, TransferVolume, check_shapes
+from braidrl.weights.reshard_plan import Piece, Schedule, TensorGroup, plan_moves, rounds_needed
+from braidrl.weights.shard_index import ShardIndex, WeightPart, check_parts, gather_shard_index, snapshot
+
+LIMIT_BYTES = 64 << 20
+"""Bytes that a rank sends, and that it receives, in one round."""
+CHECK_BYTES = 8
+POLL_S = 0.02
+Parts = Callable[[], Mapping[str, WeightPart]]
+
+
+class TransferError(RuntimeError):
+    """Weights did not arrive: a sender or a receiver is gone, or late."""
+
+
+class WeightTransfer:
+    """The moves between two layouts over the same ranks, made anew for each version."""
+
+    def __init__(
+        self, known: ShardIndex, groups: Sequence[TensorGroup], ranks: Ranks, limit_bytes: int = LIMIT_BYTES,
+        device: torch.device | None = None, check: bool = False,
+    ) -> None:  # fmt: skip
+        """Plan this rank's moves; all ranks call this at the same time.
+
+        Args:
+            known: What each rank has.
+            groups: The tensors, with what each rank wants.
+            ranks: The ranks that exchange blocks.
+            limit_bytes: Bytes that a rank sends, or receives, in one round.
+            device: Where blocks are exchanged; by default the device of this rank's parts.
+            check: Send a checksum with the bytes of each peer in each round.
+
+        Raises:
+            ValueError: No rank has something that is wanted.
+        """
+        self.ranks, self.names, self.device = ranks, list(known.tensors), device
+        self.dtypes = [known.dtypes[name] for name in self.names]
+        self.check_bytes = CHECK_BYTES * check
+        self.plan = plan_moves(groups, ranks.rank, ranks.size, known.machines)
+        item_sizes = sorted({group.item_bytes for group in groups})
+        # Blocks of one element size lie aligned in a buffer.
+        ways = [(self.plan.sends.of_item(item), self.plan.receives.of_item(item)) for item in item_sizes]
+        counts = [max(rounds_needed(moves, limit_bytes) for moves in both) for both in ways]
+        agreed = self._agreed(torch.tensor(counts, dtype=torch.int64), dist.ReduceOp.MAX)
+        self.schedules = [
+            (Schedule(a, count), Schedule(b, count)) for (a, b), count in zip(ways, agreed.tolist(), strict=True)
+        ]
+        opened, last = self._first_and_last_rounds()
+        self._opened_in, self._closed_in = (self._by_round(opened), self._by_round(last))
+
+    @property
+    def rounds(self) -> int:
+        """Return the number of rounds; one in which nothing is exchanged where blocks only stay."""
+        return max(1, self.exchanges)
+
+    @property
+    def exchanges(self) -> int:
+        """Return the number of rounds in which ranks exchange blocks, the same on all of them."""
+        return sum(sends.count for sends, _ in self.schedules)
+
+    @cached_property
+    def arrivals(self) -> list[list[str]]:
+        """Return the tensors whose last block this rank receives in each round."""
+        last, begun = torch.zeros(len(self.names), dtype=torch.int64), 0
+        for _, receives in self.schedules:
+            own = torch.from_numpy(receives.last_rounds(len(self.names)))
+            last = torch.where(own >= 0, own + begun, last)
+            begun += receives.count
+        return self._by_round(last.tolist())
+
+    def _by_round(self, rounds: Sequence[int]) -> list[list[str]]:
+        found: list[list[str]] = [[] for _ in range(self.rounds)]
+        for name, number in zip(self.names, rounds, strict=True):
+            if number < self.rounds:
+                found[number].append(name)
+        return found
+
+    def _first_and_last_rounds(self) -> tuple[list[int], list[int]]:
+        """Return in which round each tensor's values are made, the same on all ranks, and after which they are no longer needed.
+
+        Ranks that have divided a tensor meet to merge its adapter: each that has some of it, whether or not it sends any.
+        """
+        first = torch.full((len(self.names),), self.rounds)
+        last, begun = torch.full_like(first, -1), 0
+        for sends, _ in self.schedules:
+            own = torch.from_numpy(sends.first_rounds(len(self.names)))
+            first = torch.where(own < sends.count, own + begun, first)
+            last = torch.maximum(last, torch.from_numpy(sends.last_rounds(len(self.names))) + begun)
+            begun += sends.count
+        for tensor in self.plan.stays:
+            first[tensor] = min(int(first[tensor]), tensor * self.rounds // len(self.names))
+        first = self._agreed(first, dist.ReduceOp.MIN)
+        return first.tolist(), torch.maximum(last, first).tolist()
+
+    def _agreed(self, values: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
+        if self.ranks.group is not None:
+            with self.ranks.meeting("rounds of weights"):
+                dist.all_reduce(values, how, group=self.ranks.group)
+        return values
+
+    def run(self, parts: Mapping[str, WeightPart], into: Mapping[str, WeightPart]) -> TransferVolume:
+        """Move the weights; every rank calls this at the same time.
+
+        Args:
+            parts: This rank's source parts.
+            into: Its target parts.
+
+        Returns:
+            The bytes that this rank moved.
+        """
+        traffic = TransferVolume()
+        for _ in self.steps(parts, into, traffic):
+            pass
+        return traffic
+
+    @torch.no_grad()
+    def steps(
+        self, parts: Mapping[str, WeightPart], into: Mapping[str, WeightPart], traffic: TransferVolume
+    ) -> Iterator[int]:
+        """Move the weights as `run`, round by round: yield the number of each round that is done."""
+        begun, traffic.rounds = time.perf_counter(), self.exchanges
+        # Of all ranks: also one that has nothing to send in a round meets the others on its device.
+        device = self.device or next(part.device for part in (*parts.values(), *into.values()))
+        rounds = [(*both, number) for both in self.schedules for number in range(both[0].count)]
+        values = dict[str, Tensor]()
+        for number in range(self.rounds):
+            with self.ranks.meeting("weights in another layout"):
+                for name in self._opened_in[number]:
+                    if name in parts:
+                        values[name] = parts[name].values()
+                        for box in self.plan.stays.get(self._number_of[name], ()):
+                            traffic.stayed += box.elements * values[name].itemsize
+                            into[name].put(values[name][box.within(parts[name].box)], box)
+                if rounds:
+                    self._exchange(*rounds[number], parts, values, into, traffic, device)
+                for name in self._closed_in[number]:
+                    values.pop(name, None)
+            traffic.seconds = time.perf_counter() - begun
+            yield number
+
+    @cached_property
+    def _number_of(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.names)}
+
+    def _exchange(
+        self, sends: Schedule, receives: Schedule, number: int, parts: Mapping[str, WeightPart],
+        values: Mapping[str, Tensor], into: Mapping[str, WeightPart], traffic: TransferVolume, device: torch.device,
+    ) -> None:  # fmt: skip
+        """Run one all-to-all. Between two ranks blocks go in an order that both know."""
+        going, coming = list(sends.pieces(number)), list(receives.pieces(number))
+        sizes_in, sizes_out = (self._by_peer(some) for some in (coming, going))
+        sent, received = (torch.empty(sum(sizes), dtype=torch.uint8, device=device) for sizes in (sizes_out, sizes_in))
+        for piece, place in self._places(going, sent):
+            name = self.names[piece.tensor]
+            place.copy_(values[name][piece.box.within(parts[name].box)])
+        for message in self._messages(sent, sizes_out):
+            message[-CHECK_BYTES:].copy_(torch.tensor([checksum(message[:-CHECK_BYTES])]).view(torch.uint8))
+        dist.all_to_all_single(received, sent, sizes_in, sizes_out, group=self.ranks.group)
+        for message in self._messages(received, sizes_in):
+            expected, found = int(message[-CHECK_BYTES:].clone().view(torch.int64)), checksum(message[:-CHECK_BYTES])
+            if expected != found:
+                raise ValueError(f"the weights that arrived have checksum {found:08x}, and {expected:08x} was sent")
+        for piece, place in self._places(coming, received):
+            into[self.names[piece.tensor]].put(place, piece.box)
+        traffic.sent += sent.nbytes
+        traffic.received += received.nbytes
+        traffic.peak = max(traffic.peak, sent.nbytes, received.nbytes)
+
+    def _bytes(self, piece: Piece) -> int:
+        return piece.box.elements * self.dtypes[piece.tensor].itemsize
+
+    def _by_peer(self, pieces: Sequence[Piece]) -> list[int]:
+        sizes = [0] * self.ranks.size
+        for piece in pieces:
+            sizes[piece.peer] += self._bytes(piece)
+        return [size + self.check_bytes * bool(size) for size in sizes]
+
+    def _messages(self, buffer: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """Return the bytes for, or of, each peer that have a checksum at their end."""
+        return [message for message in buffer.split(list(sizes)) if len(message)] if self.check_bytes else []
+
+    def _places(self, pieces: Sequence[Piece], buffer: Tensor) -> Iterator[tuple[Piece, Tensor]]:
+        start, peer = 0, None
+        for piece in pieces:
+            start += self.check_bytes * (peer is not None and piece.peer != peer)
+            end, peer = start + self._bytes(piece), piece.peer
+            yield piece, buffer[start:end].view(self.dtypes[piece.tensor]).view(piece.box.sizes)
+            start = end
+
+
+def checksum(message: Tensor) -> int:
+    return zlib.crc32(message.cpu().numpy().data)
+
+
+class LayoutCopy:
+    """Brings local parts of a second model up to date with a first; all ranks that have some of either do so at the same time."""
+
+    def __init__(self, source: Parts, target: Parts, ranks: Ranks, limit_bytes: int = LIMIT_BYTES) -> None:
+        """Plan the transfer. Raises ValueError where the target is another model.
+
+        Args:
+            source: Returns this rank's parts of the first model, none where it has none.
+            target: Returns those of the second.
+            ranks: The ranks that have some of either.
+            limit_bytes: Bytes that a rank sends, or receives, in one round.
+        """
+        self.source, self.target = source, target
+        known = gather_shard_index(source(), ranks)
+        self.transfer = WeightTransfer(known, known.groups(gather_shard_index(target(), ranks)), ranks, limit_bytes)
+        self.traffic = TransferVolume()
+
+    def refresh(self, keep: float = 0.0) -> TransferVolume:
+        """Copy the current weights; `keep` is the share of the old ones that stays. Returns what travelled."""
+        into = {name: replace(part, kept=keep) for name, part in self.target().items()}
+        self.traffic = self.transfer.run(self.source(), into)
+        return self.traffic
+
+
+@dataclass(frozen=True)
+class TransferNotice:
+    """What a worker must know to receive a version; plain JSON by `asdict` for servers."""
+
+    host: str
+    port: int
+    number: str
+    """The request, as keys of the store have it."""
+    senders: int
+    receivers: int
+    limit_s: float
+    cuda: bool
+    """NCCL between CUDA devices, else gloo."""
+    check: bool
+
+
+class WeightOffer:
+    """Keeps versions of this rank's parts, and sends them to the engines that ask; all senders make theirs at the same time."""
+
+    def __init__(self, ranks: Ranks, host: str, limit_s: float, device: torch.device, check: bool = False) -> None:
+        """Open the meeting point.
+
+        Args:
+            ranks: The senders.
+            host: This machine's address, for receivers.
+            limit_s: How long senders and receivers wait for one another.
+            device: Of the parts; on CUDA they go by NCCL.
+            check: Send checksums.
+        """
+        self.device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+        self.rank, self.limit_s, self.check = ranks.rank, limit_s, check
+        self._kept: dict[int, tuple[Mapping[str, WeightPart], Callable[[], bool]]] = {}
+        self._changed, self._closed = threading.Condition(), False
+        self._store = open_store(host, limit_s) if ranks.rank == 0 else None
+        address = json.dumps([host, self._store.port, secrets.token_hex(8)] if self._store else None).encode()
+        every = all_gather_bytes(bytearray(address), ranks.group) if ranks.group is not None else [address]
+        self._host, self._port, self._secret = json.loads(bytes(every[0]))
+        self._senders = ranks.size
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def keep(
+        self, version: int, parts: Mapping[str, WeightPart], is_current: Callable[[], bool] = lambda: True
+    ) -> "OfferedWeights":
+        """Offer a version until `forget`, or until `is_current` says that the parts have changed.
+
+        All ranks call this at the same time that have divided an adapter.
+        """
+        merged = any(part.is_merged_together for part in parts.values())
+        with self._changed:
+            self._kept[version] = snapshot(parts) if merged else parts, is_current
+            self._changed.notify_all()
+        about = (self._host, self._port, self._secret, version, self._senders, self.limit_s, self.device.type == "cuda")
+        return OfferedWeights(*about, self.check)
+
+    def forget(self, version: int) -> None:
+        """Offer a version no longer; one that is being sent stays until it is sent."""
+        with self._changed:
+            self._kept.pop(version, None)
+
+    def close(self) -> None:
+        """Serve no more."""
+        self._closed = True
+
+    def _serve(self) -> None:
+        """Send the versions that are asked for, one request after the other; a request that fails fails at its receiver."""
+        store = dist.PrefixStore(self._secret, connect_store(self._host, self._port, self.limit_s))
+        number = 1
+        while not self._closed:
+            try:
+                store.wait([f"request/{number}"], timedelta(seconds=1))
+            except (RuntimeError, OSError) as error:
+                if isinstance(error, dist.DistStoreError):
+                    continue  # nothing was asked for
+                return  # the store is gone with its sender
+            asked = json.loads(store.get(f"request/{number}"))
+            try:
+                parts = self._parts_of(asked["version"])
+                self._send(parts, dist.PrefixStore(str(number), store), asked["receivers"])
+            except (RuntimeError, ValueError) as error:
+                store.set(f"{number}/failed", first_line(error))
+            number += 1
+
+    def _parts_of(self, version: int) -> Mapping[str, WeightPart]:
+        """Return a version, once this sender has it too. Raises TransferError where it is gone."""
+        with self._changed:
+            self._changed.wait_for(lambda: max(self._kept, default=-1) >= version, self.limit_s)
+            parts, is_current = self._kept.get(version, ({}, lambda: False))
+        if not is_current():
+            raise TransferError("the weights have changed since that version; engines receive the next one")
+        return parts
+
+    @torch.no_grad()
+    def _send(self, parts: Mapping[str, WeightPart], store: dist.Store, receivers: int) -> None:
+        if not all_here(store, self._senders + receivers, self.limit_s):
+            return
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        ranks = join(store, self.rank, self._senders + receivers, self.limit_s, self.device.type == "cuda", self._host)
+        held = gather_shard_index(parts, ranks)
+        groups = held.groups(gather_shard_index({}, ranks))
+        WeightTransfer(held, groups, ranks, device=self.device, check=self.check).run(parts, {})
+        finish(ranks, self.device)
+
+
+@dataclass(frozen=True)
+class OfferedWeights:
+    """One version that senders offer; a source for engines in this or another process, and plain data on the way there."""
+
+    host: str
+    port: int
+    secret: str
+    version: int
+    senders: int
+    limit_s: float
+    cuda: bool
+    check: bool
+
+    @contextmanager
+    def asked(self, receivers: int) -> Iterator[TransferNotice]:
+        """Ask for the version; yield what each of so many workers must know. Where the caller fails, nobody waits for them."""
+        store = dist.PrefixStore(self.secret, connect_store(self.host, self.port, self.limit_s))
+        number = store.add("asked", 1)
+        store.set(f"request/{number}", json.dumps({"version": self.version, "receivers": receivers}))
+        key = f"{self.secret}/{number}"
+        try:
+            yield TransferNotice(
+                self.host, self.port, key, self.senders, receivers, self.limit_s, self.cuda, self.check
+            )
+        except BaseException:
+            store.set(f"{number}/cancelled", "")
+            raise
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        with self.asked(1) as notice:
+            device = torch.device("cuda", torch.cuda.current_device()) if self.cuda else torch.device("cpu")
+            yield from Incoming(notice, 0, device).tensors()
+
+    def put_into(self, parts: Mapping[str, WeightPart]) -> None:
+        """Receive into parts of a model. Raises as `Incoming.receive`."""
+        with self.asked(1) as notice:
+            Incoming(notice, 0, next(part.device for part in parts.values())).receive(parts)
+
+    def close(self) -> None:
+        """Do nothing: the senders keep the version as long as they like."""
+
+
+class Incoming:
+    """A worker's side of one transfer."""
+
+    def __init__(self, notice: TransferNotice, worker: int, device: torch.device) -> None:
+        """`worker` counts the receivers of this transfer from 0; `device` is where blocks arrive with NCCL."""
+        self.notice, self.worker = notice, worker
+        self.device = device if self.notice.cuda else torch.device("cpu")
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every full tensor under each of its names, in rounds: no more of them is in memory than a round touches.
+
+        Raises:
+            TransferError: A sender is gone or late.
+            ValueError: A checksum is wrong.
+        """
+        with self._joined() as ranks:
+            held = gather_shard_index({}, ranks)
+            arriving = Arriving(held, self.device)
+            transfer = self._planned(held, arriving.described(), ranks)
+            for number in transfer.steps({}, arriving, TransferVolume()):
+                for name in transfer.arrivals[number]:
+                    tensor = arriving.pop(name)
+                    for alias in held.names[name]:
+                        yield alias, tensor
+            finish(ranks, self.device)
+
+    def receive(
+        self, parts: Mapping[str, WeightPart], shapes: Mapping[str, torch.Size] | None = None
+    ) -> TransferVolume:
+        """Receive into a worker's own parts; `shapes` are the model's, by every name, where all must be here.
+
+        Raises:
+            TransferError: A sender is gone or late.
+            ValueError: Before anything changes, for another model's weights; later where a checksum is wrong.
+        """
+        with self._joined() as ranks:
+            held = gather_shard_index({}, ranks)
+            given = {alias: torch.Size(held.shapes[name]) for name, names in held.names.items() for alias in names}
+            differs = None
+            try:
+                check_parts(given, parts) if shapes is None else check_shapes(given, shapes)
+            except ValueError as error:
+                # The senders wait for what this worker wants: it wants nothing.
+                differs, parts = error, {}
+            moved = self._planned(held, parts, ranks).run({}, parts)
+            finish(ranks, self.device)
+            if differs is not None:
+                raise differs
+            return moved
+
+    def _planned(self, held: ShardIndex, wanted: Mapping[str, WeightPart], ranks: Ranks) -> WeightTransfer:
+        groups = held.groups(gather_shard_index(wanted, ranks))
+        return WeightTransfer(held, groups, ranks, device=self.device, check=self.notice.check)
+
+    @contextmanager
+    def _joined(self) -> Iterator[Ranks]:
+        notice = self.notice
+        store = dist.PrefixStore(notice.number, connect_store(notice.host, notice.port, notice.limit_s))
+        try:
+            size = notice.senders + notice.receivers
+            if not all_here(store, size, notice.limit_s):
+                raise TransferError("the request for weights was cancelled")
+            address = address_towards(notice.host)
+            yield join(store, notice.senders + self.worker, size, notice.limit_s, notice.cuda, address)
+        except RuntimeError as error:
+            if isinstance(error, TransferError):
+                raise
+            reason = store.get("failed").decode() if store.check(["failed"]) else first_line(error)
+            raise TransferError(f"weights did not arrive: {reason}") from error
+
+
+class Arriving(Mapping[str, WeightPart]):
+    """Full tensors that are made when their first block arrives."""
+
+    def __init__(self, known: ShardIndex, device: torch.device) -> None:
+        self._known, self._device = known, device
+        self._here: dict[str, WeightPart] = {}
+
+    def __getitem__(self, name: str) -> WeightPart:
+        if name not in self._here:
+            shape, dtype = self._known.shapes[name], self._known.dtypes[name]
+            self._here[name] = WeightPart([name], torch.empty(shape, dtype=dtype, device=self._device))
+        return self._here[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._known.shapes)
+
+    def __len__(self) -> int:
+        return len(self._known.shapes)
+
+    def described(self) -> dict[str, WeightPart]:
+        """Return parts without memory that say what is wanted."""
+        known = self._known
+        return {
+            name: WeightPart(known.names[name], torch.empty(shape, dtype=known.dtypes[name], device="meta"))
+            for name, shape in known.shapes.items()
+        }
+
+    def pop(self, name: str) -> Tensor:
+        """Return a tensor that has arrived, and let it go."""
+        tensor = self[name].local
+        del self._here[name]
+        return tensor
+
+
+def all_here(store: dist.Store, size: int, limit_s: float) -> bool:
+    """Wait for everyone that takes part in a transfer; return False where it was cancelled first.
+
+    Raises TransferError after `limit_s` seconds, and where a sender failed.
+    """
+    end, here = time.monotonic() + limit_s, store.add("here", 1)
+    while here < size:
+        if store.check(["cancelled"]):
+            return False
+        if store.check(["failed"]):
+            raise TransferError(store.get("failed").decode())
+        if time.monotonic() > end:
+            raise TransferError(f"{here} of {size} processes came for weights in {limit_s:g} s")
+        time.sleep(POLL_S)
+        here = store.add("here", 0)
+    return True
+
+
+def join(store: dist.Store, rank: int, size: int, limit_s: float, cuda: bool, address: str) -> Ranks:
+    """Make the group of one transfer, apart from all other groups, so that nothing is left of one that fails."""
+    return Ranks(group_between(store, rank, size, limit_s, cuda, address))
+
+
+def finish(ranks: Ranks, device: torch.device) -> None:
+    """Wait until every copy that was begun is made, on all ranks: senders may change their tensors, and the group may end."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    dist.all_reduce(torch.zeros(1), group=ranks.group)
+
+
+def whole_boxes(groups: Sequence[TensorGroup], ranks: Sequence[int]) -> list[TensorGroup]:
+    """Return the tensors, all of each wanted by these ranks."""
+    return [replace(one, wanted=[(rank, Box.whole(one.shape)) for rank in ranks]) for one in groups]
+
+
+class CollectivePublisher:
+    """Offers the trainer's own tensors to the engine's workers as long as they are current; nothing is written in between."""
+
+    def __init__(
+        self, offer: WeightOffer, parts: Parts, engine: TakesWeights, ranks: Ranks, state: Callable[[], object]
+    ) -> None:
+        """Publish nothing yet.
+
+        Args:
+            offer: Sends to workers.
+            parts: Returns this rank's parts.
+            engine: Takes a source that other processes can ask for.
+            ranks: The senders.
+            state: Returns a value that changes whenever the parts do.
+        """
+        self.offer, self.parts, self.engine, self.ranks, self.state = offer, parts, engine, ranks, state
+        self._version: int | None = None
+
+    def publish(self, version: int) -> None:
+        if self._version is not None:
+            self.offer.forget(self._version)
+        self._version, before = version, self.state()
+        self.engine.publish(version, self.offer.keep(version, self.parts(), lambda: self.state() == before))
+        if self.ranks.group is not None:
+            # Engines of other ranks may still receive from this one.
+            with self.ranks.meeting("weights at all engines"):
+                dist.barrier(group=self.ranks.group)
+
+    def close(self) -> None:
+        self.offer.close()

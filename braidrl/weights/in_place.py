@@ -1,0 +1,265 @@
+"""Weights of an engine that shares a process with its trainer: the same tensors where type and slices are equal, else a copy in rounds.
+
+            training              generation                              training
+shared      module ────────────── the same module ─────────────────────── module
+interval    own slice ─copied──▶ [own slice | received blocks] ─copied─▶ own slice       nothing lies there twice
+neighbour   own slice ────────── own slice, [whole model ─cut─▶ slices] ─ own slice      gathered among the ranks of one copy
+gather      own shard ────────── own shard, [whole model ─cut─▶ slices] ─ own shard      gathered among all ranks
+
+What generation alone needs is freed while ranks train.
+"""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from braidrl.cluster.world import Ranks
+from braidrl.config.layout import ParallelLayout
+from braidrl.weights.boxes import Slices
+from braidrl.weights.collective import (
+    LIMIT_BYTES,
+    Incoming,
+    LayoutCopy,
+    OfferedWeights,
+    Parts,
+    WeightTransfer,
+    whole_boxes,
+)
+from braidrl.weights.generation_layout import GenerationLayout
+from braidrl.weights.publisher import TakesWeights, TransferVolume, WeightSource, check_shapes
+from braidrl.weights.shard_index import WeightPart, gather_shard_index, weight_parts
+from braidrl.weights.shards import empty, occupy, storages
+
+
+class InPlacePublisher:
+    """Has an engine of this process use the current weights, which are its own or are copied into its own."""
+
+    def __init__(
+        self, engine: TakesWeights | None, copy: LayoutCopy | None = None, source: WeightSource | None = None
+    ) -> None:
+        """Share the weights with the engine, or copy them.
+
+        Args:
+            engine: The engine; None on a rank that only sends to others.
+            copy: Copies this rank's slices into the engine's model.
+            source: Has every full tensor by its name, for an engine that knows nothing of slices.
+        """
+        self.engine, self.copy, self.source = engine, copy, source
+
+    def publish(self, version: int) -> TransferVolume | None:
+        moved = self.copy.refresh() if self.copy is not None else None
+        if self.engine is not None:
+            self.engine.publish(version, self.source)
+        return moved
+
+    def close(self) -> None:
+        """Do nothing: the memory is the engine's or the trainer's."""
+
+
+class EngineWeights:
+    """The weights that generate: the trainer's module itself, without any copy, or a copy in another dtype.
+
+    `slices` describes a module that holds one rank's part of a model.
+    """
+
+    def __init__(self, trained: PreTrainedModel, dtype: torch.dtype | None, slices: Slices | None = None) -> None:
+        """Share the trained weights, or keep copies where the dtype differs.
+
+        Args:
+            trained: The model that is trained.
+            dtype: Of the engine's weights; None is the trained model's.
+            slices: This rank's part of each tensor, where ranks divide the model.
+        """
+        self._trained, self._slices = trained, slices
+        self.shared = dtype is None or dtype == trained.dtype
+        self.model = trained if self.shared else _copy(trained, dtype)
+
+    @torch.no_grad()
+    def refresh(self, source: WeightSource | None = None) -> None:
+        """Take the tensors of `source`, or update a copy from the trainer; shared weights are always current.
+
+        Raises ValueError, before anything changes, where the source's tensors are not exactly the model's.
+        """
+        if isinstance(source, OfferedWeights):
+            with source.asked(1) as notice:
+                self.receive(Incoming(notice, 0, self.model.device))
+            return
+        if isinstance(source, Incoming):
+            self.receive(source)
+            return
+        if source is not None:
+            self.take(self.checked(source))
+            return
+        if self.shared:
+            return
+        for target, source in zip(self.model.parameters(), self._trained.parameters(), strict=True):
+            target.copy_(source)
+
+    def checked(self, source: WeightSource) -> dict[str, Tensor]:
+        """Return the full tensors of a source. Raises ValueError where they are not exactly the model's."""
+        given = dict(source.tensors())
+        check_shapes({n: t.shape for n, t in given.items()}, self.shapes)
+        return given
+
+    def receive(self, incoming: Incoming) -> None:
+        """Receive this rank's part of every tensor from other processes."""
+        incoming.receive(weight_parts(self.model, self._slices), self.shapes)
+
+    @property
+    def shapes(self) -> Mapping[str, torch.Size]:
+        """Return the global shape of every tensor, a tied one under each of its names."""
+        own = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
+        return own if self._slices is None else self._slices.shapes
+
+    @torch.no_grad()
+    def take(self, given: Mapping[str, Tensor]) -> None:
+        """Copy the local part of every tensor by its name, tied ones under each of theirs."""
+        targets = self.model.state_dict()
+        for name, tensor in given.items():
+            targets[name].copy_(tensor if self._slices is None else self._slices.boxes[name].of(tensor))
+
+
+class GenerationWeights:
+    """One rank's generation weights, in device memory only while it generates; all ranks enter at the same time."""
+
+    def __init__(
+        self, trained: Parts, training: ParallelLayout, ranks: Ranks, model: nn.Module, slices: Slices,
+        layout: GenerationLayout, limit_bytes: int = LIMIT_BYTES,
+    ) -> None:  # fmt: skip
+        """Plan the transfer, and free the generation weights.
+
+        Args:
+            trained: Returns this rank's parts of the model that is trained, which has the weights outside generation.
+            training: The training layout, with its `data` filled in.
+            ranks: The ranks that train.
+            model: This rank's module for generation.
+            slices: The slices of the full tensors that it has.
+            layout: Of the ranks that generate; its grouping says what is received.
+            limit_bytes: Bytes that a rank sends, or receives, in one round.
+        """
+        self._trained, self._model, self._slices = trained, model, slices
+        self._gathers = layout.grouping in ("neighbour", "gather")
+        # Of the copies of a block that in the rank's own copy of the model is taken.
+        copy = ranks.rank // (training.tensor * training.sequence) % (training.data or 1)
+        parts, wanted = trained(), weight_parts(model, slices)
+        self._known = gather_shard_index(parts, ranks, str(copy) if layout.grouping == "neighbour" else "")
+        groups = (
+            whole_boxes(self._known.groups(), range(ranks.size))
+            if self._gathers
+            else self._known.groups(gather_shard_index(wanted, ranks))
+        )
+        self.transfer = WeightTransfer(self._known, groups, ranks, limit_bytes)
+        shares = not self._gathers and training.shard == "none"
+        self._shared = [name for name, part in wanted.items() if shares and lies_in(parts.get(name), part)]
+        self.peak_bytes = 0
+        self.generating = True
+        self._free()
+
+    @property
+    def redundant_bytes(self) -> int:
+        """Bytes of weights that lie in memory beside the generation weights during generation."""
+        return sum(part.local.nbytes for name, part in self._trained().items() if name not in self._shared)
+
+    @torch.no_grad()
+    def enter(self) -> TransferVolume | None:
+        """Bring the current weights to the layout of generation; all ranks call this at the same time. None where they are there."""
+        if self.generating:
+            return None
+        self.generating = True
+        return self._gather() if self._gathers else self._receive()
+
+    @torch.no_grad()
+    def leave(self) -> None:
+        """Give the device back to training. No rank waits for another."""
+        if not self.generating:
+            return
+        generated, trained = weight_parts(self._model, self._slices), self._trained()
+        for name in self._shared:
+            own = trained[name]
+            occupy(own.local.untyped_storage(), self._occupied[name])
+            own.local.copy_(generated[name].block(own.box))
+        self._free()
+
+    def _free(self) -> None:
+        """Free the generation weights; their storages stay the same."""
+        self._storages = [(storage, storage.nbytes()) for storage in storages(self._model.parameters())]
+        for storage, _ in self._storages:
+            empty(storage)
+        self.generating = False
+
+    def _receive(self) -> TransferVolume:
+        """Copy the own slices to where they lie in generation, free those of training, and receive the rest."""
+        generated, trained = weight_parts(self._model, self._slices), dict(self._trained())
+        in_storage: dict[int, list[str]] = {}
+        for name in self._shared:
+            in_storage.setdefault(generated[name].local.untyped_storage()._cdata, []).append(name)
+        self._occupied = {name: trained[name].local.untyped_storage().nbytes() for name in self._shared}
+        there = self.peak_bytes = sum(trained[name].local.nbytes for name in self._shared)
+        # The largest first: a slice is there twice while it is copied, which counts most at the end.
+        for storage, size in sorted(self._storages, key=lambda one: -one[1]):
+            occupy(storage, size)
+            there += size
+            self.peak_bytes = max(self.peak_bytes, there)
+            for name in in_storage.get(storage._cdata, ()):
+                own = trained[name]
+                generated[name].block(own.box).copy_(own.local)
+                empty(own.local.untyped_storage())
+                there -= own.local.nbytes
+                trained[name] = own.lying_in(generated[name])
+        return self.transfer.run(trained, generated)
+
+    def _gather(self) -> TransferVolume:
+        """Gather every tensor, then cut the slices out."""
+        generated = weight_parts(self._model, self._slices)
+        device = next(self._model.parameters()).device
+        whole = {
+            name: torch.empty(shape, dtype=self._known.dtypes[name], device=device)
+            for name, shape in self._known.shapes.items()
+        }
+        volume = self.transfer.run(
+            self._trained(), {name: WeightPart([name], tensor) for name, tensor in whole.items()}
+        )
+        there = self.peak_bytes = sum(tensor.nbytes for tensor in whole.values())
+        for name in whole.keys() - generated.keys():
+            there -= whole.pop(name).nbytes
+        by_storage: dict[int, list[str]] = {}
+        for name, part in generated.items():
+            by_storage.setdefault(part.local.untyped_storage()._cdata, []).append(name)
+        for storage, size in sorted(self._storages, key=lambda one: one[1]):
+            occupy(storage, size)
+            there += size
+            self.peak_bytes = max(self.peak_bytes, there)
+            for name in by_storage[storage._cdata]:
+                part = generated[name]
+                part.local.copy_(part.box.of(whole[name]))
+                there -= whole.pop(name).nbytes
+        return volume
+
+
+def lies_in(trained: WeightPart | None, generated: WeightPart) -> bool:
+    """Return True where what a rank trains can lie in the tensor that it generates with."""
+    return (
+        trained is not None
+        and isinstance(trained.tensor, torch.Tensor)
+        and trained.tensor.dtype == generated.tensor.dtype
+        and trained.box.overlap(generated.box) == trained.box
+    )
+
+
+def shapes_of(folder: Path) -> dict[str, torch.Size]:
+    """Return the shape of every tensor of the model in a directory, a tied one under each of its names; reads no weights."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+
+def _copy(model: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel:
+    """Copy a module with parameters in `dtype`; tied ones stay tied, and buffers keep their precision."""
+    copies = {id(p): nn.Parameter(p.detach().to(dtype), requires_grad=False) for p in model.parameters()}
+    copied = deepcopy(model, copies)
+    copied.config.dtype = dtype
+    return copied.eval()

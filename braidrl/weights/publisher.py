@@ -1,0 +1,68 @@
+"""Publishers bring a version of a role's weights to what generates with it: three, behind one protocol.
+
+in_place      engine and trainer share a process      the same tensors where type and slices are equal; else copied in rounds
+collective    they share a process group              each worker receives the slices that it holds, from device to device
+file          they share a folder                     ranks write safetensors together; engines and servers read it
+
+Every runtime and every engine uses these. A publisher is made of parts: those of the whole model, or of its adapters alone.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass
+class TransferVolume:
+    """Bytes that one rank sent, received and copied locally, the most in flight at a time, rounds and seconds."""
+
+    sent: int = 0
+    received: int = 0
+    stayed: int = 0
+    peak: int = 0
+    rounds: int = 0
+    seconds: float = 0.0
+
+
+class WeightSource(Protocol):
+    """One version of a model's weights, in a form that any engine can take."""
+
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        """Yield every tensor of the model by its name, a tied one under each of its names."""
+
+
+class ModelWeights:
+    """The weights of a module in this process."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def tensors(self) -> Iterable[tuple[str, Tensor]]:
+        return self._model.state_dict().items()
+
+
+class TakesWeights(Protocol):
+    """An engine, as a publisher uses it."""
+
+    def publish(self, version: int, source: WeightSource | None = None) -> None:
+        """Generate with the weights of `source` from now on, or with those that were put into its own tensors."""
+
+
+class Publisher(Protocol):
+    """Publishes versions; all ranks that hold or receive some of the weights call it at the same time."""
+
+    def publish(self, version: int) -> TransferVolume | None:
+        """Have the engine generate with the current weights; return what this rank moved, None where nothing moved now."""
+
+    def close(self) -> None:
+        """Free what the last version has left."""
+
+
+def check_shapes(given: Mapping[str, torch.Size], expected: Mapping[str, torch.Size]) -> None:
+    """Raise ValueError where these shapes are not exactly those of the model."""
+    differing = sorted(expected.keys() ^ given.keys()) or [n for n, shape in given.items() if shape != expected[n]]
+    if differing:
+        raise ValueError(f"the weights given are not those of this model: {', '.join(differing[:3])} differ")

@@ -1,0 +1,142 @@
+"""Weights that engines ask for: each worker receives what it holds, and no process waits for one that is late or gone."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from braidrl.cluster.world import Ranks
+from braidrl.weights import collective
+from braidrl.weights.boxes import Box, Slices
+from braidrl.weights.collective import Incoming, TransferError, WeightOffer
+from braidrl.weights.shard_index import WeightPart, full_parts
+
+CPU = torch.device("cpu")
+TIED = torch.arange(50, dtype=torch.float32).view(10, 5)
+TENSORS = {
+    "embedding": TIED,
+    "norm": torch.tensor([1.5, -2.0, 3.0], dtype=torch.bfloat16),
+    "scale": torch.tensor(0.25, dtype=torch.float64),
+    "large": torch.arange(400, dtype=torch.int64).view(4, 100),
+    "output": TIED,
+}
+SHAPES = {name: tensor.shape for name, tensor in TENSORS.items()}
+
+
+@pytest.fixture
+def offer() -> Iterator[WeightOffer]:
+    with closing(WeightOffer(Ranks(), "127.0.0.1", 60.0, CPU, check=True)) as made:
+        yield made
+
+
+def kept(offer: WeightOffer, version: int = 1, tensors: dict[str, Tensor] = TENSORS) -> collective.OfferedWeights:
+    return offer.keep(version, full_parts(tensors.items()))
+
+
+def upper(name: str) -> Box:
+    box = Box.whole(TENSORS[name].shape)
+    return box.along(0, 0, box.sizes[0] // 2) if box.sizes else box
+
+
+@pytest.mark.parametrize("limit", [128, 1 << 20])
+def test_two_workers_receive_full_tensors_and_another_its_slices(
+    offer: WeightOffer, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collective.WeightTransfer.__init__, "__defaults__", (limit, None, False))
+    source, found = kept(offer), [dict[str, Tensor](), dict[str, Tensor]()]
+    slices = Slices(SHAPES, {name: upper(name) for name in TENSORS})
+    own = {n: WeightPart([n], torch.zeros_like(upper(n).of(t)), slices) for n, t in TENSORS.items() if n != "output"}
+    own["embedding"].names.append("output")
+    with source.asked(3) as notice:
+        threads = [
+            threading.Thread(target=lambda n=n: found[n].update(Incoming(notice, n, CPU).tensors())) for n in (0, 1)
+        ]
+        for thread in threads:
+            thread.start()
+        Incoming(notice, 2, CPU).receive(own, SHAPES)
+        for thread in threads:
+            thread.join(60)
+    for tensors in found:
+        assert tensors.keys() == TENSORS.keys()
+        assert all(t.dtype == TENSORS[n].dtype and torch.equal(t, TENSORS[n]) for n, t in tensors.items())
+    assert all(torch.equal(part.local, upper(name).of(TENSORS[name])) for name, part in own.items())
+
+
+def test_versions_are_served_until_they_are_forgotten_or_changed(offer: WeightOffer) -> None:
+    first, second = kept(offer, 1), kept(offer, 2, {"norm": torch.ones(3)})
+    assert torch.equal(dict(first.tensors())["norm"], TENSORS["norm"])
+    assert torch.equal(dict(second.tensors())["norm"], torch.ones(3))
+    offer.forget(1)
+    with pytest.raises(TransferError, match="the weights have changed since that version"):
+        dict(first.tensors())
+    current = True
+    third = offer.keep(3, full_parts(TENSORS.items()), lambda: current)
+    assert len(dict(third.tensors())) == len(TENSORS)
+    current = False
+    with pytest.raises(TransferError, match="the weights have changed since that version"):
+        dict(third.tensors())
+
+
+def test_another_models_worker_refuses_the_weights_and_keeps_its_own(offer: WeightOffer) -> None:
+    own = full_parts({"norm": torch.zeros(3)}.items())
+    with (
+        kept(offer).asked(1) as notice,
+        pytest.raises(ValueError, match="the weights given are not those of this model"),
+    ):
+        Incoming(notice, 0, CPU).receive(own, {"norm": torch.Size([3])})
+    assert not own["norm"].local.any()
+    assert len(dict(kept(offer).tensors())) == len(TENSORS), "the next engine is served"
+
+
+def test_bytes_that_changed_on_their_way_are_refused(offer: WeightOffer, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = iter(range(100))
+    monkeypatch.setattr(collective, "checksum", lambda message: next(calls))
+    with pytest.raises(ValueError, match="the weights that arrived have checksum"):
+        dict(kept(offer).tensors())
+
+
+def test_a_worker_that_does_not_come_is_waited_for_no_longer_than_the_limit() -> None:
+    with closing(WeightOffer(Ranks(), "127.0.0.1", 0.5, CPU)) as offer:
+        source = kept(offer)
+        with (
+            source.asked(2) as notice,
+            pytest.raises(TransferError, match=r"2 of 3 processes came for weights in 0.5 s"),
+        ):
+            dict(Incoming(notice, 0, CPU).tensors())
+
+
+def test_a_request_that_is_given_up_holds_nothing_up(offer: WeightOffer) -> None:
+    source = kept(offer)
+    start = time.monotonic()
+    with pytest.raises(KeyError), source.asked(1):
+        raise KeyError
+    assert len(dict(source.tensors())) == len(TENSORS)
+    assert time.monotonic() - start < 30
+
+
+def test_a_worker_that_dies_in_the_middle_does_not_hold_the_next_one(offer: WeightOffer) -> None:
+    # More than the sockets have room for, so that the sender has to wait for a worker that does not read.
+    source = kept(offer, 1, {str(number): torch.zeros(1 << 22) for number in range(8)})
+    with source.asked(1) as notice:
+        worker = multiprocessing.get_context("spawn").Process(target=die_after_one, args=(notice,))
+        worker.start()
+        worker.join(300)
+    assert worker.exitcode == -signal.SIGKILL
+    start = time.monotonic()
+    assert len(dict(source.tensors())) == 8
+    assert time.monotonic() - start < 50
+
+
+def die_after_one(notice: dict[str, Any]) -> None:
+    next(Incoming(notice, 0, CPU).tensors())
+    os.kill(os.getpid(), signal.SIGKILL)
