@@ -9,6 +9,7 @@ WeightTransfer, LayoutCopy    ranks that call together: another layout, another 
 WeightOffer                   engines that come when they like: a thread of each sender serves every request in a group of its own
 """
 
+import atexit
 import json
 import secrets
 import threading
@@ -17,7 +18,6 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import cached_property
 
 import torch
@@ -36,6 +36,8 @@ LIMIT_BYTES = 64 << 20
 """Bytes that a rank sends, and that it receives, in one round."""
 CHECK_BYTES = 8
 POLL_S = 0.02
+END_S = 2.0
+"""Seconds that `close` waits for the thread that sends."""
 Parts = Callable[[], Mapping[str, WeightPart]]
 
 
@@ -278,13 +280,16 @@ class WeightOffer:
         self.device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
         self.rank, self.limit_s, self.check = ranks.rank, limit_s, check
         self._kept: dict[int, tuple[Mapping[str, WeightPart], Callable[[], bool]]] = {}
-        self._changed, self._closed = threading.Condition(), False
+        self._changed, self._closed = threading.Condition(), threading.Event()
         self._store = open_store(host, limit_s) if ranks.rank == 0 else None
         address = json.dumps([host, self._store.port, secrets.token_hex(8)] if self._store else None).encode()
         every = all_gather_bytes(bytearray(address), ranks.group) if ranks.group is not None else [address]
         self._host, self._port, self._secret = json.loads(bytes(every[0]))
         self._senders = ranks.size
-        threading.Thread(target=self._serve, daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+        # A thread that is left in a store or a group when the interpreter ends aborts the process.
+        atexit.register(self.close)
 
     def keep(
         self, version: int, parts: Mapping[str, WeightPart], is_current: Callable[[], bool] = lambda: True
@@ -306,20 +311,21 @@ class WeightOffer:
             self._kept.pop(version, None)
 
     def close(self) -> None:
-        """Serve no more."""
-        self._closed = True
+        """Serve no more; a transfer that goes on ends with this process."""
+        atexit.unregister(self.close)
+        self._closed.set()
+        self._thread.join(END_S)
 
     def _serve(self) -> None:
         """Send the versions that are asked for, one request after the other; a request that fails fails at its receiver."""
         store = dist.PrefixStore(self._secret, connect_store(self._host, self._port, self.limit_s))
         number = 1
-        while not self._closed:
+        while not self._closed.wait(POLL_S):
             try:
-                store.wait([f"request/{number}"], timedelta(seconds=1))
-            except (RuntimeError, OSError) as error:
-                if isinstance(error, dist.DistStoreError):
-                    continue  # nothing was asked for
-                return  # the store is gone with its sender
+                if not store.check([f"request/{number}"]):
+                    continue
+            except RuntimeError:
+                return  # the store is gone with the sender that opened it
             asked = json.loads(store.get(f"request/{number}"))
             try:
                 parts = self._parts_of(asked["version"])
