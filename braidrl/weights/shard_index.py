@@ -100,6 +100,7 @@ class WeightPart:
         """Return the local values, adapters merged: all ranks of a sharded tensor call this at the same time."""
         return local_shard(self.tensor) if isinstance(self.tensor, Tensor) else self.tensor.merged_part()
 
+    @torch.no_grad()
     def put(self, block: Tensor, box: Box) -> None:
         """Write a block of the global tensor into its place in this part, which has no adapter."""
         own = self.block(box)

@@ -18,20 +18,22 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from braidrl.cluster.world import Ranks
 from braidrl.config import load_config
 from braidrl.engines.embedded import states
 from braidrl.errors import UserError
 from braidrl.flow.recipes import RECIPES
 from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.run import TrainingRun, train
-from braidrl.runtimes.streaming.weights import WeightBox, beside_computing, bucket_frames, bucket_pieces
+from braidrl.runtimes.streaming.weights import beside_computing
 from braidrl.training.compute import cuda_layers as layers
 from braidrl.training.compute import log_probs
 from braidrl.training.compute.chunks import ChunkKernels, chunk_gradient, chunk_statistics
 from braidrl.training.compute.cuda_kernels import LayerKernels, rms_norm, rotary, silu_gate
 from braidrl.training.memory.offload import OffloadableTensors, empty, occupy, storages
 from braidrl.training.roles.make import DecoderWorker
-from braidrl.weights.boxes import Box
+from braidrl.weights.file import WeightWriter
+from braidrl.weights.shard_index import full_parts
 from tests.cuda.allowed import DOUBLES, WAITS
 from tests.cuda.twin import CudaTwin, cuda_twin
 from tests.recipes.test_training import SETTINGS, placed
@@ -198,13 +200,14 @@ def test_what_is_offloaded_leaves_the_device_and_the_host_does_not_wait(twin: Cu
 
 def test_new_weights_leave_the_device_in_a_stream_beside_that_of_the_next_batch(twin: CudaTwin) -> None:
     weight = torch.arange(256.0).view(16, 16)
-    whole, half = Box((0, 0), (16, 16)), Box((0, 8), (16, 8))
     there = weight.to("cuda")
+    parts = full_parts([("a", there), ("b", there[:, 8:])])
+    writer = WeightWriter(parts, Ranks())
     with beside_computing(there.device):
-        frames = bucket_frames([WeightBox("a", (16, 16), whole, there), WeightBox("b", (16, 16), half, there[:, 8:])])
-    came = [piece.values for piece in bucket_pieces(frames)]
-    assert torch.equal(came[0], weight) and torch.equal(came[1], weight[:, 8:])
-    assert not twin.waits, "but for its own stream nobody is waited for"
+        file = writer.write(parts)
+    came = dict(file.tensors())
+    assert torch.equal(came["a"], weight) and torch.equal(came["b"], weight[:, 8:])
+    assert not twin.waits, "the host waits for the stream of the copy alone"
 
 
 def test_a_tensor_on_the_wrong_device_is_found(

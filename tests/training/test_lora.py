@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from braidrl.cluster.ranks import run_ranks
+from braidrl.cluster.world import Ranks
 from braidrl.config import Config, LoraConfig
 from braidrl.config.layout import ParallelLayout
 from braidrl.errors import UserError
@@ -20,8 +22,10 @@ from braidrl.training.lora import ADAPTER
 from braidrl.training.memory.footprint import model_shape, resident_bytes
 from braidrl.training.objective import Objective, denominators
 from braidrl.training.roles.checkpoint import full_state_dict, load_worker, save_worker
-from braidrl.training.roles.copies import RoleCopy
+from braidrl.training.roles.copies import RoleCopy, local_weight_parts
 from braidrl.training.roles.make import DecoderWorker, ScalarWorker
+from braidrl.weights.collective import Incoming, LayoutCopy, WeightOffer
+from braidrl.weights.file import WeightWriter
 from tests.training.parallel.laid_out import OBJECTIVE, config_of, make_rows, one_step
 
 LORA = {"rank": 4, "alpha": 6.0}
@@ -171,6 +175,29 @@ def test_a_copied_reference_takes_the_merged_weights(tiny_models: dict[str, Path
     RoleCopy(reference, worker).move(0.0)
     for name, tensor in full_state_dict(worker).items():
         assert torch.equal(reference.model.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("way", ["in place", "collective", "file"])
+def test_a_publication_of_adapters_alone_moves_their_bytes_and_gives_the_weights(
+    tiny_models: dict[str, Path], way: str
+) -> None:
+    trained = started(adapted(tiny_models["qwen3"]))
+    other = DecoderWorker("actor", adapted(tiny_models["qwen3"]), train=True)
+    parts, own = (local_weight_parts(worker, adapters_alone=True) for worker in (trained, other))
+    moved = LayoutCopy(lambda: parts, lambda: own, Ranks()).refresh().stayed if way == "in place" else 0
+    if way == "collective":
+        offer = WeightOffer(Ranks(), "127.0.0.1", 60.0, torch.device("cpu"))
+        with closing(offer), offer.keep(1, parts).asked(1) as notice:
+            moved = Incoming(notice, 0, torch.device("cpu")).receive(own).received
+    elif way == "file":
+        writer = WeightWriter(parts, Ranks())
+        with closing(writer.write(parts)) as file:
+            file.put_into(own)
+        moved = writer.traffic.stayed
+    wanted, found = full_state_dict(trained), full_state_dict(other)
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    adapters = sum(p.nbytes for p in trained.model.parameters() if p.requires_grad)
+    assert moved == adapters < 0.5 * sum(tensor.nbytes for tensor in wanted.values())
 
 
 @pytest.mark.parametrize(
