@@ -30,7 +30,6 @@ from torch import Tensor
 
 from braidrl.algorithms.registry import advantages, losses
 from braidrl.data.rows import FinishReason
-from braidrl.engines.engine import WeightSource
 from braidrl.engines.requests import Response, Uid
 from braidrl.engines.wire import EngineSpec
 from braidrl.flow import Flow, actor, advantage, loss
@@ -62,7 +61,7 @@ class AtOnce(SteppingEngine):
     def waiting(self) -> int:
         return 0
 
-    def publish(self, version: int, source: WeightSource | None = None) -> None:
+    def publish(self, version: int, source: Any = None) -> None:
         self.version = version
 
     def _accept(self, row: Any) -> None:

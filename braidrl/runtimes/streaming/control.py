@@ -400,5 +400,5 @@ class ControlPlane(QueueController):
         return all(self.weights.has(role, version) or not self._updates_of(role, version) for role in self.exported)
 
     def _known_segments(self, address: str) -> set[str]:
-        blocks = list(self.held)
+        blocks = self.held
         return {block.name for block in blocks if block.address == address}

@@ -57,8 +57,9 @@ def test_generation_in_a_pool_of_its_own_changes_nothing(
     alone = {name: value for name, value in sections.items() if name != "roles"}
     alone["rollout"] = {k: v for k, v in sections.get("rollout", {}).items() if k not in ("tensor", "engines")}
     assert_same(found, trained(workshop, "alone", alone))
-    received = [line["weights/actor/received"] for line in read_metrics(workshop.folder / "apart")[1:]]
-    assert all(size > 0 for size in received), "nothing came from the other pool"
+    # Engine processes read what the ranks that train have written on this machine.
+    received = [line.get("weights/actor/received", 0) for line in read_metrics(workshop.folder / "apart")[1:]]
+    assert all((size > 0) is ("engines" not in sections.get("rollout", {})) for size in received)
 
 
 def test_a_stopped_run_goes_on_with_the_weights_of_its_checkpoint_in_both_pools(
