@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from braidrl.cli.check_model import described, may_train, measured
 from braidrl.errors import first_line
-from braidrl.training.decoders.acceptance import OPTIONAL
+from braidrl.training.acceptance import OPTIONAL
 from braidrl.training.decoders.proof import FAILURES, Refusal, Twin, quietly
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"

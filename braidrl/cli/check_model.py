@@ -11,11 +11,11 @@ from typing import Any
 from transformers import AutoConfig
 
 from braidrl.errors import UserError, first_line
-from braidrl.training.decoders.acceptance import MEASURES, OPTIONAL, accept
+from braidrl.training.acceptance import MEASURES, OPTIONAL, accept
 from braidrl.training.decoders.body import ForwardPlan
-from braidrl.training.decoders.layout_proof import layout_findings
 from braidrl.training.decoders.proof import FAILURES, Finding, Refusal, Twin, packed_findings, quietly
 from braidrl.training.decoders.proven import best_plan
+from braidrl.training.layout_proof import layout_findings
 from braidrl.training.loading import check_model, read_model_config
 
 WIDTH = 52

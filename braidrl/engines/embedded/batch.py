@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from braidrl.engines.embedded.cohorts import Cohorts
 from braidrl.engines.embedded.graphs import StepGraphs
 from braidrl.engines.embedded.native_decoder import NativeDecoder
 from braidrl.engines.embedded.sharded_decoding import PipelineRanks
 from braidrl.engines.embedded.shared_prefill import ROW_MULTIPLE, Prompts, prompt_key
-from braidrl.engines.embedded.slots import SlotCache, SlotStep, round_up
 from braidrl.engines.embedded.states import SlotStates
 from braidrl.engines.requests import Response
 from braidrl.engines.row_request import EngineRow
 from braidrl.engines.sampling import sample
+from braidrl.training.compute.slots import SlotCache, SlotStep, round_up
 from braidrl.training.decoders.body import plan_of_model, run_body
+from braidrl.training.decoders.cohorts import Cohorts
 from braidrl.training.decoders.head import logits_of
 
 

@@ -20,11 +20,11 @@ from braidrl.engines.embedded.graphs import CudaRecorder, StepGraphs
 from braidrl.engines.embedded.native_decoder import native_decoder
 from braidrl.engines.embedded.sharded_decoding import PipelineRanks
 from braidrl.engines.embedded.shared_prefill import ROW_MULTIPLE
-from braidrl.engines.embedded.slots import round_up
 from braidrl.engines.engine import EngineError, EngineMemory
 from braidrl.engines.requests import Response
 from braidrl.engines.row_request import EngineRow
 from braidrl.engines.stepping import SteppingEngine
+from braidrl.training.compute.slots import round_up
 from braidrl.training.decoders.body import body_of, plan_of_model
 from braidrl.training.memory.footprint import cache_bytes
 from braidrl.training.parallel.pipeline import local_layers

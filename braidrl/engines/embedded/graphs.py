@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from braidrl.engines.embedded.slots import READ_MULTIPLE, round_up
+from braidrl.training.compute.slots import READ_MULTIPLE, round_up
 
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
 """Takes a step and returns a function that repeats it on the same addresses; it may run the step while it records."""

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from braidrl.engines.embedded.sharded_decoding import SendHidden
-from braidrl.engines.embedded.slots import SlotCache
 from braidrl.native.building import FLOAT, INT, LONG, NATIVE, POINTER, address, build
 from braidrl.native.linear import product
+from braidrl.training.compute.slots import SlotCache
 from braidrl.training.lora import is_adapter
 from braidrl.training.parallel.pipeline import local_layers
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from braidrl.engines.embedded.slots import PrefillSequences, Prefix, round_up
 from braidrl.training.compute.attention import PackedSequences
+from braidrl.training.compute.slots import PrefillSequences, Prefix, round_up
 from braidrl.training.decoders.body import run_body
 
 ROW_MULTIPLE = 16

@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from braidrl.config import LoraConfig
 from braidrl.config.layout import ParallelLayout
-from braidrl.engines.embedded.slots import MixerCache, cache_name
 from braidrl.training.compute.attention import ATTENTION, Forward, Scores
 from braidrl.training.compute.log_probs import CHUNK_BYTES
+from braidrl.training.compute.slots import MixerCache, cache_name
 from braidrl.training.decoders.body import PACKED, body_of, run_body, use_plan
 from braidrl.training.decoders.proof import FAILURES
 from braidrl.training.decoders.proven import proven_plan

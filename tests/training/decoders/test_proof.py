@@ -11,10 +11,10 @@ import torch
 from transformers import AutoConfig
 
 from braidrl.engines.embedded import slots
-from braidrl.engines.embedded.decoding_proof import decoding_finding
-from braidrl.training.decoders import acceptance
-from braidrl.training.decoders.acceptance import MEASURES, accept
+from braidrl.training import acceptance
+from braidrl.training.acceptance import MEASURES, accept
 from braidrl.training.decoders.body import PACKED, ForwardPlan
+from braidrl.training.decoders.decoding_proof import decoding_finding
 from braidrl.training.decoders.head import HEAD, Head
 from braidrl.training.decoders.proof import Refusal, Twin, find_plan, leaking_modules, packed_findings, quietly
 from braidrl.weights.model_files import ModelFiles

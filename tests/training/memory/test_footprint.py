@@ -11,9 +11,9 @@ import torch
 
 from braidrl.config import TrainerConfig
 from braidrl.config.layout import ParallelLayout
-from braidrl.engines.embedded.slots import SlotCache
 from braidrl.errors import UserError
 from braidrl.training.compute.attention import PackedSequences
+from braidrl.training.compute.slots import SlotCache
 from braidrl.training.loading import load_decoder
 from braidrl.training.memory.footprint import (
     activation_bytes,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from braidrl.engines.embedded.slots import cache_name, round_up
+from braidrl.training.compute.slots import cache_name, round_up
 from braidrl.training.decoders.body import accepted, decoder_of
 
 ROWS = 16

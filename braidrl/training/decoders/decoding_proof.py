@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from braidrl.engines.embedded.cohorts import Cohorts
-from braidrl.engines.embedded.slots import PrefillSequences, SlotCache, SlotStep
 from braidrl.errors import first_line
 from braidrl.training.compute.attention import PackedSequences
+from braidrl.training.compute.slots import PrefillSequences, SlotCache, SlotStep
 from braidrl.training.decoders.body import ForwardPlan, run_body
+from braidrl.training.decoders.cohorts import Cohorts
 from braidrl.training.decoders.head import logits_of
 from braidrl.training.decoders.proof import BOUND, FAILURES, Finding, Twin, distance
 
