@@ -25,13 +25,14 @@ SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def parse_json(text: bytes | str, most_bytes: int = JSON_BYTES, finite: bool = True) -> Any:
+def parse_json(text: bytes | str, most_bytes: int = JSON_BYTES, finite: bool = True, whole: bool = True) -> Any:
     """Return the value of a JSON text.
 
     Args:
         text: UTF-8, or text.
         most_bytes: A longer one is not read.
         finite: Refuse NaN and numbers beyond those of double precision.
+        whole: Refuse halves of characters (lone surrogates).
 
     Raises:
         ValueError: In one line, why it is none, or which limit it breaks.
@@ -48,7 +49,7 @@ def parse_json(text: bytes | str, most_bytes: int = JSON_BYTES, finite: bool = T
     # A text with fewer brackets cannot be deeper.
     if text.count("[") + text.count("{") > MOST_LEVELS:
         check_levels(value)
-    if SURROGATE.search(text):
+    if whole and SURROGATE.search(text):
         check_characters(json.dumps(value, ensure_ascii=False))
     return value
 

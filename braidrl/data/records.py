@@ -19,7 +19,7 @@ from typing import Any
 
 from braidrl.config import SourceConfig
 from braidrl.errors import UserError, first_line, suggest
-from braidrl.parsing import parse_json, what_is_wrong
+from braidrl.parsing import check_levels, parse_json, what_is_wrong
 
 Record = dict[str, Any]
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -76,8 +76,9 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Record]]:
         # No more of a line is read than is taken.
         for number, raw in enumerate(iter(lambda: file.readline(LINE_BYTES + 1), b""), start=1):
             line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
-            if line.strip() or len(line) > LINE_BYTES:
-                yield number, as_object(path, number, parsed(place(path, number), line.rstrip(), LINE_BYTES))
+            if len(line) > LINE_BYTES or line.strip():
+                text = line if len(line) > LINE_BYTES else line.rstrip()
+                yield number, as_object(path, number, parsed(place(path, number), text, LINE_BYTES))
 
 
 def read_json(path: Path) -> Iterator[tuple[int, Record]]:
@@ -94,7 +95,7 @@ def read_json(path: Path) -> Iterator[tuple[int, Record]]:
 def parsed(where: str, raw: bytes, most_bytes: int) -> Any:
     """Return the JSON value. Raises UserError, which begins with its place, for anything else and for what is too long or too deep."""
     try:
-        return parse_json(raw, most_bytes)
+        return parse_json(raw, most_bytes, whole=False)  # `as_json` makes characters whole
     except ValueError as error:
         raise UserError(f"{where} is {what_is_wrong('JSON', error)}") from None
 
@@ -131,7 +132,9 @@ def read_arrow(source: SourceConfig, usual_split: str) -> Iterator[tuple[int, Re
                 rows = datasets.load_dataset(
                     "parquet", data_files=file, split="train", streaming=True, batch_size=BATCH
                 )
-            yield from enumerate(rows.cast(with_bytes(rows.features)) if rows.features else rows, start=1)
+            for number, record in enumerate(rows.cast(with_bytes(rows.features)) if rows.features else rows, start=1):
+                check_limits(place(path, number), record)
+                yield number, record
     except (DatasetsError, pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
         # `datasets` puts an error of its own around what has happened.
         cause = error.__cause__ if isinstance(error, DatasetsError) and error.__cause__ else error
@@ -184,6 +187,18 @@ def choose_split(path: Path, wanted: str | None, known: list[str], usual: str) -
             f"{path} has no split {chosen!r}. {suggest(chosen, known)} Set `split` of this source to one of {', '.join(known)}."
         )
     return chosen
+
+
+def check_limits(where: str, record: Record) -> None:
+    """Raise UserError, which begins with the record's place, for a value that is too long or nested too deep."""
+    for name, value in record.items():
+        if isinstance(value, str | bytes) and len(value) > LINE_BYTES:
+            raise UserError(f"{where}: column {name!r} has {len(value)} bytes, and at most {LINE_BYTES} are read")
+        if isinstance(value, dict | list):
+            try:
+                check_levels(value)
+            except ValueError as error:
+                raise UserError(f"{where}: column {name!r} is not read: {error}") from None
 
 
 def as_json(value: Any) -> Any:

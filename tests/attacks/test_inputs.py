@@ -144,7 +144,7 @@ CONFIG: dict[str, tuple[dict[str, Any], str]] = {
     "an end beyond the vocabulary": ({"eos_token_id": 9999}, "eos_token_id of config.json is 9999"),
     "a negative end": ({"eos_token_id": -1}, "eos_token_id of config.json is -1"),
     "one of two ends beyond": ({"eos_token_id": [1, 70000]}, "eos_token_id of config.json is 70000"),
-    "a vocabulary smaller than the tokenizer's": ({"vocab_size": 5}, "tokens beyond the model's 5"),
+    "a vocabulary smaller than the tokenizer's": ({"vocab_size": 5}, "is beyond it"),
     "architectures that are none": ({"architectures": 3}, "architectures is 3"),
 }  # fmt: skip
 
@@ -238,7 +238,6 @@ LINES: dict[str, tuple[str | bytes, str]] = {
     "infinity": (record("1e999"), "beyond the numbers of double precision"),
     "NaN": (record("NaN"), "NaN is not a JSON value"),
     "5,000 digits": (record("9" * 5000), "is not JSON"),
-    "half a character": (record('"\\ud800"'), "half of a character"),
     "Latin-1": (record('"\xe9"').encode("latin-1"), "is not UTF-8"),
     "zeros": (b"\0" * 100 + b"\n", "is not JSON"),
 }
@@ -269,13 +268,13 @@ def test_hostile_parquet_is_refused_with_its_place(tmp_path: Path) -> None:
     def fault() -> str:
         return refusal(lambda: read_examples(SourceConfig(path=path)))
 
-    nested: pa.DataType = pa.int64()
+    value: Any = 1
     for _ in range(80):
-        nested = pa.list_(nested)
-    pq.write_table(pa.table({"prompt": ["a"], "answer": pa.nulls(1, nested)}), path)
+        value = [value]
+    pq.write_table(pa.table({"prompt": ["a"], "answer": [value]}), path)
     assert str(path) in fault()
     pq.write_table(pa.table({"prompt": ["a", "x" * 40_000_000]}), path)
-    assert f"{path}, row 2: column 'prompt' has 40000002 bytes, and at most 33554432 are read" in fault()
+    assert f"{path}, row 2: column 'prompt' has 40000000 bytes, and at most 33554432 are read" in fault()
     for content in (b"", b"PAR1" + b"x" * 100 + b"PAR1", b"PAR1" + b"\xff" * 1000):
         path.write_bytes(content)
         assert f"{path} is not a readable parquet file" in fault()

@@ -73,7 +73,8 @@ def test_a_saved_run_goes_on_when_its_verifier_is_mended(workshop: Workshop) -> 
     ):
         run.train()
     verifier.write_text("def score(response):\n    return 1.0\n")
-    with TrainingRun(config, resume=run.folder) as resumed:
+    changed = config.model_copy(update={"trainer": config.trainer.model_copy(update={"accept_changes": ["code"]})})
+    with TrainingRun(changed, resume=run.folder) as resumed:
         resumed.train()
     assert [line["reward/score/score_mean"] for line in read_metrics(run.folder)] == [0.0, 1.0]
 

@@ -34,7 +34,7 @@ def test_a_tiny_model_fits_on_this_machine(workshop: Workshop) -> None:
         (80, {"trainer": {"lora": {}, "activation_checkpointing": True}}, "verdict: fits, "),
         (24, {"trainer": {"max_tokens_per_device": 4096}}, "AdamW moments"),
         (24, {"trainer": {"max_tokens_per_device": 4096}}, "trainer.layout={shard: full}"),
-        (24, {"rollout": {"slots": 100_000}, "trainer": {"lora": {}}}, "lower rollout.slots"),
+        (24, {"rollout": {"slots": 60_000}, "trainer": {"lora": {}}}, "lower rollout.slots"),
     ],
 )
 def test_what_does_not_fit_is_named_with_what_to_change(

@@ -48,7 +48,9 @@ def test_a_token_beyond_the_embedding_in_the_data_is_refused_with_both_sizes(wor
 
 def test_an_end_of_sequence_beyond_the_embedding_is_refused(workshop: Workshop) -> None:
     model = model_with_one_more_token(workshop, eos_token=WORD)
-    with pytest.raises(UserError, match=f"the end of sequence, token {SIZE}, is beyond it; resize the embedding"):
+    with pytest.raises(
+        UserError, match=f"eos_token_id of the tokenizer is {SIZE}, and the model has the tokens 0 to {SIZE - 1}"
+    ):
         workshop.run(model=str(model))
 
 

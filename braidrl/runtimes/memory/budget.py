@@ -107,7 +107,7 @@ def role_memory(
         engine = use.engine
         if engine.own_weights:
             resident[ENGINE] = engine.shape.parameters * engine.shape.element_bytes // engine.divisor
-        whole = cache_bytes(engine.shape.sizes, engine.shape.element_bytes, engine.slots, engine.tokens)
+        whole = cache_bytes(engine.shape.config, engine.shape.element_bytes, engine.slots, engine.tokens)
         resident[CACHE] = whole // engine.divisor
     working: dict[str, int] = {}
     if use.computes:

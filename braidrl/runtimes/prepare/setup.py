@@ -328,13 +328,10 @@ def check_vocabulary(
     if not exceeded:
         return
     size, role = min((size, role) for role, size in exceeded.items())
-    end = tokenizer.eos_token_id
     sizes = (
         f"the tokenizer has {len(tokenizer)} tokens and the embedding of {role}, {model_path(role, config)}, has {size}"
     )
     remedy = "resize the embedding (`model.resize_token_embeddings`), or use the model's own tokenizer"
-    if end is not None and end >= size:
-        raise UserError(f"{sizes}: the end of sequence, token {end}, is beyond it; {remedy}")
     for source in sources:
         if (found := source.examples.first_beyond(size)) is not None:
             number, token = found

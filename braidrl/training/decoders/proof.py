@@ -93,6 +93,7 @@ class Twin:
         return tiny_model(self.config, self.seed, attn_implementation="eager")
 
     @cached_property
+    @torch.enable_grad()  # also where the caller needs no gradients
     def alone(self) -> tuple[list[Tensor], dict[str, Tensor]]:
         """Return the log-probs of each row alone by transformers, and the gradients of their weighted sum."""
         log_probs = []

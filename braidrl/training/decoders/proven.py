@@ -60,7 +60,7 @@ def _proven(config: Any) -> dict[str, Any]:
     except Refusal as refusal:
         return {"refused": str(refusal)}
     except FAILURES as error:
-        return {"refused": f"a tiny model of its structure fails: {first_line(error)}"}
+        return {"refused": f"a tiny model of its structure cannot be loaded: {first_line(error)}"}
     why = "" if decoding.holds else decoding.note or f"log-probs differ by {decoding.value:.1g}"
     return {"mixers": plan.mixers, "by_rows": plan.by_rows, "decoding": why}
 

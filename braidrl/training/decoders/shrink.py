@@ -102,7 +102,7 @@ def _shrunk(settings: dict[str, Any]) -> dict[str, Any]:
         if KEPT.search(name):
             continue
         if "vocab_size" in name and name != "vocab_size_base":
-            found[name] = min(value, VOCABULARY)
+            found[name] = VOCABULARY
         elif name.endswith(("token_id", "token_index")):
             found[name] = min(value, VOCABULARY - 1)
         elif WINDOWS.match(name):

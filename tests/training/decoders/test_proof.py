@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from braidrl.engines.embedded import slots
 from braidrl.training import acceptance
 from braidrl.training.acceptance import MEASURES, accept
+from braidrl.training.compute import slots
 from braidrl.training.decoders.body import PACKED, ForwardPlan
 from braidrl.training.decoders.decoding_proof import decoding_finding
 from braidrl.training.decoders.head import HEAD, Head
