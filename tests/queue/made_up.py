@@ -127,7 +127,7 @@ def work_once(
         worker.ask("stepped", stage=work.stage, report={})
     elif work.kind == "load":
         LOADED[worker.holder] = work.message["version"]
-        worker.ask("loaded", version=work.message["version"], bytes=0)
+        worker.ask("loaded", version=work.message["version"], bytes=0, sent=0)
     return work.kind
 
 

@@ -46,7 +46,7 @@ def generate(worker: Client, work: Workload) -> None:
     while (given := worker.take(["generate"], 1, 5.0)).kind != "stop":
         if given.kind == "load":
             loaded = given.message["version"]
-            worker.ask("loaded", version=loaded, bytes=0)
+            worker.ask("loaded", version=loaded, bytes=0, sent=0)
         elif given.kind == "receive":
             worker.ask("received", version=given.message["version"])
         elif given.kind == "rows":

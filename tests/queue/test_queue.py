@@ -413,7 +413,7 @@ def play(
         worker, fate = clients[place], chance.random()
         work = worker.take(["update", "normalise", "check", "generate"], 3, 0.02)
         if work.kind == "load":
-            worker.ask("loaded", version=work.message["version"], bytes=0)
+            worker.ask("loaded", version=work.message["version"], bytes=0, sent=0)
         elif work.kind == "step":
             worker.ask("stepped", stage="update", report={})
             steps += 1
