@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import pytest
@@ -27,7 +28,6 @@ from braidrl.queue.client import Client, assembled
 from braidrl.queue.owner import Owner, StorageNode, owner_path, remove_abandoned
 from braidrl.queue.storage import Evicted, Place, Segments, shared_folder
 from braidrl.queue.storage_backends import data_plane
-from braidrl.queue.table import Block
 from braidrl.queue.transport import Connection, QueueError, QueueTimeout
 from braidrl.runtimes.streaming.control import ControlPlane
 from tests.queue.made_up import (
@@ -457,7 +457,7 @@ def test_columns_of_one_name_are_read_in_the_version_that_a_stage_asks_for() -> 
         worker.close()
 
 
-def test_a_role_that_follows_another_is_sent_its_weights_also_when_the_first_that_was_asked_for_them_dies() -> None:
+def test_weight_copy_is_asked_of_another_worker_when_the_first_dies(tmp_path: Path) -> None:
     follow = Stage("follow", "update", "reference", Signature(Kind.TRAIN, ()), {"source": "actor"})
     with queue(Flow("following", [GENERATE, CHECK, NORMALISE, UPDATE, follow]), iterations=1) as (
         control,
@@ -476,12 +476,14 @@ def test_a_role_that_follows_another_is_sent_its_weights_also_when_the_first_tha
         assert second.take(["update"], 8, 0.0).kind == "wait", "one of them is enough"
         control.fail("first")
         assert second.take(["update"], 8, 0.0).kind == "give"
-        block = second.data.write([b"weights"])
-        second.ask("given", stage="follow", blocks=[block])
+        file = tmp_path / "weights"
+        file.write_bytes(b"weights")
+        place: dict[str, Any] = {"path": str(file), "machines": [], "offer": None, "number": 1, "bytes": 7}
+        second.ask("given", stage="follow", place=place)
         step = follower.take(["follow"], 8, 0.0)
-        assert step.kind == "step" and [Block(*found) for found in step.message["weights"]] == [block]
+        assert step.kind == "step" and step.message["weights"] == place
         follower.ask("stepped", stage="follow", report={})
-        assert owner_names(node, "second") == [], "weights that were taken over are still kept"
+        assert not file.exists(), "weights that were taken over are still kept"
         assert control.finished[0].iteration == 1
         for worker in (first, second, follower):
             worker.close()
