@@ -94,7 +94,7 @@ def row_of(name: str) -> tuple[bool, str]:
         worst = next(f for f in wrong if f.name not in OPTIONAL and f is not engine)
         return False, f"| {name} | no | | {cell(f'{worst.name}: {worst.note or worst.value}')} |"
     lacks = {
-        "two pipeline ranks equal one": "pipeline",
+        "pipeline ranks equal one": "pipeline",
         "adapters equal merged weights": "adapters",
         engine.name: "engine",
     }
