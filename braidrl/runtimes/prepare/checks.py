@@ -29,8 +29,8 @@ from braidrl.rewards.verifiers import VERIFIERS
 from braidrl.sandbox.hosts import check_walls
 from braidrl.sandbox.mounts import walls_missing
 from braidrl.sandbox.policy import POLICIES
+from braidrl.training.acceptance import pipeline_finding
 from braidrl.training.backends import BACKENDS
-from braidrl.training.decoders.acceptance import pipeline_finding
 from braidrl.training.decoders.proven import proven_plan
 from braidrl.training.four_bit import import_bitsandbytes
 from braidrl.training.loading import read_model_config, read_object
