@@ -37,7 +37,7 @@ REAL: dict[str, dict[str, Any]] = {
 NOT_NEUTRAL = ("_multiplier", "logits_scaling")
 PREAMBLE = """# Models
 
-Which model types of transformers {version} train right, as `make models` found on a CPU in {minutes:.0f} minutes: {right} of {total}.
+Which model types of transformers {version} train right, as `make models` found on a CPU: {right} of {total}.
 Every type is shrunk to a tiny random model of the same structure. Its packed rows are compared with each row alone by transformers'
 own forward (log-probs to {bound:.0e}, gradients), decoded in the embedded engine, saved, read by parts and resumed. A type that is not
 listed as right is refused before its weights are read, with the reason given here. So is a new one, until the same proof holds.
@@ -72,9 +72,7 @@ def main() -> None:
     minutes = (time.perf_counter() - start) / 60
     print(f"{right} of {len(lines)} train right, {minutes:.1f} minutes")
     if len(types) == len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        head = PREAMBLE.format(
-            version=transformers.__version__, minutes=max(1, minutes), right=right, total=len(lines), bound=2e-4
-        )
+        head = PREAMBLE.format(version=transformers.__version__, right=right, total=len(lines), bound=2e-4)
         PAGE.write_text(head + "\n".join(line for _, line in lines.values()) + "\n")
 
 
@@ -94,7 +92,7 @@ def row_of(name: str) -> tuple[bool, str]:
         worst = next(f for f in wrong if f.name not in OPTIONAL and f is not engine)
         return False, f"| {name} | no | | {cell(f'{worst.name}: {worst.note or worst.value}')} |"
     lacks = {
-        "two pipeline ranks equal one": "pipeline",
+        "pipeline ranks equal one": "pipeline",
         "adapters equal merged weights": "adapters",
         engine.name: "engine",
     }

@@ -1,7 +1,7 @@
 """`braid check MODEL`: a table of what a tiny twin of the model shows, one line a property, with the figure and its bound.
 
 ok      packed rows equal rows alone: log-probs       4.8e-07   (bound 2.0e-04)
-REFUSED two pipeline ranks equal one                  its tiny model has 3 layers, which two ranks do not divide
+REFUSED pipeline ranks equal one                  its layers take the ids of the tokens
 """
 
 from collections.abc import Callable, Iterable

@@ -29,6 +29,7 @@ from braidrl.rewards.verifiers import VERIFIERS
 from braidrl.sandbox.hosts import check_walls
 from braidrl.sandbox.mounts import walls_missing
 from braidrl.sandbox.policy import POLICIES
+from braidrl.training.acceptance import pipeline_finding
 from braidrl.training.backends import BACKENDS
 from braidrl.training.decoders.proven import proven_plan
 from braidrl.training.four_bit import import_bitsandbytes
@@ -304,13 +305,20 @@ def check_plan(path: Path, layout: ParallelLayout, key: str) -> None:
     axes += ["shard"] * (layout.shard != "none")
     if not axes or not path.expanduser().is_dir():
         return
-    plan = proven_plan(read_model_config(path), path)
+    config = read_model_config(path)
+    plan = proven_plan(config, path)
     kept = axes if plan.by_rows else [axis for axis in axes if axis == "tensor" and plan.mixers]
     if kept:
         why = ", ".join(plan.mixers) or "its attention"
         raise UserError(
             f"{key}: {kept[0]} does not divide the model in {path}, where {why} mixes tokens in its own way; write data alone"
         )
+    if layout.pipeline > 1:
+        finding = pipeline_finding(config, plan)
+        if not finding.holds:
+            raise UserError(
+                f"{key}: pipeline does not divide the model in {path}: {finding.note or 'its ranks do not equal one'}; write pipeline=1"
+            )
 
 
 def check_dtypes(config: Config, roles: Iterable[str]) -> None:
