@@ -156,14 +156,17 @@ def train(case: str, version: str, code: Path) -> dict[str, Any]:
 
 
 def compare(case: str, before: Path) -> str | None:
-    """Train a case with both versions and return how they differ, or why that cannot be said."""
+    """Train a case with both versions and return how they differ, or why that cannot be said. Metrics that are new are listed, not compared."""
     try:
         ours, theirs = train(case, "before", before), train(case, "after", ROOT)
     except RuntimeError as error:
         return str(error)
     if "dapo" in case and all(v <= DAPO_ROWS for name, v in ours.items() if name.startswith("rows/generated")):
         return "no batch needed more groups than it began with, so that this case says nothing about refills"
-    return difference(ours, theirs)
+    added = {name for name in theirs.keys() - ours.keys() if " of step " in name}
+    if added:
+        print(f"{case}: the working tree also has {', '.join(sorted({name.split(' of step ')[0] for name in added}))}")
+    return difference(ours, {name: value for name, value in theirs.items() if name not in added})
 
 
 def compare_all(cases: list[str], before: Path) -> bool:
