@@ -122,6 +122,7 @@ def become(arguments: list[str], folder: str, environment: dict[str, str], told:
     for descriptor, standard in ((told, 1), (complained, 2)):
         os.dup2(descriptor, standard)
         os.close(descriptor)
+    sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)

@@ -156,7 +156,7 @@ def train(case: str, version: str, code: Path) -> dict[str, Any]:
 
 
 def compare(case: str, before: Path) -> str | None:
-    """Train a case with both versions and return how they differ, or why that cannot be said. Metrics that are new are listed, not compared."""
+    """Train a case with both versions and return how they differ, or why that cannot be said; new metrics are listed, not compared."""
     try:
         ours, theirs = train(case, "before", before), train(case, "after", ROOT)
     except RuntimeError as error:

@@ -23,7 +23,7 @@ import torch
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from braidrl.agents.listening import Connections, check_listening, listening_socket
+from braidrl.agents.listening import BoundedConnections, check_listening, listening_socket
 from braidrl.agents.openai_api import CHAT, COMPLETIONS, MODEL, Protocol, TurnReply, TurnRequest, event, reply
 from braidrl.agents.responses_api import RESPONSES
 from braidrl.agents.trajectory import Trajectory
@@ -167,7 +167,7 @@ class Endpoint:
         assert self._runner.server is not None
         listener = self._listener or listening_socket(self._host, self._port)
         self._port = listener.getsockname()[1]
-        self._connections = Connections(self._runner.server, listener)
+        self._connections = BoundedConnections(self._runner.server, listener)
         return self
 
     async def __aexit__(self, *_: object) -> None:

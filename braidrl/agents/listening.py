@@ -56,7 +56,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
     return socket.create_server(address[:2], family=family, backlog=BACKLOG)
 
 
-class Connections:
+class BoundedConnections:
     """Accepts the connections of a server, no more than there is room for."""
 
     def __init__(self, server: web.Server, listener: socket.socket) -> None:

@@ -55,11 +55,14 @@ def dry_run(config: Config, console: Console | None = None) -> list[tuple[Device
     """
     noted = Noted()
     noted(lambda: check_output(config))
-    config = noted(lambda: with_fetched(config)) or config
-    prepared = noted(lambda: prepare(config, check=noted))
+    fetched = noted(lambda: with_fetched(config))
+    config = fetched or config
+    # What the hub does not give is named already.
+    prepared = noted(lambda: prepare(config, check=noted)) if fetched else None
     if prepared is None:
         # The flow or the tokenizer is not there; these need neither.
-        noted(lambda: load_tokenizer(config.model))
+        if fetched:
+            noted(lambda: load_tokenizer(config.model))
         noted(lambda: build_flow(config))
         noted(lambda: check_names(config))
         noted(lambda: check_files(config, train=True))

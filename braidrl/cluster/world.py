@@ -71,7 +71,7 @@ STORE_LIMIT_S = 5.0
 
 
 @dataclass
-class Received:
+class BytesReceived:
     """Bytes that came to a rank from others, by the call that brought them."""
 
     gathered: int = 0
@@ -86,7 +86,7 @@ class World:
     ) -> None:
         self.rank, self.size, self.group = rank, size, group
         self.place, self.rows = "the start", ""
-        self.received = Received()
+        self.received = BytesReceived()
         self._store, self._meetings = store, 0
 
     @property

@@ -430,7 +430,7 @@ class DataNames:
         when: When = ...,
         after: Sequence[str] = ...,
     ) -> Stage:
-        """Join prompt ids and response ids, as one sequence per row; the response's tokens are the actions.
+        """Join prompt ids and response ids, as one sequence per row; the response's tokens are the actions, or those in its mask.
 
         Returns tokens (int64), the mask of actions (bool), the lengths of each row's sequences (here one), and per row the number of
         tokens and of action tokens, (B,) int64.

@@ -21,6 +21,8 @@ PACKAGE = Path(__file__).parents[1]
 HIDDEN = ("/run", "/var")
 """Sockets of the system's services are here."""
 FRESH = ("/tmp", "/var/tmp", "/dev/shm")
+TEMPORARY, IMPORT_BYTES = Path("/tmp").resolve(), 64 << 20
+"""Libraries want a folder for temporary files while they are imported. No call sees what they write there."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 ETC = (
     "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "passwd", "group", "nsswitch.conf", "hosts", "localtime", "timezone",
@@ -145,13 +147,15 @@ def view(policy: Policy, python: str, code: CodeFiles) -> View:
     for device in GPUS if policy.reads else ():
         command += ["--dev-bind-try", device, device]
     for place in fresh:
+        if place == TEMPORARY:
+            command += ["--size", str(IMPORT_BYTES)]
         command += ["--dir" if place == Path("/dev/shm") else "--tmpfs", str(place)]
     for place in places:
         command += ["--ro-bind", str(place), str(place)]
     for file, number in zip(code.descriptors, descriptors, strict=True):
         command += ["--ro-bind-data", str(number), str(file)]
     for locked in ["/dev", *map(str, fresh), *(HIDDEN if policy.reads else ()), *([] if policy.reads else ["/"])]:
-        if locked != "/dev/shm":
+        if locked not in ("/dev/shm", str(TEMPORARY)):
             command += ["--remount-ro", locked]
     if not policy.reads:
         command += ["--chdir", "/"]

@@ -28,7 +28,7 @@ from braidrl.cluster.process_groups import address_towards, all_gather_bytes, co
 from braidrl.cluster.world import Ranks
 from braidrl.errors import first_line
 from braidrl.weights.boxes import Box
-from braidrl.weights.publisher import TakesWeights, TransferVolume, check_shapes
+from braidrl.weights.publisher import PublishedEngine, TransferVolume, check_shapes
 from braidrl.weights.reshard_plan import Piece, Schedule, TensorGroup, plan_moves, rounds_needed
 from braidrl.weights.shard_index import ShardIndex, WeightPart, check_parts, gather_shard_index, snapshot
 
@@ -542,7 +542,7 @@ class CollectivePublisher:
     """Offers the trainer's own tensors to the engine's workers as long as they are current; nothing is written in between."""
 
     def __init__(
-        self, offer: WeightOffer, parts: Parts, engine: TakesWeights, ranks: Ranks, state: Callable[[], object]
+        self, offer: WeightOffer, parts: Parts, engine: PublishedEngine, ranks: Ranks, state: Callable[[], object]
     ) -> None:
         """Publish nothing yet.
 

@@ -25,7 +25,7 @@ from braidrl.cluster.process_groups import all_gather_bytes
 from braidrl.cluster.world import Ranks
 from braidrl.queue.storage import shared_folder
 from braidrl.weights.collective import Parts, WeightTransfer
-from braidrl.weights.publisher import TakesWeights, TransferVolume
+from braidrl.weights.publisher import PublishedEngine, TransferVolume
 from braidrl.weights.reshard_plan import TensorGroup, shared_blocks
 from braidrl.weights.shard_index import ShardIndex, WeightPart, check_parts, full_parts, gather_shard_index
 
@@ -214,7 +214,7 @@ class WeightWriter:
 class FilePublisher:
     """Writes a file on each machine, which its engines and servers read; ranks without an engine write with the others."""
 
-    def __init__(self, writer: WeightWriter, parts: Parts, engine: TakesWeights | None) -> None:
+    def __init__(self, writer: WeightWriter, parts: Parts, engine: PublishedEngine | None) -> None:
         self.writer, self.parts, self.engine = writer, parts, engine
         self._file: WeightFile | None = None
 

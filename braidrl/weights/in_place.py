@@ -30,7 +30,7 @@ from braidrl.weights.collective import (
     whole_boxes,
 )
 from braidrl.weights.generation_layout import GenerationLayout
-from braidrl.weights.publisher import TakesWeights, TransferVolume, WeightSource, check_shapes
+from braidrl.weights.publisher import PublishedEngine, TransferVolume, WeightSource, check_shapes
 from braidrl.weights.shard_index import WeightPart, gather_shard_index, weight_parts
 from braidrl.weights.shards import empty, occupy, storages
 
@@ -39,7 +39,7 @@ class InPlacePublisher:
     """Has an engine of this process use the current weights, which are its own or are copied into its own."""
 
     def __init__(
-        self, engine: TakesWeights | None, copy: LayoutCopy | None = None, source: WeightSource | None = None
+        self, engine: PublishedEngine | None, copy: LayoutCopy | None = None, source: WeightSource | None = None
     ) -> None:
         """Share the weights with the engine, or copy them.
 

@@ -44,7 +44,7 @@ class ModelWeights:
         return self._model.state_dict().items()
 
 
-class TakesWeights(Protocol):
+class PublishedEngine(Protocol):
     """An engine, as a publisher uses it."""
 
     def publish(self, version: int, source: WeightSource | None = None) -> None:

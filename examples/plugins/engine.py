@@ -8,9 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from braidrl.algorithms.random import uniform
+from braidrl.data.endings import end_ids_of
 from braidrl.data.rows import Uid
 from braidrl.engines.requests import Response
-from braidrl.engines.row_request import EngineRow, RemoteRow, end_ids_of
+from braidrl.engines.row_request import EngineRow, RemoteRow
 from braidrl.engines.sampling import batch_sampling, sample
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.engines.wire import EngineSpec

@@ -67,7 +67,7 @@ def test_the_readmes_install_has_what_its_runtimes_and_data_need() -> None:
     (extras,) = re.findall(r"pip install -c constraints.txt -e '\.\[(.*?)\]'", (ROOT / "README.md").read_text())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked = [package for extra in extras.split(",") for package in project["optional-dependencies"][extra]]
-    assert {re.split("[^a-z]", package)[0] for package in asked} == {"datasets", "ray"}
+    assert {re.split("[^a-z]", package)[0] for package in asked} == {"ray"}
 
 
 def test_the_endpoints_page_has_every_field_that_is_refused() -> None:

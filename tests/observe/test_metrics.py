@@ -110,7 +110,7 @@ def test_resuming_cuts_off_what_the_checkpoint_does_not_know(tmp_path: Path) -> 
 
 
 def test_a_new_run_does_not_write_into_an_old_one(tmp_path: Path) -> None:
-    MetricsWriter(tmp_path).close()
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n")
     with pytest.raises(UserError, match="--resume"):
         MetricsWriter(tmp_path)
 
