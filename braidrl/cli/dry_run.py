@@ -58,7 +58,7 @@ def dry_run(config: Config, console: Console | None = None) -> list[tuple[Device
     fetched = noted(lambda: with_fetched(config))
     config = fetched or config
     # What the hub does not give is named already.
-    prepared = noted(lambda: prepare(config, check=noted)) if fetched else None
+    prepared = noted(lambda: prepare(config, check=noted) if fetched else None)
     if prepared is None:
         # The flow or the tokenizer is not there; these need neither.
         if fetched:
