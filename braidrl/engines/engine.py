@@ -1,7 +1,7 @@
-"""What every engine can do, whoever wrote it: the one protocol behind which models generate.
+"""The engine protocol: the one interface behind which models generate.
 
-submit ──▶ Response          one response per request, whenever it ends
-abort  ──▶ the same, at once, with what there is
+submit ──▶ Response          one response per request, when it ends
+abort  ──▶ the same response at once, with the tokens drawn so far
 
 `braidrl.engines.engine_contract` holds the checks that an engine must pass.
 """
@@ -27,11 +27,11 @@ ENGINES = PluginRegistry(
         "http": "braidrl.engines.http.http_engine:HttpEngine",
     },
 )
-"""What makes an engine: called with an `EngineSpec` it returns a `SteppingEngine` or a `ServedEngine`; only `http` is told of servers."""
+"""Engine factories: called with an `EngineSpec`, each returns a `SteppingEngine` or a `ServedEngine`; only `http` is given servers."""
 
 
 class EngineError(RuntimeError):
-    """The engine failed, not the request: the same request may succeed elsewhere, or here after `recover`."""
+    """An error of the engine, not of the request: the same request may succeed elsewhere, or here after `recover`."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Load:
     """An engine's current load."""
 
     slots: int
-    """Rows that it decodes at once."""
+    """Rows that it can decode at once."""
     running: int
     """Rows that are being decoded."""
     waiting: int
-    """Rows that have no slot yet."""
+    """Rows without a slot."""
 
     @property
     def rows(self) -> int:
@@ -52,26 +52,26 @@ class Load:
 
 
 class Engine(Protocol):
-    """Generates responses. All methods belong to one event loop."""
+    """A generator of responses. All methods belong to one event loop."""
 
     async def submit(self, request: Request) -> Response:
         """Generate a response. Raises UserError for a request that cannot be answered, and EngineError when the engine fails."""
 
     async def abort(self, uid: Uid) -> None:
-        """End a row at once: its `submit` returns what there is. Raises KeyError when it is not in flight."""
+        """End a row at once: its `submit` returns the tokens drawn so far. Raises KeyError if the row is not in flight."""
 
     async def pause(self) -> None:
-        """Draw no token until `resume`. Rows keep what they have, and requests may be submitted."""
+        """Draw no token until `resume`. Rows keep their tokens, and requests may be submitted."""
 
     async def resume(self) -> None:
         """Continue after `pause`."""
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
-        """Use other weights from the next token on; rows in flight continue with them.
+        """Use new weights from the next token on; rows in flight continue with them.
 
         Args:
-            version: Of the weights.
-            source: Where they come from; with None the engine's own tensors are this version already.
+            version: The version of the weights.
+            source: The new weights; with None the engine's own tensors already have this version.
 
         Raises:
             ValueError: The source lacks a tensor.
@@ -84,59 +84,59 @@ class Engine(Protocol):
         """Accept requests again."""
 
     async def recover(self) -> int:
-        """Make a failed engine ready, and return the version of its weights. Raises EngineError when it cannot."""
+        """Make a failed engine ready, and return the version of its weights. Raises EngineError if that fails."""
 
     def load(self) -> Load:
-        """Return what the engine is busy with now."""
+        """Return the engine's current load."""
 
 
 class ServedEngine(Engine, Protocol):
-    """An engine with a beginning and an end, such as a process or a server."""
+    """An engine that is started and closed, such as a process or a server."""
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Return the tokens of prompt and response together."""
+        """Return the maximum length of prompt and response together, in tokens."""
 
     async def start(self) -> None:
-        """Return when it takes requests. Raises UserError where it cannot be used as it is, EngineError where it fails."""
+        """Start the engine, and return when it accepts requests. Raises UserError if it is configured wrongly, EngineError if it fails."""
 
     async def close(self) -> None:
-        """End what `start` began; may be called without it."""
+        """Stop the engine; may be called without `start`."""
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """What an engine takes of the device of the process that trains."""
+    """The memory that an engine takes on the trainer's device."""
 
     model: nn.Module
-    """What it decodes with; the trainer's own module where it shares that."""
+    """The model that decodes; the trainer's own module if shared."""
     cache_bytes: int
-    """Keys and values of all its slots."""
+    """Bytes of keys and values of all its slots."""
     weights: GenerationWeights | None = None
-    """Where the model's weights give way to those of training."""
+    """The owner of weights that take turns with training's on the device."""
 
 
 class RoleEngine(Protocol):
-    """What generates for a role, as the process that executes its stages uses it: whole batches, without an event loop of its own."""
+    """A role's engine as the process that executes its stages uses it: whole batches, without an event loop of its own."""
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Return the tokens of prompt and response together."""
+        """Return the maximum length of prompt and response together, in tokens."""
 
     @property
     def slots(self) -> int:
-        """Return how many rows are decoded at once."""
+        """Return how many rows can be decoded at once."""
 
     @property
     def in_flight(self) -> int:
         """Return how many rows are being decoded."""
 
     is_collective: bool
-    """True where ranks decode together: those without rows call `generate` too, and it takes no turns in an environment."""
+    """True if ranks decode together: ranks without rows call `generate` too, and the engine cannot serve environments."""
 
     @property
     def memory(self) -> EngineMemory | None:
-        """Return what can leave the device while other roles need the room; None where nothing of it is known here."""
+        """Return the memory that can leave the device while other roles need the room; None if unknown here."""
 
     def generate(
         self,
@@ -149,36 +149,36 @@ class RoleEngine(Protocol):
         Args:
             requests: One per row.
             on_finished: Called with each response that ends by itself.
-            rows_to_end: Asked after each step, or every few milliseconds, for rows to end with what they have; it may name some that
-                have ended.
+            rows_to_end: Called after each step, or every few milliseconds; returns rows to end with their tokens so far, and may include
+                rows that have ended.
 
         Raises:
-            UserError: For a prompt that leaves no room for a response.
-            RuntimeError: While rows are in flight.
+            UserError: A prompt leaves no room for a response.
+            RuntimeError: Rows are in flight.
         """
 
     def run(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
-        """Return what `work` returns, which has the engine for as long as it runs."""
+        """Run `work` with exclusive use of the engine, and return its result."""
 
     def publish(self, version: int, source: WeightSource | None = None) -> None:
-        """Generate with other weights from now on.
+        """Generate with new weights from now on.
 
         Args:
-            version: Of the weights.
-            source: Where they come from; with None the engine's own tensors are this version already.
+            version: The version of the weights.
+            source: The new weights; with None the engine's own tensors already have this version.
 
         Raises:
             ValueError: The source lacks a tensor.
         """
 
     def clear(self) -> None:
-        """Drop every row, and give the memory of keys and values back."""
+        """Drop every row, and free the memory of keys and values."""
 
     def sleep(self) -> None:
-        """Give back what generation alone needs; weights may be published meanwhile. Raises RuntimeError while rows are in flight."""
+        """Free the memory that only generation needs; weights may still be published. Raises RuntimeError while rows are in flight."""
 
     def wake(self) -> None:
         """Get ready to generate again."""
 
     def close(self) -> None:
-        """End whatever it has started."""
+        """Stop everything that the engine started."""

@@ -1,10 +1,10 @@
-"""The contract of engines, as checks that run against ours and against those that users write.
+"""The contract of engines, as checks that run against Braid's engines and against users' own.
 
     for check in CHECKS:
         asyncio.run(check(subject))
 
-A check fails by AssertionError. `subject.make()` gives an engine with weights of version 0 and no row in flight; its model
-must be random enough that greedy tokens differ between prompts.
+A failed check raises AssertionError. `subject.make()` returns an engine with weights of version 0 and no row in flight; its model must be
+random enough that greedy tokens differ between prompts.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from braidrl.weights.publisher import WeightSource
 
 @dataclass(frozen=True)
 class EngineUnderTest:
-    """An engine under test and what the checks need to know of its model."""
+    """An engine under test and the facts about its model that the checks need."""
 
     make: Callable[[], Engine]
     vocabulary: int
@@ -37,7 +37,7 @@ class EngineUnderTest:
     tolerance: float = 1e-5
     """Absolute tolerance of log-probs against training's."""
     long: int = 40
-    """Length in tokens of a response that is still being drawn when its engine is asked for something else."""
+    """Length in tokens of a response that is still being drawn when its engine gets another call."""
 
 
 def requests(subject: EngineUnderTest, count: int, tokens: int = 12) -> list[Request]:
@@ -53,7 +53,7 @@ async def all_of(engine: Engine, wanted: Sequence[Request]) -> list[Response]:
 
 
 async def under_way(engine: Engine, request: Request) -> asyncio.Task[Response]:
-    """Submit a request and return when it is being decoded; again, where on a busy machine it is over before that is heard of."""
+    """Submit a request and return when it is being decoded; repeat if it ends before that is seen, as on a busy machine."""
     for _ in range(100):
         task = asyncio.ensure_future(engine.submit(request))
         while not task.done():
@@ -85,7 +85,7 @@ async def log_probs_are_those_of_training(subject: EngineUnderTest) -> None:
 
 
 async def a_later_turn_has_the_log_probs_of_training(subject: EngineUnderTest) -> None:
-    """Also where an engine keeps what it has computed of the turns before."""
+    """Check the log-probs of a later turn, also where an engine caches the turns before."""
     engine, (request, *_), generator = subject.make(), requests(subject, 1), torch.Generator().manual_seed(8)
     said, observed = (
         torch.randint(0, subject.vocabulary, (count,), generator=generator)
@@ -145,7 +145,7 @@ async def abort_gives_what_there_is(subject: EngineUnderTest) -> None:
     free = await engine.submit(replace(request, sampling=replace(request.sampling, max_tokens=subject.long)))
     endless = replace(request, sampling=replace(request.sampling, max_tokens=subject.long))
     beside = asyncio.ensure_future(engine.submit(other))
-    # On a busy machine a row may be over before it is aborted.
+    # On a busy machine a row may end before it is aborted.
     for _ in range(100):
         task = await under_way(engine, endless)
         with contextlib.suppress(KeyError):
@@ -188,7 +188,7 @@ async def new_weights_draw_the_tokens_after_them(subject: EngineUnderTest) -> No
     old = await engine.submit(request)
     task = await under_way(engine, request)
     update = asyncio.ensure_future(engine.update_weights(3, subject.other_weights()))
-    # On a busy machine a row may be over before the weights are there; the row that they reach is the one that tells.
+    # On a busy machine a row may end before the weights arrive; only a row that they reach is checked.
     for _ in range(100):
         if (both := await task).versions[-1] == 3:
             break
@@ -216,7 +216,7 @@ async def weights_that_lack_a_tensor_are_refused(subject: EngineUnderTest) -> No
 async def an_engine_sleeps_when_idle_and_requests_wait_for_it(subject: EngineUnderTest) -> None:
     engine, (request, other, *_) = subject.make(), requests(subject, 2)
     endless = replace(request, sampling=replace(request.sampling, max_tokens=subject.long))
-    # On a busy machine a row may be over before the engine is told to sleep.
+    # On a busy machine a row may end before the engine is asked to sleep.
     for _ in range(100):
         task = await under_way(engine, endless)
         try:
@@ -260,4 +260,4 @@ CHECKS: tuple[Callable[[EngineUnderTest], Awaitable[None]], ...] = (
     weights_that_lack_a_tensor_are_refused,
     an_engine_sleeps_when_idle_and_requests_wait_for_it,
 )
-"""For an engine that reproduces only per request, leave out `a_rows_tokens_depend_on_the_row_alone`."""
+"""All checks. For an engine whose tokens depend on the batch composition, leave out `a_rows_tokens_depend_on_the_row_alone`."""

@@ -1,7 +1,7 @@
-"""From a configuration to what generates for a role, and to the publisher of its weights, in whatever layout it is trained.
+"""Makes a role's engines and the publisher of its weights from the configuration, for any training layout.
 
 engine of this process, or of a pool of ranks    in place: its own tensors, or slices copied in rounds, adapters merged
-engine processes                                 file in shared memory; on CUDA devices of their own collective
+engine processes                                 file in shared memory; collective if they have CUDA devices of their own
 servers                                          file in a folder, or collective
 """
 
@@ -47,14 +47,14 @@ from braidrl.weights.shard_index import WeightPart, weight_parts
 
 
 class Generated(Protocol):
-    """What an engine needs to know of its role: which ranks call it together, and where its weights are."""
+    """A role as its engine sees it: the ranks that call the engine together, and the location of the weights."""
 
     role: str
     ranks: DataParallel
 
     @property
     def shared_model(self) -> Any:
-        """Return the module that an engine of this process may decode with, or None where it needs a copy."""
+        """Return the module that an engine of this process may decode with, or None if it needs a copy."""
 
 
 class Remote:
@@ -67,7 +67,7 @@ class Remote:
 
 
 def start_engine(worker: Generated, config: Config, tokenizer: PreTrainedTokenizerBase) -> RoleEngine:
-    """Return what generates with the weights of `worker`.
+    """Start the engine that generates with the weights of `worker`.
 
     All ranks that generate for the role call this at the same time. Raises UserError for a model that the engine cannot use.
     """
@@ -80,7 +80,7 @@ def start_engine(worker: Generated, config: Config, tokenizer: PreTrainedTokeniz
         return start_processes(worker.role, config, on_devices(spec, count))
     if rollout.engine != "embedded":
         return own_engine(config, spec)
-    # Decoding needs all weights on each rank, adapters merged: else a frozen copy, brought up to date at each publication.
+    # Decoding needs all weights on each rank, with adapters merged; otherwise a frozen copy, refreshed at each publication.
     dtype = DTYPES[rollout.dtype] if rollout.dtype else None
     own_dtype = dtype or dtype_of(worker.role, config)
     model = worker.shared_model or load_decoder(spec.model, own_dtype, spec.device).requires_grad_(False).eval()
@@ -90,9 +90,9 @@ def start_engine(worker: Generated, config: Config, tokenizer: PreTrainedTokeniz
 
 
 def publisher_of(worker: TrainingBackend, engine: RoleEngine, config: Config) -> Publisher:
-    """Return how the weights of `worker` reach its engine; all ranks that generate for the role call this at the same time."""
+    """Return the publisher that brings the weights of `worker` to its engine; all ranks that generate for the role call this together."""
     if not isinstance(worker, RoleWorker):
-        # A backend of a user's own: every full tensor by its name.
+        # A user's own backend: every full tensor by its name.
         shared = worker.shared_model is not None and isinstance(engine, EmbeddedEngine)
         return InPlacePublisher(engine, source=None if shared else worker)
     parts = partial(local_weight_parts, worker)
@@ -102,10 +102,10 @@ def publisher_of(worker: TrainingBackend, engine: RoleEngine, config: Config) ->
             return InPlacePublisher(engine)
         return InPlacePublisher(engine, copy_within(worker, partial(weight_parts, engine.model, slices), bool(slices)))
     if not isinstance(engine, EngineService) or not (config.rollout.engine == "http" or engine_processes(config)):
-        # An engine of a user's own in this process.
+        # A user's own engine in this process.
         return InPlacePublisher(engine, source=worker)
     own = config.roles.get(worker.role)
-    # Of ranks that each have everything some may generate alone: those do not wait for the others.
+    # Ranks with all weights may generate alone: they do not wait for the others.
     together = worker.ranks.is_sharded or own is None or own.generate_workers is None
     ranks = worker.ranks if together else DataParallel()
     if is_collective(config):
@@ -119,12 +119,12 @@ def publisher_of(worker: TrainingBackend, engine: RoleEngine, config: Config) ->
 def exchange_publisher(
     worker: RoleWorker | None, engine: RoleEngine | None, config: Config, ranks: DataParallel
 ) -> Publisher:
-    """Return how weights get from the pool that trains a role to the pool that generates for it; all `ranks` of both call this.
+    """Return the publisher between the pool that trains a role and the pool that generates for it; all `ranks` of both call this.
 
     Args:
-        worker: Trains the role in this process; None where it only generates.
-        engine: Generates in this process; None where it only trains.
-        config: The run's.
+        worker: Trains the role in this process; None if the process only generates.
+        engine: Generates in this process; None if the process only trains.
+        config: The run's configuration.
         ranks: The ranks of both pools.
     """
     parts: Parts = partial(local_weight_parts, worker) if worker is not None else dict
@@ -136,18 +136,18 @@ def exchange_publisher(
 
 
 def file_writer(parts: Mapping[str, WeightPart], ranks: DataParallel, config: Config) -> WeightWriter:
-    """Return what writes versions as the configuration says: a folder for servers, else shared memory; ranks call this together."""
+    """Return the writer of weight versions: to a folder for servers, else to shared memory; all ranks call this together."""
     rollout = config.rollout
     asks = rollout.engine == "http"
     in_folder = asks and rollout.servers.weights == "folder"
-    # What servers are sent is checked on its way.
+    # Weights sent to servers are checked in transit.
     return WeightWriter(parts, ranks, rollout.check_weights and not asks, in_folder, rollout.servers.folder)
 
 
 def is_collective(config: Config) -> bool:
-    """Return True where engines outside this process receive weights over a process group, as asked or because they have devices.
+    """Return True if engines outside this process receive weights over a process group: on request, or because they have devices.
 
-    Raises UserError where they are asked to and share the trainer's device, which NCCL refuses.
+    Raises UserError if this is requested and they share the trainer's device, which NCCL refuses.
     """
     rollout, available = config.rollout, device_count(config.device)
     if rollout.engine == "http":
@@ -155,7 +155,7 @@ def is_collective(config: Config) -> bool:
     if rollout.weights == "file" or not available:
         return rollout.weights == "collective"
     if config.runtime == "streaming":
-        # Each process has a device of its own, unless there is one.
+        # Each process has a device of its own, unless the machine has only one.
         return rollout.weights == "collective" or available > 1
     devices = own_devices(available, engine_processes(config), rollout.tensor)
     shared = any(set(own) & set(devices.every[:1]) for own in devices.engines)
@@ -175,7 +175,7 @@ def run_address(config: Config) -> str:
 
 
 def engine_spec(role: str, config: Config) -> EngineSpec:
-    """Return what an engine of a role is made from, as plain data that travels to its process."""
+    """Return the settings of a role's engine, as plain data that is sent to its process."""
     rollout, path = config.rollout, model_path(role, config).expanduser()
     longest, dtype = config.max_sequence_tokens, DTYPES[rollout.dtype] if rollout.dtype else dtype_of(role, config)
     longest = min(longest, getattr(read_model_config(path), "max_position_embeddings", None) or longest)
@@ -189,7 +189,7 @@ def engine_spec(role: str, config: Config) -> EngineSpec:
 
 
 def start_processes(role: str, config: Config, specs: Sequence[EngineSpec]) -> EngineService:
-    """Return engines in processes of their own. Raises UserError for a model that they cannot use."""
+    """Start engines in processes of their own. Raises UserError for a model that they cannot use."""
     limit_s, rollout = config.cluster.wait_limit_s, config.rollout
     engines = [EngineProcess(own, f"{role}'s engine {n}", rollout.python, limit_s) for n, own in enumerate(specs)]
     return EngineService(engines, limit_s, partial(stored_in_memory, check=rollout.check_weights))
@@ -204,7 +204,7 @@ def own_engine(config: Config, spec: EngineSpec) -> RoleEngine:
 
 
 def spmd_engine(worker: Generated, config: Config, tokenizer: PreTrainedTokenizerBase, spec: EngineSpec) -> SpmdEngine:
-    """Return what ranks decode with together; all ranks call this at the same time. Raises UserError as `start_engine`."""
+    """Return the engine with which ranks decode together; all ranks call this at the same time. Raises UserError as `start_engine`."""
     layout, trains = generation_layout(config), isinstance(worker, RoleWorker)
     training = (layout_of(worker.role, config) if trains else ParallelLayout()).resolve(worker.ranks.size)
     groups = layout.groups(training)
@@ -216,7 +216,7 @@ def spmd_engine(worker: Generated, config: Config, tokenizer: PreTrainedTokenize
         model, tokenizer, spec.slots, spec.max_sequence_tokens, config.seed, slices, group,
         compile=config.rollout.compile, pipeline=pipeline,
     )  # fmt: skip
-    # With a budget a copy stays, and comes and goes as the budget says.
+    # With a memory budget the copy is kept, and is offloaded as the budget requires.
     takes_turns = (layout.grouping or layout.nests(training)) and config.trainer.resident_gib is None
     if takes_turns and isinstance(worker, RoleWorker):
         parts = partial(local_weight_parts, worker)
@@ -225,12 +225,12 @@ def spmd_engine(worker: Generated, config: Config, tokenizer: PreTrainedTokenize
 
 
 def generation_layout(config: Config) -> GenerationLayout:
-    """Return the layout in which ranks that train generate."""
+    """Return the layout in which the training ranks generate."""
     return GenerationLayout(config.rollout.pipeline, config.rollout.tensor, config.rollout.grouping)
 
 
 def on_devices(spec: EngineSpec, count: int) -> list[EngineSpec]:
-    """Return so many engines, each with CUDA devices of its own. Raises UserError for too few devices."""
+    """Return `count` engines' settings, each with CUDA devices of its own. Raises UserError for too few devices."""
     available = device_count(spec.device)
     if available is None:
         return [spec] * count
@@ -238,19 +238,19 @@ def on_devices(spec: EngineSpec, count: int) -> list[EngineSpec]:
 
 
 def with_engines(pools: Sequence[Pool], config: Config) -> tuple[Pool, ...]:
-    """Return the pools with the engine processes that those of them start which generate."""
+    """Return the pools; each generating pool has the number of engine processes that it starts."""
     engines, each = own_engines(config), config.rollout.tensor
     return tuple(replace(pool, engines=engines, engine_devices=each) if pool.generating else pool for pool in pools)
 
 
 def own_engines(config: Config) -> int:
-    """Return how many engine processes whoever generates starts beside itself; servers were started by somebody else."""
+    """Return how many engine processes a generating process starts beside itself; the run does not start servers."""
     return 0 if config.rollout.engine == "http" else engine_processes(config)
 
 
 def reach_servers(worker: Generated, config: Config, tokenizer: PreTrainedTokenizerBase, longest: int) -> EngineService:
-    """Return the servers of this rank; of ranks that generate each has its own. Raises UserError for those that cannot be trained with."""
-    # Imported here: only servers need aiohttp, which need not be installed.
+    """Return this rank's servers; each generating rank has its own. Raises UserError for a server that cannot be used for training."""
+    # Imported here: only servers need aiohttp, an optional dependency.
     from braidrl.engines.http.http_engine import HttpEngine, ServerSpec
     from braidrl.engines.http.servers import GenerationServer, NetworkSettings
 
@@ -270,7 +270,7 @@ def reach_servers(worker: Generated, config: Config, tokenizer: PreTrainedTokeni
     limit_s, dialect = config.cluster.wait_limit_s, DIALECTS[rollout.servers.dialect]
     engines = [HttpEngine(GenerationServer(url, dialect, limit_s, sending), spec) for url in urls]
     service = EngineService(engines, limit_s, store)
-    # A server may still have the weights of the last run that asked it.
+    # A server may still have the weights of an earlier run.
     service.publish(0, ModelWeights(load_decoder(model, dtype_of(worker.role, config), torch.device("cpu"))))
     if failures := service.router.failures:
         service.close()
@@ -279,15 +279,15 @@ def reach_servers(worker: Generated, config: Config, tokenizer: PreTrainedTokeni
 
 
 def pools_ranks(config: Config) -> bool:
-    """Return True where ranks decode together, of which each has slices of the model."""
+    """Return True if ranks decode together, each with a shard of the model."""
     layout = generation_layout(config)
     return (layout.ranks > 1 or layout.grouping is not None) and not engine_processes(config)
 
 
 def engine_processes(config: Config) -> int:
-    """Return how many processes or servers generate in place of this process; 0 where it generates itself."""
+    """Return how many processes or servers generate in place of this process; 0 if it generates itself."""
     rollout = config.rollout
     asked = len(rollout.servers.urls) if rollout.engine == "http" else rollout.engines
-    # Under streaming who generates has no ranks beside it that could hold a slice.
+    # Under streaming a generating process has no other ranks that could hold a shard.
     divided = config.runtime == "streaming" and rollout.tensor > 1
     return int(rollout.engine == "vllm" or divided) if asked is None else asked

@@ -1,4 +1,4 @@
-"""Requests to an engine and its responses: plain values, the same for every engine; and how a row continues elsewhere or later."""
+"""Requests to an engine and its responses: plain values, the same for every engine. A row can continue later or on another engine."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +14,12 @@ from braidrl.data.rows import FinishReason, Uid
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one response is drawn. A temperature of 0, or `greedy`, takes the likeliest token."""
+    """The sampling settings of one response. A temperature of 0, or `greedy`, takes the likeliest token."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
-    """0 keeps all tokens."""
+    """The number of likeliest tokens to sample from; 0 keeps all tokens."""
     max_tokens: int = 512
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end the response, besides the model's own end of sequence."""
@@ -48,13 +48,13 @@ class SamplingParams:
 
     @property
     def log_prob_temperature(self) -> float:
-        """Return the divisor of logits before log-softmax; 1 where a temperature of 0 asks for the likeliest token."""
+        """Return the divisor of logits before log-softmax; 1 for a temperature of 0, which takes the likeliest token."""
         return self.temperature or 1.0
 
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """One response to `prompt`, (P,) int64 token ids with P >= 1."""
+    """A request for one response to `prompt`, (P,) int64 token ids with P >= 1."""
 
     uid: Uid
     prompt: Tensor
@@ -62,12 +62,12 @@ class Request:
     purpose: str = "train"
     stage: str = "generate"
     first_draw: int = 0
-    """Tokens that this row drew in earlier turns: their random numbers are not used again."""
+    """Number of tokens that this row drew in earlier turns: their random numbers are not used again."""
     continues: int = 0
-    """Tokens at the prompt's end that are the beginning of this very response: a stop text may begin among them."""
+    """Number of tokens at the prompt's end that begin this response: a stop text may start among them."""
     on_token: Callable[[int, int], None] | None = None
-    """Called in the engine's event loop with each token's number in the response, from 0 on, and its id, as soon as the engine knows it.
-    A row that another engine begins again draws the same tokens again."""
+    """Called in the engine's event loop with each token's index in the response and its id, as soon as the engine knows it. When a row is
+    restarted on another engine, the same tokens are drawn and reported again."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a prompt that is not a non-empty row of ids."""
@@ -75,7 +75,7 @@ class Request:
             raise ValueError(f"row {self.uid}: a prompt is one or more int64 ids, got {self.prompt.shape}")
 
     def key(self, seed: int) -> int:
-        """Return the row's random key; token number n of this request uses random number `first_draw` + n."""
+        """Return the row's random key; token n of this request uses random number `first_draw` + n."""
         return int(hashed(seed, self.purpose, self.stage, self.uid[1], self.uid[2]))
 
 
@@ -87,14 +87,14 @@ class Response:
     tokens: Tensor
     """(T,) int64, the stop token included."""
     log_probs: Tensor
-    """(T,) log-softmax(logits / temperature) at each token, before any top-k or top-p cut."""
+    """(T,) log-softmax(logits / temperature) of each token, before any top-k or top-p cut."""
     finish_reason: FinishReason
     versions: Tensor
     """(T,) int64, the version of the weights that drew each token."""
 
 
 def remaining_request(request: Request, ended: Response) -> Request | None:
-    """Return the request for the rest of an aborted row, continuing its random numbers; None when nothing is left to draw.
+    """Return the request for the rest of an aborted row, which continues its random numbers; None when nothing is left to draw.
 
     Raises ValueError for a response of another row.
     """
@@ -113,7 +113,7 @@ def remaining_request(request: Request, ended: Response) -> Request | None:
 
 
 def joined(parts: Sequence[Response]) -> Response:
-    """Return one response from the parts of a row in order, each of which goes on where the one before ended."""
+    """Concatenate the parts of a row, in order, to one response; each part continues the one before."""
     tokens, log_probs, versions = (
         torch.cat([getattr(part, name) for part in parts]) for name in ("tokens", "log_probs", "versions")
     )
@@ -121,19 +121,19 @@ def joined(parts: Sequence[Response]) -> Response:
 
 
 ARGUMENT = "braid"
-"""The name of a row's draws among vLLM's extra arguments."""
+"""The key of a row's draws in vLLM's extra arguments."""
 
 
 @dataclass(frozen=True)
 class Draws:
-    """What another engine needs to draw a row's tokens: its random key, the number of its first draw, and its sampling settings."""
+    """The values with which another engine draws a row's tokens: random key, index of the first draw, and sampling settings."""
 
     key: int
     first: int
     sampling: SamplingParams
 
     def arguments(self) -> dict[str, str]:
-        """Encode as text under one name, which any engine and server passes through."""
+        """Encode as text under one key, which engines and servers pass through."""
         return {ARGUMENT: json.dumps(asdict(self))}
 
 
@@ -143,7 +143,7 @@ def row_draws(request: Request, seed: int) -> Draws:
 
 
 def parse_draws(arguments: Mapping[str, Any] | None) -> Draws:
-    """Invert `Draws.arguments`. Raises ValueError for a request that is not Braid's."""
+    """Invert `Draws.arguments`. Raises ValueError for a request that Braid did not make."""
     if not arguments or ARGUMENT not in arguments:
         raise ValueError(
             "this engine draws tokens for Braid alone: ask it through `braid train` with rollout.engine=http"

@@ -1,8 +1,8 @@
-"""An engine whose rows can be set down at a token and picked up again: they go on with whatever weights the engine has by then.
+"""An engine whose rows can be preempted at any token and resumed with the weights that the engine has by then.
 
-submit ──▶ engine ──set_down──▶ tokens, log-probs, versions so far ──pick_up──▶ the rest, with the draws that come next ──▶ Response
+submit ──▶ engine ──preempt──▶ tokens, log-probs, versions so far ──resume──▶ the rest, with the draws that come next ──▶ Response
 
-What a row has drawn is computed again under the weights that go on with it, so that no token is drawn from keys and values of others.
+The tokens of a preempted row are prefilled again with the new weights, so no token is drawn from keys and values of earlier weights.
 """
 
 import asyncio
@@ -14,31 +14,31 @@ from braidrl.engines.requests import Request, Response, joined, remaining_reques
 from braidrl.weights.publisher import WeightSource
 
 ABORT_AGAIN_S = 0.005
-"""A request may still be on its way to its engine when it is set down: it is aborted again until it has come back."""
+"""Seconds between aborts of one request: it may still be on its way to its engine, so it is aborted until it returns."""
 
 
 class ResumingEngine:
-    """Puts the parts of a row together for whoever has asked for it."""
+    """A wrapper that preempts and resumes rows, and returns the parts of each row as one response."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.set_down_tokens = 0
-        """Tokens that rows had when they were set down, which are computed again."""
-        self._going = asyncio.Event()
-        self._going.set()
+        self.preempted_tokens = 0
+        """Tokens of preempted rows, which are prefilled again."""
+        self._running = asyncio.Event()
+        self._running.set()
         self._in_engine: dict[Uid, bool] = {}
-        """Rows that the engine has, and whether each is being set down."""
+        """Rows that the engine has, and whether each is being preempted."""
 
     async def submit(self, request: Request) -> Response:
         parts: list[Response] = []
         rest: Request | None = request
         while rest is not None:
-            await self._going.wait()
-            part, was_set_down = await self._part(rest)
+            await self._running.wait()
+            part, preempted = await self._part(rest)
             parts.append(part)
-            if not was_set_down or part.finish_reason is not FinishReason.ABORT:
+            if not preempted or part.finish_reason is not FinishReason.ABORT:
                 break
-            self.set_down_tokens += len(part.tokens)
+            self.preempted_tokens += len(part.tokens)
             rest = remaining_request(rest, part)
         return joined(parts)
 
@@ -50,20 +50,16 @@ class ResumingEngine:
         finally:
             del self._in_engine[request.uid]
 
-    async def set_down(self) -> None:
-        """End what the engine draws, at a token; return when it has none of the rows."""
-        self._going.clear()
+    async def preempt(self) -> None:
+        """Preempt all rows, and return when the engine has none."""
+        self._running.clear()
         while self._in_engine:
             for uid in list(self._in_engine):
                 self._in_engine[uid] = True
-                # It may not have come there yet, or have ended.
+                # The row may not have arrived yet, or has ended.
                 with contextlib.suppress(KeyError, EngineError):
                     await self.engine.abort(uid)
             await asyncio.sleep(ABORT_AGAIN_S)
-
-    def pick_up(self) -> None:
-        """Go on with what was set down, and with what was submitted meanwhile."""
-        self._going.set()
 
     async def abort(self, uid: Uid) -> None:
         await self.engine.abort(uid)
@@ -75,12 +71,13 @@ class ResumingEngine:
         await self.engine.resume()
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
-        """Set rows down, change the weights, and go on."""
-        await self.set_down()
+        """Preempt all rows, change the weights, and resume."""
+        await self.preempt()
         try:
             await self.engine.update_weights(version, source)
         finally:
-            self.pick_up()
+            # Resumes preempted rows, and starts rows that were submitted meanwhile.
+            self._running.set()
 
     async def sleep(self) -> None:
         await self.engine.sleep()

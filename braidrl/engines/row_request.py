@@ -1,4 +1,4 @@
-"""A request on its way through an engine, as the host tracks it, and what ends it: an end of sequence, a stop text, its length."""
+"""A request in an engine, as the host tracks it until it ends: by an end of sequence, a stop text, or its length."""
 
 from dataclasses import dataclass, field
 
@@ -11,25 +11,25 @@ from braidrl.engines.requests import Request, Response
 from braidrl.errors import UserError
 
 CONTEXT = 4
-"""Tokens decoded before those that a stop text can span: some decoders treat the first token of a text differently."""
+"""Tokens decoded before the span of a stop text: some decoders treat the first token of a text differently."""
 
 
 class StopTexts:
-    """Watches one row for stop texts."""
+    """Detector of stop texts in one row."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
         self._texts = texts
-        # each token that is text holds at least one byte of it
+        # Each text token holds at least one byte.
         self._window = max(len(text.encode()) for text in texts) + CONTEXT
         self._tokens: list[int] = []
 
     def follow(self, tokens: list[int]) -> None:
-        """Note what the response has begun with."""
+        """Start after these tokens of the response."""
         self._tokens = tokens[1 - self._window :]
 
     def contains_stop_text(self, token: int) -> bool:
-        """Append a token; returns True when the text now ends with, or has just passed, one of the stop texts."""
+        """Append a token; return True if the text now ends with, or has just passed, one of the stop texts."""
         self._tokens = [*self._tokens[1 - self._window :], token]
         tail = self._tokenizer.decode(self._tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return any(text in tail for text in self._texts)
@@ -37,7 +37,7 @@ class StopTexts:
 
 @dataclass
 class EngineRow:
-    """One row that was requested."""
+    """A requested row in an engine."""
 
     request: Request
     limit: int
@@ -47,19 +47,19 @@ class EngineRow:
     begun: int = 0
     """The engine's step in which it got its slot."""
     versions: list[tuple[int, int]] = field(default_factory=list)
-    """(first token, weights version) of each stretch of tokens."""
+    """(first token, weights version) of each segment of tokens."""
     stop_text_found: bool = False
     """True once the text holds one of the stop texts."""
     recorded: int = 0
-    """Tokens that `record_token` was given."""
+    """Number of tokens given to `record_token`."""
 
     @property
     def is_followed(self) -> bool:
-        """Return whether `record_token` must be given each token as soon as it is drawn."""
+        """Return whether `record_token` must be called with each token as soon as it is drawn."""
         return self.stop_texts is not None or self.request.on_token is not None
 
     def record_token(self, token: int) -> bool:
-        """Record the next token that was drawn, and tell `Request.on_token`; returns True when it completes a stop text."""
+        """Record the next drawn token, and call `Request.on_token`; return True if the token completes a stop text."""
         if self.request.on_token is not None:
             self.request.on_token(self.request.continues + self.recorded, token)
         self.recorded += 1
@@ -67,7 +67,7 @@ class EngineRow:
         return self.stop_text_found
 
     def length(self, step: int) -> int:
-        """Return the tokens in the row's slot in this step, including the one being fed."""
+        """Return the number of tokens in the row's slot in this step, including the current input token."""
         return len(self.request.prompt) + step - self.begun
 
     def finished(self, tokens: Tensor, log_probs: Tensor, aborted: bool = False) -> Response:
@@ -75,8 +75,8 @@ class EngineRow:
 
         Args:
             tokens: The response, (T,) int64.
-            log_probs: Of each token when it was drawn, (T,) floating point, in nats.
-            aborted: The row was ended from outside.
+            log_probs: The log-prob of each token when it was drawn, (T,) floating point, in nats.
+            aborted: Whether the caller ended the row.
         """
         stopped = self.stop_text_found or (len(tokens) > 0 and int(tokens[-1]) in self.stop_token_ids)
         reason = FinishReason.STOP if stopped else FinishReason.LENGTH
@@ -96,7 +96,7 @@ class RemoteRow:
 
     row: EngineRow
     name: str = ""
-    """Its name in that engine."""
+    """The row's name in that engine."""
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
 

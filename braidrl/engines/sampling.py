@@ -1,4 +1,4 @@
-"""Sampling: from logits and one uniform number per row to a token and its log-probability, without sorting the vocabulary.
+"""Sampling: draws a token per row from logits and one uniform number, and returns its log-prob, without sorting the vocabulary.
 
 Shapes: B rows, V vocabulary.
 """
@@ -15,7 +15,7 @@ from braidrl.engines.requests import SamplingParams
 BLOCK = 128
 """Tokens per block when the vocabulary is long: a block is found first, then the token in it."""
 NUCLEUS = 256
-"""Likeliest tokens that are searched for a top-p set before the whole vocabulary is sorted."""
+"""Number of likeliest tokens that are searched for a top-p set before the whole vocabulary is sorted."""
 
 
 @dataclass(frozen=True)
@@ -27,16 +27,16 @@ class BatchSampling:
     top_k: Tensor | None = None
     top_p: Tensor | None = None
     most: int = 0
-    """The largest top-k, which the host knows without asking a device."""
+    """The largest top-k, known to the host without a device synchronization."""
 
 
 def batch_sampling(
     asked: Sequence[SamplingParams], temperature: Tensor, greedy: Tensor, top_k: Tensor, top_p: Tensor
 ) -> BatchSampling:
-    """Return the settings of B rows, without those that no row asked for.
+    """Return the settings of B rows; a setting that no row uses is None.
 
     Args:
-        asked: What each row asked for, B of them.
+        asked: Each row's settings, B of them.
         temperature: (B,) floating point.
         greedy: (B,) bool, take the likeliest token.
         top_k: (B,) int64, 0 is no cut.
@@ -57,7 +57,7 @@ def sample(logits: Tensor, sampling: BatchSampling, uniforms: Tensor) -> tuple[T
     Args:
         logits: (B, V), overwritten where they are float32 or float64.
         sampling: The rows' settings.
-        uniforms: (B,) float64 in [0, 1), which decide the tokens.
+        uniforms: (B,) float64 in [0, 1), one random number per row.
 
     Returns:
         The tokens (B,) int64, and their log-probs (B,) in nats at the rows' temperatures, before any cut.
@@ -86,9 +86,9 @@ def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _passing(cumulative: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where the running sums (B, C) pass the given share of the total, (B,), and how far into that entry, (B,) in [0, 1]."""
+    """Return the entry at which the running sums (B, C) pass the given share of the total, (B,), and the offset in it, (B,) in [0, 1]."""
     total = cumulative[:, -1:]
-    # below the total even where the product rounds up to it, so that the entry found has a weight
+    # Below the total even if the product rounds up to it, so that the entry found has a weight.
     target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
     found = torch.searchsorted(cumulative, target, right=True)
     upper = cumulative.gather(-1, found)
@@ -97,7 +97,7 @@ def _passing(cumulative: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _cut(weights: Tensor, sampling: BatchSampling) -> Tensor:
-    """Set `weights` (B, V) to 0 outside the rows' top-k, and then outside their top-p of what is left."""
+    """Set `weights` (B, V) to 0 outside the rows' top-k, then outside their top-p of the remaining weight."""
     if sampling.top_k is not None:
         ranks = sampling.top_k.clamp(max=weights.shape[-1])
         values = weights.topk(min(sampling.most, weights.shape[-1]), dim=-1).values
@@ -109,7 +109,7 @@ def _cut(weights: Tensor, sampling: BatchSampling) -> Tensor:
 
 
 def _nucleus_threshold(weights: Tensor, top_p: Tensor) -> Tensor:
-    """Return the smallest weight in the smallest set of likeliest tokens that holds `top_p` (B,) of the total, (B, 1)."""
+    """Return the smallest weight (B, 1) in the smallest set of likeliest tokens that holds the share `top_p` (B,) of the total."""
     everything = (top_p >= 1)[:, None]
     wanted = top_p.double()[:, None] * weights.sum(-1, keepdim=True, dtype=torch.float64)
     for width in (NUCLEUS, weights.shape[-1]):

@@ -1,8 +1,8 @@
-"""Engines that draw one token for each of their rows in every step: their base, and how the engine protocol is served by one.
+"""The base of engines that draw one token per row in every step, and `EngineReplica`, which puts one behind the engine protocol.
 
 SteppingEngine   add ──▶ waiting ──▶ step, step, step ... ──▶ Response
 EngineReplica    submit ──▶ add ──▶ step, step, step ... ──▶ the future of each row that ended
-                                     └── between two steps all other tasks of the loop run
+                                     └── other tasks of the event loop run between two steps
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from braidrl.observe.stalls import WORK
 from braidrl.weights.publisher import WeightSource
 
 TURNS = 10
-"""Turns of the event loop between two steps, so that a caller that was notified of a row's end submits the next row before the step."""
+"""Turns of the event loop between two steps, so that a caller notified of a row's end submits the next row before the step."""
 
 
 class SteppingEngine(ABC):
@@ -37,17 +37,17 @@ class SteppingEngine(ABC):
         """Make an engine without rows.
 
         Args:
-            tokenizer: The model's.
+            tokenizer: The model's tokenizer.
             end_ids: Tokens with which the model ends a response.
-            max_sequence_tokens: Prompt and response of a row together, at most.
-            seed: The run's, from which draws follow.
+            max_sequence_tokens: Maximum length of prompt and response together.
+            seed: The run's seed, which determines all draws.
         """
         self.seed, self.version = seed, 0
         self.tokens_generated = 0
         self._tokenizer, self._end_ids = tokenizer, end_ids
         self.max_sequence_tokens = max_sequence_tokens
         self.vocabulary: int | None = None
-        """Tokens of the model's embedding, where they are fewer than the tokenizer's."""
+        """Size of the model's embedding, if smaller than the tokenizer's vocabulary."""
         self._under_way: set[Uid] = set()
 
     @property
@@ -67,18 +67,18 @@ class SteppingEngine(ABC):
     @property
     @abstractmethod
     def waiting(self) -> int:
-        """Return the number of rows that have no slot yet."""
+        """Return the number of rows without a slot."""
 
     @abstractmethod
     def publish(self, version: int, source: WeightSource | None = None) -> None:
-        """Set the weights; rows in flight continue with them, and tokens drawn before keep their version.
+        """Set the weights; rows in flight continue with them, and earlier tokens keep their version.
 
         Args:
-            version: Of the weights, from now on.
-            source: Where they come from; None is the trainer that the engine shares them with.
+            version: The version of the weights.
+            source: The new weights; None if the engine shares the trainer's tensors.
 
         Raises:
-            ValueError: The source lacks a tensor; nothing is changed.
+            ValueError: The source lacks a tensor; the weights are unchanged.
         """
 
     @abstractmethod
@@ -87,23 +87,23 @@ class SteppingEngine(ABC):
 
     @abstractmethod
     def abort(self, uid: Uid) -> Response:
-        """End a row at once with what it has. Raises KeyError when it is not in flight."""
+        """End a row at once with its tokens so far. Raises KeyError if it is not in flight."""
 
     @abstractmethod
     def clear(self, release: bool = True) -> None:
         """Drop every row and free the keys and values; without `release` an engine may keep memory that it will need again."""
 
     def sleep(self) -> None:
-        """Give back what generation alone needs: keys and values, and whatever else an engine knows of."""
+        """Free the memory that only generation needs: keys and values, and what an engine adds."""
         if self._under_way:
             raise RuntimeError(f"{len(self._under_way)} rows are under way; an engine sleeps when it has none")
         self.clear()
 
     def wake(self) -> None:  # noqa: B027
-        """Get ready to generate again; what `sleep` gave back is taken when it is needed."""
+        """Get ready to generate again; memory that `sleep` freed is allocated when needed."""
 
     def recover(self) -> int:
-        """Make a failed engine ready, and return the version of its weights. Raises EngineError when it cannot."""
+        """Make a failed engine ready, and return the version of its weights. Raises EngineError if that fails."""
         return self.version
 
     def generate(
@@ -141,7 +141,7 @@ class SteppingEngine(ABC):
             self.clear()
 
     def close(self) -> None:  # noqa: B027
-        """End whatever the engine has started; by default nothing."""
+        """Stop everything that the engine started; by default nothing."""
 
     def add(self, request: Request) -> None:
         """Queue a request. Raises UserError for a prompt that leaves no room for a response."""
@@ -157,7 +157,7 @@ class SteppingEngine(ABC):
 
     @abstractmethod
     def _accept(self, row: EngineRow) -> None:
-        """Queue a row that has been checked."""
+        """Queue a checked row."""
 
     def _done(self, finished: list[Response]) -> list[Response]:
         self._under_way.difference_update(row.uid for row in finished)
@@ -170,7 +170,7 @@ class SteppingEngine(ABC):
 class EngineReplica:
     """A `SteppingEngine` behind the engine protocol.
 
-    It belongs to the event loop in which it is used first. Steps run in the loop itself, so that a breakpoint stops there.
+    It belongs to the event loop that uses it first. Steps run in the loop itself, so a breakpoint stops there.
     """
 
     def __init__(self, engine: "SteppingEngine", name: str = "this process's engine") -> None:
@@ -183,7 +183,7 @@ class EngineReplica:
         self._failure: EngineError | None = None
 
     async def start(self) -> None:
-        """Return at once: the engine is there."""
+        """Do nothing: the engine is ready."""
 
     async def close(self) -> None:
         self.engine.close()
@@ -240,7 +240,7 @@ class EngineReplica:
     async def _drive(self) -> None:
         while self._answers:
             await self._running.wait()
-            # everybody who is ready submits first, so that they begin in the same step
+            # All ready tasks submit first, so that their rows begin in the same step.
             for _ in range(TURNS):
                 await asyncio.sleep(0)
             if not self._running.is_set():

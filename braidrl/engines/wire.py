@@ -22,15 +22,15 @@ from braidrl.errors import UserError
 from braidrl.weights.collective import TransferNotice
 
 LENGTH = struct.Struct("!i")
-"""Before each message, as multiprocessing's pipes have it."""
+"""The message length before each message, in the format of multiprocessing's pipes."""
 ERRORS: dict[str, type[Exception]] = {
     error.__name__: error for error in (UserError, EngineError, KeyError, ValueError, RuntimeError)
 }
-"""Exceptions of the engine protocol; any other one is the engine's failure."""
+"""Exceptions of the engine protocol; any other exception is a failure of the engine."""
 
 
 class RequestMessage(msgspec.Struct):
-    """A request; its prompt as int64 bytes."""
+    """A request, its prompt as int64 bytes."""
 
     uid: Uid
     prompt: bytes
@@ -57,7 +57,7 @@ class RequestMessage(msgspec.Struct):
 
 
 class ResponseMessage(msgspec.Struct):
-    """A response; its tensors as bytes, log-probs as float64 where they are `double`."""
+    """A response, its tensors as bytes; log-probs are float64 if `double`."""
 
     uid: Uid
     tokens: bytes
@@ -98,7 +98,7 @@ class AbortRow(msgspec.Struct, tag=True):
 
 
 class UpdateWeights(msgspec.Struct, tag=True):
-    """Load a version of the weights from a file, or in a process group with the trainer; with neither the weights stay."""
+    """Load a version of the weights from a file, or over a process group with the trainer; with neither the weights stay."""
 
     id: int
     version: int
@@ -114,11 +114,11 @@ class EngineCall(msgspec.Struct, tag=True):
 
 
 Order = Submit | AbortRow | UpdateWeights | EngineCall
-"""What a run sends; each is answered by `CallDone` or `CallFailed` with its `id`."""
+"""The run's messages; each is answered by `CallDone` or `CallFailed` with its `id`."""
 
 
 class Reply(msgspec.Struct, tag=True, kw_only=True):
-    """What an engine's process sends. `load` is the engine's (slots, running, waiting); None while there is no engine."""
+    """A message from an engine's process. `load` is the engine's (slots, running, waiting); None while there is no engine."""
 
     load: tuple[int, int, int] | None = None
 
@@ -131,7 +131,7 @@ class CallDone(Reply, tag=True):
 
 
 class CallFailed(Reply, tag=True):
-    """The exception that a call raised; one outside the engine protocol travels as an EngineError."""
+    """The exception of a call; one outside the engine protocol is sent as an EngineError."""
 
     id: int
     error: str
@@ -159,7 +159,7 @@ class TokenDrawn(Reply, tag=True):
 
 
 class EngineBeat(Reply, tag=True):
-    """A sign of life while rows are generated."""
+    """A heartbeat while rows are generated."""
 
 
 EngineReply = CallDone | CallFailed | TokenDrawn | EngineBeat
@@ -172,7 +172,7 @@ def framed(message: Any) -> bytes:
 
 
 async def receive(reader: asyncio.StreamReader, type: Any) -> Any:
-    """Return the next message, of this type, or None when the other side is gone."""
+    """Receive the next message, of this type; None when the other side is gone."""
     try:
         (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
         return unpack_message(await reader.readexactly(length), type)
@@ -190,10 +190,10 @@ def _tensor(plain: bytes, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """Which engine a process makes, as plain data."""
+    """The settings of an engine, as plain data for its process."""
 
     kind: str
-    """`embedded`, `vllm`, or `module:name` or `file.py:name` of a user's own."""
+    """`embedded`, `vllm`, or a user's `module:name` or `file.py:name`."""
     model: str
     """A Hugging Face directory."""
     slots: int
@@ -203,12 +203,12 @@ class EngineSpec:
     device: str = "cpu"
     """cpu or cuda: the first of `devices`."""
     threads: int | None = 1
-    """CPU threads of each of its processes; None leaves what the environment says."""
+    """CPU threads of each of its processes; None keeps the environment's setting."""
     tensor: int = 1
-    """Processes that divide the weights."""
+    """Number of tensor-parallel processes."""
     limit_s: float = 600.0
-    """How long these wait for one another."""
+    """Seconds that these processes wait for one another."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Settings of this kind of engine: `rollout.engine_settings` of a user's own."""
+    """Settings of this kind of engine; `rollout.engine_settings` for a user's engine."""
     devices: tuple[int, ...] | None = None
-    """The CUDA devices that its processes see, one for each, by their numbers among the run's; None for all of those."""
+    """The CUDA devices that its processes see, one each, by index among the run's devices; None for all."""

@@ -1,1 +1,1 @@
-"""Sharded embedded engines: `followers` has those in processes of their own, `spmd` those of ranks that train and decode."""
+"""Sharded embedded engines: `followers` in processes of their own, `spmd` on the ranks that train."""

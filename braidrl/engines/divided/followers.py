@@ -1,10 +1,10 @@
-"""The processes of an engine that each hold a slice of its model: a leader, and followers forked before it has computed anything.
+"""A sharded engine in several processes, each with a slice of the model: a leader, and followers forked before it computes anything.
 
 run ──▶ leader ──add, abort, clear ... step──▶ follower, follower, ...        within a step they run collectives in each layer
-               ◀──"" when done, or an error──┘                               a pipe that ends is the end of the leader, and so of all
+               ◀──"" when done, or an error──┘                               a closed pipe means that the leader ended: all end
 
-All execute the same commands in the same order. Drawing is deterministic, so that all processes draw the same tokens, and the
-leader's results are everybody's.
+All execute the same commands in the same order. Sampling is deterministic, so all processes draw the same tokens and only the leader
+returns results.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ class ClearRows(msgspec.Struct, tag=True):
 
 
 class TakeWeights(msgspec.Struct, tag=True):
-    """Load weights from a file, or in a process group, and acknowledge that; with neither the weights stay."""
+    """Load weights from a file or over a process group, and acknowledge; with neither the weights stay."""
 
     version: int
     path: str | None = None
@@ -74,7 +74,7 @@ Command = AddRow | EndRow | ClearRows | TakeWeights | DecodeStep
 
 
 class LeadingEngine(EmbeddedEngine):
-    """Used like an engine that has the full model. After a failure of any process every call raises `EngineError`."""
+    """The leader's engine, used like one that has the full model. After a failure of any process every call raises `EngineError`."""
 
     def __init__(self, followers: "ForkedFollowers", **settings: Any) -> None:
         """Make the engine with `settings` of `EmbeddedEngine`."""
@@ -89,7 +89,7 @@ class LeadingEngine(EmbeddedEngine):
             self._followers.wait()
 
     def publish(self, version: int, source: WeightSource | None = None) -> None:
-        """Raise ValueError also for a source that other processes cannot take: each takes its own part."""
+        """Publish weights to all processes; each loads its own part. Raises ValueError also for a source that other processes cannot read."""
         path = notice = None
         given: dict[str, Tensor] = {}
         if isinstance(source, WeightFile):
@@ -126,7 +126,7 @@ class LeadingEngine(EmbeddedEngine):
                 self._command(ClearRows(release))
 
     def recover(self) -> int:
-        """Raise EngineError after any failure: processes that are out of step cannot be brought together."""
+        """Raise EngineError after any failure: processes that are out of step cannot be resynchronized."""
         if self._failure is not None:
             raise self._failure
         return super().recover()
@@ -141,7 +141,7 @@ class LeadingEngine(EmbeddedEngine):
 
     @contextmanager
     def _in_lockstep(self) -> Iterator[None]:
-        """Mark the engine as failed where anything inside fails: its processes are out of step then."""
+        """Mark the engine as failed if anything inside fails: its processes are then out of step."""
         if self._failure is not None:
             raise self._failure
         try:
@@ -152,7 +152,7 @@ class LeadingEngine(EmbeddedEngine):
 
 
 def execute(engine: EmbeddedEngine, commands: Sequence[Command], rank: int) -> bool:
-    """Repeat the leader's commands; returns True where the leader waits for an acknowledgement."""
+    """Execute the leader's commands; return True if the leader waits for an acknowledgement."""
     asked = False
     for command in commands:
         match command:
@@ -172,20 +172,20 @@ def execute(engine: EmbeddedEngine, commands: Sequence[Command], rank: int) -> b
 
 
 ENDING_S = 10.0
-"""How long to look for the process that caused a failure: its connections close before it ends, on a busy machine seconds before."""
+"""Seconds to look for the process that caused a failure: its connections close before it ends, on a busy machine seconds before."""
 DONE = ""
 FAILED = 1
 
 
 class ForkedFollowers:
-    """The followers of an engine, from 1 on. The leader waits for their answers as long as `wait_s` says."""
+    """The followers of an engine, ranks 1 and up. The leader waits `wait_s` seconds for their answers."""
 
     def __init__(self, spec: EngineSpec, inherited: int) -> None:
         """Fork the followers.
 
         Args:
             spec: Their engine.
-            inherited: A descriptor that followers close: on it the run sees the end of the leader.
+            inherited: A descriptor that followers close: through it the run notices the leader's end.
         """
         self._limit_s = wait_s(spec)
         self._processes: list[Forked] = []
@@ -194,7 +194,7 @@ class ForkedFollowers:
             self._processes.append(fork(f"follower {rank}", partial(_run, rank, spec), kept))
 
     def connect(self, port: int) -> None:
-        """Tell the followers the port of the rendezvous."""
+        """Send the followers the port of the rendezvous."""
         self._send(port)
 
     def send(self, commands: Sequence[Command]) -> None:
@@ -232,7 +232,9 @@ class ForkedFollowers:
 def _run(rank: int, spec: EngineSpec, pipe: Connection) -> None:
     """Run a follower in its own process."""
     try:
-        engine = _follower(spec, rank, unpack_message(pipe.recv_bytes(), int))
+        port = unpack_message(pipe.recv_bytes(), int)
+        keep_freed_memory()
+        engine = EmbeddedEngine(**_parts(spec, rank, connect_store(LOOPBACK, port, wait_s(spec))))
         pipe.send_bytes(pack_message(DONE))
         while True:
             if execute(engine, unpack_message(pipe.recv_bytes(), list[Command]), rank):
@@ -240,7 +242,7 @@ def _run(rank: int, spec: EngineSpec, pipe: Connection) -> None:
     except (EOFError, ConnectionError):
         os._exit(0)
     except Exception as error:
-        # Whoever waits hears of it; when nobody does, the leader sees that the process has ended.
+        # A leader that waits receives the error; one that does not wait sees that the process has ended.
         with contextlib.suppress(OSError):
             pipe.send_bytes(pack_message(f"{type(error).__name__}: {error}"))
         os._exit(FAILED)
@@ -258,11 +260,6 @@ def lead(spec: EngineSpec, followers: ForkedFollowers) -> LeadingEngine:
     return engine
 
 
-def _follower(spec: EngineSpec, rank: int, port: int) -> EmbeddedEngine:
-    keep_freed_memory()
-    return EmbeddedEngine(**_parts(spec, rank, connect_store(LOOPBACK, port, wait_s(spec))))
-
-
 def _parts(spec: EngineSpec, rank: int, store: dist.Store) -> dict[str, Any]:
     """Return the arguments of a rank's engine, once it has joined the group."""
     device = torch.device(spec.device)
@@ -277,5 +274,5 @@ def _parts(spec: EngineSpec, rank: int, store: dist.Store) -> dict[str, Any]:
 
 
 def wait_s(spec: EngineSpec) -> float:
-    """Return how long processes wait for one another, in seconds: less than the run waits for the leader, which says who was missing."""
+    """Return how long processes wait for one another, in seconds: less than the run waits for the leader, which names the missing one."""
     return spec.limit_s / 2

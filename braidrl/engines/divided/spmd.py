@@ -1,9 +1,9 @@
-"""The embedded engine of ranks that share one model: each holds a slice, and together they decode the rows of all.
+"""The embedded engine, sharded over ranks: each holds a slice of one model, and together they decode the rows of all ranks.
 
 rank 0   its requests ╮                ╭─ step, step, step ... ─▶ its responses
 rank 1   its requests ┴─ all-gather ───┴─ step, step, step ... ─▶ its responses        within a step they run collectives in each layer
 
-Drawing is deterministic: ranks with the same requests in the same order draw the same tokens, and none has to lead.
+Sampling is deterministic: ranks with the same requests in the same order draw the same tokens, so no rank has to lead.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,7 +27,7 @@ from braidrl.weights.publisher import WeightSource
 
 
 class SpmdEngine(EmbeddedEngine):
-    """One rank's engine. All ranks of the group make the same calls at the same time, also those without a request."""
+    """One rank's engine. All ranks of the group make the same calls at the same time, including ranks without requests."""
 
     is_collective = True
 
@@ -35,11 +35,11 @@ class SpmdEngine(EmbeddedEngine):
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, slots: int, max_sequence_tokens: int,
         seed: int, slices: Slices, group: dist.ProcessGroup, compile: bool = True, pipeline: PipelineRanks | None = None,
     ) -> None:  # fmt: skip
-        """Make the engine of a model of which this rank holds `slices`; the other settings are the same on all ranks.
+        """Make the engine; this rank holds `slices` of the model, and the other settings are the same on all ranks.
 
-        `group` has all ranks that decode together; `pipeline` are those of them that have other layers.
+        `group` holds all ranks that decode together, and `pipeline` the ranks among them with other layers.
         """
-        # Set where the weights take turns with those of training.
+        # Set where generation and training weights take turns on the device.
         self.phases: GenerationWeights | None = None
         super().__init__(
             model, tokenizer, slots, max_sequence_tokens, seed, compile=compile, slices=slices, pipeline=pipeline
@@ -51,7 +51,7 @@ class SpmdEngine(EmbeddedEngine):
         return replace(super().memory, weights=self.phases)
 
     def publish(self, version: int, source: WeightSource | None = None) -> None:
-        """Weights that take turns with those of training come with the next generation."""
+        """Publish weights; where they take turns with training's, they are loaded with the next generation."""
         if self.phases is not None:
             self.phases.leave()
         super().publish(version, source)
@@ -62,7 +62,7 @@ class SpmdEngine(EmbeddedEngine):
         on_finished: Callable[[Response], None] | None = None,
         rows_to_end: Callable[[], Iterable[Uid]] | None = None,
     ) -> list[Response]:
-        """Return this rank's responses, in the order of `requests`. `rows_to_end` of any rank end in the same step on all."""
+        """Return this rank's responses in the order of `requests`. A row in any rank's `rows_to_end` ends in the same step on all ranks."""
         own = list(requests)
         uids = {request.uid for request in own}
         said = self._all_gather(
@@ -70,7 +70,7 @@ class SpmdEngine(EmbeddedEngine):
             tuple[bool, list[RequestMessage]],
         )
         gathered = [message.request() for _, asked in said for message in asked]
-        # Asked of everybody after each step, and only where somebody may end rows.
+        # All ranks are asked after each step, but only if some rank may end rows.
         ends = self._ending(rows_to_end) if any(may_end for may_end, _ in said) else None
 
         def report(finished: Response) -> None:

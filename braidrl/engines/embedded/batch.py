@@ -1,10 +1,10 @@
-"""The rows that are being decoded: puts prompts into slots, takes a step with all of them, and removes finished rows.
+"""The decode batch: puts prompts into slots, runs a step for all of them, and removes finished rows.
 
     expect ──▶ begin ──▶ slots ──step──▶ slots whose rows ended ──take──▶ Response
 
-All slots take part in every step, idle ones to no effect, so that a row's numbers do not depend on the batch. When fewer
-rows are left than slots, the step shrinks in multiples of 16 rows: from 16 on, a CPU's matrix products give each row the
-same bits whatever the number of rows.
+All slots take part in every step, idle ones without effect, so a row's results do not depend on the batch composition. When fewer rows
+than slots remain, the step shrinks in multiples of 16 rows: from 16 rows on, a CPU's matrix products give each row the same bits for any
+number of rows.
 
 Shapes: B slots in the step.
 """
@@ -30,15 +30,15 @@ from braidrl.training.decoders.head import logits_of
 
 
 class SlotBatch:
-    """Rows in `slots` slots (a multiple of 16) of one model; with `shrink` a step computes no more rows than it must."""
+    """Rows in `slots` slots (a multiple of 16) of one model; with `shrink` a step computes as few rows as possible."""
 
     def __init__(
         self, model: PreTrainedModel, slots: int, seed: int, shrink: bool, native: NativeDecoder | None = None,
         graphs: StepGraphs | None = None, pipeline: PipelineRanks | None = None,
     ) -> None:  # fmt: skip
-        """Start empty. `native` computes the steps in place of the model's own forward; `graphs` record and replay that forward.
+        """Start empty. `native` computes steps instead of the model's own forward; `graphs` record and replay that forward.
 
-        Of the ranks of a `pipeline` the last one draws.
+        With `pipeline`, the last rank draws.
         """
         self._pipeline = pipeline
         self._model, self.slots, self._seed, self._shrink = model, slots, seed, shrink
@@ -56,7 +56,7 @@ class SlotBatch:
         return torch.promote_types(self._model.dtype, torch.float32)
 
     def clear(self, release: bool = True) -> None:
-        """Drop every row and free the keys and values; without `release` memory that recorded steps touch stays."""
+        """Drop every row and free the keys and values; without `release`, memory that recorded steps use stays."""
         self.rows.clear()
         if self._cohorts is not None:
             self._cohorts.clear()
@@ -70,7 +70,7 @@ class SlotBatch:
         self._changed()
 
     def expect(self, row: EngineRow) -> None:
-        """Announce a row: room for it is reserved, and its prompt is kept."""
+        """Reserve room for a row and keep its prompt."""
         self._positions = max(self._positions, len(row.request.prompt) + row.limit - 1)
         self._response_tokens = max(self._response_tokens, row.limit)
         self._stop_tokens = max(self._stop_tokens, len(row.stop_token_ids))
@@ -80,7 +80,7 @@ class SlotBatch:
         return [slot for slot in range(self.slots) if slot not in self.rows]
 
     def begin(self, new: Mapping[int, EngineRow], version: int) -> None:
-        """Put announced rows into free slots, and compute the prompts that are missing."""
+        """Put expected rows into free slots, and compute the prompts that are missing."""
         self._cache.reserve(self._positions)
         if self._native is not None:
             self._native.refresh()
@@ -102,13 +102,13 @@ class SlotBatch:
         self._changed()
 
     def version_changed(self, version: int) -> None:
-        """Continue all rows with new weights; cached prompts are discarded."""
+        """Continue all rows with new weights, and discard cached prompts."""
         self.prompts.discard()
         for slot, row in self.rows.items():
             row.versions.append((int(self._states.drawn[slot]), version))
 
     def step(self) -> list[int]:
-        """Draw one token for every row, and return the slots of those that ended."""
+        """Draw one token for every row, and return the slots of rows that ended."""
         self._fit()
         tokens, ended = self._decode()
         slots = set(ended.nonzero().flatten().tolist())
@@ -161,7 +161,7 @@ class SlotBatch:
         self._changed()
 
     def _decode(self) -> tuple[Tensor, Tensor]:
-        """Draw one token for each slot of the step, (B,), and mark rows that came to a stop token or their limit, (B,)."""
+        """Draw one token for each slot of the step, (B,), and mark rows that reached a stop token or their limit, (B,)."""
         states, longest = self._active, self._longest + self._steps
         native, uniforms = self._native, states.uniforms()
         if native:

@@ -1,4 +1,4 @@
-"""The embedded engine: decodes many rows at once with the trainer's own module, and needs nothing but torch.
+"""The embedded engine, which decodes many rows at once with the trainer's own module and needs only torch.
 
 add ──▶ waiting ──free slot──▶ slots ──step──▶ a token for each ──stop, limit──▶ Response
            |                     ▲                                                  |
@@ -35,11 +35,11 @@ from braidrl.weights.publisher import WeightSource
 
 
 class EmbeddedEngine(SteppingEngine):
-    """Generates with `model`, which stays the trainer's.
+    """An engine that generates with `model`, the trainer's own module.
 
     `slots` rows are decoded at once, rounded up to a multiple of 16. `max_sequence_tokens` limits prompt and response together.
-    With another `dtype` than the model's the engine has a copy of the weights, refreshed by `publish`. `shrink` lets steps get
-    smaller when few rows are left; by default on the CPU, where results stay bitwise equal. `compile` is `rollout.compile`.
+    With a `dtype` other than the model's, the engine has a copy of the weights, refreshed by `publish`. `shrink` makes steps smaller when
+    few rows are left; it is the default on the CPU, where results stay bitwise equal. `compile` is `rollout.compile`.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class EmbeddedEngine(SteppingEngine):
         seed: int = 0, dtype: torch.dtype | None = None, shrink: bool | None = None, compile: bool = True,
         slices: Slices | None = None, pipeline: PipelineRanks | None = None,
     ) -> None:  # fmt: skip
-        """With `slices` the model is a rank's part of one, and all ranks execute the same calls in the same order.
+        """Make the engine. With `slices` the model is one rank's shard, and all ranks execute the same calls in the same order.
 
-        Under `pipeline` it has some of the layers.
+        With `pipeline` it has some of the layers.
         """
         super().__init__(
             tokenizer, end_of_sequence_ids(tokenizer, model.generation_config, model.config), max_sequence_tokens, seed
@@ -74,7 +74,7 @@ class EmbeddedEngine(SteppingEngine):
 
     @property
     def memory(self) -> EngineMemory:
-        """Return its model and the size of its keys and values."""
+        """Return the engine's model and the size of its keys and values."""
         model = self.model
         layers, of_all = len(local_layers(model)), len(body_of(model).layers)
         every = cache_bytes(model.config, model.dtype.itemsize, self.slots, self.max_sequence_tokens)
@@ -94,7 +94,7 @@ class EmbeddedEngine(SteppingEngine):
 
     @property
     def prompt_tokens_computed(self) -> int:
-        """Prompt tokens that went through the model, each shared prompt counted once."""
+        """Return the prompt tokens that went through the model, each shared prompt counted once."""
         return self._batch.prompts.computed_tokens
 
     def publish(self, version: int, source: WeightSource | None = None) -> None:

@@ -1,9 +1,9 @@
-"""Decode steps on CUDA as recorded graphs: one launch in place of hundreds, for a model whose layers finish faster than they are launched.
+"""CUDA graphs of decode steps: one launch instead of hundreds, for a model whose layers finish faster than they are launched.
 
-    rows in the step, positions read ──▶ a recorded step, made the first time ──replay──▶ logits
+    rows in the step, positions read ──▶ a graph, recorded the first time ──replay──▶ logits
 
-A graph reads and writes the same addresses each time, so everything that it touches stays where it is from one generation to the
-next; where something moved (longer rows, other weights), graphs are recorded anew.
+A graph reads and writes the same addresses each time, so its tensors stay in place between generations. When a tensor has moved (longer
+rows, other weights), graphs are recorded again.
 
 Shapes: B slots in the step, V vocabulary.
 """
@@ -19,13 +19,13 @@ from torch import Tensor
 from braidrl.training.compute.slots import READ_MULTIPLE, round_up
 
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
-"""Takes a step and returns a function that repeats it on the same addresses; it may run the step while it records."""
+"""A function that takes a step and returns a function that repeats it on the same addresses; it may run the step while recording."""
 
 logger = logging.getLogger(__name__)
 
 
 class StepGraphs:
-    """Recorded steps by their shape."""
+    """Recorded steps by shape."""
 
     def __init__(self, record: Recorder) -> None:
         self._record = record
@@ -45,7 +45,7 @@ class StepGraphs:
             self._places = places
 
     def logits(self, rows: int, positions: int, compute: Callable[[int], Tensor]) -> Tensor:
-        """Return `compute`'s logits (B, V) for at least so many positions read; the next call overwrites them."""
+        """Return `compute`'s logits (B, V), reading at least `positions` positions; the next call overwrites them."""
         read = padded_positions(positions)
         if (rows, read) not in self._graphs:
             self._graphs[rows, read] = self._recorded(rows, read, compute)
@@ -67,7 +67,7 @@ class StepGraphs:
 
 
 class CudaRecorder:
-    """Records CUDA graphs that share one memory pool, as only one runs at a time."""
+    """Recorder of CUDA graphs that share one memory pool, since only one runs at a time."""
 
     def __init__(self) -> None:
         self._pool: Any = torch.cuda.graph_pool_handle()
@@ -85,6 +85,6 @@ class CudaRecorder:
 
 
 def padded_positions(positions: int) -> int:
-    """Round up by at most an eighth: there are 8 lengths between a power of two and the next, so that few graphs are made."""
+    """Round up by at most an eighth, to one of 8 lengths between two powers of two, so that few graphs are recorded."""
     eighth = 1 << max(0, positions.bit_length() - 4)
     return round_up(positions, max(READ_MULTIPLE, eighth))

@@ -1,9 +1,9 @@
-"""One decode step of a Llama-like model on the CPU: matrix products by torch, all between them by compiled kernels.
+"""One decode step of a Llama-like model on the CPU: matrix products by torch, everything else by compiled kernels.
 
 token ─▶ [norm ─▶ q k v ─▶ rotate, store, attend ─▶ o ─▶ add, norm ─▶ gate up ─▶ silu · ─▶ down] × layers ─▶ norm ─▶ logits ─▶ draw
 
-Each slot reads its own keys up to its own position, so a long row costs the others nothing. The sum that runs through the layers
-is float32 whatever the weights are.
+Each slot reads its own keys up to its own position, so a long row costs the others nothing. The residual stream is float32 for weights of
+any dtype.
 
 Shapes: B slots in the step, W width, H query heads, K key heads, D head width, V vocabulary.
 """
@@ -45,7 +45,7 @@ class Kernels:
 
     @staticmethod
     def of(head_width: int, group: int, dtype: torch.dtype) -> "Kernels | None":
-        """Compile the kernels; None where no compiler works."""
+        """Compile the kernels; return None if no compiler works."""
         half = {"BFLOAT16": 1} if dtype == torch.bfloat16 else {}
         functions = build(SOURCE, HEAD=head_width, GROUP=group, **half)
         return None if functions is None else Kernels(functions, dtype)
@@ -74,13 +74,13 @@ class Kernels:
         Args:
             projected: (B, (H + 2K) · D).
             norms: The weights (D,) of the RMS norms of queries and keys.
-            epsilon: Of these norms.
+            epsilon: The epsilon of these norms.
             angles: Cosines and sines (B, D) float32.
             positions: (B,) int64.
             keys: (slots, K, capacity, D), written at `positions`.
             values: The same shape, written at `positions`.
             window: How far back a query sees.
-            scaling: Of the scores.
+            scaling: The factor of the scores.
         """
         rows, (_, key_heads, capacity, width) = len(projected), keys.shape
         out = torch.empty((rows, projected.shape[1] - 2 * key_heads * width), dtype=self.dtype)
@@ -97,7 +97,7 @@ class Kernels:
     def draw(self, logits: Tensor, temperatures: Tensor, greedy: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
         """Draw tokens (B,) at the rows' temperatures from logits (B, V), and return them with their log-probs (B,) float32.
 
-        `uniforms` (B,) float64 decide the tokens; where `greedy` (B,) it is the likeliest.
+        `uniforms` (B,) float64 are the random numbers; rows with `greedy` (B,) take the likeliest token.
         """
         rows, vocabulary = logits.shape
         tokens, log_probs = torch.empty(rows, dtype=torch.int64), torch.empty(rows)
@@ -114,7 +114,7 @@ FAMILIES = {"qwen2", "qwen3", "llama"}
 
 
 def native_decoder(model: PreTrainedModel) -> "NativeDecoder | None":
-    """Return a compiled decoder, or None where the kernels do not know the model or nothing compiles them."""
+    """Return a compiled decoder, or None if the kernels do not support the model or no compiler works."""
     config: Any = model.config
     if config.model_type not in FAMILIES or config.hidden_act != "silu":
         return None
@@ -136,7 +136,7 @@ class DecoderLayer:
     projection_bias: Tensor | None
     head_norms: tuple[Tensor, Tensor] | None
     output: nn.Module
-    """Called as a module: in a tensor-parallel model it runs a collective."""
+    """Called as a module, because it runs a collective in a tensor-parallel model."""
     post_norm: Tensor
     gate_up: Tensor
     gate_up_bias: Tensor | None
@@ -146,7 +146,7 @@ class DecoderLayer:
 
 
 class NativeDecoder:
-    """Decodes with the weights of `model` in place; see `native_decoder` for the models it knows."""
+    """A decoder that reads the weights of `model` in place; see `native_decoder` for the supported models."""
 
     def __init__(self, model: PreTrainedModel, kernels: Kernels) -> None:
         config: Any = model.config
@@ -162,7 +162,7 @@ class NativeDecoder:
     def logits(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
         """Return logits (B, V) for the tokens (B,) at `positions` (B,) of the first B slots, whose keys and values are written.
 
-        A pipeline rank other than the last returns the hidden states that it has sent.
+        A pipeline rank other than the last returns the hidden states that it sent.
         """
         body: Any = self._model.base_model
         kernels, epsilon = self.kernels, self._epsilon
@@ -213,10 +213,10 @@ def _bias(layers: Sequence[nn.Linear]) -> Tensor | None:
 
 @torch.no_grad()
 def side_by_side(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Join parameters along their first dimension and return the joined tensor, whose storage they share from now on.
+    """Concatenate parameters along their first dimension and return the joined tensor, whose storage they share from now on.
 
-    An optimizer's step on the parameters is then a step on the joined weight too. Parameters that are joined already stay where they are;
-    otherwise their data moves, and the parameters remain the same objects.
+    An optimizer step on the parameters then also changes the joined weight. Parameters that are already joined stay in place; otherwise
+    their data moves, and the parameters remain the same objects.
     """
     joined = _joined(parameters)
     if joined is None:
@@ -229,7 +229,7 @@ def side_by_side(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def _joined(parameters: Sequence[nn.Parameter]) -> Tensor | None:
-    """Return the tensor that parameters make up which lie one after the other in one storage; None where they do not."""
+    """Return the joined tensor of parameters that lie one after the other in one storage; None if they do not."""
     first = parameters[0]
     address, storage = first.data_ptr(), first.untyped_storage().data_ptr()
     for parameter in parameters:

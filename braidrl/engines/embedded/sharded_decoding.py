@@ -1,10 +1,10 @@
-"""Decoding among several ranks: plain layers that compute their local slices, and layers with a collective.
+"""Sharded decoding: plain layers that compute their local slices, and layers with a collective.
 
     embedding ──all-reduce──▶ [q k v ─▶ attend ─▶ o ──all-reduce──▶ gate up ─▶ down ──all-reduce──▶] × layers ─▶ norm ─▶ output
     ──all-gather──▶ logits
 
-All ranks compute the same rows, with hidden states that are bitwise equal. For generation: no gradients. With pipeline ranks each of these
-has some of the layers, and the last one draws for all.
+All ranks compute the same rows, with hidden states that are bitwise equal and without gradients. Each pipeline rank has some of the
+layers, and the last one draws for all.
 
 Shapes: V vocabulary, D model width; `...` are rows and tokens.
 """
@@ -42,7 +42,7 @@ class TensorRanks:
     def all_reduce(self, part: Tensor) -> Tensor:
         """Return the sum of every rank's partial result, bitwise equal on all of them.
 
-        On a CPU it is added in the order of ranks, so that a row's sum does not depend on how many rows there are.
+        On a CPU the parts are added in the order of ranks, so a row's sum does not depend on the number of rows.
         """
         if part.device.type != "cpu":
             dist.all_reduce(part, group=self._group)
@@ -67,7 +67,7 @@ class TensorRanks:
 
 
 class PipelineRanks:
-    """This rank's view of the ranks that have the layers of one model, each some of them."""
+    """This rank's view of the pipeline-parallel group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self.rank, self.size = group, group.rank(), group.size()
@@ -86,13 +86,13 @@ class PipelineRanks:
         return hidden
 
     def broadcast_draws(self, tokens: Tensor, log_probs: Tensor) -> None:
-        """Give every rank what the last one has drawn, in place."""
+        """Broadcast the last rank's draws to every rank, in place."""
         for values in (tokens, log_probs):
             dist.broadcast(values, group=self._group, group_src=self.size - 1)
 
 
 class ReceiveHidden(nn.Module):
-    """Takes the place of the embedding: returns the hidden states of the layers before."""
+    """A layer in place of the embedding that receives the hidden states of the previous layers."""
 
     def __init__(self, ranks: PipelineRanks, width: int, dtype: torch.dtype, received: Any) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class ReceiveHidden(nn.Module):
 
 
 class SendHidden(nn.Module):
-    """Takes the place of the last norm: sends the hidden states on."""
+    """A layer in place of the last norm that sends the hidden states to the next layers."""
 
     def __init__(self, ranks: PipelineRanks, dtype: torch.dtype) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def join_generation_groups(groups: Tensor) -> tuple[TensorRanks, PipelineRanks |
         groups: The ranks of each generation group, (groups, pipeline, tensor), as `GenerationLayout.groups` returns them.
 
     Returns:
-        The ranks that divide this rank's matrices, and those that have the other layers, None where each rank has all of them.
+        This rank's tensor-parallel group, and its pipeline group; None if each rank has all layers.
     """
     tensor = subgroup(groups.flatten(0, 1))
     pipeline = subgroup(groups.movedim(1, 2).flatten(0, 1)) if groups.shape[1] > 1 else None
@@ -166,7 +166,7 @@ PARALLEL_MODULES: dict[str, type[nn.Module]] = {
     "rowwise": RowParallelLinear,
     "embedding_rowwise": VocabParallelEmbedding,
 }
-"""The module class by style, for styles that need a collective; other modules compute their slices alone."""
+"""The module class of each style that needs a collective; other modules compute their slices alone."""
 
 
 def load_for_decoding(
@@ -176,9 +176,9 @@ def load_for_decoding(
     ranks: TensorRanks,
     pipeline: PipelineRanks | None = None,
 ) -> tuple[PreTrainedModel, Slices]:
-    """Load this rank's layers and slices of the decoder in a Hugging Face directory; nothing else of it is read.
+    """Load this rank's layers and slices of the decoder in a Hugging Face directory, and read nothing else of it.
 
-    Raises UserError as `load_decoder`, and for a model that has no tensor-parallel plan or does not divide among so many ranks.
+    Raises UserError as `load_decoder`, and for a model without a tensor-parallel plan or that cannot be sharded over so many ranks.
     """
     model: Any = load_decoder(path, dtype, on_meta=True)
     check_heads(model.config.to_dict(), ranks.size)
@@ -192,15 +192,22 @@ def load_for_decoding(
     else:
         _keep_local_slices(model, boxes)
     if ranks.size > 1:
-        _use_parallel_modules(model, ranks, plan)
-        _set_local_heads(model.config, ranks.size)
+        output, config = model.get_output_embeddings(), model.config
+        for name, module in model.named_modules():
+            kind = ParallelLMHead if module is output else PARALLEL_MODULES.get(plan.get(pattern_of(name), ""))
+            if kind is not None:
+                module.__class__, module.ranks = kind, ranks
+        # One rank's number of heads, for which the key/value cache is made.
+        config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        config.num_attention_heads //= ranks.size
+        config.num_key_value_heads //= ranks.size
     if pipeline is not None:
         _connect(model, pipeline)
     return model.requires_grad_(False).eval().to(device), Slices(shapes, boxes)
 
 
 def _connect(model: Any, pipeline: PipelineRanks) -> None:
-    """Receive hidden states before this rank's layers and send them after."""
+    """Make the model receive hidden states before this rank's layers and send them afterwards."""
     body = body_of(model)
     if pipeline.rank > 0:
         before = getattr(model, RECEIVED)[0]
@@ -214,7 +221,7 @@ def _connect(model: Any, pipeline: PipelineRanks) -> None:
 
 
 def check_heads(settings: Mapping[str, Any], ranks: int) -> None:
-    """Raise UserError where the number of ranks does not divide a model's attention and key/value heads."""
+    """Raise UserError if the number of ranks does not divide the model's attention and key/value heads."""
     heads = settings.get("num_attention_heads", 1)
     for name, count in (("attention", heads), ("key/value", settings.get("num_key_value_heads", heads))):
         if count % ranks:
@@ -231,18 +238,3 @@ def _keep_local_slices(model: nn.Module, boxes: Mapping[str, Box]) -> None:
             kept[whole] = nn.Parameter(boxes[name].of(whole.detach()).clone())
         module, _, own = name.rpartition(".")
         setattr(model.get_submodule(module), own, kept[whole])
-
-
-def _use_parallel_modules(model: Any, ranks: TensorRanks, plan: Mapping[str, str]) -> None:
-    output = model.get_output_embeddings()
-    for name, module in model.named_modules():
-        kind = ParallelLMHead if module is output else PARALLEL_MODULES.get(plan.get(pattern_of(name), ""))
-        if kind is not None:
-            module.__class__, module.ranks = kind, ranks
-
-
-def _set_local_heads(config: Any, ranks: int) -> None:
-    """Set the number of heads in a model's configuration to those of one rank: the key/value cache is made for these."""
-    config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    config.num_attention_heads //= ranks
-    config.num_key_value_heads //= ranks

@@ -1,7 +1,7 @@
-"""Prompts, computed once for all rows that begin with them, and kept until the last of those rows has its slot.
+"""Shared prefill: each prompt is computed once for all rows that begin with it, and kept until the last of these rows has a slot.
 
-All ids of a prompt but the last go through the model here; the last one is the first that a slot decodes. So every token
-is drawn in a decode step, at the shape that all rows share.
+All ids of a prompt except the last go through the model here; a slot decodes the last one first. So every token is drawn in a decode step,
+at the shape that all rows share.
 """
 
 from collections import Counter
@@ -16,13 +16,13 @@ from braidrl.training.compute.slots import PrefillSequences, Prefix, round_up
 from braidrl.training.decoders.body import run_body
 
 ROW_MULTIPLE = 16
-"""Rows of a matrix product come in multiples of this: below it a CPU's kernels round the same row differently."""
+"""Matrix products have a multiple of this many rows: with fewer, a CPU's kernels round the same row differently."""
 PREFILL_TOKENS = 8192
 """Prompt tokens in one forward pass; a longer prompt goes alone."""
 
 
 class Prompts:
-    """What the prompts of waiting rows leave behind, without their last tokens."""
+    """The keys and values of the prompts of waiting rows, without each prompt's last token."""
 
     def __init__(self) -> None:
         self._kept: dict[bytes, Prefix] = {}
@@ -34,7 +34,7 @@ class Prompts:
         self._waiting[prompt_key(prompt)] += 1
 
     def forget(self, prompt: Tensor) -> None:
-        """Count one waiting row less with this prompt; after the last its keys and values are freed."""
+        """Count one waiting row less with this prompt; after the last row, free its keys and values."""
         name = prompt_key(prompt)
         self._waiting[name] -= 1
         if not self._waiting[name]:
@@ -54,7 +54,7 @@ class Prompts:
             self.computed_tokens += sum(len(ids) for ids in part.values())
 
     def prefix(self, prompt: Tensor) -> Prefix | None:
-        """Return what this prompt leaves behind; None for a prompt of a single token."""
+        """Return this prompt's keys and values; None for a prompt of a single token."""
         return self._kept[prompt_key(prompt)] if len(prompt) > 1 else None
 
     def _forward(self, model: PreTrainedModel, part: dict[bytes, Tensor]) -> dict[bytes, Prefix]:
@@ -82,5 +82,5 @@ def _packs(prompts: dict[bytes, Tensor]) -> Iterator[dict[bytes, Tensor]]:
 
 
 def prompt_key(prompt: Tensor) -> bytes:
-    """Return the prompt's ids as a key: rows with equal prompts share it, also across groups."""
+    """Return the prompt's ids as a key, equal for rows with equal prompts, also across groups."""
     return prompt.numpy().tobytes()

@@ -1,4 +1,4 @@
-"""The state of each slot, as one tensor per quantity, so that a decode step has no loop over rows.
+"""The state of each slot, one tensor per quantity, so that a decode step has no loop over rows.
 
 Shapes: B slots, T response tokens, S stop tokens.
 """
@@ -22,16 +22,16 @@ class SlotStates:
     """State of B slots; all but `tokens`, `log_probs` and `stop_token_ids` are (B,)."""
 
     current: Tensor
-    """The token that the next step feeds."""
+    """The input token of the next step."""
     position: Tensor
-    """Its position in the sequence; 0 in an idle slot."""
+    """The input token's position in the sequence; 0 in an idle slot."""
     drawn: Tensor
     """Tokens drawn so far."""
     limit: Tensor
     """Tokens that may be drawn."""
     active: Tensor
     key: Tensor
-    """The row's random key; the next random number is that of draw `first_draw + drawn`."""
+    """The row's random key; the next random number has index `first_draw + drawn`."""
     first_draw: Tensor
     temperature: Tensor
     greedy: Tensor
@@ -40,9 +40,9 @@ class SlotStates:
     stop_token_ids: Tensor
     """(B, S), padded with NO_TOKEN."""
     tokens: Tensor
-    """(B, T), those drawn so far."""
+    """(B, T), the tokens drawn so far."""
     log_probs: Tensor
-    """(B, T), of the drawn tokens."""
+    """(B, T), the log-probs of the drawn tokens."""
 
     @staticmethod
     def idle(
@@ -103,7 +103,7 @@ class SlotStates:
             getattr(self, name)[slots] = value.to(self.current.device)
 
     def end(self, slots: Tensor) -> None:
-        """Make `slots` (R,) idle: they take part in every step, at position 0 and to no effect."""
+        """Make `slots` (R,) idle: they take part in every step, at position 0 and without effect."""
         for name in ("current", "position", "drawn", "limit", "active", "greedy", "top_k"):
             getattr(self, name)[slots] = 0
         self.temperature[slots] = 1.0
@@ -111,14 +111,14 @@ class SlotStates:
         self.stop_token_ids[slots] = NO_TOKEN
 
     def move(self, source: int, target: int) -> None:
-        """Move one slot's state into another, and make the first idle."""
+        """Move the state of slot `source` to `target`, and make `source` idle."""
         for fact in fields(self):
             tensor = getattr(self, fact.name)
             tensor[target] = tensor[source]
         self.end(torch.tensor([source], device=self.current.device))
 
     def batch_sampling(self, asked: Sequence[SamplingParams]) -> BatchSampling:
-        """Return the slots' sampling settings, without those that no row asks for."""
+        """Return the slots' sampling settings; a setting that no row uses is None."""
         return batch_sampling(asked, self.temperature, self.greedy, self.top_k, self.top_p)
 
     def uniforms(self) -> Tensor:
@@ -126,8 +126,8 @@ class SlotStates:
         return uniform(self.key, self.first_draw + self.drawn)
 
     def advance(self, tokens: Tensor, log_probs: Tensor) -> Tensor:
-        """Append the drawn tokens (B,), and mark active slots that came to a stop token or their limit, (B,) bool."""
-        # an idle slot writes its own place 0, which the next row to come overwrites
+        """Append the drawn tokens (B,), and mark active slots that reached a stop token or their limit, (B,) bool."""
+        # An idle slot writes its own position 0, which the next row overwrites.
         places = self.drawn[:, None]
         self.tokens.scatter_(1, places, tokens[:, None])
         self.log_probs.scatter_(1, places, log_probs[:, None])

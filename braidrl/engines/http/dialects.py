@@ -1,4 +1,4 @@
-"""The APIs of servers of different makes: each make is a value, plain JSON in and out.
+"""The APIs of generation servers (vLLM, SGLang): each is a value, with plain JSON in and out.
 
 request ──▶ Dialect.generate ──JSON──▶ server ──JSON──▶ Dialect.read ──▶ token ids, log-probs
 """
@@ -16,7 +16,7 @@ ServerCall = tuple[str, Json]
 
 @dataclass(frozen=True)
 class ReplyPart:
-    """A response, or the rest of one, that is asked of a server."""
+    """A response, or the rest of one, requested from a server."""
 
     name: str
     """A request id that is unique on the server."""
@@ -26,12 +26,12 @@ class ReplyPart:
     """All tokens that end the response, the model's own included."""
     seed: int
     weights: str
-    """Name of the server's weights; a cache computed under others is not used."""
+    """Name of the server's weights; caches of other weights are not used."""
 
 
 @dataclass(frozen=True)
 class ServerAnswer:
-    """Tokens drawn by a server; `problem` says what is missing where the answer cannot be used."""
+    """Tokens drawn by a server; `problem` says what is missing if the answer cannot be used."""
 
     tokens: list[int]
     log_probs: list[float]
@@ -40,12 +40,12 @@ class ServerAnswer:
 
 @dataclass(frozen=True)
 class Network:
-    """How servers of one make receive weights over the network."""
+    """The calls by which servers of one kind receive weights over the network."""
 
     workers: tuple[str, str]
-    """The path that tells the number of its workers, and the field of its answer."""
+    """The path that returns the number of workers, and the field of its answer."""
     receive: Callable[[Json, str], Sequence[ServerCall]]
-    """Calls that make its workers receive the weights of a notice, and name them by a label. The first is made while the weights are sent.
+    """Calls that make its workers receive the weights of a notice, and label them. The first is made while the weights are sent.
     """
     missing: Callable[[Json], str | None]
     """The option that a server with these settings must be started with, if any."""
@@ -53,28 +53,28 @@ class Network:
 
 @dataclass(frozen=True)
 class Dialect:
-    """The API of servers of one make."""
+    """The API of servers of one kind."""
 
     generate: Callable[[ReplyPart], ServerCall]
     read: Callable[[Json], ServerAnswer]
     abort: Callable[[str], ServerCall]
-    """Ends the request of a name early; it is answered with what there is."""
+    """Ends a request, given its name; the server answers with the tokens drawn so far."""
     load_weights: Callable[[str, str], Sequence[ServerCall]]
-    """Calls, in order, that load the weights in a folder and name them by a label."""
+    """Calls, in order, that load the weights in a folder and label them."""
     label: tuple[str, str]
-    """The path that tells the label of the server's weights, and the field of its answer."""
+    """The path that returns the label of the server's weights, and the field of its answer."""
     settings: str
-    """The path that tells how a server was started."""
+    """The path that returns the options of a server's start."""
     missing: Callable[[Json, int], str | None]
     """The option that a server with these settings must be started with, if any, for rows of so many tokens."""
     start: str
-    """What makes a server tell its settings."""
+    """The option with which a server returns its settings."""
     network: Network | None = None
-    """How it receives weights; None where it can only read them from a folder."""
+    """Calls to receive weights over the network; None if the server can only read them from a folder."""
 
 
 def vllm_generate(part: ReplyPart) -> ServerCall:
-    """Ask vLLM for tokens, which `DrawByRow` draws in the server, so that vLLM's own sampling settings are neutral."""
+    """Make the call that asks vLLM for tokens; `DrawByRow` draws them in the server, so vLLM's own sampling settings are neutral."""
     return "/v1/completions", {
         "request_id": part.name, "prompt": part.request.prompt.tolist(), "cache_salt": part.weights,
         "max_tokens": part.request.sampling.max_tokens, "stop_token_ids": list(part.stop_token_ids), "ignore_eos": True,
@@ -116,7 +116,7 @@ def vllm_cannot_receive(info: Json) -> str | None:
 VLLM = Dialect(
     generate=vllm_generate,
     read=vllm_read,
-    # vLLM puts what is asked before the name, and the prompt's number behind it.
+    # vLLM adds a prefix to the request's name, and the prompt's number as a suffix.
     abort=lambda name: ("/abort_requests", {"request_ids": [f"cmpl-{name}-0"]}),
     load_weights=lambda folder, label: (
         ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}),
@@ -138,7 +138,7 @@ VLLM = Dialect(
 
 
 def sglang_generate(part: ReplyPart) -> ServerCall:
-    """Ask SGLang for tokens; it draws by the row's seed and the token's place in the sequence."""
+    """Make the call that asks SGLang for tokens; it draws by the row's seed and the token's position in the sequence."""
     sampling = part.request.sampling
     return "/generate", {
         "rid": part.name, "input_ids": part.request.prompt.tolist(), "return_logprob": True,

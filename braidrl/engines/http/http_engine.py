@@ -1,10 +1,10 @@
-"""An engine that is another project's server, reached over HTTP: token ids go there, token ids and log-probs come back.
+"""Another project's server as an engine over HTTP: it is sent token ids, and returns token ids and log-probs.
 
 submit ──▶ gate ──▶ server ──▶ part ──▶ Response        pause, update, abort: the server ends what it draws with what there is,
              ▲                   |                      and a row that continues asks for the rest, with the draws that come next
              └── rest of a row ──┘
 
-So every token has one version, and none is drawn from keys and values of earlier weights.
+So each token has one version, and none is drawn from keys and values of earlier weights.
 """
 
 import asyncio
@@ -31,14 +31,14 @@ from braidrl.weights.file import WeightFile, stored_in_folder
 from braidrl.weights.publisher import WeightSource, check_shapes
 
 ABORT_AGAIN_S = 0.1
-"""A request that is aborted may still be on its way to the server: it is aborted again until it is answered."""
+"""Seconds between aborts of one request: it may still be on its way to the server, so it is aborted until it is answered."""
 NOTHING_YET = -1
 """Version of a server that may have been restarted."""
 
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """The run's knowledge of the model that a server serves."""
+    """The facts about a server's model that the run knows."""
 
     tokenizer: PreTrainedTokenizerBase
     end_ids: tuple[int, ...]
@@ -48,7 +48,7 @@ class ServerSpec:
     max_sequence_tokens: int
     seed: int = 0
     store: Callable[[Iterable[tuple[str, Tensor]]], WeightFile] = stored_in_folder
-    """Stores weights where the server reads them, or where they are sent from."""
+    """The writer of weights, to where the server reads them or they are sent from."""
 
 
 @dataclass
@@ -58,12 +58,12 @@ class HttpRow(RemoteRow):
     call: asyncio.Future[Any] | None = None
     """The pending request to the server."""
     interrupted: bool = False
-    """True where the current part was ended early."""
+    """True if the current part was ended early."""
     aborted: bool = False
 
 
 class HttpEngine:
-    """Belongs to the event loop in which it is started."""
+    """An engine for one server. It belongs to the event loop in which it is started."""
 
     def __init__(self, server: GenerationServer, spec: ServerSpec) -> None:
         self.server, self.spec = server, spec
@@ -74,7 +74,7 @@ class HttpEngine:
         self._changed = asyncio.Condition()
 
     async def start(self) -> None:
-        """Connect to the server. Raises UserError where it does not answer, or was started in a way that Braid cannot train with."""
+        """Connect to the server. Raises UserError if it does not answer, or was started with options that Braid cannot train with."""
         await self.server.connect(self.spec.max_sequence_tokens)
 
     async def close(self) -> None:
@@ -123,7 +123,7 @@ class HttpEngine:
             await self.server.load_weights(source)
             self.version = version
         except EngineError as error:
-            # no row may be drawn by weights that nobody knows
+            # No row may be drawn from weights of unknown version.
             self._failure = error
             raise
         finally:
@@ -143,7 +143,7 @@ class HttpEngine:
         await self._wake_waiting()
 
     async def recover(self) -> int:
-        """Wait for a server that its owner restarts; it has the weights that it began with."""
+        """Wait for a server that its owner restarts; it then has its initial weights."""
         await self.server.check_alive()
         self._failure = None
         return NOTHING_YET
@@ -207,7 +207,7 @@ class HttpEngine:
         await asyncio.gather(*(self._interrupt(flight) for flight in list(self._flights.values())))
 
     async def _interrupt(self, flight: HttpRow) -> None:
-        """Make the server end the part that it draws, and wait until that has come back."""
+        """Make the server end the part that it draws, and wait for its answer."""
         call, name, flight.interrupted = flight.call, flight.name, True
         while call is not None and not call.done():
             await self.server.ask("POST", *self.server.dialect.abort(name))

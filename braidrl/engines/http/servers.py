@@ -1,4 +1,4 @@
-"""A generation server as the run sees it: requests and answers, and which weights it has."""
+"""A generation server as the run sees it: requests, answers, and the version of its weights."""
 
 import secrets
 from collections.abc import Mapping
@@ -19,38 +19,38 @@ from braidrl.weights.collective import OfferedWeights, WeightOffer
 from braidrl.weights.file import WeightFile
 
 IDLE_S = 2.0
-"""How long a connection may lie idle and be used again; vLLM's server closes one after 5 s."""
+"""Seconds after which an idle connection is not used again; vLLM's server closes one after 5 s."""
 
 
 @dataclass(frozen=True)
 class NetworkSettings:
-    """How weights are sent over the network: the run's device, and whether checksums are compared."""
+    """Settings for sending weights over the network: the run's device, and whether checksums are compared."""
 
     device: torch.device
     check: bool = False
 
 
 class GenerationServer:
-    """Belongs to the event loop in which it is connected. A request waits at most `limit_s` seconds for its answer."""
+    """A server, in the event loop in which it is connected. A request waits at most `limit_s` seconds for its answer."""
 
     def __init__(
         self, url: str, dialect: Dialect, limit_s: float = 600.0, sending: NetworkSettings | None = None
     ) -> None:
-        """Name the server; it gets weights over the network with `sending`, and else reads them from a folder."""
+        """Describe the server; with `sending` it receives weights over the network, otherwise it reads them from a folder."""
         self.url, self.dialect, self.limit_s, self.sending = url.rstrip("/"), dialect, limit_s, sending
         self.weights = secrets.token_hex(8)
-        """The name of its weights, unique over all runs."""
+        """The label of its weights, unique over all runs."""
         self._given = False
         self._session: ClientSession | None = None
 
     def open(self) -> None:
-        """Get ready to ask, in the event loop that runs."""
-        # No connection is used again after a training step: servers close idle ones, and nobody looks for that meanwhile.
+        """Open an HTTP session in the running event loop."""
+        # Connections are not reused after a training step: servers close idle ones, and this process does not notice it meanwhile.
         connector = TCPConnector(limit=0, keepalive_timeout=IDLE_S)
         self._session = ClientSession(connector=connector, timeout=ClientTimeout(total=self.limit_s))
 
     async def connect(self, max_sequence_tokens: int) -> None:
-        """Raise UserError for a server that does not answer, or was started in a way that Braid cannot train with."""
+        """Connect to the server. Raises UserError if it does not answer, or was started with options that Braid cannot train with."""
         self.open()
         told = f"rollout.servers: {self.url}"
         try:
@@ -72,7 +72,7 @@ class GenerationServer:
             await self._session.close()
 
     async def load_weights(self, weights: WeightFile | OfferedWeights) -> None:
-        """Change the server's weights. Raises EngineError where that fails: which weights it has is not known then."""
+        """Change the server's weights. Raises EngineError if that fails; the version of its weights is then unknown."""
         label = secrets.token_hex(8)
         try:
             if isinstance(weights, OfferedWeights):
@@ -91,7 +91,7 @@ class GenerationServer:
         self.weights, self._given = label, True
 
     async def _receive(self, offered: OfferedWeights, label: str) -> None:
-        """Have the server's workers receive weights that are offered to them."""
+        """Make the server's workers receive the offered weights."""
         network = self.dialect.network
         assert network is not None, "checked when the server was reached"
         path, field = network.workers
@@ -101,16 +101,16 @@ class GenerationServer:
                 await self.ask("POST", *call)
 
     async def check_weights(self) -> None:
-        """Raise EngineError where the server was restarted since it got its weights: its tokens may be those of others."""
+        """Raise EngineError if the server was restarted since it received its weights: its tokens may come from other weights."""
         if not self._given:
             return
         before, (path, field) = self.weights, self.dialect.label
         found = (await self.ask("GET", path)).get(field)
         if found not in (before, self.weights):
-            raise EngineError(f"{self.url} was started anew, or given weights by somebody else: it has {found!r}")
+            raise EngineError(f"{self.url} was restarted, or given weights by another program: it has {found!r}")
 
     async def check_alive(self) -> None:
-        """Wait for the server's answer; it may have been restarted. Raises EngineError when there is none."""
+        """Wait for the server's answer; it may have been restarted. Raises EngineError if there is none."""
         try:
             await self.ask("GET", self.dialect.settings)
         except UserError as error:
@@ -118,7 +118,7 @@ class GenerationServer:
         self._given = False
 
     async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Send a request. Raises UserError for what the server refuses, and EngineError when it fails or does not answer."""
+        """Send a request. Raises UserError if the server refuses it, and EngineError if the server fails or does not answer."""
         if self._session is None or self._session.closed:
             raise EngineError(f"{self.url} has not been reached")
         try:

@@ -1,1 +1,1 @@
-"""An engine in a process of its own: `client` is the run's side of the socket, `server` the process, `spec` what it is told to make."""
+"""An engine in a process of its own: `process_engine` is the run's side of the socket, `process_server` the process."""

@@ -1,7 +1,7 @@
-"""An engine in a process of its own: the run's side of the socket to `host`.
+"""An engine in a process of its own: the run's side of the socket to `process_server`.
 
 submit, abort, ... ──message──▶ process
-                   ◀──answer───    a process that ends, or says nothing for too long, fails what waits for it with EngineError
+                   ◀──answer───    if the process ends, or sends nothing for too long, pending calls raise EngineError
 """
 
 import asyncio
@@ -46,23 +46,23 @@ from braidrl.weights.publisher import WeightSource
 
 DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1",
-    # vLLM would bind each of its workers to a memory node of its own, and refuse more of them than there are
+    # Otherwise vLLM binds each worker to a NUMA node of its own, and refuses more workers than nodes.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }  # fmt: skip
-"""Environment variables of vLLM, where the run's own environment does not set them."""
+"""Environment variables of vLLM, unless the run's own environment sets them."""
 NAMES = {Submit: "submit", AbortRow: "abort", UpdateWeights: "update_weights"}
-"""The method that an order calls."""
+"""The engine method that an order calls."""
 NOTHING_YET = -1
-"""Version of an engine whose process was started anew."""
+"""Version of an engine whose process was restarted."""
 
 
 class EngineProcess:
-    """Belongs to the event loop in which it is started. Whoever waits for it waits at most `limit_s` seconds without a word."""
+    """An engine process, in the event loop in which it is started. Calls fail after `limit_s` seconds without a message from it."""
 
     def __init__(
         self, spec: EngineSpec, name: str = "engine", python: Path | None = None, limit_s: float = 600.0
     ) -> None:
-        """`python` is the interpreter that has what the engine needs; by default this process's."""
+        """Describe the process; `python` is an interpreter with the engine's packages, by default this process's."""
         self.spec, self.name, self.limit_s = spec, name, limit_s
         self.max_sequence_tokens = spec.max_sequence_tokens
         self._python = str(python or sys.executable)
@@ -72,7 +72,7 @@ class EngineProcess:
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._rows: dict[Uid, int] = {}
         self._followed: dict[int, Callable[[int, int], None]] = {}
-        """By the number of its message, who is told of a row's tokens."""
+        """The callback for a row's tokens, by the id of its message."""
         self._recovering = asyncio.Lock()
         self._numbers = itertools.count()
         self._load = Load(spec.slots, 0, 0)
@@ -81,14 +81,14 @@ class EngineProcess:
 
     @property
     def pid(self) -> int | None:
-        """Return the process id, while there is a process."""
+        """Return the process id, or None without a process."""
         return self._process.pid if self._process else None
 
     async def start(self) -> None:
-        """Start the process, and wait until the model is loaded. Raises UserError where it cannot be used, EngineError as `submit`."""
+        """Start the process, and wait until the model is loaded. Raises UserError if it cannot be used, EngineError as `submit`."""
         if shutil.which(self._python) is None:
             raise UserError(f"rollout.python: {self._python} is no interpreter that can be run")
-        # vLLM and what users add may need an interpreter of their own, and who has a device knows it before importing torch.
+        # vLLM and users' engines may need an interpreter of their own, and a process must know its device before importing torch.
         copied = self.spec.kind == "embedded" and self.spec.device == "cpu" and self._python == sys.executable
         start = from_server if copied else spawn
         self._process = start(process_spec(self.spec, self.name, self._python))
@@ -148,8 +148,8 @@ class EngineProcess:
         await self._ask(EngineCall(next(self._numbers), "wake"))
 
     async def recover(self) -> int:
-        """Start a new process in place of one that ended or cannot continue; its weights are those of the model's directory."""
-        # several may want it back at once
+        """Replace a process that ended or cannot continue; the new one has the weights of the model's directory."""
+        # Several callers may recover it at once.
         async with self._recovering:
             if self._writer is not None:
                 try:
@@ -167,7 +167,7 @@ class EngineProcess:
         return Load(self._load.slots, running, len(self._rows) - running)
 
     async def close(self) -> None:
-        """End the process and waits until it is gone."""
+        """End the process and wait until it is gone."""
         self._die("was closed")
         if self._listener is not None:
             await asyncio.gather(self._listener, return_exceptions=True)
@@ -184,7 +184,7 @@ class EngineProcess:
             answer.cancel()
 
     async def _wait(self, answer: asyncio.Future[Any], what: str) -> Any:
-        """Return the answer. Raises EngineError when the process ends, or after `limit_s` seconds without any message."""
+        """Wait for the answer. Raises EngineError if the process ends, or after `limit_s` seconds without any message."""
         now = asyncio.get_running_loop().time
         begun = now()
         while not answer.done():
@@ -213,16 +213,13 @@ class EngineProcess:
         if answer is None or answer.done():
             return
         if isinstance(message, CallFailed):
-            answer.set_exception(self._named(message.exception()))
+            error = message.exception()
+            answer.set_exception(EngineError(f"{self.name}: {error}") if isinstance(error, EngineError) else error)
         else:
             answer.set_result(message.result)
 
-    def _named(self, error: Exception) -> Exception:
-        """Add this engine's name to an EngineError."""
-        return EngineError(f"{self.name}: {error}") if isinstance(error, EngineError) else error
-
     def _die(self, why: str) -> None:
-        """Kill what is left of the process, and fail everything that waits for it."""
+        """Kill the process, and fail all pending calls."""
         if self._writer is None or self._process is None:
             return
         self._writer.close()
@@ -236,17 +233,17 @@ class EngineProcess:
 
 
 def workers_of(spec: EngineSpec) -> int:
-    """Return how many processes of an engine hold weights."""
+    """Return the number of an engine's processes that hold weights."""
     asked = (spec.options.get(f"{axis}_parallel_size", 1) for axis in ("tensor", "pipeline"))
     return math.prod(asked) if spec.kind == "vllm" else spec.tensor
 
 
 def process_spec(spec: EngineSpec, name: str, python: str) -> ProcessSpec:
-    """Return how the process of an engine is started."""
+    """Return the command and environment of an engine's process."""
     own = {}
     if spec.kind == "vllm":
         own = {name: value for name, value in DEFAULTS.items() if name not in os.environ}
-        # On the CPU vLLM computes eagerly, and would still compile small parts of its sampling with a C++ compiler.
+        # On the CPU vLLM computes eagerly, but would still compile small parts of its sampling with a C++ compiler.
         own |= {"TORCHDYNAMO_DISABLE": "1"} if spec.device == "cpu" else {}
     entry = "braidrl.engines.process.process_server:main"
     return ProcessSpec(name, entry, python=python, threads=spec.threads, devices=spec.devices, environment=own)

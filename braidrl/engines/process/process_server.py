@@ -1,7 +1,7 @@
-"""A process with one engine in it, which a run talks to over a socket.
+"""The process of one engine, which serves a run over a socket.
 
 run ──Order──▶ Host ──▶ engine
-    ◀──Reply──┘                 without work for it the process waits; when the run is gone it ends
+    ◀──Reply──┘                 the process waits while it has no work, and ends when the run is gone
 """
 
 import asyncio
@@ -42,9 +42,9 @@ from braidrl.weights.collective import Incoming
 from braidrl.weights.file import WeightFile
 
 BEAT_S = 0.02
-"""Seconds between messages about the load of a process with rows."""
+"""Seconds between heartbeats of a process with rows."""
 READY = -1
-"""The number of the answer to the first message, which says what engine to make."""
+"""The id of the answer to the first message, which holds the engine's settings."""
 
 
 def embedded_engine(spec: EngineSpec) -> SteppingEngine:
@@ -55,8 +55,8 @@ def embedded_engine(spec: EngineSpec) -> SteppingEngine:
 
 
 def vllm_engine(spec: EngineSpec) -> SteppingEngine:
-    """Load the model into vLLM. Raises UserError where it is not installed, or does not take the model."""
-    # Imported here: vLLM need not be installed.
+    """Load the model into vLLM. Raises UserError if vLLM is not installed or does not support the model."""
+    # Imported here: vLLM is optional.
     try:
         from braidrl.engines.vllm.vllm_engine import VllmEngine
     except ImportError as error:
@@ -70,19 +70,19 @@ def vllm_engine(spec: EngineSpec) -> SteppingEngine:
 
 
 def served(engine: SteppingEngine | ServedEngine) -> ServedEngine:
-    """Return the engine behind the engine protocol, which one that steps is put behind."""
+    """Return the engine behind the engine protocol; a `SteppingEngine` is wrapped in an `EngineReplica`."""
     return EngineReplica(engine) if isinstance(engine, SteppingEngine) else engine
 
 
 class Host:
-    """Executes orders on the engine and sends the results."""
+    """The executor of a run's orders on the engine, which sends back the results."""
 
     def __init__(self, engine: Engine, writer: asyncio.StreamWriter) -> None:
         self.engine, self.writer = engine, writer
         self.tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, order: Order) -> None:
-        """Start an order's task. Orders start in the order in which they come, and are answered when they are done."""
+        """Start an order's task. Orders start in the order of arrival, and are answered when done."""
         task = asyncio.create_task(self._act(order))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
@@ -93,7 +93,7 @@ class Host:
         self.writer.write(framed(reply))
 
     async def beat(self) -> None:
-        """Show that a process without other messages is alive."""
+        """Send heartbeats while the process sends no other messages."""
         while True:
             await asyncio.sleep(BEAT_S)
             if self.tasks:
@@ -135,7 +135,7 @@ class Host:
 
 
 async def serve(connection: socket.socket, spec: EngineSpec, followers: ForkedFollowers | None) -> None:
-    """Make the engine, and execute messages until the run is gone."""
+    """Make the engine, and execute the run's messages until the run is gone."""
     reader, writer = await asyncio.open_connection(sock=connection)
     keep_freed_memory()
     try:
@@ -155,7 +155,7 @@ async def serve(connection: socket.socket, spec: EngineSpec, followers: ForkedFo
 
 
 def main(handle: int) -> None:
-    """Serve the engine that the first message asks for. Its other processes are forked before this one has loaded anything."""
+    """Serve the engine described by the first message. Its other processes are forked before this one loads anything."""
     named("engine")
     try:
         with Connection(os.dup(handle)) as first:

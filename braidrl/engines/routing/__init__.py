@@ -1,1 +1,1 @@
-"""Several engines as one: `service` for callers without an event loop, `router` forwards each request, `dispatch` decides where to."""
+"""Several engines as one: `service` for callers without an event loop, `router` forwards requests, `dispatch` chooses the engine."""

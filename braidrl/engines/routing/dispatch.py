@@ -1,11 +1,11 @@
-"""The choice of an engine for each row: the router's decisions, without clocks or sockets.
+"""Load balancing: the router's choice of an engine for each row, without clocks or sockets.
 
 add ──▶ waiting ──an engine has room──▶ on the engine with the least work ──done──▶ gone
            ▲                                    |
            └────────────── the engine failed ───┘
 
-A row is bound to an engine only when the engine has room for it, one by one: lengths are not known beforehand, and rows that are
-not bound yet can still balance what turned out long. Work is counted in response tokens.
+A row is assigned only when an engine has room for it: lengths are not known beforehand, and unassigned rows can still balance rows that
+turned out long. Work is counted in response tokens.
 """
 
 from collections import Counter, OrderedDict
@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from braidrl.data.rows import Uid
 
 PROMPT_WORK = 0.1
-"""Work of computing a prompt token, relative to drawing a token."""
+"""Work of prefilling one prompt token, relative to decoding one token."""
 SLACK = 0.25
-"""How far an engine that holds a row's prefix may be above the least loaded one, as a share of what it can hold."""
+"""How much more loaded than the least loaded engine an engine with a row's prefix may be, as a share of its capacity."""
 PREFIXES = 4096
-"""Prefixes whose place is remembered."""
+"""Number of prefixes whose engine is remembered."""
 
 Prefix = tuple[int, ...]
 """(source, group) for the prompt of a group, a uid for the earlier turns of a trajectory."""
@@ -50,13 +50,13 @@ class EngineState:
 
     def remove(self, uid: Uid) -> Job:
         job = self.jobs.pop(uid)
-        # from nothing again when it has none, so that rounding does not add up
+        # An empty engine starts again from exactly 0, so that rounding errors do not accumulate.
         self.work = self.work - job.work if self.jobs else 0.0
         return job
 
 
 class Dispatcher:
-    """Rows and the engines that they are on; `slots` are the rows that each engine may have at once."""
+    """The assignment of rows to engines; `slots` is the number of rows that each engine may have at once."""
 
     def __init__(self, slots: Sequence[int], expected_tokens: float = 512.0) -> None:
         """Start without rows; `expected_tokens` is the assumed response length until responses have been seen."""
@@ -68,16 +68,16 @@ class Dispatcher:
 
     @property
     def waiting(self) -> int:
-        """Return the number of rows that no engine has."""
+        """Return the number of rows without an engine."""
         return len(self._waiting)
 
     @property
     def expected_tokens(self) -> float:
-        """Mean length of the responses seen so far."""
+        """Return the mean length of the responses seen so far."""
         return self._seen["tokens"] / self._seen["rows"] if self._seen["rows"] else self._first_guess
 
     def engine_of(self, uid: Uid) -> int | None:
-        """Return the row's engine; None while it waits. Raises KeyError when it is not in flight."""
+        """Return the row's engine; None while it waits. Raises KeyError if it is not in flight."""
         for number, state in enumerate(self.engines):
             if uid in state.jobs:
                 return number
@@ -86,7 +86,7 @@ class Dispatcher:
         return None
 
     def add(self, uid: Uid, prompt_tokens: int) -> None:
-        """Add a row. Raises ValueError for one that is in flight already."""
+        """Add a row. Raises ValueError if it is already in flight."""
         if uid in self._waiting or any(uid in state.jobs for state in self.engines):
             raise ValueError(f"row {uid} is under way already")
         self._waiting[uid] = Job(uid, prompt_tokens)
@@ -121,7 +121,7 @@ class Dispatcher:
             self.engines[engine].remove(uid)
 
     def fail(self, engine: int) -> list[Uid]:
-        """Mark an engine as dead, and return its rows, which wait again before all others."""
+        """Mark an engine as dead, and return its rows, which go to the front of the queue."""
         state = self.engines[engine]
         state.alive = False
         lost = [state.remove(uid) for uid in list(state.jobs)]
@@ -137,10 +137,10 @@ class Dispatcher:
         self.engines[engine].alive = True
 
     def _choose(self, job: Job, open_now: Sequence[int]) -> int:
-        """Return the least loaded engine, or one with the row's prefix that is hardly more loaded."""
+        """Return the least loaded engine, or an engine with the row's prefix that is only slightly more loaded."""
         work = {engine: self.engines[engine].work for engine in open_now}
         least = min(work.values())
-        # what is not bound yet can even out a difference; when nothing waits, only the load counts
+        # Waiting rows can even out a difference in load; when none waits, only the load counts.
         unbound = (len(self._waiting) + 1) * self.expected_tokens / len(self.engines)
         near = [
             engine
@@ -151,7 +151,7 @@ class Dispatcher:
         return best if self._held(job, best) else min(open_now, key=lambda engine: (work[engine], engine))
 
     def _held(self, job: Job, engine: int) -> int:
-        """Return how many tokens of the row's prompt the engine has seen."""
+        """Return how many tokens of the row's prompt the engine has computed."""
         held = max(self._prefixes.get(prefix, {}).get(engine, 0) for prefix in (job.uid, job.uid[:2]))
         return min(held, job.prompt_tokens)
 

@@ -1,8 +1,8 @@
-"""Several engines as one: each request goes to the engine that the dispatcher chooses, and to another if that one dies.
+"""The router, several engines as one: each request goes to the engine that the dispatcher chooses, and to another if that one dies.
 
 submit ──▶ waiting ──dispatch──▶ engine ──▶ Response
               ▲                    |
-              └──── EngineError ───┘      the engine is asked every `retry_s` seconds to recover, and gets the weights it missed
+              └──── EngineError ───┘      the router tries every `retry_s` seconds to recover the engine, and sends it the current weights
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from braidrl.weights.publisher import WeightSource
 
 
 class Router:
-    """An engine over engines. Random numbers belong to the row, so a row that is moved to another engine gets the same tokens there."""
+    """An engine over engines. Random numbers belong to the row, so a row that moves to another engine gets the same tokens there."""
 
     def __init__(
         self, engines: Sequence[Engine], retry_s: float = 5.0, give_up_s: float = 600.0,
@@ -30,15 +30,15 @@ class Router:
         """Start with all engines alive.
 
         Args:
-            engines: Started.
-            retry_s: Seconds between attempts to recover one that failed.
+            engines: Started engines.
+            retry_s: Seconds between attempts to recover a failed engine.
             give_up_s: Requests raise EngineError when no engine has been alive for so many seconds.
-            store: Writes weights where all engines read them; by default each is given the source.
+            store: Writes weights where all engines read them; by default each engine is given the source.
         """
         self.engines, self._retry_s, self._give_up_s, self._store = list(engines), retry_s, give_up_s, store
         self._dispatcher = Dispatcher([engine.load().slots for engine in engines])
         self._places: dict[Uid, asyncio.Future[None]] = {}
-        """For each row without an engine: done when there is room, or when the row is aborted."""
+        """A future for each row without an engine: done when there is room, or when the row is aborted."""
         self._calls: dict[Uid, asyncio.Future[Response]] = {}
         self._aborted: set[Uid] = set()
         self._recovering: dict[int, asyncio.Task[None]] = {}
@@ -46,17 +46,17 @@ class Router:
         self._version: int | None = None
         self._source: WeightSource | None = None
         self._stored: WeightFile | None = None
-        """The file that this router has stored."""
+        """The weights file that this router stored."""
         self._paused = self._asleep = False
 
     @property
     def alive(self) -> int:
-        """Return the number of engines that take requests."""
+        """Return the number of engines that accept requests."""
         return len(self._living())
 
     @property
     def failures(self) -> list[EngineError]:
-        """Return why engines do not take requests."""
+        """Return the error of each dead engine."""
         return list(self._errors.values())
 
     async def submit(self, request: Request) -> Response:
@@ -95,11 +95,11 @@ class Router:
         await self._everywhere(lambda engine: engine.resume())
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
-        """Give new weights to the engines, stored once where only this process has them; what was stored before is freed."""
+        """Send new weights to the engines, stored once if only this process has them, and free the earlier version."""
         before, stored = self._stored, None
         if self._store is not None and source is not None and not isinstance(source, WeightFile | OfferedWeights):
             source = stored = self._store(source.tensors())
-        # An engine that comes back later is given the weights of now.
+        # An engine that recovers later is sent these weights.
         self._version, self._source, self._stored = version, source, stored
         try:
             await self._everywhere(lambda engine: engine.update_weights(version, source))
@@ -119,7 +119,7 @@ class Router:
         self._send()
 
     async def recover(self) -> int:
-        """Recover every dead engine. Raises EngineError when one cannot be recovered now."""
+        """Recover every dead engine. Raises EngineError if one cannot be recovered now."""
         for number, state in enumerate(self._dispatcher.engines):
             if not state.alive:
                 await self._recover(number)
@@ -131,7 +131,7 @@ class Router:
         return Load(slots, running, waiting + self._dispatcher.waiting)
 
     async def close(self) -> None:
-        """Stop trying to recover dead engines, and free the weights that were stored."""
+        """Stop trying to recover dead engines, and free the stored weights."""
         for task in self._recovering.values():
             task.cancel()
         await asyncio.gather(*self._recovering.values(), return_exceptions=True)
@@ -143,7 +143,7 @@ class Router:
         """Wait for an engine with room. Returns False for an aborted row; raises EngineError after `give_up_s` without a living engine."""
         loop = asyncio.get_running_loop()
         place = self._places.setdefault(uid, loop.create_future())
-        # rows that are submitted together are dispatched together, in the order in which they came
+        # Rows that are submitted together are dispatched together, in their order.
         loop.call_soon(self._send)
         try:
             while not place.done():
@@ -222,6 +222,6 @@ class Router:
 
 
 def empty_response(uid: Uid) -> Response:
-    """Return the response of a row that was aborted before an engine had it."""
+    """Return the response of a row that was aborted before it had an engine."""
     nothing = torch.empty(0, dtype=torch.int64)
     return Response(uid, nothing, nothing.to(torch.float32), FinishReason.ABORT, nothing)

@@ -24,11 +24,11 @@ ASK_EVERY_S = 0.02
 
 
 class EngineService:
-    """Owns the event loop of its engines, which runs only inside its methods. `close` ends the engines."""
+    """Engines with an event loop that runs only inside this object's methods. `close` ends the engines."""
 
     is_collective = False
     memory = None
-    """What they take of a device is theirs."""
+    """The engines' processes manage their own device memory."""
 
     def __init__(
         self,
@@ -39,12 +39,12 @@ class EngineService:
         """Start the engines.
 
         Args:
-            engines: Not started yet.
+            engines: Engines, not started yet.
             limit_s: Seconds without a living engine after which calls raise EngineError.
-            store: Writes weights that only this process has where the engines read them.
+            store: Writes this process's weights to where the engines read them.
 
         Raises:
-            UserError: For a model that the engines cannot use.
+            UserError: The engines cannot use the model.
         """
         self.engines, self._limit_s, self._store = list(engines), limit_s, store
         self.max_sequence_tokens = self.engines[0].max_sequence_tokens
@@ -103,11 +103,11 @@ class EngineService:
         return run_cancelled_by_interrupts(self._runner, work(self.router))
 
     def publish(self, version: int, source: WeightSource | None = None) -> None:
-        """Give new weights to the engines. Raises ValueError where the source lacks a tensor."""
+        """Send new weights to the engines. Raises ValueError if the source lacks a tensor."""
         run_cancelled_by_interrupts(self._runner, self.router.update_weights(version, source))
 
     def clear(self) -> None:
-        """Do nothing: between two calls nothing is under way."""
+        """Do nothing: no row is in flight between two calls."""
 
     def sleep(self) -> None:
         run_cancelled_by_interrupts(self._runner, self.router.sleep())
@@ -123,7 +123,7 @@ class EngineService:
         while True:
             await asyncio.sleep(ASK_EVERY_S)
             for uid in rows_to_end():
-                # it may have ended by itself, or with the engine that it was on
+                # The row may have ended by itself, or with its engine.
                 with contextlib.suppress(KeyError, EngineError):
                     await self.router.abort(uid)
 

@@ -1,1 +1,1 @@
-"""vLLM as an engine: `engine` drives its steps, `logits_processor` draws tokens by the row's own random numbers, `worker` takes weights."""
+"""vLLM as an engine: `vllm_engine` runs its steps, `logits_processor` draws tokens by each row's random numbers, `vllm_worker` loads weights."""

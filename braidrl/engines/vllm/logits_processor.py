@@ -1,9 +1,9 @@
-"""Draws a row's tokens inside vLLM as the embedded engine draws them: by the row's own random numbers.
+"""A vLLM logits processor that draws tokens as the embedded engine does: by each row's own random numbers.
 
 logits ──sample, by (key, position)──▶ token ──▶ logits: -inf, and the token's log-prob in its place
 
-vLLM then can draw no other token, and reports that number as the token's log-prob: log-softmax(logits / temperature) before
-any top-k or top-p cut, which none of vLLM's own modes is. Only what vLLM offers to plug-ins is used.
+vLLM then can draw no other token, and reports that number as the token's log-prob: log-softmax(logits / temperature) before any top-k or
+top-p cut, which none of vLLM's own modes returns. Only vLLM's plug-in interface is used.
 """
 
 from collections.abc import Sequence
@@ -21,20 +21,20 @@ from braidrl.engines.sampling import batch_sampling, sample
 
 @dataclass(frozen=True)
 class Drawing:
-    """One row's draws, and the list of its tokens, which vLLM appends to."""
+    """One row's draws, and the list of its tokens, to which vLLM appends."""
 
     draws: Draws
     tokens: list[int]
 
     @property
     def position(self) -> int:
-        """Return the number of the next draw."""
+        """Return the index of the next draw."""
         return self.draws.first + len(self.tokens)
 
 
 @dataclass(frozen=True)
 class DrawBatch:
-    """The rows of a step in vLLM's order, with what does not change from step to step as tensors (B,)."""
+    """The rows of a step in vLLM's order, with their constant settings as tensors (B,)."""
 
     rows: Sequence[Drawing]
     key: Tensor
@@ -68,11 +68,11 @@ class DrawBatch:
 
 
 class DrawByRow(LogitsProcessor):
-    """vLLM makes one for each engine, and tells it which rows are where in its batch."""
+    """The logits processor; vLLM makes one per engine, and passes it the rows' positions in the batch."""
 
     @classmethod
     def validate_params(cls, sampling_params: Any) -> None:
-        """Raise ValueError for a request that is not Braid's: a server answers it with an error and continues."""
+        """Raise ValueError for a request that Braid did not make: a server answers it with an error and continues."""
         parse_draws(sampling_params.extra_args)
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:

@@ -1,4 +1,4 @@
-"""vLLM's own sleep: its weights wait in host memory and its keys and values are given back, while training has the device.
+"""vLLM's sleep mode: while training has the device, weights are kept in host memory and keys and values are freed.
 
 generate ──sleep──▶ train ──publish──▶ weights wake, new ones are loaded ──generate──▶ keys and values wake
 """
@@ -6,11 +6,11 @@ generate ──sleep──▶ train ──publish──▶ weights wake, new one
 from typing import Protocol
 
 PARTS = ("weights", "kv_cache")
-"""What vLLM calls them, in the order in which they wake: caches take what weights leave."""
+"""vLLM's names, in wake-up order: the caches take the memory that the weights leave free."""
 
 
 class Sleeper(Protocol):
-    """What vLLM's engine does of it."""
+    """The part of vLLM's engine that sleeps and wakes."""
 
     def reset_prefix_cache(self) -> object: ...
 
@@ -20,23 +20,23 @@ class Sleeper(Protocol):
 
 
 class VllmMemory:
-    """What of an engine of vLLM's is on its device."""
+    """The device memory of a vLLM engine: weights and caches."""
 
     def __init__(self, engine: Sleeper, may_leave: bool) -> None:
-        """Take charge of an engine; `may_leave` where `enable_sleep_mode` was asked for."""
+        """Manage an engine's memory; `may_leave` if `enable_sleep_mode` is set."""
         self._engine, self._may_leave = engine, may_leave
         self._away: list[str] = []
 
     def leave(self) -> None:
-        """Have weights and caches leave. Weights are kept, for a second generation may follow without new ones."""
+        """Offload the weights to host memory and free the caches. Weights are kept, since generation may resume without new ones."""
         if self._may_leave and not self._away:
-            # What was computed of prompts is given back with the caches.
+            # Cached prompts are freed with the caches.
             self._engine.reset_prefix_cache()
             self._engine.sleep(level=1)
             self._away = list(PARTS)
 
     def bring(self, *parts: str) -> None:
-        """Bring these parts back, in order; those that are there already stay."""
+        """Bring these parts back to the device, in order; parts already there stay."""
         for part in parts:
             if part in self._away:
                 self._engine.wake_up([part])

@@ -1,9 +1,9 @@
-"""vLLM as an engine of this process: it computes the steps, Braid keeps the rows, and draws their tokens.
+"""vLLM as an engine of this process: vLLM computes the steps; Braid keeps the rows and draws their tokens.
 
 add ──▶ waiting ──free slot──▶ vLLM ──step──▶ tokens, log-probs ──▶ Response
                                └── with tensor_parallel_size=2: two workers in processes of their own
 
-The only files that import vLLM are this one and `logits_processor`; `worker` is Braid's part of vLLM's workers.
+Only this file and `logits_processor` import vLLM; `vllm_worker` is Braid's part of vLLM's workers.
 """
 
 import gc
@@ -35,17 +35,17 @@ from braidrl.weights.in_place import shapes_of
 from braidrl.weights.publisher import WeightSource, check_shapes
 
 SETTINGS = {
-    # the engine's core in the process that holds the rows, so that a step is one call
+    # The engine core runs in the process that holds the rows, so that a step is one call.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # the newer runner has no place for what draws the tokens
+    # The newer runner does not support logits processors.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
 CPU_BLOCK = 128
-"""Tokens of a block of keys and values on the CPU."""
+"""Tokens per block of keys and values on the CPU."""
 
 
 class VllmEngine(SteppingEngine):
-    """Generates with the model in a Hugging Face directory until `publish` gives it other weights; at most `slots` rows at once.
+    """An engine that starts with the model in a Hugging Face directory and generates at most `slots` rows at once.
 
     `options` are further arguments of vLLM's `EngineArgs`, such as `gpu_memory_utilization`.
     """
@@ -54,7 +54,7 @@ class VllmEngine(SteppingEngine):
         self, folder: Path, tokenizer: PreTrainedTokenizerBase, slots: int, max_sequence_tokens: int, seed: int = 0,
         dtype: str = "float32", options: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        """Start vLLM. Raises UserError where it does not take the model."""
+        """Start vLLM. Raises UserError if it does not support the model."""
         super().__init__(tokenizer, end_ids_of(folder, tokenizer), max_sequence_tokens, seed)
         self._slots = slots
         self._expected = shapes_of(folder)
@@ -64,7 +64,7 @@ class VllmEngine(SteppingEngine):
         self._flights: dict[str, RemoteRow] = {}
         self._names = itertools.count()
         self._failure: EngineError | None = None
-        """Why no token may be drawn any more: by what weights is not known."""
+        """The error after which no token may be drawn, because the version of the weights is unknown."""
 
     @property
     def slots(self) -> int:
@@ -79,7 +79,7 @@ class VllmEngine(SteppingEngine):
         return len(self._waiting)
 
     def publish(self, version: int, source: WeightSource | None = None) -> None:
-        """Raise ValueError for a source that vLLM's workers cannot take: each of them takes its own part of it."""
+        """Publish weights; each vLLM worker loads its own part. Raises ValueError for a source that workers cannot read."""
         call: tuple[str, Any] | None = None
         if isinstance(source, WeightFile):
             check_shapes(source.shapes(), self._expected)
@@ -100,7 +100,7 @@ class VllmEngine(SteppingEngine):
             if flight.tokens:
                 flight.row.versions.append((len(flight.tokens), version))
             else:
-                # what has been computed of its prompt belongs to the weights before
+                # Computed keys and values of its prompt belong to the earlier weights.
                 self._leave(flight)
                 self._begin(flight.row)
 
@@ -111,7 +111,7 @@ class VllmEngine(SteppingEngine):
         ended = []
         for output in self._engine.step():
             flight = self._flights.get(output.request_id)
-            # vLLM may still have had a token for a row that was ended here
+            # vLLM may still return a token for a row that was ended here.
             if flight is not None and self._take(flight, output):
                 ended.append(flight.finished())
         return self._done(ended)
@@ -155,7 +155,7 @@ class VllmEngine(SteppingEngine):
     def _begin(self, row: EngineRow) -> None:
         request, name = row.request, str(next(self._names))
         row.versions = [(0, self.version)]
-        # prompts computed under other weights are not found under this salt
+        # The salt keeps prompts computed with other weights from being reused.
         prompt = {"prompt_token_ids": request.prompt.tolist(), "cache_salt": str(self.version)}
         self._engine.add_request(name, prompt, params_of(row, self.seed))
         self._flights[name] = RemoteRow(row, name)
@@ -179,12 +179,12 @@ class VllmEngine(SteppingEngine):
 
 
 def start(folder: Path, slots: int, max_sequence_tokens: int, dtype: str, options: dict[str, Any]) -> LLMEngine:
-    """Start vLLM with the model in this process. Raises UserError for what it does not take."""
+    """Start vLLM with the model in this process. Raises UserError for settings that it does not accept."""
     on_cpu = {
         "kv_cache_memory_bytes": cpu_cache_bytes(folder, slots, max_sequence_tokens, dtype),
         "enforce_eager": True,
     }
-    # On a CPU vLLM refuses the mode and takes its calls: it pauses, wakes part by part, and its memory stays.
+    # On a CPU vLLM refuses the sleep mode but accepts its calls: it pauses and wakes part by part, and its memory stays.
     refused = set() if torch.cuda.is_available() else {"enable_sleep_mode"}
     taken = {name: value for name, value in options.items() if name not in refused}
     arguments = {
@@ -194,7 +194,7 @@ def start(folder: Path, slots: int, max_sequence_tokens: int, dtype: str, option
         "disable_log_stats": True, "async_scheduling": False, **({} if torch.cuda.is_available() else on_cpu),
     }  # fmt: skip
     os.environ.update(SETTINGS)
-    gc.freeze()  # vLLM looks for garbage four times while it starts, a quarter of the work that starting is; what was imported is none.
+    gc.freeze()  # vLLM runs four garbage collections while it starts, a quarter of its start time; imported modules are no garbage.
     try:
         return LLMEngine.from_engine_args(EngineArgs(**{**arguments, **taken}))
     except (ValueError, TypeError) as error:
@@ -210,7 +210,7 @@ def params_of(row: EngineRow, seed: int) -> SamplingParams:
 
 
 def cpu_cache_bytes(folder: Path, slots: int, max_sequence_tokens: int, dtype: str) -> int:
-    """Return the bytes of keys and values of `slots` of the longest rows."""
+    """Return the bytes of keys and values for `slots` rows of maximum length."""
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     heads, width = config.num_key_value_heads, getattr(config, "head_dim", None)
     width = width or config.hidden_size // config.num_attention_heads

@@ -1,4 +1,4 @@
-"""Braid's part of vLLM's workers, in whatever process each of them is: receiving weights.
+"""Braid's extension of vLLM's workers: receives weights in the process of each worker.
 
 path ──▶ worker: maps the file ──────────────┬─tensor by tensor──▶ vLLM's loaders, which copy the worker's own part of each
 notice ──▶ worker: joins a group, receives ──┘
@@ -15,17 +15,17 @@ from braidrl.weights.file import WeightFile
 
 
 class TakesWeights:
-    """vLLM adds this to the class of its workers (`worker_extension_cls`), whose methods `collective_rpc` calls by name."""
+    """The extension that vLLM adds to its worker class (`worker_extension_cls`); `collective_rpc` calls its methods by name."""
 
     reload_weights: Callable[..., None]
-    """vLLM's own, as the next three are."""
+    """An attribute of vLLM's worker, as the next three are."""
     vllm_config: Any
     rank: int
     device: Any
     has_weights_in_part = False
 
     def take_weights(self, path: str) -> None:
-        """Load weights from a file. The caller has checked that they are the model's."""
+        """Load weights from a file. The caller has checked that they fit the model."""
         self.load_as_they_come(WeightFile(path).tensors())
 
     def receive_weights(self, notice: Mapping[str, Any]) -> None:
@@ -37,8 +37,7 @@ class TakesWeights:
     def load_as_they_come(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Load tensors one by one. Raises RuntimeError from then on if they end in the middle.
 
-        Nothing changes before the first one arrives. After a part, vLLM would continue where it stopped and take what comes next for the
-        rest.
+        Nothing changes before the first one arrives. After a partial load vLLM would take the next version's tensors for the missing ones.
         """
         if self.has_weights_in_part:
             raise RuntimeError("only a part of an earlier version arrived: vLLM has to be started anew")

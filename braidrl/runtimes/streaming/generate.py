@@ -229,7 +229,7 @@ class GenerateLoop:
         version = int(work.message["version"])
         place = next((place for role, _, place in work.message["weights"] if role == self.role), None)
         source = source_of(place) if place else None
-        await engine.set_down()
+        await engine.preempt()
         start = time.perf_counter()
         with self.context.trace.busy(LOAD, version, version=version):
             await engine.update_weights(version, source)
