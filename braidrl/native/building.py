@@ -1,10 +1,9 @@
-"""Compiles kernels for this processor, and one model's shape, with the system's C compiler; kept, so that it is done once.
+"""Compiles kernels for this processor and one model's shape with the system's C compiler, and caches the result.
 
-source + shape + processor ──hash──▶ kept library? ──no, or its digest differs──▶ cc, about a second ──▶ loaded with ctypes
+source + shape + processor ──hash──▶ cached library? ──no, or its digest differs──▶ cc, about a second ──▶ loaded with ctypes
 
-Its digest is in its name: a file that was cut or overwritten is compiled again, and so is one that was planted under the name of another.
-
-Where nothing compiles them a line of the log says so, once, and torch computes what they would have.
+A library's digest is in its name, so a truncated, overwritten or planted file is compiled again. Without a working compiler the log says
+so once, and torch computes instead.
 """
 
 import ctypes
@@ -37,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 def build(source: Path, **constants: int) -> ctypes.CDLL | None:
-    """Compile a C file with these constants defined, or load the kept result; None where no compiler works."""
+    """Compile a C file with these constants defined, or load the cached result; return None if no compiler works."""
     command = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
     if command is None:
         _say_once("no C compiler, so torch computes what kernels would: install gcc or clang, or write compile=false")
@@ -50,7 +49,7 @@ def build(source: Path, **constants: int) -> ctypes.CDLL | None:
 
 
 def _whole(name: str) -> Path | None:
-    """Return the kept library of that name whose digest is right; others are removed. A process that has one open keeps it."""
+    """Return the cached library of that name if its digest is right, and remove others. A process that has loaded one keeps it."""
     found = None
     for kept in sorted(cache_folder().glob(f"{name}.*.so")):
         if kept.name == f"{name}.{_digest(kept)}.so":
@@ -65,7 +64,7 @@ def _digest(library: Path) -> str:
 
 
 def _compile(source: Path, command: str, flags: list[str], name: str) -> Path | None:
-    """Compile into a temporary file first, since several processes may compile at once; returns None where the compiler fails."""
+    """Compile into a temporary file first, since several processes may compile at once; return None if the compiler fails."""
     cache_folder().mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
@@ -87,32 +86,32 @@ def _say_once(line: str) -> None:
 
 
 def cache_folder() -> Path:
-    """Return the folder of this user's for what is found out once about a machine."""
+    """Return this user's cache folder for this machine."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "braidrl"
 
 
 def _name(source: Path, command: str, flags: list[str]) -> str:
-    """Hash everything that decides what the compiler makes, the processor included: a home folder may be shared by several machines."""
+    """Hash everything that the compiled code depends on, including the processor: several machines may share a home folder."""
     parts = [source.read_text(), HEADER.read_text(), command, *flags, platform.platform(), *processor().values()]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def processor() -> dict[str, str]:
-    """Return what the system says of the processor's maker, model and abilities, by Linux's names; what changes as it runs is left out."""
+    """Return the processor's vendor, model and flags by Linux's names, without values that change at run time."""
     if not PROCESSOR.exists():
         return {"model name": platform.processor()}
     lines = PROCESSOR.read_text().split("\n\n")[0].splitlines()
-    told = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    return {name: told[name] for name in FACTS if name in told}
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return {name: fields[name] for name in FACTS if name in fields}
 
 
 def in_memory(*tensors: Tensor) -> bool:
-    """Return True for plain CPU tensors, whose numbers lie at their addresses; not for DTensors or results of pending collectives."""
+    """Return True for plain CPU tensors, whose values lie at their addresses, not for DTensors or results of pending collectives."""
     return all(type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu" for tensor in tensors)
 
 
 def address(tensor: Tensor, dtype: torch.dtype) -> int:
-    """Return the address of a tensor's numbers. Raises TypeError for a tensor that the kernels would misread."""
+    """Return the address of a tensor's values. Raises TypeError for a tensor that the kernels would misread."""
     if tensor.dtype != dtype or not tensor.is_contiguous() or tensor.is_cuda:
         raise TypeError(f"a contiguous {dtype} tensor in memory is needed, got {tensor.dtype} {tensor.stride()}")
     return tensor.data_ptr()

@@ -21,14 +21,14 @@ ARGUMENTS: dict[str, list[Any]] = {
 
 
 def has_kernels(*tensors: Tensor) -> bool:
-    """Return True where these tensors are on the CPU, in a dtype that the kernels know, and something compiles them."""
+    """Return True if these tensors are on the CPU in a supported dtype, and the kernels can be compiled."""
     return in_memory(*tensors) and all(t.dtype in DTYPES and _functions(t.dtype) is not None for t in tensors)
 
 
 def statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probs at `targets` (C,), log Σ exp of the logits (C, V) over temperature, and the entropies, in float32.
 
-    Raises IndexError for a target that is no token of the vocabulary.
+    Raises IndexError for a target outside the vocabulary.
     """
     if len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < logits.shape[1]:
         raise IndexError(f"a target is outside of the vocabulary of {logits.shape[1]} tokens")
@@ -57,7 +57,7 @@ def gradient(
 
 
 def accumulate(total: Tensor, part: Tensor) -> None:
-    """Add a tensor to one of float32 in place; torch would copy it to float32 first."""
+    """Add a tensor to a float32 tensor in place; torch would first copy it to float32."""
     _functions(part.dtype).accumulate(
         address(total, torch.float32), address(part, part.dtype), part.numel(), torch.get_num_threads()
     )

@@ -1,8 +1,8 @@
-"""Matrix products on the CPU by the faster of the two libraries that torch carries.
+"""Matrix products on the CPU by the faster of torch's two libraries, MKL and oneDNN.
 
-For float32 torch calls MKL, which leaves the 512-bit units of processors that are not Intel's unused; oneDNN uses them, and is
-twice as fast there. Both give a row the same bits whatever the number of rows, from 16 on. AMD's Zen 4 takes two turns for 512 bits, so
-that MKL has all of its rate: there only the products that oneDNN computes better are oneDNN's, and a weight's gradient is MKL's.
+For float32 torch calls MKL, which does not use the 512-bit units of other vendors' processors; oneDNN does, and is twice as fast there.
+From 16 rows on, both give a row the same bits for any number of rows. AMD's Zen 4 needs two cycles for 512 bits, so MKL reaches its full
+rate there: forward products use oneDNN, and a weight's gradient uses MKL.
 """
 
 from functools import cache
@@ -15,7 +15,7 @@ from braidrl.native.building import in_memory, processor
 from braidrl.native.chunk_kernels import accumulate, has_kernels
 
 GRADIENT_ROWS = 512
-"""Rows whose outer products are summed at once in a weight's gradient: oneDNN is slow where the inner dimension is long."""
+"""Rows per product in a weight's gradient: oneDNN is slow for a long inner dimension."""
 
 
 @cache
@@ -28,7 +28,7 @@ def prefers_onednn() -> bool:
 
 @cache
 def gradients_by_onednn() -> bool:
-    """Return True where oneDNN computes a weight's gradient faster than MKL: where it is preferred, but for Zen 4, AMD's family 25."""
+    """Return True if oneDNN computes a weight's gradient faster than MKL: where it is preferred, except on Zen 4, AMD's family 25."""
     return prefers_onednn() and processor().get("cpu family") != "25"
 
 
@@ -67,10 +67,10 @@ class _Product(torch.autograd.Function):
 
 
 def zero_gradient(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return zeros of a weight's shape (N, K) in the layout in which `add_weight_gradient` adds to it fastest.
+    """Return zeros of a weight's shape (N, K), in the layout to which `add_weight_gradient` adds fastest.
 
-    For N > K `weight_gradient` returns the transpose of what oneDNN computes. A sum in that layout is transposed once, at the end, in
-    place of each of its parts.
+    For N > K `weight_gradient` returns the transpose of oneDNN's result. A sum in that layout is transposed once at the end, not for
+    each part.
     """
     if _by_onednn(weight) and weight.shape[0] > weight.shape[1]:
         return weight.new_zeros(weight.shape[::-1]).t()
@@ -78,10 +78,10 @@ def zero_gradient(weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def weight_gradient(grads: Tensor, x: Tensor) -> Tensor:
-    """Return grads (M, N).T @ x (M, K), (N, K); it need not be contiguous."""
+    """Return grads (M, N).T @ x (M, K), (N, K), perhaps not contiguous."""
     if not _by_onednn(grads):
         return grads.t() @ x
-    # oneDNN copies the first of the two: let that be the narrower one.
+    # oneDNN copies the first factor, so the narrower one comes first.
     return _outer(grads, x) if grads.shape[1] <= x.shape[1] else _outer(x, grads).t()
 
 
@@ -117,7 +117,7 @@ class ProductLinear(nn.Linear):
 
 
 def use_fast_products(model: nn.Module) -> None:
-    """Let every plain linear layer of the model multiply with `product`, where that is faster."""
+    """Make every plain linear layer of the model multiply with `product`, if that is faster."""
     if prefers_onednn():
         for module in model.modules():
             if type(module) is nn.Linear:

@@ -1,6 +1,6 @@
-"""Attention within short sequences on the CPU by a compiled kernel, three times as fast as torch's.
+"""Attention within short sequences on the CPU, by a compiled kernel three times as fast as torch's.
 
-It reads queries, keys and values in place, keeps no scores, and gives a sequence the same bits in any batch.
+It reads queries, keys and values in place, stores no scores, and gives a sequence the same bits in any batch.
 
 Shapes: N tokens packed, H query heads, K key/value heads, D head width.
 """
@@ -21,7 +21,7 @@ LONGEST = 1024
 
 
 def kernel_fits(longest: int, *states: Tensor) -> bool:
-    """Return True where the kernel can compute sequences of up to `longest` tokens of these (N, heads, D) tensors."""
+    """Return True if the kernel supports sequences of up to `longest` tokens of these (N, heads, D) tensors."""
     return (
         longest <= LONGEST
         and in_memory(*states)
@@ -44,7 +44,7 @@ def attend_short(
 
 @cache
 def kernel(dtype: torch.dtype) -> Any:
-    """Return the compiled function, or None where nothing compiles it."""
+    """Return the compiled function, or None if it cannot be compiled."""
     functions = build(SOURCE, **({"BFLOAT16": 1} if dtype == torch.bfloat16 else {}))
     if functions is None:
         return None
@@ -68,7 +68,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, offsets = ctx.saved_tensors
         grad = grads[0] if grads[0].stride(-1) == 1 else grads[0].contiguous()
-        # Laid out as what they are the gradients of.
+        # Gradients have the layouts of their inputs.
         found = [torch.empty_like(states) for states in (query, key, value)]
         _call([query, key, value, grad, *found], offsets, *ctx.numbers)
         return *found, None, None, None, None
