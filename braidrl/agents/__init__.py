@@ -1,6 +1,6 @@
 """Trajectories of several turns, played on an engine.
 
-`player` alternates model and environment. `environments`, `libraries`, `tools` and `agents` are what it plays with, `turns` tokenises
-observations, `trajectory` collects the tokens, `endpoint` serves agents written elsewhere. Environments and agents of a user run in
-`sandboxed` processes of `host`.
+`player` alternates model and environment. `environments`, `libraries`, `tools` and `agents` provide environments and agents, `turns`
+tokenises observations, `trajectory` collects the tokens, and `endpoint` serves external agents. A user's environments and agents run in
+`sandboxed` processes, which execute `answering`.
 """

@@ -1,4 +1,4 @@
-"""Agents as black boxes: a function with its own loop and any client library talks to the endpoint; its session is the row.
+"""Agents as black boxes: a function with its own loop and any client library calls the endpoint; its session is the row.
 
 async def agent(base_url, example) -> float: ...            `environment: agent:module:function`
 """
@@ -15,7 +15,7 @@ from braidrl.data.rows import FinishReason, Uid
 
 @dataclass
 class Agents(Player):
-    """Runs one agent per row against an open endpoint. `limits.timeout_s` limits the whole trajectory here."""
+    """A player that runs one agent per row against an open endpoint. Here `limits.timeout_s` limits the whole trajectory."""
 
     endpoint: Endpoint
     agent: Callable[..., Any]

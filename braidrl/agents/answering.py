@@ -1,4 +1,4 @@
-"""Answers of environments and agents in the process that has imported them: `sandbox/host.py` calls `player`.
+"""Answers of environments and agents in the process that imported them: `sandbox/host.py` calls `player`.
 
 -> {"load": null}        <- {}
 -> {"make": null}        <- {"tools", "closes"}         -> {"step": text}             <- an observation
@@ -17,7 +17,7 @@ from braidrl.sandbox.sandbox import Message
 
 
 def player(name: str, params: dict[str, Any]) -> Answerer:
-    """Return what plays a trajectory of an environment or agent; it is imported by the first request."""
+    """Return the answerer for one trajectory of an environment or agent, which the first request imports."""
     played: EnvironmentPlayer | AgentPlayer
 
     def answer(method: str, argument: Any) -> Message | Awaitable[Message]:

@@ -1,11 +1,11 @@
-"""An OpenAI-compatible endpoint in front of an engine: an agent written elsewhere is trained as a black box.
+"""An OpenAI-compatible endpoint in front of an engine, which trains an external agent as a black box.
 
 agent ──POST {url}/sessions/3.1.0.KEY/v1/chat/completions──▶ session ──token ids──▶ engine
   ▲        or /completions, or /responses                   │  what is new in `messages`, tokenised alone
   └──────────────── the reply as text ◀── token ids, log-probs, versions, appended to the session's trajectory
 
-A session is one row. While the agent's messages go on from what was said before, its tokens are only ever appended to; messages
-that do not (a summary, a second conversation) open a new sequence in the same row.
+A session is one row. While the agent's messages extend the conversation, tokens are only appended; other messages (a summary, a second
+conversation) open a new sequence in the same row.
 """
 
 import asyncio
@@ -36,50 +36,50 @@ from braidrl.errors import UserError, shown
 from braidrl.parsing import parse_json
 
 BODY_BYTES, BODY_BYTES_PER_TOKEN, MOST_BODY_BYTES = 1 << 20, 16, 8 << 20
-"""A longer request than for the tokens of a sequence is answered with 413."""
+"""A request may have the first, plus the second per token of a sequence, and at most the third; a longer one is answered with 413."""
 ALL_BYTES = 128 << 20
-"""Of all requests that are being read and answered; beyond them requests are answered with 503."""
+"""Limit on the bodies of all requests in progress; further requests are answered with 503."""
 BODY_S = 60.0
-"""How long a request's body may take to arrive."""
+"""Seconds that a request's body may take to arrive."""
 MOST_REQUESTS = 8
-"""Of one row at a time: its turns are made one after the other."""
+"""Limit on a row's requests at a time: its turns are made one after the other."""
 MOST_TURNS = 10_000
-"""Of one row: each is kept until the row ends."""
+"""Limit on a row's turns: each is kept until the row ends."""
 INLINE_BYTES = 16 << 10
 """A longer request is rendered and tokenised in a thread, so that other rows do not wait for it."""
 THREADS = 4
 LINGER_S = 1.0
-"""How long the rest of a body that was refused is read, so that its client sees the answer."""
+"""Seconds for which the rest of a refused body is read, so that its client sees the answer."""
 PROTOCOLS = {"chat/completions": CHAT, "completions": COMPLETIONS, "responses": RESPONSES}
-"""By the path below a session's."""
+"""The protocols by path below a session's URL."""
 WORD_EVERY_S, UNDER_WAY = 10.0, ": the turn is under way\n\n"
-"""How often a client that waits for events is told that its turn is under way, and how."""
+"""The interval and text of the keep-alive comment that a streaming client gets while its turn is in progress."""
 UNFINISHED = "\ufffd"
-"""What a decoder writes for bytes that are no character yet."""
+"""A decoder's output for bytes that are not a complete character yet."""
 REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "length"}
 
 
 @dataclass
 class EndpointSession:
-    """One row's conversation: the messages that were seen, and exactly the tokens behind them."""
+    """One row's conversation: its messages, and exactly their tokens."""
 
     trajectory: Trajectory
     said: list[ChatMessage] = field(default_factory=list)
-    """All messages so far, replies included, as they went over the wire."""
+    """All messages so far, including replies, as they were sent."""
     text: str = ""
-    """Of `completions`, the prompt and what went on from it."""
+    """The prompt and its continuation, for `completions`."""
     responses: dict[str, list[ChatMessage]] = field(default_factory=dict)
-    """By the name of a response, the conversation up to its end."""
+    """The conversation up to the end of each response, by the response's name."""
     turns: int = 0
     finish_reason: FinishReason = FinishReason.STOP
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held during a turn, since a row's tokens are ordered."""
+    """Held during a turn, since a row's turns are sequential."""
     requests: int = 0
-    """That are being read or answered."""
+    """Requests that are being read or answered."""
 
 
 class TurnStream:
-    """A turn that is sent to its client while it is drawn: its tokens, and the pieces of their text that may be sent."""
+    """A turn that is streamed to its client while it is drawn: its tokens, and the pieces of their text that may be sent."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
         self.name, self.pieces = "", list[str]()
@@ -89,18 +89,18 @@ class TurnStream:
         self._text, self._sent, self._from, self._read = "", 0, 0, 0
 
     def add_token(self, number: int, token: int) -> None:
-        """Add a token by its number in the response; one that another engine draws again is there already."""
+        """Add a token by its index in the response, and ignore a token that another engine draws again."""
         if number == len(self._tokens):
             self._tokens.append(token)
             self.drawn.set()
 
     def add_piece(self) -> bool:
-        """Add a piece of the text that goes on where the last one ended: whole characters, and nothing that may begin a stop text.
+        """Add the next piece of the text: whole characters, and nothing that may begin a stop text.
 
-        Returns False where there is none yet.
+        Returns False if there is none yet.
         """
         self.drawn.clear()
-        # Decoded with the tokens before them, since a decoder may treat the first token of a text differently.
+        # Decoded with earlier tokens, since a decoder may treat the first token of a text differently.
         before, now = (self._decode(self._tokens[self._from : end]) for end in (self._read, len(self._tokens)))
         if not now.endswith(UNFINISHED):
             added = now[len(before) :]
@@ -114,9 +114,9 @@ class TurnStream:
 
 
 class Endpoint:
-    """An HTTP server on a free port of this machine, unless one is given; it serves while its context is open.
+    """An HTTP server, by default on a free port of this machine, which serves while its context is open.
 
-    Sampling is the run's, whatever a client asks for, since its log-probs must be training's; `max_tokens` alone is the client's.
+    The run's sampling settings replace the client's, since log-probs must match training's; only `max_tokens` is the client's.
     """
 
     def __init__(
@@ -124,19 +124,22 @@ class Endpoint:
         purpose: str = "train", stage: str = "generate", host: str = "127.0.0.1", port: int = 0,
         listener: socket.socket | None = None, key: str | None = None,
     ) -> None:  # fmt: skip
-        """Raise UserError for a tokenizer without a chat template, which could not tell the speakers apart, or an address without its key.
+        """Set up the server.
 
         Args:
-            engine: Who generates.
-            template: The run's, with its tokenizer.
-            sampling: The run's.
-            max_sequence_tokens: Of a context and its reply.
-            purpose: What the rows are for, in their random numbers.
+            engine: Generates the turns.
+            template: The run's turn template, with its tokenizer.
+            sampling: The run's sampling settings.
+            max_sequence_tokens: Maximum length of a context and its reply.
+            purpose: The rows' purpose, which their random numbers depend on.
             stage: The generate stage's name.
-            host: The address to listen on, by which clients reach it.
+            host: The address to listen on, which clients use.
             port: 0 for a free one.
-            listener: Listens already, perhaps in another network, and stands in for host and port.
-            key: What clients have to send as their API key; None for whoever knows a session's URL.
+            listener: A listening socket, perhaps in another network, used instead of host and port.
+            key: The API key that clients must send; with None a session's URL is enough.
+
+        Raises:
+            UserError: The tokenizer has no chat template, or the address needs a key.
         """
         check_listening(host, key)
         if not template.template.is_chat:
@@ -147,12 +150,12 @@ class Endpoint:
         self._began = int(time.time())
         self._sessions: dict[str, EndpointSession] = {}
         self._names: dict[Uid, str] = {}
-        """Of each open session the name that its client alone is told."""
+        """The secret name of each open session, which only its client is given."""
         self._runner: web.AppRunner | None = None
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="endpoint")
         self._body_bytes = min(MOST_BODY_BYTES, BODY_BYTES + BODY_BYTES_PER_TOKEN * max_sequence_tokens)
         self._held_bytes = 0
-        """Of the bodies of all requests that are being read and answered."""
+        """Bytes of the bodies of all requests that are being read and answered."""
 
     async def __aenter__(self) -> "Endpoint":
         application = web.Application(middlewares=[self._check_key])
@@ -161,7 +164,7 @@ class Endpoint:
         application.router.add_get("/sessions/{name}/v1/models", self._models)
         application.router.add_get("/sessions/{name}/v1/models/{model:.+}", self._models)
         application.router.add_route("*", "/{path:.*}", not_served)
-        # What a client has compressed could be any size.
+        # A compressed body could have any size.
         self._runner = web.AppRunner(application, auto_decompress=False, lingering_time=LINGER_S)
         await self._runner.setup()
         assert self._runner.server is not None
@@ -177,7 +180,7 @@ class Endpoint:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def open(self, uid: Uid) -> str:
-        """Begin a row's session, and return the base URL for its client. Raises ValueError when it is open already."""
+        """Begin a row's session, and return the base URL for its client. Raises ValueError if it is already open."""
         if uid in self._names:
             raise ValueError(f"the session of row {uid} is open already")
         name = self._names[uid] = f"{session_name(uid)}.{secrets.token_hex(8)}"
@@ -186,10 +189,10 @@ class Endpoint:
         return f"http://{host}:{self._port}/sessions/{name}/v1"
 
     async def close(self, uid: Uid) -> EndpointSession:
-        """End a row's session, aborting a turn in flight; later requests get an error. Raises KeyError for a session that is not open."""
+        """End a row's session and abort a turn in flight; later requests get an error. Raises KeyError for a session that is not open."""
         session = self._sessions.pop(self._names.pop(uid))
         if session.lock.locked():
-            # the turn may just be before or behind its time in the engine; then there is nothing to abort
+            # The turn may not have reached the engine yet, or has left it.
             with suppress(KeyError):
                 await self.engine.abort(uid)
         async with session.lock:
@@ -250,7 +253,7 @@ class Endpoint:
         try:
             body = body_of(raw)
             asked = protocol.read(body if isinstance(body, dict) else {})
-            # What may be a call of a tool is told when it is whole.
+            # A possible tool call is sent when it is complete.
             stream = TurnStream(self.template.text, asked.stops) if asked.stream and not asked.tools else None
             turn = asyncio.ensure_future(self._turn(session, asked, stream, len(raw) > INLINE_BYTES))
             if asked.stream:
@@ -287,14 +290,14 @@ class Endpoint:
         if asked.previous is not None:
             if asked.previous not in session.responses:
                 raise UserError(f"this session has no response {asked.previous!r}")
-            asked = replace(asked, messages=gone_on(session.responses[asked.previous], asked.messages))
+            asked = replace(asked, messages=extended(session.responses[asked.previous], asked.messages))
         try:
             if is_long:
                 loop = asyncio.get_running_loop()
                 ids, opens = await loop.run_in_executor(self._threads, self._context, session, asked)
             else:
                 ids, opens = self._context(session, asked)
-        # A chat template may raise whatever it likes over what a client has written into a message.
+        # A chat template may raise any exception for a client's message.
         except Exception as error:
             said = shown(str(error))[1:-1]
             raise UserError(f"the messages are none for the chat template: {type(error).__name__}: {said}") from error
@@ -313,7 +316,7 @@ class Endpoint:
                 self.purpose, self.stage, first_draw=trajectory.action_tokens, on_token=stream.add_token if stream else None,
             )
         )  # fmt: skip
-        # only now: a client that repeats a request which failed must find the row as it was
+        # Only now, so that a client that repeats a failed request finds the row unchanged.
         trajectory.append(ids, opens=opens)
         trajectory.append(finished.tokens.tolist(), log_probs=finished.log_probs, versions=finished.versions)
         session.turns, session.finish_reason = session.turns + 1, finished.finish_reason
@@ -322,7 +325,7 @@ class Endpoint:
     def _said(
         self, session: EndpointSession, asked: TurnRequest, name: str, reason: str, counts: tuple[int, int]
     ) -> TurnReply:
-        """Return the turn that was drawn last, and remember the conversation up to it."""
+        """Return the last turn, and remember the conversation up to it."""
         text = before_stop(self.template.text(session.trajectory.last_turn, asked.tools), asked.stops)
         message = reply(text, bool(asked.tools))
         if asked.prompt is not None:
@@ -335,9 +338,9 @@ class Endpoint:
     def _context(self, session: EndpointSession, asked: TurnRequest) -> tuple[list[int], bool]:
         """Return the token ids to append before the reply, and whether they open a new sequence."""
         if asked.prompt is not None:
-            goes_on = bool(session.text) and asked.prompt.startswith(session.text)
-            new = asked.prompt[len(session.text) :] if goes_on else asked.prompt
-            return self.template.plain(new, session.trajectory.sequence[-1] if goes_on else None), not goes_on
+            extends = bool(session.text) and asked.prompt.startswith(session.text)
+            new = asked.prompt[len(session.text) :] if extends else asked.prompt
+            return self.template.plain(new, session.trajectory.sequence[-1] if extends else None), not extends
         known, messages = len(session.said), asked.messages
         if known and len(messages) > known and [*map(bare, messages[:known])] == [*map(bare, session.said)]:
             return self.template.following(messages[known:], session.trajectory.sequence[-1], asked.tools), False
@@ -347,9 +350,9 @@ class Endpoint:
 async def streamed(
     http: web.Request, protocol: Protocol, asked: TurnRequest, turn: "asyncio.Future[TurnReply]", stream: TurnStream
 ) -> web.StreamResponse:
-    """Send a turn as events as its tokens are drawn, else every `WORD_EVERY_S` that it is under way, and the rest when it is over.
+    """Stream a turn as events while its tokens are drawn, with a keep-alive comment every `WORD_EVERY_S`, and the rest at its end.
 
-    Raises UserError or EngineError where the turn fails before anything was sent.
+    Raises UserError or EngineError if the turn fails before anything was sent.
     """
     answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     try:
@@ -370,7 +373,7 @@ async def streamed(
 
 
 async def ended_or_drawn(turn: "asyncio.Future[TurnReply]", drawn: asyncio.Event) -> bool:
-    """Return whether the turn is over, once it is, or a token came, or after some seconds."""
+    """Wait until the turn is over, a token is drawn, or `WORD_EVERY_S` passed; return whether the turn is over."""
     coming = asyncio.ensure_future(drawn.wait())
     await asyncio.wait((turn, coming), timeout=WORD_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
     coming.cancel()
@@ -378,7 +381,7 @@ async def ended_or_drawn(turn: "asyncio.Future[TurnReply]", drawn: asyncio.Event
 
 
 async def write(answer: web.StreamResponse, http: web.Request, events: Iterable[str]) -> None:
-    """Send events, behind the head of the answer."""
+    """Send events, after the answer's headers."""
     for each in events:
         if not answer.prepared:
             await answer.prepare(http)
@@ -386,12 +389,12 @@ async def write(answer: web.StreamResponse, http: web.Request, events: Iterable[
 
 
 def bare(message: ChatMessage) -> ChatMessage:
-    """Return a message without what it leaves open, which client libraries spell out."""
+    """Return a message without empty fields, which client libraries add."""
     return {name: value for name, value in message.items() if value is not None and value != []}
 
 
-def gone_on(earlier: list[ChatMessage], messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Return a conversation that goes on; instructions are those of its last request."""
+def extended(earlier: list[ChatMessage], messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Return an earlier conversation with new messages; a new system message replaces the earlier one."""
     if messages[0]["role"] != "system":
         return [*earlier, *messages]
     return [messages[0], *(earlier[1:] if earlier[0]["role"] == "system" else earlier), *messages[1:]]
@@ -402,7 +405,7 @@ def session_name(uid: Uid) -> str:
 
 
 def body_of(raw: bytes) -> Any:
-    """Return a request's JSON. Raises UserError for what is none."""
+    """Parse a request's JSON. Raises UserError for invalid JSON."""
     try:
         return parse_json(raw, finite=False)
     except ValueError as error:
@@ -410,18 +413,18 @@ def body_of(raw: bytes) -> Any:
 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:
-    """Return a reply without the stop text that ended it; its tokens, which were drawn, are trained on."""
+    """Return a reply without the stop text that ended it; the stop text's tokens are still trained on."""
     ends = [place for stop in stops if (place := text.find(stop)) >= 0]
     return text[: min(ends)] if ends else text
 
 
 class StopMatcher:
-    """Finds stop texts in a text that grows, by one look at each of its characters (Knuth, Morris and Pratt)."""
+    """An incremental search for stop texts in a growing text, linear in its length (Knuth, Morris and Pratt)."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [(stop, borders(stop)) for stop in stops]
         self._begun = [0] * len(stops)
-        """Of each, how many of its characters the text ends with."""
+        """The number of characters of each stop text with which the text ends."""
         self._length = 0
         self._found: int | None = None
 
@@ -441,13 +444,13 @@ class StopMatcher:
 
     @property
     def sure(self) -> int:
-        """Return how many characters of the text are before any stop text, whatever comes next."""
+        """Return how many characters of the text certainly lie before any stop text."""
         sure = self._length - max(self._begun, default=0)
         return sure if self._found is None else min(sure, self._found)
 
 
 def borders(text: str) -> list[int]:
-    """Return for each beginning of a text the length of its longest border: what it both begins and ends with, and is shorter."""
+    """Return the length of the longest border of each prefix of a text: its longest proper prefix that is also its suffix."""
     found, length = [0], 0
     for character in text[1:]:
         while length and text[length] != character:
@@ -458,7 +461,7 @@ def borders(text: str) -> list[int]:
 
 
 async def not_served(http: web.Request) -> web.Response:
-    """Answer a request for anything else."""
+    """Answer a request for any other path."""
     return failed(
         404,
         f"{http.method} {http.path} is not served here: only POST {', '.join(PROTOCOLS)} and GET models under a session's URL",

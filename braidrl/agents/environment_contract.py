@@ -1,10 +1,10 @@
-"""What every environment must do, as checks that run against it: the adapters' and those that users write.
+"""The contract of environments, as checks that run against the adapters and users' environments.
 
     subject = EnvironmentUnderTest("environment.py:Countdown", texts=("4", "2"), settings={"start": 5})
     for check in CHECKS:
         asyncio.run(check(subject))
 
-A check fails by AssertionError.
+A failed check raises AssertionError.
 """
 
 import asyncio
@@ -17,22 +17,22 @@ from braidrl.agents.environments import called, environments
 from braidrl.agents.turns import Observation, check_context
 
 ODD = ("", "\n", "\0", "∑ 😀 \u202e", "<tool_call>{", "9" * 10_000)
-"""Turns that models do take."""
+"""Unusual turns that models take."""
 
 
 @dataclass(frozen=True)
 class EnvironmentUnderTest:
-    """An environment as a configuration names it, and turns of a model that plays it."""
+    """An environment as named in a configuration, and a model's turns in it."""
 
     name: str
     texts: Sequence[str]
-    """At least one turn; those after its end are not taken."""
+    """At least one turn; turns after the episode's end are not played."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     example: Mapping[str, Any] = field(default_factory=lambda: {"prompt": "", "answer": "", "seed": 7})
     """Fields of the data file, and the group's `seed`."""
 
     async def play(self, texts: Sequence[str]) -> list[Any]:
-        """Return the first context, and what follows from each turn until the episode is done."""
+        """Return the first context, and the observation after each turn until the episode is done."""
         made = environments(self.name, self.settings)()
         environment = await made if inspect.isawaitable(made) else made
         said: list[Any] = [await called(environment.reset, dict(self.example))]

@@ -1,4 +1,4 @@
-"""Environments: what a model acts in, turn by turn, and how they are found by name.
+"""The protocol of environments, in which a model acts turn by turn, and their lookup by name.
 
     reset(example) ──▶ context ──▶ the model's text ──step──▶ Observation ──▶ the model's text ──step──▶ ... done
 
@@ -6,9 +6,9 @@
 `module:function`   called with all texts of the trajectory so far and the example; returns an Observation
 `gem:name`          an environment of gem-llm
 `mcp:server`        the tools of an MCP server, a command or an address
-`openenv:address`   an environment that an OpenEnv server has
+`openenv:address`   an environment of an OpenEnv server
 
-`agent:module:function` is no environment but a whole agent; see `agents`. So is `verifiers:name`, an environment with a loop of its own.
+`agent:module:function` is a whole agent, not an environment; see `agents`. So is `verifiers:name`, an environment with its own loop.
 """
 
 import asyncio
@@ -29,25 +29,25 @@ __all__ = ["Context", "Environment", "FunctionEnvironment", "MakeEnvironment", "
 
 
 class Environment(Protocol):
-    """One trajectory's world. Methods are coroutines; plain ones are called in a thread of their own.
+    """One trajectory's environment. Methods are coroutines, or plain functions, which run in a thread of their own.
 
-    It may also have `tools`, JSON schemas for the chat template, and `close()`, called when the trajectory is over.
+    It may also have `tools`, JSON schemas for the chat template, and `close()`, called when the trajectory ends.
     """
 
     def reset(self, example: dict[str, Any]) -> Awaitable[Context | None] | Context | None:
-        """Return the first context; None takes the example's own prompt.
+        """Return the first context, or None to use the example's own prompt.
 
         `example` holds the fields of the data file, `prompt`, `answer`, `group`, `sample`, and `seed`, the same for a group.
         """
 
     def step(self, text: str) -> Awaitable[Observation] | Observation:
-        """Return what follows from the model's turn."""
+        """Return the observation after the model's turn."""
 
 
 ENVIRONMENTS = PluginRegistry("environment", {})
-"""A user's class, or function of all texts so far; names with a scheme are looked up elsewhere."""
+"""A user's class, or function of all texts so far; names with a scheme are looked up in `LIBRARIES`."""
 LIBRARIES = {name: f"braidrl.agents.libraries.{name}" for name in ("gem", "mcp", "openenv")}
-"""Schemes, and what plays the environments of each."""
+"""The module of each scheme."""
 MakeEnvironment = Callable[[], Environment | Awaitable[Environment]]
 AGENT, VERIFIERS = "agent:", "verifiers:"
 
@@ -59,7 +59,7 @@ class FunctionEnvironment:
         """Begin without a trajectory.
 
         Args:
-            function: Given the texts of all turns and the example, returns an Observation; may be a coroutine function.
+            function: Takes the texts of all turns and the example, returns an Observation; may be a coroutine function.
             settings: Further arguments of the function.
         """
         self._function, self._settings = function, dict(settings)
@@ -76,14 +76,14 @@ class FunctionEnvironment:
 
 
 def environments(name: str, settings: Mapping[str, Any]) -> MakeEnvironment:
-    """Return what makes a new environment for each trajectory.
+    """Return a factory of environments, one for each trajectory.
 
     Args:
         name: `module:Class`, `module:function`, or a library's, such as `gem:name`.
-        settings: Arguments for it.
+        settings: Its arguments.
 
     Raises:
-        UserError: There is none of this name.
+        UserError: There is no environment of this name.
     """
     scheme, _, rest = name.partition(":")
     if scheme in LIBRARIES:
@@ -105,12 +105,12 @@ def environments(name: str, settings: Mapping[str, Any]) -> MakeEnvironment:
 
 
 def is_agent(name: str) -> bool:
-    """Return whether a name is that of an agent, which is played against an endpoint."""
+    """Return whether a name is an agent's, which plays against an endpoint."""
     return name.startswith((AGENT, VERIFIERS))
 
 
 def agent_of(name: str, settings: Mapping[str, Any]) -> Callable[..., Any]:
-    """Return an agent, a function of the endpoint's address and the example. Raises UserError when there is none."""
+    """Return an agent, a function of the endpoint's address and the example. Raises UserError if there is none of this name."""
     if name.startswith(VERIFIERS):
         found: Callable[..., Any] = verifiers_library().agent(name.removeprefix(VERIFIERS), settings)
         return found
@@ -121,16 +121,10 @@ def verifiers_library() -> Any:
     return importlib.import_module("braidrl.agents.libraries.verifiers_library")
 
 
-def check_endpoint(name: str) -> None:
-    """Raise UserError where an agent cannot be served."""
-    if importlib.util.find_spec("aiohttp") is None:
-        raise UserError(f"{name} needs aiohttp for its endpoint; install it with `pip install 'braidrl[endpoint]'`")
-
-
 def check_environment(name: str, settings: Mapping[str, Any], python: Path | None = None) -> None:
-    """Raise UserError for a name that is neither an environment nor an agent; what needs another interpreter is looked up by that one."""
-    if is_agent(name):
-        check_endpoint(name)
+    """Raise UserError for a name that is neither an environment nor an agent. With `python` that interpreter looks the name up later."""
+    if is_agent(name) and importlib.util.find_spec("aiohttp") is None:
+        raise UserError(f"{name} needs aiohttp for its endpoint; install it with `pip install 'braidrl[endpoint]'`")
     if python is not None:
         return
     if name.startswith(VERIFIERS):
@@ -142,14 +136,14 @@ def check_environment(name: str, settings: Mapping[str, Any], python: Path | Non
 
 
 async def called(function: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
-    """Return what a coroutine function returns, or a plain one in a thread of its own, so that nobody else waits for it."""
+    """Call a coroutine function, or a plain function in a thread of its own so that it does not block the event loop."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments, **settings)
     return await in_thread(partial(function, *arguments, **settings))
 
 
 async def in_thread(function: Callable[[], Any]) -> Any:
-    """Return the function's result. Where the wait is given up, the thread goes on alone and does not hold up the process's end."""
+    """Run the function in a daemon thread and return its result. After a cancellation the thread continues, and does not delay exit."""
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[Any] = loop.create_future()
 

@@ -1,7 +1,7 @@
-"""Where an agent's endpoint listens, who may speak to it, and how many connections it holds.
+"""The endpoint's listening socket, its API key, and its limit on connections.
 
 connection ──accepted──▶ waits for a request ──its body is read──▶ busy ──answered──▶ waits again
-                         └── the one that waits longest is closed where there are too many
+                         └── if there are too many, the one that waits longest is closed
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from braidrl.errors import UserError
 
 
 def key_of(settings: EnvironmentConfig) -> str | None:
-    """Return the key of a run's endpoint, None without one. Raises UserError as `check_listening`, or for a variable that is not set."""
+    """Return the key of a run's endpoint; None without one. Raises UserError as `check_listening`, or for a variable that is not set."""
     name = settings.key_variable
     key = None if name is None else os.environ.get(name)
     if name is not None and not key:
@@ -32,7 +32,7 @@ def key_of(settings: EnvironmentConfig) -> str | None:
 
 
 def check_listening(host: str, key: str | None) -> None:
-    """Raise UserError for an address that others reach, where no key says who may."""
+    """Raise UserError for an address that other machines reach, without a key."""
     with suppress(ValueError):
         if ipaddress.ip_address(host).is_loopback:
             return
@@ -46,7 +46,7 @@ def check_listening(host: str, key: str | None) -> None:
 MOST_CONNECTIONS = 4096
 BACKLOG = 1024
 PAUSE_S = 0.05
-"""After a connection could not be accepted."""
+"""Seconds to wait after a connection could not be accepted."""
 NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -57,22 +57,22 @@ def listening_socket(host: str, port: int) -> socket.socket:
 
 
 class BoundedConnections:
-    """Accepts the connections of a server, no more than there is room for."""
+    """The connections of a server, limited in number."""
 
     def __init__(self, server: web.Server, listener: socket.socket) -> None:
         self._server, self._listener = server, listener
         self._listener.setblocking(False)
-        # Half of the descriptors are for what else this process opens.
+        # Half of the descriptors are for this process's other files.
         self.most = max(4, min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
         self._waiting: dict[asyncio.Protocol, None] = {}
-        """Connections without a whole request, the one that has waited longest first."""
+        """Connections without a complete request, in the order of waiting time, longest first."""
         self._busy: set[asyncio.Protocol] = set()
         self.closed = self.failures = 0
-        """Connections that were closed to make room, and those that could not be accepted."""
+        """Number of connections that were closed to make room, and of connections that could not be accepted."""
         self._accepting = asyncio.ensure_future(self._accept())
 
     async def close(self) -> None:
-        """Accept no more, and say in one line what there was no room for."""
+        """Stop accepting, and log in one line the connections that were closed or refused."""
         self._accepting.cancel()
         await asyncio.wait((self._accepting,))
         self._listener.close()
@@ -83,12 +83,12 @@ class BoundedConnections:
             )
 
     def begin(self, connection: asyncio.Protocol) -> None:
-        """Keep a connection, whose request is whole, until `end`."""
+        """Keep a connection with a complete request open until `end`."""
         self._waiting.pop(connection, None)
         self._busy.add(connection)
 
     def end(self, connection: asyncio.Protocol) -> None:
-        """Count a connection, whose request is answered, among those that wait."""
+        """Count a connection with an answered request as waiting again."""
         self._busy.discard(connection)
         self._waiting[connection] = None
 
@@ -99,7 +99,7 @@ class BoundedConnections:
                 accepted, _ = await loop.sock_accept(self._listener)
             except OSError as error:
                 if error.errno in NO_ROOM:
-                    # Other parts of the process need descriptors that were counted as room for connections.
+                    # Other parts of the process use descriptors that were counted as room for connections.
                     self.failures += 1
                     self.most = max(4, len(self._waiting) + len(self._busy) - 8)
                     self._make_room(self.most)
@@ -116,7 +116,7 @@ class BoundedConnections:
                 self._waiting[protocol] = None
 
     def _make_room(self, most: int) -> bool:
-        """Close those that have waited longest until there are no more than `most`; return False where there are more still."""
+        """Close the longest-waiting connections until at most `most` are left; return False if more remain."""
         self._waiting = {each: None for each in self._waiting if getattr(each, "transport", None) is not None}
         for oldest in list(self._waiting)[: max(0, len(self._waiting) + len(self._busy) - most)]:
             del self._waiting[oldest]

@@ -1,4 +1,4 @@
-"""What clients of OpenAI's API send and are sent, as pure functions: chat completions, completions and responses, whole or as events.
+"""OpenAI's API as pure functions: requests and answers of chat completions, completions and responses, whole or as events.
 
 body ──read──▶ TurnRequest ──a turn of the row──▶ TurnReply ──whole──▶ JSON
                                 │                    ──events──▶ server-sent events, the rest of them when the turn is over
@@ -18,16 +18,16 @@ from braidrl.errors import UserError, shown
 UNSUPPORTED = (
     "logprobs", "top_logprobs", "functions", "function_call", "logit_bias", "audio", "prediction", "echo", "suffix", "background",
 )  # fmt: skip
-"""Fields that ask for what is not served; with a value that asks for nothing, such as `echo: false`, they are let pass."""
+"""Fields that are not supported; a value that requests nothing, such as `echo: false`, is accepted."""
 USUAL = {
     "response_format": {"type": "text"}, "tool_choice": "auto", "modalities": ["text"], "n": 1, "best_of": 1,
     "text": {"format": {"type": "text"}}, "truncation": "disabled",
 }  # fmt: skip
-"""Fields that may have this value alone."""
+"""Fields that may only have this value."""
 LIMITS = ("max_completion_tokens", "max_output_tokens", "max_tokens")
 MOST_STOPS, MOST_STOP_CHARACTERS = 16, 256
 MODEL = "actor"
-"""The name of the one model; requests may call it as they like."""
+"""The name of the only model; requests may use any name."""
 DONE = "data: [DONE]\n\n"
 
 
@@ -36,9 +36,9 @@ class TurnRequest:
     """One request for a turn."""
 
     messages: list[ChatMessage]
-    """The conversation; of `completions` nothing."""
+    """The conversation; empty for `completions`."""
     prompt: str | None = None
-    """Of `completions`, the text that is to go on."""
+    """The text to continue, for `completions`."""
     tools: Sequence[Mapping[str, Any]] = ()
     limit: int | None = None
     stops: tuple[str, ...] = ()
@@ -47,7 +47,7 @@ class TurnRequest:
     """Whether chunks end with one that counts tokens."""
     model: str = MODEL
     previous: str | None = None
-    """The response that the conversation goes on from."""
+    """The response that the conversation continues."""
 
 
 @dataclass(frozen=True)
@@ -55,42 +55,42 @@ class TurnReply:
     """One turn of the model."""
 
     name: str
-    """Of the row and the turn."""
+    """The turn's name, from the row and the turn."""
     message: ChatMessage
-    """The assistant's, as chat completions write it."""
+    """The assistant's message, in the format of chat completions."""
     reason: str
     """stop, length or tool_calls."""
     prompt: int
-    """Tokens of the context."""
+    """Number of tokens of the context."""
     sampled: int
 
     @property
     def text(self) -> str:
-        """Return what the turn says beside calls."""
+        """Return the turn's text without tool calls."""
         return self.message["content"] or ""
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """Return the turn's calls of tools."""
+        """Return the turn's tool calls."""
         calls: list[dict[str, Any]] = self.message.get("tool_calls", [])
         return calls
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """One of the ways to ask for a turn."""
+    """One of the API's protocols."""
 
     read: Callable[[Mapping[str, Any]], TurnRequest]
-    """Raises UserError for what is not served here."""
+    """Reads a request. Raises UserError for unsupported fields."""
     whole: Callable[[TurnRequest, TurnReply], dict[str, Any]]
     delta: Callable[[TurnRequest, str, Sequence[str]], Iterator[str]]
-    """Called with the turn's name and all pieces of its text so far: the events that send the last piece."""
+    """Called with the turn's name and all pieces of its text so far; returns the events that send the last piece."""
     events: Callable[[TurnRequest, TurnReply, Sequence[str]], Iterator[str]]
-    """Called with the pieces that were sent: the events that add what is missing, and end the turn."""
+    """Called with the pieces already sent; returns the events that complete the turn."""
 
 
 def read_common(body: Mapping[str, Any], **own: Any) -> TurnRequest:
-    """Return a request, with what only one of the protocols has. Raises UserError for what is not served here."""
+    """Read the fields that the protocols share; `own` are the protocol's own. Raises UserError for unsupported fields."""
     for name in UNSUPPORTED:
         if body.get(name):
             raise UserError(f"{name!r} is not served here; leave it out")
@@ -109,7 +109,7 @@ def read_common(body: Mapping[str, Any], **own: Any) -> TurnRequest:
 
 
 def limit_of(body: Mapping[str, Any]) -> int | None:
-    """Return how many tokens a client wants at most, None where it does not say. Raises UserError for what is no such number."""
+    """Return a request's maximum number of tokens, or None. Raises UserError for a value that is not a positive integer."""
     name = next((name for name in LIMITS if body.get(name) is not None), None)
     if name is None:
         return None
@@ -125,7 +125,7 @@ def limit_of(body: Mapping[str, Any]) -> int | None:
 
 
 def stops_of(body: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the texts that a client's reply ends before. Raises UserError for what are none."""
+    """Return a request's stop texts. Raises UserError for invalid ones."""
     stop = body.get("stop")
     stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(isinstance(s, str) and s for s in stops):
@@ -138,7 +138,7 @@ def stops_of(body: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read_chat(body: Mapping[str, Any]) -> TurnRequest:
-    """Return a request of chat completions."""
+    """Read a request for a chat completion."""
     if not isinstance(body.get("messages"), list) or not body["messages"]:
         raise UserError("`messages` must be a list of {role, content}")
     for message in body["messages"]:
@@ -147,7 +147,7 @@ def read_chat(body: Mapping[str, Any]) -> TurnRequest:
 
 
 def tools_of(body: Mapping[str, Any]) -> list[Any]:
-    """Return a request's tools. Raises UserError for what is no list."""
+    """Return a request's tools. Raises UserError for anything but a list."""
     tools = body.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise UserError("`tools` must be a list of functions")
@@ -155,7 +155,7 @@ def tools_of(body: Mapping[str, Any]) -> list[Any]:
 
 
 def check_message(message: Any) -> None:
-    """Raise UserError unless this is a message, with text alone in it."""
+    """Raise UserError unless this is a message that contains only text."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise UserError(f"a message is an object with a role, not {shown(message)}")
     content = message.get("content")
@@ -168,7 +168,7 @@ def check_message(message: Any) -> None:
 
 
 def reply(text: str, with_tools: bool) -> ChatMessage:
-    """Make the assistant's message; well-formed tool calls are parsed where the request named tools."""
+    """Make the assistant's message; well-formed tool calls are parsed if the request named tools."""
     calls = [call for call in parse_tool_calls(text) if call.fault is None] if with_tools else []
     if not calls:
         return {"role": "assistant", "content": text}
@@ -184,7 +184,7 @@ def reply(text: str, with_tools: bool) -> ChatMessage:
 
 
 def usage(answered: TurnReply) -> dict[str, int]:
-    """Return the counts of tokens."""
+    """Return the token counts."""
     total = answered.prompt + answered.sampled
     return {"prompt_tokens": answered.prompt, "completion_tokens": answered.sampled, "total_tokens": total}
 
@@ -211,7 +211,7 @@ def chat_delta(asked: TurnRequest, name: str, pieces: Sequence[str]) -> Iterator
 
 
 def chat_events(asked: TurnRequest, answered: TurnReply, pieces: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the chunks of a chat completion that follow the pieces which were sent."""
+    """Yield the chunks of a chat completion after the pieces already sent."""
     name, rest = answered.name, answered.text[len("".join(pieces)) :]
     if rest or not pieces:
         yield from chat_delta(asked, name, [*pieces, rest])
@@ -224,7 +224,7 @@ def chat_events(asked: TurnRequest, answered: TurnReply, pieces: Sequence[str] =
 
 
 def read_completion(body: Mapping[str, Any]) -> TurnRequest:
-    """Return a request of completions."""
+    """Read a request for a completion."""
     prompt = body.get("prompt")
     prompt = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
     if not isinstance(prompt, str) or not prompt:
@@ -250,7 +250,7 @@ def completion_delta(asked: TurnRequest, name: str, pieces: Sequence[str]) -> It
 
 
 def completion_events(asked: TurnRequest, answered: TurnReply, pieces: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the chunks of a completion that follow the pieces which were sent."""
+    """Yield the chunks of a completion after the pieces already sent."""
     whole = completion_whole(asked, answered)
     counts = whole.pop("usage")
     whole["choices"][0]["text"] = answered.text[len("".join(pieces)) :]

@@ -1,4 +1,4 @@
-"""Plays trajectories: the model and an environment take turns until one of them ends it, many trajectories at once.
+"""Players of trajectories: the model and an environment take turns until one of them ends the trajectory, many trajectories at once.
 
                 ┌──────────────────── text, decoded ───────────────────┐
 context ──▶ engine ──▶ sampled tokens ──append──▶ Trajectory        environment
@@ -31,7 +31,7 @@ from braidrl.observe.stalls import WORK
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a trajectory, and how many are played at a time."""
+    """Limits of a trajectory, and the number of concurrent trajectories."""
 
     at_once: int
     timeout_s: float
@@ -39,12 +39,12 @@ class Limits:
     max_turns: int
     max_sequence_tokens: int
     correct_score: float = 1.0
-    """A score from which on a trajectory counts as correct, where its environment does not say."""
+    """A trajectory with at least this score is correct, unless its environment says otherwise."""
     max_abs: float = math.inf
-    """A score further from 0 is a failure of the environment."""
+    """A score with a larger absolute value is a failure of the environment."""
 
     def check(self, score: float) -> None:
-        """Raise EnvironmentFailed for a score that is beyond the limit."""
+        """Raise EnvironmentFailed for a score beyond the limit."""
         if not abs(score) <= self.max_abs:
             raise EnvironmentFailed("reward", f"the score is {score:g}, and reward.max_abs is {self.max_abs:g}")
 
@@ -62,11 +62,11 @@ class Episode:
     """`timeout`, or the name of the exception that the environment raised."""
     detail: str = ""
     killed: bool = False
-    """True where somebody else has ended the environment's process."""
+    """True if the environment's process was ended from outside."""
 
 
 class Player(ABC):
-    """Plays rows, each by itself."""
+    """The base of players, which play each row independently."""
 
     limits: Limits
     on_finished: Callable[[Episode], None]
@@ -89,12 +89,12 @@ class Player(ABC):
 
     @abstractmethod
     async def one(self, uid: Uid, prompt: list[int], metadata: dict[str, Any]) -> Episode:
-        """Play a row's trajectory to its end, whatever happens in it."""
+        """Play a row's trajectory to its end; failures in it are recorded, not raised."""
 
 
 @dataclass
 class Episodes(Player):
-    """Plays with one engine, one kind of environment and one way of sampling."""
+    """A player with one engine, one kind of environment and one set of sampling settings."""
 
     engine: Engine
     make: Callable[[], Environment | Awaitable[Environment]]
@@ -107,7 +107,7 @@ class Episodes(Player):
     on_finished: Callable[[Episode], None] = field(default=lambda episode: None)
 
     async def one(self, uid: Uid, prompt: list[int], metadata: dict[str, Any]) -> Episode:
-        """Play a row's trajectory to its end, whatever its environment does."""
+        """Play a row's trajectory to its end; failures of its environment are recorded, not raised."""
         episode = Episode(Trajectory(uid))
         environment: Environment | None = None
         try:
@@ -171,7 +171,7 @@ class Episodes(Player):
         return finished.finish_reason is not FinishReason.ABORT
 
     def _continue(self, trajectory: Trajectory, observation: Observation, template: TurnTemplate, tools: Any) -> bool:
-        """Append the observation. Returns False, and appends nothing, where it leaves no room for another action."""
+        """Append the observation. Return False, and append nothing, if it leaves no room for another action."""
         held, opens = trajectory.sequence, False
         if observation.restart:
             ids = tokenised(template.first, observation.said, tools)
@@ -189,7 +189,7 @@ class Episodes(Player):
 
 
 def first_context(template: TurnTemplate, context: Any, tools: Any) -> list[int]:
-    """Return the token ids of a context with which an environment begins. Raises EnvironmentFailed for one that is none."""
+    """Return the token ids of an environment's first context. Raises EnvironmentFailed for an invalid context."""
     try:
         check_context(context)
     except TypeError as error:
@@ -198,16 +198,16 @@ def first_context(template: TurnTemplate, context: Any, tools: Any) -> list[int]
 
 
 def tokenised(template: Callable[..., list[int]], *said: Any) -> list[int]:
-    """Return the token ids of what an environment says. Raises EnvironmentFailed where the chat template refuses it."""
+    """Tokenise an environment's text or messages. Raises EnvironmentFailed if the chat template refuses them."""
     try:
         return template(*said)
-    # A chat template may raise whatever it likes over what an environment has written into a message.
+    # A chat template may raise any exception for an environment's message.
     except Exception as error:
         raise EnvironmentFailed("template", f"{type(error).__name__}: {error}"[:600]) from error
 
 
 async def call_user(function: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
-    """Call a user's function. Raises EnvironmentFailed for an exception and after the time limit."""
+    """Call a user's function. Raises EnvironmentFailed for any exception and after the time limit."""
     try:
         with WORK.waiting():
             async with asyncio.timeout(timeout_s) as limit:
@@ -239,7 +239,7 @@ async def run_limited(limit: int, starts: Sequence[Callable[[], Coroutine[Any, A
 
 
 def fail(episode: Episode, failed: EnvironmentFailed) -> None:
-    """Record why the environment ended the trajectory."""
+    """Record the failure that ended the trajectory."""
     episode.finish_reason = FinishReason.ERROR
     episode.failure, episode.detail, episode.killed = failed.reason, failed.detail, failed.killed
 
@@ -260,5 +260,5 @@ def episode_columns(episodes: Sequence[Episode], limits: Limits) -> dict[str, Co
 
 
 def failure_counts(episodes: Sequence[Episode]) -> Counter[str]:
-    """Count the trajectories that their environments ended, by reason."""
+    """Count trajectories with failed environments by reason."""
     return Counter(episode.failure for episode in episodes if episode.failure is not None)

@@ -1,4 +1,4 @@
-"""OpenAI's responses as pure functions: items become the messages of a chat, and a turn becomes items.
+"""OpenAI's Responses API as pure functions: items become the messages of a chat, and a turn becomes items.
 
 input: message, function_call, function_call_output ──▶ messages          turn ──▶ output: message, function_call
 """
@@ -23,7 +23,7 @@ TEXTS = ("input_text", "output_text", "text")
 
 
 def read_response(body: Mapping[str, Any]) -> TurnRequest:
-    """Return a request. Raises UserError for what is not served here."""
+    """Read a request. Raises UserError for unsupported fields."""
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:
@@ -43,7 +43,7 @@ def read_response(body: Mapping[str, Any]) -> TurnRequest:
 
 
 def take(item: Any, messages: list[ChatMessage]) -> None:
-    """Add an item to the messages; calls of a turn belong to its message. Raises UserError for an item that is not served here."""
+    """Add an item to the messages; a turn's calls belong to its message. Raises UserError for an unsupported item."""
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message":
         messages.append({"role": item.get("role"), "content": content_of(item.get("content"))})
@@ -65,7 +65,7 @@ def take(item: Any, messages: list[ChatMessage]) -> None:
 
 
 def content_of(content: Any) -> Any:
-    """Return an item's text; what is none is left for the check of messages to refuse."""
+    """Return an item's text; other content is returned unchanged, for the check of messages to refuse."""
     if not isinstance(content, list) or not all(isinstance(p, dict) and p.get("type") in TEXTS for p in content):
         return content
     return "".join(str(part.get("text", "")) for part in content)
@@ -108,7 +108,7 @@ def items_of(answered: TurnReply) -> list[dict[str, Any]]:
 
 
 def response_delta(asked: TurnRequest, name: str, pieces: Sequence[str]) -> Iterator[str]:
-    """Yield the events with the last piece of a text; the first comes behind those that open the response and its message."""
+    """Yield the events with the last piece of a text; events that open the response and its message precede the first piece."""
     if len(pieces) == 1:
         yield from every_event(asked, TurnReply(name, {"content": pieces[0]}, "stop", 0, 0), pieces)[
             : events_sent(pieces)
@@ -121,17 +121,17 @@ def response_delta(asked: TurnRequest, name: str, pieces: Sequence[str]) -> Iter
 
 
 def response_events(asked: TurnRequest, answered: TurnReply, pieces: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the events of a response that follow the pieces which were sent."""
+    """Yield the events of a response after the pieces already sent."""
     yield from every_event(asked, answered, pieces)[events_sent(pieces) :]
 
 
 def events_sent(pieces: Sequence[str]) -> int:
-    """Return how many events so many pieces of a text take: one each, behind the three that open the response and its message."""
+    """Return the number of events for these pieces: one each, after the three that open the response and its message."""
     return len(pieces) and 3 + len(pieces)
 
 
 def every_event(asked: TurnRequest, answered: TurnReply, pieces: Sequence[str]) -> list[str]:
-    """Return a response as events, which are numbered."""
+    """Return a response as numbered events."""
     whole = response_whole(asked, answered)
     begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     last = "response.completed" if whole["status"] == "completed" else "response.incomplete"
@@ -140,12 +140,12 @@ def every_event(asked: TurnRequest, answered: TurnReply, pieces: Sequence[str]) 
 
 
 def numbered(number: int, kind: str, data: Mapping[str, Any]) -> str:
-    """Return an event of a response."""
+    """Return an event of a response, with its number."""
     return event({"type": kind, "sequence_number": number, **data}, kind)
 
 
 def changes(items: list[dict[str, Any]], pieces: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the events of each item: it is there, it grows, it is done. `pieces` are the pieces of a message's text, perhaps not all."""
+    """Yield the events of each item: added, growing, done. `pieces` are pieces of a message's text, perhaps not all."""
     for number, item in enumerate(items):
         place = {"item_id": item["id"], "output_index": number}
         empty: dict[str, Any] = {"content": []} if item["type"] == "message" else {"arguments": ""}

@@ -1,9 +1,9 @@
-"""Environments and agents of the user's own, in the sandbox: what the run speaks to in their place.
+"""The run's proxies of a user's environments and agents in the sandbox.
 
 SandboxedEnvironment ──requests──▶ supervisor ──▶ the trajectory's own process, a copy of the host
-EnvironmentHost ──the other end of a socket for each trajectory──▶ host: has imported the environment
+EnvironmentHost ──one end of a socket for each trajectory──▶ host: has imported the environment
 
-An answer that is not plain data of the right form is a failure of the environment, which ends its trajectory and no other.
+An answer that is not plain data of the right form is a failure of the environment, which ends only its own trajectory.
 """
 
 import shlex
@@ -22,11 +22,11 @@ from braidrl.sandbox.hosts import CodeHost, Talk
 from braidrl.sandbox.sandbox import LOAD_LIMIT_S, Message
 
 ANSWER_BYTES = 1 << 20
-"""The most that an environment may say in a turn."""
+"""The longest answer of an environment in a turn."""
 
 
 async def answer_of(talk: Talk, method: str, argument: Any) -> Message:
-    """Return the answer to a request. Raises EnvironmentFailed where there is none."""
+    """Return the answer to a request. Raises EnvironmentFailed if there is none."""
     found = await talk.ask(method, argument)
     if "failure" in found:
         raise EnvironmentFailed(found["failure"], str(found.get("detail")), killed=found.get("again") is True)
@@ -37,18 +37,18 @@ class SandboxedEnvironment:
     """An environment whose methods are called in a process of its own."""
 
     def __init__(self, talk: Talk, made: Message) -> None:
-        """`made` is the answer of the process that has made it. Raises EnvironmentFailed where that lacks the tools."""
+        """Take the answer `made` of the process that made the environment. Raises EnvironmentFailed if it lacks the tools."""
         tools = made.get("tools")
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise EnvironmentFailed("result", f"`tools` must be a list of JSON schemas, not {str(tools)[:100]}")
         self.tools, self._talk, self._closes = tools, talk, made.get("closes") is True
 
     async def reset(self, example: dict[str, Any]) -> Any:
-        """Return the first context, which may be anything that JSON can say."""
+        """Return the first context, any JSON value."""
         return (await answer_of(self._talk, "reset", example)).get("context")
 
     async def step(self, text: str) -> Observation:
-        """Return what follows from the model's turn."""
+        """Return the observation after the model's turn."""
         return observation_of(await answer_of(self._talk, "step", text))
 
     async def close(self) -> None:
@@ -61,7 +61,7 @@ class SandboxedEnvironment:
 
 
 def observation_of(found: Message) -> Observation:
-    """Return an answer as an Observation. Raises EnvironmentFailed where it is none."""
+    """Return an answer as an Observation. Raises EnvironmentFailed for an invalid answer."""
     done, restart, correct = (found.get(name) for name in ("done", "restart", "correct"))
     try:
         if not (isinstance(done, bool) and isinstance(restart, bool) and isinstance(correct, bool | None)):
@@ -74,10 +74,10 @@ def observation_of(found: Message) -> Observation:
 
 
 class EnvironmentHost:
-    """A process that has imported an environment or an agent, of which each trajectory gets a copy in a sandbox."""
+    """A process that has imported an environment or agent; each trajectory gets a forked copy in a sandbox."""
 
     def __init__(self, name: str, settings: EnvironmentConfig) -> None:
-        """Start it. Raises UserError where it cannot import what is named."""
+        """Start the process. Raises UserError if it cannot import the environment or agent."""
         self.agent = is_agent(name)
         prefix = AGENT if name.startswith(AGENT) else ""
         self.name = prefix + relative_to(Path.cwd(), name.removeprefix(prefix))
@@ -92,7 +92,7 @@ class EnvironmentHost:
         self._load()
 
     def _load(self) -> None:
-        """Start the process where it does not run, and have it import what is named."""
+        """Start the process if it does not run, and make it import the environment or agent."""
         with self._lock:
             if self.host.alive:
                 return
@@ -121,12 +121,12 @@ class EnvironmentHost:
         return made
 
     def listener(self) -> socket.socket | None:
-        """Return a socket on which an endpoint has to serve, None where agents reach all of this machine."""
+        """Return the socket on which an endpoint must serve; None if agents reach all of this machine."""
         self._load()
         return self.host.listener()
 
     async def make(self) -> Environment:
-        """Return an environment for one trajectory. Raises EnvironmentFailed where it cannot be made."""
+        """Return an environment for one trajectory. Raises EnvironmentFailed if it cannot be made."""
         talk = await self.talk()
         try:
             return SandboxedEnvironment(talk, await answer_of(talk, "make", None))
@@ -135,7 +135,7 @@ class EnvironmentHost:
             raise
 
     async def act(self, url: str, example: dict[str, Any]) -> Observation:
-        """Return the score of an agent that talks to the endpoint at `url`. Raises EnvironmentFailed where it fails."""
+        """Run an agent against the endpoint at `url`, and return its score. Raises EnvironmentFailed if it fails."""
         talk = await self.talk()
         try:
             return observation_of(await answer_of(talk, "act", [url, example]))
@@ -150,7 +150,7 @@ class EnvironmentHost:
 
 
 def code_of(name: str) -> Path | None:
-    """Return the file of an environment's or agent's code: of `module:name`, `file.py:name`, or the first one that a command names."""
+    """Return the code file of an environment or agent: from `module:name`, `file.py:name`, or the first file in a command."""
     scheme, _, rest = name.partition(":")
     if scheme == "mcp":
         return next((Path(word).resolve() for word in shlex.split(rest) if Path(word).is_file()), None)
@@ -158,7 +158,7 @@ def code_of(name: str) -> Path | None:
 
 
 class EnvironmentHosts:
-    """What plays the trajectories of a run: environments and agents by name, each with its host, or none without a sandbox."""
+    """The environments and agents of a run by name, each with its own host process if sandboxed."""
 
     def __init__(self, settings: EnvironmentConfig) -> None:
         self.settings = settings
@@ -166,9 +166,9 @@ class EnvironmentHosts:
         self._lock = threading.Lock()
 
     def find(self, name: str) -> Callable[..., Any]:
-        """Return what makes an environment for each trajectory, or an agent, a function of the endpoint's address and the example.
+        """Return a factory of environments, or an agent: a function of the endpoint's address and the example.
 
-        Raises UserError where there is none of this name.
+        Raises UserError if there is none of this name.
         """
         agent, params = is_agent(name), self.settings.params
         if self.settings.sandbox == "none":
@@ -176,7 +176,7 @@ class EnvironmentHosts:
         return self._host(name).act if agent else self._host(name).make
 
     def listener(self, name: str) -> socket.socket | None:
-        """Return a socket on which an agent has to be served, None where any will do."""
+        """Return the socket on which an agent must be served; None if any will do."""
         return None if self.settings.sandbox == "none" else self._host(name).listener()
 
     def _host(self, name: str) -> EnvironmentHost:

@@ -1,9 +1,9 @@
-"""Calls of tools as models write them, each in the format that it was trained with. Environments and clients see one format, that of Hermes
-and Qwen, whatever the model writes; its tokens stay as they are.
+"""Tool calls in the formats of model families. Environments and clients always see the format of Hermes and Qwen; the model's tokens stay
+unchanged.
 
 the model's turn ──format──▶ text and `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` ──parse_tool_calls──▶ calls
 
-What a model has written wrongly stays wrong on the way: `parse_tool_calls` says what is the matter, for the model to read.
+A malformed call stays malformed in the conversion: `parse_tool_calls` describes the fault, for the model to read.
 """
 
 import ast
@@ -20,7 +20,7 @@ CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call as the model wrote it; `fault` says why it cannot be made."""
+    """One call by the model; `fault` says why it cannot be executed."""
 
     name: str = ""
     arguments: dict[str, Any] | None = None
@@ -28,7 +28,7 @@ class ToolCall:
 
 
 def parse_tool_calls(text: str) -> list[ToolCall]:
-    """Return every call in a turn, in order, malformed ones included."""
+    """Return every call in a turn, in order, including malformed ones."""
     return [parse_tool_call(match[1]) for match in CALL.finditer(text)]
 
 
@@ -54,17 +54,17 @@ def call_id(number: int) -> str:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How models of a family write calls."""
+    """The call format of a model family."""
 
     begins: re.Pattern[str]
-    """Where the first call begins."""
+    """The pattern of the beginning of the first call."""
     calls: Callable[[str, Tools], list[str]]
-    """Given the text from there on, returns each call as the JSON that Hermes would write, or what cannot be made that."""
+    """Takes the text from there on, and returns each call as Hermes' JSON, or unchanged if it cannot be converted."""
     marks: tuple[str, ...]
-    """Texts of which a chat template of the family has all."""
+    """Texts that all occur in a chat template of the family."""
 
     def rewritten(self, text: str, tools: Tools) -> tuple[str, str] | None:
-        """Return what stands before the calls of a turn, and the calls as Hermes writes them; None where there are none."""
+        """Return the text before a turn's calls, and the calls in Hermes' format; None if there are none."""
         found = self.begins.search(text)
         if found is None:
             return None
@@ -73,7 +73,7 @@ class ToolFormat:
 
 
 def call_text(name: str, arguments: str) -> str:
-    """Return a call whose arguments are JSON already, or were meant to be."""
+    """Return a call in Hermes' format with arguments that are JSON, or were meant to be."""
     return f'{{"name": {json.dumps(name.strip())}, "arguments": {arguments.strip() or "{}"}}}'
 
 
@@ -83,16 +83,16 @@ def hermes(text: str, tools: Tools) -> list[str]:
 
 
 def calls_of_hermes(text: str) -> bool:
-    """Return whether a turn's calls are in the format that everybody is given."""
+    """Return whether a turn's calls are already in Hermes' format."""
     return re.search(r"<tool_call>\s*\{", text) is not None
 
 
 def up_to_last(text: str, end: str) -> str:
-    """Return a text up to the last of its closing tags: a search in it finds an end for each beginning, and so takes linear time."""
+    """Return a text up to its last closing tag, so that a search finds an end for each beginning, in linear time."""
     return text[: text.rfind(end) + len(end)] if end in text else ""
 
 
-# Names without `<`: a search that fails in one does not look at what follows the next tag.
+# Names exclude `<`, so that a failed search does not continue past the next tag.
 FUNCTION = re.compile(r"<function=([^<>\n]+)>(.*?)</function>", re.DOTALL)
 PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=<parameter=)|$)", re.DOTALL)
 
@@ -118,7 +118,7 @@ def glm(text: str, tools: Tools) -> list[str]:
 
 
 def with_values(name: str, values: Sequence[tuple[str, str]], tools: Tools) -> str:
-    """Return a call whose arguments were written as text: text where the schema says so, else JSON where it is some."""
+    """Return a call with arguments written as text: strings if the schema says so, else JSON if they parse."""
     functions = (tool.get("function", tool) for tool in tools)
     schema: Any = next((each for each in functions if each.get("name") == name.strip()), {})
     properties = schema.get("parameters", {}).get("properties", {})
@@ -127,7 +127,7 @@ def with_values(name: str, values: Sequence[tuple[str, str]], tools: Tools) -> s
 
 
 def value_of(text: str, kind: Any) -> Any:
-    """Return an argument that was written as text."""
+    """Convert an argument that was written as text."""
     if kind == "string":
         return text
     try:
@@ -168,7 +168,7 @@ def llama(text: str, tools: Tools) -> list[str]:
 
 
 def python_calls(text: str) -> list[str]:
-    """Return the calls of a list in Python, which is read and not run."""
+    """Return the calls in a Python list, which is parsed but not executed."""
     try:
         calls = ast.parse(text, mode="eval").body.elts  # type: ignore[attr-defined]
         return [
@@ -225,11 +225,11 @@ FORMATS = {
         llama, ("<|start_header_id|>",),
     ),
 }  # fmt: skip
-"""By name, those first whose marks are rarer."""
+"""The formats by name, those with rarer marks first."""
 
 
 def format_of(chat_template: str | None) -> ToolFormat:
-    """Return the format that a chat template speaks of; that of Hermes where it speaks of none."""
+    """Return the format that a chat template uses; Hermes' format if none is recognised."""
     template = chat_template or ""
     found = (known for known in FORMATS.values() if all(mark in template for mark in known.marks))
     return next(found, FORMATS["hermes"])

@@ -1,4 +1,4 @@
-"""Turns with tools, wherever these are: calls are what the model writes in whatever format; `tool_calls` has made that of Hermes of it.
+"""The base of environments with tools. `tool_calls` has converted the model's calls to Hermes' format.
 
 the model's turn ──parse──▶ calls, all at once ──▶ one `tool` message for each, in the order of the calls
 """
@@ -15,10 +15,10 @@ from braidrl.agents.turns import ChatMessage, Context, Observation
 
 
 class ToolTurns(ABC):
-    """A task with tools, wherever they are: a turn with calls is answered with their results; a turn without calls is the final answer."""
+    """A task with tools: a turn with calls is answered with their results; a turn without calls is the final answer."""
 
     def __init__(self, tools: Sequence[dict[str, Any]]) -> None:
-        """Take the JSON schemas of functions, as chat templates take them."""
+        """Set the functions' JSON schemas, in the format of chat templates."""
         self.tools = list(tools)
         self._names = [tool["function"]["name"] for tool in tools]
         self.example: dict[str, Any] = {}
@@ -37,27 +37,27 @@ class ToolTurns(ABC):
 
     @abstractmethod
     def answered(self, text: str) -> Observation | Awaitable[Observation]:
-        """Score the final answer; this ends the trajectory."""
+        """Score the final answer, which ends the trajectory."""
 
     @abstractmethod
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Return what the tool `name` returns for its `arguments`, text or JSON. What it raises is for the model to read."""
+        """Call the tool `name` with `arguments`, and return its result, text or JSON. The model reads any exception."""
 
     async def result(self, call: ToolCall) -> str:
-        """Return the function's result, or why there is none, as text for the model."""
+        """Return the function's result or its error, as text for the model."""
         if call.fault is None and call.name not in self._names:
             return f"error: no tool is called {call.name!r}; there are {', '.join(self._names)}"
         if call.fault is not None or call.arguments is None:
             return f"error: {call.fault}"
         try:
             found = await self.call(call.name, call.arguments)
-        # what a tool raises is for the model to read, which may call it better next time
+        # The model reads a tool's exception, and may correct its next call.
         except Exception as error:
             return f"error: {type(error).__name__}: {error}"
         return found if isinstance(found, str) else json.dumps(found)
 
 
 def message_of(number: int, answered: tuple[ToolCall, str]) -> ChatMessage:
-    """Return a call's result as a message. Some chat templates ask for the name, and for an id, Mistral's for nine characters."""
+    """Return a call's result as a message. Some chat templates need the name and an id, Mistral's one of nine characters."""
     call, result = answered
     return {"role": "tool", "name": call.name, "tool_call_id": call_id(number), "content": result}

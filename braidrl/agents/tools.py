@@ -1,9 +1,9 @@
-"""Tools that are Python functions, which the model calls; their schemas are what their hints and docstrings say."""
+"""Python functions as tools; their type hints and docstrings give the schemas."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-# get_json_schema imports torch when it is first called: imported here once, and not again in the process of each trajectory.
+# get_json_schema imports torch at its first call: imported here once, not again in the process of each trajectory.
 import torch  # noqa: F401
 from transformers.utils import get_json_schema
 
@@ -15,10 +15,10 @@ class ToolEnvironment(ToolTurns):
     """A task with tools that are Python functions."""
 
     def __init__(self, functions: Sequence[Callable[..., Any]]) -> None:
-        """Take functions with type hints and a docstring that describes them and each argument (under `Args:`)."""
+        """Set the functions; each needs type hints and a docstring that describes it and each argument (under `Args:`)."""
         self._functions = {function.__name__: function for function in functions}
         super().__init__([get_json_schema(function) for function in functions])
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Do as `ToolTurns.call`, with one of the functions."""
+        """Call one of the functions, as `ToolTurns.call`."""
         return await called(self._functions[name], **arguments)

@@ -1,5 +1,5 @@
-"""One trajectory while it grows: token ids that are only ever appended to, and what the engine said of those that it drew; and the columns
-that a generate stage writes, from trajectories or from single responses.
+"""A growing trajectory: append-only token ids, with the engine's log-probs and versions of sampled tokens; and the columns of a generate
+stage, from trajectories or from single responses.
 
 context ──▶ actions ──▶ observation ──▶ actions | context ──▶ actions          | a new sequence of the same row
 """
@@ -31,17 +31,17 @@ class Trajectory:
 
     @property
     def sequence(self) -> list[int]:
-        """Return the tokens of the sequence that is being extended, which the engine gets next."""
+        """Return the tokens of the current sequence, the engine's next prompt."""
         return self.tokens[len(self.tokens) - self.sequence_lengths[-1] :]
 
     @property
     def action_tokens(self) -> int:
-        """Return the number of tokens sampled so far, which is also the number of the row's random numbers that are used up."""
+        """Return the number of tokens sampled so far, which equals the number of the row's random numbers used."""
         return sum(len(turn) for turn in self.log_probs)
 
     @property
     def last_turn(self) -> list[int]:
-        """Return the tokens sampled last, while nothing has been appended to them."""
+        """Return the last sampled tokens, if nothing was appended after them."""
         return self.tokens[len(self.tokens) - len(self.log_probs[-1]) :]
 
     def append(
@@ -54,11 +54,11 @@ class Trajectory:
             tokens: Token ids.
             log_probs: (T,) for sampled tokens, None for others.
             versions: (T,) int64 for sampled tokens, None for others.
-            opens: Begin a new sequence, which cannot begin with sampled tokens.
+            opens: Begin a new sequence, which cannot start with sampled tokens.
 
         Raises:
-            ValueError: And nothing changes, for lengths that differ, log-probs without versions or the reverse, or actions that nothing
-                predicts.
+            ValueError: Lengths differ, only one of log-probs and versions is given, or a sequence starts with an action. The trajectory is
+                unchanged.
         """
         if (log_probs is None) != (versions is None):
             raise ValueError(f"row {self.uid}: sampled tokens have log-probs and versions, others have neither")
@@ -86,7 +86,7 @@ class Trajectory:
 def trajectory_columns(trajectories: Sequence[Trajectory], reasons: Sequence[FinishReason]) -> dict[str, Column]:
     """Return the columns `prompt` to `version` of a generate stage, in the order of `trajectories`.
 
-    `prompt` is what precedes the first action of the first sequence.
+    `prompt` holds the tokens before the first action of the first sequence.
     """
     prompts = [first_context(trajectory) for trajectory in trajectories]
     dtype = dtype_of([turn for t in trajectories for turn in t.log_probs])
@@ -107,7 +107,7 @@ def trajectory_columns(trajectories: Sequence[Trajectory], reasons: Sequence[Fin
 def response_columns(rows: Rows, finished: Sequence[Response]) -> dict[str, Column]:
     """Return the columns `tokens` to `version` of a generate stage with single responses, in the order of `rows`.
 
-    Raises ValueError when `rows` and `finished` do not have the same uids.
+    Raises ValueError if `rows` and `finished` do not have the same uids.
     """
     by_uid = {response.uid: response for response in finished}
     uids = rows.uids()
@@ -148,12 +148,12 @@ def _columns(
 
 
 def first_context(trajectory: Trajectory) -> list[int]:
-    """Return the tokens before the first action; all of the first sequence where there is none."""
+    """Return the tokens before the first action; the whole first sequence if there is none."""
     end = trajectory.sequence_lengths[0]
     acted = trajectory.actions[:end]
     return trajectory.tokens[: acted.index(True) if True in acted else end]
 
 
 def dtype_of(log_probs: Sequence[Tensor]) -> torch.dtype:
-    """Return the engine's log-prob dtype, the same for all; float32 where there are none."""
+    """Return the engine's log-prob dtype, the same for all; float32 if there are none."""
     return log_probs[0].dtype if log_probs else torch.float32

@@ -1,11 +1,10 @@
-"""Observations, and their token ids that continue a conversation, or failures. What was said before is never tokenised again.
+"""Observations, their token ids that continue a conversation, and failures. Earlier turns are never tokenised again.
 
     ... <start>assistant  I guess 5 <end> | ⏎ <start>user  higher <end> ⏎ <start>assistant ⏎ | I guess 7 <end>
                           sampled           this, tokenised alone                              sampled
 
-The text between two assistant turns is taken from the chat template itself: it is rendered around a mark in the assistant's
-place, and what follows the mark is what follows a turn. So it does not matter what the template does to earlier turns, such as
-leaving their reasoning out.
+The text between two assistant turns comes from the chat template itself: it is rendered with a mark as the assistant's turn, and the text
+after the mark follows a turn. So it does not matter how the template changes earlier turns, for example by removing their reasoning.
 """
 
 import json
@@ -19,7 +18,7 @@ from braidrl.data.chat import ChatMessage, normal_message
 from braidrl.data.endings import MARK
 from braidrl.errors import UserError
 
-# This is what environments import, whose processes have no need of torch, nor of templates.
+# Environments import this module, and their processes need neither torch nor templates.
 if TYPE_CHECKING:
     from braidrl.data.templates import PromptTemplate
 
@@ -29,24 +28,24 @@ Context = str | list[ChatMessage]
 
 @dataclass(frozen=True)
 class TurnTemplate:
-    """Turns contexts and observations into token ids with the run's tokenizer and template."""
+    """The tokeniser of contexts and observations, with the run's tokenizer and chat template."""
 
     template: "PromptTemplate"
     tool_format: str | None = None
-    """How the model writes calls of tools, one of `tool_calls.FORMATS`; by default what its tokenizer says."""
+    """The model's format of tool calls, one of `tool_calls.FORMATS`; by default the tokenizer's own."""
 
     def first(self, context: Context, tools: Tools = ()) -> list[int]:
-        """Tokenise a whole context. Raises UserError when the chat template refuses it."""
+        """Tokenise a whole context. Raises UserError if the chat template refuses it."""
         return self.template.encode(normal(context), tools)
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> "TurnTemplate":
-        """Return the template with further arguments of the chat template, such as those of a row."""
+        """Return a copy with further arguments of the chat template, such as a row's."""
         return replace(self, template=self.template.with_arguments(arguments))
 
     def following(self, said: Context, last_token: int, tools: Tools = ()) -> list[int]:
-        """Return the token ids between a sampled turn, whose last token is given, and the beginning of the next one.
+        """Return the token ids between a sampled turn, given its last token, and the beginning of the next turn.
 
-        Raises UserError when the chat template refuses the messages.
+        Raises UserError if the chat template refuses the messages.
         """
         messages = [{"role": "user", "content": said}] if isinstance(said, str) else normal(said)
         if not self.template.is_chat:
@@ -58,19 +57,19 @@ class TurnTemplate:
         return self._alone(self._behind(after, last_token))
 
     def plain(self, text: str, last_token: int | None) -> list[int]:
-        """Tokenise a text that is no chat, which opens a sequence, or goes on behind a sampled turn, whose last token is given."""
+        """Tokenise a text that is not a chat; it opens a sequence, or continues after a sampled turn, given its last token."""
         return self.template.encode_plain(text) if last_token is None else self._alone(self._behind(text, last_token))
 
     def _behind(self, text: str, last_token: int) -> str:
-        """Return what is to be tokenised of a text behind a turn: without the end of the turn, where that was sampled."""
+        """Return the part of a text after a turn to tokenise: without the turn's end, if that was sampled."""
         if last_token not in self.template.tokenizer.all_special_ids:
             return text
         return text.removeprefix(self.template.tokenizer.decode([last_token], skip_special_tokens=False))
 
     def text(self, tokens: Sequence[int], tools: Tools = ()) -> str:
-        """Decode sampled tokens for an environment or a client, without special tokens; with `tools`, calls are as Hermes writes them."""
+        """Decode sampled tokens for an environment or a client, without special tokens; with `tools`, calls are in Hermes' format."""
         plain = self._decoded(tokens, special=False)
-        # Most models write calls as Hermes does, which then stay to the letter.
+        # Most models write calls in Hermes' format; these stay unchanged.
         rewritten = self._calls(tokens, tools) if tools and not calls_of_hermes(plain) else None
         if rewritten is None:
             return plain
@@ -85,7 +84,7 @@ class TurnTemplate:
         return text
 
     def _calls(self, tokens: Sequence[int], tools: Tools) -> tuple[str, str] | None:
-        """Return what stands before the calls of a turn, and the calls; None where there are none."""
+        """Return the text before a turn's calls, and the calls; None if there are none."""
         tokenizer, ends = self.template.tokenizer, len(tokens)
         while ends and tokens[ends - 1] in tokenizer.all_special_ids:
             ends -= 1
@@ -97,17 +96,17 @@ class TurnTemplate:
         return format_of(tokenizer.chat_template if self.template.is_chat else None).rewritten(text, tools)
 
     def _alone(self, text: str) -> list[int]:
-        """Tokenise text in the middle of a sequence: no special tokens are put before it."""
+        """Tokenise text in the middle of a sequence, without special tokens before it."""
         return self.template.encode_bare([text])[0]
 
 
 def normal(context: Any) -> Any:
-    """Return a context as chat templates take it. Raises UserError for calls of tools that are none."""
+    """Return a context in the format of chat templates. Raises UserError for malformed tool calls."""
     return context if isinstance(context, str) else [normal_message(message) for message in context]
 
 
 def parsed_by_tokenizer(tokenizer: Any, text: str, prompt: str, tools: Tools) -> tuple[str, str] | None:
-    """Return what stands before the calls of a turn, and the calls, by the tokenizer's own description of responses (transformers)."""
+    """Return the text before a turn's calls, and the calls, by the tokenizer's response schema (transformers)."""
     try:
         message = tokenizer.parse_response(text, prefix=prompt, tools=list(tools))
     except Exception as error:  # of whatever kind: the model has written what its own format does not allow
@@ -123,17 +122,17 @@ class Observation:
     """An environment's answer to one turn of the model."""
 
     said: Context = ""
-    """Text, or messages such as tool results, to be appended; with `restart` the whole next context."""
+    """Text, or messages such as tool results, to append; with `restart` the whole next context."""
     reward: float = 0.0
     """This turn's reward; a row's score is the sum over its turns."""
     done: bool = False
     correct: bool | None = None
-    """Whether the task was solved; by default whether the score is that of a right answer."""
+    """Whether the task was solved; by default whether the score is a right answer's."""
     restart: bool = False
-    """`said` replaces the whole context. Where it extends that token by token it is appended, else it opens a new sequence."""
+    """`said` replaces the whole context. It is appended if it extends the context's tokens, else it opens a new sequence."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a reward that is not a finite number, and TypeError for a context that is neither text nor messages."""
+        """Raise ValueError for a reward that is not finite, and TypeError for a context that is neither text nor messages."""
         check_context(self.said)
         if not math.isfinite(self.reward):
             raise ValueError(f"the reward of a turn must be a finite number, got {self.reward}")
@@ -148,10 +147,10 @@ def check_context(said: object) -> None:
 
 
 class EnvironmentFailed(Exception):
-    """The environment raised, or did not answer in time: this ends its trajectory and no other."""
+    """A failure of the environment, which raised or did not answer in time. It ends only its own trajectory."""
 
     def __init__(self, reason: str, detail: str, killed: bool = False) -> None:
-        """`killed` where somebody else has ended its process: the trajectory is played once more."""
+        """Record the reason; `killed` if the process was ended from outside, after which the trajectory is played once more."""
         super().__init__(f"{reason}: {detail}")
         self.reason, self.detail, self.killed = reason, detail, killed
 

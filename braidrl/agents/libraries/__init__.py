@@ -1,3 +1,3 @@
-"""Environments of other libraries, a file for each: `gem` plays games of gem-llm, `mcp` offers the tools of a server, `openenv` speaks to a
-server of environments. Each has a function `environment` of the name behind the scheme and the settings, which `environments` finds.
+"""Environments of other libraries, a file for each: `gem` has games of gem-llm, `mcp` the tools of a server, `openenv` the environments of
+a server, `verifiers_library` environments with their own loop. `environments` calls the file's `environment(name, settings)`.
 """

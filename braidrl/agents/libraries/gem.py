@@ -16,18 +16,18 @@ import numpy as np
 from braidrl.agents.turns import Observation
 from braidrl.errors import UserError, suggest
 
-# gem draws from the random numbers of the process, which all of its environments share.
+# gem uses the process's random state, which all of its environments share.
 LOCK = threading.Lock()
 
 
 def environment(name: str, settings: Mapping[str, Any]) -> Callable[[], "GemEnvironment"]:
-    """Return what makes a gem environment. Raises UserError when gem is not installed or has none of this name."""
+    """Return a factory of a gem environment. Raises UserError if gem is not installed or has no environment of this name."""
     check_gem(name)
     return partial(GemEnvironment, name, dict(settings))
 
 
 class GemEnvironment:
-    """A gem environment with random numbers of its own, whatever runs beside it."""
+    """A gem environment with its own random state, independent of others in the process."""
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
         self._name, self._settings = name, settings
@@ -35,7 +35,7 @@ class GemEnvironment:
         self._environment: Any = None
 
     def reset(self, example: dict[str, Any]) -> str:
-        """Return the instructions; the seed is the example's."""
+        """Start with the example's seed, and return the instructions."""
         with self._own_random_numbers():
             self._environment = load_gem().make(self._name, **self._settings)
             instructions, info = self._environment.reset(seed=example["seed"])
@@ -62,12 +62,12 @@ class GemEnvironment:
 
 
 def with_suffix(said: str, info: Mapping[str, Any]) -> str:
-    """Append gem's request for the next action to what it says."""
+    """Append gem's request for the next action to its observation."""
     return "\n".join(part for part in (said, info.get("suffix")) if part)
 
 
 def check_gem(name: str) -> None:
-    """Raise UserError when gem is not installed or has no environment of this name."""
+    """Raise UserError if gem is not installed or has no environment of this name."""
     if importlib.util.find_spec("gem") is None:
         raise UserError(f"environment gem:{name} needs gem-llm; install it with `pip install 'braidrl[gem]'`")
     load_gem()
@@ -77,7 +77,7 @@ def check_gem(name: str) -> None:
 
 
 def load_gem() -> ModuleType:
-    """Import gem with its environments registered, and undo what that does to the process's logging."""
+    """Import gem with its environments registered, and restore the process's logging afterwards."""
     root = logging.getLogger()
     before = (root.level, list(root.handlers))
     try:

@@ -1,7 +1,7 @@
-"""Tools of a server that speaks the Model Context Protocol, by the official package `mcp`. A verifier scores the answer.
+"""Tools of a Model Context Protocol server, by the official package `mcp`. A verifier scores the answer.
 
 mcp:python server.py       a command, whose process serves one trajectory over its input and output
-mcp:https://host/mcp       a server that runs, by HTTP
+mcp:https://host/mcp       a running server, over HTTP
 
 the model's call ──▶ session ──▶ server ──▶ the result as text ──▶ a `tool` message
 """
@@ -29,14 +29,14 @@ SETTINGS = ("verify", "verify_params")
 
 
 def environment(name: str, settings: Mapping[str, Any]) -> Callable[[], Awaitable["McpEnvironment"]]:
-    """Return what opens a session with a server.
+    """Return a factory that opens a session with a server.
 
     Args:
         name: A command or an address.
-        settings: `verify`, the verifier of the final answer, by default `exact`, and `verify_params`, its settings.
+        settings: `verify`, the verifier of the final answer (default `exact`), and `verify_params`, its settings.
 
     Raises:
-        UserError: The package, the command or the verifier is not there.
+        UserError: The package, the command or the verifier does not exist.
     """
     if importlib.util.find_spec("mcp") is None:
         raise UserError(f"environment mcp:{name} needs mcp; install it with `pip install 'braidrl[mcp]'`")
@@ -48,7 +48,7 @@ def environment(name: str, settings: Mapping[str, Any]) -> Callable[[], Awaitabl
 
 
 def server_of(name: str) -> str | list[str]:
-    """Return an address, or the words of a command; `python` is this interpreter. Raises UserError for a command that is not there."""
+    """Return an address, or the words of a command; `python` is this interpreter. Raises UserError for a command that does not exist."""
     if name.startswith(ADDRESSES):
         return name
     words = shlex.split(name)
@@ -70,11 +70,15 @@ async def opened(server: str | list[str], verifier: Verifier) -> "McpEnvironment
     except BaseException:
         await session.close()
         raise
-    return McpEnvironment(session, client, [schema_of(tool) for tool in listed.tools], verifier)
+    functions = (
+        {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+        for tool in listed.tools
+    )
+    return McpEnvironment(session, client, [{"type": "function", "function": each} for each in functions], verifier)
 
 
 class McpSession:
-    """A connection to a server, which one task opens and closes, as the package asks for."""
+    """A connection to a server, which one task opens and closes, as the package requires."""
 
     def __init__(self, server: str | list[str]) -> None:
         self.server = server
@@ -101,7 +105,7 @@ class McpSession:
             await self._over.wait()
 
     async def close(self) -> None:
-        """End the session, and the server's process where it is a command."""
+        """End the session, and a command's process."""
         self._over.set()
         if self._task is not None:
             await self._task
@@ -133,14 +137,8 @@ class McpEnvironment(ToolTurns):
         await self._session.close()
 
 
-def schema_of(tool: Any) -> dict[str, Any]:
-    """Return a server's tool as chat templates take it."""
-    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-    return {"type": "function", "function": function}
-
-
 def text_of(result: Any) -> str:
-    """Return a tool's result as text; what is neither text nor a resource of text is named by its kind."""
+    """Return a tool's result as text; parts without text are named by their kind."""
     parts = [part.text if hasattr(part, "text") else f"[{part.type}]" for part in result.content]
     text = "\n".join(parts) or json.dumps(result.structured_content)
     return f"error: {text}" if result.is_error else text

@@ -1,4 +1,4 @@
-"""Environments that a server of OpenEnv has, by the package `openenv`: `openenv:http://host:8000`. Each trajectory is a session of its own.
+"""Environments of an OpenEnv server, by the package `openenv`: `openenv:http://host:8000`. Each trajectory is one session.
 
 the model's text ──▶ {"message": text} or the action that it wrote as JSON ──▶ server ──▶ observation, as text
 """
@@ -15,19 +15,19 @@ from braidrl.errors import UserError, suggest
 ADDRESSES = ("http://", "https://", "ws://", "wss://")
 SETTINGS = ("action", "observation")
 NOT_SAID = ("metadata",)
-"""Of an observation, what is for its program and not for the model."""
+"""Fields of an observation that are not for the model."""
 
 
 def environment(name: str, settings: Mapping[str, Any]) -> Callable[[], "OpenEnvEnvironment"]:
-    """Return what opens a session with a server.
+    """Return a factory that opens a session with a server.
 
     Args:
         name: The server's address.
-        settings: `action`, the field of an action that takes the model's text; without it the text is an action, as a JSON object.
-            `observation`, the field of an observation that is told; without it all are, as a JSON object.
+        settings: `action`, the field of an action for the model's text; without it the text itself is the action, a JSON object.
+            `observation`, the field of an observation that the model sees; without it the model sees all fields, as a JSON object.
 
     Raises:
-        UserError: The package is not there, or the name is no address.
+        UserError: The package is not installed, or the name is not an address.
     """
     if importlib.util.find_spec("openenv") is None:
         raise UserError(
@@ -52,11 +52,11 @@ class OpenEnvEnvironment:
         self._action, self._observation = action, observation
 
     async def reset(self, example: dict[str, Any]) -> str:
-        """Return the first observation, as text; the seed is the example's."""
+        """Start with the example's seed, and return the first observation as text."""
         return self._said((await self._client.reset(seed=example["seed"])).observation)
 
     async def step(self, text: str) -> Observation:
-        """Return what follows from an action; a turn that is none is told so, and costs nothing but itself."""
+        """Return the observation after an action; a turn that is not a valid action gets an error message, and the episode continues."""
         try:
             action = {self._action: text} if self._action else json.loads(text)
         except ValueError as error:

@@ -1,8 +1,8 @@
-"""Environments of the package `verifiers`: each has its own loop, and talks to the endpoint as an agent does.
+"""Environments of the package `verifiers`: each has its own loop, and calls the endpoint as an agent does.
 
 verifiers:NAME       an environment that is installed        verifiers:file.py      a file of yours with `load_environment`
 
-A row plays the example of the environment's own data whose number is its group's; what its rubric says is the score.
+A row plays the example of the environment's own data with its group's index; the environment's rubric gives the score.
 """
 
 import importlib.util
@@ -14,11 +14,11 @@ from braidrl.errors import UserError
 from braidrl.importing import import_function
 
 KEY_VARIABLE = "BRAID_ENDPOINT_KEY"
-"""Where its clients look for the endpoint's key, in the trajectory's process."""
+"""The variable of the endpoint's key for its clients, in the trajectory's process."""
 
 
 def check_verifiers(name: str) -> None:
-    """Raise UserError where the package is not installed."""
+    """Raise UserError if the package is not installed."""
     if importlib.util.find_spec("verifiers") is None:
         raise UserError(
             f"environment verifiers:{name} needs verifiers; install it with `pip install 'verifiers>=0.1.14,<0.4'`, where versions collide "
@@ -27,14 +27,14 @@ def check_verifiers(name: str) -> None:
 
 
 def agent(name: str, settings: Mapping[str, Any]) -> Callable[[str, dict[str, Any]], Awaitable[float]]:
-    """Return what plays a row against the endpoint.
+    """Return a function that plays a row against the endpoint.
 
     Args:
         name: An environment's name, or a file.
         settings: Arguments of its `load_environment`.
 
     Raises:
-        UserError: The package is not there, or is another version's.
+        UserError: The package is not installed, or has an unsupported version.
     """
     check_verifiers(name)
     os.environ.setdefault("VF_LOG_LEVEL", "ERROR")
