@@ -1,4 +1,4 @@
-"""How answers are checked: verifiers, the processes that they run in, and the columns that come of it.
+"""Rewards: verifiers, the processes in which they run, and the columns of their results.
 
-Importing this package costs nothing: the processes that check answers load neither torch nor transformers.
+Importing this package is cheap: the processes that check answers load neither torch nor transformers.
 """

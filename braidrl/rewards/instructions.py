@@ -1,9 +1,9 @@
-"""Checks of whether a response does as it was told, by the names that IFEval (arXiv 2311.07911) gives them in its data.
+"""Checks of instruction following, by the names in IFEval's data (arXiv 2311.07911).
 
     {"instruction_id_list": ["keywords:existence", "punctuation:no_comma"], "kwargs": [{"keywords": ["tea"]}, {}]}
 
-Each rule is a function of the response and the instruction's own arguments. Sentences are counted by their final marks, without a model of
-language, and `language:response_language`, which needs one, is not among them.
+Each rule is a function of the response and the instruction's own arguments. Sentences are counted by their final punctuation, without a
+language model. `language:response_language` would need one and is not supported.
 """
 
 import json
@@ -15,7 +15,7 @@ from braidrl.rewards.verifiers import Score
 
 Relation = Literal["at least", "less than"]
 RULES: dict[str, Callable[..., bool]] = {}
-"""By the name of the instruction; called with the response and what the data give by keyword."""
+"""The rules by instruction name; each is called with the response and the data's keyword arguments."""
 
 
 def rule(name: str) -> Callable[[Callable[..., bool]], Callable[..., bool]]:
@@ -33,7 +33,7 @@ def ifeval(response: str, prompt: Any, metadata: Mapping[str, Any], *, fraction:
 
     The example has `instruction_id_list` and `kwargs` as in IFEval's data.
 
-    Raises ValueError where the example has no instructions, or one that is not known.
+    Raises ValueError if the example has no instructions, or an unknown one.
     """
     names, arguments = metadata.get("instruction_id_list"), metadata.get("kwargs")
     if not names or len(names) != len(arguments or [{}] * len(names)):
@@ -43,7 +43,7 @@ def ifeval(response: str, prompt: Any, metadata: Mapping[str, Any], *, fraction:
     for name, given in zip(names, arguments or [{}] * len(names), strict=True):
         if name not in RULES:
             raise ValueError(f"no rule is called {name!r}; there are {', '.join(RULES)}")
-        # Data sets of the hub have all keys in each row, those that do not apply as null.
+        # Data sets from the hub have all keys in each row; unused ones are null.
         known = {key: value for key, value in (given or {}).items() if value is not None}
         if name == "combination:repeat_prompt":
             known.setdefault("prompt_to_repeat", text)
@@ -53,7 +53,7 @@ def ifeval(response: str, prompt: Any, metadata: Mapping[str, Any], *, fraction:
 
 
 def compared(count: int, relation: Relation, wanted: int) -> bool:
-    """Return whether a count is `at least` or `less than` what is wanted."""
+    """Return whether a count is `at least` or `less than` the wanted number."""
     return count >= wanted if relation == "at least" else count < wanted
 
 

@@ -1,4 +1,4 @@
-"""Mathematical equivalence of answers, by math-verify. In a file of its own because importing sympy takes long."""
+"""Mathematical equivalence of answers, by math-verify. It has its own file because importing sympy takes long."""
 
 import logging
 import re
@@ -6,23 +6,23 @@ from typing import Any, NamedTuple
 
 from math_verify import parse, verify
 
-# It warns that nothing limits its time; the pool does, and without signals, which user code may want for itself.
+# It warns that its time is not limited. The pool limits it, without signals, which user code may use.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 BOX = re.compile(r"\\boxed\s*(\{|[^\s{}])")
 JOINED = re.compile(r"[\s$]*(,|;|\band\b|\bor\b|\\text\{\s*(and|or)\s*\})[\s$]*(and\b|or\b)?[\s$]*")
-"""What stands between boxes that are one answer."""
+"""The text between boxes that form one answer."""
 
 
 def equivalent(response: str, answer: Any, *, boxed: bool = False) -> bool:
     r"""Return whether the response's final expression equals the answer: fractions, sets, intervals, matrices, equations.
 
-    The answer may be LaTeX, `\boxed{}`, within dollar signs, or plain. Of several `\boxed{}` in a response the last one counts, with
-    those that a comma, "and" or "or" joins to it; where the answer is a set of n members the last n may be the members. With `boxed` a
-    response without `\boxed{}` is wrong. Raises ValueError when the answer cannot be read.
+    The answer may be LaTeX, `\boxed{}`, within dollar signs, or plain. If a response has several `\boxed{}`, the last one counts, together
+    with boxes that a comma, "and" or "or" joins to it; for a set of n members the last n boxes may be the members. With `boxed` a response
+    without `\boxed{}` is wrong. Raises ValueError if the answer cannot be parsed.
     """
     text = str(answer).strip()
     marked = re.search(r"\\boxed|(?<!\\)\$|\\\[|\\\(", text)
-    # Without delimiters only plain numbers would be found in it: of 2\sqrt{3} the 2.
+    # Without delimiters only plain numbers are found: 2 in 2\sqrt{3}.
     gold = parse(text if marked else f"\\boxed{{{text}}}", parsing_timeout=None)
     if not text or not gold:
         raise ValueError(f"the reference answer {text[:80]!r} cannot be read as mathematics")
@@ -45,7 +45,7 @@ def equals(gold: Any, response: str) -> bool:
 
 
 class BoxedAnswer(NamedTuple):
-    """A box in a text, and where it begins and ends."""
+    """A box in a text, with its start and end."""
 
     content: str
     start: int
@@ -58,7 +58,7 @@ def boxes_of(text: str) -> list[BoxedAnswer]:
     for match in BOX.finditer(text):
         depth, end = int(match[1] == "{"), match.end()
         while depth and end < len(text):
-            # An escaped brace, as of a set, closes nothing.
+            # An escaped brace, such as a set's, closes nothing.
             depth += {"{": 1, "}": -1}.get(text[end], 0) if text[end - 1] != "\\" else 0
             end += 1
         if not depth:

@@ -1,9 +1,9 @@
-"""Verifiers in processes of their own, beside generation. One that raises, hangs or dies costs its own check and no other.
+"""The pool of verifier processes, beside generation. A verifier that raises, hangs or dies fails only its own check.
 
-submit ──▶ event loop in a thread ──▶ walls: a host for each verifier, a process for each call, `processes` calls at a time
-                     ├───────────────▶ none, and Braid's own: `processes` hosts, one call at a time each
+submit ──▶ event loop in a thread ──▶ sandbox: a host for each verifier, a process for each call, `processes` calls at a time
+                     ├───────────────▶ no sandbox, or Braid's own: `processes` hosts, one call at a time each
                      ├───────────────▶ the same, `async`: one host for each verifier, many calls at a time
-                     └───────────────▶ with no processes: called here and now, for a debugger
+                     └───────────────▶ no processes: called in this process, for a debugger
 """
 
 import asyncio
@@ -31,39 +31,39 @@ from braidrl.sandbox.sandbox import LOAD_LIMIT_S, NO_ANSWER, Message
 
 ENTRY = "braidrl.rewards.worker:checks"
 MOST_IN_FLIGHT = 64
-"""Calls of one async verifier at a time."""
+"""Concurrent calls of one async verifier."""
 STUCK_AFTER_S = 1.0
-"""How much later than its limit a call may answer before its event loop counts as blocked."""
+"""Seconds after a call's limit until its event loop counts as blocked."""
 SUPERVISION_S = 2.0
-"""How much longer than its limits a call may take in its walls until its host counts as stuck."""
+"""Seconds after a sandboxed call's limits until its host counts as stuck."""
 REASONS = ("timeout", "exception", "died", "result")
-"""Why a check may have failed."""
+"""Reasons for failed checks."""
 MOST_METRICS = 64
 KILLED = tuple(
     f"{how}" for number in (signal.SIGKILL, signal.SIGTERM)
     for how in (f"killed by signal {number:d}", f"exit status {128 + number:d}")
 )  # fmt: skip
-"""How a process ends that was ended from outside, below bubblewrap the second; its call is made once more."""
+"""Descriptions of a process killed from outside, the second under bubblewrap; its call is repeated once."""
 SETTLE_S = 1.0
-"""How long a process may take to end after its socket has."""
+"""Seconds that a process may take to end after its socket closed."""
 ABANDONED = "the reward pool was closed before this check ended"
 
 
 @dataclass(frozen=True)
 class CallOutcome:
-    """One verifier's result for one completion. `score` or `correct` is None where it left that open."""
+    """One verifier's result for one completion. `score` or `correct` is None if the verifier did not give it."""
 
     score: float | None = None
     correct: bool | None = None
     failure: str | None = None
-    """timeout, exception, died, or result when it returned something else; there is no score then."""
+    """timeout, exception, died, or result (the verifier returned an invalid value); there is then no score."""
     detail: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers of the verifier's own for the run's metrics."""
+    """The verifier's own numbers for the run's metrics."""
 
     @staticmethod
     def of(message: Message, max_abs: float) -> "CallOutcome":
-        """Return an answer, in which nothing is believed; a score further from 0 than `max_abs` is a failure."""
+        """Validate an untrusted answer; a score with an absolute value above `max_abs` is a failure."""
         score, correct, failure = (message.get(name) for name in ("score", "correct", "failure"))
         if failure is not None:
             reason = failure if failure in REASONS else "result"
@@ -85,7 +85,7 @@ class CallOutcome:
 
 @dataclass(frozen=True)
 class Check:
-    """A check that was submitted."""
+    """A submitted check."""
 
     verifier: Verifier
     request: bytes
@@ -93,7 +93,7 @@ class Check:
 
 
 class RewardPool(AbstractContextManager["RewardPool"]):
-    """Calls verifiers, as many at a time as the settings say. Closing, or leaving the `with` block in any way, leaves no process behind."""
+    """A pool of verifier processes. Closing it, or leaving the `with` block in any way, leaves no process behind."""
 
     def __init__(self, settings: RewardConfig) -> None:
         self.settings = settings
@@ -122,14 +122,14 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         self._closed = False
         self._lock = threading.Lock()
         self._loop = asyncio.new_event_loop()
-        # A daemon, so that a run which forgets to close can end; its processes then end with their sockets.
+        # A daemon thread, so that a run that does not close the pool can end; its processes then end with their sockets.
         self._thread = threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True)
         self._thread.start()
 
     def submit(self, completion: Completion, verifier: Verifier) -> Future[CallOutcome]:
-        """Queue a check and return its future, which never raises for what the verifier does, only when the pool is closed first.
+        """Queue a check and return its future, which raises only if the pool is closed first, never for a verifier's failure.
 
-        Raises TypeError when the completion is not JSON, RuntimeError after `close`, UserError as `check_requirements`.
+        Raises TypeError if the completion is not JSON, RuntimeError after `close`, and UserError as `check_requirements`.
         """
         with self._lock:
             if verifier.key not in self._checked:
@@ -148,7 +148,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         return check.future
 
     def _prepare(self, verifier: Verifier) -> None:
-        """Make the verifier's own host, if it needs one: its code is that of this moment."""
+        """Make the verifier's own host, if it needs one, with the code as it is now."""
         if self._walled(verifier) or verifier.asynchronous:
             self._hosts[verifier.key] = CodeHost(
                 "verifier", ENTRY, {}, "reward", self.settings, self.settings.environment, seconds=self.settings.timeout_s,
@@ -174,26 +174,26 @@ class RewardPool(AbstractContextManager["RewardPool"]):
                 found = together or await self._alone(check)
         except asyncio.CancelledError:
             check.future.set_exception(CancelledError(ABANDONED))
-        except Exception as error:  # not a failure of the verifier, but of ours: the caller gets it
+        except Exception as error:  # an error of the pool, not of the verifier: the caller gets it
             check.future.set_exception(error)
         else:
             check.future.set_result(CallOutcome.of(found, self.settings.max_abs))
 
     async def _in_walls(self, check: Check) -> Message:
-        """Make a call in processes of its own; once more where they were killed from outside."""
+        """Make a call in processes of its own, and once more if they were killed from outside."""
         host = self._hosts[check.verifier.key]
         place = self._together[check.verifier.key] if check.verifier.asynchronous else self._places
         found: Message = {}
         async with place:
             for _ in range(2):
-                # Its supervisor keeps the time of the call: a longer silence is the host's own.
+                # The supervisor limits the call's time: a longer silence means that the host is stuck.
                 found = await self._asked(host, check, 2 * self.settings.timeout_s + SUPERVISION_S)
                 if not found.get("again"):
                     break
         return found
 
     async def _alone(self, check: Check) -> Message:
-        """Make a call in a process that has no other; a process that does not answer in time is killed."""
+        """Make a call in a process without other calls, which is killed if it does not answer in time."""
         async with self._places:
             host = self._idle.pop()
             try:
@@ -206,19 +206,19 @@ class RewardPool(AbstractContextManager["RewardPool"]):
                 self._idle.append(host)
 
     async def _with_others(self, check: Check) -> Message | None:
-        """Make a call beside others in one process; return None where that stands still or ends, by whichever of its calls."""
+        """Make a call beside others in one process; return None if any of its calls blocks or ends the process."""
         host = self._hosts[check.verifier.key]
         async with self._together[check.verifier.key]:
             found = await self._asked(host, check, self.settings.timeout_s + STUCK_AFTER_S)
         return None if "again" in found else found
 
     async def _asked(self, host: CodeHost, check: Check, limit_s: float) -> Message:
-        """Return the answer of a host, which is killed where there is none; `again` then says whether that came from outside."""
+        """Return a host's answer, and kill the host if there is none; `again` then says whether it was ended from outside."""
         failed = await self._load(host, check.verifier.key)
         if failed:
             return failed
         process = host.process
-        # Where one call follows another in one process, its talk continues.
+        # Successive calls in one process use the same talk.
         talk = self._talks.pop(host, None) or host.talk()
         try:
             async with asyncio.timeout(limit_s):
@@ -233,7 +233,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
                 talk.close()
         if found != NO_ANSWER or process is None:
             return found
-        # The process, or the supervisor of this call alone, has ended.
+        # The process, or only this call's supervisor, has ended.
         await self._in_thread(partial(process.wait, SETTLE_S))
         if process.alive:
             return found
@@ -241,7 +241,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         return {"failure": "died", "detail": f"the verifier's process died: {how}", "again": how in KILLED}
 
     async def _load(self, host: CodeHost, key: str) -> Message:
-        """Have a host import a verifier, once; return the failure, empty where there is none."""
+        """Make a host import a verifier, once; return the failure, or an empty message."""
         if key in host.loaded and host.alive:
             return {}
         async with self._loading.setdefault(host, asyncio.Lock()):
@@ -264,7 +264,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         return await self._loop.run_in_executor(None, work)
 
     def close(self) -> None:
-        """End all processes and wait until they are gone; checks that have not ended raise CancelledError."""
+        """End all processes and wait until they are gone; pending checks raise CancelledError."""
         with self._lock:
             if self._closed:
                 return
@@ -292,12 +292,12 @@ class RewardPool(AbstractContextManager["RewardPool"]):
 
 
 def check_requirements(name: str, params: Mapping[str, Any], settings: RewardConfig) -> None:
-    """Raise UserError where a verifier of that name cannot be called. Nothing is imported.
+    """Raise UserError if a verifier of that name cannot be called. Nothing is imported.
 
     Args:
-        name: As in the configuration.
-        params: Its own settings.
-        settings: Those of all verifiers.
+        name: The name in the configuration.
+        params: The verifier's own settings.
+        settings: The settings of all verifiers.
     """
     if name == "code" and not settings.run_programs_without_walls:
         if settings.sandbox != "bubblewrap" or not settings.processes:
@@ -308,10 +308,12 @@ def check_requirements(name: str, params: Mapping[str, Any], settings: RewardCon
         check_walls("reward", settings)
     if name not in ("judge", "remote"):
         return
-    told, key = f"reward.verify={name}", params.get("key")
+    setting, key = f"reward.verify={name}", params.get("key")
     if importlib.util.find_spec("aiohttp") is None:
-        raise UserError(f"{told} needs aiohttp; install it with `pip install 'braidrl[endpoint]'`")
+        raise UserError(f"{setting} needs aiohttp; install it with `pip install 'braidrl[endpoint]'`")
     if key and key not in os.environ:
-        raise UserError(f"{told}: its key is to be in the variable {key}, which is not set; write export {key}=...")
+        raise UserError(f"{setting}: its key is to be in the variable {key}, which is not set; write export {key}=...")
     if key and key not in settings.environment:
-        raise UserError(f"{told}: its key is in {key}, which verifiers are not given; write reward.environment=[{key}]")
+        raise UserError(
+            f"{setting}: its key is in {key}, which verifiers are not given; write reward.environment=[{key}]"
+        )

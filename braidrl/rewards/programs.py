@@ -1,9 +1,9 @@
-"""`code`: runs the program that a model wrote against tests. What is expected never reaches the program's process.
+"""The verifier `code`, which runs a model's program against tests. Expected results never reach the program's process.
 
 response ──last block of code──▶ program ──a process per test──▶ its output, compared here
-tests ──executed here; calls of what the program defines ──pipe──▶ process of the program ──plain results──▶ compared here
+tests ──executed here; calls of the program's functions ──pipe──▶ process of the program ──plain results──▶ compared here
 
-The verifier is called within its walls (`reward.sandbox=bubblewrap`), and the program in another process there, which can neither read the
+The verifier runs in its sandbox (`reward.sandbox=bubblewrap`). The program runs in another process there, which can neither read the
 verifier's memory nor see its descriptors.
 """
 
@@ -31,12 +31,12 @@ from braidrl.sandbox.sandbox import PROGRAMS
 BLOCK = re.compile(r"```[ \t]*([\w+-]*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 PYTHON = ("", "python", "python3", "py")
 DENIED = ("gaierror", "URLError", "timeout")
-"""What the network's absence raises beside the built-in OSErrors."""
+"""Exceptions raised without a network, beside the built-in OSErrors."""
 PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH")
 LATER = 10
-"""How much less urgent a program is than its supervisor."""
+"""The niceness of a program relative to its supervisor."""
 OUTPUT_BYTES = 1 << 20
-"""How much of a program's output is compared; a program that prints more is wrong."""
+"""Bytes of a program's output that are compared; a program that prints more is wrong."""
 MOST_DEPTH = 40
 WORK = "/tmp"
 """The program's folder: the call's own."""
@@ -61,10 +61,10 @@ def plain(value, depth=0):
     kept.append(value)
     return {{"kept": len(kept) - 1, "calls": callable(value)}}
 
-def value_of(told):
-    if not isinstance(told, dict):
-        return told
-    ((kind, parts),) = [pair for pair in told.items() if pair[0] != "calls"]
+def value_of(sent):
+    if not isinstance(sent, dict):
+        return sent
+    ((kind, parts),) = [pair for pair in sent.items() if pair[0] != "calls"]
     if kind == "int":
         return int(parts, 16)
     if kind == "bytes":
@@ -104,29 +104,29 @@ while True:
 
 
 class ProgramEnded(Exception):
-    """A program was ended, or refused something, by the sandbox's limits."""
+    """The sandbox's limits ended a program, or refused it something."""
 
 
 class WrongProgram(Exception):
-    """A program does not do what a test asks for."""
+    """A program does not meet a test's requirements."""
 
 
 @dataclass(frozen=True)
 class ProgramTest:
-    """One test: what the program reads and has to print, or asserts about it."""
+    """One test: the program's input and expected output, or asserts about it."""
 
     given: str
     expected: str | None = None
-    """None where `given` are asserts."""
+    """None if `given` holds asserts."""
 
 
 def code(response: str, answer: Any, *, fraction: bool = False, seconds: float = 2) -> Score:
     """Return whether the last block of Python code in the response passes all tests; with `fraction` the share that it passes.
 
     The example's answer holds the tests, or is JSON of them: `{"inputs": [...], "outputs": [...]}`, or a list of
-    `{"input": ..., "output": ...}` or of asserts, or a text of asserts. Each test has `seconds` of a processor, whole ones, which a
-    busy machine does not shorten. A response without code is wrong. Where no test is passed and one was ended by a limit, that is
-    the row's failure. Needs `reward.sandbox=bubblewrap`.
+    `{"input": ..., "output": ...}` or of asserts, or a text of asserts. Each test may use `seconds` of processor time (a whole number),
+    which a busy machine does not shorten. A response without code is wrong. If no test passes and a limit ended one, the row's check fails with
+    that reason. Needs `reward.sandbox=bubblewrap`.
     """
     if PROGRAMS not in os.environ:
         raise PermissionError("a model's program runs in the strict sandbox alone; write sandbox=bubblewrap")
@@ -149,13 +149,13 @@ def code(response: str, answer: Any, *, fraction: bool = False, seconds: float =
 
 
 def program_of(response: str) -> str:
-    """Return the last block of Python code; nothing where there is none."""
+    """Return the last block of Python code; an empty text if there is none."""
     found = [text for language, text in BLOCK.findall(response) if language.lower() in PYTHON]
     return found[-1].strip() if found else ""
 
 
 def cases_of(answer: Any) -> list[ProgramTest]:
-    """Return the tests that an example's answer holds. Raises ValueError where it holds none."""
+    """Return the tests in an example's answer. Raises ValueError if there are none."""
     if isinstance(answer, str):
         try:
             answer = json.loads(answer)
@@ -180,7 +180,7 @@ def case_of(one: Any) -> ProgramTest:
 
 
 def passes(program: str, test: ProgramTest, seconds: int) -> bool:
-    """Return whether the program passes a test. Raises ProgramEnded where a limit ended it."""
+    """Return whether the program passes a test. Raises ProgramEnded if a limit ended it."""
     if test.expected is None:
         return asserts_hold(program, test.given, seconds)
     with started(["-c", program], test.given, seconds) as running:
@@ -188,14 +188,14 @@ def passes(program: str, test: ProgramTest, seconds: int) -> bool:
 
 
 def lines_of(text: str | None) -> list[str]:
-    """Return the lines of an output without the white space at their ends; empty lines at the end do not count."""
+    """Return the lines of an output without trailing white space and without empty lines at the end."""
     return [] if text is None else [line.rstrip() for line in text.rstrip().split("\n")]
 
 
 def asserts_hold(program: str, asserts: str, seconds: int) -> bool:
-    """Execute a text of asserts in this process, where names that it does not define are those of the program, in its own process.
+    """Execute a text of asserts in this process; names that it does not define refer to the program in its own process.
 
-    Built-in functions and modules of the standard library are this process's own: a program cannot replace `sorted` or `math`.
+    Built-in functions and standard modules are this process's own: a program cannot replace `sorted` or `math`.
     """
     requests, ours = os.pipe()
     theirs, answers = os.pipe()
@@ -208,7 +208,11 @@ def asserts_hold(program: str, asserts: str, seconds: int) -> bool:
             try:
                 calls.send(json.dumps(program))
                 tree = ast.parse(asserts, "tests.py")
-                exec(compile(tree, "tests.py", "exec"), Names(calls, modules_of(tree)))
+                # Tests may use standard modules, as in `math.isclose`, even if the program has not imported them.
+                used = (node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute))
+                named = {node.id for node in used if isinstance(node, ast.Name)}
+                modules = {name: importlib.import_module(name) for name in named & sys.stdlib_module_names}
+                exec(compile(tree, "tests.py", "exec"), Names(calls, modules))
                 return True
             except (ProgramEnded, MemoryError):
                 raise
@@ -219,15 +223,8 @@ def asserts_hold(program: str, asserts: str, seconds: int) -> bool:
                 return False
 
 
-def modules_of(tree: ast.AST) -> dict[str, Any]:
-    """Return the modules of the standard library that a test uses as in `math.isclose`, whether or not the program has imported them."""
-    used = (node.value for node in ast.walk(tree) if isinstance(node, ast.Attribute))
-    named = {node.id for node in used if isinstance(node, ast.Name)}
-    return {name: importlib.import_module(name) for name in named & sys.stdlib_module_names}
-
-
 class Names(dict[str, Any]):
-    """The names of a test: its own, those of Python, and of the program."""
+    """The names in a test: its own, Python's, and the program's."""
 
     def __init__(self, calls: "ProgramCalls", modules: Mapping[str, Any]) -> None:
         """`calls` reaches the program; `modules` are defined from the start."""
@@ -244,7 +241,7 @@ class Names(dict[str, Any]):
 
 
 class ProgramCalls:
-    """Requests to a program's process and its plain answers, one at a time."""
+    """A connection to a program's process: requests and plain answers, one at a time."""
 
     def __init__(self, running: "Running", asked: Any, answered: Any) -> None:
         """`asked` and `answered` are this process's ends of its pipes."""
@@ -256,9 +253,9 @@ class ProgramCalls:
         self.asked.flush()
 
     def ask(self, verb: str, on: int | None, name: str, *positional: Any, **named: Any) -> Any:
-        """Return the plain result of what is asked for, or a `Kept` that stands for a value which is not plain; raise what it raised."""
-        told = [self.told(one) for one in positional], {key: self.told(one) for key, one in named.items()}
-        self.send(json.dumps([verb, on, name, *told]))
+        """Return a request's plain result, or a `Kept` that stands for a value that is not plain; raise the program's exception."""
+        sent = [self.encoded(one) for one in positional], {key: self.encoded(one) for key, one in named.items()}
+        self.send(json.dumps([verb, on, name, *sent]))
         said = self._answer()
         if "error" in said:
             kind = getattr(builtins, str(said["error"]), None)
@@ -286,8 +283,8 @@ class ProgramCalls:
             raise WrongProgram("its answer is not plain data")
         return found
 
-    def told(self, value: Any) -> Any:
-        """Return a plain value, or one of the program's, as it crosses the pipe. Raises WrongProgram for any other."""
+    def encoded(self, value: Any) -> Any:
+        """Encode a plain value, or one of the program's, for the pipe. Raises TypeError for any other value."""
         if isinstance(value, Kept):
             return {"kept": object.__getattribute__(value, "_number")}
         kind = type(value)
@@ -298,20 +295,20 @@ class ProgramCalls:
         if kind is bytes:
             return {"bytes": value.hex()}
         if kind in (list, tuple, set, frozenset):
-            return {kind.__name__: [self.told(part) for part in value]}
+            return {kind.__name__: [self.encoded(part) for part in value]}
         if kind is dict:
-            return {"dict": [[self.told(key), self.told(part)] for key, part in value.items()]}
+            return {"dict": [[self.encoded(key), self.encoded(part)] for key, part in value.items()]}
         raise TypeError(f"a test gives the program plain values; a {kind.__name__} cannot cross to its process")
 
-    def value(self, told: Any, depth: int) -> Any:
-        """Return what crossed the pipe. Raises WrongProgram for what is not plain."""
-        if told is None or isinstance(told, bool | float | str):
-            return told
-        if depth > MOST_DEPTH or not isinstance(told, dict):
+    def value(self, sent: Any, depth: int) -> Any:
+        """Decode a value from the pipe. Raises WrongProgram for one that is not plain."""
+        if sent is None or isinstance(sent, bool | float | str):
+            return sent
+        if depth > MOST_DEPTH or not isinstance(sent, dict):
             raise WrongProgram("its answer is not plain data")
         kind: Any
         parts: Any
-        kind, parts = next(iter(told.items()), ("", None))
+        kind, parts = next(iter(sent.items()), ("", None))
         try:
             if kind == "int":
                 return int(parts, 16)
@@ -328,7 +325,7 @@ class ProgramCalls:
 
 
 def replace_contents(mine: Any, changed: Any) -> None:
-    """Give a list, dictionary or set that a test has passed the contents that the program left in it."""
+    """Update a list, dictionary or set of the test with the contents that the program left in it."""
     if type(mine) is not type(changed) or mine is changed:
         return
     if isinstance(mine, list):
@@ -339,10 +336,10 @@ def replace_contents(mine: Any, changed: Any) -> None:
 
 
 class Kept:
-    """A value of the program's that is not plain. It equals nothing but itself: the program has no say in a comparison."""
+    """A value of the program that is not plain. It equals only itself: the program cannot influence a comparison."""
 
     def __init__(self, calls: ProgramCalls, number: int) -> None:
-        """`number` is its number in the program's process."""
+        """Name the value by its `number` in the program's process."""
         self._calls, self._number = calls, number
 
     def __call__(self, *positional: Any, **named: Any) -> Any:
@@ -354,7 +351,7 @@ class Kept:
     def _method(self, name: str, kind: type, *positional: Any) -> Any:
         try:
             found = self._calls.ask("method", self._number, name, *positional)
-        except AttributeError as error:  # as Python has it for special methods
+        except AttributeError as error:  # Python raises TypeError for missing special methods
             raise TypeError(str(error)) from None
         if type(found) is not kind:
             raise WrongProgram(f"{name} returned a {type(found).__name__}")
@@ -391,18 +388,18 @@ class Kept:
 
 
 class Running:
-    """A program under way, with what it prints in files of this call's own folder."""
+    """A running program, with its output in files of this call's own folder."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", out: Any, err: Any, seconds: int) -> None:
-        """`seconds` of a processor are what it may take."""
+        """Limit the program to `seconds` of processor time."""
         self.process, self.out, self.err, self.seconds = process, out, err, seconds
 
     def output(self) -> str | None:
-        """Wait for its end, and return what it printed, None where it failed by itself.
+        """Wait for the program's end, and return its output; None if the program failed by itself.
 
-        Raises ProgramEnded where it took too long, was killed, or ended by an error of memory, files, processes or the network.
+        Raises ProgramEnded if it took too long, was killed, or ended by an error of memory, files, processes or the network.
         """
-        # A program that sleeps is ended with its row, after reward.timeout_s.
+        # A sleeping program is ended with its row, after reward.timeout_s.
         status = self.process.wait()
         if status == 0:
             self.out.seek(0)
@@ -413,16 +410,19 @@ class Running:
             raise ProgramEnded(f"it took over {self.seconds} s of a processor")
         if status < 0:
             raise ProgramEnded(f"killed by signal {-status}")
-        if is_of_the_system(last):
+        # The last line of a traceback names an error: of memory, files, processes or the network?
+        name = last.partition(":")[0].strip().rpartition(".")[2]
+        kind = getattr(builtins, name, None)
+        if name in DENIED or (isinstance(kind, type) and issubclass(kind, (OSError, MemoryError))):
             raise ProgramEnded(shown(last[:200]))
         return None
 
 
 @contextlib.contextmanager
 def started(words: Sequence[str], given: str, seconds: int, descriptors: Sequence[int] = ()) -> Iterator[Running]:
-    """Start Python with these words, and end it and what it started; it reads `given`.
+    """Start Python with these arguments and `given` as its input; on exit kill it and the processes that it started.
 
-    Its input and output are files, so that neither a program that prints without end nor one that reads nothing blocks this process.
+    Its input and output are files, so a program that prints endlessly or reads nothing cannot block this process.
     """
     with (
         tempfile.TemporaryFile("w+", dir=WORK) as stdin,
@@ -447,18 +447,11 @@ def started(words: Sequence[str], given: str, seconds: int, descriptors: Sequenc
 
 
 def limit_processor(seconds: int) -> None:
-    """Have this process end after so many seconds of a processor, or by the sandbox's own limit where that is less.
+    """Make this process end after so many seconds of processor time, or at the sandbox's own limit if that is lower.
 
-    The process that counts its processes comes before it: else a program that starts many has many more before they are counted.
+    Its niceness gives way to the process that counts its processes: otherwise a program could start many more before they are counted.
     """
     os.nice(LATER)
     most = resource.getrlimit(resource.RLIMIT_CPU)[1]
     hard = seconds + 1 if most == resource.RLIM_INFINITY else min(seconds + 1, most)
     resource.setrlimit(resource.RLIMIT_CPU, (min(seconds, hard), hard))
-
-
-def is_of_the_system(last_line: str) -> bool:
-    """Return whether the last line of a traceback names an error of memory, files, processes or the network."""
-    name = last_line.partition(":")[0].strip().rpartition(".")[2]
-    kind = getattr(builtins, name, None)
-    return name in DENIED or (isinstance(kind, type) and issubclass(kind, (OSError, MemoryError)))

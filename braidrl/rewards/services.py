@@ -1,9 +1,9 @@
-"""Rewards from services: a language model as judge, and a reward server of your own. Both are asked for many rows at a time.
+"""Rewards from services: a language model as judge, and a user's reward server. Both are asked for many rows at a time.
 
-judge    a row ──prompt──▶ POST {url}/chat/completions ──text──▶ score           kept on disk, so that the same question is asked once
+judge    a row ──prompt──▶ POST {url}/chat/completions ──text──▶ score           cached on disk, so that each question is asked once
 remote   rows ──batches──▶ POST {url} {"items": [...]} ──▶ {"results": [...]}
 
-A request that is refused for the moment (429, 500 and above, a lost connection) is made again, later each time.
+A request that fails temporarily (429, 500 and above, a lost connection) is repeated with growing delays.
 """
 
 import asyncio
@@ -29,14 +29,14 @@ Response: {response}
 Give your reasons in a few sentences. Then write "Score: " and a number from 0 to 10 on a line of its own."""
 SCORE = r"Score:\s*\**\s*(-?[0-9]+(?:\.[0-9]+)?)"
 GATHER_S = 0.02
-"""How long a batch waits for further rows."""
+"""Seconds for which a batch waits for further rows."""
 LONGEST_WAIT_S = 30.0
-"""Between two tries of a request."""
+"""Longest wait in seconds between two tries of a request."""
 BUSY = 429
 
 
 class Refused(Exception):
-    """A service's answer that asking again would not change."""
+    """A service's refusal that repeating the request would not change."""
 
 
 Gates = dict[str, asyncio.Semaphore]
@@ -49,12 +49,12 @@ async def judge(
     scale: float = 10.0, correct_from: float = 0.5, key: str | None = None, settings: Mapping[str, Any] | None = None,
     concurrency: int = 16, retries: int = 5, wait_s: float = 0.5, cache: str | None = None, prices: Sequence[float] = (0.0, 0.0),
 ) -> Score:  # fmt: skip
-    """Return the score that a model behind an OpenAI-compatible address gives, over `scale`; right from `correct_from` on.
+    """Return a judge model's score divided by `scale`; a response is right from `correct_from` on.
 
-    The model reads `template` with {prompt}, {response} and {answer} filled in, and the last match of `pattern` in what it writes is the
-    score. `key` names the variable that holds the address's key, `settings` are further ones of the request, such as temperature. At most
-    `concurrency` requests are open; one is made again up to `retries` times, after `wait_s` and then twice as long each time. `cache` is
-    a folder of answers. `prices` are those of a million tokens read and written, for the metric of cost.
+    The model at the OpenAI-compatible address `url` reads `template` with {prompt}, {response} and {answer} filled in; the last match of
+    `pattern` in its answer is the score. `key` names the variable that holds the address's key; `settings` are further request fields, such
+    as temperature. At most `concurrency` requests are open; each is repeated up to `retries` times, after `wait_s` seconds, then twice as
+    long each time. `cache` is a folder of answers. `prices` per million tokens read and written give the cost metric.
     """
     question = filled(template or TEMPLATE, {"prompt": shown(prompt), "response": response, "answer": shown(answer)})
     body = {"model": model, "messages": [{"role": "user", "content": question}], "temperature": 0.0, **(settings or {})}
@@ -66,7 +66,11 @@ async def judge(
         gates = _gates.setdefault(asyncio.get_running_loop(), {})
         async with gates.setdefault(url, asyncio.Semaphore(concurrency)):
             reply, tries = await asked(f"{url.rstrip('/')}/chat/completions", body, key, retries, wait_s)
-    score = score_of(reply["choices"][0]["message"]["content"], pattern) / scale
+    verdict = reply["choices"][0]["message"]["content"]
+    found = re.findall(pattern, verdict)
+    if not found:
+        raise ValueError(f"the judge wrote no score: {verdict[-80:]!r}")
+    score = float(found[-1]) / scale
     if kept is not None and tries:
         keep(kept, reply)
     usage = reply.get("usage") or {}
@@ -82,11 +86,11 @@ async def remote(
     prompt: Any, response: str, answer: Any, metadata: Mapping[str, Any], source: str, *, url: str, batch: int = 32,
     key: str | None = None, retries: int = 5, wait_s: float = 0.5,
 ) -> Any:  # fmt: skip
-    """Return what a reward server gives: a score, right or wrong, or both. Up to `batch` rows go in one request.
+    """Return a reward server's score, right or wrong, or both. Up to `batch` rows go in one request.
 
-    It is sent `{"items": [{"prompt", "response", "answer", "metadata", "source"}, ...]}`, and answers `{"results": [...]}` in their order,
-    each a number, true or false, `{"score": ..., "correct": ...}`, or `{"error": "why"}`, that row's failure. `key` names the variable that
-    holds the server's key; a request is made again up to `retries` times, after `wait_s` and then twice as long each time.
+    The server is sent `{"items": [{"prompt", "response", "answer", "metadata", "source"}, ...]}`, and answers `{"results": [...]}` in their
+    order, each a number, true or false, `{"score": ..., "correct": ...}`, or `{"error": "why"}`, that row's failure. `key` names the
+    variable that holds the server's key; a request is repeated up to `retries` times, after `wait_s` seconds, then twice as long each time.
     """
     item = {"prompt": prompt, "response": response, "answer": answer, "metadata": dict(metadata), "source": source}
     batches = _batches.setdefault(asyncio.get_running_loop(), {})
@@ -100,7 +104,7 @@ async def remote(
 
 
 class Batches:
-    """Gathers rows that are asked for at about the same time into requests to one server."""
+    """A batcher that joins rows requested at about the same time into requests to one server."""
 
     def __init__(self, url: str, size: int, key: str | None, retries: int, wait_s: float) -> None:
         self.url, self.size, self.key, self.retries, self.wait_s = url, size, key, retries, wait_s
@@ -119,7 +123,7 @@ class Batches:
         return await result
 
     def send(self) -> None:
-        """Ask for all rows that are waiting."""
+        """Send a request for all waiting rows."""
         rows, self.waiting = self.waiting, []
         if rows:
             task = asyncio.get_running_loop().create_task(self._send(rows))
@@ -133,7 +137,7 @@ class Batches:
             if not isinstance(results, list) or len(results) != len(rows):
                 raise Refused(f"{self.url}: `results` is no list of {len(rows)}")
             for (_, future), result in zip(rows, results, strict=True):
-                if not future.done():  # a row's limit may have passed meanwhile
+                if not future.done():  # a row's time limit may have passed
                     future.set_result(result)
         except Exception as error:
             for _, future in rows:
@@ -142,11 +146,11 @@ class Batches:
 
 
 async def asked(url: str, body: Any, key: str | None, retries: int, wait_s: float) -> tuple[dict[str, Any], int]:
-    """Return a service's answer to a POST, a JSON object, and how many requests it took.
+    """Return a service's answer to a POST, a JSON object, and the number of requests made.
 
-    Raises Refused for an answer that says no, ConnectionError where none comes after `retries` further requests.
+    Raises Refused for a refusal, and ConnectionError without an answer after `retries` further requests.
     """
-    # Imported here: other verifiers do not need it, and it need not be installed.
+    # Imported here: other verifiers do not need it, and it is optional.
     from aiohttp import ClientError, ClientSession
 
     headers = {"Authorization": f"Bearer {os.environ[key]}"} if key else {}
@@ -160,7 +164,8 @@ async def asked(url: str, body: Any, key: str | None, retries: int, wait_s: floa
                     said = f"{answer.status} {' '.join((await answer.text()).split())[:200]}"
                     if answer.status != BUSY and answer.status < 500:
                         raise Refused(f"{url}: {said}")
-                    wait = max(wait, seconds_of(answer.headers.get("Retry-After")))
+                    after = answer.headers.get("Retry-After", "")  # seconds, or a date
+                    wait = max(wait, float(after) if after.isdecimal() else 0.0)
             except ClientError as error:
                 said = f"{type(error).__name__}: {error}"
             if tries <= retries:
@@ -170,7 +175,7 @@ async def asked(url: str, body: Any, key: str | None, retries: int, wait_s: floa
 
 
 def object_of(url: str, text: str) -> dict[str, Any]:
-    """Return a JSON object. Raises Refused for anything else."""
+    """Parse a JSON object. Raises Refused for anything else."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -180,29 +185,16 @@ def object_of(url: str, text: str) -> dict[str, Any]:
     return found
 
 
-def seconds_of(header: str | None) -> float:
-    """Return what a Retry-After header asks for in seconds, 0 for a date or nothing."""
-    return float(header) if header and header.isdecimal() else 0.0
-
-
 def filled(template: str, fields: Mapping[str, str]) -> str:
-    """Return a template with its fields replaced at once: a field that a response names is left as it is written."""
+    """Fill all fields of a template at once, so that a field's name inside a response stays unchanged."""
     return re.sub("|".join(rf"\{{{name}\}}" for name in fields), lambda match: fields[match[0][1:-1]], template)
 
 
 def shown(value: Any) -> str:
-    """Return text as it is, chat messages by role, anything else as JSON."""
+    """Return text unchanged, chat messages by role, anything else as JSON."""
     if isinstance(value, list) and all(isinstance(one, dict) and "content" in one for one in value):
         return "\n\n".join(f"{one.get('role', 'user')}: {one['content']}" for one in value)
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def score_of(text: str, pattern: str) -> float:
-    """Return the number in the last match of a pattern. Raises ValueError where there is none."""
-    found = re.findall(pattern, text)
-    if not found:
-        raise ValueError(f"the judge wrote no score: {text[-80:]!r}")
-    return float(found[-1])
 
 
 def digest(value: Any) -> str:
@@ -210,7 +202,7 @@ def digest(value: Any) -> str:
 
 
 def keep(path: Path, reply: Mapping[str, Any]) -> None:
-    """Write an answer, whole or not at all, for whoever asks the same later."""
+    """Cache an answer atomically, for later requests of the same question."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     unfinished.write_text(json.dumps(reply))

@@ -1,4 +1,4 @@
-"""A verifier by name with its settings, checked against the function's signature before anything runs."""
+"""Verifiers by name with settings, which are checked against the function's signature before anything runs."""
 
 import inspect
 import json
@@ -18,7 +18,7 @@ KNOWN_PARAMETERS = ("prompt", "response", "answer", "metadata", "source")
 
 @dataclass(frozen=True)
 class Completion:
-    """One answer to be checked. All of it is JSON, for it is sent to another process."""
+    """One answer to check, all JSON, because it is sent to another process."""
 
     prompt: Any
     """Text, or chat messages."""
@@ -31,7 +31,7 @@ class Completion:
 
 @dataclass(frozen=True, eq=False)
 class Verifier:
-    """A function and how to call it."""
+    """A verifier's function and its settings."""
 
     name: str
     settings: Mapping[str, Any]
@@ -41,17 +41,17 @@ class Verifier:
 
     @cached_property
     def key(self) -> str:
-        """Return the same for equal names and settings: what another process makes the same verifier from."""
+        """Return the name and settings as JSON, from which another process makes the same verifier."""
         return json.dumps([relative_to(Path.cwd(), self.name), self.settings], sort_keys=True)
 
     @property
     def trusted(self) -> bool:
-        """Return whether it may be called outside of a sandbox: it comes with Braid and runs no code of others."""
+        """Return whether it may run outside a sandbox: it belongs to Braid and runs no foreign code."""
         return self.name in VERIFIERS and self.name != "code"
 
     @property
     def file(self) -> Path | None:
-        """Return the file of a user's own function."""
+        """Return the file of a user's function."""
         return None if self.name in VERIFIERS else source_of(self.name)
 
     @property
@@ -60,14 +60,14 @@ class Verifier:
         return self.name.rpartition(":")[2]
 
     def __call__(self, completion: Mapping[str, Any]) -> Any:
-        """Return what the function returns for the fields of a completion; an awaitable if it is `async`."""
+        """Call the function with a completion's fields, and return its result; an awaitable if it is `async`."""
         return self.function(**{name: completion[name] for name in self.reads}, **self.settings)
 
 
 def resolve(name: str, settings: Mapping[str, Any] | None = None) -> Verifier:
     """Return the built-in verifier of that name, or the user's `module:function` or `file.py:function`.
 
-    Raises UserError when there is none, or when parameters and settings do not fit together.
+    Raises UserError if there is none, or if parameters and settings do not match.
     """
     settings = dict(settings or {})
     function = VERIFIERS.find(name)

@@ -1,10 +1,10 @@
-"""What every verifier must do, as checks that run against it in a process of its own, as in a run: ours, and those that users write.
+"""The contract of verifiers, as checks that run against Braid's and users' verifiers in a process of their own, as in a run.
 
     subject = VerifierUnderTest("verifier.py:counts_steps", right=Completion("2+2=", "4", "4"), wrong=Completion("2+2=", "5", "4"))
     for check in CHECKS:
         check(subject)
 
-A check fails by AssertionError.
+A failed check raises AssertionError.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,12 +16,12 @@ from braidrl.rewards.pool import RewardPool
 from braidrl.rewards.verifier import Completion, resolve
 
 ODD = ("", " ", "\n\n", "\0", "∑ 😀 \u202e", "####", "-" * 10_000, "1e999999", "{[(<")
-"""Responses that models do give."""
+"""Unusual responses that models give."""
 
 
 @dataclass(frozen=True)
 class VerifierUnderTest:
-    """A verifier as a configuration names it, with an answer that is right and one that is wrong."""
+    """A verifier as named in a configuration, with a right and a wrong answer."""
 
     name: str
     right: Completion
@@ -30,7 +30,7 @@ class VerifierUnderTest:
     timeout_s: float = 10.0
 
     def scores(self, completions: Sequence[Completion]) -> list[float]:
-        """Return the score of each completion, 1 and 0 for right and wrong. Raises AssertionError for a check that came to nothing."""
+        """Return the score of each completion, 1 and 0 for right and wrong. Raises AssertionError for a failed check."""
         verifier, found = resolve(self.name, self.params), []
         with RewardPool(RewardConfig(timeout_s=self.timeout_s)) as pool:
             for completion, future in [(one, pool.submit(one, verifier)) for one in completions]:

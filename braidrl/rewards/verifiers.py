@@ -1,9 +1,9 @@
-"""The rule rewards that come with Braid. Each is a plain function of what it wants to know about one completion.
+"""Braid's rule rewards. Each is a plain function whose parameters name the fields of a completion that it needs.
 
-    prompt, response, answer, metadata, source    what a verifier may ask for, by parameter name
+    prompt, response, answer, metadata, source    a completion's fields, by parameter name
     anything else                                 a setting, from the configuration's `params`
 
-It returns right or wrong (bool), a score (float), or both (`Score`). A user's own is made in the same way.
+It returns right or wrong (bool), a score (float), or both (`Score`). Users' verifiers have the same form.
 """
 
 import re
@@ -34,19 +34,19 @@ VERIFIERS = PluginRegistry(
 
 @dataclass(frozen=True)
 class Score:
-    """A verifier's result when a score alone does not tell right from wrong; `correct` None leaves that open."""
+    """A verifier's result if a score alone does not tell right from wrong; `correct` may be None, undecided."""
 
     score: float
     correct: bool | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Numbers that belong into the run's metrics, as `reward/NAME/`, their mean over rows."""
+    """Numbers for the run's metrics, as `reward/NAME/`, averaged over rows."""
 
 
 def exact(response: str, answer: Any, *, last_line: bool = False, pattern: str | None = None) -> bool:
-    """Return whether the response is the answer, white space at the ends aside.
+    """Return whether the response equals the answer, ignoring white space at the ends.
 
-    `last_line` looks at the last line that is not empty, `pattern` at the last match of a regular expression in what
-    is left: at its first group, or all of it where it has no group.
+    `last_line` compares only the last line that is not empty, `pattern` the last match of a regular expression in the remaining text: its
+    first group, or the whole match without a group.
     """
     text = response.strip()
     if last_line:
@@ -60,21 +60,21 @@ def exact(response: str, answer: Any, *, last_line: bool = False, pattern: str |
 
 
 def follows_format(response: str, *, pattern: str) -> bool:
-    """Return whether the whole response, white space at the ends aside, matches a regular expression; `.` matches newlines too."""
+    """Return whether the whole response, without white space at the ends, matches a regular expression; `.` matches newlines too."""
     return re.fullmatch(pattern, response.strip(), re.DOTALL) is not None
 
 
 def f1(response: str, answer: Any, *, correct_from: float = 1.0) -> Score:
-    """Return 2PR/(P + R) over the words of response and answer, of several answers (a list) the highest. SQuAD, arXiv 1606.05250.
+    """Return 2PR/(P + R) over the words of response and answer, the highest for several answers (a list). SQuAD, arXiv 1606.05250.
 
-    As in SQuAD's own script, small letters are compared without punctuation and articles. The response is right from `correct_from` on.
+    As in SQuAD's script, lower-case words are compared without punctuation and articles. The response is right from `correct_from` on.
     """
     score = max(word_overlap(response, str(one)) for one in (answer if isinstance(answer, list) else [answer]))
     return Score(score, correct=score >= correct_from)
 
 
 def word_overlap(response: str, answer: str) -> float:
-    """Return the F1 of two texts' words; of two without words 1, of one 0."""
+    """Return the F1 of two texts' words; 1 if neither has words, 0 if only one has."""
     given, wanted = map(squad_words, (response, answer))
     common = sum((Counter(given) & Counter(wanted)).values())
     if not given or not wanted or not common:
@@ -88,7 +88,7 @@ def squad_words(text: str) -> list[str]:
     return re.sub(r"\b(?:a|an|the)\b", " ", bare).split()
 
 
-# A minus after a digit is subtraction. What belongs to a fraction, power, ratio or version is not a number by itself.
+# A minus after a digit is subtraction. Digits in a fraction, power, ratio or version are not numbers by themselves.
 _NUMBER = re.compile(
     r"(?P<sign>(?<![0-9)])[-−]\s?)?\$?\s?(?P<inner>(?<=\$)-)?(?<![0-9.,/^:])"
     r"(?P<digits>(?:[0-9][0-9,]*+(?:\.[0-9]++)?+|\.[0-9]++)(?:[eE][+-]?[0-9]{1,3})?+)(?!\s?[/^:]\s?[0-9])"
@@ -99,7 +99,7 @@ def gsm8k(response: str, answer: Any, *, flexible: bool = False) -> bool:
     """Return whether the number after the last `####` equals the reference's, a bare number or a GSM8K solution.
 
     Dollar signs, thousands commas, trailing punctuation and trailing zeros do not matter. A response without `####` is
-    wrong; with `flexible` its last number is taken. Raises ValueError when the reference holds no number.
+    wrong; with `flexible` its last number counts. Raises ValueError if the reference holds no number.
     """
     reference = str(answer)
     expected = final_number(reference) if "####" in reference else last_number(reference)

@@ -1,4 +1,4 @@
-"""From rows to the columns `score`, `correct` and `reward`: decodes the sampled tokens and has the pool check them.
+"""Computes the columns `score`, `correct` and `reward` of rows: decodes the sampled tokens and lets the pool check them.
 
 rows ──submit──> one check per row and verifier ──> pool (beside generation) ──> Pending ──result──> index columns
 """
@@ -22,14 +22,14 @@ from braidrl.rewards.verifier import Completion, Verifier, resolve
 
 
 class Decoder(Protocol):
-    """The part of a tokenizer that is needed here."""
+    """The part of a tokenizer that this module uses."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
 
 
 @dataclass(frozen=True)
 class Weighted:
-    """A verifier with its share of `reward` and its own name among a source's verifiers."""
+    """A verifier with its weight in `reward` and its unique name among a source's verifiers."""
 
     verifier: Verifier
     weight: float
@@ -48,7 +48,7 @@ class CheckFailure:
 
     @property
     def words(self) -> str:
-        """Return what is said of it."""
+        """Return the failure as a message."""
         return f"verifier {self.label}: {self.reason}: {self.detail}"
 
 
@@ -70,10 +70,10 @@ class Pending:
         return all(future.done() for row in self._checks for _, future in row)
 
     def result(self) -> dict[str, Tensor]:
-        """Wait, and return the columns `score`, `correct`, `reward`, (B,) float32 each, and `score_<name>` where verifiers are several.
+        """Wait, and return the columns `score`, `correct`, `reward`, (B,) float32 each, and `score_<name>` for several verifiers.
 
-        `score` and, until something shapes it, `reward` are Σ weight · score over the row's verifiers. `correct`, 0 or 1,
-        is the first one's verdict. `score_<name>` is NaN in rows whose source does not have that verifier.
+        `score` and, before reward shaping, `reward` are Σ weight · score over the row's verifiers. `correct`, 0 or 1, is the first
+        verifier's verdict. `score_<name>` is NaN in rows whose source does not have that verifier.
         """
         rows = [[(weighted, self._rewards.judge(future.result())) for weighted, future in row] for row in self._checks]
         total = torch.tensor([sum(w.weight * score for w, (score, _) in row) for row in rows], dtype=torch.float32)
@@ -96,7 +96,7 @@ class Pending:
         ]
 
     def metrics(self) -> Iterator[tuple[str, float]]:
-        """Wait, and yield the score of each check and each number that a verifier has given for the metrics, as `NAME/number`."""
+        """Wait, and yield the score of each check and each of a verifier's own numbers, as `NAME/number`."""
         for weighted, outcome in ((w, future.result()) for row in self._checks for w, future in row):
             yield f"{weighted.label}/score_mean", self._rewards.judge(outcome)[0]
             yield from ((f"{weighted.label}/{name}", value) for name, value in outcome.metrics.items())
@@ -107,7 +107,7 @@ class Pending:
 
 
 class RuleRewards(AbstractContextManager["RuleRewards"]):
-    """The verifiers of a run and the processes that they run in. Use it as a context, or call `close`."""
+    """The verifiers of a run and their processes. Use it as a context, or call `close`."""
 
     def __init__(
         self, config: RewardConfig, per_source: Mapping[int, Sequence[VerifierConfig]], correct_score: float,
@@ -117,12 +117,12 @@ class RuleRewards(AbstractContextManager["RuleRewards"]):
         """Resolve the verifiers. Raises UserError for one that cannot be called.
 
         Args:
-            config: The run's verifiers, and scores in place of the recipe's.
-            per_source: Verifiers of sources, by number, that have their own.
+            config: The run's verifiers, and scores that replace the recipe's.
+            per_source: The verifiers of sources with their own, by source number.
             correct_score: The recipe's score of a right answer.
             wrong_score: The recipe's score of a wrong answer.
             tokenizer: Decodes responses.
-            source_names: The `source` argument of verifiers, by default the number.
+            source_names: The `source` argument of verifiers, by default the source number.
             ends: Tokens that end a response, which verifiers never see.
         """
         self.correct_score = correct_score if config.correct_score is None else config.correct_score
@@ -137,7 +137,7 @@ class RuleRewards(AbstractContextManager["RuleRewards"]):
         self._pool = RewardPool(config)
 
     def submit(self, rows: Rows, of: str | None = None) -> Pending:
-        """Begin to check rows, and return at once; `of` names the namespace whose tokens are meant."""
+        """Start checking rows, and return at once; `of` is the namespace of the tokens."""
         prefix = f"{of}." if of else ""
         texts = responses(rows, self._tokenizer, self._hidden, self._skips_special, prefix)
         checks = []
@@ -166,7 +166,7 @@ class RuleRewards(AbstractContextManager["RuleRewards"]):
 
 
 def weighted_verifiers(configs: Sequence[VerifierConfig]) -> list[Weighted]:
-    """Resolve verifiers under different labels: the second `format` is `format_2`. Raises UserError as `resolve`, or for an empty list."""
+    """Resolve verifiers under unique labels: the second `format` is `format_2`. Raises UserError as `resolve`, or for an empty list."""
     if not configs:
         raise UserError("`verify` names no verifier; write one, as in `verify: exact`")
     seen: Counter[str] = Counter()

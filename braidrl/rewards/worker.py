@@ -1,4 +1,4 @@
-"""Answers of verifiers in the process that has imported them: `sandbox/host.py` calls `checks`, and what it returns for each request.
+"""Answers of verifiers in the process that imported them: `sandbox/host.py` calls `checks`, and its result for each request.
 
 -> {"load": key}                                  <- {}, or a failure
 -> {"check": {"key", "completion", "limit_s"}}    <- {"score", "correct", "metrics"}, or {"failure", "detail"}
@@ -19,7 +19,7 @@ from braidrl.sandbox.sandbox import Message, raised
 
 
 def checks() -> Answerer:
-    """Return what answers the requests of a pool."""
+    """Return the answerer of a pool's requests."""
     verifiers: dict[str, Verifier] = {}
 
     def answer(method: str, argument: Any) -> Message | Awaitable[Message]:
@@ -36,7 +36,7 @@ def checks() -> Answerer:
 
 
 def call(verifier: Verifier, argument: Mapping[str, Any]) -> Message | Awaitable[Message]:
-    """Return a verifier's answer, or how it failed; of an `async` one what awaits that."""
+    """Return a verifier's answer or failure; for an `async` verifier an awaitable of it."""
     try:
         value = verifier(argument["completion"])
         return finished(value, argument["limit_s"]) if inspect.isawaitable(value) else judgement(value)
@@ -73,14 +73,14 @@ async def finished(value: Awaitable[Any], limit_s: float) -> Message:
 
 
 def failed(error: BaseException) -> Message:
-    """Describe an exception in one line: its type, its text, and where in whose code it was raised."""
+    """Describe an exception in one line: its type, its text, and its location in the code."""
     found = failure_of(error)
     where = f" ({found['where']})" if found["where"] else ""
     return {"failure": "exception", "detail": f"{found['failure']}: {found['detail']}{where}"}
 
 
 def judgement(value: Any) -> Message:
-    """Normalise a verifier's result to `score` and `correct`, None where it left one open; anything else is a failure."""
+    """Normalise a verifier's result to `score` and `correct`, None if not given; anything else is a failure."""
     metrics: Mapping[str, float] = {}
     if isinstance(value, Score):
         score, correct, metrics = plain_number(value.score), value.correct, value.metrics
