@@ -1,7 +1,7 @@
-"""Untrusted code: verifiers, environments, tools, agents and programs that a model wrote run in processes that cannot reach the run.
+"""The sandbox of untrusted code: verifiers, environments, tools, agents and models' programs run in processes that cannot reach the run.
 
 hosts.py  ──spawns──▶ host.py, in the file system of mounts.py ──forks──▶ sandbox.py: supervisor ──forks──▶ the code of one call
           ◀── answers.py: plain, bounded data ────────────────────────────────────────────────────────
 
-policy.py holds the values in which the modes differ, fork_gate.py the filter of system calls.
+policy.py holds the differences between the modes, fork_gate.py the filter of system calls, untrusted.py the users' code in a run.
 """

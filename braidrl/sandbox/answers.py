@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 MOST_DEPTH = 32
-"""How deep lists and objects may be nested."""
+"""Maximum nesting of lists and objects."""
 MOST_INTEGER = 2**63
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]{0,59}")
 """Names that may become parts of metrics and columns."""
 
 
 def plain(line: bytes | bytearray) -> Any:
-    """Return the JSON value of a line.
+    """Parse a line of JSON.
 
     Raises ValueError for text that is not JSON, a number that is not finite, an integer beyond 64 bits, a text that is not Unicode,
     or values nested more than `MOST_DEPTH` deep.
@@ -38,12 +38,12 @@ def plain(line: bytes | bytearray) -> Any:
 
 
 def shown(text: str, keep: str = "") -> str:
-    """Return a text for terminals and logs: control characters, but those in `keep`, are written as escapes."""
+    """Return a text for terminals and logs: control characters, except those in `keep`, become escapes."""
     return "".join(one if one.isprintable() or one in keep else one.encode("unicode_escape").decode() for one in text)
 
 
 def bounded_numbers(found: Any, most: int) -> dict[str, float] | None:
-    """Return at most so many finite numbers by name; None for anything else."""
+    """Return at most `most` finite numbers by name; None for anything else."""
     if not isinstance(found, dict) or len(found) > most:
         return None
     if not all(NAME.fullmatch(name) and isinstance(value, int | float) for name, value in found.items()):
@@ -64,4 +64,4 @@ def _bounded(text: str) -> int:
 
 
 Answerer = Callable[[str, Any], Any]
-"""Answers a request, a method and its argument, by a message or an awaitable of one."""
+"""A function that answers a request (a method and its argument) by a message or an awaitable of one."""

