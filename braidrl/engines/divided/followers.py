@@ -89,7 +89,7 @@ class LeadingEngine(EmbeddedEngine):
             self._followers.wait()
 
     def publish(self, version: int, source: WeightSource | None = None) -> None:
-        """Publish weights to all processes; each loads its own part. Raises ValueError also for a source that other processes cannot read."""
+        """Publish weights to all processes; each loads its own part. Raises ValueError for a source that other processes cannot read."""
         path = notice = None
         given: dict[str, Tensor] = {}
         if isinstance(source, WeightFile):

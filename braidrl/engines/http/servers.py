@@ -52,12 +52,12 @@ class GenerationServer:
     async def connect(self, max_sequence_tokens: int) -> None:
         """Connect to the server. Raises UserError if it does not answer, or was started with options that Braid cannot train with."""
         self.open()
-        told = f"rollout.servers: {self.url}"
+        setting = f"rollout.servers: {self.url}"
         try:
             info = await self.ask("GET", self.dialect.settings)
         except UserError:
             raise UserError(
-                f"{told} has no {self.dialect.settings}, and could not be given weights: start it with {self.dialect.start}"
+                f"{setting} has no {self.dialect.settings}, and could not be given weights: start it with {self.dialect.start}"
             ) from None
         except EngineError as error:
             raise UserError(f"{error}; start it, or correct rollout.servers") from error
@@ -65,7 +65,7 @@ class GenerationServer:
         if missing is None and self.sending is not None and self.dialect.network is not None:
             missing = self.dialect.network.missing(info)
         if missing is not None:
-            raise UserError(f"{told} is a server that Braid cannot train with: start it with {missing}")
+            raise UserError(f"{setting} is a server that Braid cannot train with: start it with {missing}")
 
     async def close(self) -> None:
         if self._session is not None:

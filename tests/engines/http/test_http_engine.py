@@ -194,7 +194,7 @@ def test_rows_of_a_server_that_was_started_anew_are_not_taken_until_it_has_the_w
     engine, (request, *_) = asked.engine, requests(subject(asked), 1)
     asked.runner.run(engine.update_weights(2, other_weights()))
     asked.speaker.weights = "default"
-    with pytest.raises(EngineError, match="was started anew, or given weights by somebody else: it has 'default'"):
+    with pytest.raises(EngineError, match="was restarted, or given weights by another program: it has 'default'"):
         asked.runner.run(engine.submit(request))
     assert asked.runner.run(engine.recover()) == -1
     asked.runner.run(engine.update_weights(2, other_weights()))
