@@ -124,9 +124,9 @@ def code(response: str, answer: Any, *, fraction: bool = False, seconds: float =
     """Return whether the last block of Python code in the response passes all tests; with `fraction` the share that it passes.
 
     The example's answer holds the tests, or is JSON of them: `{"inputs": [...], "outputs": [...]}`, or a list of
-    `{"input": ..., "output": ...}` or of asserts, or a text of asserts. Each test may use `seconds` of processor time (a whole number),
-    which a busy machine does not shorten. A response without code is wrong. If no test passes and a limit ended one, the row's check fails with
-    that reason. Needs `reward.sandbox=bubblewrap`.
+    `{"input": ..., "output": ...}` or of asserts, or a text of asserts. Each test may use `seconds` of processor time (a whole
+    number), which a busy machine does not shorten. A response without code is wrong. If no test passes and a limit ended one, the
+    row's check fails with that reason. Needs `reward.sandbox=bubblewrap`.
     """
     if PROGRAMS not in os.environ:
         raise PermissionError("a model's program runs in the strict sandbox alone; write sandbox=bubblewrap")

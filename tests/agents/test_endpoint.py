@@ -48,7 +48,7 @@ async def chatting(url: str, example: dict[str, Any]) -> float:
     return 0.5 * body["usage"]["completion_tokens"] ** 0
 
 
-def test_an_agents_conversations_are_one_row_each_with_the_tokens_that_the_engine_saw() -> None:
+def test_each_agent_conversation_is_one_row_with_the_engines_tokens() -> None:
     tokenizer, model = engine_parts("chatml")
     recorder = Recorder(EngineReplica(EmbeddedEngine(model, tokenizer, 16, 400)))
     rows = make_rows(tokenizer, ["the number", "a b"], samples=3)
@@ -71,7 +71,7 @@ def test_an_agents_conversations_are_one_row_each_with_the_tokens_that_the_engin
     assert len({tuple(e.trajectory.tokens) for e in played}) == 6, "every row draws its own numbers"
 
 
-def test_tool_calls_and_their_results_go_over_the_wire_as_clients_expect_them() -> None:
+def test_tool_calls_and_results_have_the_format_that_clients_expect() -> None:
     tokenizer = make_chat_tokenizer("chatml")
     script = Script(tokenizer, ['so <tool_call>{"name": "look", "arguments": {"at": 3}}</tool_call>', "it is 12"])
 
@@ -93,7 +93,7 @@ def test_tool_calls_and_their_results_go_over_the_wire_as_clients_expect_them() 
     assert "<tool_response>\n12\n</tool_response>" in tokenizer.decode(session.trajectory.tokens)
 
 
-def test_requests_that_cannot_be_served_get_an_error_and_leave_the_row_as_it_was() -> None:
+def test_unsupported_requests_get_an_error_and_leave_the_row_unchanged() -> None:
     tokenizer = make_chat_tokenizer("chatml")
     user = [{"role": "user", "content": "a"}]
 
@@ -151,7 +151,7 @@ MALFORMED: dict[str, tuple[Any, str]] = {
 }
 
 
-def test_a_malformed_request_gets_its_reason_and_no_other_row_notices() -> None:
+def test_a_malformed_request_gets_its_reason_and_affects_no_other_row() -> None:
     tokenizer, model = engine_parts("chatml")
     user = [{"role": "user", "content": "a"}]
 
@@ -215,7 +215,7 @@ def test_a_tokenizer_without_a_chat_template_is_refused() -> None:
         Endpoint(Script(tokenizer, ["b"]), turn_template(tokenizer), SamplingParams(), 60)  # type: ignore[arg-type]
 
 
-def test_a_clients_stop_text_ends_the_reply_before_it_and_the_tokens_behind_it_are_trained() -> None:
+def test_a_clients_stop_text_is_cut_from_the_reply_but_trained() -> None:
     tokenizer, model = engine_parts("chatml")
     user, uid = [{"role": "user", "content": "a"}], (0, 0, 0)
 
@@ -235,7 +235,7 @@ def test_a_clients_stop_text_ends_the_reply_before_it_and_the_tokens_behind_it_a
     assert tokens[: len(cut)] == cut and len(cut) < len(tokens) and " " in tokenizer.decode(cut)
 
 
-def test_a_client_finds_the_model_and_is_told_what_else_is_not_served() -> None:
+def test_a_client_finds_the_model_and_gets_errors_for_other_paths() -> None:
     tokenizer = make_chat_tokenizer("chatml")
 
     async def run() -> list[tuple[int, Any]]:
@@ -369,7 +369,7 @@ def test_a_turn_is_streamed_as_chunks_that_add_up_to_the_message() -> None:
     assert len(session.trajectory.sequence_lengths) == 1, "what was put together from chunks is what was said"
 
 
-def test_responses_go_on_from_one_another_by_name_and_by_their_items() -> None:
+def test_responses_continue_one_another_by_name_and_by_items() -> None:
     tokenizer = make_chat_tokenizer("chatml")
     tools = [{"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}]
 
@@ -405,7 +405,7 @@ async def posted(url: str, path: str, key: str = "-", status: int = 200, **body:
         return await response.json()
 
 
-def test_a_completion_goes_on_from_its_own_text_and_is_the_tokens_that_were_drawn() -> None:
+def test_a_completion_continues_its_own_text_with_the_drawn_tokens() -> None:
     tokenizer = make_chat_tokenizer("chatml")
 
     async def run() -> tuple[Any, list[Any], Any]:

@@ -86,7 +86,7 @@ def test_tools_of_a_command_are_called_and_their_errors_told() -> None:
     )
 
 
-def test_a_step_is_trained_on_three_episodes_with_the_tools_of_a_server(mcp_address: str, tmp_path: Path) -> None:
+def test_a_step_trains_on_episodes_with_the_tools_of_a_server(mcp_address: str, tmp_path: Path) -> None:
     demo.prepare(tmp_path, seed=1)
     config = load_config(
         EXAMPLES / "tool_arithmetic" / "mcp.yaml",
@@ -144,7 +144,7 @@ def test_a_step_is_trained_on_three_episodes_of_a_server_of_environments(openenv
     assert "Guess the number between 1 and 10" in text and ("higher" in text or "lower" in text or "right" in text)
 
 
-def test_a_step_is_trained_on_three_episodes_of_an_environment_that_talks_to_the_endpoint(tmp_path: Path) -> None:
+def test_a_step_trains_on_episodes_of_an_environment_that_calls_the_endpoint(tmp_path: Path) -> None:
     if not OPENENV.parents[1].joinpath("installed").exists():
         pytest.skip("make environments has not installed verifiers")
     demo.prepare(tmp_path, seed=1)

@@ -107,7 +107,7 @@ def rows_of(prompts: list[str], samples: int = 1) -> Any:
     return make_rows(make_chat_tokenizer(None), prompts, samples)
 
 
-def test_four_slow_environments_that_64_trajectories_share_are_idle_for_less_than_5_percent() -> None:
+def test_four_environments_shared_by_64_trajectories_idle_below_5_percent() -> None:
     log: list[tuple[float, float]] = []
     limits = Limits(at_once=4, timeout_s=30, max_turns=8, max_sequence_tokens=300)
     played, seconds = script_play(lambda: Turns(4, 1.0, log), rows_of(["?"] * 64), limits, seconds=0.02)
@@ -153,7 +153,7 @@ def test_a_failing_environment_ends_its_own_trajectory_with_a_counted_reason() -
     assert columns["prompt"].tolist() == rows["prompt"].tolist()  # type: ignore[union-attr]
 
 
-def test_a_plain_function_that_hangs_holds_up_neither_the_others_nor_the_end() -> None:
+def test_a_hanging_plain_function_delays_neither_other_rows_nor_the_end() -> None:
     tokenizer = make_chat_tokenizer(None)
     limits = Limits(at_once=4, timeout_s=1.0, max_turns=8, max_sequence_tokens=300)
     make = environments(f"{HERE}:play_slowly", {})
@@ -228,7 +228,7 @@ class Jittery(Turns):
         return await super().step(text)
 
 
-def test_episodes_have_the_same_tokens_on_one_engine_and_on_four_replicas_whatever_the_order_of_turns() -> None:
+def test_episodes_have_the_same_tokens_on_one_engine_and_four_replicas() -> None:
     rows = make_rows(make_tokenizer(), ["one", "another", "a third"], samples=6)
     model, tokenizer = make_model(), make_tokenizer()
 

@@ -71,7 +71,7 @@ def test_two_calls_are_read_in_each_form_with_what_stands_before_them(name: str,
 
 
 @pytest.mark.parametrize(("name", "text"), [(name, text) for name, texts in FORMS.items() for text in texts])
-def test_a_call_that_is_cut_off_anywhere_is_none_or_says_its_fault(name: str, text: str) -> None:
+def test_a_truncated_call_is_ignored_or_reports_its_fault(name: str, text: str) -> None:
     for end in range(len(text)):
         found = FORMATS[name].rewritten(text[:end], [WEATHER])
         for call in parse_tool_calls(found[1]) if found else []:
@@ -91,7 +91,7 @@ def test_the_chat_template_says_which_format_a_model_writes() -> None:
     assert format_of(None) is FORMATS["hermes"]
 
 
-def test_calls_that_special_tokens_mark_reach_an_environment_as_those_of_hermes() -> None:
+def test_calls_marked_by_special_tokens_reach_environments_in_hermes_format() -> None:
     tokenizer = make_chat_tokenizer("chatml")
     tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]", "[ARGS]"]})
     ids = tokenizer(f"so [TOOL_CALLS]get_weather[ARGS]{ONE}<|im_end|>")["input_ids"]

@@ -67,7 +67,7 @@ def test_calls_that_cannot_be_made_say_why() -> None:
         assert found.fault is not None and found.fault.startswith(fault)
 
 
-def test_calls_of_one_turn_run_at_the_same_time_and_are_answered_in_their_order() -> None:
+def test_calls_of_one_turn_run_concurrently_and_are_answered_in_order() -> None:
     async def run() -> tuple[list[str], float]:
         observation = await Task().step(call("wait", seconds=3) + call("wait", seconds=2) + call("wait", seconds=1))
         return contents(observation), asyncio.get_running_loop().time()
@@ -94,7 +94,7 @@ def test_a_turn_without_calls_is_the_answer() -> None:
     assert contents(asyncio.run(run(call("divide", a=6, b=2)))) == ["3.0"]
 
 
-def test_the_chat_template_tells_the_model_of_the_tools_and_frames_their_results() -> None:
+def test_the_chat_template_shows_the_tools_and_frames_their_results() -> None:
     tokenizer = make_chat_tokenizer("chatml")
     template, task = turn_template(tokenizer), Task()
     first = tokenizer.decode(template.first("6/2?", task.tools))

@@ -80,7 +80,7 @@ observations = st.one_of(
 @pytest.mark.parametrize("style", [*STYLES, None])
 @settings(max_examples=6)
 @given(st.lists(st.lists(observations, max_size=4), min_size=1, max_size=4))
-def test_the_row_holds_exactly_what_the_engine_saw_and_its_log_probs_are_those_of_training(
+def test_a_row_holds_exactly_the_engines_tokens_with_trainings_log_probs(
     style: str | None, histories: list[list[Observation]]
 ) -> None:
     tokenizer, model = engine_parts(style)
@@ -108,7 +108,7 @@ def test_the_row_holds_exactly_what_the_engine_saw_and_its_log_probs_are_those_o
 
 
 @pytest.mark.parametrize("style", ["chatml", "headers"])
-def test_where_the_template_keeps_every_turn_the_row_reads_as_the_whole_conversation_rendered_at_once(
+def test_a_row_equals_the_rendered_conversation_if_the_template_keeps_turns(
     style: str,
 ) -> None:
     tokenizer = make_chat_tokenizer(style)
@@ -147,7 +147,7 @@ def test_reasoning_that_the_template_would_drop_stays_where_the_engine_saw_it() 
     assert prompt + response == episode.trajectory.tokens
 
 
-def test_a_turn_that_was_cut_is_closed_and_one_that_ended_is_not_closed_twice() -> None:
+def test_a_cut_turn_is_closed_and_an_ended_turn_only_once() -> None:
     tokenizer = make_chat_tokenizer("chatml")
     template = turn_template(tokenizer)
     ended = tokenizer.decode(template.following("higher", tokenizer.eos_token_id))
@@ -156,7 +156,7 @@ def test_a_turn_that_was_cut_is_closed_and_one_that_ended_is_not_closed_twice() 
     assert cut == "<|im_end|>" + ended
 
 
-def test_a_context_that_extends_what_was_is_appended_and_another_opens_a_sequence() -> None:
+def test_an_extended_context_is_appended_and_another_opens_a_sequence() -> None:
     tokenizer = make_chat_tokenizer(None)
 
     def play(contexts: list[str]) -> tuple[list[int], str]:

@@ -208,7 +208,7 @@ sys.stdin.read()
 
 @pytest.mark.parametrize("sent", [b"", b"POST /sessions/", b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"])
 @pytest.mark.parametrize("room", [20, 200])
-def test_connections_that_are_held_shut_no_row_out_and_are_counted_in_one_line(
+def test_idle_connections_block_no_row_and_are_logged_in_one_line(
     sent: bytes, room: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> list[int]:

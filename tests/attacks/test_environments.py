@@ -91,7 +91,7 @@ def play(
     return asyncio.run(run())
 
 
-def test_an_attack_is_its_own_rows_failure_and_costs_no_other_row_its_trajectory(
+def test_an_attack_fails_its_own_row_and_no_other_trajectory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("AWS_SECRET", "hush")
@@ -199,7 +199,7 @@ def test_what_is_given_up_or_forgotten_ends_with_the_run() -> None:
         asyncio.run(give_up())
 
 
-def test_the_process_of_an_environment_or_of_programs_is_light_and_so_is_one_that_only_starts_others() -> None:
+def test_processes_of_environments_and_programs_load_no_heavy_modules() -> None:
     names = (
         "braidrl.sandbox.host, braidrl.agents.answering, braidrl.agents.tool_turns, braidrl.rewards.worker, braidrl.rewards.programs, "
         "braidrl.config, braidrl.cluster.child, braidrl.cluster.ray_processes"
@@ -232,7 +232,7 @@ def test_an_answer_that_is_no_observation_is_a_failure(answer: dict[str, Any]) -
 
 
 @pytest.mark.soak
-def test_of_200_trajectories_at_once_those_beside_ten_attacks_keep_four_fifths_of_their_rate() -> None:
+def test_ten_attacks_slow_190_other_trajectories_by_at_most_a_fifth() -> None:
     attacks = [*FAILURES][:10]
 
     def rate(prompts: list[str]) -> float:
@@ -256,7 +256,7 @@ def test_of_200_trajectories_at_once_those_beside_ten_attacks_keep_four_fifths_o
 
 
 @pytest.mark.parametrize("mode", ["process", "bubblewrap"])
-def test_the_plainest_environment_plays_also_where_the_thread_that_started_its_host_has_ended(mode: str) -> None:
+def test_an_environment_plays_after_the_thread_that_started_its_host_ended(mode: str) -> None:
     """Attack 8."""
     config = settings(sandbox=mode)
     with opened(config) as hosts:
@@ -274,7 +274,7 @@ ENVIRONMENT = "from braidrl.agents.environments import Observation\n\n\nclass Pl
     ("body", "code"), [("return None", 0), ("raise OSError('no game')", 1), ("import os; os._exit(3)", 1)]
 )
 @pytest.mark.parametrize("mode", ["process", "bubblewrap"])
-def test_a_run_whose_environment_plays_ends_well_and_one_whose_trajectories_all_fail_does_not(
+def test_a_run_succeeds_with_an_environment_and_fails_if_all_trajectories_fail(
     workshop: Workshop, mode: str, body: str, code: int
 ) -> None:
     (workshop.folder / "plain.py").write_text(ENVIRONMENT.format(body))

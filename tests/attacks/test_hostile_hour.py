@@ -88,9 +88,7 @@ def held(process: psutil.Process) -> int:
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("runtime", ["eager", "streaming"])
-def test_honest_rows_get_the_rewards_of_an_undisturbed_run_and_nothing_is_left(
-    workshop: Workshop, runtime: str
-) -> None:
+def test_honest_rows_get_undisturbed_rewards_and_nothing_is_left_behind(workshop: Workshop, runtime: str) -> None:
     shutil.copy(Path(__file__).with_name("hostile.py"), workshop.folder / "hostile.py")
     (workshop.folder / "hostile.json").write_text(json.dumps(drawn_tries()))
     free = {place: shutil.disk_usage(place).free for place in ("/tmp", "/dev/shm")}

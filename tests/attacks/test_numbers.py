@@ -33,7 +33,7 @@ class Broken(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
-def test_weights_that_are_not_finite_end_the_run_and_the_last_checkpoint_stays(workshop: Workshop, value: str) -> None:
+def test_infinite_weights_end_the_run_and_the_last_checkpoint_stays(workshop: Workshop, value: str) -> None:
     (workshop.folder / f"broken_{value.strip('-')}{len(value)}.py").write_text(BROKEN.replace("VALUE", value))
     optimizer = f"{workshop.folder}/broken_{value.strip('-')}{len(value)}.py:Broken"
     with pytest.raises(UserError, match="weights are infinite or NaN after an update"):
@@ -75,7 +75,7 @@ def test_a_checkpoint_with_a_number_that_is_not_finite_takes_no_place(workshop: 
 
 
 @pytest.mark.parametrize("most", [1, 3])
-def test_updates_skipped_in_a_row_end_the_run_and_keep_what_was_good(
+def test_consecutive_skipped_updates_end_the_run_and_keep_good_weights(
     workshop: Workshop, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step, calls = MasterOptimizer.step, []

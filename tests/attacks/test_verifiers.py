@@ -86,9 +86,7 @@ def outcomes(words: list[str], settings: RewardConfig, name: str = BY_NAME, **me
 
 
 @pytest.mark.parametrize("attack", IN_ANY)
-def test_an_attack_is_its_own_rows_failure_and_costs_no_other_row_its_answer(
-    attack: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_attack_fails_its_own_row_and_no_other_answer(attack: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET", "hush")
     failure, detail = IN_ANY[attack]
     first, found, second, wrong = outcomes(
@@ -197,7 +195,7 @@ def killed(pool: RewardPool, verifier: Verifier, chosen: Callable[[psutil.Proces
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_a_row_whose_worker_is_killed_from_outside_gets_a_second_try(depth: int, tmp_path: Path) -> None:
+def test_a_row_whose_worker_is_killed_gets_a_second_try(depth: int, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(
         "import time\ndef slow(response, answer):\n    time.sleep(1)\n    return response == answer\n"
     )
@@ -211,7 +209,7 @@ def test_a_row_whose_worker_is_killed_from_outside_gets_a_second_try(depth: int,
 
 @pytest.mark.soak
 @pytest.mark.parametrize("attack", IN_ANY)
-def test_other_rows_are_checked_at_no_less_than_four_fifths_of_the_rate_while_one_attacks(attack: str) -> None:
+def test_an_attack_slows_checks_of_other_rows_by_at_most_a_fifth(attack: str) -> None:
     def seconds(words: list[str]) -> float:
         begun = time.monotonic()
         assert all(

@@ -90,7 +90,7 @@ def break_after(dying: EngineReplica, steps: int) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 6, 11])
-def test_when_an_engine_dies_in_the_middle_no_row_is_lost_or_twice_and_tokens_stay_the_same(steps: int) -> None:
+def test_an_engines_death_loses_or_repeats_no_row_and_changes_no_token(steps: int) -> None:
     wanted = requests(subject(replica), 40, tokens=10)
 
     async def gather(router: Router) -> list[Response]:
@@ -123,7 +123,7 @@ def test_when_an_engine_dies_in_the_middle_no_row_is_lost_or_twice_and_tokens_st
     assert {row.uid: row.tokens.tolist() for row in answered} == expected
 
 
-def test_a_dead_engine_comes_back_with_the_weights_that_it_missed() -> None:
+def test_a_dead_engine_recovers_with_the_weights_that_it_missed() -> None:
     async def run() -> list[list[int]]:
         dying = replica()
         router = Router([dying, replica()], retry_s=60)

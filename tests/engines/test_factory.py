@@ -63,7 +63,7 @@ def test_an_engine_that_two_processes_divide_trains_what_one_does(workshop: Work
     assert all(torch.allclose(found[name], tensor, rtol=0, atol=1e-5) for name, tensor in expected.items())
 
 
-def test_a_run_on_vllm_has_the_trainers_log_probs_in_every_step_and_its_engine_sleeps_in_between(
+def test_a_vllm_run_has_the_trainers_log_probs_and_sleeps_between_steps(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
@@ -103,7 +103,7 @@ def test_a_run_ends_with_an_explanation_when_weights_do_not_arrive(
     assert not (workshop.folder / "lost" / "checkpoints").exists()
 
 
-def test_a_gap_ends_a_run_when_it_jumps_or_is_over_the_limit() -> None:
+def test_a_log_prob_gap_that_jumps_or_exceeds_its_limit_ends_the_run() -> None:
     watch = GapWatch(limit=0.2)
     for step, gap in enumerate([1e-6, 2e-6, 0.009, 0.15]):
         watch.check({"step": step, GAP: gap})

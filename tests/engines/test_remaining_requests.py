@@ -19,7 +19,7 @@ def joined(ended: Response, rest: Response) -> Response:
     return Response(rest.uid, tokens, torch.cat([ended.log_probs, rest.log_probs]), rest.finish_reason, versions)
 
 
-def test_rows_that_were_aborted_and_continued_are_those_of_an_undisturbed_run() -> None:
+def test_aborted_and_continued_rows_equal_those_of_an_undisturbed_run() -> None:
     model, tokenizer = make_model(), make_tokenizer()
     requests = make_requests(4, 3, SamplingParams(max_tokens=30, temperature=0.9), shortest=4)
     whole = EmbeddedEngine(model, tokenizer, 16, 128).generate(requests)

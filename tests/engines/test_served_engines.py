@@ -69,7 +69,7 @@ def test_engines_in_processes_keep_the_contract(
     served.run(check(subject(served)))  # type: ignore[arg-type]
 
 
-def test_who_follows_a_row_is_told_of_each_token_before_its_response(served: Served) -> None:
+def test_a_rows_callback_gets_each_token_before_its_response(served: Served) -> None:
     told: list[tuple[int, int]] = []
     (request, *_) = requests(subject(served), 1)
     finished = served.run(served.engine.submit(replace(request, on_token=lambda *token: told.append(token))))
@@ -91,7 +91,7 @@ def test_who_waits_for_a_killed_process_is_told(served: Served) -> None:
 @pytest.mark.parametrize(
     ("kind", "count"), [("embedded", 2), *(pytest.param("vllm", count, marks=pytest.mark.soak) for count in (2, 4))]
 )
-def test_rows_of_a_killed_process_go_elsewhere_and_it_comes_back_with_the_weights_of_now(
+def test_rows_of_a_killed_process_move_and_it_recovers_with_current_weights(
     request: pytest.FixtureRequest, model: Path, kind: str, count: int
 ) -> None:
     python = vllm_python() if kind == "vllm" else None
@@ -155,7 +155,7 @@ def test_weights_that_changed_on_their_way_are_refused(write: Callable[[], Weigh
         WeightFile(tmp_path / "changed").verify()
 
 
-def test_a_model_or_an_interpreter_that_cannot_be_used_is_the_users_mistake(tmp_path: Path) -> None:
+def test_an_unusable_model_or_interpreter_is_a_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"rollout.python: .*none is no interpreter"):
         EngineService([EngineProcess(spec("vllm", tmp_path), python=tmp_path / "none")])
     with pytest.raises(UserError, match="there is no folder"):

@@ -67,9 +67,7 @@ def test_a_response_arrives_with_the_bits_of_its_log_probs(dtype: torch.dtype) -
         (KeyError("row"), KeyError("row")),
     ],
 )
-def test_an_error_is_raised_again_and_one_outside_the_protocol_is_the_engines(
-    raised: Exception, expected: Exception
-) -> None:
+def test_errors_are_raised_again_and_foreign_ones_become_engine_errors(raised: Exception, expected: Exception) -> None:
     reply, _ = asyncio.run(arrived(CallFailed.of(7, raised), type=EngineReply))
     assert isinstance(reply, CallFailed)
     found = reply.exception()

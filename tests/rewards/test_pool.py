@@ -38,7 +38,7 @@ def wait_until(holds, seconds=60.0):
     return holds()
 
 
-def test_a_row_that_hangs_raises_exits_or_kills_its_process_is_its_own_failure():
+def test_a_verifier_that_hangs_raises_or_exits_fails_only_its_row():
     words = ["ok", "hang", "ok", "raise", "no", "die", "ok", "exit", "spin", "ok"]
     before = children()
     with RewardPool(RewardConfig(processes=2, timeout_s=1.5)) as pool:
@@ -101,7 +101,7 @@ def test_async_calls_wait_together_and_fail_apart(tmp_path):
 
 @pytest.mark.parametrize("sandbox", ["none", "process"])
 @pytest.mark.parametrize(("word", "failure"), [("block", "timeout"), ("die", "died")])
-def test_an_async_call_that_blocks_or_kills_its_process_takes_no_other_along(word, failure, sandbox):
+def test_an_async_call_that_blocks_or_dies_fails_no_other_call(word, failure, sandbox):
     with RewardPool(RewardConfig(processes=1, timeout_s=1.5, sandbox=sandbox)) as pool:
         verifier = own("blocking")
         futures = [pool.submit(completion(w), verifier) for w in ["ok", "ok", word, "no", "ok"]]
@@ -174,7 +174,7 @@ def test_an_interrupted_or_killed_run_leaves_no_process(tmp_path, sent, timeout_
     assert wait_until(lambda: not any(worker.is_running() and worker.status() != "zombie" for worker in workers))
 
 
-def test_without_processes_a_verifier_is_called_in_this_one_and_its_failure_is_a_rows_all_the_same():
+def test_without_processes_a_verifier_runs_here_and_fails_only_its_row():
     before = children()
     with RewardPool(RewardConfig(processes=0)) as pool:
         verifier = own("by_word")

@@ -90,7 +90,7 @@ def outcomes(
 
 
 @strict
-def test_a_program_is_right_that_passes_all_tests_or_as_right_as_the_share_that_it_passes() -> None:
+def test_a_program_scores_by_all_tests_or_by_the_share_it_passes() -> None:
     programs = [DOUBLE, "input()\nprint(2)", "print('2' if int(input()) == 1 else 1 / 0)", "3 +"]
     assert [(one.score, one.correct) for one in outcomes(programs[:2])] == [(1.0, True), (0.0, False)]
     share = outcomes(programs, json.dumps(TESTS), {"fraction": True})
@@ -98,7 +98,7 @@ def test_a_program_is_right_that_passes_all_tests_or_as_right_as_the_share_that_
 
 
 @strict
-def test_asserts_are_passed_by_what_holds_and_not_by_a_program_that_ends_early() -> None:
+def test_asserts_pass_only_if_they_hold_not_if_a_program_exits_early() -> None:
     programs = [
         "def double(x):\n    return 2 * x",
         "def double(x):\n    return x",

@@ -98,7 +98,7 @@ def outcomes(name: str, params: dict[str, Any], responses: list[str], **settings
         return [future.result(120) for future in [pool.submit(row, verifier) for row in rows]]
 
 
-def test_a_judges_score_tokens_and_cost_come_of_its_answer_and_are_asked_for_once(
+def test_a_judges_answer_gives_score_and_cost_and_is_cached(
     service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sesame")
@@ -151,12 +151,12 @@ def test_a_reward_server_is_asked_for_rows_together_and_answers_for_each(service
     assert all({**item, "response": ""} == {**expected, "response": ""} for item in items)
 
 
-def test_a_server_that_is_away_is_each_rows_failure_after_its_retries() -> None:
+def test_an_unreachable_server_fails_each_row_after_its_retries() -> None:
     (found,) = outcomes("remote", {"url": "http://127.0.0.1:9/rewards", "retries": 2, "wait_s": 0.001}, ["half"])
     assert found.failure == "exception" and "no answer in 3 requests, the last one ClientConnectorError" in found.detail
 
 
-def test_a_key_that_is_not_there_or_not_passed_on_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_key_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     params = {"url": "http://127.0.0.1:9", "key": "JUDGE_KEY"}
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     with pytest.raises(

@@ -18,7 +18,7 @@ GSM8K = [SHARED / "data" / "gsm8k" / name for name in ("train.jsonl", "test.json
 
 
 @pytest.mark.skipif(not all(path.is_file() for path in GSM8K), reason=f"no GSM8K files in {SHARED}; set BRAID_SHARED")
-def test_every_gold_answer_of_gsm8k_is_accepted_and_the_same_plus_one_refused():
+def test_every_gsm8k_gold_answer_is_accepted_and_refused_plus_one():
     golds = [json.loads(line)["answer"] for path in GSM8K for line in path.read_text().splitlines()]
     assert len(golds) == 8792
     for gold in golds:
@@ -136,7 +136,7 @@ def test_a_function_gets_what_it_names_and_its_settings():
     assert resolve(f"{OWN}:remote").asynchronous and not resolve(f"{OWN}:length").asynchronous
 
 
-def test_f1_is_that_of_a_plain_count_of_words_and_the_best_of_several_answers():
+def test_f1_equals_a_plain_word_count_and_takes_the_best_answer():
     def counted(response: list[str], answer: list[str]) -> float:
         left, common = list(answer), 0
         for word in response:

@@ -119,7 +119,7 @@ def test_rows_are_checked_as_they_come_and_submitting_never_waits(tokenizer):
         assert all(p.done() for p in pending) and not hanging.done()
 
 
-def test_a_namespace_names_the_tokens_that_are_read_and_the_columns_that_are_written(tokenizer):
+def test_a_namespace_prefixes_the_tokens_read_and_the_columns_written(tokenizer):
     with rewards_of(tokenizer, "exact") as rewards:
         columns = rewards.submit(rows_of(tokenizer, ["2"], ["2"], prefix="greedy."), of="greedy").result()
     assert {name: column.item() for name, column in columns.items()} == {

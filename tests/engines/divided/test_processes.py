@@ -59,9 +59,7 @@ def subject(service: EngineService) -> EngineUnderTest:
 
 
 @pytest.mark.parametrize("lost", [0, 1], ids=["leader", "follower"])
-def test_rows_of_an_engine_that_lost_a_process_go_elsewhere_and_it_comes_back(
-    service: EngineService, lost: int
-) -> None:
+def test_rows_of_an_engine_that_lost_a_process_move_and_it_recovers(service: EngineService, lost: int) -> None:
     dying, answered = service.engines[0], []
     assert isinstance(dying, EngineProcess)
     before = members(dying)
@@ -103,7 +101,7 @@ def test_who_waits_for_a_lost_follower_is_told_which(service: EngineService) -> 
 
 
 @pytest.mark.soak
-def test_a_follower_that_says_nothing_is_waited_for_so_long_and_no_longer(model: Path) -> None:
+def test_a_silent_follower_is_waited_for_until_the_limit(model: Path) -> None:
     """Twice as long, the run would give up its leader too, and not know for whom that waited."""
     engine = EngineProcess(replace(spec("tensor-parallel", model), limit_s=2 * WAIT_S), limit_s=LIMIT_S)
     service = EngineService([engine], limit_s=LIMIT_S)

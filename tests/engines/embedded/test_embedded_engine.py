@@ -31,9 +31,7 @@ def same(first: Response, second: Response) -> bool:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shrink", [True, False])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_row_has_the_same_tokens_and_log_probs_bit_for_bit_alone_and_among_64(
-    name: str, shrink: bool, dtype: torch.dtype
-) -> None:
+def test_a_row_is_bitwise_equal_alone_and_among_64(name: str, shrink: bool, dtype: torch.dtype) -> None:
     # prompts of 1 to 92 tokens: in company a short row's step reads many more positions than alone
     requests = make_requests(groups=8, samples=8, sampling=SAMPLED, apart=13)
     engine = make_engine(name, dtype, shrink=shrink)
@@ -140,7 +138,7 @@ def test_a_finished_rows_slot_is_filled_in_the_next_step() -> None:
     assert done == 40
 
 
-def test_stop_tokens_limits_and_the_end_of_sequence_end_a_row_with_their_reason() -> None:
+def test_stop_tokens_limits_and_end_of_sequence_end_rows_with_their_reason() -> None:
     engine = make_engine()
     (free,) = engine.generate([Request((0, 0, 0), torch.arange(4), SamplingParams(max_tokens=30, ends=False))])
     assert len(free.tokens) == 30 and free.finish_reason is FinishReason.LENGTH
@@ -163,7 +161,7 @@ def test_stop_tokens_limits_and_the_end_of_sequence_end_a_row_with_their_reason(
     assert len(greedy.tokens) == 60, "the sequence's limit holds where it is below the response's"
 
 
-def test_a_stop_text_ends_the_row_where_it_is_complete_also_across_tokens() -> None:
+def test_a_stop_text_ends_the_row_also_across_tokens() -> None:
     tokenizer = make_tokenizer()
     engine = make_engine()
     request = Request((0, 0, 0), torch.arange(4), SamplingParams(max_tokens=60, ends=False))
@@ -225,7 +223,7 @@ def test_abort_gives_what_there_is_and_frees_the_slot() -> None:
         engine.abort((0, 0, 5))
 
 
-def test_the_trainers_module_is_used_as_it_is_and_left_as_it_was() -> None:
+def test_the_trainers_module_is_used_directly_and_left_unchanged() -> None:
     model = make_model()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()

@@ -51,7 +51,7 @@ def test_drawn_tokens_follow_the_models_distribution(dtype: torch.dtype) -> None
     assert statistic < freedom + 5 * (2 * freedom) ** 0.5
 
 
-def test_a_kernel_gives_a_row_the_same_bits_with_any_number_of_threads_and_rows() -> None:
+def test_a_kernels_bits_do_not_depend_on_threads_or_rows() -> None:
     kernels = Kernels.of(64, 2, torch.float32)
     assert kernels is not None
     logits = torch.randn(33, 1000) * 4
@@ -96,7 +96,7 @@ def test_a_model_that_kernels_do_not_know_decodes_by_its_own_forward() -> None:
 
 
 @pytest.mark.parametrize("reason", ["no C compiler", "failed on decode.c"])
-def test_without_a_working_compiler_the_model_decodes_by_its_own_forward_and_one_line_says_so(
+def test_without_a_compiler_the_model_decodes_by_its_own_forward(
     reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -131,7 +131,7 @@ def test_a_stop_text_ends_a_row_with_the_token_that_completes_it(asked: Asked) -
 SENDING = NetworkSettings(torch.device("cpu"), check=True)
 
 
-def test_a_server_that_is_sent_weights_over_the_network_has_the_trainers_after_each_update(
+def test_a_server_has_the_trainers_weights_after_each_network_update(
     vllm_server: VllmServer,
 ) -> None:
     with closing(Asked(VLLM, vllm_server.url, SENDING)) as asked:
@@ -140,7 +140,7 @@ def test_a_server_that_is_sent_weights_over_the_network_has_the_trainers_after_e
         asked.runner.run(weights_that_lack_a_tensor_are_refused(subject(asked)))
 
 
-def test_a_server_that_will_not_receive_weights_fails_before_anybody_waits_for_it(vllm_server: VllmServer) -> None:
+def test_a_server_that_refuses_weights_fails_before_the_trainer_waits(vllm_server: VllmServer) -> None:
     assert VLLM.network is not None
     deaf = replace(VLLM, network=replace(VLLM.network, receive=lambda notice, label: [("/no_such_place", notice)]))
     with closing(Asked(deaf, vllm_server.url, SENDING)) as asked:
@@ -153,7 +153,7 @@ def test_a_server_that_will_not_receive_weights_fails_before_anybody_waits_for_i
 
 
 @pytest.mark.parametrize("weights", ["folder", "network"])
-def test_a_run_that_asks_a_server_trains_what_a_run_on_its_own_trains(
+def test_a_run_with_a_server_trains_like_a_run_without(
     workshop: Workshop, vllm_server: VllmServer, weights: str
 ) -> None:
     before = Asked(VLLM, vllm_server.url)
@@ -188,7 +188,7 @@ def test_vllms_server_draws_the_tokens_of_the_embedded_engine(vllm_server: VllmS
     assert [row.tokens.tolist() for row in finished] == [row.tokens.tolist() for row in alone]
 
 
-def test_rows_of_a_server_that_was_started_anew_are_not_taken_until_it_has_the_weights_of_now() -> None:
+def test_a_restarted_server_serves_no_row_before_it_has_current_weights() -> None:
     asked = Asked(SGLANG)
     assert asked.speaker is not None
     engine, (request, *_) = asked.engine, requests(subject(asked), 1)
@@ -231,7 +231,7 @@ def test_a_run_whose_server_takes_no_weights_ends_before_it_trains(workshop: Wor
         (VLLM, {}, "could not be given weights: start it with VLLM_SERVER_DEV_MODE=1"),
     ],
 )
-def test_a_server_that_cannot_be_trained_with_is_named_with_what_it_lacks(
+def test_an_unsuitable_server_is_refused_with_the_option_it_lacks(
     dialect: Dialect, settings: dict[str, Any], told: str
 ) -> None:
     async def connect() -> None:
@@ -248,7 +248,7 @@ def test_a_server_that_cannot_be_trained_with_is_named_with_what_it_lacks(
         asyncio.run(connect())
 
 
-def test_a_server_that_does_not_answer_is_the_users_to_start() -> None:
+def test_a_server_that_does_not_answer_is_a_user_error() -> None:
     async def connect() -> None:
         engine = HttpEngine(GenerationServer("http://127.0.0.1:9", VLLM), SPEC)
         try:
@@ -267,7 +267,7 @@ def vllm_settings(processors: list[str], mode: str, room: int, ahead: bool) -> d
     return {"vllm_config": {"model_config": model, "scheduler_config": {"async_scheduling": ahead}}}
 
 
-def test_a_vllm_server_that_is_to_be_sent_weights_is_told_what_its_workers_lack() -> None:
+def test_a_vllm_server_without_the_worker_extension_is_refused_with_its_option() -> None:
     assert VLLM.network is not None
     for extension, missing in (("", f"--worker-extension-cls {RECEIVES}"), (RECEIVES, None)):
         settings = {"vllm_config": {"parallel_config": {"worker_extension_cls": extension}}}

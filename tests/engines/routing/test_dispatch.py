@@ -102,7 +102,7 @@ def fixed(lengths: dict[Uid, int], choose: Callable[[Uid], int]) -> float:
     return makespan(lengths, assign, done)
 
 
-def test_makespan_stays_near_its_lower_bound_and_well_under_static_and_random_assignment() -> None:
+def test_makespan_stays_near_its_bound_and_below_static_or_random_assignment() -> None:
     ratios: dict[str, list[float]] = {"router": [], "random": [], "static": []}
     for seed in range(100):
         lengths, source = long_tailed(seed), random.Random(seed)
@@ -120,7 +120,7 @@ def test_makespan_stays_near_its_lower_bound_and_well_under_static_and_random_as
     assert high["static"] > high["router"] + 0.2
 
 
-def test_a_groups_rows_and_a_trajectorys_next_turn_go_where_their_prefix_is_as_long_as_that_costs_no_balance() -> None:
+def test_rows_go_to_the_engine_with_their_prefix_unless_load_is_uneven() -> None:
     dispatcher = Dispatcher([8, 8])
     for sample in range(4):
         dispatcher.add((0, 0, sample), PROMPT)

@@ -89,7 +89,7 @@ def test_two_workers_keep_the_contract(
         divided.run(check(subject(divided)))  # type: ignore[arg-type]
 
 
-def test_two_workers_draw_the_tokens_of_one_engine_and_log_probs_are_the_trainers_after_each_update(
+def test_two_workers_draw_one_engines_tokens_with_the_trainers_log_probs(
     divided: Served,
 ) -> None:
     wanted = requests(subject(divided), 8)
@@ -101,7 +101,7 @@ def test_two_workers_draw_the_tokens_of_one_engine_and_log_probs_are_the_trainer
 
 
 @pytest.mark.soak
-def test_when_one_worker_is_killed_its_engine_fails_and_comes_back_as_a_whole(divided: Served) -> None:
+def test_an_engine_with_a_killed_worker_fails_and_recovers_completely(divided: Served) -> None:
     engine, (request, *_) = divided.engine, requests(subject(divided), 1)
     divided.run(engine.update_weights(0, ModelWeights(MODEL)))
     before, first = workers_of(divided), divided.run(engine.submit(request))
@@ -143,7 +143,7 @@ def coming(*names: str, then_fails: bool = False) -> Iterator[tuple[str, torch.T
         raise ConnectionError("the run is gone")
 
 
-def test_weights_that_never_begin_change_nothing_and_those_that_end_in_the_middle_are_not_gone_on_with() -> None:
+def test_vllm_keeps_its_weights_without_an_update_and_refuses_after_a_partial_one() -> None:
     worker = Loader()
     worker.load_as_they_come(coming("a", "b"))
     with pytest.raises(ConnectionError):
