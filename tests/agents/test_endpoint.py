@@ -29,7 +29,7 @@ TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type"
 
 
 async def post(url: str, messages: list[Any], **more: Any) -> tuple[int, Any]:
-    """What any client library sends."""
+    """Send the messages as any client library does; return the status and the answer."""
     async with (
         aiohttp.ClientSession() as client,
         client.post(f"{url}/chat/completions", json={"model": "m", "messages": messages, **more}) as response,
@@ -178,7 +178,7 @@ def test_a_malformed_request_gets_its_reason_and_affects_no_other_row() -> None:
     answers, served, bad, good = asyncio.run(run())
     for name, (_, reason) in MALFORMED.items():
         assert answers[name][0] == 400 and reason in answers[name][1], (name, answers[name])
-    assert served == [200, 200, 404], "8.0 is 8; nobody speaks in another row's name who knows only his own"
+    assert served == [200, 200, 404], "8.0 is 8; a client that knows only its own row cannot use another"
     assert bad.turns == good.turns == 1
 
 

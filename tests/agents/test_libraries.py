@@ -78,7 +78,7 @@ def test_tools_of_a_command_are_called_and_their_errors_told() -> None:
     (episode,) = played(config, [calls, "56"], ["what is 7 times 8"])
     text = make_chat_tokenizer("chatml").decode(episode.trajectory.tokens)
     assert (episode.failure, episode.turns, episode.score) == (None, 2, 0.0), "there is no answer in the example"
-    assert '"name": "multiply"' in text and "The product of two numbers." in text, "the tools are told"
+    assert '"name": "multiply"' in text and "The product of two numbers." in text, "the prompt lists the tools"
     assert "<tool_response>\n56\n" in text
     assert (
         "error: no tool is called 'divide'; there are add, multiply" in text
@@ -139,8 +139,8 @@ def test_a_step_is_trained_on_three_episodes_of_a_server_of_environments(openenv
     rows, line = read_rollouts(rollout_path(run, 1)), read_metrics(run)[-1]
     assert (len(rows), failures(run)) == (3, [])
     assert line["environment/turns"] > 1, "what the server says is answered"
-    told = Path(config.model)
-    text = AutoTokenizer.from_pretrained(told).decode(rows["tokens"][0])
+    model = Path(config.model)
+    text = AutoTokenizer.from_pretrained(model).decode(rows["tokens"][0])
     assert "Guess the number between 1 and 10" in text and ("higher" in text or "lower" in text or "right" in text)
 
 

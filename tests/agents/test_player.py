@@ -1,4 +1,4 @@
-"""Many trajectories at once: slow environments hold nobody up, failing ones end their own trajectory and are counted."""
+"""Many trajectories at once: slow environments delay no other, and failing ones end their own trajectory and are counted."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def is_long(texts: list[str], example: dict[str, Any], length: int = 3) -> Obser
 
 RELEASED = threading.Event()
 LATE: list[bool] = []
-"""Whether calls that hung were released before they gave up waiting."""
+"""For each hanging call, True if it was released before it gave up."""
 
 
 def play_slowly(texts: list[str], example: dict[str, Any]) -> Observation:
@@ -212,7 +212,7 @@ def test_an_aborted_trajectory_keeps_what_there_is() -> None:
 
 
 def other_run() -> list[int]:
-    """The tokens of the first row when nobody aborts it."""
+    """Return the tokens of the first row without an abort."""
     engine = EngineReplica(EmbeddedEngine(make_model(), make_tokenizer(), 16, 300))
     episodes = Episodes(
         engine, Turns, turn_template(make_tokenizer()), SamplingParams(max_tokens=30, ends=False), LIMITS

@@ -1,4 +1,4 @@
-"""Responses become columns in the order of the rows, whoever finished first."""
+"""Responses become columns in the order of the rows, not of their ends."""
 
 from __future__ import annotations
 

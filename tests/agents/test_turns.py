@@ -1,4 +1,4 @@
-"""What an environment says continues the conversation as the chat template would, and the engine sees exactly the row."""
+"""An environment's text continues the conversation as the chat template would, and the engine sees exactly the row."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def engine_parts(style: str | None) -> tuple[Any, Any]:
 
 
 class Told:
-    """Says what it is told to, one observation after each turn."""
+    """An environment that returns the given observations, one after each turn."""
 
     def __init__(self, said: list[Observation]) -> None:
         self.said = list(said)

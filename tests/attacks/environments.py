@@ -34,7 +34,7 @@ class Attacked:
 
 
 def attack(name: str, metadata: dict[str, Any]) -> float:
-    """Half a point for whoever attacks nobody, and one more for an attack that has succeeded."""
+    """Make an attack; score half a point for none, and one more for an attack that succeeded."""
     if name == "pid":
         return float(os.getpid())
     if name == "sleeps":

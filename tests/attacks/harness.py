@@ -1,4 +1,4 @@
-"""How a try is made: as the rows of a pool, whose outcomes come back in their order."""
+"""Tries, made as the rows of a pool, with outcomes in their order."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ def test_ten_attacks_slow_190_other_trajectories_by_at_most_a_fifth() -> None:
     attacks = [*FAILURES][:10]
 
     def rate(prompts: list[str]) -> float:
-        """Trajectories a second of rows that attack nobody."""
+        """Return trajectories per second of rows without attacks."""
         with opened(settings(timeout_s=20.0)) as hosts:
             ended: list[float] = []
 

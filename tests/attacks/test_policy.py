@@ -32,7 +32,7 @@ PROBES = {
 
 @pytest.fixture
 def around() -> Iterator[dict[str, Any]]:
-    """What probes look for: a file of the home directory, one elsewhere, a socket of each kind, a variable."""
+    """Make the probes' targets: a file in the home directory, one elsewhere, a socket of each kind, a variable."""
     file = in_home("probe")
     file.write_text("trusted")
     with (

@@ -1,4 +1,4 @@
-"""What code that a model wrote might do inside of a verifier: each function attacks what is around it, and says right in the end."""
+"""Attacks by untrusted code inside a verifier: each function attacks its surroundings, and returns right at the end."""
 
 import ctypes
 import os
@@ -85,7 +85,7 @@ def returns_a_gigabyte(metadata: dict) -> str:
 
 
 def kills_the_run(metadata: dict) -> bool:
-    """Send SIGKILL to whatever it is told of, its parents, and all that it may."""
+    """Send SIGKILL to the given processes, to the parents, and to all processes that it may signal."""
     for pid in (metadata["run"], *metadata["siblings"], os.getppid(), -1):
         if pid:
             try:

@@ -63,7 +63,7 @@ def other_weights() -> ModelWeights:
 
 
 async def largest_gap(engine: Engine, wanted: Sequence[Request], updates: int = 20, offered: bool = False) -> float:
-    """How far the engine's log-probs are from training's at most, in nats, after each of so many updates with other weights.
+    """Return the largest gap of the engine's log-probs to training's, in nats, after each of several weight updates.
 
     With `offered` every other version is received in a process group.
     """

@@ -23,7 +23,7 @@ LIMIT = 128
 
 
 def replica(slots: int = 16) -> EngineReplica:
-    """With a module of its own, so that weights can change."""
+    """Make an engine with a module of its own, so that weights can change."""
     return EngineReplica(EmbeddedEngine(deepcopy(MODEL), TOKENIZER, slots, LIMIT))
 
 

@@ -28,7 +28,7 @@ def tokens_of(run: Path, steps: int) -> list[list[list[float]]]:
 
 
 def gaps_of(run: Path, steps: int) -> list[float]:
-    """Of each row of a run that recomputed log-probs: how far the engine's were from the trainer's at most."""
+    """Return the largest gap between the engine's and the trainer's log-probs for each row of a run that recomputed them."""
     found = []
     for step in range(1, steps + 1):
         rows = recorded(run, step)

@@ -70,10 +70,10 @@ def test_engines_in_processes_keep_the_contract(
 
 
 def test_a_rows_callback_gets_each_token_before_its_response(served: Served) -> None:
-    told: list[tuple[int, int]] = []
+    seen: list[tuple[int, int]] = []
     (request, *_) = requests(subject(served), 1)
-    finished = served.run(served.engine.submit(replace(request, on_token=lambda *token: told.append(token))))
-    assert told == list(enumerate(finished.tokens.tolist()))
+    finished = served.run(served.engine.submit(replace(request, on_token=lambda *token: seen.append(token))))
+    assert seen == list(enumerate(finished.tokens.tolist()))
 
 
 def test_log_probs_after_each_of_20_updates_are_those_of_the_trainer(served: Served) -> None:

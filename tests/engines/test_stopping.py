@@ -12,7 +12,7 @@ TOKENIZER = make_tokenizer()
 
 
 def first_stop(text: str, stops: tuple[str, ...]) -> int | None:
-    """How many tokens of `text` there are when a stop text is found."""
+    """Return the number of tokens of `text` at which a stop text is found."""
     watch = StopTexts(TOKENIZER, stops)
     for count, token in enumerate(TOKENIZER.encode(text), 1):
         if watch.contains_stop_text(token):

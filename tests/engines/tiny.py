@@ -69,7 +69,7 @@ def make_requests(
 
 
 def training_log_probs(model: PreTrainedModel, requests: list[Request], finished: list[Response]) -> list[torch.Tensor]:
-    """What a packed forward, as in training, says of the responses, each at its request's temperature."""
+    """Return the log-probs of the responses by a packed forward, as in training, each at its request's temperature."""
     rows = [torch.cat([q.prompt, f.tokens]) for q, f in zip(requests, finished, strict=True)]
     sequences = PackedSequences.of([len(row) for row in rows])
     with torch.no_grad():

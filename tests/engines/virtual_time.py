@@ -1,4 +1,4 @@
-"""A loop whose clock jumps to the next timer as soon as nobody has anything to do: hours of waiting take no time."""
+"""An event loop whose clock jumps to the next timer when no task is ready: hours of waiting take no time."""
 
 from __future__ import annotations
 

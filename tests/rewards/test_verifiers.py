@@ -1,4 +1,4 @@
-"""What the built-in verifiers accept and refuse, and which functions and settings are refused before anything runs."""
+"""Built-in verifiers: accepted and refused answers, and functions and settings that are refused before anything runs."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""From rows to columns: decoding, weights, sources, failures, and that nothing waits."""
+"""Reward columns from rows: decoding, weights, sources and failures, without blocking."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What ranks that divide a model do in tests: one case after the other on the same processes, each compared with a whole engine."""
+"""The work of ranks with a sharded model in tests: one case after the other on the same processes, each compared with a full engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def generated(model: Any, compile: bool, **more: Any) -> list[Response]:
 
 
 def together(world: World, task: Mapping[str, Any]) -> list[str]:
-    """What is wrong where each rank brings some of the rows to an engine of both, and one of them ends a row of its own early."""
+    """Return the faults of an engine of both ranks when each rank brings rows, and one rank ends a row early."""
     torch.set_num_threads(1)
     assert world.group is not None
     model, slices = load_for_decoding(task["path"], torch.float64, "cpu", TensorRanks(world.group))
@@ -47,7 +47,7 @@ def together(world: World, task: Mapping[str, Any]) -> list[str]:
 
 
 def compare(world: World, task: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """By case: whether all ranks have the same bits, in how many rows tokens differ from a whole engine's, and log-probs at most."""
+    """Return for each case whether all ranks have the same bits, the rows with other tokens than a full engine's, and the largest gap."""
     torch.set_num_threads(1)
     found = {}
     assert world.group is not None

@@ -1,4 +1,4 @@
-"""When one of an engine's processes is lost, so is the engine: who waits is told which it was, and fresh ones take its place."""
+"""An engine that loses a process fails as a whole: pending calls name the process, and new processes replace it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.tiny import ROOT
 MODEL = served_model()
 LIMIT_S = 120.0
 WAIT_S = 8.0
-"""How long the processes of an engine wait for one another."""
+"""Seconds that the processes of an engine wait for one another."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""A server may close connections while the run trains and nobody looks after them."""
+"""A server may close idle connections while the run trains."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from tests.engines.tiny import END, make_tokenizer, training_log_probs
 # Three processes of vLLM start, on a busy machine for minutes.
 pytestmark = pytest.mark.timeout(600)
 MODEL = served_model()
-# Those in which it matters who computes; that log-probs are those of training is shown beside other weights.
+# Checks that depend on the computing process; another test compares log-probs with training's.
 CHECKS = (
     contract.every_request_is_answered_once_with_what_it_asked_for,
     contract.abort_gives_what_there_is,
@@ -125,7 +125,7 @@ def test_workers_end_with_the_process_that_schedules_for_them(divided: Served) -
 
 
 class Loader(TakesWeights):
-    """What vLLM makes of it, with a loader that takes everything."""
+    """The worker class as vLLM makes it, with a loader that accepts everything."""
 
     def __init__(self) -> None:
         self.loaded: list[str] = []
