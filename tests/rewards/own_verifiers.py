@@ -61,7 +61,7 @@ async def remote(response: str, answer: str, *, seconds: float = 0.3, calls: str
 
 
 async def most_together(response: str) -> float:
-    """Return the highest number of calls in progress, including this one."""
+    """Return the number of calls in progress, including this one."""
     global in_flight
     in_flight += 1
     await asyncio.sleep(0.5)
