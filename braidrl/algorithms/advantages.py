@@ -1,7 +1,6 @@
-"""Advantages that are one number per row, from the scores of a prompt's samples. R̄ and s are a group's mean and deviation.
+"""Advantages with one number per row, from the scores of a prompt's samples. R̄ and s are a group's mean and deviation.
 
-`statistics_mask` (B,), where an earlier stage writes it, is 0 for rows that do not count in their group's statistics; those
-rows get the advantage 0.
+An earlier stage may write `statistics_mask` (B,): rows with 0 are excluded from their group's statistics and get the advantage 0.
 """
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from braidrl.algorithms.group_statistics import Groups
 from braidrl.algorithms.registry import Needs, advantages
 
-# A group of one has no mean to be above or below.
+# A single sample has no group to be compared with.
 PAIR = Needs(group_size=2)
 
 
@@ -93,7 +92,7 @@ def maxrl(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = None)
     needs=Needs(limits={"k": (1, 1 << 20)}, group_size=lambda settings: settings["k"] + 1),
 )
 def pass_at_k(correct: Tensor, group: Tensor, statistics_mask: Tensor | None = None, *, k: int = 4) -> Tensor:
-    """Return the mean normalised advantage of the k-subsets of the group that a sample is in, (B,), in closed form.
+    """Return each sample's mean normalised advantage over the k-subsets of its group that contain it, (B,), in closed form.
 
     A subset scores 1 if any of its k samples is right. With n samples of which w are wrong, R̄ = 1 − C(w, k)/C(n, k) and
     σ² = R̄(1 − R̄): a right sample gets (1 − R̄)/σ, a wrong one (1 − R̄ − C(w − 1, k − 1)/C(n − 1, k − 1))/σ, and every
@@ -134,5 +133,5 @@ def subset_share(part: Tensor, whole: Tensor, size: int) -> Tensor:
 
 
 def floating(like: Tensor) -> torch.dtype:
-    """Return the dtype of an advantage made from `like`, which may be counted in integers."""
+    """Return the dtype of an advantage computed from `like`: float32 for integers."""
     return like.dtype if like.is_floating_point() else torch.float32

@@ -1,10 +1,10 @@
-"""From per-token losses to a number: a weight for each action token, and what the weighted sum is divided by.
+"""Aggregation of per-token losses into one number: a weight for each action token, and a denominator for the weighted sum.
 
-loss = Σ over all micro-batches of Σ_N weight·loss, divided once by a count over the whole optimizer step. The sum does not know
-how it was cut into micro-batches or spread over devices, and neither does the result.
+loss = Σ over all micro-batches of Σ_N weight·loss, divided once by a count over the whole optimizer step. The result is therefore
+independent of micro-batches and devices.
 
 An aggregation registers its denominator: `tokens` (action tokens), `rows` or `groups`, counted over the step after masking. Weights
-are float64, so that they are exact for any loss; cast them to the loss's dtype.
+are exact, in float64; cast them to the loss's dtype.
 """
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 from braidrl.algorithms.registry import Needs, aggregations
 
 Metrics = dict[str, Tensor]
-"""Values of each token or row whose means are reported, by name."""
+"""Metrics by name: a value per token or row, of which the mean is reported."""
 
 
 def per_token(offsets: Tensor, per_row: Tensor) -> Tensor:
@@ -23,35 +23,35 @@ def per_token(offsets: Tensor, per_row: Tensor) -> Tensor:
 
 @aggregations.register("token-mean")
 def token_mean(offsets: Tensor) -> Tensor:
-    """Return 1 for every token, over all tokens: long rows count more. DAPO, arXiv 2503.14476, equation 12."""
+    """Return 1 for every token; the denominator is all tokens: long rows weigh more. DAPO, arXiv 2503.14476, equation 12."""
     return per_token(offsets, torch.ones_like(offsets[1:]))
 
 
 @aggregations.register("seq-mean-token-mean", denominator="rows")
 def seq_mean_token_mean(offsets: Tensor) -> Tensor:
-    """Return 1/|o_i|, over rows: every row counts the same. GRPO, arXiv 2402.03300, equation 3."""
+    """Return 1/|o_i|; the denominator is rows: every row weighs the same. GRPO, arXiv 2402.03300, equation 3."""
     return per_token(offsets, 1 / offsets.diff().clamp(min=1).double())
 
 
 @aggregations.register("seq-mean-token-sum", denominator="rows")
 def seq_mean_token_sum(offsets: Tensor) -> Tensor:
-    """Return 1 for every token, over rows: the mean of row sums."""
+    """Return 1 for every token; the denominator is rows: the mean of row sums."""
     return token_mean(offsets)
 
 
 @aggregations.register("token-sum-norm", denominator="rows", needs=Needs({"max_tokens": (1, 1 << 40)}))
 def token_sum_norm(offsets: Tensor, *, max_tokens: int) -> Tensor:
-    """Return 1/L_max, over rows: a constant instead of the lengths. Dr. GRPO, arXiv 2503.20783.
+    """Return 1/L_max; the denominator is rows: a constant replaces the lengths. Dr. GRPO, arXiv 2503.20783.
 
     Args:
-        max_tokens: L_max, the most tokens that a response may have.
+        max_tokens: L_max, the maximum length of a response in tokens.
     """
     return token_mean(offsets) / max_tokens
 
 
 @aggregations.register("prompt-mean", denominator="groups")
 def prompt_mean(offsets: Tensor, group_tokens: Tensor) -> Tensor:
-    """Return 1/(action tokens of the row's group), over groups: tokens averaged in a group, then over groups.
+    """Return 1/(action tokens of the row's group); the denominator is groups: the mean over groups of each group's mean per token.
 
     ScaleRL, arXiv 2510.13786.
 
@@ -62,7 +62,7 @@ def prompt_mean(offsets: Tensor, group_tokens: Tensor) -> Tensor:
 
 
 def weighted_sum(loss: Tensor, weights: Tensor) -> Tensor:
-    """Return Σ weight·loss of one micro-batch, a scalar that is accumulated before the one division.
+    """Return Σ weight·loss of one micro-batch, a scalar. The caller adds these up and divides once per optimizer step.
 
     Args:
         loss: Per action token, (N,).

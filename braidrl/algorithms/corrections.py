@@ -1,6 +1,6 @@
-"""Weights for tokens that one set of numerics sampled and another trains on: ρ = π_old (trainer) / π_rollout (engine).
+"""Importance weights that correct for the difference between trainer and engine: ρ = π_old (trainer) / π_rollout (engine).
 
-At level `token` ρ is each token's own, at `sequence` the product over its row, at `geometric` the row's geometric mean.
+At level `token` ρ is the ratio of each token, at `sequence` the product over its row, at `geometric` the row's geometric mean.
 """
 
 from dataclasses import replace
@@ -22,7 +22,7 @@ def truncated(
     """Return min(ρ, cap), (N,): truncated importance sampling.
 
     Args:
-        level: What ρ is taken over: `token`, `sequence` or `geometric`.
+        level: Level of ρ: `token`, `sequence` or `geometric`.
         cap: The largest weight.
     """
     rho = ratio_at(level, old_log_probs, rollout_log_probs, offsets)
@@ -42,9 +42,9 @@ def masked(
     """Return ρ where low ≤ ρ ≤ high and 0 elsewhere, (N,): masked importance sampling, IcePop at level `token`.
 
     Args:
-        level: What ρ is taken over: `token`, `sequence` or `geometric`.
-        low: The smallest ρ that counts.
-        high: The largest ρ that counts.
+        level: Level of ρ: `token`, `sequence` or `geometric`.
+        low: The smallest accepted ρ.
+        high: The largest accepted ρ.
     """
     rho = ratio_at(level, old_log_probs, rollout_log_probs, offsets)
     outside = (rho < low) | (rho > high)
@@ -61,12 +61,12 @@ def sequence_rejection(
     low: float = 0.5,
     high: float = 2.0,
 ) -> tuple[Tensor, Metrics]:
-    """Return 1 where low ≤ ρ ≤ high and 0 elsewhere, (N,): rows whose engine and trainer disagree are left out, others kept as they are.
+    """Return 1 where low ≤ ρ ≤ high and 0 elsewhere, (N,): rows on which engine and trainer disagree are rejected, others stay unweighted.
 
     Args:
-        level: What ρ is taken over: `sequence` or `geometric`.
-        low: The smallest ρ that counts.
-        high: The largest ρ that counts.
+        level: Level of ρ: `sequence` or `geometric`.
+        low: The smallest accepted ρ.
+        high: The largest accepted ρ.
 
     Raises:
         ValueError: `level` is `token`, which would reject tokens and not sequences.
@@ -79,5 +79,5 @@ def sequence_rejection(
 
 
 def correction_metrics(rho: Tensor, changed: Tensor) -> Metrics:
-    """Per token: ρ and ρ² (effective sample size is made of them), and whether the correction cut it."""
+    """Return ρ and ρ² per token, for the effective sample size, and 1 where the correction changed ρ."""
     return {"ratio": rho, "ratio_squared": rho**2, "cut_fraction": changed.to(rho.dtype)}

@@ -1,7 +1,7 @@
-"""Losses that hold back the tokens whose log-probability and advantage vary together: they are what lets entropy collapse.
+"""Losses that restrain tokens with a high covariance of log-probability and advantage, which cause entropy collapse.
 
-Which tokens these are is a question to the whole batch, and a loss sees one micro-batch. Two stages answer it before the update,
-from sums alone, so that the answer does not depend on how the batch is split or laid out:
+A loss sees one micro-batch, but the covariance is defined over the whole batch. Two stages find these tokens before the update from
+sums alone. The result does not depend on how the batch is split or laid out:
 
     shape.covariance ──covariance──▶ shape.highest_covariance ──high_covariance──▶ actor.update(loss=clip_cov)
 """
@@ -16,7 +16,7 @@ from braidrl.algorithms.policy_losses import CLIP, Metrics, clip_metrics, clippe
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Needs, divergences, losses, shapes
 
-# Bins of equal ratio between the smallest and the largest covariance told apart: neighbours differ by 0.3%.
+# Logarithmic bins between the smallest and the largest covariance: neighbouring bins differ by 0.3%.
 SMALLEST, LARGEST, BINS = 1e-6, 1e4, 8192
 
 
@@ -35,8 +35,8 @@ def clip_cov(
     Clip-Cov, arXiv 2505.22617.
 
     Args:
-        low: How far a ratio may fall below 1.
-        high: How far a ratio may rise above 1.
+        low: Largest decrease of a ratio below 1.
+        high: Largest increase of a ratio above 1.
     """
     r = ratio(log_probs, old_log_probs)
     metrics = clip_metrics(*stopped(r, advantages, low, high), log_probs, old_log_probs)
@@ -59,7 +59,7 @@ def kl_cov(
     KL-Cov, arXiv 2505.22617.
 
     Args:
-        coef: Of the penalty on those tokens.
+        coef: Coefficient of the penalty on those tokens.
         estimator: Name of the KL estimator.
     """
     r = ratio(log_probs, old_log_probs)
@@ -85,7 +85,7 @@ def covariance_sums(
     advantage: Tensor | None = None,
     advantages: Ragged | None = None,
 ) -> dict[str, Tensor]:
-    """Return the sums that the means over the batch are made of."""
+    """Return the sums for the means over the batch."""
     log_probs, of_tokens = token_pairs(rollout_log_probs, old_log_probs, advantage, advantages)
     return {"tokens": torch.ones_like(log_probs).sum(), "log_probs": log_probs.sum(), "advantages": of_tokens.sum()}
 
@@ -113,7 +113,7 @@ def covariance(
 
 
 def bin_of(values: Tensor) -> Tensor:
-    """Return the bin of each covariance (N,), int64: 0 for all at or below the smallest that is told apart."""
+    """Return the bin of each covariance (N,), int64: 0 for all at or below SMALLEST."""
     low, high = math.log10(SMALLEST), math.log10(LARGEST)
     edges = torch.logspace(low, high, BINS, dtype=torch.float64, device=values.device)
     return torch.bucketize(values.double(), edges)
@@ -150,14 +150,14 @@ def highest_covariance(
 ) -> Ragged:
     """Return 1 for the `fraction` of the batch's action tokens with the highest covariance, 0 for others.
 
-    arXiv 2505.22617: 2e-4 within (1, 5) for Clip-Cov, which draws at random there where this takes the highest so that nothing depends on a
-    draw; 2e-4 to 2e-3 without bounds for KL-Cov. At least one token and at most one bin (0.3% in value) too many are taken, and
-    none with a covariance of 1e-6 or less.
+    arXiv 2505.22617: 2e-4 within (1, 5) for Clip-Cov, 2e-4 to 2e-3 without bounds for KL-Cov. Clip-Cov in the paper draws tokens at
+    random; this takes the highest, so that the result is deterministic. It takes at least one token, at most one bin (0.3% in value)
+    too many, and none with a covariance of 1e-6 or less.
 
     Args:
-        fraction: Share of the action tokens that is chosen.
-        low: Only tokens with a larger covariance count.
-        high: Only tokens with a smaller covariance count.
+        fraction: Share of the action tokens to choose.
+        low: Lower bound: only tokens with a larger covariance are chosen.
+        high: Upper bound: only tokens with a smaller covariance are chosen.
         totals: `covariance_histogram` over the batch.
     """
     from_top = totals["histogram"].flip(0).cumsum(0).flip(0)

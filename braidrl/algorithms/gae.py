@@ -1,7 +1,7 @@
 """Generalised advantage estimation: one advantage and one return per action token.
 
-A row's action tokens follow each other in order, across its sequences; what was not sampled (prompt, observations) takes no
-part, so δ_t looks from one action token to the row's next one.
+The recursion runs over a row's action tokens in order, across its sequences. Prompt and observation tokens were not sampled and are
+skipped: δ_t compares an action token with the row's next one.
 """
 
 import torch
@@ -14,7 +14,7 @@ DISCOUNTS = Needs({"gamma": (0, 1), "lam": (0, 1)})
 
 
 def is_row_end(rows: Ragged) -> Tensor:
-    """Return True at the last entry of each row that has any, (N,) bool."""
+    """Return True at the last entry of each non-empty row, (N,) bool."""
     row = rows.row_ids()
     following = torch.cat([row[1:], row.new_full((min(len(row), 1),), -1)])
     return row != following
@@ -28,8 +28,7 @@ def at_row_end(per_row: Tensor, rows: Ragged) -> Ragged:
 def sums_to_go(rows: Ragged, decay: Tensor) -> Ragged:
     """Return x_t + d·x_{t+1} + d²·x_{t+2} + ... to the row's end, with a decay d per row (B,).
 
-    Rows are laid side by side from their ends, so that there is one step per position of the longest row and not one per
-    token.
+    Rows are aligned at their ends, so that the loop has one step per position of the longest row and not one per token.
     """
     row, lengths = rows.row_ids(), rows.lengths
     from_end = rows.spread(rows.offsets[1:]) - 1 - torch.arange(len(row), device=row.device)
@@ -47,7 +46,7 @@ def same_for_rows(rows: Ragged, number: float) -> Tensor:
 
 
 def residuals(values: Ragged, rewards: Ragged, gamma: float) -> Ragged:
-    """Return δ_t = r_t + γ·V_{t+1} − V_t, where V after the row's last action token is 0."""
+    """Return δ_t = r_t + γ·V_{t+1} − V_t; V after the row's last action token is 0."""
     v = values.values
     following = torch.cat([v[1:], v.new_zeros(min(len(v), 1))]) * ~is_row_end(values)
     return values.with_values(rewards.values.to(v.dtype) + gamma * following - v)
@@ -66,12 +65,12 @@ def gae(
 ) -> tuple[Ragged, Ragged]:
     """Return A_t = Σ_l (γλ)^l·δ_{t+l} and the returns A_t + V_t, one per action token.
 
-    GAE, arXiv 1506.02438, equation 16; PPO, arXiv 1707.06347, equation 11. `reward` stands at the row's last action token
-    unless `token_rewards` are given, which hold it already.
+    GAE, arXiv 1506.02438, equation 16; PPO, arXiv 1707.06347, equation 11. Without `token_rewards`, `reward` is given at the row's
+    last action token.
 
     Args:
         gamma: Discount per action token.
-        lam: λ: 0 looks one token ahead, 1 to the end of the row.
+        lam: λ: 0 looks one token ahead, 1 looks to the end of the row.
     """
     delta = residuals(values, rewards_of_tokens(reward, token_rewards, values), gamma)
     result = sums_to_go(delta, same_for_rows(values, gamma * lam))

@@ -1,4 +1,4 @@
-"""Statistics over the rows of one prompt, found by the group's number and never by a row's position.
+"""Statistics over the rows of one prompt. Rows are matched by group number, never by position.
 
 group   7 3 7 3 3      rows of unfinished or mixed batches may come in any order
 index   1 0 1 0 0      the same, counted from 0
@@ -12,14 +12,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """`numbers` (K,) are the groups present, ascending; `index` (B,) says which of them each row belongs to."""
+    """The groups of some rows: `numbers` (K,) are the group numbers, ascending; `index` (B,) is each row's position among them."""
 
     numbers: Tensor
     index: Tensor
 
     @staticmethod
     def of(group: Tensor) -> "Groups":
-        """Return groups of the rows whose group numbers are `group` (B,) int64."""
+        """Return the groups of rows with the group numbers `group` (B,) int64."""
         numbers, index = torch.unique(group, return_inverse=True)
         return Groups(numbers, index)
 
@@ -31,7 +31,7 @@ class Groups:
         return per_row.new_zeros(len(self)).index_add(0, self.index, per_row)
 
     def sizes(self) -> Tensor:
-        """Return rows in each group, (K,) int64."""
+        """Return the number of rows in each group, (K,) int64."""
         return self.sums(torch.ones_like(self.index))
 
     def means(self, per_row: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -41,10 +41,10 @@ class Groups:
         return self.sums(per_row * weights) / total.masked_fill(total == 0, 1)
 
     def varies(self, per_row: Tensor, counted: Tensor | None = None) -> Tensor:
-        """Return True for each group in which `per_row` (B,) takes two different values among the rows `counted`, (K,) bool.
+        """Return True for each group in which `per_row` (B,) has different values among the rows `counted`, (K,) bool.
 
-        Compared exactly: a mean of equal numbers may differ from them by rounding, which a division by a small standard
-        deviation would blow up.
+        The comparison is exact. The mean of equal numbers may differ from them by rounding, and a division by a tiny standard
+        deviation would amplify that difference.
         """
         high = per_row if counted is None else per_row.masked_fill(~counted, -torch.inf)
         low = per_row if counted is None else per_row.masked_fill(~counted, torch.inf)

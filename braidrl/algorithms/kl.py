@@ -1,4 +1,4 @@
-"""Two policies compared by their log-probs: importance ratios of a token or a whole row, and estimates of KL(π, π_ref), one per token.
+"""Importance ratios of a token or a whole row, and estimators of KL(π, π_ref) per token, both from log-probs.
 
 With x = log π − log π_ref: k1 = x, k2 = x²/2, k3 = e^(−x) + x − 1, after J. Schulman, "Approximating KL divergence" (2020). A name
 with `+` has that value and the gradient of k2, whose expectation under π is the gradient of the divergence itself.
@@ -14,12 +14,12 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import divergences
 
 Level = Literal["token", "sequence", "geometric"]
-# e^20 is beyond any ratio that is clipped or truncated, and far below overflow: an infinite ratio times a zero advantage is NaN.
+# e^20 is above every clip and cap, and far below overflow. Without this limit an infinite ratio times a zero advantage gives NaN.
 LOG_RATIO_LIMIT = 20.0
 
 
 def ratio(log_probs: Tensor, old_log_probs: Tensor) -> Tensor:
-    """Return π/π_old of each token, (N,); log-ratios beyond ±20 are held there."""
+    """Return π/π_old of each token, (N,); log-ratios are clamped to ±20."""
     return (log_probs - old_log_probs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
 
 
@@ -46,7 +46,7 @@ def ratio_at(level: Level, log_probs: Tensor, old_log_probs: Tensor, offsets: Te
 
 @divergences.register()
 def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """Return log(π/π_ref), (N,): unbiased, of either sign, and with a gradient that is 0 in expectation."""
+    """Return log(π/π_ref), (N,): unbiased, may be negative, and its gradient is 0 in expectation."""
     return log_probs - ref_log_probs
 
 

@@ -1,4 +1,4 @@
-"""Importing this module registers every algorithm that comes with Braid."""
+"""Registration of every algorithm that comes with Braid: importing this module is enough."""
 
 from braidrl.algorithms import (  # noqa: F401
     advantages,

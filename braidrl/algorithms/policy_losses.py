@@ -1,7 +1,7 @@
-"""Policy losses, per action token and before aggregation.
+"""Policy losses, per action token and before aggregation. r = π/π_old.
 
-A loss takes flat action tokens and returns `(loss, metrics)`: the loss of each token (N,) with its gradient, and numbers per token
-(N,), detached, to be averaged over tokens; one whose name ends in `_max` is reduced by its maximum. r = π/π_old.
+A loss takes flat action tokens and returns `(loss, metrics)`: the loss of each token (N,) with its gradient, and detached metrics per
+token (N,). Metrics are averaged over tokens; a metric whose name ends in `_max` is reduced by its maximum.
 """
 
 from typing import Literal
@@ -26,14 +26,14 @@ def clip(
     high: float = 0.2,
     dual: float | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """Return −min(r·A, clip(r, 1 − low, 1 + high)·A), and with `dual` c where A < 0 at most −c·A.
+    """Return −min(r·A, clip(r, 1 − low, 1 + high)·A); with `dual` c, at most −c·A where A < 0.
 
     PPO, arXiv 1707.06347, equation 7; high > low is Clip-Higher, DAPO, arXiv 2503.14476, equation 10 (0.2 and 0.28); dual clip,
     arXiv 1912.09729.
 
     Args:
-        low: How far a ratio may fall below 1.
-        high: How far a ratio may rise above 1.
+        low: Largest decrease of a ratio below 1.
+        high: Largest increase of a ratio above 1.
         dual: The c of dual clip, above 1.
     """
     r = ratio(log_probs, old_log_probs)
@@ -52,12 +52,12 @@ def clipped_surrogate(r: Tensor, advantages: Tensor, low: float, high: float) ->
 
 
 def stopped(r: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Return where the clip takes the gradient away: from above, and from below, (N,) bool each."""
+    """Return masks of the tokens without gradient: clipped from above, and clipped from below, (N,) bool each."""
     return (advantages > 0) & (r > 1 + high), (advantages < 0) & (r < 1 - low)
 
 
 def clip_metrics(above: Tensor, below: Tensor, log_probs: Tensor, old_log_probs: Tensor) -> Metrics:
-    """Return which tokens were clipped from above and from below, how likely the former are, and KL(π_old, π)."""
+    """Return indicators of tokens clipped from above and below, the probability of those clipped from above, and KL(π_old, π)."""
     probability = log_probs.detach().exp() * above
     return {
         "clip_fraction": (above | below).to(probability.dtype),
@@ -70,7 +70,7 @@ def clip_metrics(above: Tensor, below: Tensor, log_probs: Tensor, old_log_probs:
 
 
 def kl_metrics(log_probs: Tensor, old_log_probs: Tensor) -> Metrics:
-    """KL(π_old, π) of each token by k3, which is r − 1 − log r on tokens that π_old sampled."""
+    """Return KL(π_old, π) of each token by k3, which is r − 1 − log r on tokens sampled from π_old."""
     log_ratio = (log_probs - old_log_probs).detach()
     return {"kl_old": log_ratio.clamp(max=LOG_RATIO_LIMIT).expm1() - log_ratio}
 
@@ -79,17 +79,17 @@ def kl_metrics(log_probs: Tensor, old_log_probs: Tensor) -> Metrics:
 def cispo(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, low: float = 1.0, high: float = 4.0
 ) -> tuple[Tensor, Metrics]:
-    """Return −sg(clip(r, 1 − low, 1 + high))·A·log π: weights are clipped, no token loses its gradient.
+    """Return −sg(clip(r, 1 − low, 1 + high))·A·log π: weights are clipped, and every token keeps its gradient.
 
-    MiniMax-M1, arXiv 2506.13585, which sets no lower bound (low = 1) and does not print its upper one; 1 + high = 5 is
+    MiniMax-M1, arXiv 2506.13585, which sets no lower bound (low = 1) and does not publish its upper bound; 1 + high = 5 is
     from ScaleRL, arXiv 2510.13786.
 
     Args:
-        low: How far a ratio may fall below 1.
-        high: How far a ratio may rise above 1.
+        low: Largest decrease of a ratio below 1.
+        high: Largest increase of a ratio above 1.
     """
     r = ratio(log_probs, old_log_probs).detach()
-    # A weight is clipped whatever the sign of its advantage.
+    # CISPO clips a weight for either sign of the advantage.
     metrics = clip_metrics(r > 1 + high, r < 1 - low, log_probs, old_log_probs)
     return -r.clamp(1 - low, 1 + high) * advantages * log_probs, metrics
 
@@ -103,7 +103,7 @@ def sapo(
     tau_positive: float = 1.0,
     tau_negative: float = 1.05,
 ) -> tuple[Tensor, Metrics]:
-    """Return −(4/τ)·σ(τ(r − 1))·A: a gate that closes smoothly, with τ by the sign of A. SAPO, arXiv 2511.20347.
+    """Return −(4/τ)·σ(τ(r − 1))·A: a smooth gate; τ depends on the sign of A. SAPO, arXiv 2511.20347.
 
     Args:
         tau_positive: τ where A > 0.
@@ -120,10 +120,10 @@ def dppo_tv(
 ) -> tuple[Tensor, Metrics]:
     """Return −(π/μ)·A, 0 where A > 0 and π − μ > delta, or A < 0 and π − μ < −delta; μ is the rollout policy.
 
-    The trust region is in total variation, so that rare tokens may change by large ratios. DPPO, arXiv 2602.04879.
+    The trust region is in total variation: rare tokens may change by large ratios. DPPO, arXiv 2602.04879.
 
     Args:
-        delta: How far the probability of a sampled token may move.
+        delta: Largest change of a sampled token's probability.
     """
     moved = log_probs.detach().exp() - rollout_log_probs.exp()
     above, below = (advantages > 0) & (moved > delta), (advantages < 0) & (moved < -delta)
@@ -150,14 +150,14 @@ def decoupled(
 ) -> tuple[Tensor, Metrics]:
     """Return −w·min(u·A, clip(u, 1 − low, 1 + high)·A) with u = π/π_prox and w = π_prox/π_behaviour.
 
-    AReaL, arXiv 2505.24298. π_prox is `old_log_probs`, recomputed under the weights that start the update, and
-    π_behaviour what sampled.
+    AReaL, arXiv 2505.24298. π_prox is `old_log_probs`, recomputed under the weights at the start of the update; π_behaviour is the
+    policy that sampled the tokens.
 
     Args:
-        low: How far a ratio may fall below 1.
-        high: How far a ratio may rise above 1.
+        low: Largest decrease of a ratio below 1.
+        high: Largest increase of a ratio above 1.
         cap: The largest w.
-        over_cap: What happens to a token with a larger one: `clamp` w, or `mask` the token.
+        over_cap: Treatment of a token with a larger w: `clamp` w, or `mask` the token.
     """
     w = ratio(old_log_probs, rollout_log_probs)
     over = w > cap

@@ -1,4 +1,4 @@
-"""What is reported about a batch: pure functions of columns, or of means that were summed where the rows are."""
+"""Metrics of a batch: pure functions of columns, or of means over all rows."""
 
 import re
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ def explained_variance(error: Tensor, error_squared: Tensor, returns: Tensor, re
     """
     variance = returns_squared - returns**2
     unexplained = error_squared - error**2
-    # The difference of two equal numbers of this size may be its rounding error.
+    # A smaller variance may be the rounding error of this difference.
     varies = variance > 1e-6 * returns_squared
     return torch.where(varies, 1 - unexplained / variance.masked_fill(~varies, 1), 0.0)
 
@@ -29,7 +29,7 @@ def explained_variance(error: Tensor, error_squared: Tensor, returns: Tensor, re
 def effective_sample_share(mean: Tensor, mean_square: Tensor) -> Tensor:
     """Return (Σw)²/(N·Σw²) from means over N weighted samples; 0 where every weight is 0.
 
-    It is the share of them that as many equal ones are worth, between 1/N and 1.
+    It is the effective sample size divided by N, between 1/N and 1.
 
     Args:
         mean: Mean weight.
@@ -39,7 +39,7 @@ def effective_sample_share(mean: Tensor, mean_square: Tensor) -> Tensor:
 
 
 def mean_where(indicated: Tensor, share: Tensor) -> Tensor:
-    """Return the mean of a value over the tokens that an indicator picks; 0 where it picks none.
+    """Return the mean of a value over the tokens selected by an indicator; 0 where none is selected.
 
     `mean_where(clip_high_probability, clip_fraction_high)` is the mean probability of the tokens clipped from above.
 
@@ -51,7 +51,7 @@ def mean_where(indicated: Tensor, share: Tensor) -> Tensor:
 
 
 def group_shares(correct: Tensor, reward: Tensor, group: Tensor) -> dict[str, Tensor]:
-    """Return the share of groups with equal rewards, which teach a group's estimator nothing, and its parts all right and all wrong.
+    """Return the shares of groups with equal rewards, which give no gradient: of all such groups, of all right, and of all wrong ones.
 
     Args:
         correct: 1 for a right sample and 0 for a wrong one, (B,).
@@ -68,7 +68,7 @@ def group_shares(correct: Tensor, reward: Tensor, group: Tensor) -> dict[str, Te
 
 
 def share_of(chosen: Tensor) -> Tensor:
-    """Return the part of `chosen` (K,) bool that is true; 0 where there is nothing to choose."""
+    """Return the share of `chosen` (K,) bool that is true; 0 for an empty tensor."""
     return chosen.double().sum() / max(len(chosen), 1)
 
 
@@ -82,7 +82,7 @@ def pass_at_k(correct: Tensor, group: Tensor, k: int) -> Tensor:
     """Return the mean over prompts of 1 − C(wrong, k)/C(n, k), the unbiased pass@k. arXiv 2107.03374, equation 1.
 
     Args:
-        k: Samples of which one has to be right.
+        k: Number of samples, at least one of which must be right.
 
     Raises:
         ValueError: A group has fewer than k samples.
@@ -100,7 +100,7 @@ def reflection_counts(responses: Sequence[str], phrases: Sequence[str]) -> Tenso
 
     Args:
         responses: Texts, B of them.
-        phrases: What to look for.
+        phrases: Phrases to count.
     """
     if not phrases:
         return torch.zeros(len(responses), dtype=torch.int64)
@@ -110,6 +110,6 @@ def reflection_counts(responses: Sequence[str], phrases: Sequence[str]) -> Tenso
 
 
 def repeats_itself(tokens: Tensor, window: int) -> bool:
-    """Return whether the last `window` of tokens (T,) are one phrase at least four times over (repeat detection of Kimi k1.5)."""
+    """Return whether the last `window` of tokens (T,) repeat one phrase at least four times (repeat detection of Kimi k1.5)."""
     last = tokens[-window:]
     return len(last) == window and any(torch.equal(last[n:], last[:-n]) for n in range(1, window // 4 + 1))

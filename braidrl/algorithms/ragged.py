@@ -1,4 +1,4 @@
-"""Rows of different lengths as flat values and offsets: the one form in which payload columns are computed on.
+"""Ragged tensors: rows of different lengths as flat values and offsets. Payload columns have this form in every computation.
 
 values_N   x0 x0 x0 | x1 | x2 x2          N = all entries, joined
 offsets    0          3    4       6      B + 1 numbers; row b is values[offsets[b]:offsets[b + 1]]
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """`values` (N, ...) holds the rows joined, `offsets` (B + 1, int64) where each begins and the last one ends."""
+    """Rows of different lengths: `values` (N, ...) holds the rows joined, `offsets` (B + 1, int64) the start of each and the last end."""
 
     values: Tensor
     offsets: Tensor
@@ -21,17 +21,17 @@ class Ragged:
     def __post_init__(self) -> None:
         if self.offsets.dim() != 1 or self.offsets.dtype != torch.int64 or len(self.offsets) == 0:
             raise ValueError(f"offsets must be int64 of shape (B + 1,), got {self.offsets.dtype} {self.offsets.shape}")
-        # On an accelerator the check would make the host wait for the device at every construction.
+        # On an accelerator this check would synchronise host and device at every construction.
         if self.offsets.device.type == "cpu" and int(self.offsets[-1]) != len(self.values):
             raise ValueError(f"offsets end at {int(self.offsets[-1])} but there are {len(self.values)} values")
 
     @staticmethod
     def from_lengths(values: Tensor, lengths: Tensor) -> "Ragged":
-        """Return rows that lie one after the other.
+        """Make rows of consecutive values.
 
         Args:
             values: All rows' values, (N, ...).
-            lengths: Of each row, (B,) int64, N together.
+            lengths: Length of each row, (B,) int64; their sum is N.
         """
         return Ragged(values, offsets_of(lengths))
 
@@ -41,7 +41,7 @@ class Ragged:
 
         Args:
             rows: One-dimensional, of any lengths.
-            dtype: Of the values, also when there are no rows.
+            dtype: Dtype of the values, also without rows.
         """
         tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
         lengths = torch.tensor([len(row) for row in tensors], dtype=torch.int64)
@@ -59,7 +59,7 @@ class Ragged:
 
     @property
     def lengths(self) -> Tensor:
-        """Return the entries of each row, (B,) int64."""
+        """Return the length of each row, (B,) int64."""
         return self.offsets.diff()
 
     def row_ids(self) -> Tensor:
@@ -82,11 +82,11 @@ class Ragged:
         return self.row_sums() / lengths.reshape(-1, *[1] * (self.values.dim() - 1))
 
     def with_values(self, values: Tensor) -> "Ragged":
-        """Return other values at the same offsets."""
+        """Return rows of the same lengths with other values."""
         return Ragged(values, self.offsets)
 
     def take(self, rows: Tensor) -> "Ragged":
-        """Return the rows of these numbers (K,) int64, in the order given and with repetitions. A run of neighbours is not copied."""
+        """Return the rows at these positions (K,) int64, in the given order; positions may repeat. Consecutive rows are not copied."""
         if len(rows) and rows.device.type == "cpu" and bool((rows.diff() == 1).all()) and int(rows[0]) >= 0:
             first, end = int(rows[0]), int(rows[-1]) + 1
             begin = self.offsets[first]

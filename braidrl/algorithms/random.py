@@ -1,8 +1,8 @@
-"""Random numbers as a function of keys, not of state: the same keys give the same number on any device, in any batch, in any order.
+"""Counter-based random numbers: a pure function of keys. The same keys give the same number on any device, in any batch, in any order.
 
     keys (seed, "sample", stage, group, sample, position)  ──▶  64 mixed bits  ──▶  a number in [0, 1)
 
-Only int64 arithmetic that wraps around and exact conversions are used, so that CPU and CUDA agree to the bit.
+The arithmetic is wrapping int64 and exact conversions only, so that CPU and CUDA agree to the bit.
 """
 
 import hashlib
@@ -23,8 +23,8 @@ MASK = (1 << 64) - 1
 def hashed(*keys: Key) -> Tensor:
     """Return 64 well-mixed bits (int64) for each combination of the broadcast keys.
 
-    A key is an int (taken modulo 2^64), a text (a purpose, a stage) or an integer tensor; tensors broadcast and must share a device.
-    Keep the widest tensor last: earlier keys are then mixed at their own smaller shape.
+    A key is an int (modulo 2^64), a text (a purpose, a stage) or an integer tensor; tensors broadcast and must share a device.
+    Put the widest tensor last: earlier keys are then mixed at their own smaller shape.
     """
     state: int | Tensor = 0
     for key in keys:
@@ -32,7 +32,7 @@ def hashed(*keys: Key) -> Tensor:
             if key.is_floating_point() or key.is_complex():
                 raise TypeError(f"a key holds integers, not {key.dtype}")
             key = key.to(torch.int64)
-            # A state that is still one number takes part as a scalar: it needs no device.
+            # A state that is still a Python number needs no device.
             state = _mix_tensor((key ^ (_signed(state) if isinstance(state, int) else state)).add_(_signed(INCREMENT)))
         elif isinstance(state, int):
             state = _mix_number((state ^ _number(key)) + INCREMENT & MASK)
@@ -61,7 +61,7 @@ def uniform(*keys: Key, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def permutation(seed: Key | tuple[Key, ...], n: int) -> Tensor:
-    """Return the numbers 0 to n − 1 in the order that the seed decides, (n,) int64 on the CPU.
+    """Return a seeded permutation of 0 to n − 1, (n,) int64 on the CPU.
 
     Args:
         seed: One key or several.
@@ -86,12 +86,12 @@ def _signed(bits: int) -> int:
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:
-    """Logical right shift: torch's own copies the sign bit, which is masked away."""
+    """Shift right logically: torch's shift copies the sign bit, which is masked away."""
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 
 def _mix_tensor(x: Tensor) -> Tensor:
-    """Apply splitmix64's finaliser to a tensor that the caller gives away."""
+    """Apply splitmix64's finaliser in place."""
     x = x.bitwise_xor_(_shifted(x, 30)).mul_(_signed(MULTIPLIER_1))
     x = x.bitwise_xor_(_shifted(x, 27)).mul_(_signed(MULTIPLIER_2))
     return x.bitwise_xor_(_shifted(x, 31))

@@ -1,14 +1,14 @@
-"""Where algorithms are known by name, so that a recipe, a YAML flow or a user's own file can select them.
+"""Registries of algorithms by name; a recipe, a YAML flow or a user's own file selects from them.
 
-A registered function is plain: its positional parameters are the columns that it reads, its keyword-only parameters
-are its settings. `writes` names what it returns.
+A registered function is a plain function. Its positional parameters are the columns that it reads, its keyword-only parameters
+are its settings. `writes` names the columns that it returns.
 
     @advantages.register(writes=["advantage"], scope="group")
     def group_centered(reward: Tensor, group: Tensor) -> Tensor: ...
 
-A positional parameter with the default None is a column that is read when an earlier stage writes it.
+A positional parameter with the default None is an optional column: it is read if an earlier stage writes it.
 
-The rows of a batch lie in many places, so a function of scope `batch` is called with some of them at a time, and is given their sums:
+The rows of a batch are spread over processes. A function of scope `batch` is called with some of the rows at a time, and is given their sums:
 
     def count_and_sum(reward: Tensor) -> dict[str, Tensor]:
         return {"sum": reward.sum(), "rows": torch.tensor(len(reward))}
@@ -26,20 +26,20 @@ from typing import Any, Literal, TypeVar
 
 ScopeName = Literal["row", "group", "batch"]
 DENOMINATORS = ("tokens", "rows", "groups")
-"""What sums of losses may be divided by: action tokens, rows or groups of the optimizer step, after masking."""
+"""Denominators for sums of losses: action tokens, rows or groups of the optimizer step, after masking."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a function asks of a flow, so that a flow without it is refused before any model loads.
+    """Requirements of a function. A flow that does not meet them is refused before any model loads.
 
-    limits          setting -> the least and the greatest value that makes sense
-    choices         setting -> the names that it may take
-    group_size      samples per prompt that it needs at least, or a function of the settings that says so
-    whole_groups    a loss that compares the rows of a group, which therefore share a micro-batch
-    aggregations    those that a loss is defined for; none named means all
-    weighs_rollout  a loss that holds the ratio to the rollout policy itself, so that no correction goes on top
+    limits          setting -> the smallest and the largest valid value
+    choices         setting -> the valid names
+    group_size      minimum of samples per prompt, or a function of the settings that returns it
+    whole_groups    True for a loss that compares the rows of a group: they must share a micro-batch
+    aggregations    the aggregations that a loss is defined for; empty means all
+    weighs_rollout  True for a loss that contains the ratio to the rollout policy: no correction may be added
     """
 
     limits: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -52,15 +52,15 @@ class Needs:
 
 @dataclass(frozen=True)
 class Entry:
-    """A registered function and what its signature says.
+    """A registered function with its columns and settings.
 
-    `sums` is for scope `batch` only: `sums(columns, **settings)` returns a dict of numbers or tensors that are added up over all
-    rows wherever they are; the function itself then receives the totals as its keyword `totals`.
+    `sums` is for scope `batch` only: `sums(columns, **settings)` returns a dict of numbers or tensors, which the runtime adds up over
+    all rows. The function receives the totals as its keyword `totals`.
 
     `state` gives the initial values of a small state that the stage owns (a KL coefficient, a multiplier). The function receives it
     as its keyword `state`; once per iteration `update_state(state, totals, **settings)` returns the next one.
 
-    `denominator` is for aggregations: which count over the optimizer step their sums are divided by.
+    `denominator` is for aggregations: the count over the optimizer step that divides their sums.
     """
 
     name: str
@@ -83,9 +83,9 @@ class Entry:
         return self.columns.get(parameter, parameter)
 
     def check(self, given: dict[str, Any]) -> None:
-        """Raise ValueError for a setting that the function does not have, that is missing or that is out of its range.
+        """Raise ValueError for an unknown, missing or invalid setting.
 
-        A name of the state is a setting too: it sets the initial value.
+        A name of the state is also a setting: it sets the initial value.
         """
         known = [*self.settings, *self.state]
         for name in given:
@@ -106,11 +106,11 @@ class Entry:
         """Check the number of samples per prompt.
 
         Args:
-            given: The settings that the flow gives the function.
+            given: The settings in the flow.
             samples: Samples per prompt of the run.
 
         Raises:
-            ValueError: The function needs more samples with these settings.
+            ValueError: With these settings the function needs more samples.
         """
         needed = self.needs.group_size
         least = needed if isinstance(needed, int) else needed({**self.settings, **given})
@@ -149,13 +149,13 @@ class Registry:
         Args:
             name: By default the function's own.
             writes: Columns that it returns.
-            scope: How many rows it must see at once.
-            sums: Of scope `batch`: what is added up over all rows.
-            columns: Columns of parameters that are no Python names: `{"baseline": "greedy.reward"}`.
+            scope: The rows that it must see at once.
+            sums: For scope `batch`: the function whose results are added up over all rows.
+            columns: Columns of parameters whose names differ from the columns': `{"baseline": "greedy.reward"}`.
             state: Initial values of the state that its stage owns.
-            update_state: Makes the next state, once per iteration.
-            needs: What it asks of a flow.
-            denominator: Of an aggregation: the count that its sums are divided by.
+            update_state: Returns the next state, once per iteration.
+            needs: Requirements of the function.
+            denominator: For an aggregation: the count that divides its sums.
 
         Raises:
             ValueError: Another function has the name, or `sums`, `state` and `update_state` do not belong together.
@@ -198,7 +198,7 @@ class Registry:
 
 
 def describe(name: str, function: Callable[..., Any], **about: Any) -> Entry:
-    """Read columns and settings off the function's signature; `about` are the entry's other fields."""
+    """Build an entry from the function's signature; `about` are the entry's other fields."""
     reads: list[str] = []
     optional: list[str] = []
     required: list[str] = []
@@ -219,12 +219,7 @@ def describe(name: str, function: Callable[..., Any], **about: Any) -> Entry:
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """Return a hint for a name that is not known.
-
-    Args:
-        name: What was written.
-        known: The names that there are.
-    """
+    """Return a hint for an unknown name: the most similar of the known names, else all of them."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(names) or 'none'}."

@@ -1,4 +1,4 @@
-"""Rows made from given responses instead of sampled ones: for SFT, reward models and DPO."""
+"""Rows with given responses in place of sampled ones: for SFT, reward models and DPO."""
 
 import torch
 from torch import Tensor
@@ -11,15 +11,18 @@ from braidrl.algorithms.registry import responses
 def join_response(
     prompt: Ragged, response: Ragged, response_mask: Ragged | None = None
 ) -> tuple[Ragged, Ragged, Ragged, Tensor, Tensor]:
-    """Join prompt ids and response ids, as one sequence per row; the response's tokens are the actions, or those in its mask.
+    """Join prompt ids and response ids as one sequence per row. All response tokens are actions, or only those in `response_mask`.
 
-    Returns tokens (int64), the mask of actions (bool), the lengths of each row's sequences (here one), and per row the number of
-    tokens and of action tokens, (B,) int64.
+    Returns:
+        tokens (int64), action_mask (bool) and sequence_lengths (one per row), and per row the number of tokens and of action tokens,
+        (B,) int64.
     """
     length, offsets = prompt.lengths + response.lengths, offsets_of(prompt.lengths + response.lengths)
     tokens = prompt.values.new_empty(len(prompt.values) + len(response.values))
     mask = torch.zeros_like(tokens, dtype=torch.bool)
-    mask[places(response, offsets[:-1] + prompt.lengths)] = True
+    # Response tokens of row b start at offsets[b] plus the length of its prompt.
+    starts = response.spread(offsets[:-1] + prompt.lengths - response.offsets[:-1])
+    mask[torch.arange(len(response.values), device=starts.device) + starts] = True
     tokens[mask] = response.values
     tokens[~mask] = prompt.values
     sequences = Ragged(length, torch.arange(len(length) + 1, device=length.device))
@@ -28,9 +31,3 @@ def join_response(
         mask[mask.clone()] = response_mask.values
         actions = response_mask.with_values(response_mask.values.to(torch.int64)).row_sums()
     return Ragged(tokens, offsets), Ragged(mask, offsets), sequences, length, actions
-
-
-def places(rows: Ragged, starts: Tensor) -> Tensor:
-    """Return where each entry lands when row b begins at starts[b] (B,); (N,) int64."""
-    within = torch.arange(len(rows.values), device=starts.device) - rows.spread(rows.offsets[:-1])
-    return rows.spread(starts) + within

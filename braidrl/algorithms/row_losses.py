@@ -1,8 +1,8 @@
-"""Losses that belong to the whole row: policy losses whose ratio does (GSPO, GMPO), and those on pairs of rows (preferences).
+"""Sequence-level losses: policy losses with a ratio per row (GSPO, GMPO), and preference losses on pairs of rows.
 
-In each group of a preference sample 0 is the chosen response and sample 1 the rejected one. A pair's loss stands at both of its rows, so
-that a mean over rows is the mean over pairs. Both rows must be in one micro-batch: the loss is not a sum over rows, and half a pair says
-nothing. ValueError tells of a group that is not such a pair. Metrics are averaged over rows, as the loss is, and not over tokens.
+In each preference group sample 0 is the chosen response and sample 1 the rejected one. A pair's loss is repeated at both rows, so that
+the mean over rows is the mean over pairs. Both rows must be in one micro-batch, because the loss compares them; any other group raises
+ValueError. Metrics are averaged over rows, like the loss, and not over tokens.
 """
 
 from dataclasses import replace
@@ -17,7 +17,7 @@ from braidrl.algorithms.policy_losses import Metrics, clip_metrics, clipped_surr
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Needs, losses
 
-# Each row is one decision here: weighing it by its length again would undo the mean inside the ratio.
+# The ratio is already a mean over the row; another aggregation would weigh the row by its length again.
 ROWS = ("seq-mean-token-mean",)
 
 
@@ -36,8 +36,8 @@ def gspo(
     GSPO-token, arXiv 2507.18071, section 4.3: s_t = sg(s)·π/sg(π), whose value is s and whose gradient each token's own.
 
     Args:
-        low: How far a ratio may fall below 1.
-        high: How far a ratio may rise above 1.
+        low: Largest decrease of a ratio below 1.
+        high: Largest increase of a ratio above 1.
     """
     rows = Ragged((log_probs - old_log_probs).detach(), offsets)
     mean = rows.spread(rows.row_means())
@@ -78,7 +78,7 @@ PAIRS = Needs(group_size=2, whole_groups=True, aggregations=("seq-mean-token-mea
 
 
 def pair_loss(scores: Tensor, group: Tensor, sample: Tensor) -> tuple[Tensor, Metrics]:
-    """Return −log σ(score of the chosen − score of the rejected) at each row, (B,), and what to report, (B,) each."""
+    """Return −log σ(score of the chosen − score of the rejected) at each row, (B,), and metrics, (B,) each."""
     groups = Groups.of(group)
     chosen = sample == 0
     if bool((groups.sums(chosen.long()) != 1).any() | (groups.sums((sample == 1).long()) != 1).any()):
@@ -92,7 +92,7 @@ def pair_loss(scores: Tensor, group: Tensor, sample: Tensor) -> tuple[Tensor, Me
     return -logsigmoid(margin), {
         "accuracy": (margin.detach() > 0).to(shown.dtype),
         "margin": margin.detach(),
-        # A pair is two rows: twice the one row's score is the pair's, once averaged over rows.
+        # The mean over rows halves this: a pair has two rows, and one of them has 0 here.
         "chosen": torch.where(chosen, 2 * shown, 0),
         "rejected": torch.where(chosen, 0, 2 * shown),
     }
@@ -111,12 +111,12 @@ def bradley_terry(scores: Tensor, group: Tensor, sample: Tensor) -> tuple[Tensor
 def dpo(
     log_probs: Tensor, ref_log_probs: Tensor, offsets: Tensor, group: Tensor, sample: Tensor, *, beta: float = 0.1
 ) -> tuple[Tensor, Metrics]:
-    """Return −log σ(β·(Σ log π/π_ref of the chosen − Σ log π/π_ref of the rejected)), the row's at each of its tokens.
+    """Return −log σ(β·(Σ log π/π_ref of the chosen − Σ log π/π_ref of the rejected)), repeated at each token of both rows.
 
     DPO, arXiv 2305.18290, equation 7.
 
     Args:
-        beta: β, which holds π near π_ref: the larger, the nearer.
+        beta: β: a larger value keeps π nearer to π_ref.
     """
     rows = Ragged(log_probs - ref_log_probs, offsets)
     loss, metrics = pair_loss(beta * rows.row_sums(), group, sample)

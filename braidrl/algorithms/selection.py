@@ -1,4 +1,4 @@
-"""Which groups a batch is made of: dynamic sampling. Each function returns the groups to drop, with the reason."""
+"""Dynamic sampling: selection of a batch's groups. Each function returns the groups to drop, with the reason."""
 
 from torch import Tensor
 
@@ -20,6 +20,6 @@ def informative_groups(correct: Tensor, group: Tensor) -> dict[int, str]:
 
 @selections.register(scope="group", needs=Needs(group_size=2))
 def informative_rewards(reward: Tensor, group: Tensor) -> dict[int, str]:
-    """Drop groups whose rewards (B,) are all equal, for rewards that do not say right or wrong."""
+    """Drop groups whose rewards (B,) are all equal, for graded rewards without right and wrong."""
     groups = Groups.of(group)
     return dict.fromkeys(groups.numbers[~groups.varies(reward)].tolist(), "all rewards equal")

@@ -1,4 +1,4 @@
-"""Rewards made from rewards: length penalties, masks for rows cut off, and the KL penalty inside the reward."""
+"""Reward shaping: length penalties, masks for truncated rows, and the KL penalty in the reward."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from braidrl.algorithms.registry import Needs, divergences, shapes
 
 KL = Needs({"coef": (0, 1e6)}, {"estimator": divergences})
 
-# The value of the `finish_reason` column for a row that was cut off at the length limit.
+# Value of the `finish_reason` column for a row that was truncated at the length limit.
 CUT_OFF = 1
 
 
@@ -37,9 +37,9 @@ def overlong_penalty(reward: Tensor, action_tokens: Tensor, *, max_response_toke
 
 @shapes.register(writes=["loss_mask"])
 def overlong_filter(finish_reason: Tensor, loss_mask: Tensor | None = None) -> Tensor:
-    """Return 0 for rows cut off at the length limit and 1 for others, (B,) float32, times a mask written before.
+    """Return 0 for rows truncated at the length limit and 1 for others, (B,) float32, times an earlier mask.
 
-    Overlong filtering, DAPO, arXiv 2503.14476, section 3.4: such rows leave the loss, and still count in their group.
+    Overlong filtering, DAPO, arXiv 2503.14476, section 3.4: such rows are excluded from the loss, but not from their group's statistics.
     """
     kept = (finish_reason != CUT_OFF).to(torch.float32)
     return kept if loss_mask is None else kept * loss_mask
@@ -47,7 +47,7 @@ def overlong_filter(finish_reason: Tensor, loss_mask: Tensor | None = None) -> T
 
 @shapes.register(writes=["loss_mask", "statistics_mask"])
 def overlong_exclude(finish_reason: Tensor, loss_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Do as `overlong_filter`, and leave the rows cut off out of their group's statistics; two masks (B,) float32."""
+    """Apply `overlong_filter`, and exclude truncated rows from their group's statistics too; two masks (B,) float32."""
     return overlong_filter(finish_reason, loss_mask), overlong_filter(finish_reason)
 
 
@@ -67,7 +67,7 @@ def kl_penalty(
     and the engine's `rollout_log_probs` otherwise.
 
     Args:
-        coef: Of the penalty, at least 0.
+        coef: Coefficient of the penalty, at least 0.
         estimator: Name of the KL estimator.
     """
     policy = rollout_log_probs if old_log_probs is None else old_log_probs
@@ -86,10 +86,10 @@ def row_kl_penalty(
 ) -> Tensor:
     """Return `reward` (B,) minus coef·KL(π, π_ref) summed over the row: the response is one action.
 
-    arXiv 1909.08593, equation 2, for estimators of one number per row, as in RLOO, arXiv 2402.14740.
+    arXiv 1909.08593, equation 2, for advantages with one number per row, as in RLOO, arXiv 2402.14740.
 
     Args:
-        coef: Of the penalty, at least 0.
+        coef: Coefficient of the penalty, at least 0.
         estimator: Name of the KL estimator.
     """
     policy = rollout_log_probs if old_log_probs is None else old_log_probs
@@ -109,10 +109,10 @@ def advantage_kl_penalty(
 ) -> Ragged:
     """Return the row's `advantage` (B,) minus coef·KL(π, π_ref) summed from each action token to the row's end.
 
-    What a KL penalty per token adds to the return behind a baseline that has none, as in ReMax, arXiv 2310.10505.
+    This is a KL penalty per token in the return, while the baseline has none, as in ReMax, arXiv 2310.10505.
 
     Args:
-        coef: Of the penalty, at least 0.
+        coef: Coefficient of the penalty, at least 0.
         estimator: Name of the KL estimator.
     """
     policy = rollout_log_probs if old_log_probs is None else old_log_probs
@@ -131,7 +131,7 @@ def kl_sums(
     gain: float = 0.1,
     estimator: str = "k1",
 ) -> dict[str, Tensor]:
-    """Return the sums that the batch's mean KL per row is made of."""
+    """Return the sums for the batch's mean KL per row."""
     policy = rollout_log_probs if old_log_probs is None else old_log_probs
     kl = estimate(estimator, policy.values, ref_log_probs.values)
     return {"kl": kl.double().sum(), "rows": torch.tensor(float(len(policy)))}
@@ -140,7 +140,7 @@ def kl_sums(
 def next_kl_coefficient(
     state: dict[str, float], totals: dict[str, float], *, target: float, gain: float = 0.1, estimator: str = "k1"
 ) -> dict[str, float]:
-    """Return coef·(1 + gain·e) for the next iteration, with the relative error e of the batch's mean KL, held within ±0.2.
+    """Return coef·(1 + gain·e) for the next iteration; e is the relative error of the batch's mean KL, clamped to ±0.2.
 
     arXiv 1909.08593, section 2.2.
     """
@@ -167,13 +167,13 @@ def adaptive_kl_penalty(
     estimator: str = "k1",
     state: dict[str, float],
 ) -> Ragged:
-    """Return `kl_penalty` with a coefficient that follows a mean KL. arXiv 1909.08593, section 2.2.
+    """Return `kl_penalty` with a coefficient that is adapted to a target KL. arXiv 1909.08593, section 2.2.
 
     Args:
-        target: The mean KL to hold, in nats per row.
-        gain: Of the control.
+        target: Target of the mean KL, in nats per row.
+        gain: Gain of the controller.
         estimator: Name of the KL estimator.
-        state: `coef`, whose first value is a setting too.
+        state: `coef`, whose initial value is also a setting.
     """
     policy = rollout_log_probs if old_log_probs is None else old_log_probs
     return kl_shaped(reward, policy, ref_log_probs, -state["coef"], estimator)
@@ -190,12 +190,12 @@ def safe_rlhf_kl_penalty(
     coef: float,
     estimator: str = "k1",
 ) -> tuple[Ragged, Ragged]:
-    """Return rewards less half of the KL penalty, and costs plus half of it, per action token.
+    """Return rewards minus half of the KL penalty, and costs plus half of it, per action token.
 
-    Safe-RLHF, arXiv 2310.12773: (reward − λ·cost)/(1 + λ) then holds the penalty coef/2 whatever λ is.
+    Safe-RLHF, arXiv 2310.12773: (reward − λ·cost)/(1 + λ) then contains the penalty coef/2 for every λ.
 
     Args:
-        coef: Of the penalty, at least 0.
+        coef: Coefficient of the penalty, at least 0.
         estimator: Name of the KL estimator.
     """
     policy = rollout_log_probs if old_log_probs is None else old_log_probs

@@ -1,4 +1,4 @@
-"""Advantages per action token that are not GAE, and whitening over the batch from two passes: sums, then apply."""
+"""Advantages per action token other than GAE, and whitening over the batch in two passes: sums, then apply."""
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ DISCOUNT = Needs({"gamma": (0, 1)})
 
 
 def moments(tokens: Ragged, statistics_mask: Tensor | None) -> BatchSums:
-    """Return count, sum and sum of squares over the action tokens of rows that count, float64."""
+    """Return count, sum and sum of squares over the action tokens of unmasked rows, float64."""
     counted = tokens.values.new_ones(len(tokens)) if statistics_mask is None else statistics_mask > 0
     weights, values = tokens.spread(counted).double(), tokens.values.double()
     return {"count": weights.sum(), "sum": (weights * values).sum(), "squares": (weights * values**2).sum()}
@@ -27,7 +27,7 @@ def whitened(tokens: Ragged, totals: BatchSums, epsilon: float) -> Ragged:
 
 
 def whiten_sums(advantages: Ragged, statistics_mask: Tensor | None = None, *, epsilon: float = 1e-8) -> BatchSums:
-    """Return the moments that `whiten` needs of the whole batch."""
+    """Return the moments of the advantages, for `whiten`."""
     return moments(advantages, statistics_mask)
 
 
@@ -35,7 +35,7 @@ def whiten_sums(advantages: Ragged, statistics_mask: Tensor | None = None, *, ep
 def whiten(
     advantages: Ragged, statistics_mask: Tensor | None = None, *, epsilon: float = 1e-8, totals: BatchSums
 ) -> Ragged:
-    """Return advantages of mean 0 and deviation 1 over the batch's action tokens, as PPO's implementations do to GAE.
+    """Normalise advantages to mean 0 and deviation 1 over the batch's action tokens, as implementations of PPO do.
 
     Args:
         epsilon: Added to the variance.
@@ -45,7 +45,7 @@ def whiten(
 
 
 def returns_to_go(reward: Tensor, action_tokens: Tensor, token_rewards: Ragged | None, gamma: float) -> Ragged:
-    """Return Σ_l γ^l·r_{t+l} per action token; without `token_rewards` the reward (B,) stands at the row's last one."""
+    """Return Σ_l γ^l·r_{t+l} per action token; without `token_rewards` the reward (B,) is given at the row's last one."""
     if token_rewards is None:
         empty = reward.new_zeros(int(action_tokens.sum()))
         token_rewards = rewards_of_tokens(reward, None, Ragged.from_lengths(empty, action_tokens))
@@ -102,9 +102,9 @@ def reinforce_plus_plus_baseline(
     epsilon: float = 1e-8,
     totals: BatchSums,
 ) -> Ragged:
-    """Return the baseline variant: R − R̄, which `group_centered` wrote as `advantage`, whitened over the batch's action tokens.
+    """Return `advantage` whitened over the batch's action tokens. `group_centered` comes before and writes R − R̄.
 
-    REINFORCE++, arXiv 2501.03262.
+    REINFORCE++, the variant with a baseline, arXiv 2501.03262.
 
     Args:
         epsilon: Added to the variance.
@@ -115,7 +115,7 @@ def reinforce_plus_plus_baseline(
 
 @advantages.register(writes=["advantages"])
 def distillation(rollout_log_probs: Ragged, ref_log_probs: Ragged, old_log_probs: Ragged | None = None) -> Ragged:
-    """Return log π_teacher − log π per action token, the teacher being the reference. On-policy distillation, arXiv 2306.13649."""
+    """Return log π_teacher − log π per action token; the teacher is the reference. On-policy distillation, arXiv 2306.13649."""
     student = rollout_log_probs if old_log_probs is None else old_log_probs
     return student.with_values(ref_log_probs.values - student.values)
 
@@ -123,14 +123,14 @@ def distillation(rollout_log_probs: Ragged, ref_log_probs: Ragged, old_log_probs
 def cost_sums(
     advantages: Ragged, cost_advantages: Ragged, cost: Tensor, *, threshold: float = 0.0, learning_rate: float = 0.1
 ) -> BatchSums:
-    """Return the sums that the batch's mean cost is made of."""
+    """Return the sums for the batch's mean cost."""
     return {"cost": cost.double().sum(), "rows": torch.tensor(float(len(cost)))}
 
 
 def next_multiplier(
     state: dict[str, float], totals: dict[str, float], *, threshold: float = 0.0, learning_rate: float = 0.1
 ) -> dict[str, float]:
-    """Return λ + learning_rate·(the batch's mean cost − threshold), kept ≥ 0: ascent on the constraint. arXiv 2310.12773."""
+    """Return max(0, λ + learning_rate·(the batch's mean cost − threshold)): gradient ascent on the constraint. arXiv 2310.12773."""
     mean = totals["cost"] / max(totals["rows"], 1.0)
     return {"multiplier": max(0.0, state["multiplier"] + learning_rate * (mean - threshold))}
 
@@ -156,8 +156,8 @@ def safe_rlhf(
     After each iteration λ rises by learning_rate·(mean of `cost` − threshold), kept ≥ 0.
 
     Args:
-        threshold: The mean cost that is allowed.
-        learning_rate: Of λ.
+        threshold: The highest allowed mean cost.
+        learning_rate: Learning rate of λ.
         state: `multiplier`, λ.
     """
     multiplier = state["multiplier"]

@@ -11,10 +11,10 @@ from braidrl.algorithms.registry import Needs, losses
 def value(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None = 0.2) -> tuple[Tensor, Metrics]:
     """Return ½·max((V − R)², (clip(V, V_old ± clip) − R)²) per action token, (N,); without `clip` ½·(V − R)².
 
-    PPO as its authors implemented it, arXiv 1707.06347. The metrics hold the moments that explained variance is made of.
+    PPO as its authors implemented it, arXiv 1707.06347. The metrics include the moments for explained variance.
 
     Args:
-        clip: How far V may move from V_old.
+        clip: Largest change of V from V_old.
     """
     loss = (values - returns) ** 2
     clipped = torch.zeros_like(returns)
