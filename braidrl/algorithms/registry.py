@@ -8,7 +8,7 @@ are its settings. `writes` names the columns that it returns.
 
 A positional parameter with the default None is an optional column: it is read if an earlier stage writes it.
 
-The rows of a batch are spread over processes. A function of scope `batch` is called with some of the rows at a time, and is given their sums:
+The rows of a batch are spread over processes. A function of scope `batch` is called with some rows at a time, and is given their sums:
 
     def count_and_sum(reward: Tensor) -> dict[str, Tensor]:
         return {"sum": reward.sum(), "rows": torch.tensor(len(reward))}

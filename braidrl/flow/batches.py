@@ -1,12 +1,12 @@
-"""The batches of a run: which rows belong to which optimizer step, and which weights it is trained on. `selecting` says which groups.
+"""The updates of a batch: assignment of rows to optimizer steps, and the bound on staleness. `selecting` chooses the groups of a batch.
 
-A seeded shuffle of a batch's groups, by their places among its numbers, makes its updates.
+A seeded shuffle of a batch's groups, by rank among its group numbers, makes the updates.
 
 version  0            1            2            3          publications of a role's weights, one at the end of each iteration
 batch    └─ 1 on 0 ──▶└─ 2 on 1 ──▶└─ 3 on 2 ──▶           iteration k trains batch k on version k - 1 and publishes version k
 
-Staleness is the version that a batch is trained on less that of the oldest token. A role that skips an iteration (`when`) publishes
-what it has, so that version and iteration keep step.
+Staleness is the version on which a batch is trained minus the version of its oldest token. A role that skips an iteration (`when`)
+publishes its unchanged weights, so that versions and iterations stay aligned.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from braidrl.flow.selecting import GroupSelector
 
 
 class Update(NamedTuple):
-    """The rows of one optimizer step and its epoch."""
+    """One optimizer step: its epoch and its rows."""
 
     epoch: int
     rows: tuple[Uid, ...]
@@ -28,7 +28,7 @@ class Update(NamedTuple):
 
 @dataclass(frozen=True)
 class Sizes:
-    """As in the configuration; `rows_per_update` is never None here, and `epoch_groups` are the prompts of an epoch."""
+    """Batch sizes of a run, from the configuration; `rows_per_update` is never None, `epoch_groups` is the number of prompts per epoch."""
 
     iterations: int
     prompts_per_step: int
@@ -41,17 +41,17 @@ class Sizes:
     seed: int = 0
     over_sampling: float = 1.0
     older_groups: int | None = None
-    """Groups of a batch that may be begun before the version that it is trained on, as far as `max_staleness` lets them; None is all."""
+    """Number of groups of a batch that may start on an older version than the batch's own, within `max_staleness`; None means all."""
     sets_aside: bool = False
-    """Whether rows may be set aside in one batch and go on in the next."""
+    """Whether rows may be suspended in one batch and resumed in the next (partial rollout)."""
 
     @property
     def ahead(self) -> int:
-        """Return how many versions the weights that begin a batch's rows may lag behind; the last is left to rows that are set aside."""
+        """Return by how many versions the weights may lag at the start of a row; suspended rows need the last one of `max_staleness`."""
         return self.max_staleness - self.sets_aside
 
     def sampling(self) -> GroupSelector:
-        """Return the selection at the run's beginning."""
+        """Return the selector in its initial state."""
         return GroupSelector(
             self.prompts_per_step, self.epoch_groups, self.surplus, self.max_staleness, self.over_sampling
         )
@@ -68,7 +68,7 @@ class Sizes:
 
 
 def check_update_size(prompts_per_step: int, samples_per_prompt: int, rows_per_update: int | None) -> int:
-    """Return the rows of one optimizer step (None is the whole batch). Raises UserError unless a batch is a whole number of updates."""
+    """Return the rows of one optimizer step; None means the whole batch. Raises UserError unless it divides the batch."""
     rows = prompts_per_step * samples_per_prompt
     if rows_per_update is None:
         return rows
@@ -95,12 +95,12 @@ def update_plan(
         samples: Sample of each row.
         rows_per_update: Rows of one step.
         epochs: Passes over the batch.
-        seed: The run's.
+        seed: The run's seed.
         iteration: Number of the batch.
-        older: How many groups, the first by number, are spread evenly over the updates.
+        older: Number of groups, the first by number, to spread evenly over the updates.
 
     Raises:
-        ValueError: The rows are no whole number of updates, or two rows have one identity.
+        ValueError: `rows_per_update` does not divide the batch, or two rows have the same identity.
     """
     identities = list(zip(groups, samples, strict=True))
     if len(set(identities)) < len(identities):
@@ -109,46 +109,46 @@ def update_plan(
         raise ValueError(f"{len(identities)} rows are no whole number of updates of {rows_per_update} rows")
     distinct, updates = sorted(set(groups)), list[list[int]]()
     for epoch in range(epochs):
-        order = evenly_mixed(permutation((seed, "updates", iteration, epoch), len(distinct)).tolist(), older)
-        place = {distinct[group]: i for i, group in enumerate(order)}
-        shuffled = sorted(range(len(identities)), key=lambda row: (place[groups[row]], samples[row]))
+        order = permutation((seed, "updates", iteration, epoch), len(distinct)).tolist()
+        # Ranks below `older` are placed at equal distances among the others.
+        parts = [rank for rank in order if rank < older], [rank for rank in order if rank >= older]
+        spread = [((i + 0.5) / len(part), rank) for part in parts for i, rank in enumerate(part)]
+        mixed = [rank for _, rank in sorted(spread, key=lambda pair: pair[0])]
+        position = {distinct[rank]: i for i, rank in enumerate(mixed)}
+        shuffled = sorted(range(len(identities)), key=lambda row: (position[groups[row]], samples[row]))
         for start in range(0, len(shuffled), rows_per_update):
             updates.append(sorted(shuffled[start : start + rows_per_update], key=identities.__getitem__))
     return updates
 
 
-def evenly_mixed(order: Sequence[int], older: int) -> list[int]:
-    """Return numbers in their order, but with those below `older` at equal distances among the others."""
-    parts = [number for number in order if number < older], [number for number in order if number >= older]
-    spread = [((place + 0.5) / len(part), number) for part in parts for place, number in enumerate(part)]
-    return [number for _, number in sorted(spread, key=lambda pair: pair[0])]
-
-
 class TooStale(RuntimeError):
-    """Rows older than `max_staleness` reached training: admission let too much in."""
+    """Rows older than `max_staleness` reached training, because too many were admitted."""
 
 
 def trained_on(iteration: int) -> int:
-    """Return the version whose weights iteration `iteration` (from 1) starts from."""
+    """Return the version of the weights at the start of an iteration, counted from 1."""
     return iteration - 1
 
 
 def admissible(iteration: int, engine_version: int, max_staleness: int) -> bool:
     """Return whether prompts for the batch of `iteration` may be admitted while the engine holds `engine_version`.
 
-    A row begun now has tokens of this version or later ones, whatever is loaded while it is generated.
+    A row that starts now has tokens of this version or later ones, even if the engine loads weights in between.
     """
     return trained_on(iteration) - engine_version <= max_staleness
 
 
 def check_staleness(iteration: int, versions: Sequence[int], max_staleness: int, uids: Sequence[Any]) -> int:
-    """Return the largest staleness in a batch. Raises TooStale, naming the row, if it is over the bound or a version not yet published.
+    """Return the largest staleness in a batch.
 
     Args:
         iteration: Number of the batch, from 1.
         versions: The version of each row's oldest token.
         max_staleness: The bound.
         uids: Names of the rows.
+
+    Raises:
+        TooStale: A row, which the message names, is over the bound or has a version that is not published yet.
     """
     oldest = 0
     for uid, version in zip(uids, versions, strict=True):

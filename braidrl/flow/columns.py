@@ -1,7 +1,7 @@
-"""Which version of a column each stage reads, and the order in which one process would run the stages.
+"""Column versions that each stage reads, and the serial order of the stages.
 
-A column is known by (name, writer): a stage that reads and writes one name makes its next version, and later stages read the
-latest in serial order. A version is never changed, so nobody who reads an earlier one has to be waited for.
+A column version is identified by (name, writer). A stage that reads and writes the same name creates its next version, and later
+stages read the latest in serial order. A version never changes, so a writer need not wait for readers of earlier versions.
 
     reward.verify ──reward──▶ shape.overlong_penalty ──reward──▶ advantage.group_normalized
 """
@@ -33,7 +33,7 @@ Inputs = dict[str, tuple[ColumnVersion, ...]]
 
 
 def resolve_columns(stages: Sequence[Stage]) -> Inputs:
-    """Return the versions that each stage reads, by its name. Raises UserError for a missing, later or doubly written column."""
+    """Return the column versions that each stage reads, by stage name. Raises UserError for a missing column or two writers of one."""
     latest = dict.fromkeys((*ADMITTED, *ADMITTED_IF_GIVEN), ADMISSION)
     inputs: Inputs = {}
     for position, stage in enumerate(stages):
@@ -51,7 +51,7 @@ def resolve_columns(stages: Sequence[Stage]) -> Inputs:
 
 
 def read_names(stage: Stage, latest: Mapping[str, str], later: Sequence[Stage]) -> list[str]:
-    """Return the columns that a stage reads, given those written before it. Raises UserError for one that is not there."""
+    """Return the columns that a stage reads, given those written before it. Raises UserError for a missing one."""
     signature = stage.signature
     for name in signature.reads:
         if name not in latest:
@@ -66,7 +66,7 @@ def read_names(stage: Stage, latest: Mapping[str, str], later: Sequence[Stage]) 
 
 
 def missing_column(stage: Stage, names: Sequence[str], latest: Mapping[str, str], later: Sequence[Stage]) -> str:
-    """Return why none of the columns is there: because a writer comes later, or because there is none."""
+    """Build the error message for missing columns: their writer comes later, or there is none."""
     reads = f"stage {stage.name} reads {' or '.join(repr(name) for name in names)}, which"
     writer = next((s.name for s in later if set(names) & set(s.writes)), None)
     if writer:
@@ -76,11 +76,11 @@ def missing_column(stage: Stage, names: Sequence[str], latest: Mapping[str, str]
 
 
 def check_when(stages: Sequence[Stage], inputs: Inputs) -> None:
-    """Raise UserError where a stage runs in an iteration in which nobody writes what it must read."""
+    """Raise UserError if a stage runs in an iteration in which no stage writes a column that it must read."""
     by_name = {stage.name: stage for stage in stages}
     for stage in stages:
         for column in inputs[stage.name]:
-            # A later version may be skipped: then the one before it is read.
+            # In an iteration that skips a later version, the version before it is read.
             writers = writers_until(column, inputs)
             sure = column.name in stage.signature.optional or ADMISSION in writers
             if not sure and not any(by_name[writer].when.covers(stage.when) for writer in writers):
@@ -91,7 +91,7 @@ def check_when(stages: Sequence[Stage], inputs: Inputs) -> None:
 
 
 def writers_until(column: ColumnVersion, inputs: Inputs) -> list[str]:
-    """Return who wrote this version and the ones that it was made from, latest first."""
+    """Return the stages that wrote this version and its earlier versions, latest first."""
     writers = [column.writer]
     while writers[-1] != ADMISSION:
         before = next((c.writer for c in inputs[writers[-1]] if c.name == column.name), None)
@@ -102,7 +102,7 @@ def writers_until(column: ColumnVersion, inputs: Inputs) -> list[str]:
 
 
 def version_numbers(stages: Sequence[Stage]) -> dict[ColumnVersion, int]:
-    """Return, for each column that has several versions, their numbers from 1 in serial order."""
+    """Number the versions of each column that has several, from 1 in serial order."""
     writers: dict[str, list[str]] = {name: [ADMISSION] for name in (*ADMITTED, *ADMITTED_IF_GIVEN)}
     for stage in stages:
         for name in stage.writes:
@@ -116,9 +116,9 @@ def version_numbers(stages: Sequence[Stage]) -> dict[ColumnVersion, int]:
 
 
 def unique_names(stages: Sequence[Stage]) -> list[Stage]:
-    """Number the second and later stages of one default name: `critic.update`, `critic.update_2`.
+    """Number the second and later stages with the same default name: `critic.update`, `critic.update_2`.
 
-    Raises UserError when two stages are given the same name.
+    Raises UserError if two stages are given the same `id`.
     """
     seen: Counter[str] = Counter()
     named = []
@@ -133,7 +133,7 @@ def unique_names(stages: Sequence[Stage]) -> list[Stage]:
 
 
 def serial_order(stages: Sequence[Stage]) -> tuple[Stage, ...]:
-    """Return the stages in list order, moved only as far as `after` asks. Raises UserError for an unknown name or a cycle."""
+    """Return the stages in list order, except for moves that `after` requires. Raises UserError for an unknown name or a cycle."""
     position = {stage.name: i for i, stage in enumerate(stages)}
     sorter = TopologicalSorter({stage.name: stage.after for stage in stages})
     for stage in stages:
@@ -150,7 +150,7 @@ def serial_order(stages: Sequence[Stage]) -> tuple[Stage, ...]:
     ready, order = [position[name] for name in sorter.get_ready()], list[Stage]()
     heapq.heapify(ready)
     while ready:
-        # Always the earliest listed of those that may come next.
+        # Of the ready stages, take the first in list order.
         order.append(stages[heapq.heappop(ready)])
         sorter.done(order[-1].name)
         for name in sorter.get_ready():
@@ -159,9 +159,9 @@ def serial_order(stages: Sequence[Stage]) -> tuple[Stage, ...]:
 
 
 def check_selects(stages: Sequence[Stage]) -> None:
-    """Raise UserError for a train stage before a `select`, whose rows could still be dropped, and for a stateful one.
+    """Raise UserError for a train stage before a `select`, which may still drop rows, and for a stateful stage before it.
 
-    Stages up to a `select`, or a `generate`, run once for each wave, and a state changes once per iteration.
+    Stages up to a `select` or a `generate` run once per wave, but a state changes once per iteration.
     """
     trained = stateful = None
     for stage in stages:

@@ -1,4 +1,4 @@
-"""Runs compute and select stages: the registered function on columns, and the small state that a stage may own.
+"""Execution of compute and select stages: calls of registered functions on columns, and the small state that a stage may own.
 
 stage ──with_state──▶ runs on rows ──▶ columns
   ▲                        └── sums ──reduced──▶ next_state ──┐
@@ -25,11 +25,11 @@ def computed(stage: Stage, rows: Rows, totals: Mapping[str, Tensor] | None = Non
 
     Args:
         stage: A compute stage.
-        rows: Any rows, or of scope group those of complete groups.
-        totals: Of scope batch what `summed` gives over all rows.
+        rows: Any rows; for scope group, rows of complete groups.
+        totals: For scope batch, the result of `summed` over all rows.
 
     Raises:
-        ValueError: The function returns another number of columns than it declares.
+        ValueError: The function does not return as many columns as it declares.
     """
     result = compute_entry(stage.type).function(*arguments(stage, rows), **keywords(stage, totals))
     columns, writes = result if isinstance(result, tuple) else (result,), stage.writes
@@ -39,7 +39,7 @@ def computed(stage: Stage, rows: Rows, totals: Mapping[str, Tensor] | None = Non
 
 
 def summed(stage: Stage, rows: Rows) -> dict[str, Tensor]:
-    """Return what a stage adds up over all rows."""
+    """Return a stage's sums over some rows; the caller adds them up over all rows."""
     entry = compute_entry(stage.type)
     assert entry.sums is not None
     totals: dict[str, Tensor] = entry.sums(*arguments(stage, rows), **stage.settings)
@@ -47,20 +47,20 @@ def summed(stage: Stage, rows: Rows) -> dict[str, Tensor]:
 
 
 def dropped(stage: Stage, index: Rows) -> dict[int, str]:
-    """Return the groups that a select stage drops, with its reason."""
+    """Return the groups that a select stage drops, with the reasons."""
     reasons: dict[int, str] = compute_entry(stage.type).function(*arguments(stage, index), **stage.params)
     return reasons
 
 
 def arguments(stage: Stage, rows: Rows) -> Sequence[Column | None]:
-    """Return the columns that a registered function asks for, in its order."""
+    """Return a registered function's positional arguments: required columns, then optional ones."""
     entry = compute_entry(stage.type)
     required = [rows[entry.column(parameter)] for parameter in entry.reads]
     return required + [rows.get(entry.column(parameter)) for parameter in entry.optional]
 
 
 def keywords(stage: Stage, totals: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
-    """Return what a compute stage's function is given after columns: settings, its state, and totals where its scope is the batch."""
+    """Return the keyword arguments of a compute stage's function: settings, state, and totals for scope batch."""
     given = dict(stage.settings)
     if stage.state:
         given["state"] = {name: float(stage.params.get(name, value)) for name, value in stage.state.items()}
@@ -70,7 +70,7 @@ def keywords(stage: Stage, totals: Mapping[str, Tensor] | None = None) -> dict[s
 
 
 def of_namespace(rows: Rows, namespace: str | None) -> Rows:
-    """Return the rows with a namespace's columns under their plain names: the second response in place of the first."""
+    """Return the rows with a namespace's columns under plain names, so that they replace the first response."""
     if namespace is None:
         return rows
     prefix = f"{namespace}."
@@ -78,17 +78,17 @@ def of_namespace(rows: Rows, namespace: str | None) -> Rows:
 
 
 def initial_states(flow: Flow) -> dict[str, State]:
-    """Return every stateful stage's values before the first iteration, by its name."""
+    """Return the initial state of every stateful stage, by stage name."""
     return {stage.name: dict(stage.state) for stage in flow.stages if stage.state}
 
 
 def with_state(stage: Stage, state: Mapping[str, float]) -> Stage:
-    """Return the stage as it is to run now: a parameter of the state's name says its value, as it says the first one in a flow."""
+    """Return the stage with the current values of its state as parameters."""
     return replace(stage, params={**stage.params, **state})
 
 
 def next_state(stage: Stage, state: Mapping[str, float], totals: Mapping[str, float]) -> State:
-    """Return the values for the next iteration, from sums over all rows of this one."""
+    """Return the state for the next iteration, from sums over all rows of this one."""
     update = compute_entry(stage.type).update_state
     assert update is not None, f"{stage.name} has no state"
     return update(dict(state), dict(totals), **stage.settings)

@@ -1,4 +1,4 @@
-"""A flow for the eye: as text for a terminal, the same as SVG, and as a Mermaid flowchart for pages that render it."""
+"""Drawings of a flow: text for a terminal, the same text as SVG, and a Mermaid flowchart."""
 
 import io
 import re
@@ -21,7 +21,7 @@ WIDTH = 110
 
 
 def text(flow: Flow, width: int = WIDTH) -> str:
-    """Return the stages by depth with what each reads and writes; a bracket joins those that may run at the same time."""
+    """Return the stages by depth with their inputs and outputs; a bracket joins stages that may run at the same time."""
     models = [f"{role} (trained)" if role in flow.trained_roles else role for role in flow.roles]
     heading = f"{flow.name}: {len(flow.stages)} stages; models: {', '.join(models) or 'none'}"
     indent = max(len(stage.name) for stage in flow.stages)
@@ -37,14 +37,14 @@ def text(flow: Flow, width: int = WIDTH) -> str:
 
 
 def bracket(first: bool, last: bool, begins: bool) -> str:
-    """Return the sign before a line of stages that may run at the same time; `begins` where a stage does."""
+    """Return the bracket before a line of parallel stages; `begins` is True on a stage's first line."""
     if first or last:
         return "┌" if first else "└"
     return "├" if begins else "│"
 
 
 def stage_rows(flow: Flow, stage: Stage, width: int) -> list[tuple[str, str]]:
-    """Return what stands in the left column and in the right one, line by line."""
+    """Return the lines of a stage as pairs: name (first line only) and details."""
     versions = version_numbers(flow.stages)
     reads = [versioned(column, versions) for column in flow.inputs[stage.name]]
     writes = [versioned(ColumnVersion(name, stage.name), versions) for name in stage.writes]
@@ -57,14 +57,14 @@ def stage_rows(flow: Flow, stage: Stage, width: int) -> list[tuple[str, str]]:
 
 
 def reason(edge: Edge, flow: Flow) -> str:
-    """Return why an edge without columns is there."""
+    """Return the reason for an edge without columns."""
     if edge.weights:
         return f"weights of {edge.weights}"
     return "after" if edge.source in flow[edge.target].after else "kept rows"
 
 
 def footnotes(flow: Flow) -> list[str]:
-    """Return what the signs mean, as far as they occur."""
+    """Return the legend of the symbols that occur."""
     notes = []
     if any(len(group) > 1 for group in parallel_groups(flow)):
         notes.append("┌ └  these may run at the same time")
@@ -76,7 +76,7 @@ def footnotes(flow: Flow) -> list[str]:
 
 
 def about(stage: Stage) -> str:
-    """Return the kind and role of a stage, and what is out of the ordinary: scope, state, when."""
+    """Return the kind and role of a stage, and its scope, state and `when` if they differ from the default."""
     parts = [stage.kind.value]
     if stage.role:
         parts.append(stage.role)
@@ -90,21 +90,21 @@ def about(stage: Stage) -> str:
 
 
 def versioned(column: ColumnVersion, versions: dict[ColumnVersion, int]) -> str:
-    """Return a column's name with its version where it has several, as in `reward²`."""
+    """Return a column's name with its version if it has several, as in `reward²`."""
     number = versions.get(column)
     return column.name if number is None else column.name + str(number).translate(SUPERSCRIPTS)
 
 
 def svg(flow: Flow) -> str:
-    """Return `text` as a picture that needs nothing else to be shown."""
+    """Return `text` as a self-contained SVG picture."""
     console = Console(record=True, width=WIDTH, file=io.StringIO())
     console.print(text(flow, WIDTH), markup=False, highlight=False, no_wrap=True)
-    # rich would have a font fetched from the network.
+    # rich's SVG refers to a font on the network.
     return re.sub(r"@font-face \{.*?\}\s*", "", console.export_svg(title=flow.name), flags=re.DOTALL)
 
 
 def mermaid(flow: Flow) -> str:
-    """Return the flow as a Mermaid flowchart: columns on full lines, order and trained weights on dotted ones."""
+    """Return the flow as a Mermaid flowchart: solid lines for columns, dotted lines for order and trained weights."""
     nodes = {ADMISSION: "prompts"} | {stage.name: f"stage{i}" for i, stage in enumerate(flow.stages, 1)}
     lines = ["flowchart TD", '    prompts(["prompts"])']
     lines += [f'    {nodes[s.name]}["{label(s.name)}<br/>{label(about(s))}"]:::{s.kind.value}' for s in flow.stages]
@@ -126,5 +126,5 @@ def mermaid(flow: Flow) -> str:
 
 
 def label(name: str) -> str:
-    """Return a text between quotes in Mermaid."""
+    """Escape a text for quotes in Mermaid."""
     return name.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "#quot;")

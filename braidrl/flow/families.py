@@ -1,6 +1,6 @@
-"""Stages without a role and values of an update, by the names of what is registered: `advantage.gae(gamma=1.0)`, `loss.clip(low=0.2)`.
+"""Registered functions as attributes: `advantage.gae(gamma=1.0)` makes a stage, `loss.clip(low=0.2)` a parameter of an update.
 
-`families.pyi` beside this file tells editors and type checkers their signatures; `docs/write_families.py` writes it from the registries.
+`families.pyi` beside this file has their signatures for editors and type checkers; `docs/write_families.py` writes it from the registries.
 """
 
 from inspect import Parameter

@@ -1,4 +1,4 @@
-"""A flow: an ordered list of stages, and what follows from it.
+"""A flow: an ordered list of stages, and the dataflow graph derived from it.
 
 admission ──prompt──▶ actor.generate ──tokens──▶ reward.verify ──reward──▶ advantage ──▶ actor.update
                            ▲                                                                  │
@@ -32,7 +32,7 @@ __all__ = ["ADMISSION", "ADMITTED", "ADMITTED_IF_GIVEN", "ColumnVersion", "Edge"
 
 @dataclass(frozen=True)
 class Edge:
-    """`target` comes after `source`: it needs these columns or the weights of a role; neither where only the order is asked."""
+    """A dependency of `target` on `source`: columns, the weights of a role, or neither if only the order matters."""
 
     source: str
     target: str
@@ -41,17 +41,17 @@ class Edge:
 
 
 class Flow:
-    """Stages in the order in which one process would run them. Raises UserError when no such order exists."""
+    """Stages in serial order, the order in which one process would run them."""
 
     def __init__(self, name: str, stages: Sequence[Stage]) -> None:
-        """Put the stages into their serial order and find which stage writes what another reads.
+        """Bring the stages into serial order and resolve the columns that each reads.
 
         Args:
-            name: Of the flow, in messages and files.
+            name: The flow's name in messages and files.
             stages: In any order that their columns and `after` allow.
 
         Raises:
-            UserError: A column that nobody writes, two writers of one column, or stages that wait for each other.
+            UserError: A column has no writer or two independent writers, or stages wait for each other.
         """
         self.name = name
         self.stages = serial_order(unique_names(with_old_log_probs(stages)))
@@ -85,40 +85,40 @@ class Flow:
 
     @cached_property
     def changed_roles(self) -> tuple[str, ...]:
-        """Return the roles whose weights change during a run: those with an optimizer, and those that take their weights from another."""
+        """Return the roles whose weights change during a run: trained roles, and copies of another role's weights."""
         return tuple(dict.fromkeys(s.role for s in self.stages if s.kind is Kind.TRAIN and s.role))
 
     @cached_property
     def scalar_roles(self) -> tuple[str, ...]:
-        """Return the roles whose model has one number as its output: those that give or learn values or scores."""
+        """Return the roles whose model has a scalar head: they compute or learn values or scores."""
         return tuple(dict.fromkeys(s.role for s in self.stages if s.role and has_scalar_output(s)))
 
     @cached_property
     def trains_on_pairs(self) -> bool:
-        """Return True where a loss compares given responses, so that each prompt of the data has a chosen and a rejected one."""
+        """Return True if a loss compares given responses: each prompt of the data has a chosen and a rejected one."""
         losses = [entry_of(registry.losses, s.params["loss"]["name"]) for s in self.stages if is_optimized(s)]
         return "response" in self.needs_from_data() and any(entry.needs.whole_groups for entry in losses)
 
     @cached_property
     def sampling_segment(self) -> tuple[Stage, ...]:
-        """Return the stages up to the last `select`, which run in waves; empty in a flow that selects nothing."""
+        """Return the stages up to the last `select`, which run in waves; empty for a flow without `select`."""
         last = max((i for i, s in enumerate(self.stages) if s.kind is Kind.SELECT), default=-1)
         return self.stages[: last + 1]
 
     @cached_property
     def recorded_stages(self) -> int:
-        """Return how many stages come before the point where rows are recorded: up to the last `select` or `generate`."""
+        """Return the number of stages before rows are recorded: all up to the last `select` or `generate`."""
         return max((i + 1 for i, s in enumerate(self.stages) if s.kind in (Kind.SELECT, Kind.GENERATE)), default=0)
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
-        """Return the columns from writer to reader, weights between an update and the uses around it, and order without either."""
+        """Return all edges: columns from writer to reader, weights between an update and their uses, and order alone."""
         needed = [*column_edges(self.inputs), *weight_edges(self.stages)]
         return (*needed, *order_edges(self.stages, needed))
 
     @cached_property
     def depth(self) -> dict[str, int]:
-        """Return the length of the longest chain of edges before each stage: stages of one depth may run at the same time."""
+        """Return the length of the longest path of edges to each stage: stages with equal depth may run at the same time."""
         depth = {ADMISSION: 0}
         for stage in self.stages:
             before = [edge.source for edge in self.edges if edge.target == stage.name]
@@ -132,31 +132,31 @@ class Flow:
 
 
 def with_old_log_probs(stages: Sequence[Stage]) -> list[Stage]:
-    """Put `log_probs` of the role in where an update says `old: recompute` and no stage writes `old_log_probs`.
+    """Insert a `log_probs` stage if an update has `old: recompute` and no stage writes `old_log_probs`.
 
-    It comes as late as it can, before the first stage that reads them or trains: no row is computed that selection drops.
+    It is inserted as late as possible, before the first stage that reads them or trains, so that dropped rows are not computed.
     """
     wanted = next((s for s in stages if s.params.get("old") == "recompute"), None)
     if wanted is None or any("old_log_probs" in stage.writes for stage in stages):
         return list(stages)
-    place = next(i for i, s in enumerate(stages) if s.kind is Kind.TRAIN or "old_log_probs" in s.reads)
-    return [*stages[:place], make_stage("log_probs", wanted.role), *stages[place:]]
+    position = next(i for i, s in enumerate(stages) if s.kind is Kind.TRAIN or "old_log_probs" in s.reads)
+    return [*stages[:position], make_stage("log_probs", wanted.role), *stages[position:]]
 
 
 def is_optimized(stage: Stage) -> bool:
-    """Return True for an update by a loss, False for one that copies another role's weights."""
+    """Return True for an update with a loss, False for a copy of another role's weights."""
     return stage.kind is Kind.TRAIN and "source" not in stage.params
 
 
 def has_scalar_output(stage: Stage) -> bool:
-    """Return True for `values`, `score` and an update whose loss is about either."""
+    """Return True for `values`, `score` and an update whose loss reads either."""
     if stage.type in ("values", "score"):
         return True
     return is_optimized(stage) and bool(SCALARS & set(entry_of(registry.losses, stage.params["loss"]["name"]).reads))
 
 
 def column_edges(inputs: Inputs) -> list[Edge]:
-    """Return one edge for each pair of writer and reader, with all columns that go that way."""
+    """Return one edge for each pair of writer and reader, with all columns between them."""
     edges = []
     for reader, columns in inputs.items():
         by_writer: dict[str, list[str]] = {}
@@ -167,7 +167,7 @@ def column_edges(inputs: Inputs) -> list[Edge]:
 
 
 def weight_edges(stages: Sequence[Stage]) -> list[Edge]:
-    """Return an edge from each stage that uses a role's weights to later ones that write them, and the reverse, by list order."""
+    """Return an edge between each two stages that use a role's weights if one of them writes these, in list order."""
     edges = []
     for i, stage in enumerate(stages):
         for later in stages[i + 1 :]:
@@ -181,7 +181,7 @@ def weight_edges(stages: Sequence[Stage]) -> list[Edge]:
 
 
 def order_edges(stages: Sequence[Stage], needed: Sequence[Edge]) -> list[Edge]:
-    """Return the edges that `after` asks for, and those by which stages behind a `select` see only the rows that it kept."""
+    """Return the edges that `after` requires, and edges from each `select` to later stages, which see only kept rows."""
     edges = [Edge(name, stage.name) for stage in stages for name in stage.after]
     for i, select in enumerate(stages):
         if select.kind is not Kind.SELECT:

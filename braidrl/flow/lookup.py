@@ -1,4 +1,4 @@
-"""Finding a registered function by the name that a flow gives it, and the name by which another process finds it again."""
+"""Lookup of registered functions by name, and names that are valid in other processes."""
 
 import sys
 from collections.abc import Iterable
@@ -18,9 +18,9 @@ FAMILIES: dict[str, Registry] = {
 
 
 def compute_entry(type: str, also: Iterable[str] = ()) -> Entry:
-    """Return the function behind a compute or select stage's type. Raises UserError when there is none.
+    """Return the registered function of a compute or select stage's type. Raises UserError for an unknown type.
 
-    `also` are other types, known to the caller, that the user may have meant.
+    `also` are other valid types, for the hint in the message.
     """
     if ":" in type:
         return by_function(type, *FAMILIES.values())
@@ -32,7 +32,7 @@ def compute_entry(type: str, also: Iterable[str] = ()) -> Entry:
 
 
 def entry_of(registered: Registry, name: str) -> Entry:
-    """Return the entry by its registered name or as `module:function`. Raises UserError when there is none."""
+    """Return the entry with a registered name or `module:function`. Raises UserError for an unknown name."""
     if ":" in name:
         return by_function(name, registered)
     try:
@@ -42,7 +42,7 @@ def entry_of(registered: Registry, name: str) -> Entry:
 
 
 def by_function(name: str, *registries: Registry) -> Entry:
-    """Return the entry whose function `module:function` names. Raises UserError if it is not registered there."""
+    """Return the entry of the function `module:function`. Raises UserError if it is not registered in these registries."""
     function = import_function(name)
     found = [e for registered in registries for e in registered.entries.values() if e.function is function]
     if not found:
@@ -56,9 +56,9 @@ def by_function(name: str, *registries: Registry) -> Entry:
 
 
 def public_name(entry: Entry, name: str) -> str:
-    """Return `name` for what comes with Braid; for a user's function the `module:function` or `file.py:function` behind it.
+    """Return `name` for a built-in function, and `module:function` or `file.py:function` for a user's function.
 
-    So that the Python and the YAML form are equal, and that another process can import what this one registered.
+    The Python and the YAML form are then equal, and another process can import the function.
     """
     module = sys.modules.get(entry.function.__module__)
     if module is None or module.__name__.startswith("braidrl."):

@@ -1,4 +1,4 @@
-"""Stages that are a method of a user's class, `methods.py:Surprise.surprise`, which is registered with what it reads and writes."""
+"""Stages that call a method of a user's class, `methods.py:Surprise.surprise`, registered with the columns that it reads and writes."""
 
 import inspect
 from collections.abc import Mapping
@@ -10,12 +10,12 @@ from braidrl.importing import import_function
 
 
 def is_method(type: str, role: str | None) -> bool:
-    """Return True where a stage's type names a method of a user's class."""
+    """Return True if a stage's type names a method of a user's class."""
     return role is not None and ":" in type
 
 
 def class_and_method(type: str) -> tuple[Any, str]:
-    """Return the class and the method's name behind `module:Class.method`. Raises UserError where there is no such class."""
+    """Return the class and the method's name of `module:Class.method`. Raises UserError for an unknown class."""
     place, _, method = type.rpartition(".")
     if ":" not in place:
         raise UserError(f"{type} names no method; write module:Class.method or path/to/file.py:Class.method")
@@ -23,7 +23,7 @@ def class_and_method(type: str) -> tuple[Any, str]:
 
 
 def registration_of(owner: Any, method: str) -> Any:
-    """Return how a method of a class is called. Raises UserError for one without a protocol."""
+    """Return the registration of a class's method. Raises UserError for a method without a protocol."""
     found = getattr(getattr(owner, method, None), "registration", None)
     if found is None:
         known = [name for name in dir(owner) if hasattr(getattr(owner, name), "registration")]
@@ -34,7 +34,7 @@ def registration_of(owner: Any, method: str) -> Any:
 
 
 def method_signature(type: str, params: Mapping[str, Any]) -> Signature:
-    """Return what a stage's method reads and writes. Raises UserError for one that writes nothing, or has no such parameter."""
+    """Return the signature of a method stage. Raises UserError if the method writes nothing or lacks a parameter."""
     owner, method = class_and_method(type)
     registration = registration_of(owner, method)
     if not registration.writes:

@@ -1,6 +1,6 @@
-"""What a stage of a flow waits for: of each row the stages that write its columns, of a whole batch those that use the same weights.
+"""Dependencies of a stage, per row (writers of its columns) and per batch (users of the same weights).
 
-And what follows for a runtime: one serial chain, and what may run at the same time.
+A runtime derives from them one serial chain, or groups of stages that may run at the same time.
 """
 
 from typing import NamedTuple
@@ -12,14 +12,14 @@ from braidrl.flow.stage import Kind, Stage
 
 
 class Consumer(NamedTuple):
-    """Who takes rows: a stage, in one of its epochs (always 0 but for training)."""
+    """A consumer of rows: a stage in one of its epochs (0 except for training)."""
 
     stage: str
     epoch: int = 0
 
 
 def waits_for(flow: Flow) -> dict[str, tuple[str, ...]]:
-    """Return for each stage the stages that must have written a row before it: writers of its columns, `after`, and earlier selects."""
+    """Return, for each stage, the stages that must process a row first: writers of its columns, `after`, and earlier selects."""
     waits: dict[str, tuple[str, ...]] = {}
     selects: list[str] = []
     for stage in flow.stages:
@@ -31,11 +31,11 @@ def waits_for(flow: Flow) -> dict[str, tuple[str, ...]]:
 
 
 def weights_wait_for(flow: Flow) -> dict[str, tuple[str, ...]]:
-    """Return for each stage that infers or trains the stages that must be done with the whole batch before it uses or changes weights.
+    """Return, for each infer and train stage, the stages that must finish the whole batch before it uses or changes weights.
 
-    They are those before it in the list with which it shares a role's weights that one of the two changes. For a train stage it is
-    the first optimizer step that waits; accumulating gradients does not. Generation is left out: an engine has its own weights,
-    and a runtime in which it shares the trainer's takes turns anyway.
+    These are earlier stages that share a role's weights with it, if one of the two changes them. A train stage waits before its first
+    optimizer step; gradient accumulation does not wait. Generation is excluded: an engine has its own weights, and a runtime in which
+    it shares the trainer's runs the two in turn.
     """
     users = {stage.name for stage in flow.stages if stage.kind in (Kind.INFER, Kind.TRAIN)}
     edges = [edge for edge in flow.edges if edge.weights is not None and edge.source in users]
@@ -43,7 +43,7 @@ def weights_wait_for(flow: Flow) -> dict[str, tuple[str, ...]]:
 
 
 def serial_chain(flow: Flow) -> tuple[Stage, ...]:
-    """Return a deterministic topological order: of the stages that may come next, the first in list order that needs no other model.
+    """Return a deterministic topological order. Among ready stages it prefers those of the active model, then list order.
 
     The stages up to a `select` stay in front: they run in waves, the others once.
     """
@@ -64,7 +64,7 @@ def serial_chain(flow: Flow) -> tuple[Stage, ...]:
 
 
 def constraints(flow: Flow) -> dict[str, set[str]]:
-    """Return, for each stage, those that must have run before it when a column's next version takes the place of the last."""
+    """Return, for each stage, those that must run before it if a column's next version overwrites the last."""
     before: dict[str, set[str]] = {stage.name: set() for stage in flow.stages}
     for edge in flow.edges:
         if edge.source != ADMISSION:
@@ -78,6 +78,6 @@ def constraints(flow: Flow) -> dict[str, set[str]]:
 
 
 def parallel_groups(flow: Flow) -> tuple[tuple[Stage, ...], ...]:
-    """Return the stages by depth: those of one group need nothing of each other and may run at the same time."""
+    """Return the stages by depth: stages of one group are independent and may run at the same time."""
     deepest = max(flow.depth.values())
     return tuple(tuple(s for s in flow.stages if flow.depth[s.name] == d) for d in range(1, deepest + 1))

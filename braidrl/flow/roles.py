@@ -1,4 +1,4 @@
-"""Roles: named models. Each method makes a stage; the same methods run at once on a `Session`'s roles."""
+"""Roles: named models. Each method makes a stage; on a `Session`'s roles the same methods run immediately."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +10,9 @@ from braidrl.flow.stages import make_stage
 
 @dataclass(frozen=True)
 class Role:
-    """A model by name. Any name is allowed: a flow may have several actors, or several references.
+    """A named model. Any name is allowed: a flow may have several actors or several references.
 
-    Every method takes the stage's `id`, by default its role and type, `when` it runs, and the names of stages that it comes `after`.
+    Every method takes the stage's `id` (by default its role and type), the iterations `when` it runs, and the stages that it runs `after`.
     """
 
     name: str
@@ -26,10 +26,10 @@ class Role:
         Args:
             into: Namespace of a second trajectory's columns, as in `greedy.tokens`.
             greedy: Take the likeliest token.
-            temperature: Divides the logits; by default this and what follows are as the configuration's `rollout` says.
-            top_p: Share of the likeliest tokens that are drawn from.
-            top_k: Number of them; 0 for all.
-            purpose: Keys the random numbers.
+            temperature: Divides the logits; this and the next two default to the configuration's `rollout`.
+            top_p: Cumulative probability of the tokens to sample from.
+            top_k: Number of tokens to sample from; 0 for all.
+            purpose: Key of the random numbers.
             environment: `module:Class`, `module:function`, `gem:name` or `agent:module:function`.
         """
         params = {
@@ -46,7 +46,7 @@ class Role:
         Args:
             correct_score: Score of a right answer.
             wrong_score: Score of a wrong one.
-            weight: Its share of `score` and `reward`, to which it is added.
+            weight: Weight with which the score is added to `score` and `reward`.
             of: Namespace of the responses.
         """
         params = {"correct_score": correct_score, "wrong_score": wrong_score, "weight": weight, "of": of}
@@ -57,7 +57,7 @@ class Role:
         """Return a stage that scores rows by a model with a scalar head.
 
         Args:
-            weight: Its share of `score` and `reward`; without one only the reward role's score, with 1, is part of them.
+            weight: Weight with which the score is added to `score` and `reward`; by default 1 for the role `reward`, none for others.
             of: Namespace of the responses.
         """
         return make_stage("score", self.name, {"weight": weight, "of": of}, id=id, when=when, after=after)
@@ -75,17 +75,17 @@ class Role:
                correction: Mapping[str, Any] | None = None, source: "str | Role | None" = None, decay: float | None = None,
                ptx_coef: float | None = None, positive_coef: float | None = None,
                id: str | None = None, when: When = ALWAYS, after: Sequence[str] = ()) -> Stage:  # fmt: skip
-        """Return a stage that trains on the batch, or with `source` takes another role's weights.
+        """Return a stage that trains on the batch, or with `source` copies another role's weights.
 
         Args:
-            loss: What is minimised, as in `loss.clip(low=0.2)`.
-            aggregate: How tokens are averaged, as in `token-mean`.
-            old: Where log-probs before the update come from: `recompute`, `rollout` (the engine's) or `self` (this very pass).
+            loss: The loss, as in `loss.clip(low=0.2)`.
+            aggregate: Aggregation over tokens, as in `token-mean`.
+            old: Source of the log-probs before the update: `recompute`, `rollout` (the engine's) or `self` (this pass).
             kl: A KL term, as in `kl.k3(coef=0.001)`.
             entropy_coef: Weight of the entropy bonus.
-            correction: A correction for tokens that other numerics or older weights drew.
+            correction: Correction for tokens sampled by other numerics or older weights.
             source: The role whose weights are copied.
-            decay: Share of the own weights that stay in each copy.
+            decay: Share of the old weights in each copy (EMA).
             ptx_coef: Weight of the likelihood of pre-training text.
             positive_coef: Weight of the likelihood of right answers.
         """
@@ -104,7 +104,7 @@ class Role:
 
         Args:
             type: `module:Class.method` or `file.py:Class.method`, registered with a protocol and the columns that it writes.
-            params: What the method takes besides rows.
+            params: Arguments of the method besides rows.
         """
         return make_stage(type, self.name, params, id=id, when=when, after=after)
 

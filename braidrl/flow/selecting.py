@@ -1,15 +1,15 @@
-"""Which groups make a batch: selection through the whole run, and how many prompts are admitted for it.
+"""Selection of the groups of each batch, and admission of prompts for it.
 
     begin ─▶ next_wave ─▶ admit ─▶ (generate, verify, select) ─▶ decide ─▶ enough kept? ─▶ batch, finish
                  ▲                                                              │ no
                  └──────────────────────────────────────────────────────────────┘
 
-Everything is decided by group number, never by who finished first, which would favour short answers: waves are sized by verdicts in
-the order of numbers, and the batch is the first kept groups. A flow that selects nothing keeps every group, so that its first wave is
-its batch. Where stages overlap, `groups_wanted` admits groups ahead of decisions; which those were changes no batch:
+Every decision follows group numbers, never completion order, which would favour short answers. The size of a wave depends on verdicts in
+the order of numbers, and the batch is the first kept groups. A flow without `select` keeps every group: its first wave is its batch. If
+stages overlap, `groups_wanted` admits groups ahead of the waves; this never changes a batch:
 
-    numbers   0 ... 7 │ 8 ... 13 │ 14 15 16        14 to 16 went ahead of the waves: when the batch is complete they belong to the next
-              wave 1  │ wave 2   │ ahead           one, or on-policy their numbers are given out again when the next one begins
+    numbers   0 ... 7 │ 8 ... 13 │ 14 15 16        14 to 16 were admitted ahead of the waves. When the batch is complete, they belong to
+              wave 1  │ wave 2   │ ahead           the next one; on-policy, their numbers are admitted again for the next one
 """
 
 import math
@@ -24,26 +24,26 @@ from braidrl.errors import UserError
 SURPLUS = "surplus"
 STALE = "stale"
 UNFINISHED = "unfinished"
-"""Not dropped: responses of the group go on in a later batch."""
+"""The group is not dropped: its suspended responses resume in a later batch."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the select stages say of a group: kept if there is no `reason`; `version` is the oldest among its tokens."""
+    """The result of the select stages for a group: kept if `reason` is None; `version` is the oldest among its tokens."""
 
     reason: str | None = None
     version: int = 0
     scores: tuple[float, float] | None = None
-    """The lowest and the highest score of its rows, for the message that ends a run without a kept group."""
+    """The lowest and the highest score of its rows, for the message when an epoch keeps no group."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """A finished batch: its groups by number, groups dropped by reason, and what is over.
+    """A finished batch: its groups by number, dropped groups by reason, and the groups that remain.
 
-    `dropped` counts the groups that ended with this batch. `released` names all groups whose rows can be forgotten; some of them
-    may still be in work where `surplus` is dropped. `surplus` names the groups that wait for the next batch. Of the groups that were
-    admitted ahead, `carried` belong to the next batch, and `returned` are forgotten and their numbers given out again.
+    `dropped` counts the groups that ended with this batch. `released` are all groups whose rows can be deleted; some may still be in
+    progress if `surplus` is dropped. `surplus` are the groups that wait for the next batch. Of the groups admitted ahead, `carried`
+    belong to the next batch; `returned` are deleted and their numbers are admitted again.
     """
 
     groups: tuple[int, ...]
@@ -56,9 +56,9 @@ class Selection:
 
 @dataclass
 class GroupSelector:
-    """The state of selection through the whole run, from one batch to the next; everything in it is JSON.
+    """Selector of the groups of each batch, with its state for the whole run; all of the state is JSON.
 
-    `target` groups make a batch and `epoch_groups` prompts an epoch. Raises UserError for surplus that no batch could train on.
+    A batch has `target` groups and an epoch `epoch_groups` prompts. Raises UserError if surplus is kept but no batch may train on it.
     """
 
     target: int
@@ -66,27 +66,27 @@ class GroupSelector:
     surplus: Literal["drop", "keep"] = "drop"
     max_staleness: int = 0
     over_sampling: float = 1.0
-    """How many times what is missing the first wave of a batch has."""
+    """Size of a batch's first wave relative to the number of missing groups."""
     waiting: dict[int, int] = field(default_factory=dict)
     """Kept groups from earlier batches, with their versions."""
     pending: list[int] = field(default_factory=list)
-    """Groups that were admitted for this batch and not decided."""
+    """Undecided groups admitted for this batch."""
     verdicts: dict[int, Verdict] = field(default_factory=dict)
-    """Groups of this batch that were decided."""
+    """Decided groups of this batch."""
     barren: dict[str, int] = field(default_factory=dict)
-    """Groups dropped since one was last kept, by reason."""
+    """Number of groups dropped since the last kept one, by reason."""
     barren_scores: tuple[float, float] | None = None
     """The lowest and the highest score in these groups."""
     judged: int = -1
-    """The largest group number that `barren` has counted."""
+    """The largest group number counted in `barren`."""
     admitted: int = -1
-    """The largest group number admitted."""
+    """The largest admitted group number."""
     expired: tuple[int, ...] = ()
-    """Surplus that became too old when this batch began."""
+    """Surplus groups that were too old at the start of this batch."""
     is_open: bool = False
-    """Whether a batch has begun and is not finished."""
+    """True between the start and the end of a batch."""
     observed: tuple[int, int] | None = None
-    """How many groups were kept for the batch before this one, and how many were decided; None in the first."""
+    """Numbers of kept and of decided groups in the previous batch; None in the first."""
 
     def __post_init__(self) -> None:
         if self.target < 1 or self.epoch_groups < 1:
@@ -98,7 +98,7 @@ class GroupSelector:
             )
 
     def begin(self, version: int) -> None:
-        """Start a batch that will be trained on `version`; surplus that would be too old is dropped as `stale`."""
+        """Start a batch to be trained on `version`; surplus that is too old for it is dropped as `stale`."""
         if self.is_open:
             raise ValueError("the batch before this one is not finished")
         self.is_open = True
@@ -107,15 +107,15 @@ class GroupSelector:
             del self.waiting[group]
 
     def next_wave(self) -> int:
-        """Return the groups to admit now: 0 while some are undecided and when enough are kept.
+        """Return the number of groups to admit now: 0 while some are undecided or if enough are kept.
 
-        First as many as are missing, or `over_sampling` times as many; then as many as should be needed at the share kept so far,
-        but never more than a batch.
+        The first wave has the missing number of groups times `over_sampling`. Later waves have the number expected from the share kept
+        so far, at most a batch.
         """
         return self._in_time(self._end_of_waves() - len(self.pending) - len(self.verdicts))
 
     def finish_now(self) -> list[int]:
-        """Await the first unfinished groups again, as many as the batch lacks, where no more may be begun; their responses are to end."""
+        """Return unfinished groups to complete for this batch, as many as it lacks, if no further group may start."""
         if self.batch() is not None or self.pending or self.next_wave():
             return []
         unfinished = sorted(group for group, verdict in self.verdicts.items() if verdict.reason == UNFINISHED)
@@ -126,19 +126,17 @@ class GroupSelector:
         return chosen
 
     def groups_wanted(self, batches: int = 1) -> int:
-        """Return the groups to admit now where stages overlap: those of the waves, and more ahead of decisions.
-
-        Which groups are in a batch does not depend on it.
+        """Return the number of groups to admit now if stages overlap: waves, and groups ahead of them. It never changes a batch.
 
         Args:
-            batches: how many are asked for: this one, and those after it for which rows may be begun already.
+            batches: Number of batches to admit for: this one, and later ones whose rows may start already.
         """
         return max(self.next_wave(), self._in_time(self.under_way(batches) - len(self.pending)))
 
     def under_way(self, batches: int = 1) -> int:
-        """Return how many undecided groups there should be for so many batches, at the share kept so far, this batch's and the last one's.
+        """Return the number of undecided groups needed for some batches, from the share kept in this batch and the last one.
 
-        They are never more than are asked for.
+        It is at most `batches` times the batch size.
         """
         kept = self._kept()
         before = self.observed or (self.target, self.target)
@@ -147,10 +145,10 @@ class GroupSelector:
         return min(math.ceil(missing / share), batches * self.target)
 
     def members(self) -> list[tuple[int, int, int]]:
-        """Return the kept groups that belong to the batch however the others are decided, by number.
+        """Return the kept groups that are certain to be in the batch, by number.
 
-        Each is (group, least place, largest place): where it is among the batch's groups, from 0, if none or all of the undecided
-        groups before it are kept. Unfinished ones may still have a place, but take none, until the batch is known.
+        Each is (group, lowest rank, highest rank). The ranks, from 0, are its position among the batch's groups if none or all of the
+        undecided groups before it are kept. Until the batch is known, unfinished groups raise only the highest rank.
         """
         kept, undecided, unfinished, found = 0, 0, 0, []
         is_known = self.batch() is not None
@@ -167,9 +165,9 @@ class GroupSelector:
         return found
 
     def needless(self, decided: Mapping[int, bool]) -> list[int]:
-        """Return the groups of those awaited that cannot be in the batch any more, once these of them are known to be kept or not.
+        """Return the undecided groups that cannot be in the batch any more, given that those in `decided` are kept or not.
 
-        None where surplus is kept: then all of them are waited for.
+        It returns none if surplus is kept, because then every group is used.
         """
         if self.surplus == "keep":
             return []
@@ -177,7 +175,7 @@ class GroupSelector:
         return groups_to_abort(self.pending, {**dict.fromkeys(self.waiting, True), **known, **decided}, self.target)
 
     def admit(self, groups: Sequence[int]) -> None:
-        """Note the groups of a wave. Raises ValueError unless their numbers go on from those before."""
+        """Record admitted groups. Raises ValueError unless their numbers increase."""
         for group in groups:
             if group <= self.admitted:
                 raise ValueError(f"group {group} is admitted after group {self.admitted}: numbers only rise")
@@ -185,9 +183,9 @@ class GroupSelector:
             self.pending.append(group)
 
     def decide(self, verdicts: Mapping[int, Verdict]) -> None:
-        """Note verdicts, in any order and in any portions.
+        """Record verdicts, in any order and in any portions.
 
-        Raises ValueError for a group that is not awaited, and UserError when a whole epoch of groups brought nothing to keep.
+        Raises ValueError for a group that is not pending, and UserError if a whole epoch of groups was dropped.
         """
         awaited = set(self.pending)
         for group, verdict in verdicts.items():
@@ -198,31 +196,31 @@ class GroupSelector:
         self._judge()
 
     def batch(self) -> tuple[int, ...] | None:
-        """Return the batch's groups as soon as no undecided group can come before them, or None."""
+        """Return the batch's groups, or None while an undecided group may still precede one of them."""
         kept = sorted((*self.waiting, *(group for group, v in self.verdicts.items() if v.reason is None)))
         if len(kept) < self.target or any(group < kept[self.target - 1] for group in self.pending):
             return None
         return tuple(kept[: self.target])
 
     def is_complete(self) -> bool:
-        """Return whether the batch can be finished: it is known, its waves are admitted, and their surplus is decided where it is kept."""
+        """Return whether the batch can be finished: it is known, its waves are admitted, and surplus to keep is decided."""
         awaited = self.surplus == "keep" and not set(self.pending) <= set(self._ahead())
         return self.batch() is not None and not self.next_wave() and not awaited
 
     def finish(self, usable: Callable[[int], bool] | None = None) -> Selection:
-        """End the batch.
+        """Finish the batch.
 
         Args:
-            usable: whether a group's rows are young enough for the next batch, where groups were admitted ahead of the waves. On-policy
-                all of these are returned; else they are carried over but for those up to the last that is too old.
+            usable: Returns whether a group admitted ahead is fresh enough for the next batch. On-policy all such groups are returned;
+                otherwise the groups after the last one that is too old are carried over.
 
         Raises:
-            ValueError: The batch is not complete, or its surplus is not known where that is kept.
+            ValueError: The batch is not complete, or surplus to keep is undecided.
         """
         groups, ahead = self.batch(), self._ahead() if usable else []
         if groups is None or (self.surplus == "keep" and not set(self.pending) <= set(ahead)):
             raise ValueError(f"the batch is not complete: {len(self.pending)} groups are undecided")
-        # Groups that go on have lower numbers than kept ones that wait, in whose places they are beyond the waves.
+        # Suspended groups may have lower numbers than waiting ones, and are then counted as ahead of the waves.
         ahead = [group for group in ahead if group > groups[-1]]
         old = max((place for place, group in enumerate(ahead) if usable and not usable(group)), default=-1)
         carried = ahead[old + 1 :] if self.max_staleness else []
@@ -234,7 +232,7 @@ class GroupSelector:
             {*self.waiting, *self.verdicts, *self.pending} - {*groups, *carried, *returned, *unfinished}
         ):
             verdict = self.verdicts.get(group, Verdict(version=self.waiting.get(group, 0)))
-            # What comes after the batch counts as surplus whatever its verdict: some may not be decided yet.
+            # A group after the batch counts as surplus for any verdict: it may not be decided yet.
             if self.surplus == "drop" and group > groups[-1]:
                 reasons[group] = SURPLUS
             elif group in self.pending or group in ahead:
@@ -256,9 +254,9 @@ class GroupSelector:
         )
 
     def settled(self, keeps_rows: bool = False) -> "GroupSelector":
-        """Return the state between two batches without the groups that were admitted ahead: their numbers are given out again.
+        """Return the state between two batches without the groups admitted ahead: their numbers are admitted again.
 
-        With `keeps_rows` they, and those that go on, are awaited with what their rows have.
+        With `keeps_rows` these groups and unfinished ones stay pending, with the columns that their rows have.
         """
         known = sorted({*self.pending, *self.verdicts})
         first = min(known, default=self.admitted + 1)
@@ -266,7 +264,7 @@ class GroupSelector:
         return settled if keeps_rows else replace(settled, pending=[], admitted=first - 1)
 
     def state(self) -> dict[str, Any]:
-        """Return everything as JSON, for a checkpoint at any moment."""
+        """Return the state as JSON, for a checkpoint at any time."""
         state = asdict(self)
         for name in ("waiting", "verdicts"):
             state[name] = [[group, value] for group, value in state[name].items()]
@@ -274,7 +272,7 @@ class GroupSelector:
 
     @staticmethod
     def restored(state: Mapping[str, Any]) -> "GroupSelector":
-        """Return what `state` describes."""
+        """Return a selector with the state from `state()`."""
         verdicts = {
             group: Verdict(**{**verdict, "scores": tuple(verdict["scores"]) if verdict.get("scores") else None})
             for group, verdict in state["verdicts"]
@@ -284,7 +282,7 @@ class GroupSelector:
         return GroupSelector(**{**state, **changed, **pairs})
 
     def _in_time(self, wanted: int) -> int:
-        """Return how many of the wanted groups may be begun: with unfinished ones as many as can be trained on in time."""
+        """Limit the number of groups to start, so that unfinished groups can be trained on within `max_staleness`."""
         unfinished = sum(verdict.reason == UNFINISHED for verdict in self.verdicts.values())
         if unfinished:
             room = (self.max_staleness + 1) * self.target - unfinished - len(self.pending)
@@ -295,10 +293,10 @@ class GroupSelector:
         return sum(verdict.reason is None for verdict in self.verdicts.values())
 
     def _end_of_waves(self) -> int:
-        """Return how many groups the waves have that verdicts, in the order of numbers, call for."""
+        """Return the total size of the waves, which follows from verdicts in the order of numbers."""
         numbers = sorted((*self.verdicts, *self.pending))
         missing = self.target - len(self.waiting)
-        # rounded first, so that 1.1 times 10 is 11
+        # Rounding first makes 1.1 times 10 equal 11.
         end, done, kept = math.ceil(round(max(0, missing) * self.over_sampling, 6)), 0, 0
         while end <= len(numbers) and all(group in self.verdicts for group in numbers[done:end]):
             kept += sum(self.verdicts[group].reason is None for group in numbers[done:end])
@@ -310,11 +308,11 @@ class GroupSelector:
         return end
 
     def _ahead(self) -> list[int]:
-        """Return the groups that were admitted beyond the waves."""
+        """Return the groups admitted ahead of the waves."""
         return sorted((*self.verdicts, *self.pending))[self._end_of_waves() :]
 
     def _end(self, waiting: dict[int, int], carried: Sequence[int], returned: Sequence[int]) -> None:
-        """Begin the time between two batches."""
+        """Reset the state after a batch."""
         own = [verdict for group, verdict in self.verdicts.items() if group not in {*carried, *returned}]
         ended = [verdict for verdict in own if verdict.reason != UNFINISHED]
         if ended:
@@ -329,7 +327,7 @@ class GroupSelector:
             self.barren, self.barren_scores = {}, None
 
     def _judge(self) -> None:
-        """Count groups in the order of their numbers, so that the end of a hopeless run does not depend on arrival."""
+        """Count dropped groups in the order of their numbers, so that the end of a hopeless run does not depend on arrival."""
         groups = self.batch()
         end = min(self.pending, default=self.admitted + 1)
         if groups is not None and self.surplus == "drop":
@@ -349,13 +347,12 @@ class GroupSelector:
 
 
 def groups_to_abort(under_way: Iterable[int], decided: Mapping[int, bool], wanted: int) -> list[int]:
-    """Return the groups that cannot be in the batch any more, of those under way, ascending.
+    """Return the groups in progress that cannot be in the batch any more, ascending.
 
-    groups   0 kept   1 dropped   2 kept   3 ...   4 ...      two are wanted: 0 and 2 are the batch whatever comes, so that 3 and
-                                                              4 may be aborted
+    groups   0 kept   1 dropped   2 kept   3 ...   4 ...      wanted=2: 0 and 2 are the batch, so that 3 and 4 may be aborted
 
-    `decided` says of each finished group whether it is kept. The batch is the first `wanted` kept groups by number, never by who
-    was first: a group may end early only when all those before it are decided and enough of them kept.
+    `decided` maps each finished group to True if it is kept. The batch is the first `wanted` kept groups by number. A group may be
+    aborted only if all groups before it are decided and enough of them are kept.
     """
     left = sorted(set(under_way) - decided.keys())
     kept = 0
@@ -375,7 +372,7 @@ GRADED = (
 
 
 def scores_by_group(index: Rows) -> dict[int, tuple[float, float]]:
-    """Return the lowest and the highest score of each group's rows; nothing for rows without scores."""
+    """Return the lowest and the highest score of each group's rows; empty for rows without scores."""
     found: dict[int, tuple[float, float]] = {}
     if "score" in index:
         for group, score in zip(index["group"].tolist(), index["score"].tolist(), strict=True):
@@ -385,14 +382,14 @@ def scores_by_group(index: Rows) -> dict[int, tuple[float, float]]:
 
 
 def wider(known: tuple[float, float] | None, more: tuple[float, float] | None) -> tuple[float, float] | None:
-    """Return the range that covers two ranges, of which either may be missing."""
+    """Return the range that covers two ranges; either may be missing."""
     if known is None or more is None:
         return known or more
     return min(known[0], more[0]), max(known[1], more[1])
 
 
 def nothing_to_learn(dropped: Mapping[str, int], scores: tuple[float, float] | None = None) -> str:
-    """Return why an epoch without a kept group ends the run, and what to change.
+    """Build the error message for an epoch without a kept group.
 
     Args:
         dropped: Number of groups by reason.
@@ -410,29 +407,29 @@ def nothing_to_learn(dropped: Mapping[str, int], scores: tuple[float, float] | N
     )
 
 
-# Groups that are older than the version that their batch is trained on, where a share of each batch shall be of that version:
+# `on_policy_share` is the share of a batch's groups that must start on the version on which the batch is trained:
 #
-# group   0   1   2   3 │ 4   5   6   7       a batch of eight, on_policy_share=0.5: 0 to 3 may be begun with the version before,
-#         may be older  │ wait for version    4 to 7 wait for an engine with the batch's own; meanwhile it begins 0 to 3 of the next
+# group   0   1   2   3 │ 4   5   6   7       a batch of eight, on_policy_share=0.5: 0 to 3 may start on the version before; 4 to 7 wait
+#         may be older  │ wait for version    for an engine with the batch's own version, which starts 0 to 3 of the next batch meanwhile
 #
-# It is decided by group number when rows are begun, never by dropping what is done: a batch has as many places for older groups as the
-# share leaves, a group that selection drops gives its place to the next by number, and what has no place waits.
+# The decision is made by group number when rows start; finished rows are never dropped for it. The other groups of a batch may be older.
+# If selection drops an older group, the next one by number takes its slot; a group without a slot waits.
 
 
 def older_places(share: float, prompts: int) -> int | None:
-    """Return how many groups of a batch of `prompts` may be older than the version that it is trained on; None is all of them."""
-    # rounded first, so that 0.9 of 10 leaves 1
+    """Return how many groups of a batch of `prompts` may start on an older version than the batch's own; None means all."""
+    # Rounding first makes a share of 0.9 of 10 leave 1.
     return int(round((1 - share) * prompts, 6)) if share else None
 
 
 def waiting_groups(begun: Mapping[int, int | None], groups: Set[int], version: int, places: int) -> set[int]:
-    """Return the groups of a batch that only an engine with the batch's own version may begin, or go on beginning.
+    """Return the groups of a batch whose rows may start only on an engine with the batch's own version.
 
     Args:
-        begun: for each group that may come into the batch the oldest version that a row of it was begun with; None while none is.
-        groups: those of them that are expected in it.
-        version: the one that the batch is trained on.
-        places: how many groups may be older.
+        begun: For each candidate group the oldest version on which one of its rows started; None if none has started.
+        groups: The candidates that are expected in the batch.
+        version: The version on which the batch is trained.
+        places: Number of groups that may be older.
     """
     older = {group for group, with_version in begun.items() if with_version is not None and with_version < version}
     others = sorted(groups - older)
@@ -440,6 +437,6 @@ def waiting_groups(begun: Mapping[int, int | None], groups: Set[int], version: i
 
 
 def begun_too_many(begun: Mapping[int, int | None], places: int) -> set[int]:
-    """Return the begun groups that would have no place in the next batch, for which they are older: all but the last by number."""
+    """Return the started groups that exceed the slots for older groups in the next batch: all but the last by number."""
     found = sorted(group for group, version in begun.items() if version is not None)
     return set(found[: max(0, len(found) - places)])

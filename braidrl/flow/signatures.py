@@ -1,4 +1,4 @@
-"""What the stages of a role read and write, by type. Each function's keyword parameters are the type's parameters in YAML."""
+"""Signatures of the stages of a role: columns read and written, by type. A function's keyword parameters are the type's parameters in YAML."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -14,15 +14,15 @@ SEQUENCE = ("tokens", "action_mask", "sequence_lengths")
 GENERATED = (
     *SEQUENCE, "rollout_log_probs", "rollout_versions", "length", "action_tokens", "finish_reason", "version",
 )  # fmt: skip
-# What an episode with an environment writes on top; its prompt is the environment's first context.
+# Columns of an episode with an environment; its prompt is the environment's first context.
 PLAYED = ("prompt", "prompt_length", *GENERATED, "score", "correct", "reward")
-# How often a response reconsiders itself.
+# Number of reflection phrases in a response.
 COUNTED = ("reflections",)
-# What each source of rewards adds to: the next one reads the sum so far.
+# Columns to which each reward source adds its score: the next source reads the sum so far.
 SUMMED = ("score", "reward")
 LOG_PROBS = {"actor": "old_log_probs", "reference": "ref_log_probs"}
 VALUES = {"critic": "values", "cost_critic": "cost_values"}
-# The same of the cost: what a loss calls by the left name is its role's column of the right one.
+# For each role, a column in the signature of a loss -> the role's own column.
 COLUMNS_OF_ROLE = {"cost_critic": {"values": "cost_values", "returns": "cost_returns"}}
 # Parameters of an update that name a registered function and its settings.
 CHOICES: dict[str, Registry] = {
@@ -31,10 +31,10 @@ CHOICES: dict[str, Registry] = {
     "kl": registry.divergences,
     "correction": registry.corrections,
 }
-# What a policy's update compares with where it is there, to report how far apart they are.
+# Log-probs that a policy's update reads if they exist, to report the divergence from them.
 MONITORED = ("rollout_log_probs", "ref_log_probs")
 OLD = ("recompute", "rollout", "self")
-# Parameters of a loss and the like that the training pass itself computes, so that they are no columns.
+# Parameters of losses that the training pass itself computes: they are not columns.
 COMPUTED_IN_TRAINING = ("log_probs", "entropy", "values", "scores", "offsets", "group_tokens")
 
 
@@ -48,7 +48,7 @@ def generate(
     purpose: str = "train",
     environment: str | None = None,
 ) -> Signature:
-    """Return the signature of `Role.generate`; of an episode what the environment gives is the row's score and reward."""
+    """Return the signature of `Role.generate`; with an environment, the score and the reward come from it."""
     if into is not None and not into.isidentifier():
         raise UserError(f"{role}.generate: into must be a plain name, as in `into: greedy`, got {into!r}")
     writes = GENERATED if environment is None else PLAYED
@@ -69,9 +69,9 @@ def verify(
 
 
 def score(role: str, weight: float | None = None, of: str | None = None) -> Signature:
-    """Return the signature of a learned score: the column `<role>_score`, times `weight` added to `score` and `reward`.
+    """Return the signature of `Role.score`: the column `<role>_score`, added to `score` and `reward` times `weight`.
 
-    Without a weight the reward role's is 1, and any other role's score is no reward: it is the column of the role's name alone.
+    Without a weight, the role `reward` has weight 1. The score of any other role is then not a reward: its column is named as the role.
     """
     reads = in_namespace(of, SEQUENCE)
     if not is_reward(role, weight):
@@ -81,17 +81,17 @@ def score(role: str, weight: float | None = None, of: str | None = None) -> Sign
 
 
 def is_reward(role: str, weight: float | None) -> bool:
-    """Return True where a role's score is part of the reward."""
+    """Return True if a role's score is part of the reward."""
     return role == "reward" or weight is not None
 
 
 def log_probs(role: str) -> Signature:
-    """Return the log-probabilities of the action tokens under the role's weights."""
+    """Return the signature of `Role.log_probs`: log-probabilities of the action tokens under the role's weights."""
     return Signature(Kind.INFER, SEQUENCE, (LOG_PROBS.get(role, f"{role}_log_probs"),))
 
 
 def values(role: str) -> Signature:
-    """Return one value per action token."""
+    """Return the signature of `Role.values`: one value per action token."""
     return Signature(Kind.INFER, SEQUENCE, (VALUES.get(role, f"{role}_values"),))
 
 
@@ -117,7 +117,12 @@ def update(
         raise UserError(f"{role}.update needs a loss, as in `loss: {{name: clip}}`. {suggest('', registry.losses)}")
     chosen = {"loss": loss, "aggregate": aggregate, "kl": kl, "correction": correction}
     entries = {name: chosen_entry(role, name, choice) for name, choice in chosen.items() if choice is not None}
-    check_compatible(role, entries)
+    try:
+        entries["loss"].check_aggregation(entries["aggregate"].name)
+    except ValueError as error:
+        raise UserError(f"{role}.update: {error}") from None
+    if "correction" in entries and entries["loss"].needs.weighs_rollout:
+        raise UserError(f"{role}.update: the loss {entries['loss'].name} corrects itself; remove `correction`")
     likelihood = {"ptx_tokens": ptx_coef, "correct": positive_coef}
     for column, coefficient in likelihood.items():
         if coefficient < 0:
@@ -127,25 +132,25 @@ def update(
     )
 
 
-def check_compatible(role: str, entries: Mapping[str, Entry]) -> None:
-    """Raise UserError for a loss with an aggregation or a correction that it is not defined for."""
-    try:
-        entries["loss"].check_aggregation(entries["aggregate"].name)
-    except ValueError as error:
-        raise UserError(f"{role}.update: {error}") from None
-    if "correction" in entries and entries["loss"].needs.weighs_rollout:
-        raise UserError(f"{role}.update: the loss {entries['loss'].name} corrects itself; remove `correction`")
-
-
 def update_signature(role: str, entries: Sequence[Entry], old: str | None, likelihood: Sequence[str]) -> Signature:
-    """Return what an update by these functions, and by likelihood terms of the columns `likelihood`, reads."""
+    """Return the signature of an update with these functions and likelihood terms. Raises UserError for an unknown `old`.
+
+    Args:
+        role: The trained role.
+        entries: Loss, aggregation, KL estimator and correction.
+        old: Source of `old_log_probs`.
+        likelihood: Columns of the likelihood terms.
+    """
     reads: set[str] = set(likelihood)
     optional: list[str] = []
     computed = {name for entry in entries for name in (*entry.reads, *entry.optional)}
     for entry in entries:
         reads |= set(columns_in_training(role, entry, entry.reads).values())
         optional += columns_in_training(role, entry, entry.optional).values()
-    reads = with_old(role, reads, old)
+    if old is not None and old not in OLD:
+        raise UserError(f"{role}.update: no `old` is called {old!r}. {suggest(old, OLD)}")
+    if "old_log_probs" in reads and old != "recompute":
+        reads = reads - {"old_log_probs"} | ({"rollout_log_probs"} if old == "rollout" else set())
     one_of = (("advantages", "advantage"),) if "advantages" in reads else ()
     columns = (*SEQUENCE, "length", "action_tokens", *sorted(reads - {"advantages"}))
     monitored = [name for name in MONITORED if name not in columns and "log_probs" in computed]
@@ -153,31 +158,22 @@ def update_signature(role: str, entries: Sequence[Entry], old: str | None, likel
 
 
 def needs_old(role: str, params: Mapping[str, Any]) -> bool:
-    """Return True if an update with these parameters compares with the log-probs before it."""
+    """Return True if an update with these parameters reads `old_log_probs`."""
     chosen = [chosen_entry(role, name, params[name]) for name in ("loss", "correction") if name in params]
     return any("old_log_probs" in entry.reads for entry in chosen)
 
 
 def columns_in_training(role: str, entry: Entry, parameters: Sequence[str]) -> dict[str, str]:
-    """Return the column that stands for each parameter of a loss or the like; those that the pass computes are left out."""
+    """Map the parameters of a loss, KL estimator or correction to columns, without parameters that the training pass computes."""
     renamed = COLUMNS_OF_ROLE.get(role, {})
     columns = {name: entry.column(name) for name in parameters if name not in COMPUTED_IN_TRAINING}
     return {name: renamed.get(column, column) for name, column in columns.items()}
 
 
-def with_old(role: str, named: set[str], old: str | None) -> set[str]:
-    """Return the columns with those that stand for `old_log_probs`. Raises UserError for an unknown way to get them."""
-    if old is not None and old not in OLD:
-        raise UserError(f"{role}.update: no `old` is called {old!r}. {suggest(old, OLD)}")
-    if "old_log_probs" not in named or old == "recompute":
-        return named
-    return named - {"old_log_probs"} | ({"rollout_log_probs"} if old == "rollout" else set())
-
-
 def chosen_entry(role: str, parameter: str, choice: str | Mapping[str, Any]) -> Entry:
-    """Return the registered function that `{name: ..., settings}`, or its name alone, chooses.
+    """Return the registered function for a choice: `{name: ..., settings}`, or a name alone.
 
-    Raises UserError for an unknown name or setting, and for a KL term without its coefficient.
+    Raises UserError for an unknown name or setting, and for a KL term without a coefficient.
     """
     settings = {"name": choice} if isinstance(choice, str) else dict(choice)
     place = f"{role}.update: {parameter}"
@@ -194,7 +190,7 @@ def chosen_entry(role: str, parameter: str, choice: str | Mapping[str, Any]) -> 
 
 
 def compute_signature(type: str, entry: Entry, params: Mapping[str, Any]) -> Signature:
-    """Return what a registered function reads and writes. Raises UserError for a setting that it lacks or cannot take."""
+    """Return the signature of a compute or select stage. Raises UserError for an unknown or invalid setting."""
     try:
         entry.check(dict(params))
         state = {name: float(params.get(name, value)) for name, value in entry.state.items()}
@@ -212,7 +208,7 @@ def compute_signature(type: str, entry: Entry, params: Mapping[str, Any]) -> Sig
 
 
 def role_signature(type: str, role: str, params: Mapping[str, Any]) -> Signature:
-    """Return the signature of one of the role types. Raises UserError for a parameter that the type does not have."""
+    """Return the signature of a stage of a role. Raises UserError for an unknown parameter."""
     known = [name for name in inspect.signature(ROLE_TYPES[type]).parameters if name != "role"]
     for name in params:
         if name not in known:

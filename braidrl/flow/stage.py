@@ -1,4 +1,4 @@
-"""A stage: what it is called, who does it, which columns it reads and which it writes. Immutable, plain data."""
+"""A stage: its name, its role, the columns that it reads and writes. Immutable, plain data."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -9,7 +9,7 @@ from braidrl.errors import UserError
 
 
 class Kind(StrEnum):
-    """What a stage does; decides who may run it and where."""
+    """The kind of a stage; it decides which process may run it."""
 
     GENERATE = "generate"
     INFER = "infer"
@@ -19,7 +19,7 @@ class Kind(StrEnum):
 
 
 class Scope(StrEnum):
-    """How many rows a stage must see at once. No stage ever needs the whole batch."""
+    """The rows that a stage must see at once. No stage needs the whole batch."""
 
     ROW = "row"
     GROUP = "group"
@@ -64,10 +64,10 @@ ALWAYS = When()
 
 @dataclass(frozen=True)
 class Signature:
-    """What a stage touches.
+    """The inputs and outputs of a stage.
 
-    `optional` columns are read where an earlier stage writes them; of each tuple in `one_of` the first one that is written is read,
-    and one must be. `state` holds the initial values of the stage's own small state, which changes once per iteration.
+    `optional` columns are read if an earlier stage writes them. Of each tuple in `one_of` the first written column is read, and one
+    must be written. `state` holds the initial values of the stage's own small state, which changes once per iteration.
     """
 
     kind: Kind
@@ -81,7 +81,7 @@ class Signature:
 
 @dataclass(frozen=True)
 class Stage:
-    """One step of a flow. Made by `braidrl.flow.stages.make_stage`, never edited, compared by value."""
+    """One step of a flow. Made by `braidrl.flow.stages.make_stage`, immutable, compared by value."""
 
     name: str
     type: str
@@ -93,7 +93,7 @@ class Stage:
 
     @property
     def default_name(self) -> str:
-        """Return what the stage is called where it is given no name."""
+        """Return the stage's name without an `id`."""
         return default_name(self.type, self.role, self.params)
 
     @property
@@ -130,7 +130,7 @@ class Stage:
 
 
 def default_name(type: str, role: str | None, params: Mapping[str, Any]) -> str:
-    """Return `actor.generate`, `actor.generate.greedy` for one with a namespace, or a user's function's own name."""
+    """Return `actor.generate`, with a namespace `actor.generate.greedy`, or the name of a user's function."""
     if role is None:
         return type.rsplit(":", 1)[-1]
     namespace, type = params.get("into") or params.get("of"), type.rsplit(".", 1)[-1]

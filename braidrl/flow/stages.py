@@ -1,4 +1,4 @@
-"""The one function that makes a stage from a type, a role and parameters.
+"""Construction of stages from a type, a role and parameters.
 
 The Python form (`actor.generate()`, `advantage.gae(gamma=1.0)`) and the YAML form both end in `make_stage`, so both give equal stages.
 
@@ -32,15 +32,15 @@ def make_stage(
     when: When = ALWAYS,
     after: Sequence[str] = (),
 ) -> Stage:
-    """Return a stage by its type's name. Raises UserError for a type, role or parameter that does not exist.
+    """Return a stage. Raises UserError for an unknown type, role or parameter.
 
     Args:
         type: As in the table above.
-        role: Of a type that is a model's.
-        params: Parameters of the type; those that are None are left out.
+        role: The model's role, for types of a model.
+        params: Parameters of the type; None is the same as absent.
         id: The stage's name; by default its role and type.
         when: The iterations in which it runs.
-        after: Names of stages that it comes after, where no column says so.
+        after: Names of stages that it must follow although no column requires it.
     """
     params = {name: plain(type, value) for name, value in (params or {}).items() if value is not None}
     if type in ROLE_TYPES:
@@ -60,7 +60,7 @@ def make_stage(
 
 
 def with_public_names(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an update's parameters with users' losses and the like named so that another process can import them."""
+    """Return an update's parameters with users' functions renamed so that another process can import them."""
     named = dict(params)
     for parameter, registered in CHOICES.items():
         choice = params.get(parameter)
@@ -73,7 +73,7 @@ def with_public_names(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain(type: str, value: Any) -> Any:
-    """Return the value as YAML would give it back, nothing shared with the caller's. Raises UserError for any other object."""
+    """Return a deep copy of a plain value, as YAML would load it. Raises UserError for any other object."""
     if isinstance(value, Mapping):
         return {str(name): plain(type, item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -85,14 +85,8 @@ def plain(type: str, value: Any) -> Any:
     )
 
 
-def of_settings(doc: str) -> str:
-    """Return a function's docstring without those arguments that its stage gives it: `totals` and `state`."""
-    text = re.sub(r"^    (?:totals|state): .*\n?(?:     +.*\n?)*", "", doc, flags=re.MULTILINE)
-    return re.sub(r"\n+Args:\n(?=\n|\Z)", "\n", text).rstrip()
-
-
 class RegisteredNames:
-    """`advantage.gae(gamma=1.0)`: every registered name is a function of its settings, with their signature and docstring."""
+    """A registry as attributes, `advantage.gae(gamma=1.0)`: each name is a function of its settings, with signature and docstring."""
 
     def __init__(
         self, registered: Registry, make: Callable[..., Any], returns: Any, also: Sequence[Parameter] = ()
@@ -101,9 +95,9 @@ class RegisteredNames:
 
         Args:
             registered: The registry.
-            make: Makes of an entry's name and settings what the attribute returns when called.
-            returns: The type of that.
-            also: Keyword parameters that all of them have.
+            make: Called with an entry's name and settings when the attribute is called.
+            returns: The type that `make` returns.
+            also: Further keyword parameters of every attribute.
         """
         self.registered, self._make, self._returns, self._also = registered, make, returns, also
 
@@ -116,7 +110,10 @@ class RegisteredNames:
 
         if name in self.registered:
             made.__name__ = made.__qualname__ = name
-            made.__doc__ = of_settings(inspect.getdoc(self.registered[name].function) or "")
+            # `totals` and `state` are arguments from the stage, not settings.
+            doc = inspect.getdoc(self.registered[name].function) or ""
+            doc = re.sub(r"^    (?:totals|state): .*\n?(?:     +.*\n?)*", "", doc, flags=re.MULTILINE)
+            made.__doc__ = re.sub(r"\n+Args:\n(?=\n|\Z)", "\n", doc).rstrip()
             made.__signature__ = self.signature(name)  # type: ignore[attr-defined]
         return made
 
@@ -124,7 +121,7 @@ class RegisteredNames:
         return list(self.registered)
 
     def signature(self, name: str) -> Signature:
-        """Return the signature of an entry's attribute: its settings, those of its state, and what all have, by keyword."""
+        """Return the signature of an attribute: its settings, the initial values of its state, and the common parameters."""
         entry = self.registered[name]
         own = inspect.signature(entry.function).parameters
         settings = [own[setting] for setting in entry.settings]
@@ -136,7 +133,7 @@ class RegisteredNames:
 
 
 def stage_family(family: str) -> RegisteredNames:
-    """Return what makes stages: `advantage.gae(gamma=1.0)` is the stage of type `advantage.gae`."""
+    """Return a family whose attributes make stages: `advantage.gae(gamma=1.0)` is a stage of type `advantage.gae`."""
 
     def make(
         name: str, *, id: str | None = None, when: When = ALWAYS, after: Sequence[str] = (), **params: Any
@@ -148,8 +145,8 @@ def stage_family(family: str) -> RegisteredNames:
 
 
 def value_family(registered: Registry, also: Sequence[Parameter] = ()) -> RegisteredNames:
-    """Return what makes values: `loss.clip(low=0.2)` is `{"name": "clip", "low": 0.2}`, the same that YAML spells out.
+    """Return a family whose attributes make values: `loss.clip(low=0.2)` is `{"name": "clip", "low": 0.2}`, as in YAML.
 
-    `also` are settings that whoever takes the value reads beside the function's own.
+    `also` are settings besides the function's own, for the stage that takes the value.
     """
     return RegisteredNames(registered, lambda name, **settings: {"name": name, **settings}, dict[str, Any], also)

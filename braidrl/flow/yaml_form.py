@@ -1,4 +1,4 @@
-"""A flow as YAML, for those who want it beside the configuration. Both forms load to equal `Flow` objects.
+"""The YAML form of a flow. It loads to the same `Flow` object as the Python form.
 
 flow: grpo
 stages:
@@ -11,8 +11,8 @@ stages:
   after: [reward.verify]
   when: {every: 1, from: 11, until: 100}
 
-`id` is the stage's name and may be left out where the default will do. A function's file is looked for in the YAML file's folder
-first, then in the current one.
+`id` is the stage's name; the default is its role and type. A function's file is searched first in the YAML file's folder, then in the
+current folder.
 """
 
 import re
@@ -37,11 +37,11 @@ SUFFIXES = (".yaml", ".yml")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML whose `1e-6` is a number, as everybody means it."""
+    """A YAML loader that reads `1e-6` as a number."""
 
 
 class _Dumper(yaml.SafeDumper):
-    """The same for writing: a text that looks like such a number is quoted, and nothing is an alias of something else."""
+    """A YAML dumper that quotes a text such as "1e-6", and writes no aliases."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
@@ -55,7 +55,7 @@ for _class in (_Loader, _Dumper):
 
 @dataclass(frozen=True)
 class _Place:
-    """Where in which text something stands, for errors, and the folder that files are relative to."""
+    """A location in a YAML text, for errors, and the folder that files are relative to."""
 
     text: str
     folder: Path
@@ -68,7 +68,7 @@ class _Place:
 
 
 def from_yaml(source: str | Path) -> Flow:
-    """Return the flow in a YAML text, or in the file of that name. Raises UserError with the file and the stage at fault."""
+    """Load a flow from a YAML text or a YAML file. Raises UserError, which names the file and the stage."""
     if isinstance(source, Path) or source.endswith(SUFFIXES):
         path = Path(source)
         if not path.is_file():
@@ -78,7 +78,7 @@ def from_yaml(source: str | Path) -> Flow:
 
 
 def to_yaml(flow: Flow) -> str:
-    """Return the text that `from_yaml` reads back to an equal flow; only what differs from a default is written."""
+    """Return a flow as YAML, without default values; `from_yaml` loads it to an equal flow."""
     tree = {"flow": flow.name, "stages": [_stage_tree(stage) for stage in flow.stages]}
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120)
 
@@ -121,7 +121,10 @@ def _read_stage(tree: Any, place: _Place, number: int) -> Stage:
     if not tree.get("type"):
         raise place.error("the stage has no type, as in `type: generate`")
     params = _with_files(tree.get("params") or {}, place.folder)
-    when, after = _read_when(tree.get("when"), place), _read_after(tree.get("after"), place)
+    when, given = _read_when(tree.get("when"), place), tree.get("after")
+    after = [given] if isinstance(given, str) else given or []
+    if not isinstance(after, list) or not all(isinstance(name, str) for name in after):
+        raise place.error(f"after must be a list of stages, as in `after: [reward.verify]`, got {given!r}")
     try:
         return make_stage(
             relative_to(place.folder, tree["type"]), tree.get("role"), params, id=tree.get("id"), when=when, after=after
@@ -143,15 +146,8 @@ def _read_when(tree: Any, place: _Place) -> When:
         raise place.error(error) from None
 
 
-def _read_after(value: Any, place: _Place) -> tuple[str, ...]:
-    names = [value] if isinstance(value, str) else value or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise place.error(f"after must be a list of stages, as in `after: [reward.verify]`, got {value!r}")
-    return tuple(names)
-
-
 def _with_files(value: Any, folder: Path) -> Any:
-    """Return the parameters with every `file.py:function` that lies in the folder spelled out."""
+    """Return the parameters with an absolute path for every `file.py:function` in the folder."""
     if isinstance(value, Mapping):
         return {name: _with_files(item, folder) for name, item in value.items()}
     if isinstance(value, list):

@@ -8,7 +8,7 @@ from braidrl.flow.recipes.parts import policy_update, rewarded
 
 
 class CispoParameters(PolicyParameters):
-    """Of CISPO."""
+    """Parameters of CISPO."""
 
     clip_low: float = Field(1.0, ge=0, le=1)
     """ε_low: weights below 1 − ε_low are raised to it; 1 sets no lower bound, as in the paper."""
@@ -17,7 +17,7 @@ class CispoParameters(PolicyParameters):
 
 
 def cispo(p: CispoParameters) -> Flow:
-    """Group-normalised rewards and REINFORCE with clipped weights."""
+    """Return the flow: group-normalised rewards, and REINFORCE with clipped weights."""
     return Flow(
         "cispo",
         [

@@ -8,12 +8,12 @@ from braidrl.flow import Flow, actor, advantage, shape
 from braidrl.flow.recipes.parameters import ClippedParameters
 from braidrl.flow.recipes.parts import informative, policy_update, rewarded, surrogate
 
-# Of the response limit of 20,480 tokens in the paper, 4,096 are the interval in which the punishment grows.
+# In the paper the punishment grows over the last 4,096 of 20,480 tokens.
 CACHE_SHARE = 5
 
 
 class DapoParameters(ClippedParameters):
-    """Of DAPO."""
+    """Parameters of DAPO."""
 
     clip_high: float = Field(0.28, ge=0)
     """ε_high: more room than ε_low for unlikely tokens to become likelier."""
@@ -22,14 +22,14 @@ class DapoParameters(ClippedParameters):
     wrong_score: float = -1.0
     """Score of a wrong answer."""
     dynamic_sampling: bool | Literal["rewards"] = True
-    """Drop groups that are all right or all wrong, and sample on until the batch is full. Right is a score of at least
-    `correct_score`; with `rewards`, for graded scores, groups whose rewards are all equal are dropped."""
+    """Drop groups that are all right or all wrong, and continue sampling until the batch is full. Right is a score of at least
+    `correct_score`. With `rewards`, for graded scores, drop groups with equal rewards."""
     max_response_tokens: int = Field(ge=1)
-    """Responses end here; from this many tokens on the punishment is 1."""
+    """Maximum length of a response; at this length the punishment is 1."""
     overlong_cache: int | None = Field(None, ge=0)
-    """Tokens before the limit over which the punishment grows; by default a fifth of the limit, 0 punishes nothing."""
+    """Number of tokens before the limit over which the punishment grows; by default a fifth of the limit, 0 disables it."""
     overlong_filter: bool = False
-    """Leave responses that were cut off out of the loss."""
+    """Exclude truncated responses from the loss."""
 
     @model_validator(mode="after")
     def _cache_fits(self) -> Self:
@@ -43,7 +43,7 @@ class DapoParameters(ClippedParameters):
 
 
 def dapo(p: DapoParameters) -> Flow:
-    """Rule rewards of ±1, groups that teach something, every token of the batch weighed the same."""
+    """Return the flow: rule rewards of ±1, dynamic sampling, and a mean over all tokens of the batch."""
     penalty = shape.overlong_penalty(max_response_tokens=p.max_response_tokens, cache=p.cache) if p.cache else None
     stages = [
         actor.generate(),

@@ -1,4 +1,4 @@
-"""DPO, arXiv 2305.18290: preferences learned by the policy itself, without a reward model and without sampling."""
+"""DPO, arXiv 2305.18290: the policy learns from preferences directly, without a reward model and without sampling."""
 
 from pydantic import Field
 
@@ -7,13 +7,13 @@ from braidrl.flow.recipes.parameters import Parameters
 
 
 class DpoParameters(Parameters):
-    """Of DPO."""
+    """Parameters of DPO."""
 
     beta: float = Field(0.1, gt=0)
-    """β: how strongly the policy is held near the reference."""
+    """β: a larger value keeps the policy nearer to the reference."""
 
 
 def dpo(p: DpoParameters) -> Flow:
-    """Pairs of given responses, each compared with the reference."""
+    """Return the flow: pairs of given responses, each compared with the reference."""
     update = actor.update(loss=loss.dpo(beta=p.beta), aggregate="seq-mean-token-mean")
     return Flow("dpo", [data.join_response(), reference.log_probs(), update])

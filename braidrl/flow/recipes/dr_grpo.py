@@ -1,4 +1,4 @@
-"""Dr. GRPO, arXiv 2503.20783: GRPO without the two divisions that favour some responses, by length and by deviation."""
+"""Dr. GRPO, arXiv 2503.20783: GRPO without its two biases, the divisions by length and by standard deviation."""
 
 from typing import Any
 
@@ -10,16 +10,16 @@ from braidrl.flow.recipes.parts import policy_update, rewarded, surrogate
 
 
 class DrGrpoParameters(ClippedParameters):
-    """Of Dr. GRPO."""
+    """Parameters of Dr. GRPO."""
 
     max_response_tokens: int = Field(ge=1)
-    """The constant that sums over a response are divided by, in place of its length."""
+    """Constant that divides the sum over a response, in place of its length."""
     aggregate: str | dict[str, Any] = "token-sum-norm"
-    """How the losses of tokens become one number; token-sum-norm divides by `max_response_tokens`."""
+    """Aggregation of token losses; token-sum-norm divides by `max_response_tokens`."""
 
 
 def dr_grpo(p: DrGrpoParameters) -> Flow:
-    """Centred rewards, and sums over tokens divided by a constant."""
+    """Return the flow: centred rewards, and sums over tokens divided by a constant."""
     constant = {"name": "token-sum-norm", "max_tokens": p.max_response_tokens}
     aggregate = constant if p.aggregate == "token-sum-norm" else p.aggregate
     return Flow(

@@ -10,20 +10,20 @@ from braidrl.flow.recipes.parts import kl_term, policy_update, reference_model, 
 
 
 class GrpoParameters(ClippedParameters, KlParameters):
-    """Of GRPO."""
+    """Parameters of GRPO."""
 
     aggregate: str | dict[str, Any] = "seq-mean-token-mean"
-    """How the losses of tokens become one number; the paper's is the mean over rows of row means."""
+    """Aggregation of token losses; the paper uses the mean over rows of row means."""
     kl_coef: float = Field(0.04, ge=0)
     """β: weight of the KL term in the loss; 0 needs no reference model."""
     kl_estimator: str = "k3"
-    """How the KL divergence from the reference is estimated."""
+    """Estimator of the KL divergence from the reference."""
     normalise: bool = True
     """Divide the advantages by the standard deviation of their group."""
 
 
 def grpo(p: GrpoParameters) -> Flow:
-    """Groups of rewarded responses, and a KL term in the loss."""
+    """Return the flow: groups of rewarded responses, and a KL term in the loss."""
     return Flow(
         "grpo",
         [

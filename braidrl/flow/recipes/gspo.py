@@ -1,4 +1,4 @@
-"""GSPO, arXiv 2507.18071: GRPO whose ratio and clipping belong to the whole response."""
+"""GSPO, arXiv 2507.18071: GRPO with a ratio and clipping per response."""
 
 from typing import Any
 
@@ -10,18 +10,18 @@ from braidrl.flow.recipes.parts import policy_update, rewarded
 
 
 class GspoParameters(PolicyParameters):
-    """Of GSPO."""
+    """Parameters of GSPO."""
 
     clip_low: float = Field(3e-4, ge=0, le=1)
-    """ε_low: a response whose ratio per token is below 1 − ε_low is clipped."""
+    """ε_low: a response with a length-normalised ratio below 1 − ε_low is clipped."""
     clip_high: float = Field(4e-4, ge=0)
-    """ε_high: a response whose ratio per token is above 1 + ε_high is clipped."""
+    """ε_high: a response with a length-normalised ratio above 1 + ε_high is clipped."""
     aggregate: str | dict[str, Any] = "seq-mean-token-mean"
-    """How the losses of tokens become one number; the loss is defined for this one alone."""
+    """Aggregation of token losses; the loss supports only this one."""
 
 
 def gspo(p: GspoParameters) -> Flow:
-    """Group-normalised rewards and a sequence-level ratio."""
+    """Return the flow: group-normalised rewards and a sequence-level ratio."""
     return Flow(
         "gspo",
         [

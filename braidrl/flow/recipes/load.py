@@ -1,4 +1,4 @@
-"""From the name in a configuration to a flow: a recipe of ours, a YAML file, or a user's own function."""
+"""Loading of flows by name: a built-in recipe, a YAML file, or a user's own function."""
 
 import inspect
 import typing
@@ -23,32 +23,30 @@ RECIPES = PluginRegistry("recipe", {name: f"braidrl.flow.recipes.{name}:{name}" 
 
 
 def load_flow(name: str, params: Mapping[str, Any] | None = None, defaults: Mapping[str, Any] | None = None) -> Flow:
-    """Return the flow that a name stands for.
+    """Load a flow by name.
 
     Args:
         name: A recipe, a .yaml file, `module:function` or `file.py:function`.
         params: The recipe's parameters.
-        defaults: Values for those of the recipe's fields that are not set; others are ignored.
+        defaults: Values for unset fields of the recipe; names that the recipe does not have are ignored.
 
     Raises:
-        UserError: A name, a parameter or a value that does not exist or is out of its range.
+        UserError: An unknown name or parameter, or an invalid value.
     """
     params, defaults = dict(params or {}), dict(defaults or {})
-    flow = from_yaml_alone(name, params) if name.endswith(SUFFIXES) else call_recipe(name, params, defaults)
+    if name.endswith(SUFFIXES):
+        if params:
+            raise UserError(f"{name} is a YAML flow and takes no parameter {next(iter(params))!r}; set it in the file")
+        flow = from_yaml(name)
+    else:
+        flow = call_recipe(name, params, defaults)
     if "samples_per_prompt" in defaults:
         check_group_size(flow, defaults["samples_per_prompt"])
     return flow
 
 
-def from_yaml_alone(path: str, params: Mapping[str, Any]) -> Flow:
-    """Return the flow in a file, which says everything itself. Raises UserError for parameters beside it."""
-    if params:
-        raise UserError(f"{path} is a YAML flow and takes no parameter {next(iter(params))!r}; set it in the file")
-    return from_yaml(path)
-
-
 def check_group_size(flow: Flow, samples: int) -> None:
-    """Raise UserError where a function of the flow needs more than so many samples per prompt."""
+    """Raise UserError if a function of the flow needs more samples per prompt than `samples`."""
     for stage in flow.stages:
         used: list[tuple[Entry, dict[str, Any]]] = []
         if stage.role is None:
@@ -64,7 +62,7 @@ def check_group_size(flow: Flow, samples: int) -> None:
 
 
 def call_recipe(name: str, params: dict[str, Any], defaults: dict[str, Any]) -> Flow:
-    """Return what the recipe returns for parameters checked by the model that its only argument is annotated with."""
+    """Call a recipe with checked parameters. The annotation of its only argument is the pydantic model that checks them."""
     recipe = RECIPES.find(name)
     model = parameter_model(name, recipe)
     if model is None and params:
@@ -76,7 +74,7 @@ def call_recipe(name: str, params: dict[str, Any], defaults: dict[str, Any]) -> 
 
 
 def checked(name: str, model: type[BaseModel], params: dict[str, Any], defaults: dict[str, Any]) -> BaseModel:
-    """Return the parameters as their model, with defaults where it has such a field. Raises UserError for the first that is wrong."""
+    """Return the parameters as an instance of their model, with defaults. Raises UserError for the first invalid one."""
     known = {key: value for key, value in defaults.items() if key in model.model_fields}
     try:
         return model.model_validate({**known, **params})
@@ -85,7 +83,7 @@ def checked(name: str, model: type[BaseModel], params: dict[str, Any], defaults:
 
 
 def parameter_model(name: str, recipe: Callable[..., Any]) -> type[BaseModel] | None:
-    """Return the pydantic model of a recipe's parameters; None for a function without arguments."""
+    """Return the pydantic model of a recipe's parameters, or None for a recipe without arguments."""
     try:
         hints = typing.get_type_hints(recipe)
     except NameError as error:
@@ -100,7 +98,7 @@ def parameter_model(name: str, recipe: Callable[..., Any]) -> type[BaseModel] | 
 
 
 def explain(error: ValidationError, model: type[BaseModel]) -> str:
-    """Return one line for the first thing that is wrong."""
+    """Build a message of one line for the first error."""
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":

@@ -1,4 +1,4 @@
-"""MaxRL, arXiv 2602.02710: rewards centred and divided by the group's success rate, so that hard prompts weigh more."""
+"""MaxRL, arXiv 2602.02710: centred rewards divided by the group's success rate, so that hard prompts weigh more."""
 
 from braidrl.flow import Flow, actor, advantage
 from braidrl.flow.recipes.parameters import ClippedParameters
@@ -6,9 +6,9 @@ from braidrl.flow.recipes.parts import policy_update, rewarded, surrogate
 
 
 class MaxrlParameters(ClippedParameters):
-    """Of MaxRL."""
+    """Parameters of MaxRL."""
 
 
 def maxrl(p: MaxrlParameters) -> Flow:
-    """Success or failure of verified responses; a reward without `verify` says neither and is refused."""
+    """Return the flow: success or failure of verified responses. A reward without `verify` is refused."""
     return Flow("maxrl", [actor.generate(), *rewarded(p.reward), advantage.maxrl(), policy_update(p, surrogate(p))])

@@ -10,7 +10,7 @@ from braidrl.flow.roles import Role, actor, reference, reward
 from braidrl.flow.stage import Stage
 
 OF_THE_LOSS = ("clip_low", "clip_high", "dual_clip")
-"""Parameters that are handed to a recipe's own loss."""
+"""Parameters of a recipe's own loss."""
 
 
 def rewarded(
@@ -19,9 +19,9 @@ def rewarded(
     correct_score: float | None = None,
     wrong_score: float | None = None,
 ) -> list[Stage]:
-    """Return a stage for each source of rewards; each adds its weight times its score to `reward`, and has a column of its own.
+    """Return a stage for each source of rewards. Each stage adds its weighted score to `reward`, and writes its own column.
 
-    Raises UserError for no source and for a name that no role can have.
+    Raises UserError for no source and for an invalid role name.
     """
     weights = {sources: 1.0} if isinstance(sources, str) else dict(sources)
     if not weights:
@@ -41,7 +41,7 @@ def rewarded(
 
 
 def informative(sources: str | Mapping[str, float]) -> Stage:
-    """Return a stage that drops groups without a signal: all right or all wrong, or where nothing is verified those of equal rewards."""
+    """Return a stage that drops groups without a signal: all right or all wrong, or without `verify` equal rewards."""
     return select.informative_groups() if "verify" in sources else select.informative_rewards()
 
 
@@ -51,9 +51,9 @@ def surrogate(p: ClippedParameters) -> dict[str, Any]:
 
 
 def policy_update(p: PolicyParameters, loss: Mapping[str, Any], **more: Any) -> Stage:
-    """Return the actor's update by a loss, unless the parameters name another; `more` goes over what the parameters say.
+    """Return the actor's update with a loss, unless the parameters name another; `more` overrides the parameters.
 
-    Raises UserError where they set the recipe's own loss too.
+    Raises UserError if the parameters also set the recipe's own loss.
     """
     if p.loss is not None:
         if own := p.model_fields_set & set(OF_THE_LOSS):
@@ -70,10 +70,10 @@ def policy_update(p: PolicyParameters, loss: Mapping[str, Any], **more: Any) -> 
 
 
 def kl_term(p: KlParameters) -> dict[str, Any] | None:
-    """Return the KL term in the loss, or None where its weight is 0."""
+    """Return the KL term in the loss, or None if its weight is 0."""
     return {"name": p.kl_estimator, "coef": p.kl_coef} if p.kl_coef > 0 else None
 
 
 def reference_model(p: KlParameters) -> list[Stage]:
-    """Return the reference's log-probs, where the recipe compares with it."""
+    """Return the stage of the reference's log-probs; none if the KL weight is 0."""
     return [reference.log_probs()] if p.kl_coef > 0 else []

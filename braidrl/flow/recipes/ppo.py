@@ -8,20 +8,20 @@ from braidrl.flow.recipes.parts import policy_update, reference_model, rewarded,
 
 
 class CriticParameters(ClippedParameters, KlParameters):
-    """Of every recipe with a critic."""
+    """Parameters of every recipe with a critic."""
 
     reward: str | dict[str, float] = "score"
-    """Who rewards: `score` (the reward model), `verify` (rules), another role with a reward model, or several with weights."""
+    """Source of rewards: `score` (the reward model), `verify` (rules), another role with a reward model, or several with weights."""
     gamma: float = Field(1.0, gt=0, le=1)
     """γ: discount per token."""
     lam: float = Field(0.95, ge=0, le=1)
     """λ of generalised advantage estimation."""
     whiten: bool = False
-    """Bring the advantages to mean 0 and deviation 1 over the batch."""
+    """Normalise the advantages to mean 0 and deviation 1 over the batch."""
     value_clip: float | None = Field(0.2, gt=0)
-    """How far a value may move from the one before the update; none does not clip."""
+    """Largest change of a value from the value before the update; null disables clipping."""
     critic_warmup: int = Field(0, ge=0)
-    """Iterations that train the critic alone."""
+    """Number of first iterations that train only the critic."""
 
     @property
     def actor_when(self) -> When:
@@ -30,19 +30,19 @@ class CriticParameters(ClippedParameters, KlParameters):
 
 
 class PpoParameters(CriticParameters):
-    """Of PPO."""
+    """Parameters of PPO."""
 
     kl_target: float | None = Field(None, gt=0)
-    """Mean KL per response, in nats, that the penalty's weight is adapted to; none keeps `kl_coef`."""
+    """Target of the mean KL per response, in nats; the penalty's weight is adapted to it. Null keeps `kl_coef`."""
 
 
 def ppo(p: PpoParameters) -> Flow:
-    """Rewards per token, advantages by GAE, a clipped ratio for the actor and a clipped value for the critic."""
+    """Return the flow: rewards per token, advantages by GAE, a clipped ratio for the actor and a clipped value for the critic."""
     return Flow("ppo", ppo_stages(p))
 
 
 def ppo_stages(p: PpoParameters, ptx_coef: float = 0.0) -> list[Stage]:
-    """PPO's eight stages, of which those of the reference fall away with its penalty."""
+    """Return PPO's eight stages; without a KL penalty the reference's stages are absent."""
     return [
         actor.generate(),
         *rewarded(p.reward),
@@ -57,7 +57,7 @@ def ppo_stages(p: PpoParameters, ptx_coef: float = 0.0) -> list[Stage]:
 
 
 def kl_penalty(p: PpoParameters) -> list[Stage]:
-    """Return the penalty per token, of a fixed weight or of one that follows a target."""
+    """Return the KL penalty per token, with a fixed or an adaptive weight."""
     if p.kl_coef == 0:
         return []
     if p.kl_target is None:

@@ -1,4 +1,4 @@
-"""REINFORCE++, arXiv 2501.03262: returns whitened over the whole batch in place of a critic or a group."""
+"""REINFORCE++, arXiv 2501.03262: returns whitened over the whole batch replace a critic or a group baseline."""
 
 from pydantic import Field
 
@@ -8,16 +8,16 @@ from braidrl.flow.recipes.parts import policy_update, reference_model, rewarded,
 
 
 class ReinforcePlusPlusParameters(ClippedParameters, KlParameters):
-    """Of REINFORCE++."""
+    """Parameters of REINFORCE++."""
 
     baseline: bool = False
-    """The variant that first subtracts the mean reward of the prompt's samples; its KL term is in the loss."""
+    """Use the variant with a baseline: it subtracts the mean reward of the prompt's samples, and its KL term is in the loss."""
     gamma: float = Field(1.0, gt=0, le=1)
-    """γ: discount per token; the baseline variant has none."""
+    """γ: discount per token; unused in the variant with a baseline."""
 
 
 def reinforce_plus_plus(p: ReinforcePlusPlusParameters) -> Flow:
-    """PPO's loss and KL penalty per token, without a critic."""
+    """Return the flow: PPO's loss and KL penalty per token, without a critic."""
     if p.baseline:
         estimated = [advantage.group_centered(), advantage.reinforce_plus_plus_baseline()]
         kl = {"name": "k2", "coef": p.kl_coef} if p.kl_coef > 0 else None

@@ -8,14 +8,14 @@ from braidrl.flow.recipes.parts import policy_update, reference_model, rewarded
 
 
 class RemaxParameters(PolicyParameters, KlParameters):
-    """Of ReMax."""
+    """Parameters of ReMax."""
 
     aggregate: str | dict[str, Any] = "seq-mean-token-sum"
-    """How the losses of tokens become one number; the paper's is the mean over rows of row sums."""
+    """Aggregation of token losses; the paper uses the mean over rows of row sums."""
 
 
 def remax(p: RemaxParameters) -> Flow:
-    """PPO without the critic, and one greedy generation more."""
+    """Return the flow: PPO without a critic, and with one greedy generation per prompt as baseline."""
     return Flow(
         "remax",
         [

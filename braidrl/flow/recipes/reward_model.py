@@ -7,13 +7,13 @@ from braidrl.flow.recipes.parameters import Parameters
 
 
 class RewardModelParameters(Parameters):
-    """Of a reward model."""
+    """Parameters of reward-model training."""
 
     role: str = Field("reward", pattern="^[a-z_]+$")
-    """The model that is trained: `reward`, or `cost` on pairs whose chosen response is the costlier one."""
+    """The trained role: `reward`, or `cost` on pairs in which the chosen response has the higher cost."""
 
 
 def reward_model(p: RewardModelParameters) -> Flow:
-    """The chosen response of each pair is to have the higher score."""
+    """Return the flow: the chosen response of each pair learns the higher score."""
     update = Role(p.role).update(loss=loss.bradley_terry(), aggregate="seq-mean-token-mean")
     return Flow("reward_model", [data.join_response(), update])

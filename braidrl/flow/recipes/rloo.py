@@ -1,4 +1,4 @@
-"""RLOO, arXiv 2402.14740: REINFORCE on whole responses, with the mean reward of the prompt's other samples as baseline."""
+"""RLOO, arXiv 2402.14740: REINFORCE on whole responses; the baseline is the mean reward of the prompt's other samples."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from braidrl.flow.recipes.parts import policy_update, reference_model, rewarded
 
 
 class RlooParameters(PolicyParameters, KlParameters):
-    """Of RLOO."""
+    """Parameters of RLOO."""
 
     aggregate: str | dict[str, Any] = "seq-mean-token-sum"
-    """How the losses of tokens become one number; the paper's is the mean over rows of row sums: a response is one action."""
+    """Aggregation of token losses; the paper uses the mean over rows of row sums, because a response is one action."""
 
 
 def rloo(p: RlooParameters) -> Flow:
-    """The KL divergence of the response is taken from its reward before the baseline is."""
+    """Return the flow: the response's KL divergence is subtracted from its reward, then the leave-one-out baseline."""
     return Flow(
         "rloo",
         [

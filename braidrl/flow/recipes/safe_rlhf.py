@@ -1,4 +1,4 @@
-"""Safe-RLHF, arXiv 2310.12773: PPO-Lagrangian. The highest reward whose mean cost stays below a limit."""
+"""Safe-RLHF, arXiv 2310.12773: PPO-Lagrangian. It maximises the reward while the mean cost stays below a limit."""
 
 from pydantic import Field
 
@@ -9,22 +9,22 @@ from braidrl.flow.stages import make_stage
 
 
 class SafeRlhfParameters(CriticParameters):
-    """Of Safe-RLHF."""
+    """Parameters of Safe-RLHF."""
 
     cost: str = "score"
-    """Who says the cost: `score` (the cost model), or a function of yours that writes `cost`, as in `limits.py:length_cost`."""
+    """Source of costs: `score` (the cost model), or your own function that writes `cost`, as in `limits.py:length_cost`."""
     cost_limit: float = 0.0
-    """d: the mean cost that the policy may have."""
+    """d: the highest allowed mean cost."""
     multiplier: float = Field(1.0, ge=0)
-    """λ before the first iteration."""
+    """Initial value of λ."""
     multiplier_learning_rate: float = Field(0.1, ge=0)
-    """How much λ rises per iteration for each unit of mean cost above the limit, and falls below it."""
+    """Change of λ per iteration for each unit of mean cost above the limit."""
     ptx_coef: float = Field(0.0, ge=0)
     """Weight of the likelihood of pre-training text (`data.ptx`) in the actor's loss; 0 needs none."""
 
 
 def safe_rlhf(p: SafeRlhfParameters) -> Flow:
-    """PPO with a second critic for costs; advantages are mixed by a multiplier that follows the mean cost."""
+    """Return the flow: PPO with a second critic for costs; a multiplier, adapted to the mean cost, mixes the advantages."""
     penalty = shape.safe_rlhf_kl_penalty(coef=p.kl_coef, estimator=p.kl_estimator) if p.kl_coef > 0 else None
     stages = [
         actor.generate(),

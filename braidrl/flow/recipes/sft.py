@@ -7,12 +7,12 @@ from braidrl.flow.recipes.parameters import Parameters
 
 
 class SftParameters(Parameters):
-    """Of supervised fine-tuning."""
+    """Parameters of supervised fine-tuning."""
 
     aggregate: str | dict[str, Any] = "token-mean"
-    """How the losses of tokens become one number."""
+    """Aggregation of token losses."""
 
 
 def sft(p: SftParameters) -> Flow:
-    """The likelihood of the data's responses given their prompts."""
+    """Return the flow: maximum likelihood of given responses."""
     return Flow("sft", [data.join_response(), actor.update(loss=loss.sft(), aggregate=p.aggregate)])
