@@ -30,32 +30,32 @@ from braidrl.config.training import EvaluationConfig, RoleConfig, TrainerConfig
 
 
 class StreamingConfig(Section):
-    """How the streaming runtime spreads work; nothing here changes the result of a run without staleness."""
+    """Settings of the streaming runtime. Without staleness none of them changes the result of a run."""
 
     workers: dict[str, int] = {}
-    """Processes of a worker group: `actor.generate`, `compute`, and each role that infers or trains. Where not named 1, or as many as the
+    """Processes by worker group: `actor.generate`, `compute`, and each role that infers or trains. The default is 1, or as many as the
     role's layout needs."""
     dispatch_rows: int = Field(16, ge=1, le=MOST_ROWS)
-    """The most rows that a worker takes at once: fewer spread work sooner, more ask the queue less often."""
+    """Maximum number of rows that a worker takes at once: a lower number balances the load better, a higher one needs fewer requests."""
     sampler: str | dict[str, str] = "first_in"
-    """Which of the rows that are ready a worker is given: `first_in`, `whole_groups`, `token_balanced`, `shortest_first`,
-    `oldest_version`, or a function of yours, `module:function` or `path/to/file.py:function`; for all stages, or by stage."""
+    """Order in which ready rows are given to workers: `first_in`, `whole_groups`, `token_balanced`, `shortest_first`, `oldest_version`, or
+    your own `module:function` or `path/to/file.py:function`; for all stages, or by stage."""
     storage: str = "shared_memory"
-    """Where payload lies: `shared_memory`, `file:/path` on a disk, or `redis://host:port/0`."""
+    """Storage of payload: `shared_memory`, `file:/path` on a disk, or `redis://host:port/0`."""
     weights: Literal["end", "delayed", "rolling", "interrupt"] = "end"
-    """When engines take new weights. `end`: all of them when a batch's generation is over. `delayed`: so too, and they receive them in host
-    memory while they generate. `rolling`: one after the other, while the others generate. `interrupt`: each at once, in the middle of its
-    rows, which go on with them."""
+    """Weight-update policy of engines. `end`: all load when a batch's generation is complete. `delayed`: the same, but they receive the
+    weights in host memory while they generate. `rolling`: one after the other, while the others generate. `interrupt`: each immediately;
+    its running rows continue with the new weights."""
     share_out: float | None = None
-    """Has no effect: with `rolling` half of the engines may be out at a time. One that is out takes no rows, finishes most of those that
-    it has, and loads."""
+    """Has no effect. With `rolling` up to half of the engines drain at a time: a draining engine takes no rows, finishes most of its
+    rows, and loads."""
     on_policy_share: float = Field(0.0, ge=0, lt=1)
-    """With `trainer.max_staleness`, the share of each batch that the version begins that the batch is trained on, spread evenly over its
-    updates: the batch waits for these rows, and engines begin older ones of the next meanwhile. 0 asks for none."""
+    """With `trainer.max_staleness`: share of each batch that must start on the version on which the batch is trained, spread evenly over
+    its updates. The batch waits for these rows; meanwhile engines start rows of the next batch. 0 requires none."""
     lease_s: float = Field(600.0, gt=0, le=MOST_S)
-    """Seconds without progress after which a worker's rows are given to another."""
+    """Seconds without progress after which a worker's rows are given to another worker."""
     wait_s: float = Field(5.0, gt=0, le=MOST_S)
-    """Seconds after which a worker that has found nothing to do asks again."""
+    """Seconds after which an idle worker asks for work again."""
 
     @field_validator("workers")
     @classmethod
@@ -70,65 +70,67 @@ class PoolConfig(Section):
 
     short_for = {list: "roles"}
     roles: list[str] = Field(min_length=1)
-    """Their names."""
+    """Names of the roles."""
     workers: int | None = Field(None, ge=1, le=MOST_PROCESSES)
     """Processes, each with a device of its own; by default the configuration's `workers`."""
 
 
 class PlacementConfig(Section):
-    """Which roles share processes: a name (colocate, standalone, split), or the pools themselves."""
+    """Placement of roles on pools of processes: a name (colocate, standalone, split), or a list of pools."""
 
     short_for = {str: "name", list: "pools"}
     name: str = "colocate"
     """`colocate`: one pool for all; `standalone`: one for each role; `split`: one for the roles that generate, one for the others."""
     pools: list[PoolConfig] = []
-    """Each role in one of them, in place of a name; `ROLE.generate` puts a role's generation into another pool than its model."""
+    """A list of pools in place of a name; each role is in one of them. `ROLE.generate` places a role's generation in another pool."""
 
 
 class ClusterConfig(Section):
-    """The processes of a run, and the Ray cluster that they may be on."""
+    """The processes of a run, and its Ray cluster."""
 
     launcher: Literal["local", "torchrun", "ray"] | None = None
-    """Who starts the ranks of `runtime: distributed` and the workers of `runtime: streaming`: this command, on this machine; Ray, on its
-    cluster; or, for ranks, `torchrun`, which has started this command as one of them, and is the default there. Else it is `local`."""
+    """Launcher of the ranks of `runtime: distributed` and the workers of `runtime: streaming`. `local`: this command, on this machine.
+    `ray`: Ray, on its cluster. `torchrun` (ranks only): torchrun has started this command as a rank, and is then the default."""
     address: str | None = None
-    """Address of a running cluster; by default RAY_ADDRESS, or a cluster of this machine that ends with the run."""
+    """Address of a running cluster; by default RAY_ADDRESS, or a cluster on this machine that ends with the run."""
     cpus: int | None = Field(None, ge=1, le=MOST_PROCESSES)
-    """CPUs that a cluster of this machine offers, one for each worker; by default all."""
+    """CPUs of a cluster on this machine, one for each worker; by default all."""
     start_limit_s: float = Field(300.0, gt=0, le=MOST_S)
     """Seconds for workers to start and load their models."""
     silence_s: float = Field(60.0, gt=0, le=MOST_S)
-    """Seconds after which a process that is stopped, or says nothing, is named and killed; another gets its work, or the run ends. So is
-    one whose work does not come further for so long, and for ten times the longest that it took of late to come further."""
+    """Watchdog: seconds without a heartbeat after which a process is reported and killed; another process takes over its work, or the run
+    ends. The same applies to a process without progress for this time and for ten times its longest recent interval between progress."""
     wait_limit_s: float = Field(3600.0, gt=0, le=MOST_S)
-    """Seconds without a word from a worker after which the run ends."""
+    """Seconds without a message from a worker after which the run ends."""
 
 
 class EnvironmentConfig(SandboxConfig):
-    """What trajectories of several turns are played in."""
+    """The environment of multi-turn trajectories."""
 
     short_for = {str: "name"}
     name: str | None = None
     """`module:Class`, `module:function`, `gem:name`, `mcp:server`, `openenv:address`, `verifiers:name` or `agent:module:function`,
-    for the generate stages that name none themselves. What it gives is the score and the reward: the flow's `verify` is then left out."""
+    for generate stages that do not name one. It gives the score and the reward; the flow's `verify` is then omitted."""
     params: dict[str, Any] = {}
-    """Settings handed to it by keyword."""
+    """Keyword arguments for it."""
     at_once: int = Field(64, ge=1, le=MOST_PROCESSES)
-    """Trajectories that are played at the same time in the whole run; each rank has its share of them, and at least one."""
+    """Maximum number of concurrent trajectories in the whole run; each rank has an equal share, at least one."""
     timeout_s: float = Field(60.0, gt=0, le=MOST_S)
-    """Seconds for one answer of the environment, or for an agent's whole trajectory; after them it ends, and is counted."""
+    """Seconds for one answer of the environment, or for an agent's whole trajectory. After this time the trajectory ends and is counted
+    as failed."""
     max_turns: int = Field(16, ge=1, le=MOST_ROWS)
-    """Turns of the model in one trajectory."""
+    """Maximum number of the model's turns in one trajectory."""
     variables: list[str] = []
-    """Variables that it gets of the run's environment, beside PATH and the like."""
+    """Environment variables that it receives from the run, in addition to PATH and the like."""
     host: str = "127.0.0.1"
-    """Of an agent: the address of this machine on which its endpoint listens. One that others reach needs a key."""
+    """For an agent: the address of this machine on which its endpoint listens. An address that other machines can reach needs a key."""
     key_variable: str | None = None
-    """The variable that holds the endpoint's key, which clients send as their API key; the agent finds it as `api_key` in its example."""
+    """Environment variable with the endpoint's key, which clients send as their API key; the agent receives it as `api_key` in its
+    example."""
     tool_format: Literal["hermes", "qwen_xml", "llama", "mistral", "deepseek", "glm"] | None = None
-    """How the model writes calls of tools; by default as its tokenizer's chat template says."""
+    """Format of the model's tool calls; by default found from its tokenizer's chat template."""
     python: Path | None = None
-    """The interpreter of its processes, where its library is installed in an environment of its own; by default Braid's."""
+    """Python interpreter of its processes, if its library is installed in another virtual environment; by default Braid's."""
 
     @model_validator(mode="after")
     def _fits_the_sandbox(self) -> "EnvironmentConfig":
@@ -144,52 +146,52 @@ class EnvironmentConfig(SandboxConfig):
 
 
 class ServersConfig(Section):
-    """Servers of somebody else's that generate, with `rollout.engine: http`."""
+    """External inference servers, with `rollout.engine: http`."""
 
     short_for = {str: "urls", list: "urls"}
     urls: Annotated[list[str], ONE_OR_MORE] = []
-    """Their addresses, as in `http://127.0.0.1:8000`; a router spreads rows over them."""
+    """Addresses, as in `http://127.0.0.1:8000`; a router distributes rows over them."""
     dialect: str = "vllm"
-    """What they are: `vllm` or `sglang`."""
+    """Type of the servers: `vllm` or `sglang`."""
     weights: Literal["folder", "network"] = "folder"
-    """How they get weights: they read them in `folder`, or the run sends them over the network (vLLM; NCCL on CUDA, else gloo)."""
+    """Transfer of weights: the servers read them from `folder`, or the run sends them over the network (vLLM; NCCL on CUDA, else gloo)."""
     folder: Path | None = None
-    """Where weights are put for them to read: a folder that they and the run see under one name. By default this machine's place for
-    temporary files."""
+    """Folder for weights, which the servers and the run see at the same path; by default this machine's folder for temporary files."""
 
 
 class RolloutConfig(Section):
-    """How responses are sampled."""
+    """Sampling of responses."""
 
     engine: str = "embedded"
-    """Who generates: `embedded` decodes with the trainer's own weights, `vllm` in processes of its own, `http` asks servers;
-    or `module:name` or `file.py:name` of your own."""
+    """Inference engine: `embedded` decodes with the trainer's own weights, `vllm` runs in its own processes, `http` uses external servers;
+    or your own `module:name` or `file.py:name`."""
     engine_settings: dict[str, Any] = {}
-    """Settings of an engine of your own, which finds them in its spec's `options`."""
+    """Settings of your own engine, which receives them in its spec's `options`."""
     servers: ServersConfig = ServersConfig()
-    """An address, or a list of them, is short for servers with nothing else set."""
+    """External servers; an address or a list of addresses is short for `urls`."""
     engines: int | None = Field(None, ge=0, le=MOST_PROCESSES)
-    """Processes that generate, each with a copy of the weights; a router spreads rows over them, and replaces one that ends.
-    By default 1 for vLLM, and 0 for the embedded engine and your own: the process that trains generates too."""
+    """Number of engine processes, each with a replica of the weights; a router distributes rows over them and restarts one that ends.
+    By default 1 for vLLM, and 0 for the embedded engine and your own: the process that trains also generates."""
     tensor: int = Field(1, ge=1, le=MOST_PROCESSES)
-    """Processes that each of those engines consists of, where it is embedded: they divide its weights, heads and vocabulary, for a model
-    that is too large for one device. A number that divides the model's heads and key/value heads. With `engines` 0, under `runtime:
-    distributed` or `hybrid`, so many of the ranks that train decode together in the same way; see `grouping`."""
+    """Tensor parallelism of an embedded engine: number of processes that shard its weights, heads and vocabulary. It must divide the
+    model's heads and key/value heads. With `engines` 0, under `runtime: distributed` or `hybrid`, groups of so many training ranks
+    decode together; see `grouping`."""
     pipeline: int = Field(1, ge=1, le=MOST_PROCESSES)
-    """Ranks among which the layers are divided, each with the slices of `tensor` of its own: for ranks that train and generate."""
+    """Pipeline parallelism of training ranks that also generate: the layers are sharded over so many ranks, each sharded by `tensor`."""
     grouping: Literal["interval", "neighbour", "gather"] | None = None
-    """Which ranks that train generate together, and what they receive. `interval`: ranks that lie apart, so that what each trains is
-    part of what it generates with, and it receives the rest (HybridFlow); `neighbour`: the ranks of each copy gather all of it and keep
-    their slices (HybridFlow-V); `gather`: all ranks gather it, for `shard: full` (DeepSpeed-Chat). By default `interval` where
-    `pipeline` and `tensor` divide those of the training layout, else neighbours that receive what they lack."""
+    """Groups of training ranks that generate together, and the weights that they receive. `interval`: ranks at equal distances; the
+    shard that a rank trains is part of the one that it generates with, and it receives the rest (HybridFlow). `neighbour`: the ranks of
+    each replica gather all weights and keep their slices (HybridFlow-V). `gather`: all ranks gather all weights, for `shard: full`
+    (DeepSpeed-Chat). The default is `interval` if `pipeline` and `tensor` divide those of the training layout, else neighbours that
+    receive the slices that they lack."""
     python: Path | None = None
-    """The interpreter of those processes, where vLLM is installed in an environment of its own; by default Braid's."""
+    """Python interpreter of the engine processes, if vLLM is installed in another virtual environment; by default Braid's."""
     vllm: dict[str, Any] = {}
     """Further arguments of vLLM's engine, as in `{gpu_memory_utilization: 0.5}`."""
     weights: Literal["file", "collective"] | None = None
-    """How those processes get weights from the ranks that train: a `file` in shared memory, or `collective`, from device to device over a
-    process group (NCCL on CUDA, where each process needs a device of its own; gloo on a CPU). By default collective between CUDA
-    devices, else a file."""
+    """Transfer of weights from training ranks to engine processes: `file` in shared memory, or `collective` from device to device over a
+    process group (NCCL on CUDA, where each process needs its own device; gloo on a CPU). The default is collective between CUDA
+    devices, else file."""
 
     @field_validator("weights", mode="before")
     @classmethod
@@ -199,70 +201,70 @@ class RolloutConfig(Section):
         return value
 
     check_weights: bool = False
-    """Have each of those processes, or servers that are sent weights, compare a checksum of what it is given."""
+    """Compare a checksum of the weights in each engine process, or in servers that receive weights over the network."""
     max_log_prob_gap: float = Field(0.2, gt=0)
-    """The run ends where log-probs of engine and trainer differ by more than this on average, in nats per token."""
+    """The run ends if log-probs of engine and trainer differ by more than this on average, in nats per token."""
     samples_per_prompt: int = Field(8, ge=1, le=MOST_ROWS)
     """Rows in a group."""
     max_response_tokens: int = Field(512, ge=1, le=MOST_TOKENS)
-    """Responses end here at the latest."""
+    """Maximum length of a response."""
     tokens_per_iteration: int | None = Field(None, ge=1, le=MOST_TOKENS)
-    """A response that has drawn so many tokens in one iteration is set aside, and goes on in the next one with its weights: no iteration
-    waits for the longest. Under `streaming` an iteration is the time until the batch is whole that the response is drawn for. Needs
-    `trainer.max_staleness`, which bounds the oldest token, and `trainer.surplus=keep`."""
+    """Partial rollout: a response with so many tokens in one iteration is suspended and resumes in the next one with its weights, so that
+    no iteration waits for the longest response. Under `streaming` an iteration lasts until the response's batch is complete. Needs
+    `trainer.max_staleness`, which bounds the age of the oldest token, and `trainer.surplus=keep`."""
     repeated_tokens: int | None = Field(None, ge=4, le=MOST_TOKENS)
-    """A response whose last so many tokens say one thing over and over ends where it would be set aside, and counts in
+    """A response whose last so many tokens repeat one phrase ends when it would be suspended, and is counted in
     `response/repeated_fraction`."""
     temperature: float = Field(1.0, ge=1e-4, le=1e4)
-    """Logits are divided by it, in sampling and in every log-probability."""
+    """Divides the logits, in sampling and in every log-probability."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Tokens are drawn from the likeliest that have this share together; 1 keeps all."""
+    """Cumulative probability of the tokens to sample from; 1 keeps all."""
     top_k: int = Field(0, ge=0, le=MOST_ROWS)
-    """0 keeps all tokens."""
+    """Number of likeliest tokens to sample from; 0 keeps all."""
     stop: list[Annotated[NotEmpty, Field(max_length=1024)]] = Field([], max_length=64)
-    """A response ends where one of these texts appears."""
+    """A response ends at the first of these texts."""
     stop_token_ids: list[int] = []
-    """Token ids that end a response, besides the tokenizer's end of sequence."""
+    """Token ids that end a response, in addition to the tokenizer's end of sequence."""
     slots: int | None = Field(None, ge=1, le=MOST_PROCESSES)
-    """Rows that an engine decodes at once; by default as many as a CUDA device has room for, no more than a step has, and 64 on a CPU."""
+    """Rows that an engine decodes at once. The default is as many as a CUDA device has memory for, at most those of a step; 64 on a CPU."""
     dtype: DType | None = None
-    """Type of the engine's weights; by default the model's, which are then shared with the trainer and not copied."""
+    """Dtype of the engine's weights; by default the model's, and the weights are then shared with the trainer and not copied."""
     compile: bool = True
-    """Decode on a CPU by kernels compiled for it, in about a second once; by torch where there is no C compiler or the model is another
-    than a Qwen2, Qwen3 or Llama. On CUDA steps are recorded as graphs, each the first time, and the memory of keys and values stays
-    reserved between generations."""
+    """On a CPU: decode with compiled C kernels (compiled once, in about a second); torch decodes if there is no C compiler or the model is
+    not a Qwen2, Qwen3 or Llama. On CUDA: record decode steps as CUDA graphs at their first use, and keep the KV cache reserved between
+    generations."""
     max_sequence_tokens: int | None = Field(None, ge=2, le=MOST_TOKENS)
-    """Where generation ends a sequence, prompt included; by default `data.max_prompt_tokens` and `max_response_tokens` together.
-    With an environment `max_response_tokens` is the limit of one turn, and this one that of all turns."""
+    """Maximum length of a sequence, prompt included; by default `data.max_prompt_tokens` plus `max_response_tokens`. With an environment
+    `max_response_tokens` limits one turn, and this limits all turns together."""
     environment: EnvironmentConfig = EnvironmentConfig()
-    """A name is short for an environment with nothing else set."""
+    """Environment of multi-turn trajectories; a name is short for `{name: ...}`."""
     reflection_phrases: list[NotEmpty] = [
         "wait", "let me check", "let me verify", "double-check", "on second thought", "alternatively", "however",
     ]  # fmt: skip
-    """Phrases of a response that reconsiders itself, counted in `response/reflections`, per response, as DAPO's authors watch them."""
+    """Phrases that show reflection, counted per response in `response/reflections`, as in the DAPO paper."""
 
 
 class TrackerConfig(Section):
-    """One place to which a run's metrics go beside `metrics.jsonl`."""
+    """A tracker that receives a run's metrics, in addition to `metrics.jsonl`."""
 
     short_for = {str: "name"}
     name: str
-    """`tensorboard`, `wandb`, `trackio`, `mlflow`, `swanlab`, or `module:name` or `file.py:name` of your own."""
+    """`tensorboard`, `wandb`, `trackio`, `mlflow`, `swanlab`, or your own `module:name` or `file.py:name`."""
     params: dict[str, Any] = {}
-    """Settings handed to it by keyword; for `wandb`, `trackio` and `swanlab`, further arguments of their `init`."""
+    """Keyword arguments for it; for `wandb`, `trackio` and `swanlab`, further arguments of their `init`."""
     samples_every: int = Field(10, ge=0, le=MOST_STEPS)
-    """Every so many steps it gets a table of responses, where it takes them: the best and the worst of training, and the first of each
-    held-out set that is evaluated then; 0 never."""
+    """Steps between tables of responses, for trackers that support tables: the best and the worst of training, and the first of each
+    held-out set evaluated at that step; 0 never."""
 
 
 def default_trackers() -> list[TrackerConfig]:
-    """Return TensorBoard, and wandb where it is installed and its environment says where to."""
+    """Return TensorBoard, and wandb if it is installed and WANDB_PROJECT is set."""
     wandb = "WANDB_PROJECT" in os.environ and importlib.util.find_spec("wandb") is not None
     return [TrackerConfig(name="tensorboard"), *([TrackerConfig(name="wandb")] if wandb else [])]
 
 
 class Config(Section):
-    """A run."""
+    """The configuration of a run."""
 
     flow: str
     """A recipe's name, a .yaml flow, `module:function` or `file.py:function`."""
@@ -272,38 +274,38 @@ class Config(Section):
     algorithm: dict[str, Any] = {}
     """Settings of the recipe, such as `clip_high`."""
     data: DataConfig = DataConfig()
-    """Where prompts come from."""
+    """Sources of prompts."""
     reward: RewardConfig = RewardConfig()
-    """How answers are checked."""
+    """Verification of answers."""
     rollout: RolloutConfig = RolloutConfig()
-    """How responses are sampled."""
+    """Sampling of responses."""
     trainer: TrainerConfig = TrainerConfig()
-    """How long, how much at once, and the optimizer."""
+    """Number of steps, batch sizes, optimizer and checkpoints."""
     evaluation: EvaluationConfig = EvaluationConfig()
-    """When and how held-out sets are measured."""
+    """Evaluation on held-out sets."""
     roles: dict[str, RoleConfig] = {}
     """Settings of single roles by name, as in `roles.critic.learning_rate=1e-5`."""
     trackers: Annotated[list[TrackerConfig], ONE_OR_MORE] = Field(default_factory=default_trackers)
-    """Where metrics go beside `metrics.jsonl`; by default also to `wandb` where it is installed and WANDB_PROJECT is set."""
+    """Trackers in addition to `metrics.jsonl`; the default is TensorBoard, and `wandb` if it is installed and WANDB_PROJECT is set."""
     runtime: Literal["eager", "hybrid", "distributed", "streaming"] = "eager"
-    """Who decides what runs next: a loop in this process, a controller on Ray, nobody, or a queue."""
+    """Execution mode: `eager` (single process), `hybrid` (Ray controller), `distributed` (SPMD), `streaming` (asynchronous)."""
     placement: PlacementConfig = PlacementConfig()
-    """Where roles live: `colocate`, `standalone`, `split`, or lists of roles as in `[[actor, reference], [critic]]`."""
+    """Placement of roles on pools: `colocate`, `standalone`, `split`, or lists of roles as in `[[actor, reference], [critic]]`."""
     workers: int = Field(1, ge=1, le=MOST_PROCESSES)
-    """Processes of each pool, where the placement does not say; the ranks of `runtime: distributed`."""
+    """Processes of each pool whose placement gives no number; number of ranks of `runtime: distributed`."""
     cluster: ClusterConfig = ClusterConfig()
-    """Where and how long to wait for workers."""
+    """Launcher, Ray cluster, and time limits for workers."""
     streaming: StreamingConfig = StreamingConfig()
     """Worker groups, queue and weights of `runtime: streaming`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes the CUDA device where there is one."""
+    """Device; `auto` is CUDA if available."""
     dtype: Literal["float32", "bfloat16", "float64", "auto"] = "auto"
-    """Type of the weights in the forward pass; master weights and optimizer state are never less than float32. `auto` is bfloat16 on a
-    CUDA device that has it, and float32 elsewhere."""
+    """Dtype of the weights in the forward pass; master weights and optimizer state have at least float32. `auto` is bfloat16 on a
+    CUDA device that supports it, and float32 elsewhere."""
     seed: int = Field(0, ge=-(2**63), lt=2**63)
-    """Seed of everything random: order of the data, sampling, shuffles."""
+    """Seed of all random numbers: order of the data, sampling, shuffles."""
     output: Path = Path("runs")
-    """The folder in which run folders are made."""
+    """Folder for run folders."""
     name: Name | None = None
     """The run folder's name; by default the flow's with date and time."""
     threads: int | None = Field(None, ge=1, le=MOST_PROCESSES)
@@ -311,6 +313,6 @@ class Config(Section):
 
     @property
     def max_sequence_tokens(self) -> int:
-        """Return the most tokens of a sequence, its prompt and all that follows it."""
+        """Return the maximum length of a sequence in tokens, prompt included."""
         both = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         return self.rollout.max_sequence_tokens or both

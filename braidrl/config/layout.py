@@ -1,4 +1,4 @@
-"""The parallel layout of a role: four axes that multiply to the number of devices, and what is sharded among them.
+"""The parallel layout of a role: four axes whose product is the number of devices, and sharding over them.
 
 rank = ((pipeline · data + data rank) · sequence + sequence rank) · tensor + tensor rank          tensor varies fastest
 """
@@ -11,40 +11,41 @@ from braidrl.config.section import MOST_PROCESSES
 from braidrl.errors import UserError
 
 AXES = ("pipeline", "data", "sequence", "tensor")
-"""Names of the mesh dimensions, slowest first: ranks that communicate most are neighbours."""
+"""Names of the mesh dimensions, slowest first, so that ranks with the most communication are neighbours."""
 
 
 class ParallelLayout(BaseModel):
-    """Devices along each axis. By default each device holds a replica of the model."""
+    """Number of devices along each axis. By default each device holds a replica of the model."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     pipeline: int = Field(1, ge=1, le=MOST_PROCESSES)
-    """Pipeline ranks, each with as many of the layers, through which micro-batches pass one behind the other."""
+    """Pipeline parallelism: number of ranks with an equal share of the layers."""
     tensor: int = Field(1, ge=1, le=MOST_PROCESSES)
-    """Devices that divide each matrix and the vocabulary, and between matrices, in norms and residuals, the tokens."""
+    """Tensor parallelism: number of devices that shard each matrix and the vocabulary, and the tokens in norms and residuals."""
     data: int | None = Field(None, ge=1, le=MOST_PROCESSES)
-    """Devices that divide the rows; by default as many as the other axes leave."""
+    """Data parallelism: number of devices that shard the rows; by default the number of devices divided by the other axes."""
     sequence: int = Field(1, ge=1, le=MOST_PROCESSES)
-    """Devices that divide the tokens of each micro-batch, and in attention the heads (Ulysses)."""
+    """Sequence parallelism: number of devices that shard the tokens of each micro-batch, and in attention the heads (Ulysses)."""
     shard: Literal["full", "optimizer", "none"] = "none"
-    """What the ranks along `data` and `sequence` divide: weights, gradients and optimizer state (`full`: FSDP, ZeRO-3), the last two
-    (`optimizer`: ZeRO-2, the weights are whole while a batch is computed), or nothing."""
+    """Sharding over the ranks of `data` and `sequence`. `full`: weights, gradients and optimizer state (FSDP, ZeRO-3). `optimizer`:
+    gradients and optimizer state (ZeRO-2). `none`: nothing."""
     nodes: int = Field(1, ge=1, le=MOST_PROCESSES)
-    """Groups of ranks along `data` that each have all shards: weights are gathered within a node, gradients alone cross between nodes."""
+    """Hybrid sharding: number of groups of ranks along `data` with a full set of shards each. Weights are gathered within a group; only
+    gradients cross between groups."""
 
     @property
     def ranks_per_replica(self) -> int:
-        """Devices that hold one replica of the model together and compute the same rows."""
+        """Return the number of devices that hold one replica of the model and compute the same rows."""
         return self.pipeline * self.tensor * self.sequence
 
     @property
     def is_replicated(self) -> bool:
-        """Return True where every device has a full replica of the model."""
+        """Return True if every device has a full replica of the model."""
         return self.ranks_per_replica == 1 and self.shard == "none"
 
     def resolve(self, devices: int, key: str = "trainer.layout", devices_key: str = "workers") -> "ParallelLayout":
-        """Return the layout with `data` filled in. Raises UserError, naming both keys, where the axes do not multiply to the devices."""
+        """Return the layout with `data` filled in. Raises UserError, with both keys, if the product of the axes is not `devices`."""
         data = self.data or max(1, devices // self.ranks_per_replica)
         filled = self.model_copy(update={"data": data})
         if data * self.ranks_per_replica != devices:
@@ -62,11 +63,11 @@ class ParallelLayout(BaseModel):
 
     @property
     def shard_ranks(self) -> int:
-        """Devices among which weights, gradients or optimizer state are sharded, once `data` is filled in."""
+        """Return the number of devices over which weights, gradients or optimizer state are sharded; `data` must be filled in."""
         return 1 if self.shard == "none" else (self.data or 1) * self.sequence // self.nodes
 
     def check_model(self, heads: int, key_value_heads: int, layers: int, key: str = "trainer.layout") -> None:
-        """Raise UserError, naming `key`, where the axes do not divide a model's heads or layers."""
+        """Raise UserError, with `key`, if the axes do not divide a model's heads or layers."""
         for name, count in (("attention heads", heads), ("key/value heads", key_value_heads)):
             if count % (self.tensor * self.sequence):
                 raise UserError(

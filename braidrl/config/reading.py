@@ -1,4 +1,4 @@
-"""Reads a configuration: YAML, then overrides of single keys, then every key checked; a mistake is one line.
+"""Loading of a configuration: YAML, overrides of single keys, validation. Each mistake is a message of one line.
 
 file ──YAML──▶ tree ◀── key=value        tree ──checked──▶ Config
 """
@@ -7,6 +7,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,36 +22,33 @@ from braidrl.yaml_text import parse_yaml, read_yaml
 CODE = re.compile(r"(?:agent:|verifiers:)?([^\s:]+\.py)(?::[A-Za-z_]\w*)?")
 """A value that names code in a file."""
 OTHERS_SETTINGS = re.compile(r".*\.(params|vllm|engine_settings|optimizer_settings)(\..*)?|data\.system_prompt")
-"""Keys whose texts may mean anything."""
+"""Keys with free text, which is not checked for code."""
 READ_FROM = re.compile(r"model|roles\.[^.]+\.model|data\.(train|ptx|eval\.[^.]+)(\.path)?|rollout\.servers\.folder")
-"""Keys of what a run reads, which is looked for beside the file that names it."""
+"""Keys with input paths, which are searched in the folder of the configuration file."""
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = (), every: bool = False, **defaults: Any) -> Config:
-    """Read a configuration and check every key.
+    """Load and validate a configuration.
 
     Args:
-        path: A YAML file; None is an empty one.
-        overrides: Dotted `key=value` each, or a YAML file that lies over the first.
-        every: Name every key at fault, one a line, and not the first alone.
-        defaults: Keys, with values for where nobody set them.
-
-    Returns:
-        The configuration, every value checked.
+        path: A YAML file, or None.
+        overrides: Dotted `key=value` each, or a YAML file whose keys override the first.
+        every: Report every invalid key, one per line, not only the first.
+        defaults: Values for unset keys.
 
     Raises:
-        UserError: One line about a key or a value that does not exist or is out of its range.
+        UserError: A key is unknown or a value is invalid.
     """
     tree = given_keys(path, overrides)
     if path is not None:
-        # What an override names is looked for in the current folder first.
+        # Paths in overrides are searched in the current folder first.
         tree = found_beside(Path(path).parent, tree, unless_here=True)
         check_code(Path(path).parent, tree)
     return parse_config({**defaults, **tree}, every)
 
 
 def given_keys(path: Path | str | None, overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the keys and values of a file, or of none, with overrides laid over them. Raises UserError as `load_config`."""
+    """Return the keys and values of a file with overrides applied. Raises UserError as `load_config`."""
     tree: dict[str, Any] = {} if path is None else read_tree(Path(path))
     for override in overrides:
         if override.endswith((".yaml", ".yml")) and "=" not in override:
@@ -61,10 +59,10 @@ def given_keys(path: Path | str | None, overrides: Sequence[str]) -> dict[str, A
 
 
 def read_tree(path: Path) -> dict[str, Any]:
-    """Return the keys and values of a YAML file. Raises UserError where it has none.
+    """Return the keys and values of a YAML file. Raises UserError if it has none.
 
-    A model, data, a flow, and a function in a file, `file.py:name`, are looked for beside the YAML file first, and in the current
-    folder then.
+    Paths of models, data and flows, and functions `file.py:name`, are searched first in the folder of the YAML file, then in the
+    current folder.
     """
     if not path.is_file():
         raise UserError(f"no configuration file {path}")
@@ -75,13 +73,13 @@ def read_tree(path: Path) -> dict[str, Any]:
 
 
 def found_beside(folder: Path, value: Any, place: str = "", unless_here: bool = False) -> Any:
-    """Return a part of a tree, in which what lies in a folder has an absolute path.
+    """Return a part of a tree with absolute paths for files in a folder.
 
     Args:
-        folder: The configuration's.
+        folder: The configuration's folder.
         value: The part.
         place: The part's dotted key.
-        unless_here: Leave what lies in the current folder.
+        unless_here: Leave a path unchanged if it exists in the current folder.
     """
     if isinstance(value, dict):
         parts = {name: f"{place}.{name}" if place else str(name) for name in value}
@@ -98,7 +96,7 @@ def found_beside(folder: Path, value: Any, place: str = "", unless_here: bool = 
 
 
 def check_code(folder: Path, value: Any, place: str = "") -> None:
-    """Raise UserError, naming the key and both places, for code in a file that is neither beside the configuration nor here."""
+    """Raise UserError, with the key, for a code file that is neither in the configuration's folder nor in the current one."""
     if isinstance(value, dict):
         for name, part in value.items():
             check_code(folder, part, f"{place}.{name}" if place else str(name))
@@ -115,7 +113,7 @@ def check_code(folder: Path, value: Any, place: str = "") -> None:
 
 
 def lay_over(tree: dict[str, Any], over: dict[str, Any]) -> None:
-    """Set the keys of one nested dict in another, section by section; a layout is replaced whole."""
+    """Merge a nested dict into another one, section by section; a layout is replaced whole."""
     for key, value in over.items():
         old = tree.get(key)
         if isinstance(value, dict) and isinstance(old, dict) and not key.endswith("layout"):
@@ -125,16 +123,21 @@ def lay_over(tree: dict[str, Any], over: dict[str, Any]) -> None:
 
 
 def parse_config(tree: dict[str, Any], every: bool = False) -> Config:
-    """Check a nested dict. Raises UserError naming the first key at fault, or with `every` each of them in a line."""
+    """Validate a nested dict. Raises UserError for the first invalid key, or with `every` for all of them, one per line."""
     check_plain(tree)
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise Problems(explanations(error)) if every else UserError(explain(error)) from None
+        if not every:
+            raise UserError(explain(error)) from None
+        lines = dict[str, str]()
+        for found in error.errors():
+            lines.setdefault(".".join(map(str, keys_of(found))), explained(found, error))
+        raise Problems(list(lines.values())) from None
 
 
 def check_plain(tree: dict[str, Any]) -> None:
-    """Raise UserError, naming the key, for a number or a text that no key may have: infinity, half of a character, or a NUL."""
+    """Raise UserError, with the key, for values that no key may have: infinity, integers over 64 bits, lone surrogates, NUL."""
     try:
         check_levels(tree)
     except ValueError as error:
@@ -151,11 +154,11 @@ def check_plain(tree: dict[str, Any]) -> None:
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Set `a.b=value` in a nested dict.
+    """Set `a.b=value` in a nested dict, in place.
 
     Args:
-        tree: The dict that is changed.
-        override: `key=value`, with dots in the key; the value is read as YAML.
+        tree: The nested dict.
+        override: `key=value`, with dots in the key; the value is YAML.
 
     Raises:
         UserError: It is not key=value, or the key leads through a value.
@@ -170,39 +173,25 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         tree = tree.setdefault(parent, {})
         if not isinstance(tree, dict):
             raise UserError(f"{shown(override)}: {parent!r} holds a value, not a section")
-    tree[last] = as_number(parse_yaml(value, shown(override)))
-
-
-def as_number(value: Any) -> Any:
-    """Return the number that a text such as `1e-6`, which YAML reads as text, stands for; anything else as it is."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
-
-
-def explanations(error: ValidationError) -> list[str]:
-    """Return a line for each key that is wrong."""
-    lines = dict[str, str]()
-    for found in error.errors():
-        lines.setdefault(".".join(map(str, keys_of(found))), explained(found, error))
-    return list(lines.values())
+    tree[last] = parsed = parse_yaml(value, shown(override))
+    if isinstance(parsed, str):
+        # YAML reads a number such as 1e-6 as text.
+        with suppress(ValueError):
+            tree[last] = float(parsed)
 
 
 def explain(error: ValidationError) -> str:
-    """Return one line for the first thing that is wrong."""
+    """Build a message of one line for the first error."""
     return explained(error.errors()[0], error)
 
 
 def keys_of(found: Any) -> tuple[int | str, ...]:
-    """Return the keys that lead to a mistake, without the names of a union's members that pydantic adds."""
+    """Return the keys of an invalid value, without the names of union members that pydantic adds."""
     return tuple(part for part in found["loc"] if not re.search(r"[\[(<]|^(str|int|float|bool)$", str(part)))
 
 
 def explained(first: Any, error: ValidationError) -> str:
-    """Return one line for one of the mistakes of an error."""
+    """Build a message of one line for one of pydantic's errors."""
     keys = keys_of(first)
     place = shown(".".join(map(str, keys))).strip("'")
     if first["type"] == "extra_forbidden":
@@ -228,7 +217,7 @@ def section_keys(place: tuple[int | str, ...]) -> list[str]:
 
 
 def section_type(annotation: Any) -> type[BaseModel] | None:
-    """Return the section inside an annotation such as `dict[str, RoleConfig]`, if any."""
+    """Return the section in an annotation such as `dict[str, RoleConfig]`, or None."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     for part in getattr(annotation, "__args__", ()):

@@ -1,4 +1,4 @@
-"""Signatures of the stages of a role: columns read and written, by type. A function's keyword parameters are the type's parameters in YAML."""
+"""Signatures of a role's stages: columns read and written, by type. A function's keyword parameters are the type's parameters in YAML."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
