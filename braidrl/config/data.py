@@ -43,7 +43,7 @@ class SourceConfig(Section):
     where: dict[str, Any] = {}
     """Filter: fields and the value, or list of values, that a record must have; other records are skipped."""
     convert: str | None = None
-    """Conversion of a record to an example: a name from `braid list conversions`, or your own `module:function` or `file.py:function`, which
+    """Conversion of a record to an example: a name from `braid list conversions`, or your own `module:function` or `file.py:function`. It
     receives the record and returns a dict, or a text with the reason to skip it. By default records are used as they are; a data set of
     the hub that Braid knows has its own conversion."""
     unique: bool = False

@@ -1,1 +1,1 @@
-"""Rows and columns, how they travel, and where prompts come from."""
+"""Rows and columns, their wire format, and sources of prompts."""

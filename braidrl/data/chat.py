@@ -1,8 +1,8 @@
-"""Chat messages and tools in the one form that chat templates get, from the forms that data and clients have.
+"""Normalisation of chat messages and tools: from the forms in data files and requests to the form for chat templates.
 
 content         text, null or absent beside calls, a list of {type: text, text}     ──▶ text
 arguments       an object, or its JSON as text (OpenAI)                             ──▶ an object
-nulls           what is null may as well be absent                                  ──▶ absent
+nulls           null means the same as absent                                       ──▶ absent
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,16 +19,16 @@ Tools = Sequence[Mapping[str, Any]]
 
 
 def normal_message(message: Mapping[str, Any]) -> ChatMessage:
-    """Return a message as chat templates take it. Raises UserError for calls whose arguments are not JSON."""
+    """Return a message in the form for chat templates. Raises UserError for calls whose arguments are not JSON."""
     known = {name: value for name, value in message.items() if value is not None}
-    # Templates ask whether there are calls by the name alone.
+    # Templates test only whether the name exists.
     calls = known.pop("tool_calls", None)
     normal = {**known, "content": text_of(known.get("content"))}
     return {**normal, "tool_calls": [normal_call(call) for call in calls]} if calls else normal
 
 
 def text_of(content: Any) -> Any:
-    """Return a message's content as text: parts of text are joined, none is empty text. Other parts stay."""
+    """Return a message's content as text: text parts are joined, None becomes empty text. Content with other parts is unchanged."""
     if content is None:
         return ""
     if not isinstance(content, list) or not content:
@@ -61,7 +61,7 @@ def with_arguments(function: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tools_of(value: Any) -> list[dict[str, Any]] | None:
-    """Return the tools that a value is, a list of objects or its JSON as text; none for null, and None for anything else."""
+    """Return the tools in a value: a list of objects, or the same as JSON text. Null gives an empty list, anything else None."""
     if value in (None, "", []):
         return []
     if isinstance(value, str):
@@ -74,7 +74,7 @@ def tools_of(value: Any) -> list[dict[str, Any]] | None:
 
 
 def without_nulls(value: Any) -> Any:
-    """Return nested objects without the keys that are null, which Arrow adds where other records have them."""
+    """Remove null keys from nested objects: Arrow adds a key to every record if one record has it."""
     if isinstance(value, Mapping):
         return {name: without_nulls(part) for name, part in value.items() if part is not None}
     return [without_nulls(part) for part in value] if isinstance(value, list) else value

@@ -1,10 +1,10 @@
-"""The one form in which rows leave a process: a small header and the columns' bytes as they lie in memory.
+"""The wire format of rows: a small header, and the columns' bytes as they are in memory.
 
     frame 0     mark, checksum, a message: number of rows; name, kind, dtype and shape of every column
     frame 1..   raw bytes     index column: its values    Ragged: offsets, then values    Objects: a JSON array
 
-Encoding refers to the columns' memory and decoding refers to the frames': neither copies a tensor. Nothing is unpickled. Decoded
-tensors may lie in read-only memory, as everything in `Rows` is never written to.
+Encoded frames are views on the columns' memory, and decoded columns are views on the frames: neither copies a tensor. Nothing is
+unpickled. Decoded tensors may be in read-only memory, because `Rows` are immutable.
 """
 
 import json
@@ -36,11 +36,11 @@ C = TypeVar("C", Tensor, Objects)
 
 
 class PayloadForbidden(RuntimeError):
-    """Payload was decoded by a process that only schedules."""
+    """A process that only schedules tried to decode payload."""
 
 
 class ColumnHeader(NamedTuple):
-    """The description of one column in frame 0; `shape` is that of the values, `dtype` is "json" for Objects."""
+    """The description of one column in frame 0: `shape` is the shape of the values, `dtype` is "json" for Objects."""
 
     name: str
     kind: str
@@ -49,12 +49,12 @@ class ColumnHeader(NamedTuple):
 
 
 _forbidding: list[object] = []
-"""Who forbids payload, for all threads of the process: a driver's callbacks run in other threads."""
+"""One entry for each active `payload_forbidden`, for all threads of the process: a driver's callbacks run in other threads."""
 
 
 @contextmanager
 def payload_forbidden() -> Iterator[None]:
-    """Make `decode` raise PayloadForbidden for payload columns inside the context, in every thread of this process."""
+    """Make `decode` raise PayloadForbidden for payload columns in this context, in every thread of this process."""
     _forbidding.append(None)
     try:
         yield
@@ -63,7 +63,7 @@ def payload_forbidden() -> Iterator[None]:
 
 
 def encode(rows: Rows) -> list[Frame]:
-    """Encode rows as frames that refer to the rows' memory. Raises CodecError, naming the column, for what cannot be encoded."""
+    """Encode rows as frames that are views on the rows' memory. Raises CodecError, with the column's name, for unsupported values."""
     headers: list[ColumnHeader] = []
     frames: list[Frame] = []
     for name, column in rows.items():
@@ -75,12 +75,12 @@ def encode(rows: Rows) -> list[Frame]:
 
 
 def decode(frames: Sequence[Frame], columns: Sequence[str] | None = None) -> Rows:
-    """Decode the rows, or the named columns of them, as views on the frames.
+    """Decode all columns, or the named ones, as views on the frames.
 
     Raises:
-        CodecError: For frames that are damaged or incomplete.
-        KeyError: For a column that is not there.
-        PayloadForbidden: For a payload column inside `payload_forbidden()`.
+        CodecError: Frames are damaged or incomplete.
+        KeyError: A named column is missing.
+        PayloadForbidden: A payload column is decoded inside `payload_forbidden()`.
     """
     size, headers = read_header(frames)
     wanted = [h.name for h in headers] if columns is None else list(columns)
@@ -103,12 +103,12 @@ def pack_rows(rows: Rows) -> bytes:
 
 
 def unpack_rows(message: Frame) -> Rows:
-    """Decode what `pack_rows` returned; an empty message is no rows."""
+    """Decode a message from `pack_rows`; an empty message gives empty rows."""
     return decode(split(message)) if len(message) else Rows({})
 
 
 def read_header(frames: Sequence[Frame]) -> tuple[int, list[ColumnHeader]]:
-    """Return the number of rows, and each column's header. Raises CodecError unless there are as many frames as the header says."""
+    """Return the number of rows, and each column's header. Raises CodecError for a damaged header or a wrong number of frames."""
     if not frames:
         raise CodecError("no frames")
     first = bytes(frames[0])
@@ -170,7 +170,7 @@ def _json_bytes(name: str, column: Objects) -> bytes:
 
 
 def _exact_json(value: Any) -> str | None:
-    """Return the JSON text that gives the same value back, or None: tuples and int keys would silently come back as others."""
+    """Return JSON text that loads to an equal value, or None: tuples and int keys would silently change."""
     try:
         text = json.dumps(value, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError):
@@ -203,7 +203,7 @@ def _tensor(header: ColumnHeader, dtype: str, shape: tuple[int, ...], frame: Fra
         raise CodecError(f"column {header.name!r}: {memoryview(frame).nbytes} bytes where its shape takes {expected}")
     if expected == 0:
         return torch.empty(shape, dtype=DTYPES[dtype])
-    # Over DLPack and not torch.frombuffer, which warns about read-only memory.
+    # DLPack accepts read-only memory; torch.frombuffer warns about it.
     values = torch.from_dlpack(np.frombuffer(frame, dtype=np.uint8))
     if dtype == "bool" and int(values.max()) > 1:
         raise CodecError(f"column {header.name!r}: bytes that are neither true nor false")

@@ -1,8 +1,8 @@
-"""What makes an example of a record: data sets that many train on, by name, and functions of a user's own.
+"""Conversions from records to examples: built-in ones for popular data sets, by name, and users' own functions.
 
-record of the data set ──function──▶ {prompt, answer, ...}, or a text that says why the record is left out
+record of the data set ──function──▶ {prompt, answer, ...}, or a text with the reason to skip the record
 
-Each says which repositories of the hub have records of its form: they are converted by it where a source says nothing else.
+KNOWN maps repositories of the hub to conversions, which are used if a source names no other one.
 """
 
 import re
@@ -23,7 +23,7 @@ CONVERSIONS = PluginRegistry(
 
 @dataclass(frozen=True)
 class Conversion:
-    """A function of a record, and whether repeated prompts are left out of what it makes."""
+    """A function of a record; with `unique`, repeated prompts are skipped."""
 
     function: Callable[[Record], Record | str]
     unique: bool = False
@@ -31,7 +31,7 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Known:
-    """What a data set of the hub is read with, where the configuration says nothing else."""
+    """Default conversion, subset and split of a data set on the hub."""
 
     convert: str
     subset: str | None = None
@@ -54,20 +54,20 @@ KNOWN: Mapping[str, Known] = {
     "HuggingFaceH4/ultrafeedback_binarized": Known("ultrafeedback", split="train_prefs"),
     "trl-lib/ultrafeedback_binarized": Known("ultrafeedback"),
 }
-"""By repository. Splits that are not here are `train`, and `test` for evaluation."""
+"""Defaults by repository. The split is `train`, and `test` for evaluation, if not given here."""
 UNIQUE = ("dapo_math_17k", "aime")
-"""Data sets that were published with each row many times."""
+"""Data sets that were published with repeated rows."""
 
 
 def conversion_of(source: SourceConfig) -> Conversion:
-    """Return a source's conversion. Raises UserError where there is none of its name."""
+    """Return a source's conversion. Raises UserError for an unknown name."""
     if source.convert is None:
         return Conversion(lambda record: record)
     return Conversion(CONVERSIONS.find(source.convert), source.convert in UNIQUE)
 
 
 def gsm8k(record: Record) -> Record | str:
-    """GSM8K (`openai/gsm8k`): `question`, and `answer` with the worked solution before `####`, which is the response to train on."""
+    """Convert GSM8K (`openai/gsm8k`): `question`, and `answer` with the solution before `####`, which becomes the response to train on."""
     _, mark, answer = record["answer"].rpartition("####")
     if not mark:
         return "the answer has no ####"
@@ -75,7 +75,7 @@ def gsm8k(record: Record) -> Record | str:
 
 
 def math(record: Record) -> Record | str:
-    """MATH (Hendrycks et al., and MATH-500): `problem`, `level`, and the answer in the last box of `solution` where no field has it."""
+    """Convert MATH (Hendrycks et al., and MATH-500): `problem`, `level`, and `answer` or else the last box of `solution`."""
     answer = record.get("answer") or last_boxed(record["solution"])
     if answer is None:
         return "the solution has no \\boxed answer"
@@ -84,9 +84,9 @@ def math(record: Record) -> Record | str:
 
 
 def dapo_math_17k(record: Record) -> Record | str:
-    """DAPO-Math-17k: chat messages and `reward_model.ground_truth`, an integer as its authors made all answers; each prompt once.
+    """Convert DAPO-Math-17k: chat messages and `reward_model.ground_truth`, an integer; each prompt once.
 
-    What is no integer but for how it is written (34.0, 1,234, \\boxed{5}) becomes one; others are left out.
+    Integers in other notation (34.0, 1,234, \\boxed{5}) are converted; rows with other answers are skipped.
     """
     answer = as_integer(str(record["reward_model"]["ground_truth"]))
     if answer is None:
@@ -95,13 +95,13 @@ def dapo_math_17k(record: Record) -> Record | str:
 
 
 def deepscaler(record: Record) -> Record | str:
-    """DeepScaleR-Preview: `problem` and `answer`, from AIME, AMC, Omni-MATH and Still; some rows have no answer."""
+    """Convert DeepScaleR-Preview: `problem` and `answer`, from AIME, AMC, Omni-MATH and Still; rows without an answer are skipped."""
     answer = str(record["answer"]).strip()
     return {"prompt": record["problem"], "answer": answer} if answer else "the answer is empty"
 
 
 def aime(record: Record) -> Record | str:
-    """AIME 2024 or 2025, in any of the forms that the hub has: `problem`, `Problem` or `question`, or chat messages; each prompt once."""
+    """Convert AIME 2024 or 2025 in any form on the hub: `problem`, `Problem` or `question`, or chat messages; each prompt once."""
     ground_truth = (record.get("reward_model") or {}).get("ground_truth")
     fields = {name.lower(): value for name, value in record.items()}
     answer = as_integer(str(fields.get("answer", ground_truth)))
@@ -112,7 +112,7 @@ def aime(record: Record) -> Record | str:
 
 
 def hh(record: Record) -> Record | str:
-    """HH-RLHF: two conversations that differ in their last answer, as text with `Human:` and `Assistant:`; for reward models and DPO."""
+    """Convert HH-RLHF: two conversations, text with `Human:` and `Assistant:`, that differ in the last answer; for reward models and DPO."""
     chosen, rejected = dialogue(record["chosen"]), dialogue(record["rejected"])
     if not (chosen and rejected) or chosen[:-1] != rejected[:-1]:
         return "the two conversations differ before their last answer"
@@ -120,7 +120,7 @@ def hh(record: Record) -> Record | str:
 
 
 def ultrafeedback(record: Record) -> Record | str:
-    """UltraFeedback, binarized: `chosen` and `rejected` as chat messages, with their scores; pairs of one score are left out."""
+    """Convert UltraFeedback, binarized: `chosen` and `rejected` as chat messages with scores; pairs with equal scores are skipped."""
     chosen, rejected = record["chosen"], record["rejected"]
     scores = record.get("score_chosen"), record.get("score_rejected")
     if None not in scores and scores[0] == scores[1]:
@@ -131,7 +131,7 @@ def ultrafeedback(record: Record) -> Record | str:
 
 
 def as_pair(chosen: list[Record], rejected: list[Record]) -> Record | str:
-    """Return the example of two conversations with one beginning, or why they are none."""
+    """Return the example of two conversations with a common beginning, or the reason to skip it."""
     answers = [conversation[-1]["content"] for conversation in (chosen, rejected)]
     if any(conversation[-1]["role"] != "assistant" for conversation in (chosen, rejected)):
         return "a conversation does not end with an answer"
@@ -147,18 +147,19 @@ ROLES = {"Human": "user", "Assistant": "assistant"}
 def dialogue(text: str) -> list[Record]:
     """Return the chat messages of a text of turns that begin with `Human:` or `Assistant:` after an empty line."""
     _, *parts = TURN.split(text)
-    return [{"role": ROLES[who], "content": said.strip()} for who, said in zip(parts[::2], parts[1::2], strict=True)]
+    turns = zip(parts[::2], parts[1::2], strict=True)
+    return [{"role": ROLES[speaker], "content": content.strip()} for speaker, content in turns]
 
 
 def as_integer(text: str) -> int | None:
-    """Return the integer that a text is, whatever way it is written; None where it is none."""
+    """Return the integer in a text, in any usual notation, or None."""
     bare = (last_boxed(text) or text).strip().strip("$").replace(",", "").replace("−", "-").strip()
     found = re.fullmatch(r"([+-]?\d+)(\.0*)?", bare)
     return int(found[1]) if found else None
 
 
 def last_boxed(text: str) -> str | None:
-    """Return what stands in the last \\boxed{...} of a text, braces within it included; None where there is none."""
+    """Return the content of the last \\boxed{...} of a text, with nested braces; None if there is none."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None

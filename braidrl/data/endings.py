@@ -1,4 +1,4 @@
-"""Tokens that end a response: one set for engines, evaluation, `finish_reason`, given responses and the text that people see."""
+"""End tokens of a response: one set for engines, evaluation, `finish_reason`, given responses and displayed text."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -15,11 +15,11 @@ def end_ids_of(folder: Path, tokenizer: Any) -> tuple[int, ...]:
 
 
 def end_of_sequence_ids(tokenizer: Any, *settings: Any) -> tuple[int, ...]:
-    """Return the tokenizer's end of sequence, those of the model's settings, and the end of a turn in the chat template.
+    """Return the end-of-sequence ids of the tokenizer and of the model's settings, and the end of a turn in the chat template.
 
     Args:
-        tokenizer: The run's.
-        settings: The model's generation settings and configuration, as objects or as their JSON.
+        tokenizer: The run's tokenizer.
+        settings: The model's generation settings and configuration, as objects or as JSON.
     """
     found = [tokenizer.eos_token_id]
     for each in settings:
@@ -34,13 +34,13 @@ def field_of(settings: Any, name: str) -> Any:
 
 
 def turn_end_id(tokenizer: Any) -> int | None:
-    """Return the special token with which the chat template closes an assistant's turn, None where there is none."""
+    """Return the special token that closes an assistant's turn in the chat template, or None."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     turn = [{"role": "user", "content": "-"}, {"role": "assistant", "content": MARK}]
     try:
         after = tokenizer.apply_chat_template(turn, tokenize=False).rpartition(MARK)[2]
-    # A template may refuse this conversation in any way that Jinja allows; then it is not known how it closes a turn.
+    # A template may refuse this conversation with any exception; its end of a turn is then unknown.
     except Exception:
         return None
     ids = tokenizer(after.lstrip(), add_special_tokens=False)["input_ids"]
@@ -48,13 +48,13 @@ def turn_end_id(tokenizer: Any) -> int | None:
 
 
 def hidden_ids(tokenizer: Any, ends: Collection[int]) -> frozenset[int]:
-    """Return the tokens that are never part of a response's text: its ends, and padding."""
+    """Return the tokens that are never part of a response's text: end tokens and padding."""
     padding = getattr(tokenizer, "pad_token_id", None)
     return frozenset({*ends, *(() if padding is None else (padding,))})
 
 
 def visible_text(tokenizer: Any, tokens: Sequence[int], hidden: Collection[int], skip_special_tokens: bool) -> str:
-    """Decode a response without hidden tokens, and without other special tokens where these are skipped."""
+    """Decode a response without hidden tokens, and with `skip_special_tokens` without any special token."""
     shown = [token for token in tokens if token not in hidden]
     text: str = tokenizer.decode(shown, skip_special_tokens=skip_special_tokens)
     return text

@@ -1,10 +1,10 @@
-"""A source as an Arrow file that `datasets` writes once and every process of a machine maps: they share its pages in memory.
+"""The examples of a source in an Arrow file. `datasets` writes it once, and all processes of a machine map it and share its memory pages.
 
 examples ──tokenizer, a batch at a time──▶ example, prompt, response, rejected ──▶ folder/...arrow ──mapped──▶ one row
                                                                                    folder/facts.json
 
 example                        JSON of an `Example`
-prompt, response, rejected     int32 token ids; `response_trained` and `rejected_trained` say which of them are trained
+prompt, response, rejected     int32 token ids; `response_trained` and `rejected_trained` are masks of the trained ones
 """
 
 import glob
@@ -44,36 +44,36 @@ BATCH = 512
 PROGRESS_AFTER_S = 2.0
 PASSING = "braid-data-"
 PACKAGES = ("datasets", "pyarrow", "transformers", "tokenizers", "jinja2")
-"""Packages on which the contents of a table depend."""
+"""Packages whose versions affect the contents of a table."""
 
 
 @dataclass
 class Facts:
-    """What would need a pass over all of a source's examples."""
+    """Statistics of a source, collected in one pass over its examples."""
 
     read: int = 0
-    """Examples, with those that are too long."""
+    """Number of examples, including those that are too long."""
     left_out: dict[str, int] = field(default_factory=dict)
-    """Records that are no examples, by reason."""
+    """Number of skipped records by reason."""
     without_form: list[str] = field(default_factory=list)
-    """Columns that JSON has no form for, which are left out."""
+    """Columns without a JSON form, which are omitted."""
     longest_prompt: int = 0
     longest_row: int = 0
-    """Tokens of the longest prompt, and of the longest prompt with a given response, 0 where none is given."""
+    """Tokens of the longest prompt, and of the longest prompt with a given response (0 without responses)."""
     shortest: int = 0
-    """Tokens of the shortest prompt, kept or not."""
+    """Tokens of the shortest prompt, dropped prompts included."""
     unanswered: int | None = None
-    """The line of the first example without an answer,"""
+    """Line of the first example without an answer, if any."""
     unanswered_fields: list[str] = field(default_factory=list)
-    """and its other fields."""
+    """Other fields of that example."""
 
 
 class ExampleTable(Sequence[Example]):
-    """The examples of a source that are short enough, mapped from a file."""
+    """The examples of a source within the length limit, mapped from a file."""
 
     def __init__(self, dataset: Any, facts: Facts, folder: Path) -> None:
         self.dataset, self.facts, self.folder = dataset, facts, folder
-        # A cell of a mapped column takes microseconds; a row by way of the data set takes a hundred times that.
+        # Reading a cell of a mapped column takes microseconds; a row through the data set takes a hundred times as long.
         self._columns = {name: dataset.data.column(name) for name in dataset.column_names}
 
     def __len__(self) -> int:
@@ -83,12 +83,12 @@ class ExampleTable(Sequence[Example]):
         return Example(*json.loads(self._columns["example"][index].as_py()))
 
     def tokens(self, column: str, index: int) -> Tensor:
-        """Return token ids (T,) int64 of a row, or which of them are trained, (T,) bool."""
+        """Return token ids (T,) int64 of a row, or the mask of trained ones, (T,) bool."""
         values = self._columns[column][index].values.to_numpy(zero_copy_only=False)
         return torch.from_numpy(values.astype(bool if column.endswith("_trained") else np.int64))
 
     def first_beyond(self, size: int) -> tuple[int, int] | None:
-        """Return the first row with a token id of `size` or more, and that id; None where there is no such row."""
+        """Return the first row with a token id of `size` or more, and that id; None if there is no such row."""
         found = []
         for name in ("prompt", *RESPONSES):
             begin = 0
@@ -101,7 +101,7 @@ class ExampleTable(Sequence[Example]):
         return min(found, default=None)
 
     def lengths(self, column: str) -> Tensor | None:
-        """Return the number of tokens of every row, (K,) int64, or None where the source has no such column."""
+        """Return the number of tokens of every row, (K,) int64, or None if the source has no such column."""
         import pyarrow.compute
 
         if column not in self._columns:
@@ -110,15 +110,15 @@ class ExampleTable(Sequence[Example]):
 
 
 def open_table(folder: Path, write: Callable[[Facts], Iterator[dict[str, Any]]], given: int) -> ExampleTable:
-    """Return the table in a folder, which is written there where it is not whole; one process writes and the others wait for it.
+    """Return the table in a folder. If it is incomplete, one process writes it and the others wait.
 
     Args:
-        folder: Only for this table.
+        folder: Folder of this table alone.
         write: Yields its rows, and fills in the facts.
-        given: How many given responses each row has.
+        given: Number of given responses per row.
 
     Raises:
-        UserError: What writing raises.
+        UserError: Errors of `write`.
     """
     # Imported here: it takes a second.
     import datasets
@@ -134,7 +134,7 @@ def open_table(folder: Path, write: Callable[[Facts], Iterator[dict[str, Any]]],
         yield from write(facts)
         (folder / "facts.json").write_text(json.dumps(asdict(facts)), encoding="utf-8")
 
-    # A table of one run is removed by the process that made its folder, when that has no more use for it.
+    # The process that created the folder of a temporary table removes it after use.
     mine = folder.name.startswith(PASSING) and not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -147,7 +147,7 @@ def open_table(folder: Path, write: Callable[[Facts], Iterator[dict[str, Any]]],
         raise error.__cause__ or error from None
     table = ExampleTable(dataset, Facts(**json.loads((folder / "facts.json").read_text(encoding="utf-8"))), folder)
     if mine:
-        # Not `weakref.finalize`, which does nothing at the end of a process that multiprocessing has started.
+        # `weakref.finalize` does not run at the end of a process that multiprocessing has started.
         Finalize(table, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=0)
     return table
 
@@ -156,7 +156,7 @@ def table_rows(
     path: Path, examples: Iterable[Example], template: PromptTemplate, max_prompt_tokens: int, given: int, facts: Facts,
     title: str,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Yield the rows of a table, and fill in the facts that follow from them. Raises UserError with the place of a fault."""
+    """Yield the rows of a table, and fill in the facts about them. Raises UserError with the location of an invalid example."""
     for batch in with_progress(batched(examples, BATCH), title):
         facts.read += len(batch)
         prompts = tokenize(path, batch, template)
@@ -174,7 +174,7 @@ def table_rows(
 
 
 def tokenize(path: Path, batch: Sequence[Example], template: PromptTemplate) -> list[list[int]]:
-    """Return the token ids of prompts. Raises UserError with the place of one that the template refuses or that has no tokens."""
+    """Return the token ids of prompts. Raises UserError with the location of a prompt that the template refuses or that has no tokens."""
     ids = template.encode_text([rendered(path, example, template) for example in batch])
     for example, row in zip(batch, ids, strict=True):
         if not row:
@@ -200,7 +200,7 @@ def responses_of(path: Path, example: Example, template: PromptTemplate, given: 
 
 
 def batched(items: Iterable[Example], size: int) -> Iterator[list[Example]]:
-    """Yield so many items at a time."""
+    """Yield lists of `size` items."""
     source = iter(items)
     while batch := list(islice(source, size)):
         yield batch
@@ -209,7 +209,7 @@ def batched(items: Iterable[Example], size: int) -> Iterator[list[Example]]:
 def with_progress(
     batches: Iterable[list[Example]], title: str, after_s: float = PROGRESS_AFTER_S
 ) -> Iterator[list[Example]]:
-    """Yield the same batches; a bar appears on stderr if they take longer than `after_s` seconds."""
+    """Yield the same batches, and show a progress bar on stderr after `after_s` seconds."""
     started, done = time.monotonic(), 0
     with ExitStack() as stack:
         progress: Progress | None = None
@@ -224,15 +224,15 @@ def with_progress(
 
 
 def kept_folder(cache: Path, source: SourceConfig, template: PromptTemplate, *further: Any) -> Path | None:
-    """Return where a source's table is kept: another folder for other files, settings, code or tokenizer.
+    """Return the cache folder of a source's table; its name depends on files, settings, code and tokenizer.
 
-    None where not all code is known that the table depends on: a conversion without a version, a tokenizer with code of its own.
+    It returns None if the table depends on unknown code: a conversion without a version, or a tokenizer with its own code.
 
     Args:
-        cache: Where tables are kept.
-        source: The file or folder, with what is chosen of it.
+        cache: Folder of all tables.
+        source: The file or folder, with the selection of examples.
         template: Turns prompts into token ids.
-        further: Whatever else the table depends on.
+        further: Other values that affect the table.
     """
     own_conversion = source.convert is not None and source.convert not in CONVERSIONS
     tokenizer = template.tokenizer
@@ -247,7 +247,7 @@ def kept_folder(cache: Path, source: SourceConfig, template: PromptTemplate, *fu
         source.model_dump(mode="json", exclude={"weight", "verify"}), code,
         [importlib.metadata.version(name) for name in PACKAGES],
         tokenizer.backend_tokenizer.to_str(), repr(tokenizer.special_tokens_map), chat,
-        # Some templates write the day into the prompt.
+        # Some templates write the date into the prompt.
         time.strftime("%Y-%m-%d") if "strftime" in str(chat) else "",
         template.system_prompt, repr(dict(template.arguments)), further,
     ]  # fmt: skip
@@ -256,7 +256,7 @@ def kept_folder(cache: Path, source: SourceConfig, template: PromptTemplate, *fu
 
 
 def passing_folder() -> Path:
-    """Return a new name of a folder for a table that lives no longer than its run; those of processes that were killed are removed."""
+    """Return the name of a new folder for a temporary table, and remove folders of processes that were killed."""
     own = f"{PASSING}{platform.node()}-"
     for folder in Path(tempfile.gettempdir()).glob(f"{glob.escape(own)}*"):
         process = folder.name.removeprefix(own).partition("-")[0]

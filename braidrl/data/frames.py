@@ -1,4 +1,4 @@
-"""Several frames in one contiguous buffer, as shared memory and files need them.
+"""Packing of several frames into one contiguous buffer, for shared memory and files.
 
 mark, total bytes, number of frames, length of each │ frame 0 │ frame 1 │ ...      each begins at a multiple of 64 bytes
 """
@@ -15,16 +15,16 @@ FIXED = struct.Struct("<8sQQ")
 
 
 class CodecError(ValueError):
-    """Bytes that are not rows, or not all of them; or rows that cannot be encoded."""
+    """Bytes that are not complete rows, or rows that cannot be encoded."""
 
 
 def joined_size(frames: Sequence[Frame]) -> int:
-    """Return the bytes that the joined frames take."""
+    """Return the size of the joined frames in bytes."""
     return _starts([memoryview(frame).nbytes for frame in frames])[-1]
 
 
 def join(frames: Sequence[Frame]) -> bytearray:
-    """Join frames in one buffer; the one place where their bytes are copied."""
+    """Join frames in one buffer. Only here are their bytes copied."""
     buffer = bytearray(joined_size(frames))
     join_into(frames, buffer)
     return buffer
@@ -42,7 +42,7 @@ def join_into(frames: Sequence[Frame], buffer: bytearray | memoryview) -> int:
 
 
 def laid_out(frames: Sequence[Frame]) -> tuple[int, list[tuple[int, memoryview]]]:
-    """Return the bytes that the joined frames take, and their pieces with offsets; gaps between the pieces are padding."""
+    """Return the size of the joined frames in bytes, and their pieces with offsets; gaps between the pieces are padding."""
     views = [memoryview(frame).cast("B") for frame in frames]
     lengths = [view.nbytes for view in views]
     *starts, total = _starts(lengths)
@@ -51,7 +51,7 @@ def laid_out(frames: Sequence[Frame]) -> tuple[int, list[tuple[int, memoryview]]
 
 
 def split(buffer: Frame) -> list[memoryview]:
-    """Return the frames as views on the buffer, which may be longer than they are. Raises CodecError if it is damaged or cut off."""
+    """Return the frames as views on the buffer, which may be longer. Raises CodecError if it is damaged or truncated."""
     view = memoryview(buffer).cast("B")
     if view.nbytes < FIXED.size:
         raise CodecError(f"{view.nbytes} bytes are too few to hold frames")

@@ -1,11 +1,11 @@
-"""The next prompts, and the rows that they become: seeded, weighted over sources, resumable. Its whole state is one number.
+"""The prompt loader and the rows of admitted prompts: seeded, weighted over sources, resumable. Its state is one number.
 
 Each admitted prompt becomes a group of rows, one per sample; no later stage creates rows.
 
 number n ──WeightedDraw──▶ source s, and how many before n came from s ──permutation of (seed, s, epoch)──▶ example
 
-Everything follows from the admission number: `peek` answers for any number without the ones before it, so that each rank of a
-distributed run draws only its slice under one global shuffle, and a resumed run goes on where the other stopped.
+A prompt is a function of its admission number. `peek` works for any number without the earlier ones, so that each rank of a
+distributed run draws only its slice under one global shuffle, and a resumed run continues exactly.
 """
 
 import hashlib
@@ -30,11 +30,11 @@ from braidrl.errors import UserError
 
 @dataclass(frozen=True, eq=False)
 class Admitted:
-    """One prompt as it enters the run.
+    """One admitted prompt.
 
-    `number` counts admissions through the whole run and becomes the rows' `group`; `index` is the example's place among those of
-    its source that were kept; `prompt` (T,) int64 are token ids. `given` has the given responses, none, one, or those of a pair, the better
-    first: token ids (T,) int64, and which of them are trained, (T,) bool.
+    `number` counts admissions through the whole run and becomes the rows' `group`. `index` is the example's position among the kept
+    examples of its source. `prompt` (T,) int64 are token ids. `given` has no, one or two given responses, of a pair the better first:
+    token ids (T,) int64, and the mask of trained tokens, (T,) bool.
     """
 
     number: int
@@ -47,16 +47,16 @@ class Admitted:
 
     @staticmethod
     def of(source: LoadedSource, number: int, position: int, epoch: int, index: int) -> "Admitted":
-        """Make the admission of example `index` of a source, which is the run's `position`-th."""
+        """Make the admission of example `index` of a source, which is number `position` among the run's sources."""
         given = tuple(one for name in RESPONSES if (one := source.response(index, name)) is not None)
         return Admitted(number, position, epoch, index, source.examples[index], source.prompt(index), given)
 
 
 class Admissions:
-    """Which prompts come next, by their numbers alone: how many there are of each source is all that this has to know."""
+    """The order of admissions, by number alone; it needs only the sizes of the sources."""
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], seed: int = 0, shuffle: bool = True) -> None:
-        """Start at the first admission. Raises UserError when there is no source, or an empty one."""
+        """Start at the first admission. Raises UserError if there is no source or an empty one."""
         if not sizes or not all(sizes):
             raise UserError("there are no prompts to draw from; give data.train a file with at least one")
         self.sizes, self.weights = list(sizes), list(weights)
@@ -66,25 +66,25 @@ class Admissions:
 
     @property
     def epoch_size(self) -> int:
-        """Return the number of prompts of all sources: so many admissions are one pass, if each weight is as large as its source."""
+        """Return the number of prompts of all sources, which is one epoch if weights are proportional to sizes."""
         return sum(self.sizes)
 
     def advance(self, count: int) -> range:
-        """Take the next `count` prompts, and return their admission numbers alone."""
+        """Advance by `count` prompts, and return their admission numbers."""
         numbers = range(self.admitted, self.admitted + count)
         self.admitted += count
         return numbers
 
     def go_back(self, number: int) -> None:
-        """Let the prompts from this admission number on, not past the next one, be taken again."""
+        """Rewind to an earlier admission number, so that its prompt is the next one."""
         self.admitted = min(self.admitted, number)
 
     def state(self) -> dict[str, Any]:
-        """Return a JSON value from which a loader over the same data continues exactly."""
+        """Return the state as JSON; a loader over the same data continues from it exactly."""
         return {"admitted": self.admitted, "data": self._identity()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue after the admissions of `state`. Raises UserError when seed, sources or weights differ."""
+        """Continue from `state`. Raises UserError if seed, sources or weights differ."""
         for name, value in self._identity().items():
             if state["data"][name] != value:
                 raise UserError(
@@ -98,10 +98,10 @@ class Admissions:
 
 
 class PromptLoader(Admissions):
-    """Draws prompts from sources in proportion to their weights, each source shuffled anew every time it is through."""
+    """A loader that draws prompts from sources in proportion to their weights, and shuffles each source anew in each of its epochs."""
 
     def __init__(self, sources: Sequence[LoadedSource], seed: int = 0, shuffle: bool = True) -> None:
-        """Start at the first admission. Raises UserError when there is no source, or an empty one."""
+        """Start at the first admission. Raises UserError if there is no source or an empty one."""
         super().__init__([len(source) for source in sources], [source.weight for source in sources], seed, shuffle)
         self.sources = list(sources)
         self._draw = WeightedDraw(self.weights, seed)
@@ -111,7 +111,7 @@ class PromptLoader(Admissions):
         return self.peek(self.advance(count))
 
     def peek(self, numbers: Sequence[int]) -> list[Admitted]:
-        """Return the prompts of these admission numbers, past or future, without taking them."""
+        """Return the prompts with these admission numbers, past or future, without advancing."""
         return [self._admitted(number) for number in numbers]
 
     def _admitted(self, number: int) -> Admitted:
@@ -129,12 +129,12 @@ def eval_rows(
     """Return the prompts of a held-out set as rows.
 
     Args:
-        source: The set.
+        source: The held-out set.
         samples: Rows of each prompt.
-        max_prompts: Take so many of the first prompts; all by default.
-        number: Becomes the rows' `source`; their `group` is the prompt's place in the file.
-        rank: Whose share of the prompts is returned,
-        size: of so many.
+        max_prompts: Number of prompts, from the first; all by default.
+        number: Number of the set, for the rows' `source`; their `group` is the prompt's position in the file.
+        rank: The rank whose share of the prompts is returned.
+        size: Number of ranks.
     """
     count = len(source) if max_prompts is None else min(max_prompts, len(source))
     share = equal_share(count, rank, size)
@@ -142,12 +142,11 @@ def eval_rows(
 
 
 def as_rows(admitted: Sequence[Admitted], samples: int) -> Rows:
-    """Return the rows in the order of `admitted`, the samples of a group one after the other.
+    """Return the rows of admitted prompts, in order; the samples of a group are consecutive.
 
-    Writes source, group, sample, prompt_length (B,) int64; prompt, int64 token ids; metadata, with "prompt" and "answer" as the
-    file has them in place of any fields of these names; response, int64 token ids, and response_mask, bool, which of them are trained,
-    where the sources have been read with it. A pair of given responses makes two rows whatever `samples` is: sample 0 has the chosen one
-    and sample 1 the rejected.
+    Columns: source, group, sample, prompt_length (B,) int64; prompt, int64 token ids; metadata, in which "prompt" and "answer" are the
+    example's; with given responses also response, int64 token ids, and response_mask, bool, the trained tokens. A pair of given responses
+    always makes two rows: sample 0 is the chosen one and sample 1 the rejected one.
     """
     given = len(admitted[0].given) if admitted else 0
     samples = 2 if given == 2 else samples
@@ -171,16 +170,16 @@ def as_rows(admitted: Sequence[Admitted], samples: int) -> Rows:
 
 
 def metadata_of(example: Example) -> dict[str, Any]:
-    """Return what verifiers and environments get: the example's fields, and what its prompt was rendered with."""
+    """Return the metadata for verifiers and environments: the example's fields, tools and chat template arguments."""
     rendered = {"tools": example.tools, TEMPLATE: example.arguments}
     given = {name: value for name, value in rendered.items() if value}
     return example.metadata | {"prompt": example.prompt, "answer": example.answer} | given
 
 
 def join_texts(rows: Rows, texts: PromptLoader, samples_per_prompt: int) -> Rows:
-    """Return the rows with `ptx_tokens`, int64, and `ptx_length`: one pre-training text each, in the texts' own seeded order.
+    """Return the rows with `ptx_tokens`, int64, and `ptx_length`: one pre-training text per row, in the texts' own seeded order.
 
-    Row (group, sample) gets text group * samples_per_prompt + sample, whichever rows are asked for together and in any order.
+    Row (group, sample) gets text group * samples_per_prompt + sample, independent of the other rows.
     """
     numbers: Tensor = rows["group"] * samples_per_prompt + rows["sample"]
     tokens = [admitted.prompt for admitted in texts.peek(numbers.tolist())]
@@ -188,15 +187,15 @@ def join_texts(rows: Rows, texts: PromptLoader, samples_per_prompt: int) -> Rows
     return rows.with_columns({"ptx_tokens": joined, "ptx_length": joined.lengths})
 
 
-# Shares of the weights are fractions of this, so that counting is exact for any admission number.
+# Shares of the weights are integer multiples of 1/UNIT, so that counting is exact for any admission number.
 UNIT = 1 << 32
 
 
 class WeightedDraw:
-    """Deals numbers 0, 1, 2, ... out to sources in proportion to `weights`.
+    """Assignment of numbers 0, 1, 2, ... to sources in proportion to `weights`.
 
-    Of any first n numbers, source 0 has floor((n * share + phase) / UNIT), the others share the rest in the same way: an even
-    spread, closer to the weights than independent draws are, and counted without iterating. The seed sets the phases.
+    Of the first n numbers, source 0 has floor((n * share + phase) / UNIT), and the others share the rest in the same way. The spread is
+    even, closer to the weights than independent draws, and can be counted without iteration. The seed sets the phases.
     """
 
     def __init__(self, weights: Sequence[float], seed: int) -> None:
@@ -207,7 +206,7 @@ class WeightedDraw:
         self.phases = [seeded_key(seed, "source", i) % UNIT for i in range(len(self.shares))]
 
     def locate(self, number: int) -> tuple[int, int]:
-        """Return the source of a number, and how many earlier numbers that source has."""
+        """Return the source of a number, and the count of earlier numbers of that source."""
         for source, (share, phase) in enumerate(zip(self.shares, self.phases, strict=True)):
             before = (number * share + phase) // UNIT
             if ((number + 1) * share + phase) // UNIT > before:
@@ -217,15 +216,15 @@ class WeightedDraw:
 
 
 LARGE = 1_000_000
-"""Orders of more examples than this are computed place by place: a whole one would take 8 bytes of memory for each."""
+"""Above this number of examples a permutation is computed element by element: a whole one takes 8 bytes of memory per example."""
 ROUNDS = 4
 
 
 def shuffled(seed: int, source: int, epoch: int, size: int, index: int) -> int:
-    """Return which of a source's examples comes at a place of an epoch's order."""
+    """Return the example at position `index` of an epoch's permutation of a source."""
     if size <= LARGE:
         return int(permutation(seed, source, epoch, size)[index])
-    # A Feistel network permutes the numbers of an even count of bits; one that is too large goes through it again.
+    # A Feistel network permutes the numbers with an even count of bits; a result beyond the size goes through it again.
     half = (size - 1).bit_length() + 1 >> 1
     while True:
         left, right = index >> half, index & ((1 << half) - 1)
@@ -237,10 +236,10 @@ def shuffled(seed: int, source: int, epoch: int, size: int, index: int) -> int:
             return index
 
 
-# A step may straddle the end of an epoch in each source; older orders are not needed again.
+# A step may include the end of an epoch in each source; older permutations are not needed again.
 @lru_cache(maxsize=32)
 def permutation(seed: int, source: int, epoch: int, size: int) -> np.ndarray:
-    """Return the order (size,) int64 of a source's examples in one epoch; Philox keeps its stream between numpy releases."""
+    """Return the permutation (size,) int64 of a source's examples in one epoch; Philox's stream is stable between numpy releases."""
     keys = np.random.Philox(key=seeded_key(seed, "epoch", source, epoch)).random_raw(size)
     return np.argsort(keys, kind="stable")
 

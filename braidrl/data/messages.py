@@ -1,7 +1,7 @@
-"""The one form of messages between processes: MessagePack, by msgspec. Rows have a form of their own, `codec`.
+"""The wire format of messages between processes: MessagePack, by msgspec. Rows have their own format, `codec`.
 
-A message is made of None, numbers, text, bytes, lists, dictionaries, dataclasses and msgspec Structs. A reader that names a type gets a
-value of that type, checked field by field; without one tuples arrive as lists, and dataclasses as dictionaries. Nothing is unpickled.
+A message consists of None, numbers, text, bytes, lists, dictionaries, dataclasses and msgspec Structs. If the reader names a type, it gets
+a value of that type, checked field by field; otherwise tuples become lists, and dataclasses dictionaries. Nothing is unpickled.
 
     pack_message(value) ──bytes──▶ unpack_message(bytes, Type)
 """
@@ -13,12 +13,12 @@ import msgspec
 
 
 def pack_message(value: Any) -> bytes:
-    """Encode a message. Raises TypeError for a value that is none."""
+    """Encode a message. Raises TypeError for an unsupported value."""
     return msgspec.msgpack.encode(value)
 
 
 def unpack_message(message: bytes | bytearray | memoryview, type: Any = Any) -> Any:
-    """Decode a message. Raises ValueError for bytes that are not one of this type."""
+    """Decode a message. Raises ValueError for bytes that are not a message of this type."""
     try:
         return _decoder(type).decode(message)
     except msgspec.DecodeError as error:

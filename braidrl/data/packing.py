@@ -1,18 +1,17 @@
-"""Who gets which rows, and which of them together: pure, deterministic functions of costs and groups, the same in every runtime.
+"""Partition of rows over ranks and into micro-batches: pure, deterministic functions of costs and groups, the same in every runtime.
 
     rows ──▶ parts (ranks, workers) of equal cost ──▶ in each rank the same number of micro-batches, heaviest first
 
-Karmarkar and Karp's largest differencing method (1982), for any number of parts: every item begins as a division of its own into
-parts, of which one is not empty; the two divisions whose parts differ most are laid over each other, fullest upon emptiest, until
-one is left. Laying two divisions over each other never makes their difference larger, so the fullest and the emptiest part differ
-by no more than the largest item.
+The algorithm is Karmarkar and Karp's largest differencing method (1982), for any number of parts. Each item starts as its own division
+into parts, one of them not empty. The two divisions with the largest differences are merged, fullest part on emptiest, until one is
+left. A merge never increases the difference, so the fullest and the emptiest part differ by at most the largest item.
 
-Where every part must have as many items, the method's variant for that cannot make up for a long tail (parts of 32 log-normal
-lengths: 16% over the mean). There the largest item left goes to the part with the least cost that has room (0.2% on the same).
+If all parts must have equally many items, the corresponding variant of this method cannot balance a long tail (parts of 32 log-normal
+lengths: 16% over the mean). The largest remaining item then goes to the cheapest part with room (0.2% on the same lengths).
 
-The number of micro-batches follows RL2's rule: the first multiple of the data-parallel size that is not below all tokens over
-`max_tokens`; where the fullest is over the limit then, one data-parallel size more. Unlike there, rows are divided among the ranks
-first: a rank that has the longest row gets less beside it, which micro-batches of one size could not make up for.
+The number of micro-batches follows RL2's rule: the first multiple of the data-parallel size that is at least all tokens over
+`max_tokens`; if the fullest exceeds the limit, one data-parallel size more. Unlike in RL2, rows are divided among the ranks first: the
+rank with the longest row gets fewer other rows, which micro-batches of one size could not balance.
 """
 
 import heapq
@@ -29,16 +28,16 @@ Subset = tuple[float, int, list[int]]
 def balanced_partition(
     costs: Sequence[float], parts: int, *, equal_size: bool = False, groups: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """Divide items into parts of nearly equal cost; returns positions by part, fullest first.
+    """Divide items into parts of nearly equal cost; return positions by part, fullest first.
 
     Args:
-        costs: Of each item, at least 0.
-        parts: How many; some may be empty.
+        costs: Cost of each item, at least 0.
+        parts: Number of parts; some may be empty.
         equal_size: Let the numbers of items (or of groups) differ by at most one.
-        groups: Of each item; items of a group stay together.
+        groups: Group of each item; items of a group stay together.
 
     Raises:
-        ValueError: For a negative cost, or fewer parts than one.
+        ValueError: A cost is negative, or `parts` is below one.
     """
     if parts < 1 or any(cost < 0 for cost in costs):
         raise ValueError(f"a partition needs costs of at least 0 and at least one part, got {parts} parts")
@@ -54,14 +53,14 @@ def balanced_partition(
 
 
 def equal_share(count: int, rank: int, size: int) -> range:
-    """Return which of `count` things are those of one of `size` ranks: equally many, neighbours together."""
+    """Return the share of one of `size` ranks in `count` items: equally many, consecutive."""
     return range(count * rank // size, count * (rank + 1) // size)
 
 
 def in_turn(groups: Sequence[int], parts: int) -> list[int]:
-    """Return the part of each row, for groups that are needed in the order of their numbers: every part begins with the first ones.
+    """Return the part of each row, round-robin by group number, so that every part starts with the first groups.
 
-    Whole groups go to one part after the other; of those that are left over each part gets equally many rows, neighbours together.
+    Of the last groups, fewer than `parts`, each part gets equally many consecutive rows.
     """
     place = {group: number for number, group in enumerate(sorted(set(groups)))}
     whole = len(place) // parts * parts
@@ -79,7 +78,7 @@ def imbalance(costs: Sequence[float], partition: Sequence[Sequence[int]]) -> flo
 
 
 def _fill_equally(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """Largest items first, each to the part of least cost that has room; numbers of items differ by at most one."""
+    """Assign items, largest first, to the cheapest part with room; numbers of items differ by at most one."""
     size, larger_parts = divmod(len(costs), parts)
     open_parts: list[tuple[float, int, list[int]]] = [(0, number, []) for number in range(parts)]
     closed: list[tuple[float, int, list[int]]] = []
@@ -105,19 +104,15 @@ def _differencing(costs: Sequence[float], parts: int) -> list[list[int]]:
         _, first, widest = heapq.heappop(divisions)
         _, other, second = divisions[0]
         merged = _overlay(widest, second, parts)
-        heapq.heapreplace(divisions, (-_difference(merged, parts), min(first, other), merged))
+        # Fullest part minus emptiest; parts that are not listed are empty.
+        emptiest = -merged[-1][0] if len(merged) == parts else 0
+        heapq.heapreplace(divisions, (merged[0][0] + emptiest, min(first, other), merged))
     filled = [items for _, _, items in divisions[0][2]] if divisions else []
     return filled + [[] for _ in range(parts - len(filled))]
 
 
-def _difference(division: list[Subset], parts: int) -> float:
-    """Return fullest part minus emptiest; parts that are not listed are empty."""
-    emptiest = -division[-1][0] if len(division) == parts else 0
-    return -division[0][0] - emptiest
-
-
 def _overlay(one: list[Subset], other: list[Subset], parts: int) -> list[Subset]:
-    """Lay the smaller division over the larger one, which is changed: its fullest part upon the other's emptiest, and so on."""
+    """Merge the smaller division into the larger one, in place: its fullest part into the other's emptiest, and so on."""
     large, small = (one, other) if len(one) >= len(other) else (other, one)
     untouched = parts - len(small)
     covered = large[untouched:]
@@ -136,16 +131,16 @@ def plan_micro_batches(
     oversized: Literal["refuse", "alone"] = "refuse", uids: Sequence[Any] | None = None,
     groups: Sequence[int] | None = None,
 ) -> list[list[list[int]]]:  # fmt: skip
-    """Divide rows into micro-batches, as many on each rank, none over the limit; some may be empty.
+    """Divide rows into micro-batches, equally many on each rank, none over the limit; some may be empty.
 
     Args:
         lengths: Tokens of each row.
-        dp_size: Data-parallel ranks.
-        max_tokens: The limit of a micro-batch.
-        costs: What balances the ranks, by default the lengths.
-        oversized: Whether a row over the limit raises UserError or is a micro-batch alone.
+        dp_size: Number of data-parallel ranks.
+        max_tokens: Maximum number of tokens of a micro-batch.
+        costs: Costs to balance over the ranks, by default the lengths.
+        oversized: Whether a row over the limit raises UserError or becomes a micro-batch of its own.
         uids: Names of the rows in messages, by default their positions.
-        groups: Of each row, for losses that need the rows of a group in one micro-batch.
+        groups: Group of each row, for losses that need the rows of a group in one micro-batch.
 
     Returns:
         Row positions by rank and micro-batch.
@@ -154,9 +149,14 @@ def plan_micro_batches(
         return _plan_whole_groups(lengths, dp_size, max_tokens, costs, oversized, groups)
     long = [row for row, length in enumerate(lengths) if length > max_tokens]
     if long and oversized == "refuse":
-        raise UserError(_too_long(lengths, long[0], max_tokens, uids))
+        uid = uids[long[0]] if uids is not None else long[0]
+        name = uid if isinstance(uid, str) else f"row {uid}"
+        raise UserError(
+            f"{name} has {lengths[long[0]]} tokens and trainer.max_tokens_per_device={max_tokens} is the most that one micro-batch holds; "
+            f"write trainer.max_tokens_per_device={lengths[long[0]]} or lower rollout.max_response_tokens"
+        )
     ranks = balanced_partition(lengths if costs is None else costs, dp_size)
-    # Ranks wait for each other at every micro-batch, so all have as many as the one that needs most.
+    # Ranks wait for each other at every micro-batch, so all have as many as the rank that needs most.
     count = -(-sum(lengths) // (max_tokens * dp_size))
     while True:
         plan = [_pack(lengths, rows, count, max_tokens) for rows in ranks]
@@ -169,7 +169,7 @@ def _plan_whole_groups(
     lengths: Sequence[int], dp_size: int, max_tokens: int, costs: Sequence[float] | None,
     oversized: Literal["refuse", "alone"], groups: Sequence[int],
 ) -> list[list[list[int]]]:  # fmt: skip
-    """Plan groups in place of rows, then replace each group by its rows."""
+    """Plan whole groups, then replace each group by its rows."""
     members: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
         members.setdefault(group, []).append(row)
@@ -186,7 +186,7 @@ def _plan_whole_groups(
 
 
 def _pack(lengths: Sequence[int], rows: Sequence[int], count: int, max_tokens: int) -> list[list[int]] | None:
-    """Pack a rank's rows into `count` micro-batches, fullest first, or return None where they do not fit."""
+    """Pack a rank's rows into `count` micro-batches, fullest first, or return None if they do not fit."""
     alone = [[row] for row in rows if lengths[row] > max_tokens]
     small = [row for row in rows if lengths[row] <= max_tokens]
     if len(alone) > count or (small and len(alone) == count):
@@ -194,15 +194,6 @@ def _pack(lengths: Sequence[int], rows: Sequence[int], count: int, max_tokens: i
     parts = balanced_partition([lengths[row] for row in small], count - len(alone)) if count > len(alone) else []
     if any(sum(lengths[small[i]] for i in part) > max_tokens for part in parts):
         return None
-    # Heaviest first on every rank: micro-batches of like cost meet.
+    # Heaviest first on every rank, so that simultaneous micro-batches have similar costs.
     alone.sort(key=lambda batch: -lengths[batch[0]])
     return alone + [[small[i] for i in part] for part in parts]
-
-
-def _too_long(lengths: Sequence[int], row: int, max_tokens: int, uids: Sequence[Any] | None) -> str:
-    uid = uids[row] if uids is not None else row
-    name = uid if isinstance(uid, str) else f"row {uid}"
-    return (
-        f"{name} has {lengths[row]} tokens and trainer.max_tokens_per_device={max_tokens} is the most that one micro-batch holds; "
-        f"write trainer.max_tokens_per_device={lengths[row]} or lower rollout.max_response_tokens"
-    )

@@ -1,4 +1,4 @@
-"""A source, read and tokenised: what the loader draws from. Prompts that are too long are dropped here, and counted.
+"""Loading of sources: reading, tokenisation and the length filter. Prompts that are too long are dropped and counted here.
 
 file ──Reading──▶ examples ──PromptTemplate──▶ token ids ──at most max_prompt_tokens──▶ ExampleTable ──mapped──▶ LoadedSource
 
@@ -35,12 +35,12 @@ class LoadedSource:
 
     @property
     def facts(self) -> Facts:
-        """Return what is known of the whole source."""
+        """Return the statistics of the whole source."""
         return self.examples.facts
 
     @property
     def kept(self) -> str:
-        """Return the folder of the table, which other processes map."""
+        """Return the folder of the table, for other processes to map."""
         return str(self.examples.folder)
 
     @property
@@ -53,21 +53,21 @@ class LoadedSource:
         return self.examples.tokens("prompt", index)
 
     def response(self, index: int, which: str = "response") -> tuple[Tensor, Tensor] | None:
-        """Return a given response, None where none was asked for.
+        """Return a given response, or None if the source was loaded without.
 
         Args:
-            index: The example's place.
+            index: The example's position.
             which: `response`, or `rejected` for the worse one of a pair.
 
         Returns:
-            Token ids (T,) int64, and which of them are trained, (T,) bool.
+            Token ids (T,) int64, and the mask of trained ones, (T,) bool.
         """
         if which not in self.examples.dataset.column_names:
             return None
         return self.examples.tokens(which, index), self.examples.tokens(f"{which}_trained", index)
 
     def report(self) -> str:
-        """Say how many prompts were dropped of how many, and what else was left out, for the log."""
+        """Return a line for the log: numbers of prompts and dropped prompts, and omitted records and columns."""
         facts = self.facts
         said = [f"{facts.read} prompts, {self.dropped} dropped as longer than data.max_prompt_tokens"]
         said += [f"{count} records left out because {reason}" for reason, count in facts.left_out.items()]
@@ -77,25 +77,25 @@ class LoadedSource:
 
 @dataclass(frozen=True)
 class Readers:
-    """The processes that read the same files, this one among them: the first one writes the tables that all of them map."""
+    """The processes that read the same files: the first one writes the tables, and all of them map these."""
 
     rank: int = 0
     size: int = 1
     tell: Callable[[Any], list[Any]] = lambda said: [said]
-    """Returns what all of them say, JSON values in the order of ranks."""
+    """All-gather: returns the JSON values of all processes in the order of ranks."""
 
     def first(self, find: Callable[[], str]) -> str:
-        """Return what the first process finds. Raises UserError, in all of them, where it does."""
+        """Return the result of the first process. A UserError of the first process is raised in all of them."""
         found = {"refused": "", "found": ""}
         if self.rank == 0:
             try:
                 found["found"] = find()
             except UserError as error:
                 found["refused"] = str(error)
-        told = self.tell(found)[0]
-        if told["refused"]:
-            raise UserError(told["refused"])
-        return str(told["found"])
+        first = self.tell(found)[0]
+        if first["refused"]:
+            raise UserError(first["refused"])
+        return str(first["found"])
 
 
 ALONE = Readers()
@@ -103,27 +103,27 @@ ALONE = Readers()
 
 @dataclass(frozen=True)
 class Loading:
-    """How the sources of a run are read: what turns prompts into token ids, which are too long, and what is read of each example."""
+    """Options for loading the sources of a run: prompt template, length limit, and fields to read."""
 
     template: PromptTemplate
     max_prompt_tokens: int
     responses: bool = False
     pairs: bool = False
     in_memory: int | None = None
-    """The tables of larger sources are kept in `cache`; None keeps none."""
+    """Tables of sources with more examples than this are kept in `cache`; None keeps none."""
     cache: Path = Path()
     usual_split: str = "train"
     readers: Readers = ALONE
-    """The processes that do this together."""
+    """The processes that load together."""
 
     @staticmethod
     def of(data: DataConfig, template: PromptTemplate, **asked: Any) -> "Loading":
-        """Return how the sources of a configuration are read."""
+        """Return the options of a configuration."""
         return Loading(template, data.max_prompt_tokens, in_memory=data.in_memory, cache=data.cache, **asked)
 
     @property
     def given(self) -> int:
-        """Return how many given responses an example has."""
+        """Return the number of given responses per example."""
         return 2 if self.pairs else int(self.responses)
 
     def reading(self, source: SourceConfig) -> Reading:
@@ -135,9 +135,9 @@ def load_train(
     data: DataConfig, tokenizer: Any, *, responses: bool = False, pairs: bool = False,
     kept: Sequence[str] | None = None, readers: Readers = ALONE,
 ) -> list[LoadedSource]:  # fmt: skip
-    """Load every source of `data.train`. Raises UserError when there is none, or for a file that cannot be used.
+    """Load every source of `data.train`. Raises UserError if there is none, or for an invalid file.
 
-    `kept` holds another rank's `LoadedSource.kept` of each; `readers` load them together.
+    `kept` has another rank's `LoadedSource.kept` for each source; `readers` load them together.
     """
     check_train(data)
     template = PromptTemplate.of(tokenizer, data)
@@ -148,7 +148,7 @@ def load_train(
 
 
 def check_train(data: DataConfig) -> None:
-    """Raise UserError where no training data is named."""
+    """Raise UserError if no training data is configured."""
     if not data.train:
         raise UserError("data.train is not set; give it a .jsonl or .parquet file, as in data.train=train.jsonl")
 
@@ -157,7 +157,7 @@ def load_eval(
     data: DataConfig, tokenizer: Any, *, pairs: bool = False, kept: Mapping[str, str] | None = None,
     readers: Readers = ALONE,
 ) -> dict[str, LoadedSource]:  # fmt: skip
-    """Load the held-out sets by name, as `load_train` does. Raises UserError for a file that cannot be used."""
+    """Load the held-out sets by name, as `load_train` does. Raises UserError for an invalid file."""
     template = PromptTemplate.of(tokenizer, data)
     loading = Loading.of(data, template, pairs=pairs, readers=readers)
     usual = {name: "test" if name in data.eval else "train" for name in data.evaluation_sources}
@@ -168,7 +168,7 @@ def load_eval(
 
 
 def load_texts(data: DataConfig, tokenizer: Any, kept: str | None = None, readers: Readers = ALONE) -> LoadedSource:
-    """Load the pre-training texts of `data.ptx`. Raises UserError when there are none, or for a file that cannot be used."""
+    """Load the pre-training texts of `data.ptx`. Raises UserError if there are none, or for an invalid file."""
     if data.ptx is None:
         raise UserError("data.ptx is not set, and the flow trains on pre-training text; write data.ptx=texts.jsonl")
     template = PromptTemplate(tokenizer, chat_template=False)
@@ -176,15 +176,15 @@ def load_texts(data: DataConfig, tokenizer: Any, kept: str | None = None, reader
 
 
 def load_source(source: SourceConfig, loading: Loading, kept: str | None = None) -> LoadedSource:
-    """Read, tokenise and filter one source, or map what another process has made of it.
+    """Read, tokenise and filter one source, or map another process's table of it.
 
     Args:
         source: The file or folder and its fields.
-        loading: How it is read.
-        kept: Another rank's `LoadedSource.kept` of it. On a machine where this folder is not, the source is read into it.
+        loading: The options.
+        kept: Another rank's `LoadedSource.kept` of it. If this machine does not have that folder, the source is read into it.
 
     Raises:
-        UserError: For a fault in the file, or when no prompt is short enough.
+        UserError: The file is invalid, or no prompt is short enough.
     """
     check_source(source)
     found: list[ExampleTable] = []
@@ -199,7 +199,7 @@ def load_source(source: SourceConfig, loading: Loading, kept: str | None = None)
 
 
 def first_table(source: SourceConfig, loading: Loading) -> ExampleTable:
-    """Return a source's table: the one that is kept, else a new one, which is kept where the source is large enough."""
+    """Return a source's table from the cache, or write a new one, to the cache if the source is large enough."""
     further = (loading.max_prompt_tokens, loading.responses, loading.pairs, loading.usual_split)
     keep = None if loading.in_memory is None else kept_folder(loading.cache, source, loading.template, *further)
     reading, begun = loading.reading(source), list[Example]()
@@ -215,7 +215,7 @@ def first_table(source: SourceConfig, loading: Loading) -> ExampleTable:
 def rows_of(
     source: SourceConfig, loading: Loading, begun: tuple[Reading, Iterator[Example]] | None, facts: Facts
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a source's table and fill in the facts; `begun` is a pass over the source that has begun already."""
+    """Yield the rows of a source's table and fill in the facts; `begun` is a pass over the source already in progress."""
     reading, examples = begun or (reading := loading.reading(source), iter(reading))
     limit, title = loading.max_prompt_tokens, f"Tokenising {source.label}"
     yield from table_rows(source.path, examples, loading.template, limit, loading.given, facts, title)

@@ -1,4 +1,4 @@
-"""Records of a file, a folder or a fetched data set, one after the other. Only here are data files parsed.
+"""Reading of records from a file, a folder or a fetched data set. Only here are data files parsed.
 
 .jsonl, .json            parsed here, so that a fault has its line, and values stay as they are written
 .parquet, folder, hub    read by `datasets` as a stream of Arrow batches; it finds a folder's subsets and splits
@@ -24,11 +24,11 @@ from braidrl.parsing import check_levels, parse_json, what_is_wrong
 Record = dict[str, Any]
 SUFFIXES = (".jsonl", ".json", ".parquet")
 BATCH = 1024
-"""Rows of a parquet file that are held at a time."""
+"""Rows of a parquet file in memory at a time."""
 NO_FORM = object()
-"""In place of a value that JSON has no form for."""
+"""Marker for a value without a JSON form."""
 LINE_BYTES, FILE_BYTES = 32 << 20, 4 << 30
-"""Of one record, and of a .json file, which is read whole."""
+"""Maximum size of one record, and of a .json file, which is read whole."""
 
 
 def read_records(source: SourceConfig, usual_split: str = "train") -> Iterator[tuple[int, Record]]:
@@ -36,10 +36,10 @@ def read_records(source: SourceConfig, usual_split: str = "train") -> Iterator[t
 
     Args:
         source: A file or folder.
-        usual_split: The split of a folder that is read where the source names none.
+        usual_split: Default split of a folder.
 
     Raises:
-        UserError: It cannot be read.
+        UserError: The source cannot be read.
     """
     check_source(source)
     if is_arrow(source.path):
@@ -48,7 +48,7 @@ def read_records(source: SourceConfig, usual_split: str = "train") -> Iterator[t
 
 
 def check_source(source: SourceConfig) -> None:
-    """Raise UserError for a file or folder that is absent or of an unknown kind. The file is not opened."""
+    """Raise UserError for a missing file or folder, or an unknown file type. The file is not opened."""
     path = source.path
     if path.is_dir():
         return
@@ -66,14 +66,14 @@ def check_source(source: SourceConfig) -> None:
 
 
 def is_arrow(path: Path) -> bool:
-    """Return True where records come from Arrow batches, in which nested records have all keys of all records, as nulls."""
+    """Return True if records come from Arrow batches, where each nested record has the keys of all records, as nulls."""
     return path.is_dir() or path.suffix == ".parquet"
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[int, Record]]:
     """Yield the JSON objects of a file by line; empty lines are skipped but counted."""
     with path.open("rb") as file:
-        # No more of a line is read than is taken.
+        # A line is read only up to the limit.
         for number, raw in enumerate(iter(lambda: file.readline(LINE_BYTES + 1), b""), start=1):
             line = raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw
             if len(line) > LINE_BYTES or line.strip():
@@ -82,7 +82,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[int, Record]]:
 
 
 def read_json(path: Path) -> Iterator[tuple[int, Record]]:
-    """Yield the objects of a JSON list; a file that does not begin with one has an object on each line."""
+    """Yield the objects of a JSON list; a file without a list has an object on each line."""
     with path.open("rb") as file:
         if not file.read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
             yield from read_jsonl(path)
@@ -93,7 +93,7 @@ def read_json(path: Path) -> Iterator[tuple[int, Record]]:
 
 
 def parsed(where: str, raw: bytes, most_bytes: int) -> Any:
-    """Return the JSON value. Raises UserError, which begins with its place, for anything else and for what is too long or too deep."""
+    """Return the JSON value. Raises UserError, with the location, for other text and for values too long or too deep."""
     try:
         return parse_json(raw, most_bytes, whole=False)  # `as_json` makes characters whole
     except ValueError as error:
@@ -136,7 +136,7 @@ def read_arrow(source: SourceConfig, usual_split: str) -> Iterator[tuple[int, Re
                 check_limits(place(path, number), record)
                 yield number, record
     except (DatasetsError, pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
-        # `datasets` puts an error of its own around what has happened.
+        # `datasets` wraps the original error.
         cause = error.__cause__ if isinstance(error, DatasetsError) and error.__cause__ else error
         if path.is_dir():
             raise UserError(
@@ -147,7 +147,7 @@ def read_arrow(source: SourceConfig, usual_split: str) -> Iterator[tuple[int, Re
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep `datasets` from showing bars, and from saying of an error what a message of Braid says."""
+    """Silence progress bars and error logs of `datasets`: Braid reports errors itself."""
     import datasets
 
     hidden, level = datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
@@ -162,7 +162,7 @@ def quiet() -> Iterator[None]:
 
 
 def with_bytes(feature: Any) -> Any:
-    """Return features of a data set whose images and sounds stay bytes, which a conversion may read."""
+    """Return features of a data set with images and sounds as undecoded bytes, for conversions."""
     import datasets
 
     if isinstance(feature, Mapping):
@@ -174,11 +174,7 @@ def with_bytes(feature: Any) -> Any:
 
 
 def choose_split(path: Path, wanted: str | None, known: list[str], usual: str) -> str:
-    """Return the split to read: the one that is wanted, else the only one, else the usual one.
-
-    Raises:
-        UserError: There is none of this name, or several and none was named.
-    """
+    """Return the split to read: the wanted one, else the only one, else the usual one. Raises UserError if it does not exist."""
     if wanted is None and len(known) == 1:
         return known[0]
     chosen = wanted or usual
@@ -190,7 +186,7 @@ def choose_split(path: Path, wanted: str | None, known: list[str], usual: str) -
 
 
 def check_limits(where: str, record: Record) -> None:
-    """Raise UserError, which begins with the record's place, for a value that is too long or nested too deep."""
+    """Raise UserError, with the record's location, for a value that is too long or nested too deep."""
     for name, value in record.items():
         if isinstance(value, str | bytes) and len(value) > LINE_BYTES:
             raise UserError(f"{where}: column {name!r} has {len(value)} bytes, and at most {LINE_BYTES} are read")
@@ -202,10 +198,10 @@ def check_limits(where: str, record: Record) -> None:
 
 
 def as_json(value: Any) -> Any:
-    """Return a value as JSON has it, and NO_FORM for one that JSON has no form for, such as bytes.
+    """Return a value in JSON form, or NO_FORM for a value without one, such as bytes.
 
-    Dates, times and decimals become text, numbers that are not finite null, arrays lists, halves of surrogate pairs U+FFFD. A nested
-    value without a form is left out of its object, and null in its list.
+    Dates, times and decimals become text, non-finite numbers null, arrays lists, lone surrogates U+FFFD. A nested value without a form
+    is omitted from its object, and is null in its list.
     """
     match value:
         case None | bool() | int():
@@ -227,7 +223,7 @@ def as_json(value: Any) -> Any:
 
 
 def whole_text(text: str) -> str:
-    """Return text that UTF-8 can hold: two halves of a surrogate pair become their character, one half U+FFFD."""
+    """Return text that UTF-8 can encode: a surrogate pair becomes its character, a lone surrogate U+FFFD."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -241,6 +237,6 @@ def place(path: Path, line: int) -> str:
 
 
 def kind_of(value: Any) -> str:
-    """Return what a JSON value is, in words."""
+    """Return the type of a JSON value in words."""
     kinds: dict[type, str] = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null"}
     return kinds.get(type(value), "a number")

@@ -1,4 +1,4 @@
-"""Chat templates are programs that came with a model: rendered with limits of time and size, and tried in a process of their own first.
+"""Rendering of chat templates, which are untrusted programs: with limits of time and size, after a trial in a separate process.
 
 tokenizer ──check_template: a fork with limits of memory and time──▶ may be used        messages ──render_chat──▶ text, or a UserError
 """
@@ -22,13 +22,13 @@ from braidrl.errors import UserError, shown
 
 T = TypeVar("T")
 RENDER_S = 5.0
-"""CPU seconds for one rendering: other programs do not count. The largest templates of models take some milliseconds."""
+"""Limit of one rendering in CPU seconds, independent of other programs' load. The largest known templates take some milliseconds."""
 TRIAL_S = 120.0
-"""For a trial in all, by the clock."""
+"""Limit of a whole trial, in seconds of wall-clock time."""
 TEMPLATE_CHARACTERS = 256 << 10
 RENDERED_CHARACTERS = 16 << 20
 TRIAL_BYTES = 1 << 30
-"""Memory that a trial may take beyond what the process has."""
+"""Additional memory for a trial, in bytes."""
 LOOK_S = 0.25
 TOOL: Mapping[str, Any] = {
     "type": "function",
@@ -51,7 +51,7 @@ TRIALS: Sequence[tuple[list[ChatMessage], Sequence[Mapping[str, Any]]]] = (
 
 
 class Overdue(BaseException):
-    """Raised inside a rendering by the watch; a template's own handlers of exceptions do not see it."""
+    """The watch raises this inside a rendering; exception handlers of a template do not catch it."""
 
 
 def render_chat(
@@ -61,7 +61,7 @@ def render_chat(
     """Render messages with a tokenizer's chat template.
 
     Args:
-        tokenizer: Has the template.
+        tokenizer: The tokenizer with the template.
         messages: The conversation.
         tools: JSON schemas of functions.
         opens: Open the assistant's turn at the end.
@@ -82,7 +82,7 @@ def render_chat(
         text = within(RENDER_S, render)
     except Overdue:
         raise UserError(f"the tokenizer's chat template took more than {RENDER_S:g} s for these messages") from None
-    except Exception as error:  # of whatever kind: a template is somebody's program
+    except Exception as error:  # a template is a program and may raise anything
         name = "" if "Template" in type(error).__name__ else f"{type(error).__name__}: "
         raise UserError(
             f"the tokenizer's chat template refuses the messages: {name}{' '.join(str(error).split())[:500]}"
@@ -95,7 +95,7 @@ def render_chat(
 
 
 def check_size(tokenizer: Any) -> None:
-    """Raise UserError for a chat template that is no text, or too long a one."""
+    """Raise UserError for a chat template that is not text or is too long."""
     template = tokenizer.chat_template
     for each in template.values() if isinstance(template, dict) else [template]:
         if each is not None and not isinstance(each, str):
@@ -107,9 +107,9 @@ def check_size(tokenizer: Any) -> None:
 
 
 def check_template(tokenizer: Any) -> None:
-    """Raise UserError for a chat template that takes too long or too much memory for short conversations, or ends its process.
+    """Raise UserError for a chat template that needs too much time or memory for short conversations, or ends its process.
 
-    It is compiled and rendered in a fork of this process, which has limits: a template can ask for any amount of memory at once.
+    It is compiled and rendered in a fork of this process with limits, because a template can allocate any amount of memory at once.
     """
     if not tokenizer.chat_template:
         return
@@ -136,11 +136,11 @@ def check_template(tokenizer: Any) -> None:
 
 
 def try_template(tokenizer: Any, line: Connection) -> NoReturn:
-    """In a fork: render some conversations, and say on the line how that ended. A template may refuse any of them."""
+    """Render some conversations, in a fork, and send the outcome over the pipe. A template may refuse any of them."""
     try:
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, RENDER_S)
-        # Compiling calculates what is constant, and swallows what is raised then: another place would try it again, without limits.
+        # Jinja evaluates constants when it compiles, and swallows exceptions there; they would occur again later, without limits.
         nodes.Impossible.__init__ = lambda self, *args: line_of_memory(line)  # type: ignore[method-assign]
         with open("/proc/self/statm") as file:
             taken = int(file.read().split()[0]) * resource.getpagesize()
@@ -162,7 +162,7 @@ def try_template(tokenizer: Any, line: Connection) -> NoReturn:
 
 
 def line_of_memory(line: Connection) -> None:
-    """In a fork: say on the line that there was no memory for what is being handled, and end; do nothing for any other error."""
+    """Report, in a fork, that the current exception is a MemoryError, and exit; do nothing for any other exception."""
     if isinstance(sys.exc_info()[1], MemoryError):
         line.send_bytes(b"takes more than 1 GiB of memory")
         os._exit(0)
@@ -181,14 +181,14 @@ class RenderingWatch:
         """Watch the calling thread from now on."""
         if (
             self._process != os.getpid()
-        ):  # a fork has none of its parent's threads, and perhaps a lock that one of them held
+        ):  # a fork has no threads of its parent, and its lock may be held by one of these
             self._lock, self._until, self._ended, self._process = threading.Lock(), {}, set(), os.getpid()
             threading.Thread(target=self._look, daemon=True, name="rendering watch").start()
         with self._lock:
             self._until[threading.get_ident()] = time.thread_time() + seconds
 
     def end(self) -> None:
-        """Watch it no more. Raises Overdue where it was too late, here at the latest."""
+        """Stop watching the calling thread. Raises Overdue if it was over its limit."""
         thread = threading.get_ident()
         with self._lock:
             self._until.pop(thread, None)
@@ -209,7 +209,7 @@ class RenderingWatch:
 
 
 def cpu_seconds(thread: int) -> float:
-    """Return how long a thread has computed so far."""
+    """Return the CPU seconds of a thread so far."""
     return time.clock_gettime(time.pthread_getcpuclockid(thread))
 
 
@@ -217,12 +217,12 @@ WATCH = RenderingWatch()
 
 
 def set_exception(thread: int, kind: type[BaseException] | None) -> None:
-    """Raise an exception in another thread as soon as it runs Python code; None takes back one that it has not seen yet."""
+    """Raise an exception in another thread when it next runs Python code; None cancels a pending one."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind) if kind else None)
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """Return what a call returns. Raises Overdue in its middle where it takes longer."""
+    """Return the result of a call. Raises Overdue inside the call if it takes longer than `seconds`."""
     WATCH.begin(seconds)
     try:
         return call()

@@ -1,4 +1,4 @@
-"""Rows in another tokenizer's ids, for a role that only scores: its model reads the same texts, in tokens of its own.
+"""Retokenisation of rows for a role that only scores: its model reads the same texts with its own tokenizer.
 
 prompt ──the role's own chat template──▶ ids ╮
 tokens after the prompt ──decode──▶ text ──▶ ids ┴▶ sequence, action mask
@@ -17,19 +17,19 @@ from braidrl.data.templates import PromptTemplate
 
 @dataclass(frozen=True)
 class Retokenizer:
-    """From the tokenizer that rows were generated with to a role's own, whose template makes its prompts."""
+    """Conversion of rows from the tokenizer that generated them to a role's own, with the role's own prompt template."""
 
     generating: Any
     template: PromptTemplate
 
     def rows(self, rows: Rows) -> Rows:
-        """Return the same rows with sequences of the other tokenizer's ids.
+        """Return the same rows in the role's own token ids.
 
         Args:
-            rows: With tokens, prompt_length and metadata, which has the prompt as the data file does.
+            rows: Rows with tokens, prompt_length and metadata, which includes the example's prompt.
 
         Returns:
-            Identity, length, tokens, action_mask and sequence_lengths. What ended with the end of sequence ends with the other's.
+            Identity, length, tokens, action_mask and sequence_lengths. An end of sequence becomes the role's own.
         """
         prompts, answers = [], []
         for number in range(len(rows)):

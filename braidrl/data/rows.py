@@ -1,12 +1,12 @@
 """The table: a row is one trajectory, a column is what one stage added to it.
 
-index column    Tensor (B,)     one fixed-size number per row; copied to whoever schedules
+index column    Tensor (B,)     one fixed-size number per row; copied to the scheduler
 payload column  Ragged          a variable number of values per row (tokens, log-probs); moves only where it is needed
                 Objects         one JSON value per row (prompt messages, metadata)
 
-`tokens` and `action_mask` hold one entry per token of the row, prompt and observations included. Everything that is said
-about actions (`rollout_log_probs`, `old_log_probs`, `ref_log_probs`, `values`, `advantages`, `returns`, `token_rewards`)
-holds one entry per *action token*, in order: what was not sampled takes no place and needs no mask.
+`tokens` and `action_mask` have one entry per token of the row, prompt and observations included. Columns about actions
+(`rollout_log_probs`, `old_log_probs`, `ref_log_probs`, `values`, `advantages`, `returns`, `token_rewards`) have one entry per
+*action token*, in order: tokens that were not sampled have no entry and need no mask.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +26,7 @@ ROWS_SHOWN = 8
 
 
 class FinishReason(IntEnum):
-    """Why a trajectory ended; the `finish_reason` index column."""
+    """The reason why a trajectory ended; values of the `finish_reason` index column."""
 
     STOP = 0
     LENGTH = 1
@@ -55,7 +55,7 @@ Column = Tensor | Ragged | Objects
 
 
 class Rows:
-    """An immutable table. Columns may be added and rows taken; nothing is changed in place."""
+    """An immutable table. Adding columns or selecting rows gives a new table."""
 
     def __init__(self, columns: Mapping[str, Column]) -> None:
         """Raise ValueError when columns differ in their number of rows."""
@@ -86,7 +86,7 @@ class Rows:
         return iter(self._columns.items())
 
     def get(self, name: str) -> Any:
-        """Return the column, or None where there is none of that name."""
+        """Return the column, or None if there is no such column."""
         return self._columns.get(name)
 
     def with_columns(self, columns: Mapping[str, Column]) -> "Rows":
@@ -94,7 +94,7 @@ class Rows:
         return Rows({**self._columns, **columns})
 
     def only(self, names: Sequence[str]) -> "Rows":
-        """Return the named columns. Raises KeyError for one that is not there."""
+        """Return the named columns. Raises KeyError for a missing one."""
         return Rows({name: self[name] for name in names})
 
     def without(self, names: Sequence[str]) -> "Rows":
@@ -111,7 +111,7 @@ class Rows:
         return Rows({name: column for name, column in self._columns.items() if not isinstance(column, Tensor)})
 
     def take(self, rows: Tensor | Sequence[int] | Sequence[bool]) -> "Rows":
-        """Return rows by number (K,) in the order given, or by a boolean mask (B,)."""
+        """Return rows by position (K,) in the given order, or by a boolean mask (B,)."""
         chosen = torch.as_tensor(rows)
         if chosen.dtype == torch.bool:
             chosen = chosen.nonzero().flatten()
@@ -128,7 +128,7 @@ class Rows:
         return list(zip(*(self[name].tolist() for name in IDENTITY), strict=True))
 
     def ordered(self) -> "Rows":
-        """Return the rows by (group, sample): the one order in which a batch is trained on, whoever finished first."""
+        """Return the rows sorted by (group, sample), the order of training; it is independent of completion order."""
         keys = list(zip(self["group"].tolist(), self["sample"].tolist(), strict=True))
         return self.take(sorted(range(len(self)), key=keys.__getitem__))
 
@@ -155,7 +155,7 @@ def _cat(columns: Sequence[Any]) -> Column:
 
 
 def merged_rows(size: int, segments: Sequence[tuple[Tensor, Rows]]) -> Rows:
-    """Return one table of `size` rows from segments (positions, rows), of which later ones win, without columns that a row lacks."""
+    """Merge segments (positions, rows) into one table of `size` rows; later segments win. Columns that some row lacks are omitted."""
     by_name: dict[str, list[tuple[Tensor, Column]]] = {}
     for positions, rows in segments:
         for name, column in rows.items():
@@ -165,9 +165,9 @@ def merged_rows(size: int, segments: Sequence[tuple[Tensor, Rows]]) -> Rows:
 
 
 def merged_column(size: int, segments: Sequence[tuple[Tensor, Column]]) -> Column | None:
-    """Return one column of `size` rows, or None where a row is in no segment."""
+    """Merge segments (positions, column) into one column of `size` rows, or return None if a row is in no segment."""
     if len(segments) == 1 and torch.equal(segments[0][0], torch.arange(size)):
-        # All rows in their order, as where one worker has written what another one gets.
+        # One segment with all rows in order, the usual case, needs no copy.
         return segments[0][1]
     place, start = torch.full((size,), -1), 0
     for positions, column in segments:
@@ -180,7 +180,7 @@ def merged_column(size: int, segments: Sequence[tuple[Tensor, Column]]) -> Colum
 
 
 def named_rows(uids: Sequence[tuple[int, int, int]]) -> str:
-    """Return ` on 12 rows (source, group, sample): (0, 3, 0) (0, 3, 1) ...` for a message; nothing for no rows."""
+    """Return ` on 12 rows (source, group, sample): (0, 3, 0) (0, 3, 1) ...` for a message; empty without rows."""
     if not uids:
         return ""
     shown = " ".join(str(tuple(uid)) for uid in uids[:ROWS_SHOWN])
@@ -189,5 +189,5 @@ def named_rows(uids: Sequence[tuple[int, int, int]]) -> str:
 
 
 def tokens_of(rows: Rows) -> int:
-    """Count the tokens of all rows; 0 while they have none."""
+    """Count the tokens of all rows; 0 before generation."""
     return int(rows["length"].sum()) if "length" in rows else 0

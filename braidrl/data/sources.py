@@ -1,4 +1,4 @@
-"""Records as examples: one `Example` per line or row, every fault named with its place, and a count of what is left out and why.
+"""Conversion of records to examples: one `Example` per line or row, errors with their location, counts of skipped records by reason.
 
 records ──where──▶ ──convert──▶ JSON values ──unique──▶ ──skip, first──▶ examples
 
@@ -26,13 +26,13 @@ from braidrl.errors import UserError, suggest
 
 Prompt = str | list[ChatMessage]
 Response = str | list[ChatMessage]
-"""Text, or the rest of a conversation, which begins with an assistant's turn."""
+"""Text, or the rest of a conversation, which starts with an assistant's turn."""
 # verl's files keep the reference answer here.
 GROUND_TRUTH = "reward_model.ground_truth"
 CONVERSATIONS, COMPLETION = ("messages", "conversations"), "completion"
-"""Fields that supervised sets of the hub have in place of `prompt` and `response`."""
+"""Fields of supervised data sets on the hub in place of `prompt` and `response`."""
 SHAREGPT = {"human": "user", "gpt": "assistant"}
-"""Roles of messages that are written {from, value}."""
+"""Roles of messages in the form {from, value}."""
 TEMPLATED = ("prompt_field", "tools_field", "template_field", "response_field", "chosen_field", "rejected_field")
 """Fields of a record that only chat templates see."""
 ABSENT = object()
@@ -50,7 +50,7 @@ class Example:
     rejected: Response | None = None
     tools: list[dict[str, Any]] = field(default_factory=list)
     arguments: dict[str, Any] = field(default_factory=dict)
-    """Of the chat template, beside those of the run."""
+    """Chat template arguments of this example, in addition to the run's."""
 
 
 def read_examples(source: SourceConfig, *, responses: bool = False, pairs: bool = False) -> list[Example]:
@@ -59,9 +59,9 @@ def read_examples(source: SourceConfig, *, responses: bool = False, pairs: bool 
 
 
 class Reading:
-    """One pass over a source, which yields its examples in order. Afterwards it says what was left out, and why.
+    """One pass over a source, which yields its examples in order.
 
-    `left_out` counts records by reason; `without_form` has the columns that JSON has no form for.
+    Afterwards `left_out` has the number of skipped records by reason, and `without_form` the columns without a JSON form.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class Reading:
         """Begin before the first record.
 
         Args:
-            source: The file or folder, what is chosen of it, and its fields.
-            usual_split: As for `read_records`.
+            source: The file or folder, the selection of examples, and the fields.
+            usual_split: Default split of a folder.
             responses: The flow trains on given responses: each example must have one.
             pairs: The flow trains on pairs: each example must have a chosen and a rejected response.
         """
@@ -82,7 +82,7 @@ class Reading:
         self._seen: set[bytes] = set()
 
     def __iter__(self) -> Iterator[Example]:
-        """Yield the examples. Raises UserError, naming file and line, or row, for whatever cannot be used, and where there are none."""
+        """Yield the examples. Raises UserError, with file and line or row, for an invalid record, and for a source without examples."""
         source, number = self.source, 0
         end = None if source.first is None else source.skip + source.first
         for line, record in read_records(source, self.usual_split):
@@ -96,12 +96,13 @@ class Reading:
             if number > source.skip:
                 yield found
         if number <= source.skip:
-            raise UserError(
-                f"{source.path} has no examples{self._of_which()}; write one JSON object or row for each prompt"
-            )
+            skipped = [f"{count} left out because {reason}" for reason, count in self.left_out.items()]
+            skipped += [f"the first {source.skip} are skipped"] if source.skip else []
+            about = f" ({', '.join(skipped)})" if skipped else ""
+            raise UserError(f"{source.path} has no examples{about}; write one JSON object or row for each prompt")
 
     def _chosen(self, record: Record, line: int) -> Example | str:
-        """Return the example that a record is, or why it is none."""
+        """Return the example of a record, or the reason to skip it."""
         for name, wanted in self.source.where.items():
             if find(record, name) not in (wanted if isinstance(wanted, list) else [wanted]):
                 return f"{name} is another than `where` says"
@@ -138,21 +139,15 @@ class Reading:
             )
         return converted
 
-    def _of_which(self) -> str:
-        source = self.source
-        said = [f"{count} left out because {reason}" for reason, count in self.left_out.items()]
-        said += [f"the first {source.skip} are skipped"] if source.skip else []
-        return f" ({', '.join(said)})" if said else ""
-
 
 def make_example(source: SourceConfig, record: Record, line: int, responses: bool, pairs: bool) -> Example | str:
-    """Pick the configured fields out of one record of JSON values, or return why it is no example.
+    """Make an example from the configured fields of a record of JSON values, or return the reason to skip it.
 
     Raises UserError for a missing field or a wrong type.
     """
     where = place(source.path, line)
     if is_arrow(source.path):
-        # Only in what templates see: verifiers get their fields as the file has them.
+        # Nulls are removed only from fields for templates: verifiers get their fields unchanged.
         names = {getattr(source, key).partition(".")[0] for key in TEMPLATED} | {COMPLETION, *CONVERSATIONS}
         record = {name: without_nulls(value) if name in names else value for name, value in record.items()}
     given: tuple[str, ...] = ()
@@ -170,14 +165,14 @@ def make_example(source: SourceConfig, record: Record, line: int, responses: boo
         found = find_required(where, "prompt", source.prompt_field, record)
         prompt = check_prompt(where, source.prompt_field, found)
     tools, arguments = tools_and_arguments(source, record, where)
-    # Fields of other names are kept too: a verifier may ask for the field as the data call it.
+    # Fields with other names are kept too: a verifier may use the data's own name.
     used = {*given, *({"prompt", "answer"} & {source.prompt_field, source.answer_field})}
     metadata = {name: value for name, value in record.items() if name not in used}
     return Example(prompt, find_answer(where, source, record), response, metadata, line, rejected, tools, arguments)
 
 
 def response_name(source: SourceConfig, record: Record) -> str:
-    """Return the field with the response: the configured one, else that of supervised sets of the hub."""
+    """Return the field with the response: the configured one, else one that is common in supervised data sets."""
     own = source.response_field
     if is_named(source, "response_field") or find(record, own) is not ABSENT:
         return own
@@ -194,23 +189,23 @@ def given_response(source: SourceConfig, record: Record, field: str, where: str)
     response = check_response(where, field, found)
     if isinstance(response, str):
         return prompt, response
-    before = as_messages(prompt)
+    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return split_conversation([*before, *response], source.train_on, f"{where}: {field!r}", len(before))
 
 
 def split_conversation(
     messages: list[ChatMessage], train_on: str, where: str, least: int = 0
 ) -> tuple[list[ChatMessage], list[ChatMessage]]:
-    """Return what precedes the turns to train on, and the rest of a conversation, which ends with an assistant's turn.
+    """Split a conversation before the turns to train on; the second part ends with an assistant's turn.
 
     Args:
         messages: The conversation.
         train_on: `all` assistant turns, or the `last`.
-        where: For messages.
-        least: How many messages precede these turns at least.
+        where: Location, for messages.
+        least: Minimum number of messages before these turns.
 
     Raises:
-        UserError: There is no such turn, or nothing precedes it.
+        UserError: There is no such turn, or no message before it.
     """
     answers = [number for number, message in enumerate(messages) if number >= least and message["role"] == "assistant"]
     if not answers or not (start := answers[-1] if train_on == "last" else answers[0]):
@@ -221,9 +216,9 @@ def split_conversation(
 
 
 def pair_of(source: SourceConfig, record: Record, where: str) -> tuple[Prompt, Response, Response] | str:
-    """Return the prompt, the chosen and the rejected response, text or messages, or why there is no pair.
+    """Return the prompt, the chosen and the rejected response, text or messages, or the reason to skip the record.
 
-    Where both are whole conversations, or texts of a record without a prompt, their common beginning is the prompt.
+    If both are whole conversations, or texts of a record without a prompt, their common beginning is the prompt.
     """
     fields = {"chosen": source.chosen_field, "rejected": source.rejected_field}
     chosen, rejected = (
@@ -244,7 +239,7 @@ def pair_of(source: SourceConfig, record: Record, where: str) -> tuple[Prompt, R
 
 
 def common_text(chosen: str, rejected: str, where: str) -> tuple[str, str, str]:
-    """Return the words that both texts begin with, and the rest of each. Raises UserError where there are none."""
+    """Return the words that both texts start with, and the rest of each. Raises UserError if there are none."""
     same = next(
         (n for n, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected))
     )
@@ -259,7 +254,7 @@ def common_text(chosen: str, rejected: str, where: str) -> tuple[str, str, str]:
 def tools_and_arguments(
     source: SourceConfig, record: Record, where: str
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return a record's tools, and the arguments of the chat template. Raises UserError for a named field of another kind."""
+    """Return a record's tools and chat template arguments. Raises UserError for a configured field with another type."""
     tools, arguments = find(record, source.tools_field), find(record, source.template_field)
     found = None if tools is ABSENT else tools_of(tools)
     if tools is not ABSENT and found is None and is_named(source, "tools_field"):
@@ -272,13 +267,13 @@ def tools_and_arguments(
 
 
 def is_named(source: SourceConfig, key: str) -> bool:
-    """Return True where a field of the data has another name than usual, so that it must be there."""
-    # Not `model_fields_set`: a resolved configuration that is read again sets every field.
+    """Return True if the configuration gives a field another name than the default, so that it must exist."""
+    # A resolved configuration sets every field, so `model_fields_set` would not tell.
     return bool(getattr(source, key) != SourceConfig.model_fields[key].default)
 
 
 def find_answer(where: str, source: SourceConfig, record: Mapping[str, Any]) -> Any:
-    """Return the reference answer, or None where the file has none. Raises UserError when a field named in the configuration is missing."""
+    """Return the reference answer, or None if the file has none. Raises UserError if a configured field is missing."""
     answer = find(record, source.answer_field)
     if answer is ABSENT:
         answer = find(record, GROUND_TRUTH)
@@ -300,7 +295,7 @@ def find_required(where: str, what: str, field: str, record: Mapping[str, Any]) 
 
 
 def find(record: Mapping[str, Any], field: str) -> Any:
-    """Return the value at a field, where a dot enters nested fields; ABSENT where there is none, or null."""
+    """Return the value of a field, in which a dot enters nested fields; ABSENT for a missing or null one."""
     if field in record:
         return ABSENT if record[field] is None else record[field]
     value: Any = record
@@ -322,7 +317,7 @@ def check_prompt(where: str, field: str, prompt: Any) -> Prompt:
 
 
 def check_messages(where: str, field: str, messages: list[Any]) -> list[ChatMessage]:
-    """Return chat messages as templates take them. Raises UserError for one without a role, or with other content than text."""
+    """Return chat messages in the form for templates. Raises UserError for a message without a role or without text."""
     normal = []
     for number, message in enumerate(messages, start=1):
         if not isinstance(message, dict):
@@ -354,14 +349,9 @@ def check_response(where: str, field: str, response: Any) -> Response:
 
 
 def is_answer(message: Any) -> bool:
-    """Return True for an assistant's message, in either way of writing it."""
+    """Return True for an assistant's message, in either form."""
     role = message.get("role", message.get("from")) if isinstance(message, dict) else None
     return SHAREGPT.get(str(role), role) == "assistant"
-
-
-def as_messages(prompt: Prompt) -> list[ChatMessage]:
-    """Return a prompt as a conversation."""
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
 
 
 def field_names(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Prompt templates. This is the only place where prompt text is tokenised, and each text is tokenised once.
 
 prompt ──chat template──▶ text ──tokenizer──▶ prompt ids              conversation ──▶ prompt | turn | between | turn
-                          text that opens the assistant's turn                       ids, and which of them are trained
+                          text that opens the assistant's turn                       ids, and the mask of trained ones
 """
 
 import re
@@ -23,11 +23,11 @@ RENDERED_OTHERWISE = (
     "write train_on: last"
 )
 OPENING = re.compile(r"(<[^<>/\s]+>)\s*\Z")
-"""A tag at the end of what opens a turn, such as `<think>`."""
+"""A tag at the end of the text that opens a turn, such as `<think>`."""
 
 
 class Given(NamedTuple):
-    """A given response as token ids, and which of them are trained."""
+    """A given response as token ids, and the mask of trained ones."""
 
     ids: list[int]
     trained: list[bool]
@@ -35,12 +35,12 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptTemplate:
-    """Turns prompts into token ids with one transformers tokenizer.
+    """A converter of prompts into token ids with one transformers tokenizer.
 
-    With `chat_template` on, and a tokenizer that has one, a text is a user's message and the template opens the assistant's turn;
-    where the last message is the assistant's, its turn is continued. Otherwise prompts are plain text with the special tokens that the
-    tokenizer puts before it; messages are then their contents, with a blank line between them. `system_prompt` comes first in both,
-    unless the example has a system message of its own. `arguments` are the chat template's.
+    With `chat_template`, and a tokenizer that has one, text becomes a user's message and the template opens the assistant's turn. If the
+    last message is the assistant's, its turn is continued. Otherwise prompts are plain text after the tokenizer's special tokens, and
+    messages are joined with blank lines. `system_prompt` comes first in both cases, unless the example has its own system message.
+    `arguments` are the chat template's.
     """
 
     tokenizer: Any
@@ -50,7 +50,7 @@ class PromptTemplate:
 
     @staticmethod
     def of(tokenizer: Any, data: DataConfig) -> "PromptTemplate":
-        """Return the template of a run's configuration."""
+        """Return the template for a run's configuration."""
         return PromptTemplate(tokenizer, data.chat_template, data.system_prompt, data.template)
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> "PromptTemplate":
@@ -64,7 +64,7 @@ class PromptTemplate:
 
     @cached_property
     def end_id(self) -> int:
-        """Return the token that ends a given response. Raises UserError where the tokenizer has none."""
+        """Return the token that ends a given response. Raises UserError if the tokenizer has none."""
         end: int | None = turn_end_id(self.tokenizer) if self.is_chat else None
         end = self.tokenizer.eos_token_id if end is None else end
         if end is None:
@@ -81,7 +81,7 @@ class PromptTemplate:
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
     def render(self, prompt: Prompt, tools: Tools = ()) -> str:
-        """Render the text whose tokens the model gets. Raises UserError when the chat template refuses the messages."""
+        """Render a prompt as text. Raises UserError if the chat template refuses the messages."""
         messages = self.messages(prompt)
         if not self.is_chat:
             return "\n\n".join(message["content"] for message in messages)
@@ -94,11 +94,11 @@ class PromptTemplate:
             )
         opened, begun = self.apply(before, tools, opens=True), last["content"]
         tag = OPENING.search(opened)
-        # The template may open with the very tag that the turn begins with.
+        # The template may open the turn with the same tag as the turn itself.
         return (opened[: tag.start()] if tag and begun.lstrip().startswith(tag[1]) else opened) + begun
 
     def apply(self, messages: list[ChatMessage], tools: Tools = (), opens: bool = False) -> str:
-        """Return what the chat template makes of messages; with `opens` it opens the assistant's turn. Raises UserError as `render`."""
+        """Apply the chat template to messages; with `opens` it opens the assistant's turn. Raises UserError as `render`."""
         return render_chat(self.tokenizer, messages, tools, opens, self.arguments)
 
     def encode_text(self, texts: Sequence[str]) -> list[list[int]]:
@@ -108,7 +108,7 @@ class PromptTemplate:
         return [self._open(ids) for ids in self._encode(texts, add_special_tokens=True)]
 
     def _open(self, ids: list[int]) -> list[int]:
-        """Return a plain prompt's ids for a response to continue: with one beginning of sequence, without what a tokenizer appends."""
+        """Return a plain prompt's ids with only one beginning of sequence and without tokens that the tokenizer appends."""
         ids = ids[: len(ids) - self._appended]
         bos = self.tokenizer.bos_token_id
         while bos is not None and ids[:2] == [bos, bos]:
@@ -117,13 +117,13 @@ class PromptTemplate:
 
     @cached_property
     def _appended(self) -> int:
-        """Return how many special tokens the tokenizer puts behind a text."""
+        """Return the number of special tokens that the tokenizer appends to a text."""
         plain, whole = (self._encode(["a"], add_special_tokens=special)[0] for special in (False, True))
         ends = [end for end in range(len(plain), len(whole) + 1) if whole[end - len(plain) : end] == plain]
         return len(whole) - ends[-1] if ends else 0
 
     def encode_plain(self, text: str) -> list[int]:
-        """Tokenise a text with the special tokens that the tokenizer puts before it, whether or not there is a chat template."""
+        """Tokenise a text after the tokenizer's special tokens, with or without a chat template."""
         return self._open(self._encode([text], add_special_tokens=True)[0])
 
     def encode_bare(self, texts: Sequence[str]) -> list[list[int]]:
@@ -131,19 +131,19 @@ class PromptTemplate:
         return self._encode(texts, add_special_tokens=False)
 
     def encode(self, prompt: Prompt, tools: Tools = ()) -> list[int]:
-        """Tokenise one prompt. Raises UserError when the chat template refuses the messages."""
+        """Tokenise one prompt. Raises UserError if the chat template refuses the messages."""
         return self.encode_text([self.render(prompt, tools)])[0]
 
     def encode_responses(self, responses: Sequence[str]) -> list[list[int]]:
-        """Tokenise given responses, each with one end of sequence. Raises UserError where the tokenizer has none."""
+        """Tokenise given responses, each with one end of sequence. Raises UserError if the tokenizer has none."""
         end = self.end_id
         encoded = self._encode(responses, add_special_tokens=False)
         return [ids if ids and ids[-1] in (end, self.tokenizer.eos_token_id) else [*ids, end] for ids in encoded]
 
     def encode_given(self, example: Example, responses: Sequence[Response]) -> list[Given]:
-        """Tokenise the given responses of one example, texts or the rest of conversations, of which assistant turns are trained.
+        """Tokenise the given responses of one example: texts, or the rest of conversations, in which only assistant turns are trained.
 
-        Raises UserError where the chat template renders a beginning otherwise than the whole conversation.
+        Raises UserError if the chat template renders the start of a conversation differently when it continues.
         """
         found = []
         for response in responses:
@@ -159,7 +159,7 @@ class PromptTemplate:
         turns = self._turns(example, response) if self.is_chat else plain_turns(response)
         for number, (said, between) in enumerate(turns):
             turn, after = self._encode([said, between], add_special_tokens=False)
-            # The turn's end is in the text that follows it, where the template closes turns with a special token.
+            # If the template closes turns with a special token, that token is in the text between turns.
             closes = bool(after) and after[0] == end
             ended = [*turn, end] if closes or number == len(turns) - 1 else turn
             rest = [] if number == len(turns) - 1 else after[closes:]
@@ -178,25 +178,25 @@ class PromptTemplate:
         for number, start, stop in zip(numbers, starts, [*starts[1:], len(full)], strict=True):
             segment, content = full[start:stop], whole[number]["content"]
             end = segment.find(closing)
-            # A template without a special token that closes turns: the turn ends with what was said.
+            # Without a special token that closes turns, the turn ends with its content.
             end = segment.find(content) + len(content) if end < 0 else end
             if content.strip() in segment[:end]:
                 turns.append((segment[:end], segment[end:]))
             elif len(numbers) == 1:
-                # A template for histories leaves the reasoning out even of the turn that is trained.
+                # Such a template removes the reasoning even from the trained turn.
                 turns.append((behind(template.render(example.prompt, tools), content), ""))
             else:
                 raise UserError(RENDERED_OTHERWISE)
         return turns
 
     def turn_start(self, full: str, history: list[ChatMessage], tools: Tools) -> int:
-        """Return where the assistant's turn after `history` begins in a rendered conversation.
+        """Return the start of the assistant's turn after `history` in a rendered conversation.
 
-        Raises UserError where the conversation is rendered otherwise than its beginning.
+        Raises UserError if the rendered history is not a prefix of the rendered conversation.
         """
         opened = self.apply(history, tools, opens=True)
         if not full.startswith(opened):
-            # The template opens turns with more than it writes into earlier ones, such as an empty `<think>`.
+            # The template may open a turn with text that earlier turns do not have, such as an empty `<think>`.
             opened = self.apply([*history, {"role": "assistant", "content": MARK}], tools).partition(MARK)[0]
         if not full.startswith(opened):
             raise UserError(RENDERED_OTHERWISE)
@@ -205,7 +205,7 @@ class PromptTemplate:
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         if not texts:
             return []
-        # verbose=False: the tokenizer would warn about each prompt that the length filter drops anyway.
+        # verbose=False avoids warnings about long prompts, which the length filter drops later.
         encoded = self.tokenizer(
             list(map(whole_text, texts)), add_special_tokens=add_special_tokens, return_attention_mask=False,
             verbose=False,
@@ -214,7 +214,7 @@ class PromptTemplate:
 
 
 def behind(opened: str, turn: str) -> str:
-    """Return what a turn adds to the text that opens it, which may end with the very tag that the turn begins with."""
+    """Return a turn without the opening tag if the text that opens it already ends with this tag."""
     tag = OPENING.search(opened)
     begun = tag is not None and turn.lstrip().startswith(tag[1])
     return turn.lstrip().removeprefix(tag[1]).removeprefix(tag[0][len(tag[1]) :]) if tag and begun else turn
