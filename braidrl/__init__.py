@@ -1,8 +1,8 @@
-"""Braid: reinforcement-learning post-training of language models. Rows are trajectories, columns are what stages write.
+"""Braid: reinforcement-learning post-training of language models. A row is a trajectory; stages add columns.
 
     from braidrl import Flow, Session, actor, advantage, loss, reward
 
-What an algorithm is written with is imported from here; it is loaded when it is first asked for, so that `import braidrl` costs nothing.
+The names for writing an algorithm are imported from here. Each is loaded at first use, so that `import braidrl` is fast.
 """
 
 import importlib
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from braidrl.runtimes.run import train
     from braidrl.runtimes.session import Session
 
-# oneDNN compiles a kernel for each shape of operands, and torch another object around it; by default 1,024 of each stay. Packed rows have
-# other shapes in every step: a run of a tiny model grew by 0.65 GiB. A step uses some tens again and again. Both are read at first use.
+# oneDNN caches a kernel for each shape of operands, and torch an object around it, 1,024 of each by default. Packed rows have new shapes
+# in every step: a run of a tiny model grew by 0.65 GiB. One step reuses only some tens. Both variables are read at first use.
 for _cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_cache, "128")
 
@@ -39,7 +39,7 @@ __all__ = [
     "reward", "select", "shape", "train",
 ]  # fmt: skip
 PLACES = {"Config": "config", "load_config": "config", "Session": "runtimes.session", "train": "runtimes.run"}
-"""Modules of names that are not in `braidrl.flow`."""
+"""Modules of the names that `braidrl.flow` does not have."""
 
 
 def __getattr__(name: str) -> Any:

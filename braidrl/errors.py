@@ -1,4 +1,4 @@
-"""How a run fails: by a mistake of the user's, told in one line, or in a worker process."""
+"""Exceptions of a run, for user errors and failed processes, and helpers for messages of one line."""
 
 import errno
 import os
@@ -23,51 +23,48 @@ __all__ = [
     "suggest",
 ]
 SHOWN = 200
-"""Characters of a value that a message shows at most."""
+"""Maximum number of characters of a value in a message."""
 
 
 class UserError(Exception):
-    """Ends the command with its message alone; `--debug` adds the traceback."""
+    """An error that the user can fix. The command ends with its message; `--debug` adds the traceback."""
 
 
 class Problems(UserError):
-    """Several mistakes, one a line."""
+    """Several user errors, one per line."""
 
     def __init__(self, lines: Sequence[str]) -> None:
         super().__init__("\n".join(lines))
 
 
 class FailedStep(UserError):
-    """Too many checks or trajectories of a step failed; the step is complete and saved. Ends the command with exit code 1."""
+    """Too many verifications or trajectories of a step failed; the step is complete and saved. The command ends with exit code 1."""
 
 
 class BadUpdate(UserError):
     """The gradient of an optimizer step is not finite; nothing was updated."""
 
     batch: tuple[Any, Any] | None = None
-    """Tables of the batch's rows as they are recorded, and with every column; whoever drives the iteration adds them."""
+    """Two tables of the batch's rows, as recorded and with every column; the runtime adds them."""
 
 
 class WorkerError(RuntimeError):
-    """A worker process failed: which one, in which stage, on which rows, with its own traceback."""
+    """A worker process failed. The message has the worker, stage, rows and its own traceback."""
 
 
 class LostProcess(WorkerError):
-    """A process that a run cannot go on without is gone: the run can start again from its last checkpoint.
-
-    `restarts` says how often it has gone on so already, with the other processes.
-    """
+    """An essential process died: the run can restart from its last checkpoint. `restarts` is the number of earlier restarts."""
 
     restarts: int = 0
 
 
 class LostPeers(RuntimeError):
-    """Other ranks did not come to a meeting: what a rank sees of another's failure."""
+    """Other ranks did not join a collective operation, because one of them failed."""
 
 
 def no_room(error: BaseException) -> str:
-    """Return what is to be said of an error that a full disk, or a quota, has caused; nothing for any other."""
-    # Libraries have errors of their own for it, which only the system's words tell from others.
+    """Return a message for an error caused by a full disk or a quota; empty text for any other."""
+    # Libraries wrap this error in their own types; only the system's text identifies it.
     texts = [os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
     found: BaseException | None = error
     while found is not None:
@@ -83,11 +80,11 @@ LIMITS = {
     os.strerror(errno.ENOMEM): "memory (ulimit -v)",
     "can't start new thread": "threads (ulimit -u) or memory (ulimit -v)",
 }
-"""What a process has no more of, by the words of the error."""
+"""Exhausted resources, by the text of the error."""
 
 
 def limit_reached(error: BaseException) -> str:
-    """Return a message for an error that a limit of this process has caused; nothing for any other."""
+    """Return a message for an error caused by a resource limit of this process; empty text for any other."""
     found: BaseException | None = error
     while found is not None:
         for words, what in LIMITS.items():
@@ -98,12 +95,12 @@ def limit_reached(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the error's own words, without what libraries add in further lines."""
+    """Return the first line of an error's text, or its type's name."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def shown(value: Any) -> str:
-    """Return a value as a message shows it: in one line without control characters, the middle left out of what is long."""
+    """Return a value for a message: one line without control characters; long values are shortened in the middle."""
     short = reprlib.Repr()
     short.maxstring = short.maxother = short.maxlong = SHOWN
     if isinstance(value, int) and value.bit_length() > 4 * SHOWN:

@@ -1,9 +1,9 @@
-"""Models and data sets by their names on a hub: `ORG/NAME`, or `ORG/NAME@revision` for a branch, a tag or a commit.
+"""Download of models and data sets from a hub by name: `ORG/NAME`, or `ORG/NAME@revision` for a branch, a tag or a commit.
 
 ORG/NAME@revision ──huggingface_hub──▶ cache (HF_HOME), whole files of one commit ──▶ the folder of that commit
 
-Everything is huggingface_hub's: the cache, tokens (HF_TOKEN, `hf auth login`), mirrors (HF_ENDPOINT), and HF_HUB_OFFLINE=1, with which
-only the cache is looked into. A name whose files are in the cache is found there without a network too.
+huggingface_hub provides everything: the cache, tokens (HF_TOKEN, `hf auth login`), mirrors (HF_ENDPOINT), and HF_HUB_OFFLINE=1, which uses
+only the cache. Cached files are also found without a network.
 """
 
 import re
@@ -31,20 +31,20 @@ DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".arrow", ".txt", ".gz", ".
 
 
 def is_hub_name(name: Path) -> bool:
-    """Return True for what is written as a hub's name and is no file or folder here."""
+    """Return True for a text in the form of a hub's name that is not a local file or folder."""
     return NAME.fullmatch(str(name)) is not None and name.suffix not in DATA_FILES and not name.exists()
 
 
 def fetch(name: Path, key: str, kind: HubKind = "model") -> Path:
-    """Return the folder in the cache with a repository's files, which are downloaded where they are not there.
+    """Return the cache folder of a repository; missing files are downloaded.
 
     Args:
         name: `ORG/NAME` or `ORG/NAME@revision`.
-        key: The configuration's, for messages.
-        kind: Of a model only weights, configuration and tokenizer are fetched, of a data set everything.
+        key: The configuration's key, for messages.
+        kind: For a model only weights, configuration and tokenizer are downloaded, for a data set all files.
 
     Raises:
-        UserError: The hub does not have it or does not give it, or cannot be reached and the cache does not have it.
+        UserError: The repository does not exist or access is denied, or the hub is unreachable and the cache is incomplete.
     """
     found = NAME.fullmatch(str(name))
     assert found is not None, name
@@ -62,7 +62,7 @@ def fetch(name: Path, key: str, kind: HubKind = "model") -> Path:
 
 
 def refusal(error: Exception, repository: str, revision: str | None, kind: HubKind) -> str:
-    """Return what is wrong and how the files can be had, in one line."""
+    """Build a message of one line with the error and a remedy."""
     hub, what = constants.ENDPOINT, "data set" if kind == "dataset" else "model"
     match error:
         case GatedRepoError():

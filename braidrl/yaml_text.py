@@ -1,4 +1,4 @@
-"""YAML and text files as users write them: read as UTF-8 whatever the locale, each key once, mistakes in one line.
+"""Reading of users' YAML and text files: always UTF-8, no duplicate keys, errors of one line.
 
 file ──read_text──▶ text ──parse_yaml──▶ tree
 """
@@ -18,7 +18,7 @@ COLON_WITHOUT_SPACE = re.compile(r"([A-Za-z_][\w.-]*):(\S.*)")
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a UTF-8 file without its byte order mark. Raises UserError, with the line, for bytes that are not UTF-8."""
+    """Return the text of a UTF-8 file without its byte order mark. Raises UserError, with the line number, for other bytes."""
     content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     try:
         return content.decode("utf-8")
@@ -32,11 +32,11 @@ def parse_yaml(text: str, place: str, loader: type[yaml.SafeLoader] = yaml.SafeL
 
     Args:
         text: The text.
-        place: The file or override that it comes from, for messages.
-        loader: A loader that reads some values in another way.
+        place: Its file or override, for messages.
+        loader: A loader class with special resolvers.
 
     Raises:
-        UserError: It is not YAML, a key is there twice, or a colon without a space behind it is part of a key.
+        UserError: The text is not YAML, has a duplicate key, or has a colon without a space after it in a key.
     """
     try:
         check_events(text)
@@ -57,7 +57,7 @@ def read_yaml(path: Path) -> Any:
 
 
 class _EachKeyOnce(yaml.SafeLoader):
-    """A loader that refuses mappings in which PyYAML would silently drop or misread a key."""
+    """A YAML loader that refuses mappings in which PyYAML would silently drop or misread a key."""
 
     place = ""
 

@@ -1,4 +1,4 @@
-"""Everything that a flow or a configuration can name, with its settings and where it comes from: `braid list losses`.
+"""The catalogue of everything that a flow or a configuration can name, with settings and sources: `braid list losses`.
 
 registries of algorithms ──name, docstring, settings, columns──╮
 registries of plug-ins ────name, docstring, settings───────────┴─▶ Listed
@@ -37,25 +37,25 @@ SCHEMES = {
     "agent:MODULE:FUNCTION": "A whole agent with its own loop, which talks to an OpenAI-compatible endpoint.",
     "MODULE:CLASS": "Your own: a class with reset and step, or a function of all texts so far.",
 }
-"""What `rollout.environment` may begin with."""
+"""Forms of `rollout.environment`."""
 SECTIONS = re.compile(r"\n\s*(?:Args|Returns|Raises):.*", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Listed:
-    """One thing that can be named."""
+    """One entry of the catalogue."""
 
     name: str
     about: str
-    """What it does and its source: the docstring without its lists of arguments."""
+    """Description and source: the docstring without its lists of arguments."""
     settings: dict[str, str] = field(default_factory=dict)
-    """Default of each setting, as it is written; `required` where there is none."""
+    """Default of each setting as Python text; `required` if there is none."""
     reads: tuple[str, ...] = ()
-    """Columns; one in brackets is read where an earlier stage writes it."""
+    """Columns that it reads; brackets mark optional ones."""
 
 
 def catalogue(kind: str) -> list[Listed]:
-    """Return what comes with Braid of a kind. Raises UserError for a kind that is none."""
+    """Return the built-in entries of a kind. Raises UserError for an unknown kind."""
     if kind in ALGORITHMS:
         entries = [ALGORITHMS[kind][name] for name in ALGORITHMS[kind]]
         return [of_algorithm(entry) for entry in entries if entry.function.__module__.startswith("braidrl.")]
@@ -77,14 +77,14 @@ def of_algorithm(entry: registry.Entry) -> Listed:
 
 
 def of_plugins(plugins: PluginRegistry) -> Iterator[Listed]:
-    """Yield each that comes with Braid; where it needs a package that is not there, its entry says so."""
+    """Yield the built-in plug-ins; the entry of one that needs a missing package names this package."""
     for name in plugins:
         try:
             found = plugins.find(name)
         except UserError as error:
             yield Listed(name, str(error))
         else:
-            # A protocol is a pair of functions; the first says whom its arguments go to.
+            # A protocol is a pair of functions; the first one has the docstring.
             about = summary(getattr(found, "distribute", found))
             yield Listed(name, about, settings_of(found) if plugins.kind == "verifier" else {})
 
@@ -101,7 +101,7 @@ def settings_of(function: Callable[..., Any]) -> dict[str, str]:
 
 
 def lines(listed: Listed) -> Iterator[str]:
-    """Yield what `braid list` shows of one thing."""
+    """Yield the lines of `braid list` for one entry."""
     yield listed.name
     yield f"    {listed.about}"
     if listed.settings:

@@ -1,4 +1,4 @@
-"""`braid check MODEL`: a table of what a tiny twin of the model shows, one line a property, with the figure and its bound.
+"""`braid check MODEL`: properties measured on a tiny model of the same structure, one per line, with the figure and its bound.
 
 ok      packed rows equal rows alone: log-probs       4.8e-07   (bound 2.0e-04)
 REFUSED pipeline ranks equal one                  its layers take the ids of the tokens
@@ -25,12 +25,12 @@ def check(model: str, layouts: bool, say: Callable[[str], None]) -> bool:
     """Print the table of a model.
 
     Args:
-        model: A Hugging Face directory, a config.json, or a hub id that this machine has kept.
-        layouts: Start two ranks for each layout, too.
-        say: Takes a line.
+        model: A Hugging Face directory, a config.json, or a hub id in this machine's cache.
+        layouts: Also start two ranks for each layout.
+        say: Called with each line.
 
     Returns:
-        True where the model may train; an optional property that does not hold is refused where it is asked for.
+        True if the model may train. A run that needs an optional property that does not hold is refused.
 
     Raises:
         UserError: There is no such model.
@@ -74,19 +74,19 @@ def config_of(model: str) -> Any:
 
 
 def measured(twin: Twin) -> tuple[ForwardPlan, list[Finding]]:
-    """Find a twin's plan, and measure every property. Raises Refusal."""
+    """Find a tiny model's plan and measure every property. Raises Refusal."""
     plan, decoding = best_plan(twin)
     findings = [*packed_findings(twin, twin.model(plan)), decoding]
     return plan, findings + [accept(name, twin, plan) for name in MEASURES]
 
 
 def may_train(findings: Iterable[Finding]) -> bool:
-    """Return True where every property holds that training needs."""
+    """Return True if every property that training needs holds."""
     return all(finding.holds or finding.name in OPTIONAL for finding in findings)
 
 
 def described(plan: ForwardPlan) -> str:
-    """Say in words how rows go through the model."""
+    """Describe the computation of rows by the model."""
     if plan.by_rows:
         return "rows of equal length together, with transformers' own attention"
     return f"packed rows, {', '.join(plan.mixers)} by rows of equal length" if plan.mixers else "packed rows"

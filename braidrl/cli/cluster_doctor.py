@@ -1,4 +1,4 @@
-"""`braid doctor --cluster`: whether every node of a Ray cluster can take part in a run, and which cannot.
+"""`braid doctor --cluster`: checks of every node of a Ray cluster before a run.
 
                                    ┌─ look ───▶ versions, devices, models, data and the run's folder as this node sees them
 command ──▶ Inspector on each node ┴─ reach ──▶ a port of every other node               reports ──problems──▶ a line each
@@ -27,19 +27,19 @@ CONNECT_LIMIT_S = 5.0
 
 @dataclass
 class NodeReport:
-    """What was found on a node."""
+    """The findings on one node."""
 
     node: str
     versions: Mapping[str, str] = field(default_factory=dict)
     unseen: Mapping[str, str] = field(default_factory=dict)
-    """Of what it does not see or may not write, why."""
+    """Configuration keys whose paths it cannot read or write, with the reasons."""
     closed: Mapping[str, str] = field(default_factory=dict)
-    """Of nodes whose port it does not reach, why."""
+    """Nodes that it cannot reach, with the reasons."""
     devices: Sequence[str] = ()
 
 
 class Inspector:
-    """Looks at its node; an actor there."""
+    """A Ray actor that inspects its node."""
 
     def __init__(self) -> None:
         self._server = socket.create_server(("", 0))
@@ -51,22 +51,27 @@ class Inspector:
         return platform.node(), ray.util.get_node_ip_address(), self._server.getsockname()[1]
 
     def look(self, paths: Mapping[str, str], folder: str | None, mark: str, own: str) -> dict[str, Any]:
-        """Return versions, devices, and why of paths what is not seen, and why the run's folder cannot be used.
+        """Return the node's versions, devices, and unusable paths with reasons.
 
         Args:
-            paths: By the configuration's keys.
-            folder: The run's, where the command has left a file called `mark`.
-            mark: That file.
-            own: The file that this node leaves.
+            paths: Paths by configuration key.
+            folder: The run's folder, where the command has created the file `mark`.
+            mark: Name of that file.
+            own: Name of the file that this node creates.
         """
         versions = {"python": platform.python_version(), **{name: version_of(name) for name in PACKAGES}}
         unseen = {key: f"{path} is not there" for key, path in paths.items() if not readable(Path(path))}
         if folder is not None and (why := unusable(Path(folder), mark, own)):
             unseen["output"] = why
-        return {"versions": versions, "unseen": unseen, "devices": device_names()}
+        if not os.environ.get("CUDA_VISIBLE_DEVICES", "-"):  # Ray hides devices from an actor that requests none
+            del os.environ["CUDA_VISIBLE_DEVICES"]
+        import torch
+
+        devices = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+        return {"versions": versions, "unseen": unseen, "devices": devices}
 
     def reach(self, others: Mapping[str, tuple[str, int]]) -> dict[str, str]:
-        """Return of other nodes whose port cannot be connected to why."""
+        """Return the other nodes that refuse a connection, with the reasons."""
         closed = {}
         for name, place in others.items():
             try:
@@ -77,12 +82,12 @@ class Inspector:
 
 
 def readable(path: Path) -> bool:
-    """Return whether a file or folder is there and may be read."""
+    """Return whether a file or folder exists and may be read."""
     return path.exists() and os.access(path, os.R_OK)
 
 
 def unusable(folder: Path, mark: str, own: str) -> str:
-    """Return why a node cannot use the run's folder, nothing where it can; leaves a file there."""
+    """Create a file in the run's folder; return the reason if the node cannot use the folder, else empty text."""
     if not (folder / mark).exists():
         return (
             f"{folder} here is not the command's: a file written there is not seen; put the run on a shared file system"
@@ -94,17 +99,8 @@ def unusable(folder: Path, mark: str, own: str) -> str:
     return ""
 
 
-def device_names() -> list[str]:
-    """Return the names of a node's CUDA devices."""
-    if not os.environ.get("CUDA_VISIBLE_DEVICES", "-"):  # Ray hides them from an actor that asked for none
-        del os.environ["CUDA_VISIBLE_DEVICES"]
-    import torch
-
-    return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-
-
 def examine_cluster(config: Config | None, say: Callable[[str], None]) -> bool:
-    """Say a line for each node and each problem, and return False where there is a problem. Raises UserError without a cluster."""
+    """Report each node and each problem in a line; return False if there is a problem. Raises UserError without a cluster."""
     settings = config.cluster if config is not None else ClusterConfig()
     address = settings.address or os.environ.get("RAY_ADDRESS") or "auto"
     cluster = RayCluster(settings.model_copy(update={"address": address}), "auto")
@@ -121,7 +117,7 @@ def examine_cluster(config: Config | None, say: Callable[[str], None]) -> bool:
 
 
 def reports_of(cluster: RayCluster, config: Config | None) -> list[NodeReport]:
-    """Return what was found on each node that lives."""
+    """Return the findings on each live node."""
     ray, limit_s = cluster.ray, cluster.config.start_limit_s
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
@@ -143,14 +139,14 @@ def reports_of(cluster: RayCluster, config: Config | None) -> list[NodeReport]:
 
 
 def silent(limit_s: float) -> str:
-    """Return what is said of a node that did not answer."""
+    """Return the finding for a node that did not answer."""
     return f"it did not answer within {limit_s:g} s"
 
 
 def look(
     ray: Any, own: Mapping[str, Any], config: Config | None, reports: Mapping[str, NodeReport], limit_s: float
 ) -> None:
-    """Add to the reports what each node sees."""
+    """Add versions, devices and paths of each node to the reports."""
     with MarkedFolder(config) as (folder, mark):
         asked = {
             node: actor.look.remote(paths_of(config), folder, mark, f"{mark}-{node[:8]}") for node, actor in own.items()
@@ -167,7 +163,7 @@ def connect(
     reports: Mapping[str, NodeReport],
     limit_s: float,
 ) -> None:
-    """Add to the reports the nodes that each node does not reach."""
+    """Add the nodes that each node cannot reach to the reports."""
     others = {node: {reports[peer].node: place for peer, place in places.items() if peer != node} for node in places}
     reached = answers(ray, {node: own[node].reach.remote(others[node]) for node in places}, limit_s)
     for node, closed in reached.items():
@@ -175,7 +171,7 @@ def connect(
 
 
 def answers(ray: Any, asked: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
-    """Return the answers of those nodes that answer within so many seconds; one that is lost meanwhile gives none."""
+    """Return the answers of nodes that answer within `limit_s` seconds; a node lost meanwhile gives none."""
     ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=limit_s)
     found = {}
     for node, reference in asked.items():
@@ -186,7 +182,7 @@ def answers(ray: Any, asked: Mapping[str, Any], limit_s: float) -> dict[str, Any
 
 
 class MarkedFolder:
-    """Leave a file in the run's folder while the nodes look for it, and remove theirs with it."""
+    """A context with a marker file in the run's folder, for the nodes to find; it removes their files at the end."""
 
     def __init__(self, config: Config | None) -> None:
         self.folder = None if config is None else Path(os.path.abspath(config.output))
@@ -211,7 +207,7 @@ class MarkedFolder:
 
 
 def paths_of(config: Config | None) -> dict[str, str]:
-    """Return the models and data that a configuration names, by key, as absolute paths; names of a hub are left out."""
+    """Return the absolute paths of models and data in a configuration, by key, without names of a hub."""
     if config is None:
         return {}
     data = config.data
@@ -231,12 +227,12 @@ def summary(report: NodeReport) -> str:
 
 
 def problems(reports: Sequence[NodeReport]) -> list[str]:
-    """Return a line for whatever keeps a run from working well, with the node's name first."""
+    """Return a line for each problem, starting with the node's name."""
     return [*unequal_versions(reports), *unequal_devices(reports), *unreached(reports)]
 
 
 def unequal_versions(reports: Sequence[NodeReport]) -> list[str]:
-    """Return a line for each version that is not that of the first node."""
+    """Return a line for each version that differs from the first node's."""
     answered = [report for report in reports if report.versions]
     return [
         f"{report.node} has {name} {report.versions[name]}, and {answered[0].node} has {usual}; install one version everywhere"
@@ -247,7 +243,7 @@ def unequal_versions(reports: Sequence[NodeReport]) -> list[str]:
 
 
 def unequal_devices(reports: Sequence[NodeReport]) -> list[str]:
-    """Return a line for each node without a device where others have some."""
+    """Return a line for each node without a device if other nodes have some."""
     have = sum(bool(report.devices) for report in reports)
     return [
         f"{report.node} sees no CUDA device, and {have} others do; look at its driver with nvidia-smi"
@@ -257,7 +253,7 @@ def unequal_devices(reports: Sequence[NodeReport]) -> list[str]:
 
 
 def unreached(reports: Sequence[NodeReport]) -> list[str]:
-    """Return a line for each thing that a node does not see, and each node that it does not reach."""
+    """Return a line for each path that a node cannot use, and each node that it cannot reach."""
     unseen = [f"{report.node}: {key}: {why}" for report in reports for key, why in report.unseen.items()]
     closed = [
         f"{report.node} does not reach {peer} ({why}); open all ports between the nodes"

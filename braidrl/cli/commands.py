@@ -1,4 +1,4 @@
-"""The `braid` command: all of its commands, and how they end. A user's mistake ends in one line; `--debug` shows the traceback."""
+"""The `braid` command: its subcommands and exit codes. A user error is a message of one line; `--debug` adds the traceback."""
 
 import atexit
 import gc
@@ -27,7 +27,7 @@ EXIT_USER_ERROR = 2
 
 
 def show_version(asked: bool) -> None:
-    """Print the versions that a report of a fault needs, and end."""
+    """Print the versions for a bug report, and exit."""
     if asked:
         packages = ", ".join(f"{name} {version_of(name)}" for name in ("torch", "transformers"))
         typer.echo(f"braid {__version__}, {packages}, Python {platform.python_version()}")
@@ -36,7 +36,7 @@ def show_version(asked: bool) -> None:
 
 def before_commands(
     version: Annotated[
-        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print versions, and end.")
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Print versions and exit.")
     ] = False,
 ) -> None:
     """Reinforcement-learning post-training of language models."""
@@ -69,7 +69,7 @@ def ignore_interrupts() -> None:
 
 
 def check_address_space() -> None:
-    """Raise UserError where torch and transformers could not even be loaded: how that fails is a matter of chance."""
+    """Raise UserError if the address space is too small to load torch and transformers, which would fail in unpredictable ways."""
     most, _ = resource.getrlimit(resource.RLIMIT_AS)
     if most != resource.RLIM_INFINITY and most < ADDRESS_SPACE_BYTES:
         raise UserError(
@@ -79,7 +79,7 @@ def check_address_space() -> None:
 
 
 def main() -> None:
-    """Run the command; a user's mistake ends in one line and an exit code, and Ctrl-C in 130."""
+    """Run the command; a user error ends with one line and an exit code, Ctrl-C with 130."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
     debug = len(arguments) < len(sys.argv) - 1 or os.environ.get("BRAID_DEBUG") == "1"
     sleep_at_barriers()
@@ -112,5 +112,5 @@ def main() -> None:
         typer.echo(f"braid: {limit_reached(error)}", err=True)
         sys.exit(EXIT_USER_ERROR)
     finally:
-        # What is left is the interpreter's own end, which another Ctrl-C would fill with tracebacks.
+        # Another Ctrl-C during the interpreter's shutdown would print tracebacks.
         atexit.register(ignore_interrupts)

@@ -1,4 +1,4 @@
-"""`braid doctor`: what this machine has, and whether a tiny model trains on it."""
+"""`braid doctor`: a report on this machine, with a training step of a tiny model."""
 
 import platform
 import shutil
@@ -21,11 +21,11 @@ from braidrl.training.device_rates import keep_rates, measured_rates, rates_file
 
 LEAST_DISK = 1 << 30
 RATES_SIDE, RATES_NUMBERS = 1024, 1 << 24
-"""Sizes with which rates are measured in two seconds."""
+"""Sizes for measuring rates in about two seconds."""
 
 
 def examine(say: Callable[[str], None]) -> bool:
-    """Say a line per finding and return False where something would keep a run from working."""
+    """Report each finding in a line; return False if a run could not work."""
     say(f"python {platform.python_version()} on {platform.platform()}")
     for name in PACKAGES:
         say(f"{name} {version_of(name)}")
@@ -49,7 +49,7 @@ def examine(say: Callable[[str], None]) -> bool:
 
 
 def rates_line() -> str:
-    """Measure what this machine's cores can do and keep it, for the metrics of runs on them; return it in a line."""
+    """Measure the peak rates of this machine's cores, save them for the metrics of runs, and return them in a line."""
     before = torch.get_num_threads()
     torch.set_num_threads(usable_cores())
     try:
@@ -63,7 +63,7 @@ def rates_line() -> str:
 def trains(say: Callable[[str], None]) -> bool:
     """Run one forward and backward pass of a random model through the attention and log-probs that runs use."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    # Variable-length attention on CUDA takes half precision only.
+    # Variable-length attention on CUDA supports only half precision.
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     config = Qwen3Config(
         vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,

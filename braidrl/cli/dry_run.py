@@ -1,4 +1,4 @@
-"""`braid train CONFIG --dry-run`: what a run would take of each device, before any weights are read.
+"""`braid train CONFIG --dry-run`: the memory that a run would need on each device, before any weights are read.
 
 configuration ──prepare──▶ flow, data ──▶ devices and the roles on each ──▶ bytes by part, tokens and rows of a micro-batch
 """
@@ -33,13 +33,13 @@ from braidrl.training.role_settings import usual_max_tokens
 
 
 class Noted:
-    """Runs checks and keeps what they refuse, so that one mistake does not hide the next."""
+    """A collector of user errors from several checks, so that one error does not hide the next."""
 
     def __init__(self) -> None:
         self.problems: list[str] = []
 
     def __call__(self, check: Callable[[], Any]) -> Any:
-        """Return what a check returns, None where it raises UserError."""
+        """Return the result of a check, or None if it raises UserError."""
         try:
             return check()
         except UserError as error:
@@ -48,10 +48,10 @@ class Noted:
 
 
 def dry_run(config: Config, console: Console | None = None) -> list[tuple[DeviceGroup, list[Footprint]]]:
-    """Check a configuration as a run does, and print what each device would hold, and a verdict.
+    """Check a configuration as a run does, and print the memory of each device and a verdict.
 
     Raises:
-        Problems: What a run would refuse, everything that can be told apart, one a line.
+        Problems: A run would refuse the configuration; all independent errors, one per line.
     """
     noted = Noted()
     noted(lambda: check_output(config))
@@ -60,7 +60,7 @@ def dry_run(config: Config, console: Console | None = None) -> list[tuple[Device
     # What the hub does not give is named already.
     prepared = noted(lambda: prepare(config, check=noted) if fetched else None)
     if prepared is None:
-        # The flow or the tokenizer is not there; these need neither.
+        # The flow or the tokenizer is missing; these checks need neither.
         if fetched:
             noted(lambda: load_tokenizer(config.model))
         noted(lambda: build_flow(config))
@@ -95,12 +95,12 @@ REMEDIES = {
     "logits": "lower trainer.max_tokens_per_device",
     "activations": "set trainer.activation_checkpointing=true, or lower trainer.max_tokens_per_device",
 }
-"""What makes a part smaller."""
+"""Remedies by the part of memory to reduce."""
 STATE = "divide it over more devices by trainer.layout={shard: full}, train adapters by trainer.lora={}, or set trainer.resident_gib"
 
 
 def verdict(prepared: Prepared, found: list[tuple[DeviceGroup, list[Footprint]]]) -> Iterator[str]:
-    """Yield whether each kind of device has room, what is largest there, and what makes it smaller."""
+    """Yield, for each kind of device, whether the run fits, the largest part of memory, and a remedy."""
     config = prepared.config
     memory, where = device_memory(config.device), "a device"
     if memory is None and config.device != "cuda":
@@ -109,7 +109,7 @@ def verdict(prepared: Prepared, found: list[tuple[DeviceGroup, list[Footprint]]]
         if not footprints:
             continue
         resident, _ = moving(config, prepared.flow, footprints)
-        # On a CPU all of them are on this machine.
+        # On a CPU all processes share this machine's memory.
         needed = peak(footprints, resident) * (group.devices if where == "this machine" else 1)
         size, name, part = max(
             (size, f"{one.use.role}: {part}", part)

@@ -1,4 +1,4 @@
-"""`braid import-config verl.yaml`: a configuration of verl as one of Braid, and a line for each key that has no counterpart.
+"""`braid import-config verl.yaml`: conversion of a verl configuration to Braid, and a line for each key without a counterpart.
 
 verl.yaml ──keys──▶ verl_keys.yaml: key of Braid, rule ──▶ braid.yaml, checked        keys left over ──▶ a line each
 """
@@ -18,7 +18,7 @@ from braidrl.yaml_text import read_yaml
 KEYS = Path(__file__).with_name("verl_keys.yaml")
 ACTOR, ROLLOUT, REWARD = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "reward"
 UNSET = ("", "???", -1)
-"""What verl's configuration has where a value is to be given, or follows from another."""
+"""Placeholders in verl's configuration for missing or derived values."""
 FLOWS = {
     "grpo": "grpo", "gae": "ppo", "rloo": "rloo", "remax": "remax", "reinforce_plus_plus": "reinforce_plus_plus",
     "grpo_passk": "grpo",
@@ -30,13 +30,13 @@ CLIPPED = ("grpo", "dapo", "ppo")
 
 @dataclass
 class Imported:
-    """A configuration of verl by its dotted keys, and what it becomes."""
+    """A configuration of verl by its dotted keys, and the result of its conversion."""
 
     given: Mapping[str, Any]
     made: dict[str, Any] = field(default_factory=dict)
     """Dotted keys of Braid."""
     left: dict[str, str] = field(default_factory=dict)
-    """Keys without a counterpart, and what is to be done."""
+    """Keys without a counterpart, with the remedy."""
 
     @property
     def flow(self) -> str:
@@ -53,7 +53,7 @@ class Imported:
 
 
 Rule = Callable[[Imported, str, Any, str], None]
-"""Given the import, verl's key and value, and the row's key of Braid."""
+"""A function of the import, verl's key and value, and Braid's key; it adds to the import."""
 
 
 def copied(one: Imported, key: str, value: Any, to: str) -> None:
@@ -61,7 +61,7 @@ def copied(one: Imported, key: str, value: Any, to: str) -> None:
 
 
 def given(one: Imported, key: str, value: Any, to: str) -> None:
-    """Copy what is set; -1 and nothing stand for a default."""
+    """Copy a value unless it is a placeholder for a default."""
     if value not in UNSET:
         one.made[to] = value
 
@@ -83,7 +83,7 @@ def flow(one: Imported, key: str, value: Any, to: str) -> None:
 
 
 def of_flow(*flows: str) -> Rule:
-    """Return a rule that copies where the recipe has the parameter."""
+    """Return a rule that copies the value if the recipe has the parameter."""
 
     def rule(one: Imported, key: str, value: Any, to: str) -> None:
         if one.flow in flows:
@@ -93,7 +93,7 @@ def of_flow(*flows: str) -> Rule:
 
 
 def kl(one: Imported, key: str, value: Any, to: str) -> None:
-    """Set the coefficient and estimator of the term that is on: in the reward, in the loss, or none."""
+    """Set the coefficient and estimator of the KL term: in the reward, in the loss, or none."""
     in_reward, in_loss = one.given.get("algorithm.use_kl_in_reward"), one.given.get(f"{ACTOR}.use_kl_loss")
     if one.flow == "dapo":
         if in_loss or in_reward:
@@ -317,13 +317,13 @@ RULES: dict[str, Rule] = {
 
 
 def import_config(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the nested keys of a Braid configuration, and verl's keys without a counterpart with what is to be done.
+    """Return the nested keys of a Braid configuration, and verl's keys without a counterpart with remedies.
 
     Args:
         path: A YAML file of verl: its whole configuration, or the keys that are set, nested or dotted.
 
     Raises:
-        UserError: It is not YAML, or has no key of verl.
+        UserError: The file is not YAML, or has no key of verl.
     """
     if not path.is_file():
         raise UserError(f"no configuration file {path}")
@@ -368,7 +368,7 @@ def import_config(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def row_of(key: str, table: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the row of a key: its own, else the first pattern that it fits."""
+    """Return the row of a key: its own, else the first with a matching pattern."""
     if key in table:
         return table[key]
     if key.endswith("_target_"):
@@ -377,7 +377,7 @@ def row_of(key: str, table: Mapping[str, dict[str, Any]]) -> dict[str, Any] | No
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and values; `+key` is Hydra's way to add one."""
+    """Yield dotted keys and values; `+key` is Hydra's syntax for adding a key."""
     for name, value in tree.items():
         key = f"{prefix}.{str(name).lstrip('+')}" if prefix else str(name).lstrip("+")
         whole = key.endswith(("engine_kwargs.vllm", "apply_chat_template_kwargs", "override_config"))
@@ -388,14 +388,14 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def is_set(value: Any) -> bool:
-    """Return whether a value is one, and not a reference to another key, or nothing."""
+    """Return whether a value is set: not empty, and not a reference to another key."""
     return (
         value is not None and value != "???" and value != {} and not (isinstance(value, str) and value.startswith("${"))
     )
 
 
 def write_imported(path: Path, target: Path) -> Iterator[str]:
-    """Write a configuration of verl as one of Braid, and yield what is to be said of it. Raises UserError where it exists."""
+    """Convert a verl configuration to a Braid file, and yield the lines to print. Raises UserError if the target exists."""
     if target.exists():
         raise UserError(f"{target} exists; nothing was overwritten")
     tree, left = import_config(path)

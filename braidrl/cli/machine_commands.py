@@ -1,4 +1,4 @@
-"""Commands about machines: `braid plan` for those of a later run, `braid doctor` for this one or a cluster."""
+"""Commands about machines: `braid plan` for future machines, `braid doctor` for this machine or a cluster."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,23 +15,29 @@ def plan(
     devices: Annotated[
         str, typer.Option(help="NODESxDEVICESxKIND, as in 8x8xH100-80GB; a .yaml file; or cpu.")
     ] = "cpu",
-    lengths: Annotated[str | None, typer.Option(help="Of responses: a run folder, TOKENS, or MEDIAN:LONGEST.")] = None,
-    seconds: Annotated[
-        list[str] | None, typer.Option(help="STAGE=SECONDS per iteration, of a stage that cannot be priced.")
+    lengths: Annotated[
+        str | None, typer.Option(help="Response lengths: a run folder, TOKENS, or MEDIAN:LONGEST.")
     ] = None,
-    rates: Annotated[Path | None, typer.Option(help="A file of rates, as --calibrate writes.")] = None,
+    seconds: Annotated[
+        list[str] | None, typer.Option(help="STAGE=SECONDS per iteration, for a stage without a cost model.")
+    ] = None,
+    rates: Annotated[Path | None, typer.Option(help="A file of rates, as written by --calibrate.")] = None,
     like: Annotated[
-        str | None, typer.Option(help="deepspeed-chat, openrlhf, nemo-aligner or verl: their placement.")
+        str | None, typer.Option(help="Use the placement of deepspeed-chat, openrlhf, nemo-aligner or verl.")
     ] = None,
     max_staleness: Annotated[
-        int | None, typer.Option(help="Consider streaming with rows that lag behind by so many versions.")
+        int | None, typer.Option(help="Consider streaming with a staleness of up to this many versions.")
     ] = None,
-    time_limit: Annotated[float | None, typer.Option(help="Seconds after which the best plan so far is taken.")] = None,
-    overlay: Annotated[Path, typer.Option(help="Where the best plan is written.")] = Path("overlay.yaml"),
+    time_limit: Annotated[
+        float | None, typer.Option(help="Seconds to search; then the best plan so far is used.")
+    ] = None,
+    overlay: Annotated[Path, typer.Option(help="File for the best plan.")] = Path("overlay.yaml"),
     html: Annotated[Path | None, typer.Option(help="Draw the best plan's predicted timeline into this file.")] = None,
-    calibrate: Annotated[list[Path] | None, typer.Option(help="A run to fit rates to; they go to --rates.")] = None,
+    calibrate: Annotated[
+        list[Path] | None, typer.Option(help="A run to fit rates to; they are saved to --rates.")
+    ] = None,
 ) -> None:
-    """Find the quickest placement, layouts and runtime for a configuration on some devices, before they are there."""
+    """Find the fastest placement, layouts and runtime for a configuration on given devices, without these devices."""
     from rich.console import Console
 
     from braidrl.cli.plan_command import Wanted, calibrated

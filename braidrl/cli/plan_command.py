@@ -1,4 +1,4 @@
-"""`braid plan`: from a configuration and devices to the best plan as a configuration of its own, and from runs to rates.
+"""`braid plan`: search for the best plan for a configuration and devices, and calibration of rates from runs.
 
 config ──flow, lengths──▶ Problem ──search──▶ plans ──▶ table, overlay.yaml, timeline          runs ──calibrate──▶ rates.yaml
 """
@@ -39,7 +39,7 @@ SHOWN = 8
 
 @dataclass(frozen=True)
 class Wanted:
-    """What `braid plan` was asked for beside the configuration."""
+    """The options of `braid plan`."""
 
     devices: str
     lengths: str | None = None
@@ -55,7 +55,7 @@ def plan(config: Config, wanted: Wanted, overlay: Path | None, html: Path | None
     """Find the best plans, print them, and write the first.
 
     Raises:
-        UserError: for devices, lengths or stages that cannot be planned for, and models that fit nowhere.
+        UserError: Devices, lengths or stages cannot be planned for, or models do not fit.
     """
     problem = problem_of(config, wanted)
     plans = best_plans(problem, wanted) if wanted.like is None else [like(problem, wanted.like)]
@@ -72,24 +72,22 @@ def plan(config: Config, wanted: Wanted, overlay: Path | None, html: Path | None
 
 
 def problem_of(config: Config, wanted: Wanted) -> Problem:
-    """Return what is to be planned. Raises UserError for the first thing that cannot be read."""
+    """Return the planning problem. Raises UserError for an input that cannot be read."""
     cluster, config = read_cluster(wanted.devices), with_fetched(config, whole=False)
     flow = build_flow(config)
-    lengths = batch_lengths(config, wanted.lengths, sources_of(config, flow))
+    sources: list[LoadedSource] = []
+    # A plan needs no data: lengths may be given instead.
+    if config.data.train and all(source.path.exists() for source in config.data.train):
+        given = "response" in flow.needs_from_data()
+        tokenizer = load_tokenizer(config.model)
+        sources = load_train(config.data, tokenizer, responses=given, pairs=flow.trains_on_pairs)
+    lengths = batch_lengths(config, wanted.lengths, sources)
     rates = read_rates(wanted.rates) if wanted.rates is not None else {}
     return Problem(config, flow, cluster, lengths, rates, given_seconds(wanted.seconds, flow))
 
 
-def sources_of(config: Config, flow: Flow) -> list[LoadedSource]:
-    """Return the data, read and tokenised; nothing where they are not on this machine."""
-    if not config.data.train or not all(source.path.exists() for source in config.data.train):
-        return []
-    given = "response" in flow.needs_from_data()
-    return load_train(config.data, load_tokenizer(config.model), responses=given, pairs=flow.trains_on_pairs)
-
-
 def given_seconds(said: Sequence[str], flow: Flow) -> dict[str, float]:
-    """Return the seconds of stages that are given as STAGE=SECONDS. Raises UserError for others."""
+    """Parse STAGE=SECONDS options. Raises UserError for an unknown stage or an invalid number."""
     names = [stage.name for stage in flow.stages]
     found = {}
     for one in said:
@@ -104,7 +102,7 @@ def given_seconds(said: Sequence[str], flow: Flow) -> dict[str, float]:
 
 
 def best_plans(problem: Problem, wanted: Wanted) -> list[Plan]:
-    """Return the best plans of all runtimes, the quickest first. Raises UserError where the models fit on no allocation."""
+    """Return the best plans of all runtimes, fastest first. Raises UserError if the models fit on no allocation."""
     until = time.monotonic() + wanted.time_limit if wanted.time_limit else None
     search = Search(problem, SHOWN, until)
     found: list[Plan] = []
@@ -127,16 +125,16 @@ def streaming_plans(problem: Problem, most: int | None) -> list[Plan]:
     for staleness in range(given, max(given, most or 0) + 1):
         trainer = problem.config.trainer.model_copy(update={"max_staleness": staleness})
         config = problem.config.model_copy(update={"trainer": trainer, "runtime": "streaming"})
-        # Staleness adds stages: log-probs are computed again and corrected for.
+        # Staleness adds stages: log-probs are recomputed for an importance correction.
         found.append(StreamingSearch(replace(problem, config=config, flow=build_flow(config))).best(staleness))
     return [one for one in found if one is not None]
 
 
 def calibrated(runs: Sequence[Path], devices: str, file: Path) -> Rates:
-    """Fit rates to runs that were made on devices of one kind, and keep them in a file beside those of other kinds.
+    """Fit rates to runs on one kind of device, and add them to a file with the rates of other kinds.
 
     Raises:
-        UserError: for a folder that is no run, or has nothing recorded.
+        UserError: A folder is not a run, or has no recorded rollouts.
     """
     cluster = read_cluster(devices)
     known = read_rates(file) if file.is_file() else {}
@@ -146,7 +144,7 @@ def calibrated(runs: Sequence[Path], devices: str, file: Path) -> Rates:
 
 
 def observe(run: Path, cluster: Cluster) -> Observed:
-    """Return what a run shows of itself. Raises UserError for a folder that is no run."""
+    """Return a run's measurements. Raises UserError for a folder that is not a run."""
     config = run_config(run)
     steps = {int(line["step"]): float(line["time/step"]) for line in read_metrics(run) if "time/step" in line}
     lengths = {step: Lengths(*step_lengths(run, step)) for step in recorded_steps(run) if step in steps}

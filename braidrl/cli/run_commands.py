@@ -1,4 +1,4 @@
-"""Commands about a run that was made: `braid report`, `timeline`, `export` and `checkpoint check`."""
+"""Commands about an existing run: `braid report`, `timeline`, `export` and `checkpoint check`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +17,7 @@ def report(run: RunFolder) -> None:
 
 
 def timeline(run: RunFolder) -> None:
-    """Show who was busy and who waited, as a table here and in RUN/timeline.html; RUN/timeline.json is for Perfetto."""
+    """Show busy and idle times of processes, in a table here and in RUN/timeline.html; RUN/timeline.json is for Perfetto."""
     from braidrl.observe.timeline import busy_lines, write_timeline
 
     page, chrome = write_timeline(run)
@@ -38,7 +38,7 @@ def export(
 
 
 def check_checkpoints(run: RunFolder) -> None:
-    """Check every file of a run's checkpoints against its checksum; the exit status is 1 where one is damaged."""
+    """Check every file of a run's checkpoints against its checksum; the exit code is 1 if one is damaged."""
     from braidrl.runtimes.saving.checkpoints import checkpoint_damage
     from braidrl.runtimes.saving.folders import checkpoints_of
 
@@ -52,5 +52,5 @@ def check_checkpoints(run: RunFolder) -> None:
 
 
 def verify(run: RunFolder) -> None:
-    """Answer with the command's new name."""
+    """Report the command's new name."""
     raise UserError(f"braid verify is called `braid checkpoint check {run}`")

@@ -1,4 +1,4 @@
-"""Commands that show what a configuration means: `braid flow`, `braid data`, `braid list`, `braid import-config`."""
+"""Commands that show flows, data, models and names: `braid flow`, `data`, `list`, `check`, `import-config`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +15,7 @@ def flow(
     yaml: Annotated[bool, typer.Option("--yaml", help="Print the flow's YAML form.")] = False,
     mermaid: Annotated[bool, typer.Option("--mermaid", help="Print the flow as a Mermaid flowchart.")] = False,
 ) -> None:
-    """Show a flow: its stages, what each reads and writes, and what may run at the same time."""
+    """Show a flow: its stages, the columns that each reads and writes, and stages that may run at the same time."""
     from braidrl.flow import drawing
     from braidrl.flow.yaml_form import to_yaml
     from braidrl.runtimes.prepare.run_flow import flow_by_name
@@ -28,7 +28,7 @@ def flow(
 
 
 def data(config: ConfigFile = None, overrides: Overrides = None) -> None:
-    """Show what a configuration reads: counts, lengths, samples as the model sees them, and what is left out and why."""
+    """Show the data of a configuration: counts, lengths, samples as the model sees them, and skipped records with reasons."""
     from braidrl.cli.show_data import show_data
     from braidrl.config import load_config
 
@@ -39,9 +39,9 @@ def import_config(
     config: Annotated[
         Path, typer.Argument(help="A YAML file of verl: its whole configuration, or the keys that are set.")
     ],
-    target: Annotated[Path, typer.Argument(help="Where Braid's is written.")] = Path("braid.yaml"),
+    target: Annotated[Path, typer.Argument(help="The Braid configuration to write.")] = Path("braid.yaml"),
 ) -> None:
-    """Write a configuration of verl as one of Braid, and list what has no counterpart."""
+    """Convert a verl configuration to Braid, and list keys without a counterpart."""
     from braidrl.cli.import_config import write_imported
 
     for line in write_imported(config, target):
@@ -50,10 +50,10 @@ def import_config(
 
 def list_kind(
     kind: Annotated[
-        str | None, typer.Argument(help="losses, advantages, rewards, engines...; left out, all kinds.")
+        str | None, typer.Argument(help="losses, advantages, rewards, engines...; by default all kinds.")
     ] = None,
 ) -> None:
-    """Show what a flow or a configuration can name, with settings and sources."""
+    """List the names that a flow or a configuration can use, with settings and sources."""
     from braidrl.cli.catalogue import KINDS, catalogue, lines
 
     if kind is None:
@@ -66,12 +66,14 @@ def list_kind(
 
 
 def check(
-    model: Annotated[str, typer.Argument(help="A model's folder, its config.json, or a hub id that is kept here.")],
+    model: Annotated[
+        str, typer.Argument(help="A model's folder, its config.json, or a hub id in this machine's cache.")
+    ],
     layouts: Annotated[
-        bool, typer.Option("--layouts", help="Start two ranks for each layout, and compare them too.")
+        bool, typer.Option("--layouts", help="Also start two ranks for each layout, and compare them.")
     ] = False,
 ) -> None:
-    """Prove on a tiny model of the same structure that a model trains right; ends with 1 where it may not train."""
+    """Check on a tiny model of the same structure that a model trains correctly; the exit code is 1 if it may not train."""
     from braidrl.cli.check_model import check as check_model
 
     if not check_model(model, layouts, typer.echo):

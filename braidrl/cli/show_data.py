@@ -1,4 +1,4 @@
-"""`braid data CONFIG`: what a configuration reads, as a run would read it: counts, lengths, samples, and what is left out and why.
+"""`braid data CONFIG`: the data as a run reads it: counts, lengths, samples, and skipped records with reasons.
 
 configuration ──with_data──▶ sources ──▶ a table of lengths, a picture of them, examples as the model will see them
 """
@@ -27,7 +27,7 @@ SAMPLES = 5
 
 
 def show_data(config: Config, console: Console | None = None) -> None:
-    """Print what every source of a configuration holds. Raises UserError as a run does for data that it cannot use."""
+    """Print the contents of every source in a configuration. Raises UserError for invalid data, as a run does."""
     console = console or Console()
     config = with_fetched(config)
     flow, tokenizer = build_flow(config), load_tokenizer(config.model)
@@ -44,7 +44,7 @@ def show_data(config: Config, console: Console | None = None) -> None:
 
 
 def show_source(key: str, source: LoadedSource, tokenizer: Any, limit: int, console: Console) -> None:
-    """Print what one source holds."""
+    """Print the contents of one source."""
     console.print(f"[bold]{key}[/bold]  {escape(str(source.path))}", soft_wrap=True)
     console.print(f"{len(source)} examples, {source.dropped} dropped as longer than data.max_prompt_tokens={limit}")
     for reason, count in source.facts.left_out.items():
@@ -62,14 +62,14 @@ def show_source(key: str, source: LoadedSource, tokenizer: Any, limit: int, cons
 
 
 def picture(lengths: np.ndarray) -> str:
-    """Return how many lengths there are of each size from the least to the most, as bars of text."""
+    """Return a histogram of lengths as bars of text."""
     counts, _ = np.histogram(lengths, bins=min(BINS, int(np.ptp(lengths)) + 1))
     tops = np.ceil(counts / counts.max() * (len(BARS) - 1)).astype(int)
     return "".join(BARS[top] for top in tops)
 
 
 def samples(source: LoadedSource, tokenizer: Any) -> Iterator[str]:
-    """Yield examples, evenly spread over the source, as the model will see them: what its token ids say."""
+    """Yield examples, evenly spread over the source, decoded from their token ids."""
     for place in sorted({round(i * (len(source) - 1) / max(1, SAMPLES - 1)) for i in range(SAMPLES)}):
         example = source.examples[place]
         yield f"── example {place}, record {example.line}"

@@ -14,21 +14,21 @@ def train(
     overrides: Overrides = None,
     resume: Annotated[
         Path | None,
-        typer.Option(help="Go on with this run from its latest checkpoint; key=value changes what may change."),
+        typer.Option(help="Resume this run from its latest checkpoint; key=value changes keys that may change."),
     ] = None,
     newest_whole: Annotated[
         bool,
         typer.Option(
-            "--newest-whole", help="Where the latest checkpoint is damaged, go on from the newest that is not."
+            "--newest-whole", help="If the latest checkpoint is damaged, resume from the newest undamaged one."
         ),
     ] = False,
     replay: Annotated[Path | None, typer.Option(help="Train on the rollouts that this run recorded.")] = None,
     rollout_only: Annotated[bool, typer.Option("--rollout-only", help="Record rollouts; train nothing.")] = False,
     dry: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, show the memory it would take, and end.")
+        bool, typer.Option("--dry-run", help="Check everything, show the required memory, and exit.")
     ] = False,
 ) -> None:
-    """Train by a flow. Prints the run folder first."""
+    """Train a flow. The first line of output is the run folder."""
     from braidrl.config import load_config
     from braidrl.runtimes.run import train as run_training
     from braidrl.runtimes.saving.folders import run_config
@@ -55,7 +55,7 @@ def train(
 
 
 def evaluate(config: ConfigFile = None, overrides: Overrides = None) -> None:
-    """Evaluate a model, or a checkpoint given as model=, on the sets under data.eval: a reward model on pairs of responses."""
+    """Evaluate a model, or a checkpoint given as model=, on the sets in data.eval; a reward model on pairs of responses."""
     from braidrl.config import load_config
     from braidrl.config.reading import given_keys
     from braidrl.runtimes.evaluation import evaluate_model
@@ -63,7 +63,7 @@ def evaluate(config: ConfigFile = None, overrides: Overrides = None) -> None:
     from braidrl.runtimes.start import start_fork_server
     from braidrl.training.loading import has_score_head
 
-    # Whatever trained the model: any flow that generates and verifies evaluates it, and one that has a score head scores pairs.
+    # The training flow does not matter: a policy generates and is verified, a model with a score head scores pairs.
     file, changed = split_config(config, overrides)
     settings = load_config(file, changed, flow="grpo")
     if "flow" not in given_keys(file, changed) and has_score_head(settings.model):

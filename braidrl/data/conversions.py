@@ -112,7 +112,7 @@ def aime(record: Record) -> Record | str:
 
 
 def hh(record: Record) -> Record | str:
-    """Convert HH-RLHF: two conversations, text with `Human:` and `Assistant:`, that differ in the last answer; for reward models and DPO."""
+    """Convert HH-RLHF: two conversations, text with `Human:` and `Assistant:`, that differ in the last answer; for preferences."""
     chosen, rejected = dialogue(record["chosen"]), dialogue(record["rejected"])
     if not (chosen and rejected) or chosen[:-1] != rejected[:-1]:
         return "the two conversations differ before their last answer"
