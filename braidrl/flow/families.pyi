@@ -17,12 +17,12 @@ class AdvantageNames:
     ) -> Stage:
         """Return A_t = Σ_l (γλ)^l·δ_{t+l} and the returns A_t + V_t, one per action token.
 
-        GAE, arXiv 1506.02438, equation 16; PPO, arXiv 1707.06347, equation 11. `reward` stands at the row's last action token
-        unless `token_rewards` are given, which hold it already.
+        GAE, arXiv 1506.02438, equation 16; PPO, arXiv 1707.06347, equation 11. Without `token_rewards`, `reward` is given at the row's
+        last action token.
 
         Args:
             gamma: Discount per action token.
-            lam: λ: 0 looks one token ahead, 1 to the end of the row.
+            lam: λ: 0 looks one token ahead, 1 looks to the end of the row.
         """
 
     def decoupled_gae(
@@ -54,7 +54,7 @@ class AdvantageNames:
         when: When = ...,
         after: Sequence[str] = ...,
     ) -> Stage:
-        """Return log π_teacher − log π per action token, the teacher being the reference. On-policy distillation, arXiv 2306.13649."""
+        """Return log π_teacher − log π per action token; the teacher is the reference. On-policy distillation, arXiv 2306.13649."""
 
     def gae(
         self,
@@ -67,12 +67,12 @@ class AdvantageNames:
     ) -> Stage:
         """Return A_t = Σ_l (γλ)^l·δ_{t+l} and the returns A_t + V_t, one per action token.
 
-        GAE, arXiv 1506.02438, equation 16; PPO, arXiv 1707.06347, equation 11. `reward` stands at the row's last action token
-        unless `token_rewards` are given, which hold it already.
+        GAE, arXiv 1506.02438, equation 16; PPO, arXiv 1707.06347, equation 11. Without `token_rewards`, `reward` is given at the row's
+        last action token.
 
         Args:
             gamma: Discount per action token.
-            lam: λ: 0 looks one token ahead, 1 to the end of the row.
+            lam: λ: 0 looks one token ahead, 1 looks to the end of the row.
         """
 
     def group_centered(
@@ -138,7 +138,7 @@ class AdvantageNames:
         when: When = ...,
         after: Sequence[str] = ...,
     ) -> Stage:
-        """Return the mean normalised advantage of the k-subsets of the group that a sample is in, (B,), in closed form.
+        """Return each sample's mean normalised advantage over the k-subsets of its group that contain it, (B,), in closed form.
 
         A subset scores 1 if any of its k samples is right. With n samples of which w are wrong, R̄ = 1 − C(w, k)/C(n, k) and
         σ² = R̄(1 − R̄): a right sample gets (1 − R̄)/σ, a wrong one (1 − R̄ − C(w − 1, k − 1)/C(n − 1, k − 1))/σ, and every
@@ -175,9 +175,9 @@ class AdvantageNames:
         when: When = ...,
         after: Sequence[str] = ...,
     ) -> Stage:
-        """Return the baseline variant: R − R̄, which `group_centered` wrote as `advantage`, whitened over the batch's action tokens.
+        """Return `advantage` whitened over the batch's action tokens. `group_centered` comes before and writes R − R̄.
 
-        REINFORCE++, arXiv 2501.03262.
+        REINFORCE++, the variant with a baseline, arXiv 2501.03262.
 
         Args:
             epsilon: Added to the variance.
@@ -207,8 +207,8 @@ class AdvantageNames:
         After each iteration λ rises by learning_rate·(mean of `cost` − threshold), kept ≥ 0.
 
         Args:
-            threshold: The mean cost that is allowed.
-            learning_rate: Of λ.
+            threshold: The highest allowed mean cost.
+            learning_rate: Learning rate of λ.
         """
 
     def whiten(
@@ -219,7 +219,7 @@ class AdvantageNames:
         when: When = ...,
         after: Sequence[str] = ...,
     ) -> Stage:
-        """Return advantages of mean 0 and deviation 1 over the batch's action tokens, as PPO's implementations do to GAE.
+        """Normalise advantages to mean 0 and deviation 1 over the batch's action tokens, as implementations of PPO do.
 
         Args:
             epsilon: Added to the variance.
@@ -239,11 +239,11 @@ class ShapeNames:
         when: When = ...,
         after: Sequence[str] = ...,
     ) -> Stage:
-        """Return `kl_penalty` with a coefficient that follows a mean KL. arXiv 1909.08593, section 2.2.
+        """Return `kl_penalty` with a coefficient that is adapted to a target KL. arXiv 1909.08593, section 2.2.
 
         Args:
-            target: The mean KL to hold, in nats per row.
-            gain: Of the control.
+            target: Target of the mean KL, in nats per row.
+            gain: Gain of the controller.
             estimator: Name of the KL estimator.
         """
 
@@ -258,10 +258,10 @@ class ShapeNames:
     ) -> Stage:
         """Return the row's `advantage` (B,) minus coef·KL(π, π_ref) summed from each action token to the row's end.
 
-        What a KL penalty per token adds to the return behind a baseline that has none, as in ReMax, arXiv 2310.10505.
+        This is a KL penalty per token in the return, while the baseline has none, as in ReMax, arXiv 2310.10505.
 
         Args:
-            coef: Of the penalty, at least 0.
+            coef: Coefficient of the penalty, at least 0.
             estimator: Name of the KL estimator.
         """
 
@@ -289,14 +289,14 @@ class ShapeNames:
     ) -> Stage:
         """Return 1 for the `fraction` of the batch's action tokens with the highest covariance, 0 for others.
 
-        arXiv 2505.22617: 2e-4 within (1, 5) for Clip-Cov, which draws at random there where this takes the highest so that nothing depends on a
-        draw; 2e-4 to 2e-3 without bounds for KL-Cov. At least one token and at most one bin (0.3% in value) too many are taken, and
-        none with a covariance of 1e-6 or less.
+        arXiv 2505.22617: 2e-4 within (1, 5) for Clip-Cov, 2e-4 to 2e-3 without bounds for KL-Cov. Clip-Cov in the paper draws tokens at
+        random; this takes the highest, so that the result is deterministic. It takes at least one token, at most one bin (0.3% in value)
+        too many, and none with a covariance of 1e-6 or less.
 
         Args:
-            fraction: Share of the action tokens that is chosen.
-            low: Only tokens with a larger covariance count.
-            high: Only tokens with a smaller covariance count.
+            fraction: Share of the action tokens to choose.
+            low: Lower bound: only tokens with a larger covariance are chosen.
+            high: Upper bound: only tokens with a smaller covariance are chosen.
         """
 
     def kl_penalty(
@@ -314,7 +314,7 @@ class ShapeNames:
         and the engine's `rollout_log_probs` otherwise.
 
         Args:
-            coef: Of the penalty, at least 0.
+            coef: Coefficient of the penalty, at least 0.
             estimator: Name of the KL estimator.
         """
 
@@ -325,7 +325,7 @@ class ShapeNames:
         when: When = ...,
         after: Sequence[str] = ...,
     ) -> Stage:
-        """Do as `overlong_filter`, and leave the rows cut off out of their group's statistics; two masks (B,) float32."""
+        """Apply `overlong_filter`, and exclude truncated rows from their group's statistics too; two masks (B,) float32."""
 
     def overlong_filter(
         self,
@@ -334,9 +334,9 @@ class ShapeNames:
         when: When = ...,
         after: Sequence[str] = ...,
     ) -> Stage:
-        """Return 0 for rows cut off at the length limit and 1 for others, (B,) float32, times a mask written before.
+        """Return 0 for rows truncated at the length limit and 1 for others, (B,) float32, times an earlier mask.
 
-        Overlong filtering, DAPO, arXiv 2503.14476, section 3.4: such rows leave the loss, and still count in their group.
+        Overlong filtering, DAPO, arXiv 2503.14476, section 3.4: such rows are excluded from the loss, but not from their group's statistics.
         """
 
     def overlong_penalty(
@@ -371,10 +371,10 @@ class ShapeNames:
     ) -> Stage:
         """Return `reward` (B,) minus coef·KL(π, π_ref) summed over the row: the response is one action.
 
-        arXiv 1909.08593, equation 2, for estimators of one number per row, as in RLOO, arXiv 2402.14740.
+        arXiv 1909.08593, equation 2, for advantages with one number per row, as in RLOO, arXiv 2402.14740.
 
         Args:
-            coef: Of the penalty, at least 0.
+            coef: Coefficient of the penalty, at least 0.
             estimator: Name of the KL estimator.
         """
 
@@ -387,12 +387,12 @@ class ShapeNames:
         when: When = ...,
         after: Sequence[str] = ...,
     ) -> Stage:
-        """Return rewards less half of the KL penalty, and costs plus half of it, per action token.
+        """Return rewards minus half of the KL penalty, and costs plus half of it, per action token.
 
-        Safe-RLHF, arXiv 2310.12773: (reward − λ·cost)/(1 + λ) then holds the penalty coef/2 whatever λ is.
+        Safe-RLHF, arXiv 2310.12773: (reward − λ·cost)/(1 + λ) then contains the penalty coef/2 for every λ.
 
         Args:
-            coef: Of the penalty, at least 0.
+            coef: Coefficient of the penalty, at least 0.
             estimator: Name of the KL estimator.
         """
 
@@ -418,7 +418,7 @@ class SelectNames:
         when: When = ...,
         after: Sequence[str] = ...,
     ) -> Stage:
-        """Drop groups whose rewards (B,) are all equal, for rewards that do not say right or wrong."""
+        """Drop groups whose rewards (B,) are all equal, for graded rewards without right and wrong."""
 
     def __getattr__(self, name: str) -> Callable[..., Stage]: ...
 
@@ -430,10 +430,11 @@ class DataNames:
         when: When = ...,
         after: Sequence[str] = ...,
     ) -> Stage:
-        """Join prompt ids and response ids, as one sequence per row; the response's tokens are the actions, or those in its mask.
+        """Join prompt ids and response ids as one sequence per row. All response tokens are actions, or only those in `response_mask`.
 
-        Returns tokens (int64), the mask of actions (bool), the lengths of each row's sequences (here one), and per row the number of
-        tokens and of action tokens, (B,) int64.
+        Returns:
+            tokens (int64), action_mask (bool) and sequence_lengths (one per row), and per row the number of tokens and of action tokens,
+            (B,) int64.
         """
 
     def __getattr__(self, name: str) -> Callable[..., Stage]: ...
@@ -451,14 +452,14 @@ class LossNames:
         low: float = 1.0,
         high: float = 4.0,
     ) -> dict[str, Any]:
-        """Return −sg(clip(r, 1 − low, 1 + high))·A·log π: weights are clipped, no token loses its gradient.
+        """Return −sg(clip(r, 1 − low, 1 + high))·A·log π: weights are clipped, and every token keeps its gradient.
 
-        MiniMax-M1, arXiv 2506.13585, which sets no lower bound (low = 1) and does not print its upper one; 1 + high = 5 is
+        MiniMax-M1, arXiv 2506.13585, which sets no lower bound (low = 1) and does not publish its upper bound; 1 + high = 5 is
         from ScaleRL, arXiv 2510.13786.
 
         Args:
-            low: How far a ratio may fall below 1.
-            high: How far a ratio may rise above 1.
+            low: Largest decrease of a ratio below 1.
+            high: Largest increase of a ratio above 1.
         """
 
     def clip(
@@ -468,14 +469,14 @@ class LossNames:
         high: float = 0.2,
         dual: float | None = None,
     ) -> dict[str, Any]:
-        """Return −min(r·A, clip(r, 1 − low, 1 + high)·A), and with `dual` c where A < 0 at most −c·A.
+        """Return −min(r·A, clip(r, 1 − low, 1 + high)·A); with `dual` c, at most −c·A where A < 0.
 
         PPO, arXiv 1707.06347, equation 7; high > low is Clip-Higher, DAPO, arXiv 2503.14476, equation 10 (0.2 and 0.28); dual clip,
         arXiv 1912.09729.
 
         Args:
-            low: How far a ratio may fall below 1.
-            high: How far a ratio may rise above 1.
+            low: Largest decrease of a ratio below 1.
+            high: Largest increase of a ratio above 1.
             dual: The c of dual clip, above 1.
         """
 
@@ -490,8 +491,8 @@ class LossNames:
         Clip-Cov, arXiv 2505.22617.
 
         Args:
-            low: How far a ratio may fall below 1.
-            high: How far a ratio may rise above 1.
+            low: Largest decrease of a ratio below 1.
+            high: Largest increase of a ratio above 1.
         """
 
     def decoupled(
@@ -504,14 +505,14 @@ class LossNames:
     ) -> dict[str, Any]:
         """Return −w·min(u·A, clip(u, 1 − low, 1 + high)·A) with u = π/π_prox and w = π_prox/π_behaviour.
 
-        AReaL, arXiv 2505.24298. π_prox is `old_log_probs`, recomputed under the weights that start the update, and
-        π_behaviour what sampled.
+        AReaL, arXiv 2505.24298. π_prox is `old_log_probs`, recomputed under the weights at the start of the update; π_behaviour is the
+        policy that sampled the tokens.
 
         Args:
-            low: How far a ratio may fall below 1.
-            high: How far a ratio may rise above 1.
+            low: Largest decrease of a ratio below 1.
+            high: Largest increase of a ratio above 1.
             cap: The largest w.
-            over_cap: What happens to a token with a larger one: `clamp` w, or `mask` the token.
+            over_cap: Treatment of a token with a larger w: `clamp` w, or `mask` the token.
         """
 
     def distillation(self) -> dict[str, Any]:
@@ -525,12 +526,12 @@ class LossNames:
         *,
         beta: float = 0.1,
     ) -> dict[str, Any]:
-        """Return −log σ(β·(Σ log π/π_ref of the chosen − Σ log π/π_ref of the rejected)), the row's at each of its tokens.
+        """Return −log σ(β·(Σ log π/π_ref of the chosen − Σ log π/π_ref of the rejected)), repeated at each token of both rows.
 
         DPO, arXiv 2305.18290, equation 7.
 
         Args:
-            beta: β, which holds π near π_ref: the larger, the nearer.
+            beta: β: a larger value keeps π nearer to π_ref.
         """
 
     def dppo_tv(
@@ -540,10 +541,10 @@ class LossNames:
     ) -> dict[str, Any]:
         """Return −(π/μ)·A, 0 where A > 0 and π − μ > delta, or A < 0 and π − μ < −delta; μ is the rollout policy.
 
-        The trust region is in total variation, so that rare tokens may change by large ratios. DPPO, arXiv 2602.04879.
+        The trust region is in total variation: rare tokens may change by large ratios. DPPO, arXiv 2602.04879.
 
         Args:
-            delta: How far the probability of a sampled token may move.
+            delta: Largest change of a sampled token's probability.
         """
 
     def gmpo(
@@ -572,8 +573,8 @@ class LossNames:
         GSPO-token, arXiv 2507.18071, section 4.3: s_t = sg(s)·π/sg(π), whose value is s and whose gradient each token's own.
 
         Args:
-            low: How far a ratio may fall below 1.
-            high: How far a ratio may rise above 1.
+            low: Largest decrease of a ratio below 1.
+            high: Largest increase of a ratio above 1.
         """
 
     def kl_cov(
@@ -587,7 +588,7 @@ class LossNames:
         KL-Cov, arXiv 2505.22617.
 
         Args:
-            coef: Of the penalty on those tokens.
+            coef: Coefficient of the penalty on those tokens.
             estimator: Name of the KL estimator.
         """
 
@@ -603,7 +604,7 @@ class LossNames:
         tau_positive: float = 1.0,
         tau_negative: float = 1.05,
     ) -> dict[str, Any]:
-        """Return −(4/τ)·σ(τ(r − 1))·A: a gate that closes smoothly, with τ by the sign of A. SAPO, arXiv 2511.20347.
+        """Return −(4/τ)·σ(τ(r − 1))·A: a smooth gate; τ depends on the sign of A. SAPO, arXiv 2511.20347.
 
         Args:
             tau_positive: τ where A > 0.
@@ -620,10 +621,10 @@ class LossNames:
     ) -> dict[str, Any]:
         """Return ½·max((V − R)², (clip(V, V_old ± clip) − R)²) per action token, (N,); without `clip` ½·(V − R)².
 
-        PPO as its authors implemented it, arXiv 1707.06347. The metrics hold the moments that explained variance is made of.
+        PPO as its authors implemented it, arXiv 1707.06347. The metrics include the moments for explained variance.
 
         Args:
-            clip: How far V may move from V_old.
+            clip: Largest change of V from V_old.
         """
 
     def __getattr__(self, name: str) -> Callable[..., dict[str, Any]]: ...
@@ -641,7 +642,7 @@ class KlNames:
         *,
         coef: float,
     ) -> dict[str, Any]:
-        """Return log(π/π_ref), (N,): unbiased, of either sign, and with a gradient that is 0 in expectation."""
+        """Return log(π/π_ref), (N,): unbiased, may be negative, and its gradient is 0 in expectation."""
 
     def k2(
         self,
@@ -670,9 +671,9 @@ class CorrectionNames:
         """Return ρ where low ≤ ρ ≤ high and 0 elsewhere, (N,): masked importance sampling, IcePop at level `token`.
 
         Args:
-            level: What ρ is taken over: `token`, `sequence` or `geometric`.
-            low: The smallest ρ that counts.
-            high: The largest ρ that counts.
+            level: Level of ρ: `token`, `sequence` or `geometric`.
+            low: The smallest accepted ρ.
+            high: The largest accepted ρ.
         """
 
     def sequence_rejection(
@@ -682,12 +683,12 @@ class CorrectionNames:
         low: float = 0.5,
         high: float = 2.0,
     ) -> dict[str, Any]:
-        """Return 1 where low ≤ ρ ≤ high and 0 elsewhere, (N,): rows whose engine and trainer disagree are left out, others kept as they are.
+        """Return 1 where low ≤ ρ ≤ high and 0 elsewhere, (N,): rows on which engine and trainer disagree are rejected, others stay unweighted.
 
         Args:
-            level: What ρ is taken over: `sequence` or `geometric`.
-            low: The smallest ρ that counts.
-            high: The largest ρ that counts.
+            level: Level of ρ: `sequence` or `geometric`.
+            low: The smallest accepted ρ.
+            high: The largest accepted ρ.
 
         Raises:
             ValueError: `level` is `token`, which would reject tokens and not sequences.
@@ -702,7 +703,7 @@ class CorrectionNames:
         """Return min(ρ, cap), (N,): truncated importance sampling.
 
         Args:
-            level: What ρ is taken over: `token`, `sequence` or `geometric`.
+            level: Level of ρ: `token`, `sequence` or `geometric`.
             cap: The largest weight.
         """
 

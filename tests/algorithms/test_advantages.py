@@ -36,7 +36,7 @@ def call(name: str, values: list[float], groups: list[int], lengths: list[int]) 
 
 
 @given(grouped())
-def test_group_normalized_is_the_loop_over_each_prompts_samples(batch: tuple[list[float], list[int]]) -> None:
+def test_group_normalized_matches_a_loop_over_each_group(batch: tuple[list[float], list[int]]) -> None:
     values, groups = batch
     result = adv.group_normalized(floats(values), torch.tensor(groups))
     for row, value in enumerate(values):
@@ -47,7 +47,7 @@ def test_group_normalized_is_the_loop_over_each_prompts_samples(batch: tuple[lis
 
 
 @given(grouped())
-def test_group_centered_and_leave_one_out_are_their_loops(batch: tuple[list[float], list[int]]) -> None:
+def test_group_centered_and_leave_one_out_match_loops(batch: tuple[list[float], list[int]]) -> None:
     values, groups = batch
     group = torch.tensor(groups)
     centered, left_out = adv.group_centered(floats(values), group), adv.leave_one_out(floats(values), group)
@@ -81,7 +81,7 @@ def test_maxrl_divides_by_the_success_rate(batch: tuple[list[float], list[int]])
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("correct", [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 1, 0]])
-def test_pass_at_k_is_the_mean_advantage_of_the_subsets_that_a_sample_is_in(correct: list[int], k: int) -> None:
+def test_pass_at_k_is_the_mean_advantage_over_subsets_of_a_sample(correct: list[int], k: int) -> None:
     result = adv.pass_at_k(floats([float(c) for c in correct]), torch.zeros(len(correct), dtype=torch.int64), k=k)
     subsets = list(itertools.combinations(range(len(correct)), k))
     best = {subset: float(max(correct[i] for i in subset)) for subset in subsets}
@@ -104,7 +104,7 @@ def test_remax_subtracts_the_greedy_reward_of_the_greedy_namespace() -> None:
 
 @pytest.mark.parametrize("name", GROUP)
 @given(batch=grouped(successes), order=st.randoms(use_true_random=False))
-def test_rows_may_come_in_any_order_and_groups_be_incomplete(name: str, batch, order) -> None:
+def test_group_advantages_accept_any_row_order_and_incomplete_groups(name: str, batch, order) -> None:
     values, groups = batch
     lengths = [3 + (5 * i) % 7 for i in range(len(values))]
     shuffled = list(range(len(values)))
@@ -116,7 +116,7 @@ def test_rows_may_come_in_any_order_and_groups_be_incomplete(name: str, batch, o
 
 @pytest.mark.parametrize("name", GROUP)
 @given(batch=grouped(successes))
-def test_groups_do_not_see_each_other(name: str, batch) -> None:
+def test_group_advantages_are_independent_of_other_groups(name: str, batch) -> None:
     values, groups = batch
     lengths = [3 + (5 * i) % 7 for i in range(len(values))]
     together = call(name, values, groups, lengths)
@@ -127,7 +127,7 @@ def test_groups_do_not_see_each_other(name: str, batch) -> None:
 
 
 @given(grouped(), st.floats(-5, 5), st.floats(0.5, 4))
-def test_a_shift_of_the_rewards_changes_nothing_and_a_scale_only_what_is_not_normalised(batch, shift, scale) -> None:
+def test_advantages_ignore_reward_shift_and_normalised_ones_ignore_scale(batch, shift, scale) -> None:
     values, groups = batch
     reward, group = floats(values), torch.tensor(groups)
     lengths = torch.arange(1, len(values) + 1)
@@ -146,7 +146,7 @@ def test_a_shift_of_the_rewards_changes_nothing_and_a_scale_only_what_is_not_nor
 
 
 @given(grouped())
-def test_centred_advantages_add_up_to_nothing_in_each_group(batch) -> None:
+def test_centred_advantages_sum_to_zero_in_each_group(batch) -> None:
     values, groups = batch
     for function in (adv.group_normalized, adv.group_centered, adv.leave_one_out):
         result = function(floats(values), torch.tensor(groups))
@@ -156,14 +156,14 @@ def test_centred_advantages_add_up_to_nothing_in_each_group(batch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("score", [0.1, 0.3, 1 / 3, 1e6 + 0.1])
-def test_equal_scores_give_exactly_zero_although_their_mean_is_rounded(score: float, dtype: torch.dtype) -> None:
+def test_equal_scores_give_exactly_zero_despite_rounding_of_the_mean(score: float, dtype: torch.dtype) -> None:
     reward, group = torch.full((7,), score, dtype=dtype), torch.zeros(7, dtype=torch.int64)
     for function in (adv.group_normalized, adv.group_centered, adv.leave_one_out):
         result = function(reward, group)
         assert result.dtype == dtype and result.tolist() == [0.0] * 7
 
 
-def test_rows_left_out_of_the_statistics_get_no_advantage_and_change_no_one_elses() -> None:
+def test_masked_rows_get_zero_advantage_and_do_not_affect_others() -> None:
     reward, group = torch.tensor([1.0, 0.0, 0.5, 9.0]), torch.zeros(4, dtype=torch.int64)
     mask = torch.tensor([1.0, 1.0, 1.0, 0.0])
     for function in (adv.group_normalized, adv.group_centered, adv.leave_one_out):
@@ -174,5 +174,5 @@ def test_rows_left_out_of_the_statistics_get_no_advantage_and_change_no_one_else
 
 
 @pytest.mark.parametrize("name", GROUP)
-def test_no_rows_give_no_advantages(name: str) -> None:
+def test_zero_rows_give_zero_advantages(name: str) -> None:
     assert call(name, [], [], []).shape == (0,)

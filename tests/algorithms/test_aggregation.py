@@ -55,7 +55,7 @@ def loop(name: str, rows: list[list[float]], group: list[int]) -> float:
 
 @pytest.mark.parametrize("name", list(built_in(aggregations)))
 @given(rows=ragged_rows(min_len=1), data=st.data())
-def test_an_aggregation_is_the_mean_that_its_name_says(name: str, rows: list[list[float]], data: st.DataObject) -> None:
+def test_an_aggregation_computes_the_mean_in_its_name(name: str, rows: list[list[float]], data: st.DataObject) -> None:
     group = data.draw(st.lists(st.integers(0, 2), min_size=len(rows), max_size=len(rows)))
     loss, numbers = ragged(rows), torch.tensor(group)
     weights = weights_of(name, loss.offsets, group_tokens(loss.offsets, numbers))
@@ -63,12 +63,12 @@ def test_an_aggregation_is_the_mean_that_its_name_says(name: str, rows: list[lis
     assert result.item() == pytest.approx(loop(name, rows, group), abs=1e-9)
 
 
-def test_own_aggregation_says_its_denominator() -> None:
+def test_a_users_aggregation_registers_its_denominator() -> None:
     with pytest.raises(ValueError, match="a denominator is one of tokens, rows, groups, not 'words'"):
         aggregations.register("mine", denominator="words")
 
 
-def test_a_long_row_counts_by_its_tokens_or_not_at_all_more() -> None:
+def test_a_long_row_weighs_by_its_tokens_only_in_token_mean() -> None:
     loss = ragged([[1.0], [0.0] * 9])
     shares = {name: loop(name, loss.tolist(), [0, 1]) for name in ("token-mean", "seq-mean-token-mean")}
     assert shares == {"token-mean": 0.1, "seq-mean-token-mean": 0.5}
@@ -126,7 +126,7 @@ def test_reinforce_with_every_advantage_1_is_sft_under_any_aggregation(aggregati
     assert reinforce[0] == sft[0] and torch.equal(reinforce[1], sft[1])
 
 
-def test_token_mean_divides_by_the_tokens_of_the_whole_batch_and_not_by_each_micro_batches_own() -> None:
+def test_token_mean_divides_by_the_tokens_of_the_whole_batch() -> None:
     loss = ragged([[1.0], [0.0, 0.0, 0.0]])
     halves = [ragged([[1.0]]), ragged([[0.0, 0.0, 0.0]])]
     total = sum(weighted_sum(h.values, weights_of("token-mean", h.offsets, floats([]))).item() for h in halves)
@@ -134,7 +134,7 @@ def test_token_mean_divides_by_the_tokens_of_the_whole_batch_and_not_by_each_mic
     assert statistics.fmean(h.values.mean().item() for h in halves) == 0.5
 
 
-def test_rows_without_action_tokens_weigh_nothing() -> None:
+def test_rows_without_action_tokens_have_zero_weight() -> None:
     offsets = torch.tensor([0, 0, 2, 2])
     for name in built_in(aggregations):
         weights = weights_of(name, offsets, torch.tensor([0, 2, 2]))

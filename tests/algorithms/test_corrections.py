@@ -34,7 +34,7 @@ def engine(old: Ragged) -> torch.Tensor:
 
 @pytest.mark.parametrize("level", LEVELS)
 @given(rows=ragged_rows(st.floats(-1, 0.5)))
-def test_truncated_weights_are_held_at_the_cap(level: str, rows: list[list[float]]) -> None:
+def test_truncated_weights_are_clamped_to_the_cap(level: str, rows: list[list[float]]) -> None:
     old = ragged(rows)
     weights, metrics = corrections.truncated(old.values, engine(old), old.offsets, level=level, cap=1.5)
     rho = ratios(rows, level)
@@ -45,7 +45,7 @@ def test_truncated_weights_are_held_at_the_cap(level: str, rows: list[list[float
 
 @pytest.mark.parametrize("level", LEVELS)
 @given(rows=ragged_rows(st.floats(-1, 0.5).map(lambda x: round(x, 3))))
-def test_masked_weights_are_0_outside_the_band_and_rejection_keeps_the_rest_as_it_is(
+def test_masked_weights_are_0_outside_the_band_and_rejection_weights_are_1_inside(
     level: str, rows: list[list[float]]
 ) -> None:
     old, rho = ragged(rows), ratios(rows, level)
@@ -58,13 +58,13 @@ def test_masked_weights_are_0_outside_the_band_and_rejection_keeps_the_rest_as_i
         assert kept.tolist() == [float(0.8123 <= r <= 1.3456) for r in rho]
 
 
-def test_a_rejected_sequence_loses_all_its_tokens_and_no_other_sequence_any() -> None:
+def test_rejection_removes_all_tokens_of_a_sequence_and_of_no_other() -> None:
     old = ragged([[0.0, 2.0], [-0.2, -0.2]])
     weights, _ = corrections.sequence_rejection(old.values, engine(old), old.offsets)
     assert weights.tolist() == [0, 0, 1, 1]
 
 
-def test_rejecting_sequences_by_token_is_refused_by_function_and_by_check() -> None:
+def test_sequence_rejection_refuses_level_token() -> None:
     with pytest.raises(ValueError, match="not token"):
         corrections.sequence_rejection(torch.zeros(1), torch.zeros(1), torch.tensor([0, 1]), level="token")
     with pytest.raises(ValueError, match="level cannot be 'token'"):
@@ -72,14 +72,14 @@ def test_rejecting_sequences_by_token_is_refused_by_function_and_by_check() -> N
 
 
 @pytest.mark.parametrize("name", list(registered))
-def test_equal_numerics_need_no_correction(name: str) -> None:
+def test_equal_log_probs_give_correction_weights_of_1(name: str) -> None:
     log_probs, offsets = -torch.rand(5), torch.tensor([0, 2, 5])
     weights, metrics = registered[name].function(log_probs, log_probs, offsets)
     assert weights.tolist() == [1.0] * 5 and metrics["cut_fraction"].sum() == 0
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_a_row_that_two_versions_drew_is_weighed_by_the_version_of_each_token(level: str) -> None:
+def test_a_row_of_two_versions_is_corrected_by_each_tokens_version(level: str) -> None:
     """Of the decoupled loss too: a plain loop looks up who drew a token, and the tensors have what the engines said."""
     drawn_by, offsets = [0, 0, 1, 1, 1, 1, 0], torch.tensor([0, 5, 7])
     told = torch.randn(3, 7, generator=torch.Generator().manual_seed(3), dtype=torch.float64).abs().neg()

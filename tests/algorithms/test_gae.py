@@ -40,14 +40,14 @@ def test_gae_is_the_sum_of_discounted_residuals(rows, data, gamma: float, lam: f
 
 
 @given(ragged_rows(), st.data(), unit, unit)
-def test_given_token_rewards_take_the_place_of_the_rows_reward(rows, data, gamma: float, lam: float) -> None:
+def test_token_rewards_replace_the_rows_reward(rows, data, gamma: float, lam: float) -> None:
     rewards = [data.draw(st.lists(st.floats(-2, 2), min_size=len(row), max_size=len(row))) for row in rows]
     result, _ = gae(ragged(rows), torch.full((len(rows),), 99.0), ragged(rewards), gamma=gamma, lam=lam)
     wanted = flat([gae_loop(v, r, gamma, lam) for v, r in zip(rows, rewards, strict=True)])
     assert result.values.tolist() == pytest.approx(wanted, abs=1e-9)
 
 
-def test_the_reward_stands_once_at_the_last_action_token_of_a_row_of_several_sequences() -> None:
+def test_the_reward_is_given_once_at_the_rows_last_action_token() -> None:
     # Two sequences of two action tokens each are one row of four: the reward must not stand at each sequence's end.
     values = ragged([[0.0, 0.0, 0.0, 0.0]])
     assert at_row_end(floats([1.0]), values).tolist() == [[0.0, 0.0, 0.0, 1.0]]
@@ -56,7 +56,7 @@ def test_the_reward_stands_once_at_the_last_action_token_of_a_row_of_several_seq
 
 
 @given(ragged_rows())
-def test_with_gamma_and_lambda_1_the_returns_are_the_reward_at_every_token(rows) -> None:
+def test_gamma_and_lambda_of_1_make_every_return_the_reward(rows) -> None:
     reward = floats([float(i) for i in range(len(rows))])
     _, returns = gae(ragged(rows), reward)
     torch.testing.assert_close(returns.values, returns.spread(reward))
@@ -71,7 +71,7 @@ def test_gae_is_linear_in_rewards_and_values(rows, gamma: float, lam: float, sca
 
 
 @given(ragged_rows(), unit, unit)
-def test_rows_do_not_see_their_neighbours(rows, gamma: float, lam: float) -> None:
+def test_gae_of_a_row_is_independent_of_other_rows(rows, gamma: float, lam: float) -> None:
     reward = floats([0.3 * i - 1 for i in range(len(rows))])
     together, _ = gae(ragged(rows), reward, gamma=gamma, lam=lam)
     for i, row in enumerate(rows):
@@ -80,9 +80,7 @@ def test_rows_do_not_see_their_neighbours(rows, gamma: float, lam: float) -> Non
 
 
 @given(ragged_rows(), unit, st.floats(0.05, 2))
-def test_length_adaptive_gae_has_a_lambda_for_each_length_and_monte_carlo_returns(
-    rows, gamma: float, alpha: float
-) -> None:
+def test_length_adaptive_gae_has_a_lambda_per_length_and_monte_carlo_returns(rows, gamma: float, alpha: float) -> None:
     reward = [0.3 * i - 1 for i in range(len(rows))]
     advantages, returns = decoupled_gae(ragged(rows), floats(reward), gamma=gamma, alpha=alpha)
     for i, (v, r) in enumerate(zip(rows, end_rewards(rows, reward), strict=True)):
@@ -104,7 +102,7 @@ def test_the_lambda_of_vapo_is_clamped_between_0_and_1() -> None:
 
 
 @given(ragged_rows(), unit)
-def test_sums_to_go_is_its_definition(rows, decay: float) -> None:
+def test_sums_to_go_matches_its_definition(rows, decay: float) -> None:
     result = sums_to_go(ragged(rows), floats([decay * (i % 2) for i in range(len(rows))]))
     for i, row in enumerate(rows):
         d = decay * (i % 2)
@@ -113,14 +111,14 @@ def test_sums_to_go_is_its_definition(rows, decay: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_dtype_is_that_of_the_values(dtype: torch.dtype) -> None:
+def test_gae_keeps_the_dtype_of_the_values(dtype: torch.dtype) -> None:
     values = ragged([[0.1, 0.2], [0.3]])
     for function in (gae, decoupled_gae):
         for column in function(values.with_values(values.values.to(dtype)), torch.ones(2)):
             assert column.values.dtype == dtype
 
 
-def test_costs_are_estimated_by_the_same_function_from_columns_of_their_own() -> None:
+def test_cost_gae_is_gae_on_the_cost_columns() -> None:
     entry = advantages["cost_gae"]
     assert entry.function is gae
     assert [entry.column(c) for c in (*entry.reads, *entry.optional)] == ["cost_values", "cost", "cost_token_rewards"]

@@ -66,7 +66,7 @@ def central_differences(function: Callable[[Tensor], Tensor], at: Tensor, step: 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", list(built_in(losses)))
-def test_a_losses_gradient_is_its_finite_difference(name: str, seed: int) -> None:
+def test_gradient_of_a_loss_matches_finite_differences(name: str, seed: int) -> None:
     assert braidrl.algorithms.library
     columns, entry = loss_columns(seed), losses[name]
     trained = TRAINED.get(name, "log_probs")
@@ -83,7 +83,7 @@ def test_a_losses_gradient_is_its_finite_difference(name: str, seed: int) -> Non
 
 
 @pytest.mark.parametrize("name", [name for name in built_in(losses) if name not in FROZEN])
-def test_autograds_own_check_agrees(name: str) -> None:
+def test_losses_pass_gradcheck_of_autograd(name: str) -> None:
     columns, entry = loss_columns(9), losses[name]
     trained = TRAINED.get(name, "log_probs")
     at = columns[trained].clone().requires_grad_()
@@ -93,7 +93,7 @@ def test_autograds_own_check_agrees(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(built_in(divergences)))
-def test_a_kl_estimators_gradient_is_its_finite_difference_and_with_plus_that_of_k2(name: str) -> None:
+def test_gradient_of_a_kl_estimator_matches_finite_differences_and_plus_matches_k2(name: str) -> None:
     columns = loss_columns(4)
     of = divergences["k2" if name.endswith("+") else name].function
     at = columns["log_probs"].clone().requires_grad_()

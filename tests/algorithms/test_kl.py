@@ -24,19 +24,19 @@ FORMULAS = {
 
 @pytest.mark.parametrize("name", list(divergences))
 @given(x=st.floats(-5, 5))
-def test_an_estimator_is_its_formula_with_and_without_plus(name: str, x: float) -> None:
+def test_a_kl_estimator_matches_its_formula_with_and_without_plus(name: str, x: float) -> None:
     value = estimate(name, torch.tensor([x - 1.0], dtype=torch.float64), torch.tensor([-1.0], dtype=torch.float64))
     assert value.item() == pytest.approx(FORMULAS[name.removesuffix("+")](x), abs=1e-9)
 
 
 @pytest.mark.parametrize("name", ["k1", "k3"])
-def test_k1_and_k3_have_the_divergence_as_expectation(name: str) -> None:
+def test_expectation_of_k1_and_k3_is_the_divergence(name: str) -> None:
     policy, reference = torch.tensor([0.5, 0.3, 0.2]).double().log(), torch.tensor([0.2, 0.2, 0.6]).double().log()
     divergence = (policy.exp() * (policy - reference)).sum()
     torch.testing.assert_close((policy.exp() * estimate(name, policy, reference)).sum(), divergence)
 
 
-def test_the_gradient_of_plus_variants_is_in_expectation_that_of_the_divergence_and_k1s_is_not() -> None:
+def test_expected_gradient_of_plus_variants_is_the_divergences() -> None:
     reference = torch.tensor([0.2, 0.2, 0.6]).double().log()
 
     def gradient(name: str | None) -> torch.Tensor:
@@ -52,16 +52,16 @@ def test_the_gradient_of_plus_variants_is_in_expectation_that_of_the_divergence_
     assert (gradient("k3") - gradient(None)).abs().max() > 0.05
 
 
-def test_k3_of_a_token_that_the_reference_finds_far_likelier_is_a_number() -> None:
+def test_k3_is_finite_for_a_token_far_likelier_under_the_reference() -> None:
     assert torch.isfinite(estimate("k3", torch.tensor([-1000.0]), torch.tensor([0.0]))).all()
 
 
-def test_an_unknown_estimator_is_named_with_the_nearest_known_one() -> None:
+def test_an_unknown_estimator_is_refused_with_the_most_similar_name() -> None:
     with pytest.raises(KeyError, match="Did you mean 'k3'"):
         estimate("k33", torch.zeros(1), torch.zeros(1))
 
 
-def test_the_adaptive_coefficient_rises_with_too_much_kl_and_by_2_percent_at_most() -> None:
+def test_the_adaptive_coefficient_rises_with_high_kl_by_at_most_2_percent() -> None:
     for kl, wanted in ((6.0, 0.1), (60.0, 0.102), (0.0, 0.098), (6.6, 0.101)):
         found = next_kl_coefficient({"coef": 0.1}, {"kl": 2 * kl, "rows": 2}, target=6.0)
         assert found == pytest.approx({"coef": wanted})

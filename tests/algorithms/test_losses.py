@@ -149,7 +149,7 @@ CASES: list[tuple[str, dict[str, Any], Callable[[Columns], list[float]]]] = [
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("name", "settings", "loop"), CASES, ids=[f"{c[0]}-{c[1]}" for c in CASES])
-def test_a_loss_is_its_formula(
+def test_a_loss_matches_its_formula(
     name: str, settings: dict[str, Any], loop: Callable[..., list[float]], seed: int
 ) -> None:
     columns = loss_columns(seed)
@@ -185,7 +185,7 @@ def test_an_empty_micro_batch_has_an_empty_loss(name: str) -> None:
     assert loss.shape == (0,)
 
 
-def test_clip_metrics_say_where_the_gradient_was_taken_away() -> None:
+def test_clip_metrics_mark_tokens_without_gradient() -> None:
     columns = loss_columns(3, pairs=20)
     columns["log_probs"].requires_grad_()
     loss, metrics = call("clip", columns, low=0.1, high=0.2)
@@ -202,7 +202,7 @@ def test_clip_metrics_say_where_the_gradient_was_taken_away() -> None:
     assert (metrics["kl_old"] >= 0).all()
 
 
-def test_clip_higher_keeps_gradients_that_a_symmetric_clip_loses() -> None:
+def test_clip_higher_keeps_gradients_that_a_symmetric_clip_removes() -> None:
     columns = loss_columns(0) | {
         "log_probs": torch.tensor([math.log(0.125)]),
         "old_log_probs": torch.tensor([math.log(0.1)]),
@@ -213,7 +213,7 @@ def test_clip_higher_keeps_gradients_that_a_symmetric_clip_loses() -> None:
 
 
 @pytest.mark.parametrize("name", ["clip", "cispo", "sapo", "gspo", "gmpo", "decoupled", "dppo_tv", "kl_cov"])
-def test_a_ratio_beyond_all_bounds_gives_numbers_and_not_nan(name: str) -> None:
+def test_an_extreme_ratio_gives_finite_losses(name: str) -> None:
     columns = loss_columns(0)
     columns["log_probs"] = (columns["log_probs"] + 1000).requires_grad_()
     columns["advantages"][0] = 0.0
@@ -223,7 +223,7 @@ def test_a_ratio_beyond_all_bounds_gives_numbers_and_not_nan(name: str) -> None:
     assert torch.isfinite(metrics["kl_old"]).all()
 
 
-def test_on_policy_the_losses_have_the_gradient_of_reinforce_although_not_its_value() -> None:
+def test_on_policy_losses_have_the_gradient_of_reinforce() -> None:
     columns = loss_columns(2)
     columns["log_probs"].requires_grad_()
     wanted = -columns["advantages"]
@@ -243,7 +243,7 @@ def test_reinforce_with_every_advantage_1_is_sft_in_value_and_gradient() -> None
     assert torch.equal(gradients[0], gradients[1])
 
 
-def test_half_a_pair_is_refused() -> None:
+def test_an_incomplete_preference_pair_is_refused() -> None:
     columns = loss_columns(0)
     for group, sample in (([1, 2], [0, 1]), ([1, 1], [0, 0]), ([1, 1, 1], [0, 1, 2])):
         part = columns | {"group": torch.tensor(group), "sample": torch.tensor(sample)}
@@ -252,7 +252,7 @@ def test_half_a_pair_is_refused() -> None:
             call("bradley_terry", part)
 
 
-def test_a_pairs_metrics_average_over_rows_to_means_over_pairs() -> None:
+def test_pair_metrics_averaged_over_rows_are_means_over_pairs() -> None:
     columns = loss_columns(7)
     _, metrics = call("bradley_terry", columns)
     chosen, rejected = columns["scores"][0::2], columns["scores"][1::2]

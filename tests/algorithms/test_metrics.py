@@ -18,7 +18,7 @@ successes = st.sampled_from([0.0, 1.0])
 
 
 @given(st.lists(st.tuples(st.floats(-3, 3), st.floats(-3, 3)), min_size=2))
-def test_explained_variance_comes_out_of_the_value_losss_means(pairs: list[tuple[float, float]]) -> None:
+def test_explained_variance_follows_from_metrics_of_the_value_loss(pairs: list[tuple[float, float]]) -> None:
     values, returns = (floats([p[i] for p in pairs]) for i in (0, 1))
     spread = statistics.pvariance(returns.tolist())
     if spread < 1e-3:
@@ -29,7 +29,7 @@ def test_explained_variance_comes_out_of_the_value_losss_means(pairs: list[tuple
     assert policy_metrics.explained_variance(**means).item() == pytest.approx(wanted, abs=1e-6)
 
 
-def test_a_critic_that_knows_the_returns_explains_all_and_a_constant_one_nothing() -> None:
+def test_explained_variance_is_1_for_a_perfect_critic_and_0_for_a_constant() -> None:
     returns = floats([1.0, 2.0, 4.0])
     for values, wanted in ((returns, 1.0), (torch.full_like(returns, 7.0), 0.0)):
         _, m = losses["value"].function(values, values, returns)
@@ -88,7 +88,7 @@ def test_pass_at_k_needs_k_samples() -> None:
         policy_metrics.pass_at_k(torch.ones(3), torch.zeros(3, dtype=torch.int64), 4)
 
 
-def test_mean_probability_of_tokens_clipped_from_above_comes_out_of_the_clips_means() -> None:
+def test_mean_probability_of_clipped_tokens_follows_from_clip_metrics() -> None:
     columns = loss_columns(3, pairs=20)
     entry = losses["clip"]
     _, m = entry.function(*(columns[c] for c in entry.reads), low=0.1, high=0.1)
@@ -108,7 +108,7 @@ def test_reflection_phrases_are_counted_as_words_in_any_case() -> None:
     assert policy_metrics.reflection_counts(["anything"], []).tolist() == [0]
 
 
-def test_metrics_of_nothing_are_0() -> None:
+def test_metrics_of_an_empty_batch_are_0() -> None:
     nothing, numbers = floats([]), torch.tensor([], dtype=torch.int64)
     assert policy_metrics.avg_at_k(nothing, numbers) == 0
     assert all(share == 0 for share in policy_metrics.group_shares(nothing, nothing, numbers).values())

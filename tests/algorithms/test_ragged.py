@@ -13,7 +13,7 @@ from tests.algorithms.batches import floats, grouped, ragged, ragged_rows
 
 
 @given(ragged_rows())
-def test_row_sums_means_and_spread_are_those_of_lists(rows: list[list[float]]) -> None:
+def test_row_sums_means_and_spread_match_lists(rows: list[list[float]]) -> None:
     values = ragged(rows)
     assert values.tolist() == rows
     assert values.row_sums().tolist() == pytest.approx([sum(row) for row in rows])
@@ -24,7 +24,7 @@ def test_row_sums_means_and_spread_are_those_of_lists(rows: list[list[float]]) -
 
 
 @given(ragged_rows(), st.data())
-def test_rows_taken_and_joined_are_those_rows(rows: list[list[float]], data: st.DataObject) -> None:
+def test_take_and_cat_return_the_expected_rows(rows: list[list[float]], data: st.DataObject) -> None:
     chosen = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=6))
     taken = ragged(rows).take(torch.tensor(chosen, dtype=torch.int64))
     assert taken.tolist() == [rows[i] for i in chosen]
@@ -39,7 +39,7 @@ def test_offsets_that_do_not_end_at_the_values_are_refused() -> None:
 
 
 @given(grouped(), st.data())
-def test_groups_are_found_by_number_whatever_the_numbers_are(batch: tuple[list[float], list[int]], data) -> None:
+def test_groups_are_found_for_arbitrary_group_numbers(batch: tuple[list[float], list[int]], data) -> None:
     values, numbers = batch
     weights = data.draw(st.lists(st.integers(0, 3).map(float), min_size=len(values), max_size=len(values)))
     groups = Groups.of(torch.tensor(numbers))

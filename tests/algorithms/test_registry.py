@@ -85,7 +85,7 @@ def test_a_loss_refuses_an_aggregation_that_it_is_not_defined_for() -> None:
         losses["gspo"].check_aggregation("token-mean")
 
 
-def test_a_users_function_is_registered_with_one_decorator_and_found_by_name() -> None:
+def test_a_decorator_registers_a_users_function_by_name() -> None:
     own = Registry("advantage")
 
     @own.register(writes=["advantage"], scope="group", needs=Needs({"scale": (0, 10)}, group_size=3))
@@ -101,7 +101,7 @@ def test_a_users_function_is_registered_with_one_decorator_and_found_by_name() -
         own["halve"]
 
 
-def test_a_divergence_that_a_user_adds_may_be_named_where_estimators_are() -> None:
+def test_a_users_divergence_is_a_valid_estimator_name() -> None:
     @divergences.register("twice_k1")
     def twice(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
         return 2 * (log_probs - ref_log_probs)
@@ -112,7 +112,7 @@ def test_a_divergence_that_a_user_adds_may_be_named_where_estimators_are() -> No
         registry.shapes["kl_penalty"].check({"coef": 0.1, "estimator": "twice_k1"})
 
 
-def test_a_function_of_the_whole_batch_without_sums_is_refused_where_it_is_registered() -> None:
+def test_registering_a_batch_function_without_sums_is_refused() -> None:
     own = registry.Registry("advantage")
     with pytest.raises(ValueError, match="give `sums`, a function of the same columns"):
 
@@ -121,7 +121,7 @@ def test_a_function_of_the_whole_batch_without_sums_is_refused_where_it_is_regis
             return reward - totals["sum"] / totals["rows"]
 
 
-def test_the_example_of_a_function_of_the_whole_batch_is_the_distance_from_its_mean() -> None:
+def test_the_docstrings_batch_function_subtracts_the_batch_mean() -> None:
     example = re.search(r"is given their sums:\n\n(.*)", inspect.getdoc(registry) or "", re.DOTALL)
     assert example is not None
     own = registry.Registry("advantage")

@@ -13,7 +13,7 @@ ids = st.lists(st.integers(0, 99), max_size=5)
 
 
 @given(st.lists(st.tuples(ids, ids), max_size=5))
-def test_a_row_is_its_prompt_then_its_response_and_only_the_response_is_action(
+def test_a_row_joins_prompt_and_response_and_only_the_response_is_action(
     rows: list[tuple[list[int], list[int]]],
 ) -> None:
     prompt, response = (Ragged.from_rows([row[i] for row in rows], torch.int64) for i in (0, 1))

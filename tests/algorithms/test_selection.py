@@ -21,7 +21,7 @@ def test_groups_are_kept_when_some_but_not_all_samples_are_right(batch: tuple[li
 
 
 @given(grouped())
-def test_groups_of_equal_rewards_are_dropped_for_rewards_that_are_not_right_or_wrong(batch) -> None:
+def test_informative_rewards_drops_groups_with_equal_rewards(batch) -> None:
     reward, groups = batch
     dropped = informative_rewards(floats(reward), torch.tensor(groups))
     equal = {n for n in set(groups) if len({r for r, g in zip(reward, groups, strict=True) if g == n}) == 1}
@@ -29,7 +29,7 @@ def test_groups_of_equal_rewards_are_dropped_for_rewards_that_are_not_right_or_w
 
 
 @given(grouped(st.sampled_from([0.0, 1.0])), st.randoms(use_true_random=False))
-def test_the_choice_does_not_depend_on_the_order_of_rows(batch, order) -> None:
+def test_dynamic_sampling_does_not_depend_on_row_order(batch, order) -> None:
     pairs = list(zip(*batch, strict=True))
     straight = informative_groups(floats([c for c, _ in pairs]), torch.tensor([g for _, g in pairs]))
     order.shuffle(pairs)

@@ -34,7 +34,7 @@ def test_dapos_published_lengths_start_the_penalty_at_16384_and_end_it_at_20480(
 
 
 @pytest.mark.parametrize("cache", [0, 11])
-def test_a_cache_that_does_not_fit_is_refused(cache: int) -> None:
+def test_an_overlong_cache_above_the_limit_is_refused(cache: int) -> None:
     with pytest.raises(ValueError, match="between 1 and max_response_tokens"):
         shaping.overlong_penalty(torch.zeros(1), torch.ones(1), max_response_tokens=10, cache=cache)
 
@@ -68,7 +68,7 @@ def test_kl_penalty_prefers_the_trainers_log_probs() -> None:
 
 
 @given(ragged_rows(min_len=1), st.floats(0, 5))
-def test_half_of_safe_rlhfs_kl_is_reward_and_half_cost_whatever_the_multiplier(
+def test_safe_rlhf_splits_kl_between_reward_and_cost_for_any_multiplier(
     rows: list[list[float]], multiplier: float
 ) -> None:
     policy, reference = ragged(rows), ragged([[0.5 * x for x in row] for row in rows])
@@ -79,9 +79,7 @@ def test_half_of_safe_rlhfs_kl_is_reward_and_half_cost_whatever_the_multiplier(
 
 
 @given(ragged_rows(min_len=1), st.floats(0, 2))
-def test_kl_taken_from_the_rows_reward_is_what_the_penalty_per_token_adds_up_to(
-    rows: list[list[float]], coef: float
-) -> None:
+def test_row_kl_penalty_is_the_sum_of_the_penalty_per_token(rows: list[list[float]], coef: float) -> None:
     policy, reference = ragged(rows), ragged([[0.5 * x - 0.1 for x in row] for row in rows])
     reward = torch.linspace(-1, 1, len(rows), dtype=torch.float64)
     whole = shaping.row_kl_penalty(reward, policy, reference, coef=coef)
@@ -95,7 +93,7 @@ def test_kl_taken_from_the_rows_reward_is_what_the_penalty_per_token_adds_up_to(
         assert behind[row].tolist() == pytest.approx(wanted, abs=1e-9)
 
 
-def test_the_adaptive_penalty_has_its_states_coefficient_and_follows_the_mean_kl_of_rows() -> None:
+def test_the_adaptive_penalty_uses_and_adapts_its_coefficient() -> None:
     entry = shapes["adaptive_kl_penalty"]
     policy, reference, reward = ragged([[-1.0, -1.0], [-2.0]]), ragged([[-2.0, -3.0], [-2.5]]), torch.zeros(2)
     columns = (reward, policy, reference, None)

@@ -34,7 +34,7 @@ def whitened_loop(rows: list[list[float]], epsilon: float = 1e-8) -> list[float]
 
 
 @given(ragged_rows(st.integers(-8, 8).map(float)).filter(any))
-def test_whitening_gives_the_batchs_action_tokens_mean_0_and_deviation_1(rows: list[list[float]]) -> None:
+def test_whitening_gives_mean_0_and_deviation_1_over_action_tokens(rows: list[list[float]]) -> None:
     (result,) = in_two_parts(advantages["whiten"], [(ragged(rows),)])
     assert result.values.tolist() == pytest.approx(whitened_loop(rows), abs=1e-6)
     if len(set(result.values.tolist())) > 1:
@@ -42,7 +42,7 @@ def test_whitening_gives_the_batchs_action_tokens_mean_0_and_deviation_1(rows: l
 
 
 @given(ragged_rows(), st.integers(0, 5))
-def test_whitening_does_not_depend_on_who_holds_which_rows(rows: list[list[float]], cut: int) -> None:
+def test_whitening_does_not_depend_on_the_distribution_of_rows(rows: list[list[float]], cut: int) -> None:
     whole = in_two_parts(advantages["whiten"], [(ragged(rows),)])[0]
     pieces = [(ragged(part),) for part in (rows[cut:], rows[:cut])]
     last, first = in_two_parts(advantages["whiten"], pieces)
@@ -50,14 +50,14 @@ def test_whitening_does_not_depend_on_who_holds_which_rows(rows: list[list[float
 
 
 @given(ragged_rows(st.integers(-8, 8).map(float)), st.floats(-5, 5), st.floats(0.5, 4))
-def test_whitening_forgets_shift_and_scale(rows: list[list[float]], shift: float, scale: float) -> None:
+def test_whitening_is_invariant_to_shift_and_scale(rows: list[list[float]], shift: float, scale: float) -> None:
     values = ragged(rows)
     moved = values.with_values(values.values * scale + shift)
     one, other = (in_two_parts(advantages["whiten"], [(v,)])[0] for v in (values, moved))
     torch.testing.assert_close(one.values, other.values, atol=1e-4, rtol=1e-4)
 
 
-def test_rows_left_out_of_the_statistics_do_not_move_them() -> None:
+def test_masked_rows_do_not_affect_whitening_statistics() -> None:
     rows = [[1.0, 2.0], [4.0], [1000.0]]
     (result,) = in_two_parts(advantages["whiten"], [(ragged(rows), floats([1.0, 1.0, 0.0]))])
     assert result.values[:3].tolist() == pytest.approx(whitened_loop(rows[:2]))
@@ -81,7 +81,7 @@ def test_the_baseline_variant_whitens_centred_rewards_over_tokens() -> None:
     assert result.values.tolist() == pytest.approx(whitened_loop([[0.5], [-0.5, -0.5, -0.5]]))
 
 
-def test_distillation_is_how_much_likelier_the_teacher_finds_each_token() -> None:
+def test_distillation_advantage_is_the_log_ratio_of_teacher_to_student() -> None:
     rollout, old, teacher = ragged([[-1.0], [-2.0]]), ragged([[-1.5], [-2.5]]), ragged([[-0.5], [-4.0]])
     assert adv.distillation(rollout, teacher).tolist() == [[0.5], [-2.0]]
     assert adv.distillation(rollout, teacher, old).tolist() == [[1.0], [-1.5]]
@@ -114,7 +114,7 @@ def test_covariance_is_centred_on_the_means_of_the_whole_batch(rows: list[list[f
 
 
 @given(ragged_rows(covariances, min_len=1), st.floats(0.01, 1), st.integers(0, 5))
-def test_highest_covariance_takes_the_top_of_the_batch_and_one_bin_more_at_most(
+def test_highest_covariance_takes_the_batchs_top_tokens_within_one_bin(
     rows: list[list[float]], fraction: float, cut: int
 ) -> None:
     pieces = [(ragged(part),) for part in (rows[:cut], rows[cut:])]
@@ -131,7 +131,7 @@ def test_highest_covariance_takes_the_top_of_the_batch_and_one_bin_more_at_most(
         assert len(clearly_above) < max(wanted, 1)
 
 
-def test_bounds_keep_tokens_out_of_the_choice() -> None:
+def test_covariance_bounds_exclude_tokens() -> None:
     columns = (ragged([[0.5, 2.0, 3.0, 7.0]]),)
     (chosen,) = in_two_parts(shapes["highest_covariance"], [columns], fraction=0.25, low=1.0, high=5.0)
     assert chosen.values.tolist() == [0, 0, 1, 0]

@@ -32,6 +32,6 @@ def test_encoder_may_not_train_and_a_run_says_so_before_it_reads_weights(tmp_pat
         check_model(tmp_path)
 
 
-def test_model_that_is_nowhere_is_a_users_mistake() -> None:
+def test_a_missing_model_is_a_user_error() -> None:
     with pytest.raises(UserError, match="no folder"):
         check("/nowhere/config.json", False, print)

@@ -24,18 +24,18 @@ def test_each_problem_names_its_node_and_what_to_do() -> None:
     ]
 
 
-def test_a_node_that_did_not_answer_is_named_and_nothing_else_is_said_of_it() -> None:
+def test_a_node_that_does_not_answer_has_only_that_problem() -> None:
     silent = NodeReport("n1", unseen={"Ray": "it did not answer within 300 s"})
     assert problems([NodeReport("n0", **GOOD), silent]) == ["n1: Ray: it did not answer within 300 s"]  # type: ignore[arg-type]
 
 
-def test_a_folder_that_is_another_one_on_a_node_is_told_from_a_shared_one(tmp_path: Path) -> None:
+def test_a_local_folder_is_distinguished_from_a_shared_one(tmp_path: Path) -> None:
     (tmp_path / "mark").touch()
     assert unusable(tmp_path, "mark", "mark-n1") == "" and (tmp_path / "mark-n1").exists()
     assert "put the run on a shared file system" in unusable(tmp_path, "another", "another-n1")
 
 
-def test_what_is_looked_for_are_models_and_data_that_are_files(tmp_path: Path) -> None:
+def test_checked_paths_are_models_and_data_on_disk(tmp_path: Path) -> None:
     config = load_config(
         None,
         [

@@ -51,7 +51,7 @@ def test_the_old_name_of_checkpoint_check_answers_with_the_new_one(
     assert end.value.code == cli.EXIT_USER_ERROR and "`braid checkpoint check runs/mine`" in capsys.readouterr().err
 
 
-def test_train_says_the_run_folder_first_and_leaves_everything_in_it(workshop: Workshop, braid: Any) -> None:
+def test_train_prints_the_run_folder_first_and_writes_everything_there(workshop: Workshop, braid: Any) -> None:
     held_out = f"data.eval.test={workshop.data}"
     small = ["evaluation.every=2", "evaluation.max_prompts=2", "evaluation.samples=2"]
     _, said = braid("train", workshop.config_file(), "trainer.steps=3", "trainer.checkpoint_every=1", held_out, *small)
@@ -79,7 +79,7 @@ def test_a_configuration_may_be_overrides_alone(workshop: Workshop, braid: Any) 
     assert (run / "report.html").is_file()
 
 
-def test_models_data_and_functions_in_files_are_found_beside_the_configuration_from_any_folder(
+def test_paths_are_found_beside_the_configuration_from_any_folder(
     workshop: Workshop, braid: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (workshop.folder / "mine.py").write_text("def small(response: str) -> bool:\n    return len(response) < 9\n")
@@ -98,7 +98,7 @@ def test_models_data_and_functions_in_files_are_found_beside_the_configuration_f
     assert (used.model, used.data.train[0].path) == (workshop.model, workshop.data)
 
 
-def test_a_breakpoint_in_a_verifier_stops_there_when_rewards_have_no_process(workshop: Workshop) -> None:
+def test_a_breakpoint_in_a_verifier_works_without_reward_processes(workshop: Workshop) -> None:
     (workshop.folder / "mine.py").write_text("def stops(response: str) -> bool:\n    breakpoint()\n    return True\n")
     config = workshop.config_file("debugged", reward={"verify": "mine.py:stops", "processes": 0}, trainer={"steps": 1})
     command = [sys.executable, "-m", "braidrl.cli", "train", str(config)]
@@ -156,7 +156,7 @@ def test_flow_shows_text_yaml_and_a_drawing(workshop: Workshop, braid: Any) -> N
     assert drawing.read_text().startswith("<svg") and str(drawing) in out
 
 
-def test_list_shows_everything_that_can_be_named_with_settings_and_sources(braid: Any) -> None:
+def test_list_shows_all_names_with_settings_and_sources(braid: Any) -> None:
     kinds = dict(line.split(": ", 1) for line in braid("list")[0].splitlines())
     assert (
         kinds.keys() == set(KINDS) and "gspo" in kinds["losses"].split(", ") and "vllm" in kinds["engines"].split(", ")
@@ -168,7 +168,7 @@ def test_list_shows_everything_that_can_be_named_with_settings_and_sources(braid
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_thing_that_can_be_named_says_what_it_does(kind: str) -> None:
+def test_each_listed_name_has_a_description(kind: str) -> None:
     assert all(len(listed.about.split()) >= 3 and listed.about.endswith(".") for listed in catalogue(kind))
 
 
@@ -198,7 +198,7 @@ def test_export_gives_a_directory_that_transformers_loads(workshop: Workshop, br
     assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3"
 
 
-def test_doctor_says_what_there_is_and_keeps_what_it_can_do(
+def test_doctor_reports_the_machine_and_saves_its_rates(
     braid: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BRAID_RATES", str(tmp_path / "rates.json"))
@@ -215,7 +215,7 @@ def test_help_names_every_command(braid: Any) -> None:
     assert out.startswith(f"braid {__version__}, torch {torch.__version__}, transformers ")
 
 
-def test_a_resumed_run_takes_what_may_change_from_the_command_and_keeps_it(workshop: Workshop, braid: Any) -> None:
+def test_a_resumed_run_applies_and_keeps_overrides(workshop: Workshop, braid: Any) -> None:
     run = workshop.run("further", trainer={"steps": 1})
     braid("train", "--resume", run, "trainer.steps=2", "threads=1")
     assert [line["step"] for line in read_metrics(run)] == [1, 2]
@@ -225,7 +225,7 @@ def test_a_resumed_run_takes_what_may_change_from_the_command_and_keeps_it(works
     assert run_config(run).threads == 1 and read_metrics(run)[-1]["step"] == 3
 
 
-def test_what_may_change_in_a_resumed_run_are_keys_of_the_configuration() -> None:
+def test_overrides_of_a_resumed_run_must_be_configuration_keys() -> None:
     for key in MAY_CHANGE:
         *place, last = key.split(".")
         assert last in section_keys(tuple(place))

@@ -118,7 +118,7 @@ def test_servers_hold_keys_and_values_on_devices_of_their_own(workshop: Workshop
     assert resident() - resident(engine="http", servers="http://127.0.0.1:9") == {"keys and values"}
 
 
-def test_it_reads_no_weights_and_writes_nothing(workshop: Workshop, tmp_path: Path) -> None:
+def test_dry_run_reads_no_weights_and_writes_nothing(workshop: Workshop, tmp_path: Path) -> None:
     bare = tmp_path / "bare"
     shutil.copytree(workshop.model, bare, ignore=shutil.ignore_patterns("*.safetensors"))
     shown = StringIO()
@@ -132,7 +132,7 @@ def test_it_reads_no_weights_and_writes_nothing(workshop: Workshop, tmp_path: Pa
     assert "16 rows, 1 updates" in shown.getvalue()
 
 
-def test_what_a_run_would_refuse_is_refused(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_refuses_what_a_run_refuses(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(UserError, match="no rollout engine is called 'turbo'"):
         dry_run(workshop.config(rollout={"engine": "turbo"}))
     app(["train", str(workshop.config_file()), "--dry-run"], standalone_mode=False)
@@ -189,7 +189,7 @@ FULL = {name: value for name, value in SMALL.items() if name != "lora"}
     ],
     ids=["all of them", "without 4 bits", "without 8 bits", "without adapters", "without any"],
 )
-def test_what_a_model_of_7b_takes_of_a_device_of_24_gib_with_fewer_bits_and_without(
+def test_memory_of_a_7b_model_on_24_gib_with_and_without_quantisation(
     workshop: Workshop, trainer: Any, gib: float
 ) -> None:
     model, shown = write_qwen(workshop.folder, "7b"), StringIO()
@@ -255,7 +255,7 @@ def test_rows_longer_than_usual_need_no_setting_where_memory_decides(workshop: W
     assert "trainer.max_tokens_per_device=" in chosen(config)
 
 
-def test_a_vllm_that_asks_for_what_training_takes_is_refused(workshop: Workshop, device: Any) -> None:
+def test_a_vllm_memory_share_that_training_needs_is_refused(workshop: Workshop, device: Any) -> None:
     def asking(devices: int, mib: int, **rollout: Any) -> None:
         device(devices, mib / 1024)
         config = workshop.config(device="cuda", dtype="float32", rollout={"engine": "vllm", "vllm": rollout})

@@ -64,7 +64,7 @@ def test_every_plan_is_a_configuration_that_holds_what_the_plan_says(workshop: W
         assert predicted(problem_of(settings, Wanted("1x4xcpu"))).seconds == pytest.approx(found.seconds, rel=0.1)
 
 
-def test_a_role_that_is_alone_takes_the_memory_that_its_plan_takes(workshop: Workshop) -> None:
+def test_a_standalone_role_has_the_memory_of_its_plan(workshop: Workshop) -> None:
     problem = problem_of(workshop.config(algorithm={"kl_coef": 0}), Wanted("1x2xcpu", max_staleness=1))
     for found in best_plans(problem, Wanted("1x2xcpu", max_staleness=1)):
         (whole,), roles = plans_table(problem, [found]).columns[5].cells, list(roles_table(found).columns[5].cells)
@@ -94,7 +94,7 @@ def test_plans_for_two_cores_and_more_train_as_they_are(workshop: Workshop, runt
     assert f"runtime: {runtime}" in (workshop.folder / "run" / "config.yaml").read_text()
 
 
-def test_a_process_takes_the_memory_that_its_plan_says(tmp_path: Path) -> None:
+def test_a_process_uses_the_memory_in_its_plan(tmp_path: Path) -> None:
     # In a process of its own: what this one has taken before would count.
     file = tmp_path / "memory.json"
     root = Path(__file__).parents[2]
@@ -102,7 +102,7 @@ def test_a_process_takes_the_memory_that_its_plan_says(tmp_path: Path) -> None:
     assert json.loads(file.read_text())["ratio"] == pytest.approx(1.0, abs=0.1)
 
 
-def test_the_predicted_timeline_has_every_stage_that_takes_time(workshop: Workshop) -> None:
+def test_the_predicted_timeline_has_every_timed_stage(workshop: Workshop) -> None:
     problem = problem_of(workshop.config(**PPO), Wanted("1x4xcpu"))
     for found in best_plans(problem, Wanted("1x4xcpu")):
         assert {span.stage for span in spans_of(found)} >= {"actor.generate", "actor.update", "critic.update"}
@@ -120,7 +120,7 @@ def test_least_squares_finds_the_costs_that_made_the_seconds_and_none_below_zero
 
 
 @given(st.data())
-def test_no_other_costs_without_negative_numbers_are_nearer(data: st.DataObject) -> None:
+def test_least_squares_is_optimal_among_nonnegative_costs(data: st.DataObject) -> None:
     numbers = st.floats(-2, 2).map(lambda x: round(x, 3))
     a = np.array(data.draw(st.lists(st.lists(numbers, min_size=3, max_size=3), min_size=4, max_size=8)))
     b = np.array(data.draw(st.lists(numbers, min_size=len(a), max_size=len(a))))
@@ -166,7 +166,7 @@ ENVIRONMENT = {"rollout": {"environment": "gem:game:GuessTheNumber-v0-easy"}}
         (["--rates", "none.yaml"], "braid plan --calibrate RUN --rates none.yaml"),
     ],
 )  # fmt: skip
-def test_mistakes_are_told_in_one_line(workshop: Workshop, arguments: list[str], said: str) -> None:
+def test_user_errors_of_plan_have_one_line(workshop: Workshop, arguments: list[str], said: str) -> None:
     path = str(workshop.config_file())
     with pytest.raises(UserError) as caught:
         app(["plan", path, *arguments], standalone_mode=False)

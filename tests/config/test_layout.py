@@ -19,14 +19,14 @@ def test_the_data_axis_takes_the_devices_that_the_others_leave() -> None:
     assert given.resolve(4) == given and given.ranks_per_replica == 2
 
 
-def test_only_whole_models_on_every_device_are_copies() -> None:
+def test_only_a_layout_without_sharding_is_replicated() -> None:
     assert ParallelLayout(data=4).is_replicated
     for other in ({"shard": "full"}, {"shard": "optimizer"}, {"tensor": 2}, {"sequence": 2}, {"pipeline": 2}):
         assert not ParallelLayout.model_validate(other).is_replicated
 
 
 @pytest.mark.parametrize("given", [{"tensor": 2, "data": 3}, {"tensor": 3}, {"data": 2}, {"sequence": 8}])
-def test_numbers_that_do_not_multiply_to_the_devices_are_one_line(given: dict[str, int]) -> None:
+def test_axes_with_another_product_than_the_devices_are_refused(given: dict[str, int]) -> None:
     with pytest.raises(UserError, match=r"roles.actor.layout: .* devices and there are 4; write numbers") as caught:
         ParallelLayout.model_validate(given).resolve(4, "roles.actor.layout")
     assert "\n" not in str(caught.value)
@@ -39,7 +39,7 @@ def test_numbers_that_do_not_multiply_to_the_devices_are_one_line(given: dict[st
         ({"nodes": 3, "shard": "full"}, "nodes=3 does not divide data 4; write shard=full and a number"),
     ],
 )
-def test_nodes_that_have_no_shards_to_copy_are_one_line(given: dict[str, Any], words: str) -> None:
+def test_nodes_without_shards_are_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words) as caught:
         ParallelLayout.model_validate(given).resolve(4)
     assert "\n" not in str(caught.value)
@@ -55,7 +55,7 @@ def test_nodes_that_have_no_shards_to_copy_are_one_line(given: dict[str, Any], w
         ({"pipeline": 4}, "6 layers, which pipeline=4"),
     ],
 )
-def test_axes_that_do_not_divide_the_model_are_one_line(given: dict[str, int], words: str) -> None:
+def test_axes_that_do_not_divide_the_model_are_refused(given: dict[str, int], words: str) -> None:
     with pytest.raises(UserError, match=words):
         ParallelLayout.model_validate(given).check_model(heads=4, key_value_heads=2, layers=6)
     ParallelLayout(tensor=2, pipeline=3).check_model(heads=4, key_value_heads=2, layers=6)

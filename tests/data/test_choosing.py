@@ -65,7 +65,7 @@ def test_records_are_chosen_by_the_values_of_fields(write_jsonl: Write) -> None:
         prompts(SourceConfig(path=path, where={"kind": "z"}))
 
 
-def test_repeated_prompts_are_left_out_where_that_is_asked_for(write_jsonl: Write) -> None:
+def test_unique_skips_repeated_prompts(write_jsonl: Write) -> None:
     path = write_jsonl([{"prompt": text} for text in "abacab"])
     reading = Reading(SourceConfig(path=path, unique=True))
     assert [example.prompt for example in reading] == ["a", "b", "c"]
@@ -80,7 +80,7 @@ def test_a_part_is_taken_by_number(write_jsonl: Write) -> None:
         prompts(SourceConfig(path=path, skip=9))
 
 
-def test_what_is_held_out_is_evaluated_and_not_trained_on(write_jsonl: Write, chat_tokenizer: Any) -> None:
+def test_held_out_examples_are_evaluated_and_not_trained(write_jsonl: Write, chat_tokenizer: Any) -> None:
     source = SourceConfig(path=write_jsonl([{"prompt": str(i)} for i in range(6)]), skip=1)
     data = DataConfig(train=[source], held_out=2)
     (train,), held_out = load_train(data, chat_tokenizer), load_eval(data, chat_tokenizer)

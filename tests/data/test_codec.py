@@ -185,7 +185,7 @@ def test_a_dtype_that_does_not_travel_is_named() -> None:
         encode(Rows({"phase": torch.zeros(2, dtype=torch.complex64)}))
 
 
-def test_other_bytes_are_not_taken_for_rows() -> None:
+def test_foreign_bytes_are_not_decoded_as_rows() -> None:
     with pytest.raises(CodecError, match="not rows"):
         decode([b"\x80\x04\x95pickle"])
     with pytest.raises(CodecError, match="not hold frames"):

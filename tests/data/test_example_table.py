@@ -65,7 +65,7 @@ def test_a_kept_table_gives_the_same_rows_as_one_of_a_run(
         assert one[name].values.equal(other[name].values) and one[name].offsets.equal(other[name].offsets)
 
 
-def test_the_table_of_a_run_is_gone_with_it(write_jsonl: Write, plain_tokenizer: Any) -> None:
+def test_a_temporary_table_is_removed_after_the_run(write_jsonl: Write, plain_tokenizer: Any) -> None:
     (source,) = load_train(DataConfig(train=[SourceConfig(path=write_jsonl(RECORDS))]), plain_tokenizer)
     folder = Path(source.kept)
     assert tables(folder)

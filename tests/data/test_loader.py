@@ -51,7 +51,7 @@ def test_any_split_of_takes_gives_the_same_sequence(
 
 
 @given(st.integers(0, 60), st.integers(0, 60), st.integers(0, 5))
-def test_a_restored_loader_goes_on_exactly(sources: list[LoadedSource], before: int, after: int, seed: int) -> None:
+def test_a_restored_loader_continues_exactly(sources: list[LoadedSource], before: int, after: int, seed: int) -> None:
     loader = PromptLoader(sources, seed)
     loader.take(before)
     state = json.loads(json.dumps(loader.state()))
@@ -62,7 +62,7 @@ def test_a_restored_loader_goes_on_exactly(sources: list[LoadedSource], before: 
 
 
 @given(st.lists(st.integers(0, 500), max_size=10))
-def test_peeking_answers_for_any_number_and_moves_nothing(sources: list[LoadedSource], numbers: list[int]) -> None:
+def test_peek_works_for_any_number_without_advancing(sources: list[LoadedSource], numbers: list[int]) -> None:
     loader = PromptLoader(sources, 1)
     sequence = what(PromptLoader(sources, 1).take(501))
     assert what(loader.peek(numbers)) == [sequence[number] for number in numbers]

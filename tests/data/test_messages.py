@@ -35,7 +35,7 @@ def test_plain_values_come_back_equal(value: object) -> None:
 @pytest.mark.parametrize(
     "word", [None, Stall("step", 2.0, 0.1), Outcome({"a": [1, 2.5, "x"]}), Outcome(failure=Failure("user", "no", True))]
 )
-def test_each_word_of_a_process_arrives_as_what_it_is(word: Stall | Outcome | None) -> None:
+def test_each_message_type_arrives_with_its_type(word: Stall | Outcome | None) -> None:
     found = unpack_message(pack_message(word), Stall | Outcome | None)
     assert found == word and type(found) is type(word)
 

@@ -80,7 +80,7 @@ def test_the_configuration_names_the_files(write_jsonl: Write, chat_tokenizer: A
         load_train(DataConfig(), chat_tokenizer)
 
 
-def test_what_one_reader_refuses_all_of_them_refuse(write_jsonl: Write, plain_tokenizer: Any) -> None:
+def test_an_error_of_the_first_reader_is_raised_in_all(write_jsonl: Write, plain_tokenizer: Any) -> None:
     path = write_jsonl([{"prompt": "x"}, {"prompt": "y"}, {"prompt": [{"role": "user", "content": ""}]}])
 
     def refused(own: Readers) -> Any:

@@ -47,7 +47,7 @@ def test_mermaid_has_a_line_from_every_writer_to_every_reader_with_the_columns_b
             assert column.name in drawn
 
 
-def test_mermaid_draws_weights_only_to_where_they_are_used_again():
+def test_mermaid_draws_weights_only_to_later_uses():
     def weights(flow):
         return [line.split("| ")[-1] for line in mermaid(flow).splitlines() if "weights" in line]
 
@@ -63,7 +63,7 @@ def test_svg_shows_every_line_of_the_text_and_fetches_nothing():
     assert "url(http" not in drawn and drawn == svg(crowded())
 
 
-def test_text_shows_what_runs_in_parallel_and_which_version_is_read():
+def test_text_shows_parallel_stages_and_column_versions():
     shown = text(filtered())
     assert "reads  reward²" in shown
     assert "reads  reward³" in shown

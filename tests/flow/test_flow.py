@@ -18,7 +18,7 @@ def columns_between(flow, source, target):
     return {name for e in flow.edges if (e.source, e.target) == (source, target) for name in e.columns}
 
 
-def test_stage_that_needs_two_others_has_an_edge_from_each():
+def test_a_stage_with_two_inputs_has_two_edges():
     flow = ppo()
     assert columns_between(flow, "reward.score", "spread_reward") == {"reward"}
     assert columns_between(flow, "reference.log_probs", "spread_reward") == {"ref_log_probs"}
@@ -67,12 +67,12 @@ def test_optional_column_is_read_only_where_it_is_written():
     assert columns_between(with_it, "actor.log_probs", "spread_reward") == {"old_log_probs"}
 
 
-def test_update_takes_advantages_per_token_or_per_row_whichever_there_are():
+def test_update_reads_advantages_per_token_or_per_row():
     assert "advantage" in {c.name for c in grpo().inputs["actor.update"]}
     assert "advantages" in {c.name for c in ppo().inputs["actor.update"]}
 
 
-def test_old_log_probs_are_computed_where_the_update_asks_for_it():
+def test_old_recompute_inserts_a_log_probs_stage():
     names = [stage.name for stage in ppo(old="recompute").stages]
     assert names[names.index("actor.log_probs") + 1] == "critic.update", "before the first stage that trains"
     assert "actor.log_probs" not in [stage.name for stage in ppo().stages]
@@ -111,7 +111,7 @@ def test_columns_of_the_cost_have_names_of_their_own():
     assert "values" not in update_of_cost.reads
 
 
-def test_after_moves_a_stage_behind_what_it_names_and_nothing_else():
+def test_after_moves_only_the_stage_that_names_it():
     generate, verify, centred, train = grpo().stages
     values = critic.values(after=["centred_reward"])
     flow = Flow("f", [generate, verify, values, centred, train])
@@ -121,7 +121,7 @@ def test_after_moves_a_stage_behind_what_it_names_and_nothing_else():
     assert Edge("centred_reward", "critic.values") in flow.edges
 
 
-def test_flow_knows_what_the_data_must_have():
+def test_flow_lists_the_columns_needed_from_data():
     @advantages.register("reads_response", writes=["advantage"])
     def reads_response(response): ...
 
@@ -213,6 +213,6 @@ def test_later_version_may_skip_iterations():
     assert flow.inputs["centred_reward"][0].writer == "scaled_reward"
 
 
-def test_select_may_not_be_trained_on_in_a_second_place_either():
+def test_a_second_select_after_training_is_refused():
     with pytest.raises(UserError, match="comes after"):
         Flow("f", [*filtered().stages, select.mixed_groups(id="more")])

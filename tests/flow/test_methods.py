@@ -49,14 +49,12 @@ def test_a_method_is_a_stage_with_the_columns_that_it_is_registered_with(own: st
         ("surprise", {"scal": 1.0}, "has no parameter 'scal'.*scale"),
     ],
 )
-def test_a_method_that_cannot_be_a_stage_is_one_line(
-    own: str, method: str, params: dict[str, float], words: str
-) -> None:
+def test_an_invalid_method_stage_is_a_user_error(own: str, method: str, params: dict[str, float], words: str) -> None:
     with pytest.raises(UserError, match=words) as caught:
         make_stage(f"{own}.{method}", "actor", params)
     assert "\n" not in str(caught.value)
 
 
-def test_a_type_without_a_method_is_one_line(own: str) -> None:
+def test_a_type_without_a_method_is_a_user_error(own: str) -> None:
     with pytest.raises(UserError, match=r"write module:Class.method or path/to/file.py:Class.method"):
         make_stage(own, "actor")

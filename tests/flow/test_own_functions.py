@@ -147,7 +147,7 @@ def test_recipe_of_a_user_takes_checked_parameters_or_none(tmp_path, monkeypatch
     assert "must take nothing, or one argument" in message_of(lambda: load_flow(f"{recipe}:two"))
 
 
-def test_file_that_fails_is_named_and_can_be_mended(tmp_path):
+def test_a_failing_file_is_named_and_can_be_fixed(tmp_path):
     path = tmp_path / "broken.py"
     path.write_text("raise RuntimeError('out of paper')")
     for _ in range(2):

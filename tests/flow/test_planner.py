@@ -23,7 +23,7 @@ def names(stages):
     return [stage.name for stage in stages]
 
 
-def test_chain_stays_with_the_active_model_while_it_can():
+def test_chain_prefers_stages_of_the_active_model():
     reference_first = [actor.generate(), reference.log_probs(), actor.log_probs(), reward.verify(), *grpo().stages[2:]]
     assert names(serial_chain(Flow("f", reference_first)))[:4] == [
         "actor.generate", "actor.log_probs", "reward.verify", "centred_reward",
@@ -62,7 +62,7 @@ def test_chain_and_order_do_not_depend_on_the_run(name, random):
 
 
 @pytest.mark.parametrize("name", FLOWS)
-def test_chain_is_a_permutation_in_which_all_that_is_needed_comes_first(name):
+def test_chain_is_a_topological_order_of_all_stages(name):
     flow = FLOWS[name]()
     chain = names(serial_chain(flow))
     assert sorted(chain) == sorted(names(flow.stages))
@@ -78,7 +78,7 @@ def test_reader_of_a_version_comes_before_the_next_is_written():
     assert "spread_reward" in constraints(with_reader)["scaled_reward"]
 
 
-def test_groups_hold_what_may_run_at_the_same_time():
+def test_parallel_groups_hold_independent_stages():
     groups = [set(names(group)) for group in parallel_groups(ppo())]
     assert groups == [
         {"actor.generate"},

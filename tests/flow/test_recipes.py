@@ -31,7 +31,7 @@ def test_grpo_has_a_reference_only_with_a_kl_term():
     assert load_flow("grpo")["actor.update"].params["aggregate"] == "seq-mean-token-mean"
 
 
-def test_dapo_is_the_papers():
+def test_dapo_matches_the_paper():
     flow = load_flow("dapo", {}, RUN)
     assert names(flow) == [
         "actor.generate", "reward.verify", "select.informative_groups", "shape.overlong_penalty",
@@ -90,7 +90,7 @@ def test_remax_is_ppo_without_the_critic_and_one_greedy_generate():
     assert load_flow("remax")["actor.generate.greedy"].params == {"into": "greedy", "greedy": True}
 
 
-def test_what_differs_between_recipes_without_a_critic_is_a_value():
+def test_recipes_without_a_critic_differ_only_in_parameters():
     updates = {
         name: load_flow(name, {}, RUN)["actor.update"].params for name in ("gspo", "cispo", "dr_grpo", "rloo", "maxrl")
     }
@@ -130,7 +130,7 @@ def test_any_recipe_takes_several_rewards_each_with_its_weight():
         assert from_yaml(to_yaml(flow)) == flow
 
 
-def test_a_cost_by_rules_is_a_function_of_the_users(tmp_path):
+def test_a_users_function_may_write_the_cost(tmp_path):
     path = tmp_path / "limits.py"
     path.write_text(
         "from braidrl.algorithms.registry import shapes\n\n"
@@ -142,7 +142,7 @@ def test_a_cost_by_rules_is_a_function_of_the_users(tmp_path):
 
 @pytest.mark.parametrize("name", list(RECIPES))
 @pytest.mark.parametrize("old", [None, "recompute", "rollout", "self"])
-def test_recipe_comes_back_from_its_yaml(name, old):
+def test_recipe_round_trips_through_yaml(name, old):
     model = parameter_model(name, RECIPES.find(name))
     flow = load_flow(name, {"old": old} if model and old and "old" in model.model_fields else {}, RUN)
     assert flow.name == name
@@ -228,13 +228,13 @@ def test_loss_with_an_aggregation_that_it_is_not_defined_for_is_refused():
     assert message.endswith(", not token-mean")
 
 
-def test_the_loss_of_a_recipe_may_be_another():
+def test_a_parameter_replaces_the_loss_of_a_recipe():
     flow = load_flow("grpo", {"loss": {"name": "cispo", "high": 0.3}, "kl_coef": 0}, {"samples_per_prompt": 4})
     assert flow.stages[-1].params["loss"] == {"name": "cispo", "high": 0.3}
     assert load_flow("dapo", {"loss": "sapo"}, {"max_response_tokens": 8}).stages[-1].params["loss"] == {"name": "sapo"}
 
 
-def test_graded_rewards_are_sampled_by_their_differences():
+def test_graded_rewards_use_dynamic_sampling_by_reward_differences():
     graded = load_flow("dapo", {"dynamic_sampling": "rewards"}, {"max_response_tokens": 8})
     assert "select.informative_rewards" in [stage.type for stage in graded.stages]
     assert "select.informative_groups" not in [stage.type for stage in graded.stages]

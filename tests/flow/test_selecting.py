@@ -110,7 +110,7 @@ def test_later_waves_follow_the_share_kept_and_never_exceed_a_batch() -> None:
     assert sampling.next_wave() == 5
 
 
-def test_a_batch_is_known_before_later_groups_are_decided_but_kept_surplus_is_waited_for() -> None:
+def test_a_batch_is_known_before_later_groups_but_waits_for_kept_surplus() -> None:
     for policy in ("drop", "keep"):
         sampling = GroupSelector(2, 100, policy, 1)
         sampling.begin(0)
@@ -148,7 +148,7 @@ def test_surplus_older_than_the_bound_is_dropped_as_stale() -> None:
     assert sampling.finish() == Selection((3,), {"stale": 1}, (2,), ())
 
 
-def test_an_epoch_that_brings_nothing_ends_with_the_explanation() -> None:
+def test_an_epoch_without_a_kept_group_ends_with_an_explanation() -> None:
     sampling = GroupSelector(16, 64)
     sampling.begin(0)
     for start in (0, 16, 32, 48):
@@ -204,13 +204,13 @@ def test_surplus_cannot_be_kept_on_policy() -> None:
 
 
 @pytest.mark.parametrize(("over", "missing", "begun"), [(1.0, 10, 10), (1.1, 10, 11), (1.5, 3, 5), (2.0, 4, 8)])
-def test_a_first_wave_has_so_many_times_what_is_missing(over: float, missing: int, begun: int) -> None:
+def test_over_sampling_scales_the_first_wave(over: float, missing: int, begun: int) -> None:
     sampling = GroupSelector(missing, 100, over_sampling=over)
     sampling.begin(0)
     assert sampling.next_wave() == begun
 
 
-def test_groups_are_needless_when_the_batch_is_full_before_them_and_surplus_is_not_kept() -> None:
+def test_groups_after_a_full_batch_are_needless_unless_surplus_is_kept() -> None:
     for policy, expected in (("drop", [3, 4]), ("keep", [])):
         sampling = GroupSelector(2, 100, policy, 1, over_sampling=2.5)  # type: ignore[arg-type]
         sampling.begin(0)
@@ -220,7 +220,7 @@ def test_groups_are_needless_when_the_batch_is_full_before_them_and_surplus_is_n
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(1, 5), st.data())
-def test_the_batch_is_the_same_whoever_is_first_and_whatever_is_aborted(
+def test_the_batch_does_not_depend_on_completion_order_or_aborts(
     kept: list[bool], wanted: int, data: st.DataObject
 ) -> None:
     order = data.draw(st.permutations(range(len(kept))))
@@ -244,7 +244,7 @@ def test_a_fast_group_never_takes_the_place_of_a_slow_one_before_it() -> None:
     assert groups_to_abort([0, 1, 2, 3], {0: False, 1: True, 2: True}, 2) == [3]
 
 
-def test_unfinished_groups_are_awaited_by_the_next_batch_and_others_are_begun_in_their_place() -> None:
+def test_unfinished_groups_stay_pending_and_other_groups_start() -> None:
     sampling = GroupSelector(2, 100, "keep", max_staleness=1)
     sampling.begin(0)
     sampling.admit(range(sampling.next_wave()))
@@ -266,7 +266,7 @@ def test_unfinished_groups_are_awaited_by_the_next_batch_and_others_are_begun_in
     assert sampling.pending and min(sampling.pending) > 3
 
 
-def test_groups_are_admitted_ahead_by_the_share_that_was_kept_and_never_change_the_batch() -> None:
+def test_groups_admitted_ahead_never_change_the_batch() -> None:
     sampling = GroupSelector(8, 100)
     sampling.begin(0)
     assert sampling.groups_wanted() == 8

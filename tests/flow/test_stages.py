@@ -120,7 +120,7 @@ def test_families_list_what_is_registered():
     assert not hasattr(data, "__wrapped__")
 
 
-def test_score_of_a_model_says_nothing_about_right_or_wrong():
+def test_score_of_a_model_does_not_write_correct():
     assert "correct" in reward.verify().writes
     assert "correct" not in reward.score().writes
 
@@ -192,7 +192,7 @@ def test_when_counts_from_its_start():
     assert [k for k in range(1, 12) if When(every=3, start=2, until=9).includes(k)] == [2, 5, 8]
 
 
-def test_what_is_registered_has_its_signature_and_docstring_where_a_flow_is_written() -> None:
+def test_family_attributes_have_signature_and_docstring() -> None:
     clip, gae = inspect.signature(loss.clip), inspect.signature(advantage.gae)
     assert str(clip) == "(*, low: float = 0.2, high: float = 0.2, dual: float | None = None) -> dict[str, typing.Any]"
     assert list(gae.parameters) == ["gamma", "lam", "id", "when", "after"] and gae.return_annotation is Stage

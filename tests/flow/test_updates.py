@@ -58,7 +58,7 @@ def test_every_epoch_and_iteration_has_its_own_shuffle() -> None:
 
 
 @given(st.integers(1, 12), st.data())
-def test_older_groups_are_spread_over_the_updates_to_one_group(groups: int, data: st.DataObject) -> None:
+def test_older_groups_are_spread_evenly_over_updates(groups: int, data: st.DataObject) -> None:
     older = data.draw(st.integers(0, groups))
     per_update = data.draw(st.sampled_from([n for n in range(1, groups + 1) if groups % n == 0]))
     numbers = range(groups)
@@ -75,7 +75,7 @@ def test_rows_that_are_no_whole_number_of_updates_are_refused() -> None:
         plan([(0, 0), (0, 0)], 2, 1, 0, 0)
 
 
-def test_a_configuration_that_does_not_divide_is_refused_with_what_to_write() -> None:
+def test_an_update_size_that_does_not_divide_is_refused_with_a_remedy() -> None:
     assert check_update_size(32, 8, None) == 256
     assert check_update_size(32, 8, 64) == 64
     with pytest.raises(UserError, match=r"rows_per_update=100 does not divide the 256 rows .* write 64 or 128"):

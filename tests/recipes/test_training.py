@@ -97,7 +97,7 @@ def trained_roles(name: str, changes: dict[str, Any]) -> list[str]:
     return ["actor", *["critic", "cost_critic"][:critics]]
 
 
-def test_ptx_changes_the_actor_and_only_by_its_weight(folder: Path, tmp_path: Path) -> None:
+def test_ptx_changes_the_actor_in_proportion_to_its_weight(folder: Path, tmp_path: Path) -> None:
     """A policy without rewards to follow still learns the texts."""
     texts = {"data__ptx": str(folder / "texts.jsonl")}
     common = {"roles": placed(folder, {"roles": SCORED})["roles"], "trainer__steps": 8, "output": str(tmp_path)}
@@ -131,7 +131,7 @@ def test_remax_compares_with_one_greedy_response_per_prompt(folder: Path, tmp_pa
     assert torch.equal(rows["advantage"], rows["reward"] - rows["greedy.reward"])
 
 
-def test_multiplier_follows_the_cost_is_reported_and_goes_on_after_resume(folder: Path, tmp_path: Path) -> None:
+def test_multiplier_adapts_to_cost_is_reported_and_resumes(folder: Path, tmp_path: Path) -> None:
     roles = placed(folder, {"roles": {**SCORED, "cost": {"model": "scorer"}}})["roles"]
     algorithm = {"cost_limit": -1.0, "multiplier": 0.5, "multiplier_learning_rate": 0.2}
     common = {"roles": roles, "output": str(tmp_path), "algorithm": algorithm, "trainer__checkpoint_every": 2}
@@ -150,7 +150,7 @@ def test_multiplier_follows_the_cost_is_reported_and_goes_on_after_resume(folder
         assert line["loss/actor"] == pytest.approx(other["loss/actor"], rel=1e-4, abs=1e-6)
 
 
-def test_what_the_papers_watch_is_in_the_metrics(folder: Path, tmp_path: Path) -> None:
+def test_metrics_include_the_ones_in_the_papers(folder: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {
         "algorithm": {"reward": "verify", "correction": {"name": "truncated"}, "clip_low": 1e-3, "clip_high": 1e-3},
         "trainer__rows_per_update": 4,

@@ -318,7 +318,7 @@ def test_a_conversion_may_return_arrays_and_dates(write: Write, tmp_path: Path) 
 
 
 @needs_cases
-def test_half_of_a_surrogate_pair_becomes_a_character_in_the_shared_cases(made: Path) -> None:
+def test_a_lone_surrogate_is_replaced_in_the_shared_cases(made: Path) -> None:
     source = load(made / "surrogate.jsonl", qwen())
     assert source.examples[0].prompt == "caf�"
     assert source.prompt(0).tolist() == PromptTemplate(qwen()).encode("caf�")
@@ -335,7 +335,7 @@ def test_text_is_whole_wherever_it_is_in_a_record(write: Write) -> None:
     json.dumps(example.metadata, ensure_ascii=False).encode()
 
 
-def test_what_a_tool_says_is_tokenised_whatever_it_is() -> None:
+def test_any_tool_output_is_tokenised() -> None:
     for tokenizer in (qwen(), byte_tokenizer(None)):
         turns = TurnTemplate(PromptTemplate(tokenizer))
         said = [[{"role": "tool", "content": text}] for text in ("a\ud83d", "a�")]
@@ -366,7 +366,7 @@ def test_verifiers_see_special_tokens_but_never_ends_and_padding(skips: bool, ex
 # Number 13: tables are kept only where all code is known that they depend on.
 
 
-def test_what_a_conversion_without_a_version_makes_is_not_kept(write: Write, tmp_path: Path) -> None:
+def test_results_of_a_conversion_without_a_version_are_not_cached(write: Write, tmp_path: Path) -> None:
     path, cache = write([{"q": str(i)} for i in range(9)]), tmp_path / "cache"
     (tmp_path / "words.py").write_text("WORD = 'one'\n")
     code = "import sys\nsys.path.insert(0, {folder!r})\nimport words\ndef example(record):\n    return {{'prompt': words.WORD}}\n"

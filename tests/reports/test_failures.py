@@ -61,7 +61,7 @@ def test_only_a_larger_share_than_the_limit_ends_the_run(failed: int, most: floa
         assert not ends
 
 
-def test_a_saved_run_goes_on_when_its_verifier_is_mended(workshop: Workshop) -> None:
+def test_a_saved_run_resumes_after_its_verifier_is_fixed(workshop: Workshop) -> None:
     verifier = workshop.folder / "mine.py"
     verifier.write_text("def score(response):\n    raise OSError('the judge is down')\n")
     config = workshop.config(reward={"verify": f"{verifier}:score", "sandbox": "process"})

@@ -37,7 +37,7 @@ def test_a_tiny_model_fits_on_this_machine(workshop: Workshop) -> None:
         (24, {"rollout": {"slots": 60_000}, "trainer": {"lora": {}}}, "lower rollout.slots"),
     ],
 )
-def test_what_does_not_fit_is_named_with_what_to_change(
+def test_a_part_that_does_not_fit_is_reported_with_a_remedy(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch, gib: float, sections: dict[str, Any], says: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -57,7 +57,7 @@ def test_without_a_device_the_verdict_says_what_one_needs(workshop: Workshop, mo
     assert "and there is none here to compare with" in lines[0] and lines[-1].startswith("verdict: not on this machine")
 
 
-def test_all_keys_at_fault_are_named_each_in_a_line(
+def test_all_invalid_keys_are_reported_one_per_line(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = ["trainer.stepz=3", "dtype=float16", "rollout.temperature=-1"]
@@ -101,7 +101,7 @@ def test_all_keys_at_fault_are_named_each_in_a_line(
     ],
     ids=["files", "data and names", "engine and lengths"],
 )
-def test_everything_that_is_wrong_is_named(workshop: Workshop, sections: dict[str, Any], expected: list[str]) -> None:
+def test_all_user_errors_are_reported(workshop: Workshop, sections: dict[str, Any], expected: list[str]) -> None:
     with pytest.raises(Problems) as error:
         dry_run(workshop.config(**sections), Console(file=StringIO()))
     lines = str(error.value).splitlines()
