@@ -149,7 +149,7 @@ def test_calls_are_laid_out_as_the_hybrid_runtime_lays_them_out(data: st.DataObj
 def test_models_that_fit_nowhere_are_refused_with_the_least_that_has_room(tmp_path: Path) -> None:
     asked = problem(write_sizes(tmp_path / "m", 128, 2, 2), cluster(1, 1, 10 * MIB))
     with pytest.raises(
-        UserError, match=r"fit on no allocation of 1x1xtest; the least that has room is --devices \d+x1xtest"
+        UserError, match=r"fit on no allocation of 1x1xtest; the smallest that fits is --devices \d+x1xtest"
     ):
         Search(asked).hybrid()
 

@@ -110,7 +110,7 @@ def test_a_worker_that_does_not_come_is_waited_for_no_longer_than_the_limit() ->
         source = kept(offer)
         with (
             source.asked(2) as notice,
-            pytest.raises(TransferError, match=r"2 of 3 processes came for weights in 0.5 s"),
+            pytest.raises(TransferError, match=r"2 of 3 processes joined the weight transfer in 0.5 s"),
         ):
             dict(Incoming(notice, 0, CPU).tensors())
 
