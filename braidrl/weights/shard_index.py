@@ -43,7 +43,7 @@ class AdaptedTensor(Protocol):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the adapter is sharded, so that all its ranks must merge it at the same time."""
+        """True if the adapter is sharded: all of its ranks must merge it at the same time."""
 
     def merged_part(self) -> Tensor:
         """Return this rank's block with its adapter merged."""

@@ -1,4 +1,4 @@
-"""Weights of 4 bits under adapters and moments of 8 bits: what they stand for, what they take, and that a run goes on from them."""
+"""Weights of 4 bits under adapters and moments of 8 bits: values, memory, and exact resume."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_draining_engine_finishes_half_of_its_rows_and_preempts_the_rest() -> No
         schedule.received(name, 1)
     schedule.advance(1, is_generation_over=False)
     assert schedule.load("a", 4) is None and not schedule.takes_rows("a")
-    assert schedule.load("b", 4) is None and schedule.takes_rows("b"), "it goes on until the other is back"
+    assert schedule.load("b", 4) is None and schedule.takes_rows("b"), "it continues until the other has loaded"
     assert schedule.load("a", 3) is None
     assert schedule.load("a", 2) == (1, True)
     schedule.loaded("a", 1)

@@ -128,7 +128,7 @@ def test_fresh_head_is_zero_and_export_loads_as_sequence_classification(folder: 
     train_once(worker, rows, 4)
     train_once(other, rows, 4)
     assert torch.equal(worker.forward("scores", rows).values, other.forward("scores", rows).values), (
-        "the optimizer goes on where it was"
+        "the optimizer resumes"
     )
 
 
