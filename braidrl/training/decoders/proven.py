@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 
 from braidrl.errors import UserError, first_line
@@ -55,7 +56,7 @@ def check_decodes(config: Any, folder: Path | str) -> None:
 
 def _proven(config: Any) -> dict[str, Any]:
     try:
-        with quietly():
+        with quietly(), torch.enable_grad():  # a checkpoint may be loaded under no_grad
             plan, decoding = best_plan(Twin(config))
     except Refusal as refusal:
         return {"refused": str(refusal)}
