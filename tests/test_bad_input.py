@@ -172,7 +172,7 @@ def test_a_model_that_cannot_be_trained_is_named_before_it_loads(
     )
     BertLMHeadModel(settings).save_pretrained(other)
     line = refusal("train", config, f"model={other}", *dry)
-    assert line.startswith(f"model: {other}, bert, is not proven to train right: ")
+    assert line.startswith(f"model: {other}, bert, is not proven to train correctly: ")
 
 
 def test_a_run_whose_every_trajectory_fails_twice_ends_with_the_commonest_failure(

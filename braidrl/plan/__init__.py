@@ -1,4 +1,4 @@
-"""Find the quickest placement, layouts and runtime for a flow on some devices, from cost functions alone.
+"""The planner: find the fastest placement, layouts and runtime for a flow on given devices, from cost functions alone.
 
 devices, lengths ─▶ problem ─▶ work, rates (seconds of a stage) ─▶ layouts, choices ─▶ search, streaming, named ─▶ overlay, report
                                         ▲

@@ -1,7 +1,7 @@
-"""Fit what Braid reaches of a device from the traces of real runs.
+"""Calibration: fit a device's achieved rates to the traces of real runs.
 
 run/trace ──seconds of each stage──┐
-run/config, rollouts ──Work──▶ quantities ──least squares, nothing negative──▶ unit costs ──▶ Rates
+run/config, rollouts ──Work──▶ quantities ──non-negative least squares──▶ unit costs ──▶ Rates
 """
 
 from collections import defaultdict
@@ -25,24 +25,24 @@ from braidrl.plan.rates import Phase, PhaseRates, Rates, RuntimeRates, Work, rat
 from braidrl.plan.work import Lengths
 
 WARM_UP = 2
-"""Iterations at a run's beginning that are not looked at: kernels are compiled and memory is found."""
+"""First iterations of a run that are ignored: kernels compile and allocators warm up."""
 OWN = ("operations", "activations", "tokens", "calls", "rows", "steps")
-"""What each phase has a unit cost of its own for."""
+"""Quantities whose unit cost is fitted per phase."""
 SHARED = ("memory", "link", "network", "collectives")
-"""What costs the same in all phases."""
+"""Quantities whose unit cost is the same in all phases."""
 FITTED_AS: Mapping[Phase, Phase] = {"train": "train", "infer": "infer", "prefill": "infer", "decode": "decode"}
-"""Prompts of generation are priced as inference: no stage has their seconds apart."""
+"""Prefill is priced as inference: traces do not record its seconds separately."""
 
 
 REWEIGHED = 20
-"""Rounds in which errors are weighed anew."""
+"""Rounds of iterative reweighting."""
 SMALL = 0.02
-"""Relative errors below this are not told apart."""
+"""Relative errors below this count as equal."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """A run that has been made: its problem, with the lengths of each step's rows, its trace and the seconds of its steps."""
+    """A recorded run: its problem, row lengths and seconds by step, and trace."""
 
     problem: Problem
     lengths: Mapping[int, Lengths]
@@ -50,14 +50,14 @@ class Observed:
     step_seconds: Mapping[int, float]
 
     def steps(self) -> Iterator[tuple[int, Problem]]:
-        """Yield each step after the first ones, with the problem that its rows were."""
+        """Yield each step after the warm-up, with the problem of its own row lengths."""
         for step, lengths in self.lengths.items():
             if step > WARM_UP:
                 yield step, replace(self.problem, lengths=lengths)
 
 
 def stage_seconds(spans: Sequence[Span]) -> dict[tuple[str, int], float]:
-    """Return the seconds of each stage in each iteration: those of the worker that was busy with it longest."""
+    """Return the seconds of each (stage, iteration) on its busiest worker."""
     busy: dict[tuple[str, int, str], float] = defaultdict(float)
     for span in spans:
         if span.state == "busy":
@@ -69,10 +69,11 @@ def stage_seconds(spans: Sequence[Span]) -> dict[tuple[str, int], float]:
 
 
 def quantities(done: Iterable[Work], behind: float) -> dict[str, float]:
-    """Return what the seconds of a stage are made of, by the name of its unit cost.
+    """Return the quantities that a stage's seconds are made of, by the name of their unit cost.
 
     Args:
-        behind: the share of computing that communication hides behind. Where it is 1, what travels then is not seen.
+        done: The work of the stage.
+        behind: Share of compute that communication can overlap; at 1, overlapped communication is not visible.
     """
     found: dict[str, float] = defaultdict(float)
     for work in done:
@@ -88,12 +89,14 @@ def quantities(done: Iterable[Work], behind: float) -> dict[str, float]:
 def least_squares(
     samples: Sequence[Mapping[str, float]], seconds: Sequence[float], known: Sequence[float] = ()
 ) -> dict[str, float]:
-    """Return the unit costs, none negative, that make the relative errors of the sums smallest.
+    """Fit non-negative unit costs by least absolute relative error (iteratively reweighted least squares).
 
-    What other work on the machine has slowed counts less: errors are weighed until their sum is least, not that of their squares.
+    Absolute instead of squared errors make outliers, such as steps slowed by other programs, count less.
 
     Args:
-        samples: quantities by name. seconds: what they took. known: those of them that something else took.
+        samples: Quantities by name, one mapping per measurement.
+        seconds: Measured seconds of each sample.
+        known: The part of these seconds that is already explained.
     """
     names = sorted({name for sample in samples for name in sample})
     took = np.array(seconds)
@@ -108,7 +111,7 @@ def least_squares(
 
 
 def nonnegative(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the x without negative numbers for which a @ x is nearest to b (Lawson and Hanson 1974, chapter 23)."""
+    """Return the non-negative x that minimises |a @ x - b| (Lawson and Hanson 1974, chapter 23)."""
     x, free = np.zeros(a.shape[1]), np.zeros(a.shape[1], dtype=bool)
     for _ in range(10 * len(x)):
         slope = np.where(free, -np.inf, a.T @ (b - a @ x))
@@ -122,7 +125,7 @@ def nonnegative(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> npt.N
             if not below.any():
                 x = wanted
                 break
-            # As far towards it as nothing becomes negative; what becomes zero is held there.
+            # Step towards it until a component reaches zero; fix that one at zero.
             part = (x[below] / np.maximum(x[below] - wanted[below], 1e-300)).min()
             x = x + part * (wanted - x)
             free &= x > 1e-12
@@ -131,19 +134,20 @@ def nonnegative(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> npt.N
 
 
 def calibrate(runs: Sequence[Observed], before: Mapping[str, Rates]) -> Rates:
-    """Return the rates that fit some runs on one kind of device.
+    """Fit rates to runs on one kind of device.
 
     Args:
-        before: rates by kind; what no run shows stays as it is there.
+        runs: The recorded runs.
+        before: Known rates by kind; values that no run shows are kept.
 
     Raises:
-        UserError: where the runs have no iteration after the first ones.
+        UserError: The runs have no iteration after the warm-up.
     """
     cluster, models = runs[0].problem.cluster, runs[0].problem.models
     group, rates = cluster.groups[0].kind, rates_for(cluster.groups[0].kind, before)
     samples: list[tuple[dict[str, float], float]] = []
     compute: dict[str, list[float]] = defaultdict(list)
-    # Under streaming stages run beside each other: on the same cores each takes longer than its work says.
+    # Streaming stages run concurrently and slow each other on shared cores: prefer runs of other runtimes.
     apart = [run for run in runs if run.problem.config.runtime != "streaming"]
     for run in apart or runs:
         seen = stage_seconds(run.spans)
@@ -168,7 +172,7 @@ def calibrate(runs: Sequence[Observed], before: Mapping[str, Rates]) -> Rates:
 
 
 def fitted_rates(costs: Mapping[str, float], rates: Rates, kind: DeviceKind, dtype: str) -> Rates:
-    """Return unit costs as rates; those that no run shows stay as they are."""
+    """Return unit costs as rates; keep those that no run shows."""
     found: dict[str, Any] = {}
     for phase, source in FITTED_AS.items():
         if f"{source}.operations" in costs:
@@ -182,7 +186,7 @@ def fitted_rates(costs: Mapping[str, float], rates: Rates, kind: DeviceKind, dty
 
 
 def phase_rates(costs: Mapping[str, float], peak: float) -> PhaseRates:
-    """Return a phase's unit costs as rates; operations that cost nothing are given ten times the peak."""
+    """Return a phase's unit costs as rates; operations are at most ten times the peak."""
     return PhaseRates(
         share=1.0 / (max(costs["operations"], 0.1 / peak) * peak), activation_s=costs["activations"],
         token_s=costs["tokens"], call_s=costs["calls"], row_s=costs["rows"], step_s=costs["steps"],
@@ -190,7 +194,7 @@ def phase_rates(costs: Mapping[str, float], peak: float) -> PhaseRates:
 
 
 def added(runs: Sequence[Observed], rates: Mapping[str, Rates]) -> dict[str, RuntimeRates]:
-    """Return what each runtime adds: the seconds of steps that their stages, priced by the fitted rates, do not explain."""
+    """Fit the overhead of each runtime: the step seconds that stages at the fitted rates do not explain."""
     seen: dict[str, list[tuple[int, float, float]]] = defaultdict(list)
     for run in runs:
         for step, problem in run.steps():
@@ -200,7 +204,7 @@ def added(runs: Sequence[Observed], rates: Mapping[str, Rates]) -> dict[str, Run
 
 
 def runtime_rates(steps: Sequence[tuple[int, float, float]]) -> RuntimeRates:
-    """Return what a runtime adds, from (rows of a step, its seconds, those that its stages explain)."""
+    """Fit a runtime's overhead to (rows, seconds, seconds explained by stages) of steps."""
     rows, seconds, explained = zip(*steps, strict=True)
     samples = [
         {"iteration_s": 1.0, "row_s": float(n), "slower": taken} for n, taken in zip(rows, explained, strict=True)
@@ -209,5 +213,5 @@ def runtime_rates(steps: Sequence[tuple[int, float, float]]) -> RuntimeRates:
 
 
 def written_rates(rates: Mapping[str, Rates]) -> str:
-    """Return rates as the YAML that `read_rates` reads."""
+    """Serialize rates as YAML for `read_rates`."""
     return yaml.safe_dump({kind: one.model_dump(mode="json") for kind, one in rates.items()}, sort_keys=False)

@@ -1,11 +1,11 @@
-"""List the ways in which a role can lie on so many devices, and keep those worth trying.
+"""Choices: the layouts, micro-batches and engines of a role on a number of devices, reduced to a Pareto front.
 
 layouts × micro-batch tokens × checkpointing × engine ──memory, seconds──▶ Choice
 """
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
@@ -26,7 +26,7 @@ PARTS: tuple[AssetPart, ...] = ("weights", "optimizer", "engine", "inference")
 
 @dataclass(frozen=True)
 class Choice:
-    """One way for a role to lie on its devices, with the seconds of its stages and the bytes of each device."""
+    """One deployment of a role, with the seconds of its stages and the bytes on each device."""
 
     use: Deployment
     costs: Mapping[str, Cost]
@@ -40,23 +40,23 @@ class Choice:
 
     @cached_property
     def peak(self) -> int:
-        """Return the most bytes that it takes of a device at a time, with what it works with."""
+        """Return the peak bytes on a device, with working memory."""
         return at_once([self.resident], self.working)
 
     @cached_property
     def largest(self) -> int:
-        """Return the most bytes that any of its stages needs at once, beside what it works with."""
+        """Return the most resident bytes that one stage needs, without working memory."""
         return largest_stage("", self.resident)
 
     def measure(self) -> tuple[float, ...]:
-        """Return the numbers of which none may be larger in a choice that is never worse: seconds, bytes of each part."""
+        """Return the numbers that the Pareto front compares: seconds, and bytes of each part."""
         held = assets("", dict(self.resident))
-        weights = self.resident.get(ENGINE, 0)  # what of an engine stays while it sleeps
+        weights = self.resident.get(ENGINE, 0)  # the part of an engine that stays during sleep
         return (self.busy, *(held.get(Asset("", part), 0) for part in PARTS), weights, self.working)
 
 
 def best(choices: Iterable[Choice]) -> list[Choice]:
-    """Return the choices that no other equals or betters in every number (the Pareto front), the quickest first."""
+    """Return the Pareto front of the choices, fastest first."""
     front: list[tuple[tuple[float, ...], Choice]] = []
     for numbers, choice in sorted(((choice.measure(), choice) for choice in choices), key=lambda pair: pair[0]):
         if not any(all(a <= b for a, b in zip(other, numbers, strict=True)) for other, _ in front):
@@ -65,25 +65,30 @@ def best(choices: Iterable[Choice]) -> list[Choice]:
 
 
 class Choices:
-    """The choices of a problem's roles, each computed once. `layouts_tried` counts them."""
+    """The cached choices of a problem's roles; `layouts_tried` counts evaluated deployments."""
 
     def __init__(
         self, problem: Problem, laid_out: bool = True, allowed: Callable[[Choice], bool] | None = None
     ) -> None:
-        """Without `laid_out` every device has a copy of the model: eager and streaming.
+        """Prepare an empty cache.
 
         Args:
-            allowed: which choices may be taken, where a named placement has not all of them.
+            problem: The planning problem.
+            laid_out: Try parallel layouts; False (eager, streaming): one copy of the model per device.
+            allowed: Filter for the choices of a named placement; None allows all.
         """
         self.problem, self.laid_out, self.allowed = problem, laid_out, allowed
         self.layouts_tried = 0
         self._roles: dict[tuple[str, str, int, str], list[Choice]] = {}
 
     def of_role(self, role: str, group: NodeGroup, devices: int, part: RolePart = "all") -> list[Choice]:
-        """Return the choices of a role that fit so many devices alone, those never better than another left out.
+        """Return the Pareto front of a role's choices that fit the devices alone.
 
         Args:
-            part: `all`, or where they are apart `generate` and `model`.
+            role: The name of the role.
+            group: The devices' node group.
+            devices: The number of devices.
+            part: `all`; or `generate` or `model` if engine and model have separate devices.
         """
         key = (role, group.kind, devices, part)
         if key not in self._roles:
@@ -96,10 +101,14 @@ class Choices:
         self, model: Model, group: NodeGroup, devices: int, part: RolePart = "all",
         keep: Callable[[Iterable[Choice]], list[Choice]] = list,
     ) -> Iterator[Choice]:  # fmt: skip
-        """Yield each choice of a role that fits its devices alone.
+        """Yield each choice of a role that fits the devices alone.
 
         Args:
-            keep: what may be left out of the choices of one layout. Which micro-batch is best does not depend on the engine.
+            model: The role's model.
+            group: The devices' node group.
+            devices: The number of devices.
+            part: As in `of_role`.
+            keep: Reduces the choices of one layout; the best micro-batch does not depend on the engine.
         """
         if part == "generate":
             yield from self._fitting(
@@ -112,7 +121,15 @@ class Choices:
             else [ParallelLayout(data=devices)]
         )
         for layout in found:
-            uses = self._uses(model, layout, found)
+            # If training gathers its weights, inference may use a copy in a layout that does not.
+            copies: list[ParallelLayout | None] = [None]
+            if model.infers and model.trained and layout.shard == "full":
+                copies += [one for one in found if one.shard == "none" and one.pipeline == one.sequence == 1][:2]
+            checkpointing = (False, True) if model.trained else (False,)
+            uses = [
+                replace(self.problem.use(model.role, layout, tokens, again), inference=inference)
+                for tokens, again, inference in itertools.product(self._tokens(), checkpointing, copies)
+            ]
             models = keep(self._fitting(model, group, uses, devices, "model"))
             if not model.generates or part == "model":
                 yield from models
@@ -134,14 +151,14 @@ class Choices:
         part: RolePart,
         apart: bool = False,
     ) -> Iterator[Choice]:
-        """The choices that fit their devices alone, with the seconds of the stages of this part."""
+        """Yield the choices that fit their devices alone, with the seconds of this part's stages."""
         room = self.problem.kind(group).memory * USABLE
         stages = [stage for stage in model.stages if (stage.kind is Kind.GENERATE) == (part == "generate")]
         for use in uses:
             self.layouts_tried += 1
             resident, working = role_memory(use, activations)
             if part == "generate" and (self.laid_out or not apart):
-                # The trainer's part of it is counted with the trainer.
+                # The trainer's own memory is counted with its model part.
                 resident, working = {name: size for name, size in resident.items() if name in (ENGINE, CACHE)}, {}
             if largest_stage(model.role, resident) + sum(working.values()) > room:
                 continue
@@ -155,15 +172,8 @@ class Choices:
         ordered = {name: costs[name] for name in names if name in costs}
         return Choice(use, ordered, {**model.resident, **decoder.resident}, model.working)
 
-    def _uses(self, model: Model, layout: ParallelLayout, found: Sequence[ParallelLayout]) -> Iterator[Deployment]:
-        """A role on a layout, with each micro-batch and each way to infer."""
-        checkpointing = (False, True) if model.trained else (False,)
-        copies = self._inference_layouts(model, layout, found)
-        for tokens, again, inference in itertools.product(self._tokens(), checkpointing, copies):
-            yield replace(self.problem.use(model.role, layout, tokens, again), inference=inference)
-
     def _engines_alone(self, model: Model, group: NodeGroup, devices: int) -> Iterator[Deployment]:
-        """Engines on devices of their own, with weights of their own."""
+        """Yield engines on separate devices, with their own weights."""
         use = self.problem.use(model.role, ParallelLayout(data=devices), usual_max_tokens(self.problem.config))
         use = replace(use, shape=model.plain, trained=False)
         for engine in self.engines(model, group, devices, own_weights=self.laid_out):
@@ -176,12 +186,12 @@ class Choices:
                 yield self.problem.engine(model, slots, divisor, own_weights)
 
     def _tokens(self) -> list[int]:
-        """Tokens of a micro-batch: the configuration's, four times as many, or no more than the longest row has."""
+        """Return the micro-batch sizes to try, in tokens: configured, four times that, and the longest row."""
         given, longest = usual_max_tokens(self.problem.config), self.problem.config.max_sequence_tokens
         return sorted({longest, max(longest, given), max(longest, given * 4)})
 
     def _slots(self, engines: int) -> list[int]:
-        """Slots of an engine: the configuration's, or as many as it has rows for at a time."""
+        """Return the slot counts to try: configured, all rows of the engine at once, and a quarter of these."""
         rows = math.ceil(self.problem.rows * self.problem.lengths.generated / max(1, engines))
         enough = -(-rows // 16) * 16
         return sorted({min(slots_of(self.problem.config), enough), enough, max(16, enough // 4)})
@@ -193,18 +203,9 @@ class Choices:
         heads = math.gcd(config.num_attention_heads, config.num_key_value_heads)
         return divisors(math.gcd(heads, math.gcd(devices, group.devices)))
 
-    def _inference_layouts(
-        self, model: Model, layout: ParallelLayout, found: Sequence[ParallelLayout]
-    ) -> list[ParallelLayout | None]:
-        """Layouts to infer in with a copy: where training gathers its weights, those that do not."""
-        if not (model.infers and model.trained and layout.shard == "full"):
-            return [None]
-        pure = [one for one in found if one.shard == "none" and one.pipeline == one.sequence == 1]
-        return [None, *pure[:2]]
-
 
 def largest_stage(role: str, resident: Mapping[str, int]) -> int:
-    """Return the most bytes of a role that any stage of it needs at once: to train, to decode, or to infer."""
+    """Return the most bytes of a role that one stage needs: to train, to infer, or to decode."""
     sizes = assets(role, dict(resident))
 
     def size(*parts: AssetPart) -> int:

@@ -1,4 +1,4 @@
-"""Read the plan that a configuration already is: how its roles lie on the devices, and its seconds.
+"""The plan of an existing configuration: deployments of its roles, and predicted seconds.
 
 configuration ──runtime, workers, placement──▶ pools ──layouts──▶ a choice for each role ──▶ Plan
 """
@@ -17,11 +17,11 @@ from braidrl.runtimes.memory.budget import Deployment, at_once, role_memory
 from braidrl.training.role_settings import checkpoints_activations, layout_of, max_tokens_of, slots_of
 
 Pools = dict[tuple[str, ...], int]
-"""The processes of each pool, by its roles; under streaming by the name of its worker group."""
+"""The number of processes of each pool, by its roles; under streaming by its worker group's name."""
 
 
 def predicted(problem: Problem) -> Plan:
-    """Return the plan that a configuration already is, with its seconds."""
+    """Return the plan of a configuration, with predicted seconds."""
     sets = [configured_set(problem, pool, devices) for pool, devices in configured_pools(problem).items()]
     if problem.config.runtime == "streaming":
         return StreamingSearch(problem).plan(sets, problem.config.trainer.max_staleness)
@@ -41,7 +41,7 @@ def configured_pools(problem: Problem) -> Pools:
 
 
 def configured_set(problem: Problem, pool: tuple[str, ...], devices: int) -> SetChoice:
-    """Return the roles of one pool as the configuration says they lie on its devices."""
+    """Return the roles of one pool as the configuration deploys them."""
     roles = {name: configured_choice(problem, name, devices) for name in pool}
     costs = {stage: cost for choice in roles.values() for stage, cost in choice.costs.items()}
     memory = at_once([choice.resident for choice in roles.values()], max(choice.working for choice in roles.values()))
@@ -49,12 +49,12 @@ def configured_set(problem: Problem, pool: tuple[str, ...], devices: int) -> Set
 
 
 def configured_choice(problem: Problem, name: str, devices: int) -> Choice:
-    """Return one member of a pool with the seconds of its stages."""
+    """Return one role of a pool with the seconds of its stages."""
     role = name.removesuffix(GENERATE)
     apart = any(role + GENERATE in pool for pool in configured_pools(problem))
     stages = [s for s in problem.models[role].stages if not apart or (s.kind is Kind.GENERATE) == (name != role)]
     uses = {stage: deployment(problem, stage, devices) for stage in stages}
-    # A role that generates has its engine beside its model; what a stage does not use is not in its deployment.
+    # Only generate stages have an engine in their deployment: prefer one of these.
     use = next((one for one in uses.values() if one.engine), next(iter(uses.values())))
     group = problem.cluster.groups[0]
     costs = {s.name: problem.stage_cost(s, one, group, devices, name != role) for s, one in uses.items()}
@@ -63,7 +63,7 @@ def configured_choice(problem: Problem, name: str, devices: int) -> Choice:
 
 
 def deployment(problem: Problem, stage: Stage, devices: int) -> Deployment:
-    """Return how a stage's role lies on its devices in a run's configuration."""
+    """Return the configured deployment of a stage's role."""
     config, role = problem.config, str(stage.role)
     generates_apart = stage.kind is Kind.GENERATE and any(role + GENERATE in pool for pool in configured_pools(problem))
     layout = (ParallelLayout() if generates_apart else layout_of(role, config)).resolve(devices)
@@ -75,7 +75,7 @@ def deployment(problem: Problem, stage: Stage, devices: int) -> Deployment:
 
 
 def devices_of(problem: Problem, stage: Stage) -> int:
-    """Return the processes that run a stage of a model."""
+    """Return the number of processes that run a stage of a model."""
     pools, role = configured_pools(problem), str(stage.role)
     apart = stage.kind is Kind.GENERATE and any(role + GENERATE in pool for pool in pools)
     return next(devices for pool, devices in pools.items() if role + GENERATE * apart in pool)

@@ -1,4 +1,4 @@
-"""Count the work of generation: the third simulator, an engine whose slots fill again as rows end.
+"""The work of generation: a simulated engine with continuous batching, which refills slots as rows end.
 
 rows' lengths ──slots──▶ steps until the last row ends ──▶ operations, bytes of weights, keys and values
 """
@@ -23,11 +23,17 @@ def generate_work(
     nodes: Nodes,
     multiple: int = 1,
 ) -> tuple[Work, Work]:
-    """Return the work of one rank in generation: prompts, and decoding.
+    """Return the work of one rank in generation: (prefill, decode).
 
     Args:
-        tensor: ranks of an engine. replicas: engines. slots: rows that each decodes at once.
-        samples: rows of a prompt, which is computed once for all of them.
+        shape: The engine's model.
+        tensor: Tensor-parallel ranks of an engine.
+        replicas: The number of engines.
+        lengths: The rows of the batch.
+        slots: Rows that an engine decodes at once.
+        samples: Rows per prompt, which share its prefill.
+        nodes: Decides which links carry collectives.
+        multiple: Rows are padded to a multiple of this in each decode step.
     """
     rows = max(1, math.ceil(len(lengths) * lengths.generated / replicas))
     config = shape.sizes
@@ -56,7 +62,7 @@ def generate_work(
 
 
 def responses_of_one(lengths: Lengths, rows: int) -> IntArray:
-    """Return the responses of the engine that ends last: spread evenly over all lengths, with the longest, in mixed order."""
+    """Return response lengths of the slowest engine: an even sample of all lengths with the longest, shuffled."""
     places = (
         np.linspace(0, len(lengths) - 1, rows).round().astype(np.int64) if rows > 1 else np.array([len(lengths) - 1])
     )

@@ -1,4 +1,4 @@
-"""List the layouts of a model on so many devices, and count what a micro-batch keeps on each of them."""
+"""The layouts of a model on a number of devices, and the activation bytes of a micro-batch in each."""
 
 import itertools
 import math
@@ -10,15 +10,15 @@ from braidrl.config.layout import ParallelLayout
 from braidrl.training.memory.footprint import Shape, saved_bytes
 
 LONG = 8192
-"""Tokens of rows that are worth dividing among devices."""
+"""Tokens from which a row is worth sequence parallelism."""
 AT_ONCE = 2048
-"""Tokens at which activations are counted; they grow in proportion."""
+"""Tokens at which activations are counted; other sizes are scaled linearly."""
 
 
 def layouts(shape: Shape, devices: int, group: NodeGroup, trained: bool, longest: int) -> Iterator[ParallelLayout]:
-    """Yield the layouts of a model on so many devices, `data` filled in: axes that divide it, matrices and rows within a node.
+    """Yield the layouts of a model on `devices` devices, with `data` filled in.
 
-    Rows are divided where the longest has many tokens.
+    Tensor and sequence parallelism stay within a node; sequence parallelism needs rows of at least LONG tokens.
     """
     config = shape.sizes
     heads = math.gcd(config.num_attention_heads, config.num_key_value_heads)
@@ -40,7 +40,7 @@ def layouts(shape: Shape, devices: int, group: NodeGroup, trained: bool, longest
 
 
 def divisors(number: int) -> list[int]:
-    """Return the numbers that divide `number`, in order."""
+    """Return the divisors of `number` in ascending order."""
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
@@ -50,7 +50,7 @@ def _saved(shape: Shape, layers: int, tensor: int) -> float:
 
 
 def activations(shape: Shape, tokens: int, checkpointing: bool, layout: ParallelLayout) -> int:
-    """Return what `footprint.activation_bytes` does, counted once per model and `tensor` and taken to grow in proportion."""
+    """Return activation bytes as `footprint.activation_bytes`, measured once per (model, tensor) and scaled linearly in tokens."""
     share = -(-tokens // (layout.sequence * layout.tensor))
     one, two = (_saved(shape, layers, layout.tensor) * share for layers in (1, 2))
     layers = shape.sizes.num_hidden_layers

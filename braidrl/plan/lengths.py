@@ -1,6 +1,6 @@
-"""Find how long rows are: from the data, from what a recorded run generated, or as given.
+"""Lengths of rows for a plan: from the data, from a recorded run, or as given.
 
---lengths RUN        prompts and responses that the run recorded      --lengths 300            every response
+--lengths RUN        prompts and responses that the run recorded      --lengths 300            this length for every response
 --lengths 300:2000   log-normal, with this median and longest         nothing                  prompts of the data, the longest responses
 """
 
@@ -24,25 +24,25 @@ def batch_lengths(config: Config, given: str | None = None, sources: Sequence[Lo
     """Return the lengths of one batch's rows.
 
     Raises:
-        UserError: for lengths that cannot be read, and a run that recorded none.
+        UserError: The lengths cannot be parsed, or the run recorded none.
     """
     rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
     if given is not None and Path(given).is_dir():
         return recorded_lengths(Path(given), rows)
     prompts = spread(prompt_lengths(config, sources), rows)
     responses = spread(response_lengths(config, given, sources, rows), rows)
-    # Neither follows the other: long answers go with short prompts as with long ones.
+    # Shuffle: lengths of prompts and responses are taken as independent.
     return Lengths(np.random.default_rng(0).permutation(prompts), responses, config.trainer.over_sampling)
 
 
 def prompt_lengths(config: Config, sources: Sequence[LoadedSource]) -> IntArray:
-    """Return the prompts' tokens in the data, or the most there may be where there are no data."""
+    """Return the prompt lengths of the data; without data, the configured maximum."""
     known = [one.numpy() for source in sources if (one := source.examples.lengths("prompt")) is not None]
     return np.concatenate(known).astype(np.int64) if known else np.array([config.data.max_prompt_tokens])
 
 
 def response_lengths(config: Config, given: str | None, sources: Sequence[LoadedSource], rows: int) -> IntArray:
-    """Return the tokens of responses: as given, of the data's own responses, or the most there may be."""
+    """Return the response lengths: as given, else those of the data, else the configured maximum."""
     if given is None:
         known = [one.numpy() for s in sources for name in RESPONSES if (one := s.examples.lengths(name)) is not None]
         longest = config.rollout.max_response_tokens
@@ -61,11 +61,11 @@ def response_lengths(config: Config, given: str | None, sources: Sequence[Loaded
 
 
 def recorded_lengths(run: Path, rows: int | None = None) -> Lengths:
-    """Return the lengths of the rows that a run recorded, spread over so many. Raises UserError where there are none."""
+    """Return the row lengths that a run recorded, resampled to `rows`. Raises UserError if it recorded none."""
     steps = recorded_steps(run)
     if not steps:
         raise UserError(f"--lengths {run}: the run recorded no rollouts")
-    # The last half: responses change their length while a policy learns.
+    # Use the last half: response lengths change during training.
     parts = [step_lengths(run, step) for step in steps[len(steps) // 2 :]]
     prompts, responses = (np.concatenate(one) for one in zip(*parts, strict=True))
     count = rows or len(parts[0][0])
@@ -77,19 +77,19 @@ def recorded_lengths(run: Path, rows: int | None = None) -> Lengths:
 
 
 def step_lengths(run: Path, step: int) -> tuple[IntArray, IntArray]:
-    """Return the tokens of a recorded step's prompts and of what follows them."""
+    """Return the lengths of a recorded step's prompts and responses."""
     rows = read_rollouts(rollout_path(run, step))
     prompts = np.asarray(rows["prompt_length"]).astype(np.int64)
     return prompts, np.asarray(rows["length"]).astype(np.int64) - prompts
 
 
 def spread(lengths: IntArray, rows: int) -> IntArray:
-    """Return so many rows with the same distribution of lengths, from the shortest to the longest."""
+    """Return `rows` lengths with the same distribution, ascending."""
     picked: IntArray = np.sort(lengths)[places(len(lengths), rows)]
     return picked
 
 
 def places(known: int, rows: int) -> IntArray:
-    """Return the middles of `rows` equal parts of `known` places: of many steps' rows the longest is not in every one."""
+    """Return the midpoints of `rows` equal parts of `range(known)`; midpoints, as not every batch has the longest row."""
     found: IntArray = ((np.arange(rows) + 0.5) * known / rows).astype(np.int64)
     return found

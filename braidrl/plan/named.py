@@ -1,9 +1,9 @@
-"""Evaluate placements that other frameworks fix, on our cost functions: `braid plan CONFIG --like NAME`.
+"""Fixed placements of other frameworks, evaluated by our cost functions: `braid plan CONFIG --like NAME`.
 
 deepspeed-chat   all roles on all devices; ZeRO-3 to train, tensor parallelism within a node to generate     arXiv 2308.01320
-openrlhf         each role on devices of its own, and engines on others again; ZeRO-3                        arXiv 2405.11143
+openrlhf         separate devices for each role and for engines; ZeRO-3                                       arXiv 2405.11143
 nemo-aligner     actor and reference on one half, critic and reward on the other; one layout for all         arXiv 2405.01481
-verl             all roles on all devices; layouts to train, infer and generate chosen apart                 arXiv 2409.19256
+verl             all roles on all devices; separate layouts to train, infer and generate                     arXiv 2409.19256
 """
 
 from collections.abc import Callable
@@ -21,13 +21,13 @@ Allowed = Callable[[Choice], bool]
 
 
 def like(problem: Problem, name: str) -> Plan:
-    """Return the best plan of a placement that another framework fixes.
+    """Return the best plan within another framework's placement.
 
     Raises:
-        UserError: for a name that is not known, and where the models have no room in that placement.
+        UserError: The name is unknown, or the models do not fit in that placement.
     """
     if name not in NAMES:
-        raise UserError(f"--like: no placement is called {name!r}. {suggest(name, NAMES)}")
+        raise UserError(f"--like: unknown placement {name!r}. {suggest(name, NAMES)}")
     search = Search(problem)
     roles = tuple(problem.flow.roles)
     plan = {
@@ -38,13 +38,13 @@ def like(problem: Problem, name: str) -> Plan:
     }[name]()
     if plan is None:
         raise UserError(
-            f"--like {name}: the models of flow {problem.flow.name} have no room in this placement on {problem.cluster}"
+            f"--like {name}: the models of flow {problem.flow.name} do not fit in this placement on {problem.cluster}"
         )
     return plan
 
 
 def sharded(choice: Choice) -> bool:
-    """Return whether weights are divided as ZeRO-3 does."""
+    """Return whether the layout is plain ZeRO-3."""
     layout = choice.use.layout
     return (
         layout.tensor == layout.pipeline == layout.sequence == 1 and layout.shard == "full" and not choice.use.inference
@@ -52,14 +52,14 @@ def sharded(choice: Choice) -> bool:
 
 
 def same_layout(choice: Choice) -> bool:
-    """Return whether a role lies on its devices by tensor and pipeline parallelism, and generates as it trains."""
+    """Return whether a role uses only tensor and pipeline parallelism, and generates in its training layout."""
     layout, engine = choice.use.layout, choice.use.engine
     plain = layout.shard in ("none", "optimizer") and layout.sequence == 1 and not choice.use.inference
     return plain and (engine is None or engine.divisor == layout.tensor)
 
 
 def halves(problem: Problem) -> RoleSets:
-    """Return the roles that generate, with the frozen ones that give log-probs, and the others."""
+    """Split the roles: those that generate or provide frozen log-probs, and the others."""
     models = problem.models
     first = tuple(role for role, model in models.items() if model.generates or (not model.trained and not model.scalar))
     second = tuple(role for role in models if role not in first)
@@ -67,10 +67,10 @@ def halves(problem: Problem) -> RoleSets:
 
 
 def fixed(search: Search, partition: RoleSets, allowed: Allowed) -> Plan | None:
-    """Return the best plan of one partition among choices that are allowed; sets have equal shares of the devices.
+    """Return the best plan of one partition whose sets have equal numbers of devices.
 
     Raises:
-        UserError: for devices that do not divide among the sets.
+        UserError: The devices do not divide equally among the sets.
     """
     group = max(search.problem.cluster.groups, key=lambda group: group.size)
     size, left = divmod(group.size, len(partition))
@@ -88,7 +88,7 @@ def fixed(search: Search, partition: RoleSets, allowed: Allowed) -> Plan | None:
 
 
 def apart(search: Search) -> Plan | None:
-    """Return each role on devices of its own and engines on others, as many for each as is quickest."""
+    """Return the fastest plan with separate devices for each role and for engines."""
     problem = search.problem
     group = max(problem.cluster.groups, key=lambda group: group.size)
     members = [(role, False) for role in problem.models]

@@ -1,4 +1,4 @@
-"""Write a plan as a configuration that lies over the run's own: `braid train CONFIG overlay.yaml`.
+"""A plan as a configuration overlay: `braid train CONFIG overlay.yaml`.
 
 Plan ──▶ {runtime, workers, placement, streaming.workers, roles.ROLE.layout ..., rollout.slots, trainer.resident_gib}
 """
@@ -14,7 +14,7 @@ GIB = 1 << 30
 
 
 def overlay_of(plan: Plan, problem: Problem) -> dict[str, Any]:
-    """Return the keys that a plan sets, as nested dicts and lists of plain values."""
+    """Return a plan's configuration keys as nested dicts and lists of plain values."""
     tree: dict[str, Any] = {
         "runtime": plan.runtime, "device": problem.cluster.device, "roles": {}, "rollout": {"engines": None},
         "trainer": {"layout": {}, "inference_layout": None, "max_staleness": plan.staleness},
@@ -27,7 +27,7 @@ def overlay_of(plan: Plan, problem: Problem) -> dict[str, Any]:
                 tree["roles"][role] = own
             engine = choice.use.engine
             if engine is not None:
-                # Engines of several roles share one setting: the smallest has room everywhere.
+                # Engines of several roles share one setting: the smallest fits everywhere.
                 slots = tree["rollout"].get("slots", engine.slots)
                 tree["rollout"] |= {"slots": min(slots, engine.slots), "tensor": engine.divisor}
     tree |= processes(plan)
@@ -37,7 +37,7 @@ def overlay_of(plan: Plan, problem: Problem) -> dict[str, Any]:
 
 
 def role_settings(choice: Choice, trained: bool, runtime: str) -> dict[str, Any]:
-    """Return what the configuration says of a role: layouts only where the runtime has them."""
+    """Return a role's configuration; layouts only if the runtime supports them."""
     found: dict[str, Any] = {"max_tokens_per_device": choice.use.tokens}
     if trained:
         found["activation_checkpointing"] = choice.use.checkpointing
@@ -49,13 +49,13 @@ def role_settings(choice: Choice, trained: bool, runtime: str) -> dict[str, Any]
 
 
 def written(layout: ParallelLayout) -> dict[str, Any]:
-    """Return a layout's own values, without those that are defaults."""
+    """Return a layout's values that are not defaults."""
     found: dict[str, Any] = layout.model_dump(exclude_defaults=True)
     return found
 
 
 def processes(plan: Plan) -> dict[str, Any]:
-    """Return which processes a plan has."""
+    """Return the configuration of a plan's processes."""
     if plan.runtime == "streaming":
         counts = {name: one.devices for one in plan.sets for name in one.roles}
         return {"streaming": {"workers": counts}, "placement": "colocate"}

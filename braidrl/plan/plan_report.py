@@ -1,4 +1,4 @@
-"""Show plans: a table, the best one's stages and roles, why the others lose, and its timeline.
+"""The report of a plan: a table, the best plan's stages, roles and timeline, and why the others are slower.
 
 plans ──▶ table, breakdown, reasons ──▶ terminal          best plan ──spans──▶ the page that `braid timeline` draws
 """
@@ -18,11 +18,11 @@ from braidrl.plan.search import Plan
 from braidrl.runtimes.memory.budget import in_units
 
 SHOWN = 0.005
-"""Stages with less than this share of an iteration are left out of reasons."""
+"""Differences below this share of an iteration are not listed as reasons."""
 
 
 def show(problem: Problem, plans: Sequence[Plan], console: Console) -> None:
-    """Print the plans, the quickest first, with the breakdown of the first and what is worse in the others."""
+    """Print the plans, fastest first, with the breakdown of the first and the reasons against the others."""
     lengths = problem.lengths
     console.print(
         f"flow {problem.flow.name} on {problem.cluster}: {problem.rows:,} rows of {lengths.tokens / len(lengths):,.0f} tokens "
@@ -33,12 +33,12 @@ def show(problem: Problem, plans: Sequence[Plan], console: Console) -> None:
     console.print(roles_table(plans[0]))
     for number, plan in enumerate(plans[1:], 2):
         console.print(
-            f"{number} loses {plan.seconds - plans[0].seconds:,.3g} s: {reason(plan, plans[0])}", soft_wrap=True
+            f"{number} is {plan.seconds - plans[0].seconds:,.3g} s slower: {reason(plan, plans[0])}", soft_wrap=True
         )
 
 
 def table(title: str, columns: Sequence[str], right: range) -> Table:
-    """Return an empty table; `right` are the columns of numbers."""
+    """Return an empty table; the columns `right` are right-aligned."""
     found = Table(*columns, title=title, title_justify="left")
     for i in right:
         found.columns[i].justify = "right"
@@ -46,7 +46,7 @@ def table(title: str, columns: Sequence[str], right: range) -> Table:
 
 
 def plans_table(problem: Problem, plans: Sequence[Plan]) -> Table:
-    """Return a line for each plan."""
+    """Return a table with a row for each plan."""
     columns = ("", "runtime", "placement", "seconds", "tokens/s/device", "memory", "bound by")
     lines = table("plans", columns, range(3, 6))
     for number, plan in enumerate(plans, 1):
@@ -59,18 +59,18 @@ def plans_table(problem: Problem, plans: Sequence[Plan]) -> Table:
 
 
 def tokens_per_second(problem: Problem, plan: Plan) -> float:
-    """Return the tokens of a batch, prompts and responses, over an iteration's seconds and all devices."""
+    """Return tokens (prompts and responses) per second and device."""
     return float(problem.lengths.tokens / plan.seconds / problem.cluster.size)
 
 
 def bound(plan: Plan) -> str:
-    """Return the stage that takes longest, and what of it does."""
+    """Name the slowest stage and the largest part of its time."""
     name, cost = max(plan.costs.items(), key=lambda pair: pair[1].seconds)
     return f"{name}: {cost.bound}"
 
 
 def stages_table(plan: Plan) -> Table:
-    """Return the seconds of each stage by what takes them."""
+    """Return a table of each stage's seconds, split by cause."""
     lines = table("stages of plan 1", ("stage", "seconds", *Cost._fields), range(1, 2 + len(Cost._fields)))
     for name, cost in plan.costs.items():
         lines.add_row(name, f"{cost.seconds:,.3g}", *(f"{part:,.2g}" if part else "" for part in cost))
@@ -78,11 +78,11 @@ def stages_table(plan: Plan) -> Table:
 
 
 def roles_table(plan: Plan) -> Table:
-    """Return how each role lies on its devices."""
+    """Return a table of each role's deployment."""
     lines = table("roles of plan 1", ("role", "devices", "layout", "micro-batch", "engine", "memory"), range(0))
     for one in plan.sets:
         for name, choice in one.roles.items():
-            # Where not everything has room, some of it is put away while others work.
+            # If not everything fits at once, roles are offloaded while others work.
             memory = in_units(min(choice.peak, one.memory))
             where = f"{one.devices} x {one.group.kind}"
             lines.add_row(name, where, spelled(choice), micro_batch(choice), engine(choice), memory)
@@ -90,26 +90,26 @@ def roles_table(plan: Plan) -> Table:
 
 
 def spelled(choice: Choice) -> str:
-    """Return a role's layouts in words."""
-    told = layout_name(choice.use.layout)
-    return told if choice.use.inference is None else f"{told}; infers in {layout_name(choice.use.inference)}"
+    """Describe a role's layouts."""
+    training = layout_name(choice.use.layout)
+    return training if choice.use.inference is None else f"{training}; infers in {layout_name(choice.use.inference)}"
 
 
 def layout_name(layout: ParallelLayout) -> str:
-    """Return a layout's axes that divide anything."""
+    """Describe a layout by its axes larger than 1."""
     axes = " ".join(f"{axis} {getattr(layout, axis)}" for axis in AXES if (getattr(layout, axis) or 1) > 1) or "whole"
     return axes if layout.shard == "none" else f"{axes}, shard {layout.shard}"
 
 
 def micro_batch(choice: Choice) -> str:
-    """Return a role's micro-batch in words."""
+    """Describe a role's micro-batch."""
     if not choice.use.computes:
         return ""
     return f"{choice.use.tokens:,} tokens" + (", checkpointing" if choice.use.checkpointing else "")
 
 
 def engine(choice: Choice) -> str:
-    """Return a role's engine in words."""
+    """Describe a role's engine."""
     used = choice.use.engine
     if used is None:
         return ""
@@ -117,22 +117,22 @@ def engine(choice: Choice) -> str:
 
 
 def reason(plan: Plan, first: Plan) -> str:
-    """Return what is worse in a plan than in the first: stages that take longer, and devices that wait."""
+    """Explain why a plan is slower than the first: slower stages and idle devices."""
     worse = [
         (cost.seconds - first.costs[name].seconds, name, cost.bound)
         for name, cost in plan.costs.items()
         if cost.seconds - first.costs[name].seconds > SHOWN * first.seconds
     ]
-    told = [f"{name} takes {more:,.3g} s more ({what})" for more, name, what in sorted(worse, reverse=True)[:3]]
+    reasons = [f"{name} takes {more:,.3g} s more ({what})" for more, name, what in sorted(worse, reverse=True)[:3]]
     idle = [(1 - one.busy / plan.seconds, one) for one in plan.sets]
     share, idlest = max(idle, key=lambda pair: pair[0])
     if len(plan.sets) > 1 and share > 0.1:
-        told.append(f"{'+'.join(idlest.roles)} waits {share:.0%} of the time")
-    return "; ".join(told) or "its calls overlap less"
+        reasons.append(f"{'+'.join(idlest.roles)} waits {share:.0%} of the time")
+    return "; ".join(reasons) or "its calls overlap less"
 
 
 def spans_of(plan: Plan) -> list[Span]:
-    """Return a plan's predicted trace: of a streaming plan its run in virtual time, else one iteration."""
+    """Return a plan's predicted trace: the simulated run of a streaming plan, else one iteration."""
     if plan.simulation is not None:
         return [
             Span(one.worker, one.stage.partition(".")[0], one.stage, one.iteration, one.start, one.end, one.rows)
@@ -148,5 +148,5 @@ def spans_of(plan: Plan) -> list[Span]:
 
 
 def timeline(plan: Plan, name: str) -> str:
-    """Return the page with a plan's predicted timeline."""
+    """Return a plan's predicted timeline as an HTML page."""
     return timeline_page(f"{name}: predicted", spans_of(plan))

@@ -1,4 +1,4 @@
-"""State what is to be planned: a flow with its models, the lengths of its rows, and the devices. Price each stage on a layout.
+"""A planning problem: a flow with its models, row lengths and devices, and the cost of each stage in a layout.
 
 configuration + flow + Lengths + Cluster + Rates ──▶ Problem ──stage_cost──▶ Cost
 """
@@ -24,21 +24,21 @@ from braidrl.training.optimizer import moment_bytes
 from braidrl.training.role_settings import DTYPES, dtype_name, lora_of, model_path
 
 USABLE = 0.92
-"""Share of a device's memory that a plan fills: allocators and communication libraries keep the rest."""
+"""Share of a device's memory that a plan uses; allocators and communication libraries need the rest."""
 ROW_MULTIPLE = 16
-"""The embedded engine computes rows in multiples of so many, on a CPU also where fewer are left."""
+"""The embedded engine on a CPU pads its rows to a multiple of this."""
 COMPUTED = ("advantage.", "shape.", "select.", "data.")
-"""Families of functions that come with the package: milliseconds for any batch."""
+"""Prefixes of built-in functions, which take milliseconds for any batch."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A role's model and what it does in the flow."""
+    """A role's model and its stages in the flow."""
 
     role: str
     shape: Shape
     plain: Shape
-    """Without adapters."""
+    """The shape without adapters."""
     dtype: str
     trained: bool
     scalar: bool
@@ -62,7 +62,7 @@ class Model:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """What is to be planned. `seconds` are those per iteration of stages that are given, by name."""
+    """The problem. `seconds` gives the seconds per iteration of stages by name, for stages that cannot be derived."""
 
     config: Config
     flow: Flow
@@ -88,30 +88,30 @@ class Problem:
 
     @cached_property
     def updates(self) -> int:
-        """Return the optimizer steps of one pass over a batch."""
+        """Return the number of optimizer steps in one pass over a batch."""
         rows = self.rows
         return -(-rows // (self.config.trainer.rows_per_update or rows))
 
     @property
     def rows(self) -> int:
-        """Return the rows of a batch."""
+        """Return the number of rows in a batch."""
         return self.config.trainer.prompts_per_step * self.config.rollout.samples_per_prompt
 
     def kind(self, group: NodeGroup) -> DeviceKind:
-        """Return what a group's devices are."""
+        """Return the device kind of a node group."""
         return self.cluster.kinds[group.kind]
 
     def rates_of(self, group: NodeGroup) -> Rates:
-        """Return what programs reach of a group's devices."""
+        """Return the achieved rates on a node group."""
         return rates_for(group.kind, self.rates)
 
     def with_runtime(self, runtime: str, seconds: float) -> float:
-        """Return the seconds of an iteration whose stages take so many, with what the runtime adds to them."""
+        """Return the seconds of an iteration, with the runtime's overhead added to those of its stages."""
         own = self.rates_of(self.cluster.groups[0]).runtimes.get(runtime, RuntimeRates())
         return own.iteration_s + own.row_s * self.rows + (1 + own.slower) * seconds
 
     def check_stages(self) -> None:
-        """Raise UserError for a stage whose seconds nobody knows, saying how to give them."""
+        """Raise UserError for a stage without a known cost, with the option that gives it."""
         for stage in self.flow.stages:
             if not self._is_priced(stage):
                 what = "plays in an environment" if stage.kind is Kind.GENERATE else "is a function of yours"
@@ -130,7 +130,7 @@ class Problem:
         return stage.role is not None or stage.type.startswith(COMPUTED)
 
     def rows_of(self, stage: Stage) -> Lengths:
-        """Return the rows that a stage sees: before selection as many as are sampled."""
+        """Return the rows of a stage; before selection these are all sampled rows."""
         if self.lengths.generated > 1 and stage in self.flow.sampling_segment and stage.kind is not Kind.GENERATE:
             more = int(self.lengths.generated * len(self.lengths))
             picks = [i % len(self.lengths) for i in range(more)]
@@ -140,23 +140,26 @@ class Problem:
         return self.lengths
 
     def compute_cost(self, stage: Stage, group: NodeGroup) -> Cost:
-        """Return the seconds of a stage that uses no model."""
+        """Return the cost of a stage without a model."""
         if stage.name in self.seconds:
             return Cost(overhead=self.seconds[stage.name])
         return Cost(overhead=self.rates_of(group).stages.get(stage.type, 0.0) * len(self.rows_of(stage)))
 
     def stage_cost(self, stage: Stage, use: Deployment, group: NodeGroup, devices: int, apart: bool = False) -> Cost:
-        """Return the seconds of a stage of a model.
+        """Return the cost of a stage of a model.
 
         Args:
-            use: how its role lies on the devices, with `data` filled in.
-            apart: true where engines have devices of their own.
+            stage: The stage.
+            use: The deployment of its role, with `data` filled in.
+            group: The devices' node group.
+            devices: The number of devices.
+            apart: Engines have separate devices.
         """
         if stage.name in self.seconds:
             return Cost(overhead=self.seconds[stage.name])
         model = self.models[str(stage.role)]
         if stage.kind is Kind.GENERATE:
-            # Many layouts to train in share an engine, whose way through its rows is computed once.
+            # Many training layouts share an engine configuration: simulate its generation once.
             assert use.engine is not None
             key = (model.role, group.kind, devices, use.engine.divisor, use.engine.slots, use.engine.shape.dtype)
             if key not in self._generation:
@@ -178,7 +181,7 @@ class Problem:
         return {}
 
     def works(self, stage: Stage, use: Deployment, group: NodeGroup, devices: int) -> list[Work]:
-        """Return the work of a stage of a model on its busiest device; of generation that of prompts, and of decoding."""
+        """Return the work of a model's stage on its busiest device; generation returns prefill and decode."""
         model, nodes, config = self.models[str(stage.role)], Nodes(group.devices), self.config
         if stage.kind is Kind.GENERATE:
             assert use.engine is not None
@@ -190,7 +193,7 @@ class Problem:
             )]  # fmt: skip
         lengths, tokens = self.rows_of(stage), use.tokens
         if config.runtime == "streaming":
-            # A micro-batch is no more than what comes at once.
+            # A micro-batch cannot exceed one dispatch.
             tokens = min(tokens, math.ceil(config.streaming.dispatch_rows * lengths.tokens / len(lengths)))
         if stage.kind is Kind.INFER:
             return [infer_work(model.plain, use.inference or use.layout, lengths, tokens, model.scalar, nodes)]
@@ -200,7 +203,7 @@ class Problem:
         )]  # fmt: skip
 
     def publication_seconds(self, model: Model, use: Deployment, group: NodeGroup, apart: bool) -> float:
-        """Return the seconds until engines have new weights: none where they decode with the trainer's own."""
+        """Return the seconds of a weight update; 0 if engines share the trainer's weights."""
         engine = use.engine
         if engine is None or not (engine.own_weights or apart):
             return 0.0
@@ -210,7 +213,7 @@ class Problem:
         return moved / (kind.link * rates.link if within else kind.network * rates.network)
 
     def price(self, model: Model, work: Work, group: NodeGroup) -> Cost:
-        """Return the seconds of some work of a model."""
+        """Return the cost of work of a model."""
         return price(work, self.kind(group), self.rates_of(group), model.dtype)
 
     def engine(self, model: Model, slots: int, divisor: int, own_weights: bool) -> EngineUse:
@@ -221,7 +224,7 @@ class Problem:
         return EngineUse(shape, slots, self.config.max_sequence_tokens, divisor, own_weights or other or divisor > 1)
 
     def use(self, role: str, layout: ParallelLayout, tokens: int, checkpointing: bool = False) -> Deployment:
-        """Return a role on a layout, without an engine."""
+        """Return a role's deployment in a layout, without an engine."""
         model = self.models[role]
         return Deployment(
             model.shape,

@@ -1,7 +1,7 @@
-"""Turn work into seconds: what a program reaches of a device's figures. Every number here is one that calibration fits.
+"""Rates: convert work to seconds by the share of a device's peak that programs achieve. Calibration fits all of them.
 
 Work ──price(kind, rates)──▶ Cost        compute = operations / (peak · share) + bytes / (bandwidth · share) + overheads
-                                         communication = what computing waits for, and what does not fit behind it
+                                         communication = exposed transfers + overlapped transfers that exceed the overlap
 """
 
 from collections.abc import Mapping
@@ -22,45 +22,45 @@ PHASES: tuple[Phase, ...] = ("train", "infer", "prefill", "decode")
 
 
 class Work(NamedTuple):
-    """What the busiest device of a role does in one phase: operations, bytes by road, and counts."""
+    """The work of a role's busiest device in one phase: operations, bytes by link, and counts."""
 
     phase: Phase
     operations: float = 0.0
     memory: float = 0.0
-    """Bytes to and from its memory, apart from what operations bring with them."""
+    """Bytes to and from device memory, except those included in operations."""
     activations: float = 0.0
-    """Bytes of one activation of every layer and token, which what is between matrices reads and writes several times."""
+    """Bytes of one hidden state per layer and token; elementwise operations read and write them several times."""
     tokens: float = 0.0
-    """Tokens that logits are computed for, and in generation drawn from."""
+    """Tokens with logits (in generation: sampled tokens)."""
     calls: float = 0.0
-    """Layers that are computed, one by one."""
+    """Layer calls."""
     rows: float = 0.0
     steps: float = 0.0
     """Decode steps, optimizer steps, or calls of the stage."""
     link: float = 0.0
-    """Bytes within a node that computing waits for."""
+    """Exposed bytes within a node."""
     network: float = 0.0
-    """Bytes between nodes that computing waits for."""
+    """Exposed bytes between nodes."""
     collectives: float = 0.0
     behind_link: float = 0.0
-    """Bytes within a node that travel while it computes."""
+    """Bytes within a node that overlap with compute."""
     behind_network: float = 0.0
-    """Bytes between nodes that travel while it computes."""
+    """Bytes between nodes that overlap with compute."""
     host: float = 0.0
     """Bytes to and from host memory."""
 
 
 class Cost(NamedTuple):
-    """Seconds of a stage by what takes them."""
+    """The seconds of a stage, split by cause."""
 
     compute: float = 0.0
     memory: float = 0.0
     overhead: float = 0.0
     communication: float = 0.0
     weights: float = 0.0
-    """Bringing weights to another layout, or to engines."""
+    """Weight updates: resharding or publication to engines."""
     moves: float = 0.0
-    """Between device and host."""
+    """Copies between device and host."""
 
     @property
     def seconds(self) -> float:
@@ -69,53 +69,53 @@ class Cost(NamedTuple):
 
     @property
     def bound(self) -> str:
-        """Return the name of the largest part."""
+        """Return the name of the largest cause."""
         return max(zip(self, self._fields, strict=True))[1]
 
     def plus(self, other: "Cost") -> "Cost":
-        """Return the sum by part."""
+        """Return the sum by cause."""
         return Cost(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 class PhaseRates(Section):
-    """What a phase reaches."""
+    """The achieved rates of one phase."""
 
     share: float = Field(0.4, gt=0)
-    """Of the peak operations per second."""
+    """Share of the peak operations per second."""
     activation_s: float = Field(0.0, ge=0)
-    """Seconds for each byte of activations, where `share` does not have what norms and residuals take in it."""
+    """Seconds per byte of activations for norms and residuals, if `share` does not include them."""
     token_s: float = Field(0.0, ge=0)
-    """Seconds for each token, whatever the model's size: its loss, or its draw."""
+    """Seconds per token for its loss or its sampling, independent of model size."""
     call_s: float = Field(0.0, ge=0)
-    """Seconds for each layer, whatever its size."""
+    """Seconds per layer call, independent of its size."""
     row_s: float = Field(0.0, ge=0)
     """Seconds for each row."""
     step_s: float = Field(0.0, ge=0)
-    """Seconds for each step: of decoding, of the optimizer, or a call."""
+    """Seconds per decode step, optimizer step or stage call."""
 
 
 class RuntimeRates(Section):
-    """What a runtime adds to an iteration beside its stages."""
+    """A runtime's overhead in addition to its stages."""
 
     iteration_s: float = Field(0.0, ge=0)
-    """Seconds for each iteration."""
+    """Seconds per iteration."""
     row_s: float = Field(0.0, ge=0)
     """Seconds for each row."""
     slower: float = Field(0.0, ge=0)
-    """Seconds for each second of its stages: its workers share cores, or the memory, with each other."""
+    """Seconds per second of its stages, as workers share cores or memory bandwidth."""
 
 
 class Rates(Section):
-    """What programs reach of one kind of device."""
+    """The achieved rates on one kind of device."""
 
     train: PhaseRates = PhaseRates(share=0.42, call_s=150e-6)
     """Forward and backward passes and the optimizer."""
     infer: PhaseRates = PhaseRates(share=0.5, call_s=100e-6)
     """Forward passes."""
     prefill: PhaseRates = PhaseRates(share=0.5, call_s=50e-6)
-    """Prompts of generation."""
+    """Prefill."""
     decode: PhaseRates = PhaseRates(share=0.5, call_s=20e-6, step_s=3e-3)
-    """Tokens of generation."""
+    """Decoding."""
     memory: float = Field(0.7, gt=0)
     """Share of the memory's bandwidth."""
     link: float = Field(0.7, gt=0)
@@ -125,13 +125,13 @@ class Rates(Section):
     host: float = Field(0.6, gt=0)
     """Share of the bandwidth to host memory."""
     collective_s: float = Field(20e-6, ge=0)
-    """Seconds to begin one collective."""
+    """Latency of one collective, in seconds."""
     behind: float = Field(1.0, ge=0, le=1)
-    """Share of computing that communication can hide behind; 0 where the same cores do both."""
+    """Share of compute that communication can overlap; 0 if the same cores do both."""
     runtimes: dict[str, RuntimeRates] = Field(default_factory=dict)
-    """What each runtime adds."""
+    """The overhead of each runtime."""
     stages: dict[str, float] = Field(default_factory=dict)
-    """Seconds per row of stages that use no model, by their type."""
+    """Seconds per row of stages without a model, by stage type."""
 
     def of(self, phase: Phase) -> PhaseRates:
         """Return the rates of one phase."""
@@ -141,12 +141,12 @@ class Rates(Section):
 
 @cache
 def default_rates() -> dict[str, Rates]:
-    """Return the rates that come with the package: typical of GPUs, and those fitted on a CPU."""
+    """Return the built-in rates: typical GPU values, and values fitted on a CPU."""
     return read_rates(Path(__file__).with_name("rates.yaml"))
 
 
 def read_rates(path: Path) -> dict[str, Rates]:
-    """Return a file's rates by kind. Raises UserError where it holds something else."""
+    """Read rates by device kind from a file. Raises UserError if it is missing or invalid."""
     if not path.is_file():
         raise UserError(f"--rates: there is no file {path}; `braid plan --calibrate RUN --rates {path}` writes it")
     try:
@@ -157,15 +157,18 @@ def read_rates(path: Path) -> dict[str, Rates]:
 
 
 def rates_for(kind: str, known: Mapping[str, Rates]) -> Rates:
-    """Return the rates of a kind: its own where there are some, else the typical ones."""
+    """Return the rates of a device kind: known, built-in, or typical."""
     return known.get(kind) or default_rates().get(kind) or Rates()
 
 
 def price(work: Work, kind: DeviceKind, rates: Rates, dtype: str) -> Cost:
-    """Return the seconds of some work on a kind of device.
+    """Return the cost of work on a kind of device.
 
     Args:
-        dtype: of the operands, as the kind's peaks are named.
+        work: The work of the busiest device.
+        kind: Its peak figures.
+        rates: The achieved rates.
+        dtype: The dtype of the operands, a key of `kind.peak`.
     """
     phase = rates.of(work.phase)
     compute = work.operations / (kind.peak[dtype] * phase.share)

@@ -1,10 +1,10 @@
-"""Search placements as HybridFlow's Algorithm 1 does (arXiv 2409.19256): set partitions of the roles, devices for each set, layouts.
+"""Placement search after HybridFlow's Algorithm 1 (arXiv 2409.19256): set partitions of roles, devices per set, layouts.
 
 partitions of the roles ──▶ devices of each set ──▶ choices of each set (sets.py) ──makespan──▶ the best of each partition
-        cut by the least that each set can take                                    the runtime's own order of calls
+        pruned by a lower bound of each set                                        the runtime's own order of calls
 
-The paper adds seconds within a set and takes the largest across sets, phase by phase. Here the calls of an iteration are laid out as the
-hybrid runtime makes them, which comes to the same where phases do not overlap.
+The paper sums seconds within a set and takes the maximum across sets, phase by phase. Here an iteration's calls are scheduled as the
+hybrid runtime makes them; the results are equal if phases do not overlap.
 """
 
 import itertools
@@ -24,49 +24,49 @@ from braidrl.plan.simulation import Runtime, call_times
 from braidrl.plan.workload import Simulation
 
 FINEST = 32
-"""Allocations divide the devices into at most so many parts, so that a search over a thousand devices ends in seconds."""
+"""Most units that allocations split the devices into, so that a search over a thousand devices takes seconds."""
 RoleSets = tuple[tuple[str, ...], ...]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A runtime, the sets of its placement, and the seconds of an iteration."""
+    """A runtime, a placement and the predicted seconds of an iteration."""
 
     runtime: Runtime
     sets: tuple[SetChoice, ...]
     seconds: float
     costs: Mapping[str, Cost]
-    """Of each stage, in the flow's order."""
+    """The cost of each stage, in the flow's order."""
     starts: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """When the calls of each stage begin and end."""
+    """Start and end of each stage's call, in seconds."""
     staleness: int = 0
     simulation: Simulation | None = None
-    """The run in virtual time that a streaming plan was timed by."""
+    """The simulated run of a streaming plan."""
 
     @cached_property
     def name(self) -> str:
-        """Return the placement as people write it."""
+        """Return the placement as text."""
         return " | ".join(f"{'+'.join(one.roles)} x{one.devices}" for one in self.sets)
 
     @property
     def devices(self) -> int:
-        """Return the devices in use."""
+        """Return the number of devices in use."""
         return sum(one.devices for one in self.sets)
 
 
 @dataclass
 class Considered:
-    """What a search looked at."""
+    """Counters of a search."""
 
     partitions: int = 0
     allocations: int = 0
     layouts: int = 0
     cut: int = 0
-    """Partitions and allocations that a bound has shown to lose."""
+    """Partitions and allocations pruned by a bound."""
 
 
 def partitions(items: Sequence[str]) -> Iterator[RoleSets]:
-    """Yield every set partition of the items: Bell's number of them."""
+    """Yield every set partition of the items (Bell number)."""
     if not items:
         yield ()
         return
@@ -79,12 +79,12 @@ def partitions(items: Sequence[str]) -> Iterator[RoleSets]:
 
 
 def allocations(devices: int, sets: int, unit: int = 1) -> Iterator[tuple[int, ...]]:
-    """Yield every way to give all devices to sets: C(devices / unit - 1, sets - 1) of them.
+    """Yield every allocation of all devices to sets: C(devices / unit - 1, sets - 1) of them.
 
     Args:
-        devices: How many there are.
-        sets: How many sets share them.
-        unit: What each set gets at least, and multiples of.
+        devices: The number of devices.
+        sets: The number of sets.
+        unit: Each set gets a positive multiple of this.
     """
     units = devices // unit
     for cuts in itertools.combinations(range(1, units), sets - 1):
@@ -93,7 +93,7 @@ def allocations(devices: int, sets: int, unit: int = 1) -> Iterator[tuple[int, .
 
 
 class Search:
-    """A search over one problem; `considered` says what it looked at."""
+    """A search over one problem; `considered` counts its work."""
 
     def __init__(
         self,
@@ -102,13 +102,13 @@ class Search:
         until: float | None = None,
         allowed: Callable[[Choice], bool] | None = None,
     ) -> None:
-        """Look for the best plans.
+        """Prepare the search.
 
         Args:
-            problem: what is searched.
-            keep: how many plans, one for each partition.
-            until: when to end, in seconds of the monotonic clock.
-            allowed: which choices of a role may be taken; None for all.
+            problem: The planning problem.
+            keep: Most plans to return, one per partition.
+            until: Deadline on the monotonic clock, in seconds.
+            allowed: Filter for the choices of a role; None allows all.
         """
         problem.check_stages()
         self.problem, self.keep, self.until = problem, keep, until
@@ -120,10 +120,10 @@ class Search:
         }
 
     def hybrid(self) -> list[Plan]:
-        """Return the best plan of each partition, the quickest first, at most `keep` of them.
+        """Return the best plan of each partition, fastest first, at most `keep` of them.
 
         Raises:
-            UserError: where no allocation has room for the models, naming the least that would.
+            UserError: The models fit in no allocation; names the smallest number of devices that works.
         """
         found: list[Plan] = []
         roles = tuple(self.problem.flow.roles)
@@ -140,14 +140,14 @@ class Search:
         return found
 
     def best_of(self, partition: RoleSets, limit: float = math.inf) -> Plan | None:
-        """Return the quickest plan of a partition.
+        """Return the fastest plan of a partition.
 
         Args:
-            partition: Which roles share devices.
-            limit: Seconds of an iteration that it must be quicker than.
+            partition: The sets of roles that share devices.
+            limit: Upper bound on the seconds of an iteration.
 
         Returns:
-            The plan, or None where it has no room or is no quicker.
+            The plan, or None if it does not fit or is not faster.
         """
         quickest: Plan | None = None
         for groups in itertools.product(self.problem.cluster.groups, repeat=len(partition)):
@@ -159,7 +159,7 @@ class Search:
         return quickest
 
     def _sizes(self, groups: Sequence[NodeGroup]) -> Iterator[tuple[int, ...]]:
-        """Devices of each set, where each has its group's kind: all devices of every kind that is used."""
+        """Yield the number of devices of each set, given each set's node group; all devices of a used group are allocated."""
         by_group = {group: [i for i, other in enumerate(groups) if other == group] for group in groups}
         ways = [
             [dict(zip(places, sizes, strict=True)) for sizes in allocations(group.size, len(places), unit_of(group))]
@@ -175,7 +175,7 @@ class Search:
         sets: list[SetChoice] = []
         for roles, group, size in zip(partition, groups, sizes, strict=True):
             found = self.sets.of_set(roles, group, size)
-            # A set's devices cannot be done before they have done all that is theirs.
+            # Lower bound: an iteration takes at least as long as each set is busy.
             if found is None or found.busy >= bar:
                 self.considered.cut += 1
                 return None
@@ -184,40 +184,33 @@ class Search:
         return plan if plan.seconds < bar else None
 
     def plan(self, runtime: Runtime, sets: Sequence[SetChoice]) -> Plan:
-        """Return a plan with its calls laid out as a runtime makes them.
+        """Return a plan with its calls scheduled as a runtime makes them.
 
         Args:
-            runtime: Who makes the calls.
-            sets: The roles of each set of devices, with their layouts.
+            runtime: The runtime that makes the calls.
+            sets: The roles of each set of devices, with their deployments.
         """
-        costs = self._costs(sets)
-        pools = self._pools(sets) if runtime == "hybrid" else dict.fromkeys(costs, 0)
+        modelled = {name: cost for one in sets for name, cost in one.costs.items()}
+        costs = {
+            stage.name: modelled.get(stage.name) or self.problem.compute_cost(stage, sets[0].group)
+            for stage in self.problem.flow.stages
+        }
+        # Only hybrid runs sets in parallel; stages without a model run with the first set.
+        set_of = {name: i for i, one in enumerate(sets) for name in one.costs} if runtime == "hybrid" else {}
+        pools = {name: set_of.get(name, 0) for name in costs}
         times = call_times(self.edges, pools, {name: cost.seconds for name, cost in costs.items()})
         seconds = self.problem.with_runtime(runtime, max(end for _, end in times.values()))
         return Plan(runtime, tuple(sets), seconds, costs, times)
 
-    def _costs(self, sets: Sequence[SetChoice]) -> dict[str, Cost]:
-        modelled = {name: cost for one in sets for name, cost in one.costs.items()}
-        group = sets[0].group
-        return {
-            stage.name: modelled.get(stage.name) or self.problem.compute_cost(stage, group)
-            for stage in self.problem.flow.stages
-        }
-
-    def _pools(self, sets: Sequence[SetChoice]) -> dict[str, int]:
-        """The set of each stage; what uses no model runs where the first set is."""
-        found = {name: i for i, one in enumerate(sets) for name in one.costs}
-        return {stage.name: found.get(stage.name, 0) for stage in self.problem.flow.stages}
-
     def colocated(self, runtime: Runtime) -> list[Plan]:
-        """Return the best plans in which all roles share all devices and take turns."""
+        """Return the best plan in which all roles share all devices; empty if they do not fit."""
         roles = tuple(self.problem.flow.roles)
         group = max(self.problem.cluster.groups, key=lambda group: group.size)
         found = self.sets.of_set(roles, group, group.size)
         return [] if found is None else [self.plan(runtime, [found])]
 
     def least(self) -> str:
-        """Return a line that says on how many devices of these kinds the models would fit."""
+        """Return an error message with the smallest number of devices on which the models fit."""
         roles = tuple(self.problem.flow.roles)
         for group in self.problem.cluster.groups:
             for nodes in (2**power for power in range(1, 11)):
@@ -225,17 +218,17 @@ class Search:
                 if self.sets.of_set(roles, wider, wider.size):
                     return (
                         f"the models of flow {self.problem.flow.name} fit on no allocation of {self.problem.cluster}; "
-                        f"the least that has room is --devices {wider.nodes}x{wider.devices}x{wider.kind}"
+                        f"the smallest that fits is --devices {wider.nodes}x{wider.devices}x{wider.kind}"
                     )
         largest = max(self.problem.models.values(), key=lambda model: model.shape.parameters)
         return (
-            f"the models of flow {self.problem.flow.name} fit on no allocation of {self.problem.cluster}, nor on a thousand times as "
-            f"many: {largest.role} has {largest.shape.parameters / 1e9:.1f}B parameters; choose a kind with more memory"
+            f"the models of flow {self.problem.flow.name} fit on no allocation of {self.problem.cluster}, nor of a thousand times as "
+            f"many devices: {largest.role} has {largest.shape.parameters / 1e9:.1f}B parameters; choose a kind with more memory"
         )
 
 
 def unit_of(group: NodeGroup) -> int:
-    """Return the devices that allocations of a group are multiples of: the least that divide it into no more than FINEST parts."""
+    """Return the allocation unit of a node group: the smallest divisor that gives at most FINEST parts."""
     return next(n for n in range(1, group.size + 1) if group.size % n == 0 and group.size // n <= FINEST)
 
 

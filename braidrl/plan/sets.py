@@ -1,6 +1,6 @@
-"""Put roles together on the devices that they share: a choice for each, the moves that memory asks for, the soonest combination.
+"""Sets of roles that share devices: a choice for each role, the offloading that memory requires, the fastest combination.
 
-choices of each role (choices.py) ──in the order of their seconds──▶ together: residency ──▶ SetChoice, kept for each set and size
+choices of each role (choices.py) ──in order of seconds──▶ together: residency ──▶ SetChoice, cached by set and size
 """
 
 import heapq
@@ -18,12 +18,12 @@ from braidrl.runtimes.memory.budget import asleep, assets, at_once
 from braidrl.runtimes.memory.residency import PUBLISH, residency_plan
 
 MOST_TRIED = 20_000
-"""Combinations of roles' choices that are looked at for one set on so many devices; a tenth of them once one has room."""
+"""Most combinations of choices that are tried per set and size; a tenth of this once one fits."""
 
 
 @dataclass(frozen=True)
 class SetChoice:
-    """A choice for each role of a set that shares devices. `budget` is what may be resident at a time, where not all has room."""
+    """A choice for each role of a set. `budget` limits resident bytes if not everything fits at once."""
 
     group: NodeGroup
     devices: int
@@ -34,26 +34,26 @@ class SetChoice:
 
     @cached_property
     def busy(self) -> float:
-        """Return the seconds that the devices work in an iteration."""
+        """Return the busy seconds of the devices in an iteration."""
         return sum(cost.seconds for cost in self.costs.values())
 
 
 class Sets:
-    """The choices of a problem's sets of roles, each computed once; `choices` has those of the roles."""
+    """The cached choices of sets of roles; `choices` has those of single roles."""
 
     def __init__(
         self, problem: Problem, allowed: Callable[[Choice], bool] | None = None, part: RolePart = "all"
     ) -> None:
-        """Args: `allowed` which choices may be taken, where a named placement has not all of them; `part` what sets consist of."""
+        """Prepare an empty cache; `allowed` filters choices (named placements), `part` is as in `Choices.of_role`."""
         self.problem, self.part = problem, part
         self.choices = Choices(problem, allowed=allowed)
         self._known: dict[tuple[tuple[str, ...], str, int], SetChoice | None] = {}
 
     def of_set(self, roles: tuple[str, ...], group: NodeGroup, devices: int) -> SetChoice | None:
-        """Return the choices of roles that share so many devices with which these are done soonest; None where there is no room.
+        """Return the fastest choices of roles that share these devices; None if they do not fit.
 
-        Combinations come in the order of their seconds; once one needs no moves, or all that follow take longer than the best one with
-        its moves, the rest is cut. Where memory is so tight that it is not cut, the first MOST_TRIED are looked at.
+        Combinations are tried in order of seconds without offloading. The search stops once the rest cannot beat the best one, or
+        after MOST_TRIED if memory is too tight for that.
         """
         key = (roles, group.kind, devices)
         if key not in self._known:
@@ -75,9 +75,9 @@ class Sets:
     def together(
         self, roles: Mapping[str, Choice], group: NodeGroup, devices: int, limit: float = math.inf
     ) -> SetChoice | None:
-        """Return these choices side by side, with the moves that memory asks for.
+        """Combine choices on shared devices, with the offloading that memory requires.
 
-        None where a stage alone has no room, and where the moves take more than `limit` seconds for certain.
+        Return None if a single stage does not fit, or if offloading takes at least `limit` seconds.
         """
         room = int(self.problem.kind(group).memory * USABLE)
         working = max(choice.working for choice in roles.values())
@@ -87,7 +87,7 @@ class Sets:
             return SetChoice(group, devices, roles, costs, most)
         if max(choice.largest for choice in roles.values()) + working > room:
             return None
-        # What has no room leaves and comes back at least once.
+        # Lower bound: the excess is offloaded and loaded at least once.
         if 2 * (most - room) / self._host(group) >= limit:
             return None
         return self._in_turns(roles, costs, group, devices, room - working, working)
@@ -112,7 +112,7 @@ class Sets:
             return None
         moved = dict(costs)
         for step, moves in plan.before.items():
-            # What is brought for publication is the trainers'; the engines' next stage pays for it.
+            # Loads before publication are charged to the next generation.
             name = next(iter(costs)) if step == PUBLISH else step
             seconds = sum(sizes[move.asset] for move in moves) / self._host(group)
             if name in moved and seconds:
@@ -124,7 +124,7 @@ class Sets:
 
 
 def in_order(options: Sequence[Sequence[Choice]]) -> Iterator[tuple[float, tuple[Choice, ...]]]:
-    """Yield every combination of one choice from each list, in the order of their seconds together; the lists are in that order."""
+    """Yield every combination of one choice per list, in order of total seconds; each list is sorted by seconds."""
     if not all(options):
         return
     first = (0,) * len(options)

@@ -1,7 +1,7 @@
-"""Runtimes in virtual time, for plans: the streaming runtime's schedule, and the calls of the hybrid one.
+"""Simulated runtimes in virtual time: the streaming runtime's schedule, and the hybrid runtime's calls.
 
 workers of each stage ── take ──▶ schedule ── rows ──▶ seconds pass, a worker dies, an answer is late ──▶ acknowledge
-engines               ── load ──▶ which weights, and when ──▶ seconds pass in which their rows get no further
+engines               ── load ──▶ which weights, and when ──▶ seconds pass while their rows are paused
 """
 
 import heapq
@@ -23,24 +23,24 @@ Runtime = Literal["eager", "hybrid", "distributed", "streaming"]
 
 
 class Deadlock(RuntimeError):
-    """Nothing is under way and the run is not over."""
+    """No event is pending and the run is not over."""
 
 
 @dataclass
 class Clock:
-    """Runs actions at their times; those of one time run in the order in which they were asked for."""
+    """An event queue: actions run at their times, and in the order of their requests at equal times."""
 
     now: float = 0.0
     events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     asked: int = 0
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Ask for `action` in `seconds` from now."""
+        """Schedule `action` in `seconds` from now."""
         heapq.heappush(self.events, (self.now + seconds, self.asked, action))
         self.asked += 1
 
     def step(self) -> bool:
-        """Run the next event; return False if there is none."""
+        """Run the next action; return False if there is none."""
         if not self.events:
             return False
         self.now, _, action = heapq.heappop(self.events)
@@ -50,40 +50,40 @@ class Clock:
 
 @dataclass
 class LeaseUnderWay:
-    """A lease under way: its end, if nothing comes between, and for a row of an engine the version that it began with."""
+    """An active lease: its expected end, and for an engine's row the version that it started with."""
 
     lease: Lease
     end: float
     version: int | None
     fate: Fate = "done"
     drawn: float | None = None
-    """Seconds that its row, which is set aside then, has been drawn; None for one that is done."""
+    """Seconds that its row has been generated for when it is suspended; None if the row completes."""
     turn: int = 0
-    """How often its end was put off."""
+    """The number of times that its end was postponed."""
 
 
 @dataclass
 class SimulatedWorker:
-    """A worker of one stage; a train stage's workers are one group of so many ranks, and an engine has several slots."""
+    """A worker of one stage. A train stage has one worker of several ranks; an engine has several slots."""
 
     name: str
     stage: Stage
     ranks: int = 1
     slots: int = 1
     work: dict[int, LeaseUnderWay] = field(default_factory=dict)
-    """By the number of its lease."""
+    """Active leases by number."""
     loads: bool = False
     steps_since: float = 0.0
-    """When the decode steps of an engine began, one after the other."""
+    """The time at which an engine's current series of decode steps started."""
 
     @property
     def is_free(self) -> bool:
-        """Return whether it has room for a lease."""
+        """Return whether it can take another lease."""
         return not self.loads and len(self.work) < self.slots
 
 
 class Streaming:
-    """One simulated run."""
+    """A simulated streaming run."""
 
     def __init__(self, work: Workload) -> None:
         self.work = work
@@ -96,27 +96,27 @@ class Streaming:
         for engine in self.engines:
             self.loading.join(engine.name)
         self.drawn: dict[Uid, float] = {}
-        """Seconds that rows which were set aside have been drawn."""
+        """Seconds that suspended rows have been generated for."""
         self.watching = False
 
     def simulate(self) -> Simulation:
-        """Run to the last publication. Raises Deadlock where nothing goes on before."""
+        """Run to the last publication. Raises Deadlock if the run stalls before."""
         self._decide()
         while self.schedule.published < self.work.sizes.iterations:
             if not self.clock.step():
                 waiting = len(self.schedule.tasks.rows)
-                raise Deadlock(f"{waiting} rows wait for ever behind version {self.schedule.published}")
+                raise Deadlock(f"{waiting} rows wait forever behind version {self.schedule.published}")
             self._decide()
         self.result.staleness = self.schedule.max_staleness_seen
         return self.result
 
     def _decide(self) -> None:
-        """Begin everything that can begin now."""
+        """Start everything that can start now."""
         while self._admit() or self._step() or self._publish() or self._load():
             pass
         idle: set[tuple[str, int | None]] = set()
         for worker in self.workers:
-            # What one worker of a stage does not find, another one of that version would not find either.
+            # If one worker of a stage finds no rows, others of the same version find none either.
             kind = worker.stage.name, self.loading.version_of(worker.name)
             if kind not in idle and self.loading.takes_rows(worker.name):
                 while worker.is_free and kind not in idle:
@@ -151,7 +151,7 @@ class Streaming:
         return True
 
     def _load(self) -> bool:
-        """Let engines receive and load weights whose turn it is."""
+        """Let engines receive and load weights if the policy allows it now."""
         published, begun = self.schedule.published, False
         self.loading.advance(published, self.schedule.is_generation_over(self.loading.target))
         for engine in self.engines:
@@ -166,13 +166,13 @@ class Streaming:
         return begun
 
     def _begin_loading(self, engine: SimulatedWorker, version: int) -> None:
-        """Put off the ends of an engine's rows, which it sets down after their decode step, until it has loaded."""
+        """Start loading: after the current decode step the engine preempts its rows, whose ends are postponed."""
         ahead = self.loading.receives_ahead and self.loading.engines[engine.name].received >= version
         seconds = self.work.load_seconds + (0.0 if ahead else self.work.receive_seconds)
         engine.loads = True
         step = self._until_step(engine)
         for work in engine.work.values():
-            # What ends with this step is not set down; ends and steps are sums of the same seconds in another order.
+            # Rows that end with this step are not preempted; 1e-9 covers rounding of the sums.
             if work.end > self.clock.now + step + 1e-9:
                 work.end, work.turn = work.end + seconds, work.turn + 1
                 self._wait_for(engine, work)
@@ -184,7 +184,7 @@ class Streaming:
         self.loading.loaded(engine.name, version)
 
     def _begin(self, worker: SimulatedWorker) -> bool:
-        """Give a worker what is ready for it; return False if nothing is."""
+        """Give a worker ready rows; return False if there are none."""
         version = self.loading.version_of(worker.name)
         most = self.work.dispatch_rows if version is None else 1
         lease = self.schedule.take(
@@ -192,9 +192,14 @@ class Streaming:
         )
         if lease is None:
             return False
-        shares, drawn = self._shares(worker, lease.rows), None
+        shares = self._shares(worker, lease.rows)
+        drawn: float | None = None
         if worker.stage.kind is Kind.GENERATE:
-            shares, drawn = self._until_set_aside(lease, shares[0])
+            # A row that needs more seconds than an iteration allows is suspended (partial rollout).
+            before, limit = self.drawn.get(lease.rows[0], 0.0), self.work.seconds_per_iteration
+            shares = [shares[0] - before]
+            if shares[0] > limit and self.schedule.may_set_aside(lease):
+                shares, drawn = [limit], before + limit
         fate, seconds = self.work.fate(lease.number), max(shares) + self._until_begun(worker)
         late = self.work.lease_seconds if fate == "late" else 0.0
         seconds = seconds / 2 if fate == "dies" else seconds + late
@@ -209,7 +214,7 @@ class Streaming:
         self.clock.after(work.end - self.clock.now, lambda: self._ends(worker, work) if turn == work.turn else None)
 
     def _ends(self, worker: SimulatedWorker, work: LeaseUnderWay) -> None:
-        # What died meanwhile has lost its rows.
+        # The worker died in the meantime and lost its rows.
         if worker.work.pop(work.lease.number, None) is None:
             return
         if work.fate == "dies":
@@ -223,7 +228,7 @@ class Streaming:
         return [sum(costs[i] for i in part) for part in balanced_partition(costs, worker.ranks)]
 
     def _until_begun(self, worker: SimulatedWorker) -> float:
-        """Return how long a row that an engine is given now waits: the step that follows its asking goes by without it."""
+        """Return how long a new row of an engine waits: it misses the decode step that runs when it is requested."""
         if not worker.work:
             worker.steps_since = self.clock.now
         if not self.work.step_seconds or worker.stage.kind is not Kind.GENERATE or worker.steps_since == self.clock.now:
@@ -231,20 +236,13 @@ class Streaming:
         return self._until_step(worker) or self.work.step_seconds
 
     def _until_step(self, engine: SimulatedWorker) -> float:
-        """Return the seconds until an engine's decode step ends; 0 between two, and where it has no rows."""
+        """Return the seconds until an engine's decode step ends; 0 between steps and without rows."""
         seconds = self.work.step_seconds
         if not engine.work or not seconds:
             return 0.0
-        # Between two steps up to the rounding of sums of seconds.
+        # Rounded: sums of seconds at a step boundary differ in the last digits.
         done = round((self.clock.now - engine.steps_since) / seconds, 6)
         return (math.ceil(done) - done) * seconds
-
-    def _until_set_aside(self, lease: Lease, seconds: float) -> tuple[list[float], float | None]:
-        """Return how long an engine draws its row now, and if it is set aside then how long it has been drawn."""
-        before, most = self.drawn.get(lease.rows[0], 0.0), self.work.seconds_per_iteration
-        if seconds - before <= most or not self.schedule.may_set_aside(lease):
-            return [seconds - before], None
-        return [most], before + most
 
     def _note(self, worker: SimulatedWorker, lease: Lease, shares: Sequence[float]) -> None:
         iteration = self.schedule.iteration_of[lease.rows[0][1]]
@@ -257,31 +255,28 @@ class Streaming:
         lease = work.lease
         try:
             if worker.stage.kind is Kind.SELECT:
+                # The last select decides; those before it keep everything.
+                decides = worker.stage.name == self.schedule.selects[-1]
                 groups = dict.fromkeys(uid[1] for uid in lease.rows)
-                self.schedule.select(
-                    lease.number, self.clock.now, {group: self._reason(worker, group) for group in groups}
-                )
+                reasons = {group: self.work.verdict(group) if decides else None for group in groups}
+                self.schedule.select(lease.number, self.clock.now, reasons)
             elif work.drawn is not None:
                 self.schedule.set_aside(lease.number, self.clock.now, work.version or 0)
                 self.drawn[lease.rows[0]] = work.drawn
             else:
                 self.schedule.acknowledge(lease.number, self.clock.now, work.version)
         except LeaseLost:
-            # Its rows are someone else's by now, or were dropped; what it made of them is thrown away.
+            # Its rows were leased again or dropped: discard the result.
             return
         if worker.stage.kind is Kind.TRAIN:
             self.result.trained.update((lease.task, row) for row in lease.rows)
 
-    def _reason(self, worker: SimulatedWorker, group: int) -> str | None:
-        """Return the verdict, which falls at the last select; those before it keep everything."""
-        return self.work.verdict(group) if worker.stage.name == self.schedule.selects[-1] else None
-
     def _watch(self) -> None:
-        """Ask to be woken when the first lease will have run out."""
+        """Schedule a check when the next lease expires."""
         deadline = self.schedule.tasks.leases.next_deadline()
         if deadline is not None and not self.watching:
             self.watching = True
-            # Later by more than times are rounded, for a lease that has exactly its seconds behind it has not run out yet.
+            # Slightly later, beyond rounding: a lease exactly at its deadline has not expired.
             self.clock.after(deadline - self.clock.now + self.work.lease_seconds / 1000, self._look)
 
     def _look(self) -> None:
@@ -302,12 +297,12 @@ def _workers(work: Workload, stage: Stage) -> list[SimulatedWorker]:
 def call_times(
     before: Mapping[str, Sequence[str]], pools: Mapping[str, object], seconds: Mapping[str, float]
 ) -> dict[str, tuple[float, float]]:
-    """Return when the calls of one iteration begin and end under the hybrid runtime, each a whole.
+    """Return start and end of each stage's call in one iteration of the hybrid runtime.
 
     Args:
-        before: The stages that each waits for, by name in the flow's order.
-        pools: Where each runs; a pool works through its calls in order.
-        seconds: How long each takes.
+        before: The stages that each stage waits for, in the flow's order.
+        pools: The pool of each stage; a pool runs its calls in order.
+        seconds: The duration of each stage.
     """
     free: dict[object, float] = {}
     times: dict[str, tuple[float, float]] = {}

@@ -1,6 +1,6 @@
-"""Plan the streaming runtime: devices for each worker group, tried in virtual time by the very schedule that runs it.
+"""Plans for the streaming runtime: devices per worker group, simulated with the runtime's own schedule.
 
-devices of each group ──bound: its busiest group──▶ in order of the bound ──simulation──▶ seconds per iteration
+devices of each group ──lower bound: its busiest group──▶ in order of the bound ──simulation──▶ seconds per iteration
 """
 
 import math
@@ -23,9 +23,9 @@ from braidrl.plan.workload import Workload
 ITERATIONS = 6
 SKIPPED = 2
 MOST_ROWS = 96
-"""Rows of a simulated iteration: of larger batches each simulated row stands for several."""
+"""Most rows of a simulated iteration; in larger batches, each simulated row stands for several."""
 MOST_SIMULATED = 24
-"""Allocations that are simulated, the most promising first."""
+"""Most allocations that are simulated, the most promising first."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def members(problem: Problem) -> list[PlannedMember]:
 
 
 class StreamingSearch:
-    """A search over the devices of worker groups, each with a copy of its model on each device."""
+    """A search over the devices of worker groups; each device holds a full copy of its group's model."""
 
     def __init__(self, problem: Problem) -> None:
         problem.check_stages()
@@ -59,11 +59,11 @@ class StreamingSearch:
         self.simulated = 0
 
     def best(self, staleness: int) -> Plan | None:
-        """Return the quickest plan whose rows lag behind by at most so many versions; None where a group has no room."""
+        """Return the fastest plan with this maximum staleness; None if a group does not fit."""
         found = [(max(one.busy for one in sets), sets) for sets in self._allocated()]
         quickest: Plan | None = None
         for bound, sets in sorted(found, key=lambda pair: pair[0])[:MOST_SIMULATED]:
-            # No group can do an iteration in less time than its own work takes.
+            # Lower bound: an iteration takes at least as long as each group's work.
             if quickest is not None and bound >= quickest.seconds:
                 break
             plan = self.plan(sets, staleness)
@@ -81,7 +81,7 @@ class StreamingSearch:
                     yield [one for one in sets if one is not None]
 
     def member_set(self, member: PlannedMember, group: NodeGroup, devices: int) -> SetChoice | None:
-        """Return a worker group on so many devices, as quick as memory lets it be."""
+        """Return the fastest choice of a worker group that fits the devices; None if none fits."""
         room = self.problem.kind(group).memory * USABLE
         options = self.choices.of_role(member.role, group, devices, member.part)
         fitting = [one for one in options if one.peak <= room]
@@ -91,7 +91,7 @@ class StreamingSearch:
         return SetChoice(group, devices, {member.name: choice}, choice.costs, choice.peak)
 
     def plan(self, sets: Sequence[SetChoice], staleness: int) -> Plan:
-        """Return the plan of these groups, timed by the streaming schedule in virtual time."""
+        """Return the plan of these groups, timed by simulation."""
         costs = {name: cost for one in sets for name, cost in one.costs.items()}
         every = {
             stage.name: costs.get(stage.name) or self.problem.compute_cost(stage, sets[0].group)
@@ -106,7 +106,7 @@ class StreamingSearch:
     def workload(
         self, sets: Sequence[SetChoice], costs: Mapping[str, Cost], devices: Mapping[str, int], staleness: int
     ) -> Workload:
-        """Return what is simulated; of large batches each of its rows stands for several."""
+        """Return the workload to simulate; in large batches, each of its rows stands for several."""
         config = self.problem.config
         samples = config.rollout.samples_per_prompt
         prompts = max(1, min(config.trainer.prompts_per_step, MOST_ROWS // samples))
@@ -141,7 +141,7 @@ class StreamingSearch:
         return next(one.roles[f"{stage.role}.generate"] for one in sets if f"{stage.role}.generate" in one.roles)
 
     def _workers(self, stage: Stage, sets: Sequence[SetChoice], devices: Mapping[str, int], scale: float) -> int:
-        """Simulated workers: of generation one for each slot, since a slot takes a row after the other."""
+        """Return the number of simulated workers: one per slot for generation, else one per device."""
         count = devices.get(stage.name, 1)
         if stage.kind is not Kind.GENERATE:
             return count
@@ -153,7 +153,7 @@ class StreamingSearch:
         self, stage: Stage, sets: Sequence[SetChoice], costs: Mapping[str, Cost], devices: Mapping[str, int], scale: float,
         staleness: int,
     ) -> float:  # fmt: skip
-        """Seconds of a simulated row of mean length in one worker."""
+        """Return the seconds of a simulated row of mean length on one worker."""
         total = costs[stage.name].seconds
         lengths = self.problem.lengths
         if stage.kind is not Kind.GENERATE:
@@ -163,9 +163,9 @@ class StreamingSearch:
         assert engine is not None
         count = devices[stage.name]
         if staleness == 0:
-            # Each iteration begins and ends with idle slots; its mean step is what `total` was made of.
+            # On-policy iterations start and end with idle slots: use the mean decode step of `total`.
             steps = total / float(lengths.ordered[-1]) if engine.slots * count >= len(lengths) else 0.0
             if steps:
                 return steps * float(lengths.responses.mean())
-        # Slots are always full: rows leave as fast as the engine draws tokens.
+        # Slots are always full: throughput is that of the engine.
         return total * min(engine.slots * count, len(lengths) * (1 + staleness)) / len(lengths)

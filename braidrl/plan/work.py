@@ -1,9 +1,9 @@
-"""Count the work of one role on one layout: training and inference, and the bytes of a change of layout.
+"""The work of a role in a layout: training, inference, and the bytes of resharding.
 
 rows' lengths, a model's shape, a layout ──▶ Work of the busiest device ──rates.price──▶ seconds
 
-Operations of a forward pass over N tokens: 2·N·P of P parameters in matrices, 2·H·D·T² per layer in causal attention of a row of T tokens
-with H heads of D numbers. A backward pass takes twice as many; recomputed activations one forward pass more. Tensor parallelism
+Operations of a forward pass over N tokens: 2·N·P for P matrix parameters, 2·H·D·T² per layer for causal attention over a row of T tokens
+with H heads of size D. A backward pass takes twice as many; recomputed activations add one forward pass. Tensor parallelism
 gathers and scatters tokens twice per layer and pass (Korthikanti et al., arXiv 2205.05198); a pipeline of p ranks and n micro-batches
 idles (p - 1) of n + p - 1 turns; a ring of g ranks carries (g - 1) / g of the bytes for each of gather and scatter.
 """
@@ -23,13 +23,13 @@ from braidrl.training.memory.footprint import MASTER_BYTES, Shape, beside_layers
 from braidrl.training.parallel.pipeline import RUN
 
 OPTIMIZER_BYTES = 30
-"""What an AdamW step reads and writes of each parameter: gradient, master weight and moments in float32, the weight itself."""
+"""Bytes that an AdamW step reads and writes per parameter: float32 gradient, master weight and moments, and the weight."""
 IntArray = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
 class Lengths:
-    """Tokens of the rows of one batch: of prompts (R,) and responses (R,); `generated` times as many rows are sampled as are trained."""
+    """Prompt (R,) and response (R,) tokens of a batch's rows; `generated` is sampled rows per trained row."""
 
     prompts: IntArray
     responses: IntArray
@@ -42,22 +42,22 @@ class Lengths:
 
     @cached_property
     def tokens(self) -> int:
-        """Return the tokens of all rows."""
+        """Return the total tokens."""
         return int(self.totals.sum())
 
     @cached_property
     def squares(self) -> float:
-        """Return the sum of the squared lengths of rows, which attention grows with."""
+        """Return the sum of squared row lengths (attention work)."""
         return float((self.totals.astype(np.float64) ** 2).sum())
 
     @cached_property
     def longest(self) -> int:
-        """Return the tokens of the longest row."""
+        """Return the tokens in the longest row."""
         return int(self.totals.max())
 
     @cached_property
     def ordered(self) -> IntArray:
-        """Return responses from the shortest to the longest, (R,)."""
+        """Return response lengths in ascending order, (R,)."""
         return np.sort(self.responses)
 
     def __len__(self) -> int:
@@ -65,7 +65,7 @@ class Lengths:
 
 
 class Share(NamedTuple):
-    """What the busiest of some copies of a model computes of a batch: tokens, squared lengths, rows."""
+    """The share of a batch on the busiest model copy: tokens, squared lengths, rows."""
 
     tokens: float
     squares: float
@@ -73,32 +73,32 @@ class Share(NamedTuple):
 
 
 def share_of(lengths: Lengths, copies: int, updates: int = 1) -> Share:
-    """Return one copy's share of one update; never less than whole rows, and never less than the longest."""
+    """Return the busiest copy's share of one update, at least whole rows."""
     rows = len(lengths) / updates
     own = math.ceil(rows / copies)
     mean = lengths.tokens / len(lengths)
     tokens = max(lengths.tokens / updates / copies, own * mean if own <= 2 else 0.0)
     if rows / copies < 8:
-        # Of few rows one is the longest, now and then: the copy that has it is waited for.
+        # With few rows per copy, all copies wait for the one with the longest row.
         tokens = max(tokens, mean * (own - 1) + expected_longest(lengths, copies))
     return Share(tokens, lengths.squares / len(lengths) * (tokens / mean), own)
 
 
 @cache
 def expected_longest(lengths: Lengths, among: int) -> float:
-    """Return the typical length of the longest of so many rows."""
+    """Return the typical length of the longest of `among` rows."""
     return float(np.quantile(lengths.totals, 1 - 1 / (among + 1)))
 
 
 class Nodes(NamedTuple):
-    """How many devices of a node neighbour each other."""
+    """The size of a node, which decides the links of a process group."""
 
     devices: int
 
     def sent(self, inner: int, ranks: int, moved: float) -> "Roads":
-        """Return by which road each of `ranks` ranks, at intervals of `inner` devices, sends so many bytes.
+        """Return the bytes by link that each of `ranks` ranks, `inner` devices apart, sends.
 
-        A group that has several devices of each node sends over the network adapters of all of them at once, a part of the bytes over each.
+        A group with several devices per node spreads its bytes over all of their network adapters.
         """
         if inner * ranks <= self.devices:
             return Roads(link=moved)
@@ -112,17 +112,17 @@ class Roads(NamedTuple):
     network: float = 0.0
 
     def plus(self, other: "Roads") -> "Roads":
-        """Return the sum by road."""
+        """Return the sum by link."""
         return Roads(self.link + other.link, self.network + other.network)
 
 
 def matrix_sizes(shape: Shape, scalar: bool) -> operations.MatrixSizes:
-    """Return the sizes from which a model's operations follow."""
+    """Return the matrix sizes that determine a model's operations."""
     return operations.MatrixSizes.of(shape.sizes, shape.parameters, scalar)
 
 
 def forward_operations(shape: Shape, tokens: float, squares: float, scalar: bool) -> float:
-    """Return the operations of a forward pass over rows of so many tokens, all of them predicted, and squared lengths together."""
+    """Return the operations of a forward pass over `tokens` tokens, all predicted, with this sum of squared lengths."""
     counts = operations.TokenCounts(tokens, tokens, squares / 2)
     return operations.forward_operations(matrix_sizes(shape, scalar), counts)
 
@@ -131,11 +131,17 @@ def model_work(
     phase: Phase, shape: Shape, layout: ParallelLayout, share: Share, max_tokens: int, passes: float, scalar: bool,
     nodes: Nodes,
 ) -> Work:  # fmt: skip
-    """Return the work of one rank while its copy of the model computes a share of rows.
+    """Return the work of one rank for its model copy's share of rows.
 
     Args:
-        layout: with `data` filled in.
-        passes: forward passes' worth of operations: 1 to infer, 3 to train, 4 with recomputation, 2 with adapters.
+        phase: The phase that prices the work.
+        shape: The model.
+        layout: The layout, with `data` filled in.
+        share: The share of the busiest copy.
+        max_tokens: Tokens of a micro-batch.
+        passes: Operations in units of forward passes: 1 to infer, 3 to train, 4 with recomputation, 2 with adapters.
+        scalar: The head is scalar.
+        nodes: Decides the links of collectives.
     """
     t, s, p = layout.tensor, layout.sequence, layout.pipeline
     layers = shape.sizes.num_hidden_layers / p
@@ -165,10 +171,10 @@ def model_work(
 
 
 def sharing_work(shape: Shape, layout: ParallelLayout, batches: int, trains: bool, nodes: Nodes) -> Work:
-    """Return what ranks that share a model send for some micro-batches: weights and gradients of shards while they compute, sums after.
+    """Return the data-parallel communication of `batches` micro-batches.
 
-    Shards are gathered and scattered layer by layer behind computing (FSDP2); gradients of copies are summed once before the optimizer's
-    step, which waits for them.
+    FSDP2 gathers weights and reduce-scatters gradients layer by layer, overlapped with compute; replicas all-reduce gradients once
+    before the optimizer step, exposed.
     """
     inner, outer, g = layout.tensor, (layout.data or 1) * layout.sequence, layout.shard_ranks
     layers = shape.sizes.num_hidden_layers // layout.pipeline
@@ -196,7 +202,7 @@ def train_work(
     shape: Shape, layout: ParallelLayout, lengths: Lengths, max_tokens: int, checkpointing: bool, scalar: bool,
     nodes: Nodes, updates: int = 1, epochs: int = 1,
 ) -> Work:  # fmt: skip
-    """Return the work of training one batch in `updates` optimizer steps in each of `epochs` passes."""
+    """Return the work of training one batch for `epochs` passes of `updates` optimizer steps."""
     share = share_of(lengths, layout.data or 1, updates)
     passes = (2.0 if shape.trained < shape.parameters else 3.0) + checkpointing
     one = model_work("train", shape, layout, share, max_tokens, passes, scalar, nodes)
@@ -216,12 +222,16 @@ def infer_work(
 
 
 def reshard_bytes(shape: Shape, layout: ParallelLayout, target: int, shared: bool, element_bytes: int) -> float:
-    """Return the bytes that a rank receives when trained weights go to a layout that divides them by `target`.
+    """Return the bytes that a rank receives when weights are resharded from training to `target` shards.
 
-    What a rank holds already is not sent: HybridFlow's zero-redundancy transition, arXiv 2409.19256, table 2.
+    Blocks that a rank already holds are not sent (HybridFlow's zero-redundancy resharding, arXiv 2409.19256, table 2).
 
     Args:
-        shared: true where trainer and target are the same ranks.
+        shape: The model.
+        layout: The training layout, with `data` filled in.
+        target: The number of shards in the target layout.
+        shared: Trainer and target are the same ranks.
+        element_bytes: Bytes per element as sent.
     """
     whole = shape.parameters * element_bytes
     held = whole / (layout.tensor * layout.pipeline * layout.shard_ranks) if shared else 0.0

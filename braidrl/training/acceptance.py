@@ -1,6 +1,6 @@
-"""What `braid check` measures beside the proof of a plan: pipeline stages, adapters, half precision, files, resuming.
+"""Further checks of `braid check` besides the proof of a plan: pipeline stages, adapters, half precision, files, resuming.
 
-Each function takes a twin and its plan, and returns a `Finding`. None needs weights, a device or another process.
+Each measure takes a twin and its plan, and returns a value and its bound, without weights, a device or another process.
 """
 
 import copy
@@ -26,14 +26,14 @@ from braidrl.weights.model_files import ModelFiles
 EXACT = 1e-5
 """The same bits at another address may be multiplied in another order."""
 ROUNDING = 3.0
-"""Packed rows in bfloat16 may differ from float32 by so many times what transformers' own do."""
+"""In bfloat16, packed rows may differ from float32 by this many times the difference of transformers' own rows."""
 Measure = Callable[[Twin, ForwardPlan], tuple[float, float]]
 """Returns a value and its bound."""
 
 
 @torch.no_grad()
 def pipeline_stages(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
-    """Run the pipeline ranks' parts of the model, one behind the other: two, or one for each layer where two do not divide them."""
+    """Run the pipeline ranks' parts one after the other: two ranks, or one per layer if two do not divide the layers."""
     if plan.by_rows:
         raise ValueError("its attention is its own")
     whole = twin.model(plan)
@@ -51,7 +51,7 @@ def pipeline_stages(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
 
 
 def adapters(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
-    """Train adapters on all linear layers for a step, and compare with the merged weights."""
+    """Compare a model with adapters on its linear layers to one with merged weights; every adapter must get a gradient."""
     model = twin.model(plan)
     linear = {n.rpartition(".")[2] for n, m in body_of(model).layers.named_modules() if isinstance(m, nn.Linear)}
     if not linear:
@@ -79,7 +79,7 @@ def adapters(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
 
 @torch.no_grad()
 def half_precision(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
-    """Compare packed rows in bfloat16 with float32, beside transformers' own rows alone in bfloat16."""
+    """Compare packed rows in bfloat16 to float32, relative to transformers' own single rows in bfloat16."""
     ours = packed_log_probs(twin.model(plan).to(torch.bfloat16), twin.rows)
     model = copy.deepcopy(twin.own).to(torch.bfloat16)
     theirs = []
@@ -93,7 +93,7 @@ def half_precision(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
 
 @torch.no_grad()
 def exported(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
-    """Save the model as a checkpoint does, and load it by transformers."""
+    """Save the model as in a checkpoint, load it with transformers and compare logits."""
     with tempfile.TemporaryDirectory() as folder:
         model = twin.model(plan)
         model.save_pretrained(folder, state_dict=dict(model.state_dict()))
@@ -105,7 +105,7 @@ def exported(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
 
 @torch.no_grad()
 def read_in_parts(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
-    """Read each parameter by the hub's file names into a model without storage, as ranks that shard it do, and rebuild its buffers."""
+    """Read each parameter from files into a model on the meta device, as sharding ranks do, and rebuild its buffers."""
     model = twin.model(plan)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -115,7 +115,7 @@ def read_in_parts(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
             )
         files = ModelFiles(Path(folder), skeleton)
         if not rebuild_buffers(skeleton):
-            return 0.0, EXACT  # such a model is loaded in full
+            return 0.0, EXACT  # such a model is always loaded in full
         read_buffers(skeleton, files)
         for name, parameter in list(skeleton.named_parameters()):
             owner, _, own = name.rpartition(".")
@@ -127,7 +127,7 @@ def read_in_parts(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
 
 
 def resumed(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
-    """Take two steps; then one, save, load, and another: weights must be the same."""
+    """Compare two steps with one step, save, load and another step; the weights must be equal."""
 
     def step(model: Any, optimizer: torch.optim.Optimizer) -> None:
         set_training(model, True)
@@ -164,11 +164,11 @@ MEASURES: dict[str, Measure] = {
     "a resumed run has the same weights": resumed,
 }
 OPTIONAL = {"pipeline ranks equal one", "adapters equal merged weights"}
-"""What a model may lack and train all the same: the setting that needs it is refused."""
+"""Properties that a model may lack; the setting that needs one is then refused."""
 
 
 def accept(name: str, twin: Twin, plan: ForwardPlan) -> Finding:
-    """Measure one property."""
+    """Measure one property; an error counts as a failed property."""
     try:
         value, bound = MEASURES[name](twin, plan)
     except FAILURES as error:

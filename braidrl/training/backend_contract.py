@@ -1,4 +1,4 @@
-"""The contract of training backends, as checks that run against ours under each layout and against those that users write.
+"""The contract of training backends: checks for ours, in each layout, and for those that users write.
 
     for check in CHECKS:
         check(subject)          on every rank of the role, at the same time
@@ -26,7 +26,7 @@ class BackendUnderTest:
     """A backend under test in float64, and this rank's part of the test's data."""
 
     make: Callable[[], TrainingBackend]
-    """Makes a backend with the same weights each time, and an optimizer that has made no step."""
+    """Makes a backend with the same weights each time, and a fresh optimizer."""
     objective: Objective
     rows: Rows
     """This rank's rows; some ranks should have none."""
@@ -43,14 +43,14 @@ class BackendUnderTest:
         return backend.forward("log_probs", self.rows).values
 
     def step(self, backend: TrainingBackend, iteration: int = 1) -> float | None:
-        """Make one optimizer step on all rows.
+        """Run one optimizer step on all rows.
 
         Args:
             backend: The backend under test, with its model loaded.
             iteration: From 1, for the learning-rate schedule.
 
         Returns:
-            The gradient's 2-norm before clipping, or None where nothing was counted.
+            The gradient's 2-norm before clipping, or None if all counts are 0.
         """
         backend.forward_backward(self.objective, self.rows, Sums())
         return backend.optim_step(self.counts, iteration)
@@ -69,7 +69,7 @@ def rows_keep_their_order(subject: BackendUnderTest) -> None:
         same(turned[place], found[row])
 
 
-def a_batch_may_come_in_portions(subject: BackendUnderTest) -> None:
+def a_batch_may_arrive_in_pieces(subject: BackendUnderTest) -> None:
     whole, portions = subject.make(), subject.make()
     half = len(subject.rows) // 2
     losses = whole.forward_backward(subject.objective, subject.rows, Sums())
@@ -99,7 +99,7 @@ def a_step_changes_the_weights_on_every_rank(subject: BackendUnderTest) -> None:
     assert not len(subject.rows) or not torch.equal(after, before)
 
 
-def what_is_exported_goes_on_where_it_is_loaded(subject: BackendUnderTest) -> None:
+def training_continues_identically_after_export_and_load(subject: BackendUnderTest) -> None:
     backend, other = subject.make(), subject.make()
     subject.step(backend)
     backend.export(subject.folder, subject.first)
@@ -112,8 +112,8 @@ def what_is_exported_goes_on_where_it_is_loaded(subject: BackendUnderTest) -> No
 
 CHECKS: tuple[Callable[[BackendUnderTest], None], ...] = (
     rows_keep_their_order,
-    a_batch_may_come_in_portions,
+    a_batch_may_arrive_in_pieces,
     nothing_counted_changes_nothing,
     a_step_changes_the_weights_on_every_rank,
-    what_is_exported_goes_on_where_it_is_loaded,
+    training_continues_identically_after_export_and_load,
 )

@@ -1,7 +1,7 @@
-"""What trains and infers a role: the one protocol that a runtime needs, so that another library's training can take its place.
+"""The protocol of a training backend, which trains and infers a role; runtimes use nothing else, so other libraries can implement it.
 
 forward_backward ─┐
-forward_backward ─┴─▶ optim_step ─▶ forward           a batch may arrive in pieces of any size, on any rank none at all
+forward_backward ─┴─▶ optim_step ─▶ forward           a batch may arrive in pieces of any size; a rank may get none
                   ├───▶ export ─▶ load
                   └───▶ tensors ─▶ engines
 
@@ -27,40 +27,40 @@ from braidrl.training.parallel.replicated import DataParallel
 from braidrl.training.role_settings import dtype_of, learning_rate_of, model_path
 
 Advance = Callable[[int, int], None]
-"""Called after each micro-batch with the rows and tokens that it held."""
+"""Called after each micro-batch with its numbers of rows and tokens."""
 
 
 BACKENDS = PluginRegistry("training backend", {"torch": "braidrl.training.roles.make:torch_backend"})
-"""What makes a rank's part of a role: called with a `BackendSpec` it returns a `TrainingBackend`."""
+"""Training backends by name: functions from a `BackendSpec` to a `TrainingBackend`."""
 
 
 @dataclass(frozen=True)
 class BackendSpec:
-    """What a backend is made for: one role, on one of the ranks that share it."""
+    """The specification of a backend: one role on one of its ranks."""
 
     role: str
     config: Config
     train: bool = True
-    """False for a role that is frozen."""
+    """False for a frozen role."""
     is_scalar: bool = False
-    """True for a critic or a reward model: it predicts `values` or `scores`, and else `log_probs`."""
+    """True for a critic or a reward model, which predicts `values` or `scores` instead of `log_probs`."""
     is_copy: bool = False
-    """True for a frozen copy that takes its weights from a trained role."""
+    """True for a frozen copy of a trained role's weights."""
     ranks: DataParallel = field(default_factory=DataParallel)
 
     @property
     def path(self) -> Path:
-        """Return the Hugging Face directory that the model comes from."""
+        """Return the model's Hugging Face directory."""
         return model_path(self.role, self.config).expanduser()
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the type of the weights in the forward pass."""
+        """Return the dtype of the weights in the forward pass."""
         return dtype_of(self.role, self.config)
 
     @property
     def device(self) -> torch.device:
-        """Return where the model belongs."""
+        """Return the device of the model."""
         return choose_device(self.config.device)
 
     @property
@@ -70,44 +70,44 @@ class BackendSpec:
 
 
 class TrainingBackend(Protocol):
-    """One rank's part of a role. All ranks of the role make the same calls in the same order, each with rows of its own."""
+    """One rank's part of a role. All ranks make the same calls in the same order, each with its own rows."""
 
     role: str
     ranks: DataParallel
     nonfinite: tuple[str, ...] = ()
-    """Where this rank's losses of the last update were not finite, in words; a backend need not say it."""
+    """Descriptions of this rank's non-finite losses in the last update; optional."""
 
     @property
     def shared_model(self) -> Any:
-        """Return the transformers module that an engine of this process may decode with, or None where it needs a copy."""
+        """Return the transformers module that an engine of this process may share, or None if it needs a copy."""
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Yield every full tensor of the model by its name in the Hugging Face directory, a tied one under each of its names."""
 
     def load(self, folder: Path) -> None:
-        """Load weights and optimizer state as `export` wrote them under any layout. Raises UserError for another model's."""
+        """Load weights and optimizer state that `export` wrote in any layout. Raises UserError for another model's."""
 
     def forward(self, name: str, rows: Rows, advance: Advance | None = None) -> Ragged:
-        """Predict something of this rank's rows.
+        """Run inference on this rank's rows.
 
         Args:
             name: `log_probs`, `values` or `scores`.
-            rows: Any number of rows, also none.
+            rows: Any number of rows, possibly none.
             advance: Called after each micro-batch.
 
         Returns:
-            One number per action token (of `scores`, per row), in the order of `rows`.
+            One number per action token (for `scores`, per row), in the order of `rows`.
         """
 
     def forward_backward(
         self, objective: Objective, rows: Rows, sums: Sums, advance: Advance | None = None
     ) -> dict[str, float]:
-        """Accumulate the gradients of a loss over this rank's rows, without dividing them.
+        """Accumulate the gradients of loss sums over this rank's rows, without dividing them.
 
         Args:
             objective: The loss.
-            rows: Any number of rows, also none.
-            sums: Where metrics are added, under the role's name.
+            rows: Any number of rows, possibly none.
+            sums: Receives metrics under the role's name.
             advance: Called after each micro-batch.
 
         Returns:
@@ -115,21 +115,21 @@ class TrainingBackend(Protocol):
         """
 
     def optim_step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
-        """Divide the accumulated sums and make one optimizer step.
+        """Divide the accumulated sums and run one optimizer step.
 
         Args:
             denominators: Global counts, the same on all ranks; a sum whose count is 0 is left out.
             iteration: From 1, for the learning-rate schedule.
 
         Returns:
-            The 2-norm of the global gradient before clipping, or None where nothing was counted. Where it is not finite,
-            nothing was updated.
+            The 2-norm of the global gradient before clipping, or None if all counts are 0. A non-finite norm means that nothing
+            was updated.
         """
 
     def export(self, folder: Path, write: bool = True) -> None:
         """Write a Hugging Face directory with the optimizer's state beside it.
 
         Args:
-            folder: The directory, which exists.
-            write: Whether this rank writes what all ranks have.
+            folder: An existing directory.
+            write: Whether this rank writes the data that all ranks have in full.
         """

@@ -1,6 +1,6 @@
-"""What the device of this process can do: of a CUDA device what its maker states, of a CPU what `braid doctor` has measured here.
+"""The peak rates of this process's device: the maker's figures for CUDA, the measurement of `braid doctor` for a CPU.
 
-braid doctor ──measured_rates──▶ rates of all cores ──kept──▶ a file of this user's ──own_rates──▶ operations and bytes per second
+braid doctor ──measured_rates──▶ rates of all cores ──kept──▶ a file in the user's cache ──own_rates──▶ operations and bytes per second
 """
 
 import json
@@ -22,35 +22,35 @@ from braidrl.observe.lines import whole_file
 SIDE = 2048
 NUMBERS = 1 << 26
 REPEATS, SECONDS = 7, 0.3
-"""How often each thing is timed at least, and for how long: beside other programs few of many times are undisturbed."""
+"""Least number of timings of each kind, and least seconds: with other programs running, few timings are undisturbed."""
 DTYPES = ("float32", "bfloat16", "float64")
 
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """What one process can reach at most."""
+    """The peak rates of one process."""
 
     operations: Mapping[str, float]
-    """Per second, of matrix products, by dtype."""
+    """Operations per second of matrix products, by dtype."""
     bandwidth: float
-    """Bytes per second that are read from memory."""
+    """Bytes per second read from memory."""
 
     def times(self, share: float) -> "DeviceRates":
-        """Return the rates of so many devices, or of a share of one."""
+        """Return the rates of `share` devices, which may be a fraction."""
         return DeviceRates({name: rate * share for name, rate in self.operations.items()}, self.bandwidth * share)
 
     def maximum(self, other: "DeviceRates") -> "DeviceRates":
-        """Return the higher of each rate, of two measurements of one machine: other programs only take from what it can do."""
+        """Return the elementwise maximum of two measurements of one machine; other programs can only lower a measurement."""
         operations = {name: max(rate, other.operations.get(name, 0.0)) for name, rate in self.operations.items()}
         return DeviceRates(operations, max(self.bandwidth, other.bandwidth))
 
 
 def own_rates(device: torch.device, threads: int) -> DeviceRates | None:
-    """Return what this process can reach; None for a CUDA device of an unknown kind, and for a CPU that nobody has measured.
+    """Return the peak rates of this process; None for an unknown CUDA device, and for a CPU without a measurement.
 
     Args:
-        device: What it computes on.
-        threads: How many cores it computes with on a CPU.
+        device: The device of the process.
+        threads: The number of cores that it uses on a CPU.
     """
     if device.type == "cuda":
         kind = kind_named(torch.cuda.get_device_name())
@@ -60,7 +60,7 @@ def own_rates(device: torch.device, threads: int) -> DeviceRates | None:
 
 
 def kept_rates() -> DeviceRates | None:
-    """Return what was measured of all cores that this process may use; None where nothing was, or on another machine."""
+    """Read the measured rates of all usable cores; None without a measurement of this machine."""
     path = rates_file()
     if not path.is_file():
         return None
@@ -69,7 +69,7 @@ def kept_rates() -> DeviceRates | None:
 
 
 def keep_rates(rates: DeviceRates) -> DeviceRates:
-    """Write down what was measured of all cores, or earlier where that was more; return what is kept."""
+    """Save the measured rates of all cores, or an earlier measurement if higher; return the saved rates."""
     path, earlier = rates_file(), kept_rates()
     rates = rates.maximum(earlier) if earlier else rates
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -80,24 +80,24 @@ def keep_rates(rates: DeviceRates) -> DeviceRates:
 
 
 def rates_file() -> Path:
-    """Return where rates are kept: what BRAID_RATES names, else a file of the user's cache."""
+    """Return the path of the saved rates: BRAID_RATES, else a file in the user's cache."""
     return Path(os.environ.get("BRAID_RATES") or cache_folder() / "rates.json")
 
 
 def machine() -> list[Any]:
-    """Return what tells machines apart that share a home folder."""
+    """Return an identifier that distinguishes machines with a shared home folder."""
     return [usable_cores(), *processor().values()]
 
 
 def measured_rates(side: int = SIDE, numbers: int = NUMBERS) -> DeviceRates:
-    """Measure what torch's threads reach together.
+    """Measure the rates of all torch threads together.
 
     Args:
-        side: Of the square matrices that are multiplied.
-        numbers: How many of float32 are read.
+        side: Rows of the square matrices that are multiplied.
+        numbers: float32 elements that are read.
 
     Returns:
-        Operations of the faster of torch's two libraries by dtype, and bytes per second of a sum over memory.
+        Operations per second of the faster of torch's two libraries by dtype, and bytes per second of a sum over memory.
     """
     found = {}
     for name in DTYPES:
@@ -111,7 +111,7 @@ def measured_rates(side: int = SIDE, numbers: int = NUMBERS) -> DeviceRates:
 
 
 def shortest(work: Callable[[], Any]) -> float:
-    """Return the least seconds of several times, since what disturbs only adds to it."""
+    """Return the minimum of several timings in seconds: disturbances only add time."""
     work()
     times: list[float] = []
     while len(times) < REPEATS or sum(times) < SECONDS:

@@ -1,4 +1,4 @@
-"""AdamW with moments of 8 bits, by bitsandbytes: codes of 256 values that share a scale.
+"""AdamW with 8-bit moments by bitsandbytes: blocks of 256 codes share a scale.
 
 Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization". Parameters of fewer than 4,096 numbers keep moments in float32.
 """
@@ -13,21 +13,21 @@ from braidrl.training.four_bit import import_bitsandbytes
 
 BLOCK = 256
 UNDIVIDED = ("absmax1", "absmax2", "qmap1", "qmap2")
-"""State that is not of its parameter's shape: scales, and what the codes stand for."""
+"""State that does not have its parameter's shape: scales and code tables."""
 MOMENT_BYTES = 1 + torch.float32.itemsize / BLOCK
-"""Bytes of one moment of one weight."""
+"""Bytes of one moment per weight."""
 
 
 def adamw8bit(parameters: Sequence[Tensor], lr: float, **settings: Any) -> torch.optim.Optimizer:
-    """Return bitsandbytes' AdamW8bit. Raises UserError where it is not installed."""
+    """Return bitsandbytes' AdamW8bit. Raises UserError if it is not installed."""
     base: Any = import_bitsandbytes("trainer.optimizer=adamw8bit").optim.AdamW8bit
 
     class AdamW8bit(base):
-        """Counts its steps in tensors, as torch's optimizers do, so that checkpoints hold them."""
+        """AdamW8bit with step counts as tensors, as in torch's optimizers, so that checkpoints contain them."""
 
         def init_state(self, group: Any, p: Tensor, gindex: int, pindex: int) -> None:
             super().init_state(group, p, gindex, pindex)
-            # Of each parameter its own: files hold no tensor twice.
+            # Clone: safetensors files cannot store shared tensors.
             state = self.state[p]
             state.update({name: state[name].clone() for name in UNDIVIDED if name in state})
 

@@ -1,8 +1,8 @@
 """Frozen weights in 4 bits under adapters (QLoRA), by bitsandbytes.
 
-W (out, in) ──64 at a time──▶ NormalFloat codes, two a byte, and a scale each ──in every product──▶ x Wᵀ + b
+W (out, in) ──64 at a time──▶ NormalFloat codes, two per byte, and a scale per block ──dequantised in each product──▶ x Wᵀ + b
 
-The weights exist in full for one layer at a time. Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs".
+Only one layer's weight exists in full at a time. Dettmers et al. 2023, "QLoRA: Efficient Finetuning of Quantized LLMs".
 """
 
 import logging
@@ -20,7 +20,7 @@ BYTES_PER_WEIGHT = 0.5 + torch.float32.itemsize / BLOCK
 
 
 def import_bitsandbytes(key: str) -> Any:
-    """Import bitsandbytes. Raises UserError, which names the configuration key that needs it, where it is not installed."""
+    """Import bitsandbytes. Raises UserError, naming the configuration `key` that needs it, if it is not installed."""
     quiet()
     try:
         import bitsandbytes
@@ -30,18 +30,18 @@ def import_bitsandbytes(key: str) -> Any:
 
 
 def quiet() -> None:
-    """Keep bitsandbytes, which peft imports too, from warning of kernels of the model hub that it would like to fetch."""
+    """Silence warnings of bitsandbytes, which peft also imports, about kernels on the model hub."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 class FourBitLinear(nn.Module):
-    """A linear layer whose weight is frozen and kept in 4 bits; its gradient goes to the input alone."""
+    """A linear layer with a frozen 4-bit weight; only its input gets a gradient."""
 
     codes: Tensor
     scales: Tensor
 
     def __init__(self, linear: nn.Linear) -> None:
-        """Take over a layer's weight, in float32 or bfloat16, and its bias."""
+        """Quantize a layer's float32 or bfloat16 weight; keep its bias."""
         super().__init__()
         functional = import_bitsandbytes("lora.base_dtype").functional
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -53,7 +53,7 @@ class FourBitLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """Return what the codes stand for, (out, in), in the type that the weight had."""
+        """Return the dequantised weight (out, in) in its original dtype."""
         shape = [self.out_features, self.in_features]
         found: Tensor = torch.ops.bitsandbytes.dequantize_4bit(self.codes, self.scales, BLOCK, KIND, shape, self.dtype)
         return found
@@ -64,7 +64,7 @@ class FourBitLinear(nn.Module):
 
 
 class _FourBitProduct(torch.autograd.Function):
-    """x Wᵀ, which keeps the codes for its backward pass and not the weight."""
+    """The product x Wᵀ, which saves the codes instead of the weight for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: FourBitLinear) -> Tensor:
@@ -77,7 +77,7 @@ class _FourBitProduct(torch.autograd.Function):
 
 
 def quantize_adapted(model: nn.Module) -> None:
-    """Keep the weights under a model's adapters in 4 bits, in place."""
+    """Quantize the weights under a model's adapters to 4 bits, in place."""
     for module in list(model.modules()):
         if isinstance(base := getattr(module, "base_layer", None), nn.Linear):
             module.base_layer = FourBitLinear(base)

@@ -1,4 +1,4 @@
-"""Whether ranks that divide a decoder compute what one process does: log-probs, and the norm of all gradients, of its tiny twin."""
+"""The layout proof: on a decoder's tiny twin, two ranks must compute the log-probs and gradient norm of one process."""
 
 import json
 import tempfile
@@ -28,7 +28,7 @@ LIMIT_S = 60.0
 
 
 def layout_findings(twin: Twin, plan: ForwardPlan) -> list[Finding]:
-    """Start two ranks on this machine for each layout, and compare them with one process."""
+    """Run two ranks on this machine for each layout, and compare them with one process."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
         twin.model(plan).save_pretrained(folder)
@@ -47,7 +47,7 @@ def layout_findings(twin: Twin, plan: ForwardPlan) -> list[Finding]:
 
 
 def of_rank(world: World, task: dict[str, Any]) -> dict[str, Any]:
-    """Compute on one rank; rank 0 returns all ranks' figures."""
+    """Compute on one rank; return the merged figures of all ranks."""
     rows = [torch.tensor(row) for row in task["rows"]]
     with quietly():
         own = figures(world, task["folder"], task["layout"], rows)
@@ -56,7 +56,7 @@ def of_rank(world: World, task: dict[str, Any]) -> dict[str, Any]:
 
 
 def figures(world: World | None, folder: str, layout: dict[str, Any], rows: list[torch.Tensor]) -> dict[str, Any]:
-    """Return the log-probs of this rank's rows by their numbers, and the norm of the gradients of all."""
+    """Return the log-probs of this rank's rows by row number, and the global gradient norm."""
     torch.set_num_threads(1)
     rank, size = (world.rank, world.size) if world else (0, 1)
     settings = {"flow": "sft", "model": folder, "device": "cpu", "dtype": "float32", "data": {"train": "none.jsonl"}}
@@ -75,7 +75,7 @@ def figures(world: World | None, folder: str, layout: dict[str, Any], rows: list
 
 
 def rows_of(tokens: list[torch.Tensor], numbers: list[int]) -> Rows:
-    """Return rows of which every token but the first is an action."""
+    """Return rows in which every token but the first is an action."""
     lengths = torch.tensor([len(row) for row in tokens])
     values = torch.cat(tokens)
     mask = torch.cat([torch.arange(len(row)) > 0 for row in tokens])
@@ -90,7 +90,7 @@ def rows_of(tokens: list[torch.Tensor], numbers: list[int]) -> Rows:
 
 
 def difference(found: dict[str, Any], alone: dict[str, Any]) -> float:
-    """Return the greatest difference of a log-prob, or of the norm relative to it."""
+    """Return the greater of the largest log-prob difference and the relative difference of the norm."""
     each = [
         abs(a - b) for n, row in alone["log_probs"].items() for a, b in zip(found["log_probs"][n], row, strict=True)
     ]

@@ -1,4 +1,4 @@
-"""Likelihood terms beside a policy loss: in the same optimizer step the weights also learn to predict given tokens.
+"""Auxiliary likelihood terms: supervised losses in the same optimizer step as the policy loss.
 
 loss = policy sums / their count + ptx_coef · Σ −log π(text) / ptx tokens + positive_coef · Σ −log π(right answers) / their tokens
 """
@@ -40,7 +40,7 @@ class Likelihood:
 
 
 def likelihoods(params: Mapping[str, Any]) -> tuple[Likelihood, ...]:
-    """Return the auxiliary terms that an update's parameters ask for."""
+    """Return the auxiliary terms in an update's parameters."""
     found = []
     if coefficient := params.get("ptx_coef", 0.0):
         found.append(Likelihood("ptx", coefficient, registry.losses["ptx"], text_rows))
@@ -50,7 +50,7 @@ def likelihoods(params: Mapping[str, Any]) -> tuple[Likelihood, ...]:
 
 
 def text_rows(rows: Rows) -> Rows:
-    """Return the pre-training texts joined to rows as rows of their own: every token but the first is predicted."""
+    """Return the pre-training texts attached to rows as separate rows; every token but the first is predicted."""
     tokens: Ragged = rows["ptx_tokens"]
     first = torch.zeros(len(tokens.values), dtype=torch.bool)
     first[tokens.offsets[:-1][tokens.lengths > 0]] = True
@@ -73,7 +73,7 @@ def text_targets(lengths: Tensor) -> Tensor:
 
 
 def correct_rows(rows: Rows) -> Rows:
-    """Return the rows whose answer is correct."""
+    """Return the rows with a correct answer."""
     return rows.take((rows["correct"] > 0) & (rows["action_tokens"] > 0))
 
 

@@ -1,4 +1,4 @@
-"""Loading a decoder and its tokenizer from a Hugging Face directory; nothing is ever downloaded."""
+"""Loaders of decoders, scalar models and tokenizers from a Hugging Face directory, without downloads."""
 
 import json
 import logging
@@ -34,12 +34,12 @@ SIZES = {
     "num_hidden_layers": 1000, "num_attention_heads": 1 << 16, "num_key_value_heads": 1 << 16, "head_dim": 1 << 16,
     "hidden_size": 1 << 20, "intermediate_size": 1 << 22, "vocab_size": 1 << 24, "max_position_embeddings": 1 << 32,
 }  # fmt: skip
-"""Whole numbers from 1 on of a model's config.json, and how large they may be."""
+"""Positive integers in a model's config.json, with their upper limits."""
 NEEDED = ("num_hidden_layers", "num_attention_heads", "hidden_size", "vocab_size")
-"""Those that may not be null."""
+"""Sizes that must not be null."""
 POSITIVE = ("rms_norm_eps", "layer_norm_eps", "rope_theta", "initializer_range")
 DEQUANTISED = ("fp8", "mxfp4")
-"""Kinds of quantised weights that are read as what they stand for."""
+"""Quantisation formats that are dequantised on loading."""
 logger = logging.getLogger(__name__)
 
 
@@ -50,12 +50,12 @@ def load_decoder(
 
     Args:
         path: The directory.
-        dtype: Of the parameters.
-        device: Where the parameters go.
-        on_meta: Leave them on the meta device for `ParameterReader`, unless the files have them under other names.
+        dtype: The dtype of the parameters.
+        device: The device of the parameters.
+        on_meta: Leave parameters on the meta device for `ParameterReader`, if the model can be built without weights.
 
     Raises:
-        UserError: For a folder that is missing, incomplete or holds a model that cannot be trained here.
+        UserError: The folder is missing or incomplete, or its model is not supported.
     """
     folder = _whole_model_folder(path)
     config = _config(folder)
@@ -74,8 +74,8 @@ def load_scorer(
 ) -> PreTrainedModel:
     """Load a decoder with a scalar head, from a sequence-classification directory or a causal decoder's; see `load_decoder`.
 
-    With `fresh_head` a missing head is made of zeros: every value and score begins as 0, whatever the seed. Without it a missing head
-    raises UserError.
+    With `fresh_head` a missing head is zero-initialised, so that every value and score starts at 0. Without it a missing head raises
+    UserError.
     """
     folder = _whole_model_folder(path)
     check_scorer(folder, fresh_head)
@@ -87,7 +87,7 @@ def load_scorer(
         raise UserError(f"model: the weights in {folder} lack {_some(lacking)}; copy the whole model")
     if not hasattr(model, "score"):
         raise UserError(
-            f"model: {type(model).__name__} in {folder} has no linear `score` head, so it can be no critic or reward model"
+            f"model: {type(model).__name__} in {folder} has no linear `score` head, so it cannot be a critic or reward model"
         )
     if missing:
         torch.nn.init.zeros_(model.score.weight)
@@ -95,14 +95,14 @@ def load_scorer(
 
 
 def has_score_head(path: str | Path) -> bool:
-    """Return True for the folder of a model that scores texts and does not generate them; reads no weights."""
+    """Return whether a folder holds a model with a scalar head, without reading weights."""
     file = Path(path).expanduser() / "config.json"
     names = json.loads(file.read_text(encoding="utf-8")).get("architectures") if file.is_file() else ()
     return any(name.endswith("ForSequenceClassification") for name in names or ())
 
 
 def check_scorer(path: str | Path, fresh_head: bool) -> None:
-    """Raise UserError where a folder cannot give a model with a scalar head; reads no weights."""
+    """Raise UserError if a folder cannot provide a model with a scalar head; reads no weights."""
     folder = _model_folder(path)
     config = _config(folder)
     if has_score_head(folder):
@@ -117,13 +117,13 @@ def check_scorer(path: str | Path, fresh_head: bool) -> None:
 
 
 def check_model(path: str | Path) -> None:
-    """Check what can be checked of a model before it is loaded: its architecture, and the headers of the weight files that are there.
+    """Check a model before loading: its architecture and the headers of its weight files.
 
     Args:
         path: A Hugging Face directory.
 
     Raises:
-        UserError: It is no decoder that can be trained here, or a file of its weights is damaged or cut off.
+        UserError: The architecture is not supported, or a weight file is damaged or truncated.
     """
     folder = _model_folder(path)
     config = _config(folder)
@@ -140,14 +140,14 @@ def _whole_model_folder(path: str | Path) -> Path:
 
 
 def is_on_meta(model: PreTrainedModel) -> bool:
-    """Return True for a model whose parameters have not been read yet."""
+    """Return whether a model's parameters have not been read yet."""
     return next(model.parameters()).is_meta
 
 
 def _load(
     auto: Any, folder: Path, config: Any, plan: ForwardPlan, dtype: torch.dtype, on_meta: bool
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Return the model, prepared for its plan, and the names of the weights that the folder lacks."""
+    """Return the model, prepared for its plan, and the names of missing weights."""
     quantised = without_quantisation(config, folder)
     if on_meta or quantised:
         model, whole = _skeleton(auto, folder, config, plan, dtype)
@@ -164,7 +164,7 @@ def _load(
             use_fast_products(model)
             use_plan(model, plan)
             return model, sorted(missing)
-    # Transformers prints a table of missing weights; the caller says in one line which of them matter.
+    # Silence transformers' table of missing weights: the caller reports those that matter in one line.
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -182,11 +182,11 @@ def _load(
 
 
 def _skeleton(auto: Any, folder: Path, config: Any, plan: ForwardPlan, dtype: torch.dtype) -> tuple[Any, bool]:
-    """Return a model with parameters on the meta device, and True where it has the buffers that its configuration alone decides."""
+    """Return a model with parameters on the meta device, and whether all buffers without a file could be rebuilt."""
     try:
         with torch.device("meta"):
             model: Any = auto.from_config(config, dtype=dtype, attn_implementation=plan.attention)
-    except Exception as error:  # of whatever kind: the library calculates with what a file says
+    except Exception as error:  # any type: the library computes with unchecked values of the file
         raise UserError(f"model: {folder} cannot be loaded: {named_error(error)}") from error
     whole = rebuild_buffers(model)
     if model.can_generate() and (folder / "generation_config.json").is_file():
@@ -195,9 +195,9 @@ def _skeleton(auto: Any, folder: Path, config: Any, plan: ForwardPlan, dtype: to
 
 
 def without_quantisation(config: Any, folder: Path) -> bool:
-    """Remove the quantisation from a configuration whose weights are read as what they stand for, and return True where there was one.
+    """Remove the quantisation from a configuration, since weights are dequantised on loading; return whether there was one.
 
-    Raises UserError for a kind that is not read so.
+    Raises UserError for an unsupported format.
     """
     settings = getattr(config, "quantization_config", None)
     if settings is None:
@@ -213,7 +213,7 @@ def without_quantisation(config: Any, folder: Path) -> bool:
 
 @torch.no_grad()
 def rebuild_buffers(model: Any) -> bool:
-    """Give a model on the meta device the buffers that no file has, by transformers' own initialization; False where it leaves one."""
+    """Rebuild the non-persistent buffers of a model on the meta device by transformers' own initialization; return whether all were set."""
     made: list[torch.Tensor] = []
     parts: dict[str, None] = {}
     for name, buffer in list(model.named_non_persistent_buffers()):
@@ -229,7 +229,7 @@ def rebuild_buffers(model: Any) -> bool:
 
 
 def read_buffers(model: Any, files: Mapping[str, torch.Tensor]) -> None:
-    """Give a model on the meta device the buffers that its files have, in full: they are small."""
+    """Read the buffers of a model on the meta device from its files; buffers are small and not sharded."""
     for name, buffer in list(model.named_buffers()):
         if buffer.is_meta and name in files:
             owner, _, own = name.rpartition(".")
@@ -237,7 +237,7 @@ def read_buffers(model: Any, files: Mapping[str, torch.Tensor]) -> None:
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a Hugging Face directory. Raises UserError when there is none."""
+    """Load the tokenizer of a Hugging Face directory. Raises UserError if it is missing or invalid."""
     folder = _model_folder(path)
     if not any((folder / name).exists() for name in TOKENIZER_FILES):
         raise UserError(
@@ -253,7 +253,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             raise TypeError(f"model_max_length is {shown(tokenizer.model_max_length)}, and no number")
         return tokenizer
     except BaseException as error:
-        # A panic of the tokenizers library, which is written in Rust, is no Exception.
+        # A panic of the tokenizers library (Rust) is not an Exception.
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         for path in sorted(folder.glob("*token*.json")):
@@ -262,14 +262,15 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 
 
 def check_tokens(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that a model has an embedding for every token that it may be given, and can end a response.
+    """Check that a model's vocabulary contains its end tokens, so that responses can end.
 
     Args:
         path: A Hugging Face directory.
-        tokenizer: Makes the tokens that the model is given.
+        tokenizer: The tokenizer of the run.
 
     Raises:
-        UserError: The tokenizer, config.json or generation_config.json has a token beyond the vocabulary of the model.
+        UserError: The tokenizer, config.json or generation_config.json names an end token outside the model's vocabulary, or the chat
+            template is invalid.
     """
     folder = _model_folder(path)
     config = _config(folder)
@@ -296,7 +297,7 @@ def check_tokens(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def end_tokens_file(folder: Path) -> Any:
-    """Return the end tokens of a model's generation_config.json, if it has one. Raises UserError for one that cannot be read."""
+    """Return the end tokens in a model's generation_config.json; None without the file. Raises UserError for an invalid file."""
     path = folder / "generation_config.json"
     if not path.is_file():
         return None
@@ -317,7 +318,7 @@ def _model_folder(path: str | Path) -> Path:
 
 
 def read_model_config(path: str | Path) -> Any:
-    """Read a model's config.json; no weights are needed. Raises UserError as `load_decoder`."""
+    """Read a model's config.json, without weights. Raises UserError as `load_decoder`."""
     return _config(_model_folder(path))
 
 
@@ -341,7 +342,7 @@ def read_object(path: Path, most_bytes: int = CONFIG_BYTES) -> dict[str, Any]:
 
 
 def check_sizes(path: Path) -> None:
-    """Raise UserError, with file and key, for a config.json whose sizes are no sizes or do not fit together. No model is made of them."""
+    """Raise UserError, with file and key, for invalid or inconsistent sizes in a config.json. Builds no model."""
     whole = read_object(path)
     for about in (
         whole,
@@ -372,9 +373,9 @@ def check_sizes(path: Path) -> None:
 
 
 def named_error(error: BaseException) -> str:
-    """Return the first line of a library's error, with its kind where it alone would say nothing."""
-    said = shown(" ".join(str(error).split()))[1:-1]
-    return said if isinstance(error, ValueError | OSError | RuntimeError) else f"{type(error).__name__}: {said}"
+    """Return a library's error in one line, with its type if the text alone may say nothing."""
+    text = shown(" ".join(str(error).split()))[1:-1]
+    return text if isinstance(error, ValueError | OSError | RuntimeError) else f"{type(error).__name__}: {text}"
 
 
 def _some(names: Any) -> str:

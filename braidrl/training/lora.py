@@ -1,7 +1,7 @@
-"""Low-rank adapters (LoRA) by peft: the adapters alone are trained; the role's weights are base and adapters merged.
+"""Low-rank adapters (LoRA) by peft: only adapters are trained; the role's weights are base and adapters merged.
 
 training     y = x Wᵀ + α/r · (x Aᵀ) Bᵀ          W frozen, A and B trained
-elsewhere    W + α/r · B A                        exports, engines, and roles that take this one's weights
+elsewhere    W + α/r · B A                        exports, engines, and copies of this role's weights
 """
 
 from collections.abc import Mapping
@@ -22,16 +22,16 @@ from braidrl.weights.checkpoint_files import HEAD
 from braidrl.weights.shards import box_of, full_tensor, local_shard
 
 ADAPTER = "adapter"
-"""Folder in a role's checkpoint with the adapters as peft writes them."""
+"""The folder of the adapters in a role's checkpoint, in peft's format."""
 NAME = "default"
 WEIGHTS = "adapter_model.safetensors"
-"""Their tensors in that folder."""
+"""The file of their tensors in that folder."""
 PREFIX = "base_model.model."
 """The prefix of tensor names in peft's files."""
 
 
 def import_peft() -> Any:
-    """Import peft. Raises UserError where it is not installed."""
+    """Import peft. Raises UserError if it is not installed."""
     quiet()
     try:
         import peft
@@ -41,9 +41,9 @@ def import_peft() -> Any:
 
 
 def add_adapters(model: Any, lora: LoraConfig, seed: int = 0) -> None:
-    """Add adapters to a decoder's linear layers, in place; they change no output until they are trained.
+    """Add adapters to a decoder's linear layers in place; outputs stay equal until the adapters are trained.
 
-    The same seed draws the same adapters in every process. Raises UserError for a target that the model does not have.
+    The same seed gives the same adapters in every process. Raises UserError for a target that the model lacks.
     """
     peft = import_peft()
     linear = {name.rpartition(".")[2] for name, m in model.base_model.named_modules() if isinstance(m, nn.Linear)}
@@ -53,7 +53,7 @@ def add_adapters(model: Any, lora: LoraConfig, seed: int = 0) -> None:
                 f"lora.targets: {type(model).__name__} has no linear layer {target!r} in its layers. "
                 f"{suggest(target, linear)}"
             )
-    # By a model's type peft would adapt fused experts too, which are no linear layers, and would not be merged.
+    # Hide the model type: otherwise peft also adapts fused experts, which are not linear layers and would not be merged.
     known = model.config.model_type
     model.config.model_type = "decoder"
     try:
@@ -69,7 +69,7 @@ def add_adapters(model: Any, lora: LoraConfig, seed: int = 0) -> None:
 
 
 def peft_config(lora: LoraConfig, model: Path | None = None, head: bool = False) -> Any:
-    """Return peft's configuration; a `head` is trained in full beside the adapters."""
+    """Return peft's configuration; with `head`, the scalar head is trained in full."""
     return import_peft().LoraConfig(
         r=lora.rank, lora_alpha=lora.alpha, lora_dropout=0.0, target_modules=list(lora.targets), bias="none",
         base_model_name_or_path=str(model) if model else None, task_type="SEQ_CLS" if head else "CAUSAL_LM",
@@ -78,13 +78,13 @@ def peft_config(lora: LoraConfig, model: Path | None = None, head: bool = False)
 
 
 def train_adapters_only(model: nn.Module) -> None:
-    """Freeze everything but the adapters and a scorer's head."""
+    """Freeze everything except adapters and a scalar head."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
 
 
 def is_adapter(name: str) -> bool:
-    """Return True for a parameter that is trained where adapters are: an adapter's factor, or a scorer's head."""
+    """Return whether LoRA trains a parameter: an adapter's factor or a scalar head."""
     return ".lora_" in name or name == HEAD
 
 
@@ -105,12 +105,12 @@ class Adapted:
 
     @property
     def base(self) -> Tensor:
-        """Return the weight without its adapter; one that is kept in 4 bits is computed."""
+        """Return the weight without its adapter; 4-bit weights are dequantised."""
         return self.layer.weight
 
     @property
     def box(self) -> Box:
-        """Return the block of the global weight that this rank has."""
+        """Return this rank's block of the global weight."""
         return Box.whole(self.shape) if isinstance(self.layer, FourBitLinear) else box_of(self.base)
 
     @property
@@ -127,7 +127,7 @@ class Adapted:
 
     @property
     def is_sharded(self) -> bool:
-        """Return True where ranks have divided the adapter, and merge it together."""
+        """Return whether the adapter is sharded, so that all its ranks must merge it at the same time."""
         return isinstance(self.up, DTensor)
 
     @torch.no_grad()
@@ -141,7 +141,7 @@ class Adapted:
         return self._added(local_shard(self.base), self.box)
 
     def _added(self, base: Tensor, box: Box) -> Tensor:
-        """Merge the adapter into a block of the base. Adapters are small: they are gathered in full."""
+        """Merge the adapter into a block of the base; adapters are small and are gathered in full."""
         rows, columns = box.slices
         up, down = full_tensor(self.up)[rows], full_tensor(self.down)[:, columns]
         dtype = torch.promote_types(base.dtype, torch.float32)
@@ -149,7 +149,7 @@ class Adapted:
 
 
 def plain_names(model: nn.Module, named: Mapping[str, Tensor]) -> dict[str, Tensor | Adapted]:
-    """Return a module's tensors by their names without adapters, each adapted weight together with its adapter."""
+    """Return a module's tensors by their names without adapters; adapted weights come with their adapters."""
     found: dict[str, Tensor | Adapted] = {}
     for name, tensor in named.items():
         layer, _, own = name.partition(".base_layer.")

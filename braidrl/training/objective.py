@@ -1,11 +1,11 @@
-"""The objective of a train stage: a policy loss, its correction, a KL term and an entropy bonus, as sums with named denominators.
+"""The objective of a train stage: policy loss, correction, KL term and entropy bonus, as sums with named denominators.
 
     Σ_t w_t · (c_t · loss_t + kl_coef · kl_t − entropy_coef · H_t)         w: aggregation, c: correction
     ──────────────────────────────────────────────────────────────
                  global count of tokens, rows or groups                    divided at `optim_step`, not here
 
-Auxiliary likelihood terms have sums and denominators of their own. All tensors are flat over the A action tokens of a micro-batch;
-`offsets` (B + 1,) says which row each belongs to.
+Auxiliary likelihood terms have their own sums and denominators. All tensors are flat over the A action tokens of a micro-batch;
+`offsets` (B + 1,) delimits its rows.
 """
 
 from collections import Counter
@@ -27,12 +27,12 @@ from braidrl.flow.signatures import columns_in_training
 from braidrl.training.likelihood import Likelihood, likelihood_counts, likelihoods
 
 NAMES_A_TOKEN = "at response token"
-"""What a message says that knows where a number is not finite."""
+"""The words in a message that locates a non-finite number."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A train stage's parameters, resolved by `Objective.of`."""
+    """The resolved parameters of a train stage."""
 
     role: str
     loss: Entry
@@ -47,14 +47,14 @@ class Objective:
 
     @staticmethod
     def of(role: str, params: Mapping[str, Any]) -> "Objective":
-        """Return what the parameters of a role's `update` stage stand for.
+        """Resolve the parameters of a role's `update` stage.
 
         Args:
-            role: The role that is trained.
-            params: As `Role.update` takes them: loss, aggregate, kl and so on, by name or with settings.
+            role: The trained role.
+            params: Parameters of `Role.update`: loss, aggregate, kl and so on, by name or with settings.
 
         Raises:
-            UserError: A name that is not registered.
+            UserError: A name is not registered.
         """
         loss, aggregate = name_and_settings(params["loss"]), name_and_settings(params.get("aggregate", "token-mean"))
         kl, correction = (name_and_settings(params[key]) if key in params else None for key in ("kl", "correction"))
@@ -70,7 +70,7 @@ class Objective:
 
     @property
     def denominators(self) -> tuple[str, ...]:
-        """Return all global counts that `optim_step` needs: this loss's and those of the auxiliary terms."""
+        """Return the names of all global counts that `optim_step` needs, with those of auxiliary terms."""
         return (self.denominator, *(term.denominator for term in self.auxiliary))
 
     def select(self, rows: Rows) -> Rows:
@@ -78,18 +78,18 @@ class Objective:
         return trained_rows(rows)
 
     def passes(self, rows: Rows) -> list[Rows]:
-        """Return what goes through the model: the rows of this loss, and of each auxiliary term."""
+        """Return the rows of each forward pass: one for this loss and one per auxiliary term."""
         terms: tuple[Objective | Likelihood, ...] = (self, *self.auxiliary)
         return [term.select(rows) for term in terms] if len(rows) else []
 
     @property
     def whole_groups(self) -> bool:
-        """Return True where the loss compares the rows of a group, which then share a micro-batch."""
+        """Return whether the loss compares rows of a group, which must then share a micro-batch."""
         return self.loss.needs.whole_groups
 
     @property
     def needs_group_tokens(self) -> bool:
-        """Return True if a row's loss depends on how many tokens its whole group has in the optimizer step."""
+        """Return whether a row's loss depends on its whole group's number of tokens in the optimizer step."""
         return "group_tokens" in entry_of(registry.aggregations, self.aggregate).reads
 
     def sums(
@@ -98,8 +98,8 @@ class Objective:
         """Compute the loss sums and metrics of a micro-batch.
 
         Args:
-            rows: Its rows.
-            offsets: (B + 1,) int64, where each row's action tokens begin; on the CPU, so that no device is waited for.
+            rows: The rows of the micro-batch.
+            offsets: (B + 1,) int64, the start of each row's action tokens; on the CPU, to avoid device synchronisation.
             predicted: This forward pass's `log_probs` and `entropy` (A,), `values` (A,), or `scores` (B,).
 
         Returns:
@@ -111,7 +111,7 @@ class Objective:
         look = Lookup(self, rows, offsets, predicted, device)
         per_token, metrics = self.loss.function(*look.arguments(self.loss), **self.settings)
         if self.whole_groups:
-            # What is said of a pair counts once for each row, and not for each of its tokens.
+            # Metrics of a pair count once per row, not once per token.
             metrics = {name: Ragged(value, offsets.to(device)).row_means() for name, value in metrics.items()}
         metrics = {**self._monitors(look), **metrics}
         if self.correction is not None:
@@ -127,7 +127,7 @@ class Objective:
         if self.entropy_coef:
             per_token = per_token - self.entropy_coef * predicted["entropy"]
         entry = entry_of(registry.aggregations, self.aggregate)
-        # The host knows how many tokens there are, and a device would have to be asked.
+        # Computed on the host, which knows the token counts, to avoid device synchronisation.
         weights = entry.function(*replace(look, device=offsets.device).arguments(entry), **self.aggregate_settings)
         return {self.denominator: weighted_sum(per_token, weights.to(device))}, metrics
 
@@ -150,17 +150,17 @@ class Objective:
 
 @dataclass(frozen=True)
 class Lookup:
-    """Resolves a registered function's parameters: tensors of this forward pass, or columns of the rows."""
+    """A lookup of a registered function's arguments: tensors of this forward pass, or columns of the rows."""
 
     objective: Objective
     rows: Rows
     offsets: Tensor
     predicted: Mapping[str, Tensor]
     device: torch.device
-    """Where the arguments are wanted."""
+    """The device of the arguments."""
 
     def arguments(self, entry: Entry) -> list[Tensor | None]:
-        """Return the arguments in the order of the function's parameters. Raises KeyError for a required one that is missing."""
+        """Return the arguments in the order of the function's parameters. Raises KeyError if a required one is missing."""
         found = [self.find(self._column(entry, name)) for name in (*entry.reads, *entry.optional)]
         for name, value in zip(entry.reads, found, strict=False):
             if value is None:
@@ -183,12 +183,12 @@ class Lookup:
 
 
 def name_and_settings(value: str | Mapping[str, Any]) -> dict[str, Any]:
-    """Return a name alone, or a name with settings, as a new dict."""
+    """Return a name, or a name with settings, as a new dict."""
     return {"name": value} if isinstance(value, str) else dict(value)
 
 
 def column_values(rows: Rows, column: str, offsets: Tensor, device: torch.device) -> Tensor | None:
-    """Return a column as losses take it: payload as flat values (A,), index columns as they are (B,); None where it is missing.
+    """Return a column for losses: payload columns as flat values (A,), index columns (B,) unchanged; None if missing.
 
     An `advantage` per row is repeated over the row's action tokens as `advantages`.
     """
@@ -203,7 +203,7 @@ def column_values(rows: Rows, column: str, offsets: Tensor, device: torch.device
 
 
 def denominators(index: Rows) -> dict[str, float]:
-    """Return the global counts of an optimizer step's rows, after masking, that its loss sums are divided by."""
+    """Return the denominators of an optimizer step: global counts of its rows after masking."""
     used = trained_rows(index)
     return {
         "tokens": float(used["action_tokens"].sum()),
@@ -215,24 +215,24 @@ def denominators(index: Rows) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class UpdateCounts:
-    """What an optimizer step has to know of all of its rows: the counts that loss sums are divided by, and in words which they are."""
+    """The global data of an optimizer step: denominators of its loss sums, and a description of its rows for messages."""
 
     counts: Mapping[str, float]
     rows: str
 
     @staticmethod
     def of(index: Rows) -> "UpdateCounts":
-        """Count the rows of an optimizer step, of which `index` has the index columns."""
+        """Count an optimizer step's rows, given their index columns."""
         return UpdateCounts(denominators(index), named_rows(index.uids()))
 
 
 def nonfinite_tokens(rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor]) -> str:
-    """Return in words which tokens of a micro-batch have a prediction or a column that is not finite; its rows where none has.
+    """Describe the tokens of a micro-batch with a non-finite prediction or column; its rows if there are none.
 
     Args:
         rows: The micro-batch.
-        offsets: (B + 1,) int64, where each row's action tokens begin.
-        predicted: What the model said of them.
+        offsets: (B + 1,) int64, the start of each row's action tokens.
+        predicted: The model's predictions.
     """
     count, found = int(offsets[-1]), []
     columns = [name for name, column in rows.items() if isinstance(column, Tensor | Ragged)]
@@ -251,9 +251,9 @@ def nonfinite_tokens(rows: Rows, offsets: Tensor, predicted: Mapping[str, Tensor
 
 
 def with_group_tokens(rows: Rows, index: Rows) -> Rows:
-    """Return `rows` with the action tokens of each row's whole group after masking, int64; what `prompt-mean` divides by.
+    """Return `rows` with a column `group_tokens` (int64): action tokens of each row's group after masking, the divisor of `prompt-mean`.
 
-    `index` holds the index columns of all rows of the optimizer step, of which `rows` are some.
+    `index` holds the index columns of all rows of the optimizer step.
     """
     counted = (index["action_tokens"] * trained_mask(index)).tolist()
     tokens: Counter[int] = Counter()
@@ -269,9 +269,9 @@ def trained_rows(rows: Rows) -> Rows:
 
 
 def trained_mask(index: Rows) -> Tensor:
-    """Mask the rows that have an action, are not masked out by `loss_mask` and did not fail, (B,) bool.
+    """Return the mask (B,) bool of rows with an action that `loss_mask` keeps and that did not fail.
 
-    What a trajectory scored before its environment failed says nothing of its actions.
+    The score of a trajectory whose environment failed says nothing about its actions.
     """
     taken: Tensor = index["action_tokens"] > 0
     if "loss_mask" in index:

@@ -1,12 +1,11 @@
-"""Counts the operations and bytes that a decoder cannot do without, from its sizes and its rows' lengths.
+"""The minimal operations and bytes of a decoder, from its sizes and its rows' lengths.
 
-Of N tokens, P of which are predicted, a forward pass takes 2 operations for each parameter in a matrix and token, and 4·H·D per layer
-for each pair of a query and a key that it sees, with H heads of D numbers (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B, where
-causal masks are not made use of: a row of T tokens has T² pairs there, and T·(T + 1)/2 here). A backward pass takes as many for the
-gradients of activations and as many again for those of weights. What is computed twice to save memory does not count.
+A forward pass takes 2 operations per token and matrix parameter, and 4·H·D per layer for each pair of a query and a visible key, with
+H heads of size D (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B; PaLM counts T² pairs for a row of T tokens, this module the
+causal T·(T + 1)/2). Only predicted tokens go through the output layer. A backward pass takes as many operations for gradients of
+activations, and as many again for gradients of weights. Recomputation does not count.
 
-Decoding reads all matrices in each step, and the keys and values of everything before for each row (Pope et al., arXiv 2211.05102,
-section 2).
+Each decode step reads all matrices once, and all earlier keys and values of each row (Pope et al., arXiv 2211.05102, section 2).
 """
 
 import heapq
@@ -21,24 +20,24 @@ from braidrl.training.memory.footprint import ModelSizes
 
 
 class MatrixSizes(NamedTuple):
-    """What operations and bytes follow from."""
+    """The matrix sizes that determine operations and bytes."""
 
     body: int
-    """Parameters that each token is multiplied with."""
+    """Matrix parameters in the layers, which every token uses."""
     head: int
-    """Parameters of the output layer, which a token is multiplied with where one is predicted; 0 for a scalar head."""
+    """Parameters of the output layer, which only predicting tokens use; 0 for a scalar head."""
     queries: int
-    """Numbers of a token's queries in all layers."""
+    """Elements of a token's queries, summed over layers."""
     cached: int
-    """Numbers of a token's keys and values in all layers."""
+    """Elements of a token's keys and values, summed over layers."""
 
     @staticmethod
     def of(sizes: ModelSizes, parameters: int, scalar: bool) -> "MatrixSizes":
         """Return the sizes of a model.
 
         Args:
-            sizes: From its configuration.
-            parameters: All that it has, tied ones once.
+            sizes: The sizes in its configuration.
+            parameters: All of its parameters, tied ones once.
             scalar: True for a critic or a reward model.
         """
         embedding, layers = sizes.vocab_size * sizes.hidden_size, sizes.num_hidden_layers
@@ -51,7 +50,7 @@ class MatrixSizes(NamedTuple):
 
 
 class TokenCounts(NamedTuple):
-    """What goes through a model in one pass: tokens, those among them of which something is predicted, and pairs of query and key."""
+    """The counts of one pass: tokens, predicted tokens, and (query, visible key) pairs."""
 
     tokens: float
     predicted: float
@@ -59,7 +58,7 @@ class TokenCounts(NamedTuple):
 
     @staticmethod
     def of(rows: Rows, shared_prompts: bool = False) -> "TokenCounts":
-        """Count rows; with `shared_prompts` a prompt goes through the model once for all rows that begin with it."""
+        """Count rows; with `shared_prompts`, a shared prompt counts once for all of its rows."""
         lengths = rows["sequence_lengths"].values.tolist()
         tokens, pairs = sum(lengths), sum(map(_pairs, lengths))
         for family in (families_of(rows) or []) if shared_prompts else []:
@@ -79,7 +78,7 @@ def forward_operations(sizes: MatrixSizes, counts: TokenCounts) -> float:
 
 
 def training_operations(sizes: MatrixSizes, counts: TokenCounts, frozen: bool) -> float:
-    """Return the operations of a forward and a backward pass; with `frozen` weights, under adapters, gradients go through them alone."""
+    """Return the operations of a forward and a backward pass; `frozen` weights (under adapters) need no gradient of their own."""
     return (2.0 if frozen else 3.0) * forward_operations(sizes, counts)
 
 
@@ -87,32 +86,33 @@ def decoding_bytes(sizes: MatrixSizes, element_bytes: int, steps: float, seen: f
     """Return the bytes that decoding reads.
 
     Args:
-        sizes: The model's.
-        element_bytes: Of a weight, a key and a value.
-        steps: Decode steps, in each of which all weights are read once.
+        sizes: The model's sizes.
+        element_bytes: Bytes per element of weights, keys and values.
+        steps: Decode steps; each reads all weights once.
         seen: Tokens whose keys and values are read, summed over rows and steps.
     """
     return element_bytes * (steps * (sizes.body + sizes.head) + seen * sizes.cached)
 
 
 def tokens_seen(before: int, drawn: int) -> int:
-    """Return how many tokens a row sees while `drawn` ones are drawn after those `before` them, summed over its steps."""
+    """Return the tokens that a row attends to, summed over `drawn` decode steps after a context of `before` tokens."""
     return drawn * before + drawn * (drawn - 1) // 2
 
 
 class Decoding(NamedTuple):
-    """One engine's way through its rows: steps until the last ends, and slots that take part in them, summed over steps."""
+    """An engine's decoding of its rows: steps until the last row ends, and computed slots summed over steps."""
 
     steps: int
     slot_steps: int
 
 
 def decoding(responses: npt.NDArray[np.int64], slots: int, multiple: int = 1) -> Decoding:
-    """Return how an engine decodes responses of so many tokens in `slots` slots that it fills again as they become free.
+    """Simulate continuous batching of responses in `slots` slots.
 
     Args:
-        responses: tokens by row, in the order in which they begin, (R,).
-        multiple: a step computes a multiple of so many rows.
+        responses: Response lengths (R,) in the order in which rows start.
+        slots: Rows decoded at once; free slots are refilled.
+        multiple: Each step computes a multiple of this many rows.
     """
     busy: list[int] = []
     ends: list[int] = []
@@ -121,7 +121,7 @@ def decoding(responses: npt.NDArray[np.int64], slots: int, multiple: int = 1) ->
         heapq.heappush(busy, start + tokens)
         ends.append(start + tokens)
     last = np.sort(np.array(ends, dtype=np.int64))
-    # Slots are full until the last row has begun; from then on they empty in the order of their ends.
+    # Slots are full until the last row starts; then they empty in the order in which rows end.
     tail = last[-min(slots, len(last)) :]
     counts = np.arange(len(tail), 0, -1)
     spans = np.diff(tail, prepend=0)

@@ -1,9 +1,9 @@
-"""The optimizer on master weights of at least float32, with sums accumulated per denominator and divided once.
+"""The optimizer on master weights of at least float32, with gradient sums per denominator that are divided once.
 
 loss sums ──backward──▶ gradient sums per denominator ──step: / global count, clip──▶ master weights ──▶ model weights
 
-Where ranks divide a parameter, each has the gradient, master and moments of its own part alone. `trainer.optimizer` names what steps;
-`braidrl.training.optimizer_contract` holds the checks that an optimizer must pass.
+Each rank holds gradient, master and moments of its own shard of a parameter. `trainer.optimizer` selects the optimizer;
+`braidrl.training.optimizer_contract` holds the checks that it must pass.
 """
 
 import math
@@ -31,15 +31,15 @@ OPTIMIZERS = PluginRegistry(
         "sgd": "braidrl.training.optimizer:sgd",
     },
 )
-"""What makes an optimizer: called with a list of tensors, `lr`, and the settings by keyword, as those of `torch.optim` are."""
+"""Optimizers by name: called with a list of tensors, `lr` and settings by keyword, as in `torch.optim`."""
 
 
 MOMENT_BYTES = {"adamw": float(MASTER_BYTES), "adamw8bit": eight_bit.MOMENT_BYTES}
-"""Bytes of each of the two moments of a weight, of optimizers that take AdamW's keys."""
+"""Bytes of each of a weight's two moments, for optimizers that take AdamW's keys."""
 
 
 def moment_bytes(config: TrainerConfig) -> float:
-    """Return the bytes of each of the two moments of a weight in float32, which an optimizer is taken to keep."""
+    """Return the bytes of each of a float32 weight's two moments; other optimizers are assumed to keep two in float32."""
     return MOMENT_BYTES.get(config.optimizer, MASTER_BYTES)
 
 
@@ -49,18 +49,18 @@ def adamw(parameters: Sequence[Tensor], lr: float, **settings: Any) -> torch.opt
 
 
 def sgd(parameters: Sequence[Tensor], lr: float, **settings: Any) -> torch.optim.Optimizer:
-    """Return torch's SGD: without momentum it keeps nothing beside the weights."""
+    """Return torch's SGD, which has no state without momentum."""
     return torch.optim.SGD(parameters, lr=lr, fused=True, **settings)
 
 
 def optimizer_settings(config: TrainerConfig) -> dict[str, Any]:
-    """Return the settings of the configured optimizer by keyword; AdamW has keys of its own for some."""
+    """Return the settings of the configured optimizer by keyword; AdamW has its own keys for some."""
     own = {"betas": config.betas, "eps": config.epsilon, "weight_decay": config.weight_decay}
     return {**(own if config.optimizer in MOMENT_BYTES else {}), **config.optimizer_settings}
 
 
 def check_optimizer(config: TrainerConfig) -> None:
-    """Raise UserError for an optimizer that there is not, and for settings that it does not have."""
+    """Raise UserError for an unknown optimizer or unknown settings."""
     OPTIMIZERS.check(config.optimizer)
     if config.optimizer not in MOMENT_BYTES:
         OPTIMIZERS.check_settings(config.optimizer, config.optimizer_settings)
@@ -77,7 +77,7 @@ def check_optimizer(config: TrainerConfig) -> None:
 
 
 def all_finite(tensors: Iterable[Tensor]) -> bool:
-    """Return whether every number of these tensors is finite. Reads each tensor once."""
+    """Return whether all elements are finite, reading each tensor once."""
     found = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
     return bool(torch.nn.utils.get_total_norm(found, math.inf).isfinite())
 
@@ -96,7 +96,7 @@ def learning_rate(iteration: int, config: TrainerConfig, peak: float) -> float:
 
 
 class MasterOptimizer:
-    """Holds the optimizer of one model; where the model is float32 or float64 its weights are the masters themselves."""
+    """The optimizer of one model; float32 and float64 weights are their own masters."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class MasterOptimizer:
         ranks: DataParallel | None = None,
         numbers: Sequence[int] | None = None,
     ) -> None:
-        """`numbers` are the parameters' places in the whole model, where ranks have some of them alone."""
+        """Create the optimizer; `numbers` are the parameters' indices in the full model, for a rank that holds only some."""
         self.ranks = ranks or DataParallel()
         self.numbers = numbers or range(len(parameters))
         placed = zip(self.numbers, parameters, strict=True)
@@ -122,18 +122,18 @@ class MasterOptimizer:
         self.steps = 0
         collect = WeakMethod(self._collect)
         for i, parameter in enumerate(self.parameters):
-            # Moving each gradient as soon as it is there keeps one copy of all gradients, plus one parameter's.
+            # Collect each gradient as soon as it is ready: memory holds the sums plus one parameter's gradient.
             parameter.register_post_accumulate_grad_hook(partial(_collect_while_used, collect, i))
 
     @torch.no_grad()
     def read_masters(self, names: Sequence[str], files: Mapping[str, Tensor]) -> None:
-        """Begin masters that are copies as the weights were before they were rounded to their type.
+        """Initialise master copies from the saved weights, before rounding to the model's dtype.
 
-        A master that begins on a weight of that type has to go half of the way to the next one before any weight moves.
+        A master that starts on a rounded weight must move half a rounding step before the weight changes.
 
         Args:
-            names: Of the parameters that were given, in their order.
-            files: The model's tensors by name, whole and as precise as they were saved; one that is not there stays as it is.
+            names: The names of the given parameters, in order.
+            files: The model's full tensors by name in saved precision; missing ones are skipped.
         """
         named = [name for name, number in zip(names, self.numbers, strict=True) if number in self.by_number]
         for name, parameter, master in zip(named, self.parameters, self.masters, strict=True):
@@ -141,14 +141,14 @@ class MasterOptimizer:
                 master.copy_(shard_of(files[name], parameter))
 
     def backward(self, losses: Mapping[str, Tensor]) -> None:
-        """Accumulate the gradients of loss sums, one scalar per denominator's name."""
+        """Accumulate the gradients of loss sums, one scalar per denominator."""
         names = [name for name, loss in losses.items() if loss.requires_grad]
         for name in names:
             self.collect(name)
             losses[name].backward(retain_graph=name != names[-1])
 
     def collect(self, name: str) -> None:
-        """Add the gradients of later backward passes to the sum of this denominator."""
+        """Direct the gradients of later backward passes to this denominator's sum."""
         self.collecting = self.sums.setdefault(name, [None] * len(self.parameters))
 
     def _collect(self, i: int, parameter: Tensor) -> None:
@@ -159,13 +159,13 @@ class MasterOptimizer:
         self.collecting[i] = gradient.to(self.masters[i].dtype) if known is None else known.add_(gradient)
 
     def step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
-        """Make one update with every sum over its global count; return the gradient norm before clipping.
+        """Divide every sum by its global count, update, and return the gradient norm before clipping.
 
-        All ranks pass the same denominators. One of zero leaves its sum out; with nothing left, nothing is done and None returned.
-        Where the norm is not finite, nothing is updated.
+        All ranks pass the same denominators. A sum with count 0 is left out; if all are, nothing is updated and None is returned. If
+        the norm is not finite, nothing is updated.
 
         Raises:
-            UserError: Weights are not finite after the update, as with a learning rate that is too high.
+            UserError: Weights are not finite after the update; the learning rate may be too high.
         """
         counted = {name: count for name, count in sorted(denominators.items()) if count > 0}
         sums = {name: self._summed(name) for name in counted}
@@ -186,7 +186,7 @@ class MasterOptimizer:
         if not all_finite(self.masters):
             raise UserError(
                 f"iteration {iteration}: weights are infinite or NaN after an update with learning rate "
-                f"{self.optimizer.param_groups[0]['lr']:g} and gradient norm {norm:g}. They are not saved: go on from the last checkpoint "
+                f"{self.optimizer.param_groups[0]['lr']:g} and gradient norm {norm:g}. They are not saved: resume from the last checkpoint "
                 "with a lower trainer.learning_rate"
             )
         self.steps += 1
@@ -216,29 +216,29 @@ class MasterOptimizer:
 
     @property
     def bytes_in_use(self) -> int:
-        """Return the bytes of gradients, moments and masters that are copies, from the first step on."""
+        """Return the bytes of gradients, moments and master copies, from the first step on."""
         copies = [p.dtype != m.dtype for p, m in zip(self.parameters, self.masters, strict=True)]
         moments = 2 * moment_bytes(self.config) / MASTER_BYTES
         return int(sum(m.nbytes * (1 + moments + copied) for m, copied in zip(self.masters, copies, strict=True)))
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors that it holds besides the model's own weights."""
+        """Return the optimizer's tensors, without the model's own weights."""
         return [tensor for name, tensor in self.state().items() if name != "steps"]
 
     def state(self) -> dict[str, Tensor]:
-        """Return everything that a resumed run needs, as flat tensors by name: masters that are copies, moments, counts."""
+        """Return the state for exact resume as flat tensors by name: master copies, moments, counts."""
         tensors = {"steps": torch.tensor(self.steps)}
         for (i, parameter), master in zip(self.by_number.items(), self.masters, strict=True):
             if parameter.dtype != master.dtype:
                 tensors[f"{i}.master"] = master
             for name, value in self.optimizer.state.get(master, {}).items():
-                # SGD without momentum notes that it has none.
+                # SGD without momentum stores None.
                 if value is not None:
                     tensors[f"{i}.{name}"] = self._checked(name, value, master)
         return tensors
 
     def _checked(self, name: str, value: Any, master: Tensor) -> Tensor:
-        """Return the value. Raises UserError for what a checkpoint cannot divide among ranks as it divides the weights."""
+        """Return the value. Raises UserError if a checkpoint cannot shard it like its parameter."""
         divisible = isinstance(value, Tensor) and value.shape in (master.shape, torch.Size())
         if not divisible and name not in eight_bit.UNDIVIDED:
             raise UserError(
@@ -249,7 +249,7 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore `state()`, without gradients collected since. Raises KeyError or RuntimeError when it belongs to another model."""
+        """Restore `state()` and drop collected gradients. Raises KeyError or RuntimeError if it belongs to another model."""
         self.steps, self.sums = int(tensors["steps"]), {}
         for (i, parameter), master in zip(self.by_number.items(), self.masters, strict=True):
             if parameter.dtype != master.dtype:
@@ -263,9 +263,9 @@ class MasterOptimizer:
 
 
 def _collect_while_used(collect: WeakMethod[Any], i: int, parameter: Tensor) -> None:
-    """Pass a parameter's gradient to its optimizer, if there still is one.
+    """Pass a parameter's gradient to its optimizer, if it still exists.
 
-    A hook that held the optimizer would keep it and the model for ever: Python's garbage collection does not look into a tensor's hooks.
+    A strong reference would leak optimizer and model: Python's garbage collector does not traverse a tensor's hooks.
     """
     if method := collect():
         method(i, parameter)

@@ -1,4 +1,4 @@
-"""What every optimizer must do to be named in `trainer.optimizer`, as checks that run against it: ours, and those that users write.
+"""The contract of optimizers in `trainer.optimizer`: checks for ours and for those that users write.
 
     subject = OptimizerUnderTest("optimizer.py:lion", {"beta": 0.9})
     for check in CHECKS:
@@ -20,11 +20,11 @@ from braidrl.training.optimizer import MasterOptimizer, check_optimizer
 
 @dataclass(frozen=True)
 class OptimizerUnderTest:
-    """An optimizer as a configuration names it."""
+    """An optimizer under test, as a configuration names it."""
 
     name: str
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Without weight decay: without a gradient weights must stay what they are."""
+    """Settings without weight decay: without a gradient, weights must not change."""
     learning_rate: float = 1e-2
 
     def make(self, *weights: Tensor, **trainer: Any) -> MasterOptimizer:
@@ -67,7 +67,7 @@ def without_a_gradient_weights_stay(subject: OptimizerUnderTest) -> None:
     assert all(torch.equal(one, other) for one, other in zip(after, before, strict=True))
 
 
-def the_rate_of_the_schedule_is_the_one_that_counts(subject: OptimizerUnderTest) -> None:
+def the_scheduled_learning_rate_is_used(subject: OptimizerUnderTest) -> None:
     optimizer = subject.make(*weights(), schedule="linear", steps=3)
     before = train(optimizer, [1, 2, 3])
     # After its last step the schedule's rate is 0.
@@ -82,7 +82,7 @@ def bfloat16_weights_move_by_float32_masters(subject: OptimizerUnderTest) -> Non
         assert master.dtype == torch.float32 and torch.equal(parameter, master.bfloat16())
 
 
-def a_saved_state_goes_on_to_the_bit(subject: OptimizerUnderTest) -> None:
+def a_restored_state_continues_bit_for_bit(subject: OptimizerUnderTest) -> None:
     whole = subject.make(*weights())
     halfway = train(whole, range(1, 4))
     saved = {name: tensor.clone() for name, tensor in whole.state().items()}
@@ -92,7 +92,7 @@ def a_saved_state_goes_on_to_the_bit(subject: OptimizerUnderTest) -> None:
         assert torch.equal(one, other)
 
 
-def a_part_of_a_parameter_steps_as_in_the_whole(subject: OptimizerUnderTest) -> None:
+def a_shard_of_a_parameter_steps_as_in_the_full_one(subject: OptimizerUnderTest) -> None:
     matrix, vector = weights()
     together = train(subject.make(matrix, vector), range(1, 4))
     parts = [train(subject.make(matrix[rows], vector[rows]), range(1, 4)) for rows in (slice(0, 2), slice(2, 6))]
@@ -103,9 +103,9 @@ def a_part_of_a_parameter_steps_as_in_the_whole(subject: OptimizerUnderTest) -> 
 CHECKS: tuple[Callable[[OptimizerUnderTest], None], ...] = (
     steps_lead_downhill,
     without_a_gradient_weights_stay,
-    the_rate_of_the_schedule_is_the_one_that_counts,
+    the_scheduled_learning_rate_is_used,
     bfloat16_weights_move_by_float32_masters,
-    a_saved_state_goes_on_to_the_bit,
-    a_part_of_a_parameter_steps_as_in_the_whole,
+    a_restored_state_continues_bit_for_bit,
+    a_shard_of_a_parameter_steps_as_in_the_full_one,
 )
-"""Leave out the last for an optimizer that looks at whole matrices, and train with layouts that divide none (`shard: none`)."""
+"""Leave out the last check for an optimizer that needs whole matrices, and train it only in layouts that shard none (`shard: none`)."""

@@ -1,4 +1,4 @@
-"""A role's settings: its own in the configuration's `roles`, else the run's."""
+"""Settings of a role: its own under `roles`, else those of the run."""
 
 from pathlib import Path
 
@@ -13,13 +13,13 @@ from braidrl.training.loading import load_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 USUAL_SLOTS, USUAL_TOKENS = 64, 8192
-"""Rows decoded at once and tokens of a micro-batch where neither the user nor the device's memory has said how many."""
+"""Default rows decoded at once and default tokens of a micro-batch, if neither the user nor the device's memory decides them."""
 HIGHEST_USUAL_RATE = 0.01
-"""Of AdamW on all weights; adapters want about ten times as much."""
+"""Highest usual learning rate of AdamW on all weights; adapters use about ten times as much."""
 
 
 def own_settings(role: str, config: Config) -> RoleConfig:
-    """Return what the configuration says of one role."""
+    """Return the configuration of one role."""
     return config.roles.get(role) or RoleConfig()
 
 
@@ -29,7 +29,7 @@ def model_path(role: str, config: Config) -> Path:
 
 
 def own_tokenizer(role: str, config: Config, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer of a role's own model where its tokens are not those of `tokenizer`, else None."""
+    """Return the tokenizer of a role's own model if its vocabulary differs from `tokenizer`, else None."""
     path = model_path(role, config)
     if path == config.model:
         return None
@@ -38,12 +38,12 @@ def own_tokenizer(role: str, config: Config, tokenizer: PreTrainedTokenizerBase)
 
 
 def dtype_of(role: str, config: Config) -> torch.dtype:
-    """Return the type of a role's weights: its own, or the run's."""
+    """Return the dtype of a role's weights: its own, or the run's."""
     return DTYPES[dtype_name(role, config)]
 
 
 def dtype_name(role: str, config: Config, device: str | None = None) -> str:
-    """Return the name of the type of a role's weights: its own, or the run's on a kind of device, by default the configuration's."""
+    """Return the dtype name of a role's weights: its own, or the run's on this device type (default: the configured device)."""
     name = own_settings(role, config).dtype or config.dtype
     if name != "auto":
         return name
@@ -52,7 +52,7 @@ def dtype_name(role: str, config: Config, device: str | None = None) -> str:
 
 
 def backend_of(role: str, config: Config) -> str:
-    """Return the name of the training backend that has a role: its own, or the run's."""
+    """Return the name of a role's training backend: its own, or the run's."""
     return own_settings(role, config).backend or config.trainer.backend
 
 
@@ -68,41 +68,41 @@ def layout_of(role: str, config: Config) -> ParallelLayout:
 
 
 def lora_of(role: str, config: Config) -> LoraConfig | None:
-    """Return the role's adapter settings: its own, or the trainer's; None where it is trained in full."""
+    """Return the role's adapter settings: its own, or the trainer's; None without adapters."""
     return own_settings(role, config).lora or config.trainer.lora
 
 
 def merges_adapters(lora: LoraConfig | None, config: Config) -> bool:
-    """Return True where engines of this process have a copy of the weights with the adapters merged, and do not apply them apart.
+    """Return whether engines of this process use a merged copy of the weights instead of separate adapters.
 
-    On a CPU the compiled kernels decode merged weights alone; memory is what a CUDA device has less of.
+    Compiled CPU kernels only decode merged weights; on CUDA, memory is scarcer, so adapters are applied separately.
     """
     return lora is not None and lora.base_dtype is None and choose_device(config.device).type == "cpu"
 
 
 def max_tokens_of(role: str, config: Config) -> int:
-    """Return the most tokens of a micro-batch of a role: as it says itself, or as the run's roles do."""
+    """Return the most tokens in a role's micro-batch: its own setting, or the run's."""
     return own_settings(role, config).max_tokens_per_device or usual_max_tokens(config)
 
 
 def usual_max_tokens(config: Config) -> int:
-    """Return the most tokens of a micro-batch of a role that does not say itself how many."""
+    """Return the most tokens in a micro-batch of a role without its own setting."""
     return config.trainer.max_tokens_per_device or USUAL_TOKENS
 
 
 def slots_of(config: Config) -> int:
-    """Return how many rows an engine decodes at once."""
+    """Return the number of rows that an engine decodes at once."""
     return config.rollout.slots or USUAL_SLOTS
 
 
 def checkpoints_activations(role: str, config: Config) -> bool:
-    """Return whether a role computes activations again in its backward pass."""
-    said = own_settings(role, config).activation_checkpointing
-    return config.trainer.activation_checkpointing if said is None else said
+    """Return whether a role recomputes activations in its backward pass."""
+    own = own_settings(role, config).activation_checkpointing
+    return config.trainer.activation_checkpointing if own is None else own
 
 
 def inference_layouts(config: Config, flow: Flow) -> dict[str, ParallelLayout]:
-    """Return the inference layout of each trained role that infers in another layout than it trains in."""
+    """Return the inference layout of each trained role whose inference and training layouts differ."""
     infer = {stage.role for stage in flow.stages if stage.kind is Kind.INFER}
     found = {}
     for role in flow.trained_roles:
@@ -136,7 +136,7 @@ def lora_key(role: str, config: Config) -> str:
 
 
 def unusual_rates(config: Config, flow: Flow) -> list[str]:
-    """Return a line for each trained role whose learning rate is far beyond what AdamW is run with."""
+    """Return a warning for each trained role with an unusually high learning rate for AdamW."""
     lines = []
     for role in flow.trained_roles if config.trainer.optimizer.startswith("adamw") else ():
         rate, most = learning_rate_of(role, config), HIGHEST_USUAL_RATE * (10 if lora_of(role, config) else 1)

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face directory beside its weights: made when a model is loaded, so that no checkpoint fails over one.
+"""The files of a Hugging Face directory besides its weights, built when a model is loaded, so that no checkpoint fails on one.
 
 model, its folder ──transformers──▶ config.json, generation_config.json, tokenizer ──▶ bytes, kept ──▶ every checkpoint
 """
@@ -28,7 +28,7 @@ TOKENIZER_FILES = (
 
 
 def save_weights(model: Any, folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write a model's Hugging Face directory whatever its settings of generation, which transformers may refuse to write."""
+    """Write a model's Hugging Face directory without its generation settings, which transformers may refuse to write."""
     if not model.can_generate():
         model.save_pretrained(folder, state_dict=weights)
         return
@@ -41,10 +41,9 @@ def save_weights(model: Any, folder: Path, weights: Mapping[str, Tensor]) -> Non
 
 
 def side_files(model: Any, path: Path) -> dict[str, bytes]:
-    """Return the files beside the weights of a Hugging Face directory, by their names in it.
+    """Return the files of a Hugging Face directory besides its weights, by name.
 
-    They are made when the model is loaded, so that no checkpoint fails over one. What transformers refuses to write is taken as it is
-    from the model's own folder, with a warning.
+    A file that transformers refuses to write is copied unchanged from the model's folder, with a warning.
     """
     generation: Any = model.generation_config if model.can_generate() else None
     with TemporaryDirectory(prefix="braid-side-files-") as name:

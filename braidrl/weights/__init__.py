@@ -2,5 +2,5 @@
 
 parts ─▶ shard_index ─▶ reshard_plan ─▶ publisher: in_place │ collective │ file ─▶ engine          versions says when it loads
 
-A role's weights, its adapters alone, or a copy for a role that follows it take the same way.
+A role's weights, its adapters alone, and EMA or target-network copies use the same path.
 """

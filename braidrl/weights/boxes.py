@@ -1,7 +1,7 @@
-"""Blocks of tensors: what a rank holds of each, what one rank sends to another, and what a tensor-parallel rank has.
+"""Blocks of global tensors: the arithmetic behind shards, transfers and tensor-parallel slices.
 
-q k v gate up, embedding, output layer    divided by rows of the weight: heads, inner width, vocabulary
-o down                                    divided by columns: each rank's product is a partial sum
+q k v gate up, embedding, output layer    sharded by rows of the weight: heads, inner width, vocabulary
+o down                                    sharded by columns: each rank's product is a partial sum
 norms, biases of o and down               replicated on every rank
 """
 
@@ -29,7 +29,7 @@ class Box:
 
     @property
     def elements(self) -> int:
-        """Elements in the block; a scalar has one."""
+        """The number of elements in the block; a scalar has one."""
         return math.prod(self.sizes)
 
     @property
@@ -41,17 +41,17 @@ class Box:
         return whole[self.slices]
 
     def within(self, outer: "Box") -> tuple[slice, ...]:
-        """Return the block as an index of a tensor that holds only the block `outer`, which contains it."""
+        """Return this block as an index into a tensor that holds only `outer`, which contains it."""
         inside = tuple(at - start for at, start in zip(self.offsets, outer.offsets, strict=True))
         return Box(inside, self.sizes).slices
 
     def along(self, axis: int, start: int, end: int) -> "Box":
-        """Return the same block, narrowed to `start` to `end` along one dimension."""
+        """Return this block narrowed to `start:end` along one dimension."""
         offsets = (*self.offsets[:axis], start, *self.offsets[axis + 1 :])
         return replace(self, offsets=offsets, sizes=(*self.sizes[:axis], end - start, *self.sizes[axis + 1 :]))
 
     def overlap(self, other: "Box") -> "Box | None":
-        """Return the intersection, or None where it is empty."""
+        """Return the intersection, or None if it is empty."""
         starts = tuple(map(max, self.offsets, other.offsets))
         ends = [
             min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
@@ -60,7 +60,7 @@ class Box:
         return Box(starts, sizes) if all(size > 0 for size in sizes) else None
 
     def without(self, other: "Box") -> "list[Box]":
-        """Return disjoint blocks that together are this one less its overlap with `other`."""
+        """Return disjoint blocks that cover this one minus its overlap with `other`."""
         inner = self.overlap(other)
         if inner is None:
             return [self]
@@ -72,7 +72,7 @@ class Box:
         return found
 
     def span(self, start: int, end: int, axis: int = 0) -> "list[Box]":
-        """Return blocks that together are the elements `start` to `end` of this one, in memory order; axes before `axis` are one long."""
+        """Return blocks that cover elements `start:end` of this one in memory order; axes before `axis` have size 1."""
         if start >= end:
             return []
         if end - start == self.elements:
@@ -90,7 +90,7 @@ class Box:
         ]
 
     def divided(self, parts: int) -> "list[Box]":
-        """Return at most so many disjoint blocks, about equal, that together are this one."""
+        """Return at most `parts` disjoint blocks of about equal size that cover this one."""
         if not self.sizes:
             return [self]
         axis = max(range(len(self.sizes)), key=lambda one: self.sizes[one])
@@ -101,7 +101,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Slices:
-    """For each of a model's tensors, under each of its names: the global shape and the local block."""
+    """The global shape and the local block of each of a model's tensors, under all of its names."""
 
     shapes: Mapping[str, torch.Size]
     boxes: Mapping[str, Box]
@@ -113,15 +113,15 @@ DIMENSIONS: dict[tuple[str, str], int] = {
     ("rowwise", "weight"): 1,
     ("embedding_rowwise", "weight"): 0,
 }
-"""The divided dimension, by a module's style in the model's plan and the tensor's own name; nothing else is divided."""
+"""The sharded dimension by (the module's style in the model's plan, the tensor's own name). All other tensors are replicated."""
 
 
 def boxes_of(shapes: Mapping[str, Sequence[int]], plan: Mapping[str, str], rank: int, ranks: int) -> dict[str, Box]:
-    """Return the local block of each tensor of these global shapes.
+    """Return the local block of each tensor.
 
     Args:
         shapes: Global shapes by tensor name.
-        plan: Styles by module name, with `*` in place of a layer's number.
+        plan: Tensor-parallel style by module name, with `*` for layer numbers.
         rank: The tensor-parallel rank.
         ranks: The number of ranks.
     """
@@ -138,12 +138,12 @@ def boxes_of(shapes: Mapping[str, Sequence[int]], plan: Mapping[str, str], rank:
 
 
 def chunk(length: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return the offset and the length of a rank's chunk of a dimension, divided as torch does: the last ones may be shorter, or empty."""
+    """Return (offset, length) of a rank's chunk of a dimension, split as `torch.chunk` does: the last ones may be shorter, or empty."""
     each = -(-length // ranks)
     offset = min(rank * each, length)
     return offset, min(each, length - offset)
 
 
 def pattern_of(module: str) -> str:
-    """Return a module's name with `*` in place of numbers, as plans have it."""
+    """Return a module's name with `*` in place of numbers, as in plans."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", module)

@@ -1,4 +1,4 @@
-"""Files of models and checkpoints, read lazily: ranks that shard a model read no more than they keep.
+"""Lazy readers of model and checkpoint files: a rank that shards a model reads only what it keeps.
 
 skeleton on the meta device ──split──▶ own layers ──read one──▶ shard it ──▶ read the next ...        a rank holds its shards and one layer
 """
@@ -20,11 +20,11 @@ from braidrl.errors import UserError
 from braidrl.weights.boxes import Box
 
 HEAD = "score.weight"
-"""A scorer's head; where the directory has none it begins as zero."""
+"""The head of a scalar model; it starts at zero if the directory has none."""
 
 
 class WeightFiles(Mapping[str, Tensor]):
-    """The tensors of a directory's safetensors files by name. Raises UserError for a file that is damaged."""
+    """The tensors of a directory's safetensors files by name. Raises UserError for a damaged file."""
 
     def __init__(self, folder: Path) -> None:
         self._files: dict[str, Any] = {}
@@ -61,16 +61,16 @@ def shapes_in(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
 
 
 class ParameterReader:
-    """Reads the parameters of modules that are on the meta device; for a model that was loaded in full there is nothing to read."""
+    """Reads the parameters of modules on the meta device; a model that is already loaded needs no reads."""
 
     def __init__(
         self, folder: Path, model: nn.Module, boxes: Mapping[str, Box] | None = None,
         files: Mapping[str, Tensor] | None = None,
     ) -> None:  # fmt: skip
-        """Read from `folder`, or from its `files` by the model's names; of a tensor with an entry in `boxes`, only this block."""
+        """Read from `folder`, or from `files` by the model's names; read only the block in `boxes` if the tensor has one."""
         self._folder, self._boxes = folder, boxes or {}
         self._on_meta = {p: name for name, p in model.named_parameters() if p.is_meta}
-        # Known as long as they are whole, so that tied ones stay tied and none is kept beside its parts.
+        # Weak: tied parameters stay tied, and a full tensor is freed once it is sharded.
         self._read: WeakValueDictionary[nn.Parameter, nn.Parameter] = WeakValueDictionary()
         self._files = (WeightFiles(folder) if files is None else files) if self._on_meta else {}
 
@@ -79,13 +79,11 @@ class ParameterReader:
         for part in module.modules():
             for name, parameter in part.named_parameters(recurse=False):
                 if parameter in self._on_meta:
-                    setattr(part, name, self._filled(parameter))
-
-    def _filled(self, parameter: nn.Parameter) -> nn.Parameter:
-        found = self._read.get(parameter)
-        if found is None:
-            found = self._read[parameter] = nn.Parameter(self._values(self._on_meta[parameter], parameter))
-        return found
+                    loaded = self._read.get(parameter)
+                    if loaded is None:
+                        loaded = nn.Parameter(self._values(self._on_meta[parameter], parameter))
+                        self._read[parameter] = loaded
+                    setattr(part, name, loaded)
 
     def _values(self, name: str, parameter: nn.Parameter) -> Tensor:
         if name == HEAD and name not in self._files:
@@ -95,7 +93,7 @@ class ParameterReader:
             raise UserError(f"model: {name} in {self._folder} is {tuple(values.shape)}, not {tuple(parameter.shape)}")
         if name in self._boxes:
             values = self._boxes[name].of(values)
-        # A copy: what the file shows would change with it. No more of the file is read than is copied.
+        # Copy: the mapped tensor would change with the file. Only the copied part of the file is read.
         return values.to(parameter.dtype, copy=True, memory_format=torch.contiguous_format)
 
 
@@ -111,7 +109,7 @@ KNOWN: dict[tuple[str, str], object] = {
 
 
 class IndexUnpickler(pickle.Unpickler):
-    """Makes what describes tensors; raises UnpicklingError, in a line, for anything else that a pickle may name."""
+    """Unpickles descriptions of tensors only; raises UnpicklingError for any other class."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = KNOWN.get((module, name))
@@ -121,20 +119,18 @@ class IndexUnpickler(pickle.Unpickler):
         if found is None and module.startswith("pathlib") and name in ("Path", "PosixPath"):
             found = PurePosixPath
         if found is None:
-            raise pickle.UnpicklingError(
-                f"the index names {module}.{name}, which is no part of a description of tensors"
-            )
+            raise pickle.UnpicklingError(f"the index names {module}.{name}, which does not describe a tensor")
         return found
 
 
 class TensorReader(dcp.FileSystemReader):
-    """Reads the tensors of a folder; torch reads the tensors themselves with `weights_only`."""
+    """Reads a checkpoint folder without arbitrary pickles: the index by `IndexUnpickler`, tensors by torch with `weights_only`."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
             found = IndexUnpickler(file).load()
         if not isinstance(found, Metadata):
-            raise pickle.UnpicklingError("the index is no description of tensors")
+            raise pickle.UnpicklingError("the index does not describe tensors")
         found.storage_meta = found.storage_meta or metadata.StorageMeta()
         found.storage_meta.load_id = self.load_id
         return found

@@ -1,12 +1,12 @@
-"""Weights between processes of one group, from device to device: NCCL on CUDA, gloo on a CPU.
+"""Weight transfers between processes of one group, device to device: NCCL on CUDA, gloo on a CPU.
 
 trainer rank 0 ─ its parts ╮                                                          ╭─▶ rank 2   its parts of another model
 trainer rank 1 ─ its parts ┴─plan─▶ rounds of one all-to-all each, of bounded bytes ──┴─▶ rank 3   its parts
 
-Ranks exchange once which blocks they have; then each plans its own moves, and they agree on the number of rounds.
+Ranks exchange their shard indices once. Each rank then plans its own moves, and all agree on the number of rounds.
 
-WeightTransfer, LayoutCopy    ranks that call together: another layout, another pool
-WeightOffer                   engines that come when they like: a thread of each sender serves every request in a group of its own
+WeightTransfer, LayoutCopy    ranks that call at the same time: another layout, another pool
+WeightOffer                   engines that ask at any time: a thread of each sender serves every request in its own process group
 """
 
 import atexit
@@ -33,20 +33,20 @@ from braidrl.weights.reshard_plan import Piece, Schedule, TensorGroup, plan_move
 from braidrl.weights.shard_index import ShardIndex, WeightPart, check_parts, gather_shard_index, snapshot
 
 LIMIT_BYTES = 64 << 20
-"""Bytes that a rank sends, and that it receives, in one round."""
+"""Most bytes that a rank sends, and receives, in one round."""
 CHECK_BYTES = 8
 POLL_S = 0.02
 END_S = 2.0
-"""Seconds that `close` waits for the thread that sends."""
+"""Seconds that `close` waits for the sending thread."""
 Parts = Callable[[], Mapping[str, WeightPart]]
 
 
 class TransferError(RuntimeError):
-    """Weights did not arrive: a sender or a receiver is gone, or late."""
+    """Weights did not arrive: a sender or receiver died or timed out."""
 
 
 class WeightTransfer:
-    """The moves between two layouts over the same ranks, made anew for each version."""
+    """A planned transfer between two layouts over the same ranks, run once per version."""
 
     def __init__(
         self, known: ShardIndex, groups: Sequence[TensorGroup], ranks: Ranks, limit_bytes: int = LIMIT_BYTES,
@@ -55,22 +55,22 @@ class WeightTransfer:
         """Plan this rank's moves; all ranks call this at the same time.
 
         Args:
-            known: What each rank has.
-            groups: The tensors, with what each rank wants.
+            known: The blocks that each rank holds.
+            groups: The tensors, with the blocks that each rank wants.
             ranks: The ranks that exchange blocks.
-            limit_bytes: Bytes that a rank sends, or receives, in one round.
-            device: Where blocks are exchanged; by default the device of this rank's parts.
+            limit_bytes: Most bytes that a rank sends, or receives, in one round.
+            device: The device of the exchanged buffers; by default that of this rank's parts.
             check: Send a checksum with the bytes of each peer in each round.
 
         Raises:
-            ValueError: No rank has something that is wanted.
+            ValueError: A wanted block is on no rank.
         """
         self.ranks, self.names, self.device = ranks, list(known.tensors), device
         self.dtypes = [known.dtypes[name] for name in self.names]
         self.check_bytes = CHECK_BYTES * check
         self.plan = plan_moves(groups, ranks.rank, ranks.size, known.machines)
         item_sizes = sorted({group.item_bytes for group in groups})
-        # Blocks of one element size lie aligned in a buffer.
+        # One schedule per element size, so that blocks are aligned in a buffer.
         ways = [(self.plan.sends.of_item(item), self.plan.receives.of_item(item)) for item in item_sizes]
         counts = [max(rounds_needed(moves, limit_bytes) for moves in both) for both in ways]
         agreed = self._agreed(torch.tensor(counts, dtype=torch.int64), dist.ReduceOp.MAX)
@@ -82,17 +82,17 @@ class WeightTransfer:
 
     @property
     def rounds(self) -> int:
-        """Return the number of rounds; one in which nothing is exchanged where blocks only stay."""
+        """Return the number of rounds: one without an exchange if all blocks are copied locally."""
         return max(1, self.exchanges)
 
     @property
     def exchanges(self) -> int:
-        """Return the number of rounds in which ranks exchange blocks, the same on all of them."""
+        """Return the number of rounds in which ranks exchange blocks; equal on all ranks."""
         return sum(sends.count for sends, _ in self.schedules)
 
     @cached_property
     def arrivals(self) -> list[list[str]]:
-        """Return the tensors whose last block this rank receives in each round."""
+        """Return, for each round, the tensors whose last block this rank receives in it."""
         last, begun = torch.zeros(len(self.names), dtype=torch.int64), 0
         for _, receives in self.schedules:
             own = torch.from_numpy(receives.last_rounds(len(self.names)))
@@ -108,9 +108,9 @@ class WeightTransfer:
         return found
 
     def _first_and_last_rounds(self) -> tuple[list[int], list[int]]:
-        """Return in which round each tensor's values are made, the same on all ranks, and after which they are no longer needed.
+        """Return the rounds in which each tensor's values are first and last needed.
 
-        Ranks that have divided a tensor meet to merge its adapter: each that has some of it, whether or not it sends any.
+        The first round is equal on all ranks: those that shard an adapter merge it together, whether or not they send any of it.
         """
         first = torch.full((len(self.names),), self.rounds)
         last, begun = torch.full_like(first, -1), 0
@@ -138,7 +138,7 @@ class WeightTransfer:
             into: Its target parts.
 
         Returns:
-            The bytes that this rank moved.
+            The bytes that this rank moved, by direction.
         """
         traffic = TransferVolume()
         for _ in self.steps(parts, into, traffic):
@@ -149,9 +149,9 @@ class WeightTransfer:
     def steps(
         self, parts: Mapping[str, WeightPart], into: Mapping[str, WeightPart], traffic: TransferVolume
     ) -> Iterator[int]:
-        """Move the weights as `run`, round by round: yield the number of each round that is done."""
+        """Move the weights as `run` does; yield the number of each finished round."""
         begun, traffic.rounds = time.perf_counter(), self.exchanges
-        # Of all ranks: also one that has nothing to send in a round meets the others on its device.
+        # A rank with nothing to send in a round still takes part, on its own device.
         device = self.device or next(part.device for part in (*parts.values(), *into.values()))
         rounds = [(*both, number) for both in self.schedules for number in range(both[0].count)]
         values = dict[str, Tensor]()
@@ -178,7 +178,7 @@ class WeightTransfer:
         self, sends: Schedule, receives: Schedule, number: int, parts: Mapping[str, WeightPart],
         values: Mapping[str, Tensor], into: Mapping[str, WeightPart], traffic: TransferVolume, device: torch.device,
     ) -> None:  # fmt: skip
-        """Run one all-to-all. Between two ranks blocks go in an order that both know."""
+        """Run one all-to-all. Blocks between two ranks are in an order that both can derive."""
         going, coming = list(sends.pieces(number)), list(receives.pieces(number))
         sizes_in, sizes_out = (self._by_peer(some) for some in (coming, going))
         sent, received = (torch.empty(sum(sizes), dtype=torch.uint8, device=device) for sizes in (sizes_out, sizes_in))
@@ -208,7 +208,7 @@ class WeightTransfer:
         return [size + self.check_bytes * bool(size) for size in sizes]
 
     def _messages(self, buffer: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """Return the bytes for, or of, each peer that have a checksum at their end."""
+        """Return each peer's bytes that end with a checksum; none without checks."""
         return [message for message in buffer.split(list(sizes)) if len(message)] if self.check_bytes else []
 
     def _places(self, pieces: Sequence[Piece], buffer: Tensor) -> Iterator[tuple[Piece, Tensor]]:
@@ -225,16 +225,16 @@ def checksum(message: Tensor) -> int:
 
 
 class LayoutCopy:
-    """Brings local parts of a second model up to date with a first; all ranks that have some of either do so at the same time."""
+    """A copy from one model's parts to another's, on any ranks; all ranks that hold some of either call it at the same time."""
 
     def __init__(self, source: Parts, target: Parts, ranks: Ranks, limit_bytes: int = LIMIT_BYTES) -> None:
-        """Plan the transfer. Raises ValueError where the target is another model.
+        """Plan the transfer. Raises ValueError if the target is another model.
 
         Args:
-            source: Returns this rank's parts of the first model, none where it has none.
-            target: Returns those of the second.
-            ranks: The ranks that have some of either.
-            limit_bytes: Bytes that a rank sends, or receives, in one round.
+            source: Returns this rank's parts of the first model; empty if it has none.
+            target: Returns its parts of the second model.
+            ranks: The ranks that hold parts of either.
+            limit_bytes: Most bytes that a rank sends, or receives, in one round.
         """
         self.source, self.target = source, target
         known = gather_shard_index(source(), ranks)
@@ -242,7 +242,7 @@ class LayoutCopy:
         self.traffic = TransferVolume()
 
     def refresh(self, keep: float = 0.0) -> TransferVolume:
-        """Copy the current weights; `keep` is the share of the old ones that stays. Returns what travelled."""
+        """Copy the current weights; `keep` is the weight of the old values (EMA decay). Return the bytes moved."""
         into = {name: replace(part, kept=keep) for name, part in self.target().items()}
         self.traffic = self.transfer.run(self.source(), into)
         return self.traffic
@@ -250,31 +250,31 @@ class LayoutCopy:
 
 @dataclass(frozen=True)
 class TransferNotice:
-    """What a worker must know to receive a version; plain JSON by `asdict` for servers."""
+    """The data that a worker needs to receive a version; `asdict` makes plain JSON of it for servers."""
 
     host: str
     port: int
     number: str
-    """The request, as keys of the store have it."""
+    """The prefix of the request's keys in the store."""
     senders: int
     receivers: int
     limit_s: float
     cuda: bool
-    """NCCL between CUDA devices, else gloo."""
+    """True: NCCL between CUDA devices; False: gloo."""
     check: bool
 
 
 class WeightOffer:
-    """Keeps versions of this rank's parts, and sends them to the engines that ask; all senders make theirs at the same time."""
+    """Versions of this rank's parts, sent to engines on request; all senders construct theirs at the same time."""
 
     def __init__(self, ranks: Ranks, host: str, limit_s: float, device: torch.device, check: bool = False) -> None:
-        """Open the meeting point.
+        """Open the store through which receivers ask, and start the sending thread.
 
         Args:
             ranks: The senders.
             host: This machine's address, for receivers.
-            limit_s: How long senders and receivers wait for one another.
-            device: Of the parts; on CUDA they go by NCCL.
+            limit_s: Time-out of a transfer, in seconds.
+            device: The device of the parts; CUDA selects NCCL.
             check: Send checksums.
         """
         self.device = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
@@ -288,15 +288,15 @@ class WeightOffer:
         self._senders = ranks.size
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
-        # A thread that is left in a store or a group when the interpreter ends aborts the process.
+        # A thread still inside a store or process group at interpreter exit aborts the process.
         atexit.register(self.close)
 
     def keep(
         self, version: int, parts: Mapping[str, WeightPart], is_current: Callable[[], bool] = lambda: True
     ) -> "OfferedWeights":
-        """Offer a version until `forget`, or until `is_current` says that the parts have changed.
+        """Offer a version until `forget`, or until `is_current` returns False because the parts changed.
 
-        All ranks call this at the same time that have divided an adapter.
+        Ranks that shard an adapter call this at the same time.
         """
         merged = any(part.is_merged_together for part in parts.values())
         with self._changed:
@@ -306,18 +306,18 @@ class WeightOffer:
         return OfferedWeights(*about, self.check)
 
     def forget(self, version: int) -> None:
-        """Offer a version no longer; one that is being sent stays until it is sent."""
+        """Stop offering a version; a transfer in progress completes."""
         with self._changed:
             self._kept.pop(version, None)
 
     def close(self) -> None:
-        """Serve no more; a transfer that goes on ends with this process."""
+        """Stop serving; a transfer still in progress ends with this process."""
         atexit.unregister(self.close)
         self._closed.set()
         self._thread.join(END_S)
 
     def _serve(self) -> None:
-        """Send the versions that are asked for, one request after the other; a request that fails fails at its receiver."""
+        """Serve requests one after another; report a failure to the receiver that asked."""
         store = dist.PrefixStore(self._secret, connect_store(self._host, self._port, self.limit_s))
         number = 1
         while not self._closed.wait(POLL_S):
@@ -325,7 +325,7 @@ class WeightOffer:
                 if not store.check([f"request/{number}"]):
                     continue
             except RuntimeError:
-                return  # the store is gone with the sender that opened it
+                return  # the sender that opened the store has exited
             asked = json.loads(store.get(f"request/{number}"))
             try:
                 parts = self._parts_of(asked["version"])
@@ -335,7 +335,7 @@ class WeightOffer:
             number += 1
 
     def _parts_of(self, version: int) -> Mapping[str, WeightPart]:
-        """Return a version, once this sender has it too. Raises TransferError where it is gone."""
+        """Wait until this sender has a version, and return its parts. Raises TransferError if it is no longer offered."""
         with self._changed:
             self._changed.wait_for(lambda: max(self._kept, default=-1) >= version, self.limit_s)
             parts, is_current = self._kept.get(version, ({}, lambda: False))
@@ -358,7 +358,7 @@ class WeightOffer:
 
 @dataclass(frozen=True)
 class OfferedWeights:
-    """One version that senders offer; a source for engines in this or another process, and plain data on the way there."""
+    """One offered version: a weight source for engines of any process, serializable as plain data."""
 
     host: str
     port: int
@@ -371,7 +371,7 @@ class OfferedWeights:
 
     @contextmanager
     def asked(self, receivers: int) -> Iterator[TransferNotice]:
-        """Ask for the version; yield what each of so many workers must know. Where the caller fails, nobody waits for them."""
+        """Ask for the version; yield the notice for its `receivers` workers. Cancel the request if the caller fails."""
         store = dist.PrefixStore(self.secret, connect_store(self.host, self.port, self.limit_s))
         number = store.add("asked", 1)
         store.set(f"request/{number}", json.dumps({"version": self.version, "receivers": receivers}))
@@ -395,22 +395,22 @@ class OfferedWeights:
             Incoming(notice, 0, next(part.device for part in parts.values())).receive(parts)
 
     def close(self) -> None:
-        """Do nothing: the senders keep the version as long as they like."""
+        """Do nothing: the senders decide how long they keep the version."""
 
 
 class Incoming:
-    """A worker's side of one transfer."""
+    """The receiving side of one transfer."""
 
     def __init__(self, notice: TransferNotice, worker: int, device: torch.device) -> None:
-        """`worker` counts the receivers of this transfer from 0; `device` is where blocks arrive with NCCL."""
+        """Receive as number `worker`, counted from 0; `device` holds the buffers with NCCL."""
         self.notice, self.worker = notice, worker
         self.device = device if self.notice.cuda else torch.device("cpu")
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every full tensor under each of its names, in rounds: no more of them is in memory than a round touches.
+        """Yield every full tensor under each of its names, holding in memory only the tensors of a round.
 
         Raises:
-            TransferError: A sender is gone or late.
+            TransferError: A sender died or timed out.
             ValueError: A checksum is wrong.
         """
         with self._joined() as ranks:
@@ -427,11 +427,11 @@ class Incoming:
     def receive(
         self, parts: Mapping[str, WeightPart], shapes: Mapping[str, torch.Size] | None = None
     ) -> TransferVolume:
-        """Receive into a worker's own parts; `shapes` are the model's, by every name, where all must be here.
+        """Receive into a worker's own parts; with `shapes`, all tensors of the model by every name, check that all are sent.
 
         Raises:
-            TransferError: A sender is gone or late.
-            ValueError: Before anything changes, for another model's weights; later where a checksum is wrong.
+            TransferError: A sender died or timed out.
+            ValueError: The weights are another model's (nothing has changed then), or a checksum is wrong.
         """
         with self._joined() as ranks:
             held = gather_shard_index({}, ranks)
@@ -440,7 +440,7 @@ class Incoming:
             try:
                 check_parts(given, parts) if shapes is None else check_shapes(given, shapes)
             except ValueError as error:
-                # The senders wait for what this worker wants: it wants nothing.
+                # The senders wait for this worker's request: send an empty one.
                 differs, parts = error, {}
             moved = self._planned(held, parts, ranks).run({}, parts)
             finish(ranks, self.device)
@@ -470,7 +470,7 @@ class Incoming:
 
 
 class Arriving(Mapping[str, WeightPart]):
-    """Full tensors that are made when their first block arrives."""
+    """Full tensors, each allocated when its first block arrives."""
 
     def __init__(self, known: ShardIndex, device: torch.device) -> None:
         self._known, self._device = known, device
@@ -489,7 +489,7 @@ class Arriving(Mapping[str, WeightPart]):
         return len(self._known.shapes)
 
     def described(self) -> dict[str, WeightPart]:
-        """Return parts without memory that say what is wanted."""
+        """Return parts on the meta device that describe the wanted tensors."""
         known = self._known
         return {
             name: WeightPart(known.names[name], torch.empty(shape, dtype=known.dtypes[name], device="meta"))
@@ -497,16 +497,16 @@ class Arriving(Mapping[str, WeightPart]):
         }
 
     def pop(self, name: str) -> Tensor:
-        """Return a tensor that has arrived, and let it go."""
+        """Remove and return a complete tensor."""
         tensor = self[name].local
         del self._here[name]
         return tensor
 
 
 def all_here(store: dist.Store, size: int, limit_s: float) -> bool:
-    """Wait for everyone that takes part in a transfer; return False where it was cancelled first.
+    """Wait for all processes of a transfer; return False if it was cancelled first.
 
-    Raises TransferError after `limit_s` seconds, and where a sender failed.
+    Raises TransferError after `limit_s` seconds, and if a sender failed.
     """
     end, here = time.monotonic() + limit_s, store.add("here", 1)
     while here < size:
@@ -515,41 +515,41 @@ def all_here(store: dist.Store, size: int, limit_s: float) -> bool:
         if store.check(["failed"]):
             raise TransferError(store.get("failed").decode())
         if time.monotonic() > end:
-            raise TransferError(f"{here} of {size} processes came for weights in {limit_s:g} s")
+            raise TransferError(f"{here} of {size} processes joined the weight transfer in {limit_s:g} s")
         time.sleep(POLL_S)
         here = store.add("here", 0)
     return True
 
 
 def join(store: dist.Store, rank: int, size: int, limit_s: float, cuda: bool, address: str) -> Ranks:
-    """Make the group of one transfer, apart from all other groups, so that nothing is left of one that fails."""
+    """Create a process group for one transfer, so that a failed transfer leaves no state behind."""
     return Ranks(group_between(store, rank, size, limit_s, cuda, address))
 
 
 def finish(ranks: Ranks, device: torch.device) -> None:
-    """Wait until every copy that was begun is made, on all ranks: senders may change their tensors, and the group may end."""
+    """Wait until all ranks have finished their copies: only then may senders change their tensors or destroy the group."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     dist.all_reduce(torch.zeros(1), group=ranks.group)
 
 
 def whole_boxes(groups: Sequence[TensorGroup], ranks: Sequence[int]) -> list[TensorGroup]:
-    """Return the tensors, all of each wanted by these ranks."""
+    """Return the tensors, each wanted in full by these ranks."""
     return [replace(one, wanted=[(rank, Box.whole(one.shape)) for rank in ranks]) for one in groups]
 
 
 class CollectivePublisher:
-    """Offers the trainer's own tensors to the engine's workers as long as they are current; nothing is written in between."""
+    """A publisher that offers the trainer's own tensors to engine workers while they are current; no intermediate copy."""
 
     def __init__(
         self, offer: WeightOffer, parts: Parts, engine: PublishedEngine, ranks: Ranks, state: Callable[[], object]
     ) -> None:
-        """Publish nothing yet.
+        """Prepare without publishing.
 
         Args:
-            offer: Sends to workers.
+            offer: Sends the parts to workers.
             parts: Returns this rank's parts.
-            engine: Takes a source that other processes can ask for.
+            engine: Receives an `OfferedWeights` source.
             ranks: The senders.
             state: Returns a value that changes whenever the parts do.
         """
@@ -562,7 +562,7 @@ class CollectivePublisher:
         self._version, before = version, self.state()
         self.engine.publish(version, self.offer.keep(version, self.parts(), lambda: self.state() == before))
         if self.ranks.group is not None:
-            # Engines of other ranks may still receive from this one.
+            # Engines of other ranks may still be receiving from this one.
             with self.ranks.meeting("weights at all engines"):
                 dist.barrier(group=self.ranks.group)
 

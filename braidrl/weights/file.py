@@ -1,10 +1,10 @@
-"""Weights in a safetensors folder, in shared memory or on a disk: the general fallback, and the way to servers that know nothing else.
+"""Weights in a safetensors file, in shared memory or on disk: the general fallback, and the only path to servers of other projects.
 
 rank 0   its blocks ╮
-rank 1   its blocks ┼──▶ model.safetensors ──▶ every engine of the machine maps it, and copies what it needs
-rank 2   its blocks ╯         blocks that no rank of a machine has come from another machine, in rounds of bounded size
+rank 1   its blocks ┼──▶ model.safetensors ──▶ every engine of the machine maps it and copies what it needs
+rank 2   its blocks ╯         blocks missing on a machine come from another one, in rounds of bounded size
 
-In shared memory the file has no name once it is complete: it is gone with the rank that made it.
+In shared memory the file is unlinked once it is complete: it disappears with the rank that created it.
 """
 
 import json
@@ -31,22 +31,22 @@ from braidrl.weights.shard_index import ShardIndex, WeightPart, check_parts, ful
 
 CHECKSUM = "checksum"
 WEIGHTS = "model.safetensors"
-"""The file in a folder."""
+"""The name of the file in its folder."""
 TYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-"""Names of dtypes in safetensors."""
+"""The safetensors names of dtypes."""
 NO_CHECKSUM = "00000000"
 WORD = 8
-"""Bytes of the number with which the file begins; the header is padded to a multiple of it."""
+"""Bytes of the length at the start of the file; the header is padded to a multiple of it."""
 
 
 class WeightFile:
-    """One version in a safetensors file, until it is closed.
+    """One version in a safetensors file, valid until it is closed.
 
-    Its metadata maps the further names of tied tensors to the name under which they are written.
+    The file's metadata maps other names of tied tensors to the stored name.
     """
 
     def __init__(self, path: Path | str, close: Callable[[], object] = lambda: None) -> None:
-        """Read the file at `path`; `close` frees it, where this process made it."""
+        """Read the file at `path`; `close` frees it if this process created it."""
         self.path, self.close = Path(path), close
 
     @property
@@ -69,7 +69,7 @@ class WeightFile:
             return found | {name: found[same] for name, same in self._ties(file).items()}
 
     def parts(self) -> dict[str, WeightPart]:
-        """Return the tensors as parts that lie in the file."""
+        """Return the tensors as parts that are backed by the file."""
         with safe_open(self.path, "pt") as file:
             names = {name: [name] for name in file.keys()}  # noqa: SIM118
             for name, same in self._ties(file).items():
@@ -77,14 +77,14 @@ class WeightFile:
             return {name: WeightPart(every, file.get_tensor(name)) for name, every in names.items()}
 
     def put_into(self, parts: Mapping[str, WeightPart]) -> None:
-        """Put this version into parts of a model. Raises ValueError, before anything changes, for another model's."""
+        """Write this version into parts of a model. Raises ValueError, before any change, if they are another model's."""
         given = {alias: part for part in self.parts().values() for alias in part.names}
         check_parts({alias: part.shape for alias, part in given.items()}, parts)
         for name, part in parts.items():
             part.put(given[name].block(part.box), part.box)
 
     def verify(self) -> None:
-        """Raise ValueError where a checksum was written and does not match."""
+        """Raise ValueError if the file has a checksum that does not match."""
         with safe_open(self.path, "pt") as file:
             expected = (file.metadata() or {}).get(CHECKSUM)
             if expected is None:
@@ -99,19 +99,19 @@ class WeightFile:
 
 
 def stored_in_memory(tensors: Iterable[tuple[str, Tensor]], check: bool = False) -> WeightFile:
-    """Return a file in shared memory with copies of full tensors. Raises OSError where memory is full."""
+    """Return a file in shared memory with copies of full tensors. Raises OSError if memory is full."""
     parts = full_parts(tensors)
     return WeightWriter(parts, Ranks(), check).write(parts)
 
 
 def stored_in_folder(tensors: Iterable[tuple[str, Tensor]], within: Path | None = None) -> WeightFile:
-    """Return a file in a folder that servers read, with copies of full tensors. Raises OSError where it is full or missing."""
+    """Return a file in a folder for servers, with copies of full tensors. Raises OSError if the folder is missing or full."""
     parts = full_parts(tensors)
     return WeightWriter(parts, Ranks(), repeat=True, within=within).write(parts)
 
 
 class WeightWriter:
-    """The ranks' plan of a file that they write anew for each version."""
+    """A weight file's plan, which ranks execute together for each version."""
 
     def __init__(
         self, parts: Mapping[str, WeightPart], ranks: Ranks, check: bool = False, repeat: bool = False,
@@ -120,36 +120,36 @@ class WeightWriter:
         """Plan the file; all ranks call this, and `write`, at the same time.
 
         Args:
-            parts: This rank's parts; none where it writes what others have.
+            parts: This rank's parts; may be empty.
             ranks: The ranks that write together.
-            check: Write a checksum for readers to compare.
-            repeat: Write a folder for servers that know nothing of ties: tied tensors are in it under each name. Else shared memory.
-            within: Where such folders are made.
+            check: Write a checksum that readers verify.
+            repeat: Write a folder for servers, with tied tensors under every name. Else write shared memory.
+            within: The parent of these folders.
         """
         self.ranks, self.check, self.in_folder, self.within = ranks, check, repeat, within
         known = gather_shard_index(parts, ranks, machine())
         self.machines = sorted(set(known.machines))
-        """The machines that have a file of each version."""
+        """The machines that receive a file of each version."""
         self.here = [rank for rank, where in enumerate(known.machines) if where == known.machines[ranks.rank]]
         self.layout = FileLayout.of(known, check, repeat)
-        # Readers are on the CPU, and so is every exchange.
+        # Readers map the file on the CPU, so blocks are exchanged there.
         self.transfer = WeightTransfer(known, blocks_to_write(known), ranks, device=torch.device("cpu"))
         self.traffic = TransferVolume()
 
     @property
     def is_leader(self) -> bool:
-        """Return True for the rank that creates its machine's file."""
+        """Return whether this rank creates its machine's file."""
         return self.ranks.rank == self.here[0]
 
     def write(self, parts: Mapping[str, WeightPart], named: Path | None = None) -> WeightFile:
-        """Write this version; the rank that made its machine's file frees it by `close`.
+        """Write this version; the machine's leader frees its file by `close`.
 
         Args:
             parts: This rank's parts.
-            named: The path of a file that outlives this process; by default one without a name, or a folder of its own.
+            named: The path of a file that outlives this process; default: an unlinked file, or a temporary folder.
 
         Raises:
-            OSError: On every rank, where a machine's memory is full or its folder missing.
+            OSError: On every rank, if a machine's memory is full or its folder is missing.
         """
         with ExitStack() as made:
             path = self._create(made, named)
@@ -166,22 +166,22 @@ class WeightWriter:
             if self.in_folder:
                 os.close(handle)
                 return WeightFile(path, made.pop_all().close)
-        # The folder is removed: the open file has no name any more.
+        # The folder is removed, so the open file is unlinked.
         return WeightFile(f"/proc/{os.getpid()}/fd/{handle}", lambda: os.close(handle))
 
     def _fill(self, handle: int, parts: Mapping[str, WeightPart]) -> None:
         tensors = self.layout.tensors(handle)
         self.traffic = self.transfer.run(parts, {name: WeightPart([name], own) for name, own in tensors.items()})
-        self._all_gather("what others write")
+        self._all_gather("blocks of other ranks")
         if self.check or self.layout.repeated:
             if self.is_leader:
                 for name, same in self.layout.repeated.items():
                     tensors[name].copy_(tensors[same])
                 os.pwrite(handle, self.layout.header(checksum(tensors) if self.check else NO_CHECKSUM), 0)
-            self._all_gather("the end of the file")
+            self._all_gather("checksum of the weight file")
 
     def _create(self, made: ExitStack, named: Path | None) -> Path:
-        """Have each machine's leader create its file; return this machine's path."""
+        """Create the file on each machine's leader; return this machine's path."""
         said: dict[str, Any] = {}
         try:
             if self.is_leader:
@@ -197,7 +197,7 @@ class WeightWriter:
                 self.layout.make(named, 0o644 if self.in_folder else 0o600)
         except OSError as error:
             said = {"number": error.errno, "error": f"{error.filename or self.within}: {error.strerror}"}
-        of_all = self._all_gather("the file of a version", said)
+        of_all = self._all_gather("creation of the weight file", said)
         for failed in of_all:
             if "error" in failed:
                 raise OSError(failed["number"], failed["error"])
@@ -212,14 +212,14 @@ class WeightWriter:
 
 
 class FilePublisher:
-    """Writes a file on each machine, which its engines and servers read; ranks without an engine write with the others."""
+    """A publisher that writes a file per machine for its engines and servers; ranks without an engine write too."""
 
     def __init__(self, writer: WeightWriter, parts: Parts, engine: PublishedEngine | None) -> None:
         self.writer, self.parts, self.engine = writer, parts, engine
         self._file: WeightFile | None = None
 
     def publish(self, version: int) -> TransferVolume:
-        # An engine that comes back later reads the file of now, so that the one before goes when the next is there.
+        # An engine that restarts reads the current file, so the previous one is freed only after the next is published.
         before, self._file = self._file, self.writer.write(self.parts())
         try:
             if self.engine is not None:
@@ -236,14 +236,14 @@ class FilePublisher:
 
 
 def machine() -> str:
-    """Return a value that is equal for processes with the same shared memory, and for no others."""
+    """Return an identifier shared by exactly the processes that share memory."""
     about = os.stat(shared_folder())
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{boot.read_text().strip() if boot.is_file() else os.uname().nodename} {about.st_dev} {about.st_ino}"
 
 
 def blocks_to_write(known: ShardIndex) -> list[TensorGroup]:
-    """Return the tensors with the blocks that each rank writes into its machine's file: together, on each machine, everything once."""
+    """Assign blocks to writers so that the ranks of each machine write every element once."""
     machines: dict[str, list[int]] = {}
     for rank, where in enumerate(known.machines):
         machines.setdefault(where, []).append(rank)
@@ -255,19 +255,19 @@ def blocks_to_write(known: ShardIndex) -> list[TensorGroup]:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Where each tensor lies in a safetensors file."""
+    """The position of each tensor in a safetensors file."""
 
     notes: Mapping[str, str]
-    """Further names of tied tensors, and the names that they are written under."""
+    """Other names of tied tensors, and the stored names."""
     repeated: Mapping[str, str]
-    """The same for tied tensors that are written under each name."""
+    """The same for tied tensors that are stored under every name."""
     tensors_at: Mapping[str, tuple[torch.dtype, torch.Size, int, int]]
-    """Type, shape, and first and last byte after the header of each tensor."""
+    """Dtype, shape, start and end byte (after the header) of each tensor."""
     check: bool
 
     @classmethod
     def of(cls, known: ShardIndex, check: bool, repeat: bool = False) -> "FileLayout":
-        """Lay out the tensors, larger element sizes first, so that each tensor is aligned."""
+        """Lay out the tensors by descending element size, so that each is aligned."""
         others = {other: first for first, names in known.names.items() for other in names if other != first}
         repeated = others if repeat else {}
         at, places = 0, {}
@@ -283,7 +283,7 @@ class FileLayout:
 
     @property
     def shapes(self) -> dict[str, torch.Size]:
-        """Shape of every tensor that is written."""
+        """The shape of every stored tensor."""
         return {name: shape for name, (_, shape, *_) in self.tensors_at.items()}
 
     def header(self, check_sum: str) -> bytes:
@@ -297,18 +297,18 @@ class FileLayout:
         return len(text).to_bytes(WORD, "little") + text
 
     def make(self, path: Path, mode: int) -> None:
-        """Create a file with its header and room for all tensors. Raises OSError where there is no room."""
+        """Create a file with its header and space for all tensors. Raises OSError if there is no space."""
         header = self.header(NO_CHECKSUM)
         handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, mode)
         try:
-            # All of it now: a page for which there is no memory when it is written to would end the process by a signal.
+            # Allocate all pages now: a write to a mapped page without memory would kill the process by SIGBUS.
             os.posix_fallocate(handle, 0, self._size(header))
             os.pwrite(handle, header, 0)
         finally:
             os.close(handle)
 
     def tensors(self, handle: int) -> dict[str, Tensor]:
-        """Return the file's tensors, mapped into memory for as long as one of them is alive."""
+        """Return the file's tensors, mapped while any of them is alive."""
         header = self.header(NO_CHECKSUM)
         content = torch.from_file(f"/proc/self/fd/{handle}", shared=True, size=self._size(header), dtype=torch.uint8)
         body = content[len(header) :]

@@ -1,13 +1,13 @@
-"""The layout that ranks generate in: which of the ranks that train form a generation group, and who has which of its slices.
+"""The generation layout: which training ranks form a generation group, and which slices each rank holds.
 
                        training tensor=4, generation tensor=2
 rank                   0      1      2      3
 trains                 q0     q1     q2     q3
-interval               q0 q1  q0 q1  q2 q3  q2 q3      groups (0, 2), (1, 3): what a rank trains is part of what it generates with
-neighbour, gather      q0 q1  q2 q3  q0 q1  q2 q3      groups (0, 1), (2, 3): ranks 1 and 2 have to have both
+interval               q0 q1  q0 q1  q2 q3  q2 q3      groups (0, 2), (1, 3): a rank's training slice is part of its generation slice
+neighbour, gather      q0 q1  q2 q3  q0 q1  q2 q3      groups (0, 1), (2, 3): ranks 1 and 2 must hold both
 
-The groups among which one copy of the model is divided for generation are its micro data-parallel ranks: each decodes its own rows.
-HybridFlow (arXiv 2409.19256) calls `interval` HybridFlow, `neighbour` HybridFlow-V; `gather` is what DeepSpeed-Chat does.
+The generation groups within one copy of the training model are micro data-parallel ranks: each decodes its own rows.
+HybridFlow (arXiv 2409.19256) calls `interval` HybridFlow, `neighbour` HybridFlow-V; DeepSpeed-Chat does `gather`.
 """
 
 from dataclasses import dataclass
@@ -24,9 +24,9 @@ Grouping = Literal["interval", "neighbour", "gather"]
 
 @dataclass(frozen=True)
 class GenerationLayout:
-    """Pipeline and tensor ranks of a generation group, and how groups are formed of a training layout's ranks.
+    """Pipeline and tensor ranks of a generation group, and the rule that forms groups of training ranks.
 
-    Without a `grouping` it is `interval` where the training layout can have that, else neighbours that receive only what they lack.
+    Without a `grouping`: `interval` if the training layout allows it, else neighbours that receive only what they lack.
     """
 
     pipeline: int = 1
@@ -35,19 +35,19 @@ class GenerationLayout:
 
     @property
     def ranks(self) -> int:
-        """Return how many ranks have one copy of the model."""
+        """Return the number of ranks of one copy of the model."""
         return self.pipeline * self.tensor
 
     def nests(self, training: ParallelLayout) -> bool:
-        """Return True where intervals exist: both axes of training are multiples of generation's."""
+        """Return whether `interval` is possible: both training axes are multiples of generation's."""
         return not (training.pipeline % self.pipeline or training.tensor % self.tensor)
 
     def at_intervals(self, training: ParallelLayout) -> bool:
-        """Return True where groups lie at intervals."""
+        """Return whether groups are formed at intervals."""
         return self.grouping == "interval" or (self.grouping is None and self.nests(training))
 
     def check(self, training: ParallelLayout, devices: int) -> None:
-        """Raise UserError where these ranks, trained in this layout, cannot generate so."""
+        """Raise UserError if ranks of this training layout cannot form these generation groups."""
         if devices % self.ranks:
             axes = f"rollout.tensor={self.tensor}" + (f" times pipeline={self.pipeline}" if self.pipeline > 1 else "")
             raise UserError(

@@ -1,12 +1,12 @@
-"""Weights of an engine that shares a process with its trainer: the same tensors where type and slices are equal, else a copy in rounds.
+"""Weights of an engine in its trainer's process: the same tensors if dtype and slices are equal, else a copy in rounds.
 
             training              generation                              training
 shared      module ────────────── the same module ─────────────────────── module
-interval    own slice ─copied──▶ [own slice | received blocks] ─copied─▶ own slice       nothing lies there twice
+interval    own slice ─copied──▶ [own slice | received blocks] ─copied─▶ own slice       nothing is held twice
 neighbour   own slice ────────── own slice, [whole model ─cut─▶ slices] ─ own slice      gathered among the ranks of one copy
 gather      own shard ────────── own shard, [whole model ─cut─▶ slices] ─ own shard      gathered among all ranks
 
-What generation alone needs is freed while ranks train.
+Memory that only generation needs is freed while ranks train.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ from braidrl.weights.shards import empty, occupy, storages
 
 
 class InPlacePublisher:
-    """Has an engine of this process use the current weights, which are its own or are copied into its own."""
+    """A publisher for an engine of this process: the engine shares the trainer's weights, or they are copied into its own."""
 
     def __init__(
         self, engine: PublishedEngine | None, copy: LayoutCopy | None = None, source: WeightSource | None = None
@@ -46,7 +46,7 @@ class InPlacePublisher:
         Args:
             engine: The engine; None on a rank that only sends to others.
             copy: Copies this rank's slices into the engine's model.
-            source: Has every full tensor by its name, for an engine that knows nothing of slices.
+            source: Provides every full tensor by name, for an engine without slices.
         """
         self.engine, self.copy, self.source = engine, copy, source
 
@@ -57,22 +57,22 @@ class InPlacePublisher:
         return moved
 
     def close(self) -> None:
-        """Do nothing: the memory is the engine's or the trainer's."""
+        """Do nothing: engine and trainer own the memory."""
 
 
 class EngineWeights:
-    """The weights that generate: the trainer's module itself, without any copy, or a copy in another dtype.
+    """An engine's weights: the trainer's module itself, or a copy in another dtype.
 
     `slices` describes a module that holds one rank's part of a model.
     """
 
     def __init__(self, trained: PreTrainedModel, dtype: torch.dtype | None, slices: Slices | None = None) -> None:
-        """Share the trained weights, or keep copies where the dtype differs.
+        """Share the trained weights, or copy them if the dtype differs.
 
         Args:
             trained: The model that is trained.
-            dtype: Of the engine's weights; None is the trained model's.
-            slices: This rank's part of each tensor, where ranks divide the model.
+            dtype: The engine's dtype; None is the trained model's.
+            slices: This rank's block of each tensor, if the model is sharded.
         """
         self._trained, self._slices = trained, slices
         self.shared = dtype is None or dtype == trained.dtype
@@ -80,9 +80,9 @@ class EngineWeights:
 
     @torch.no_grad()
     def refresh(self, source: WeightSource | None = None) -> None:
-        """Take the tensors of `source`, or update a copy from the trainer; shared weights are always current.
+        """Load the tensors of `source`, or update a copy from the trainer; shared weights are always current.
 
-        Raises ValueError, before anything changes, where the source's tensors are not exactly the model's.
+        Raises ValueError, before any change, if the source's tensors are not exactly the model's.
         """
         if isinstance(source, OfferedWeights):
             with source.asked(1) as notice:
@@ -100,7 +100,7 @@ class EngineWeights:
             target.copy_(source)
 
     def checked(self, source: WeightSource) -> dict[str, Tensor]:
-        """Return the full tensors of a source. Raises ValueError where they are not exactly the model's."""
+        """Return the full tensors of a source. Raises ValueError if they are not exactly the model's."""
         given = dict(source.tensors())
         check_shapes({n: t.shape for n, t in given.items()}, self.shapes)
         return given
@@ -117,14 +117,14 @@ class EngineWeights:
 
     @torch.no_grad()
     def take(self, given: Mapping[str, Tensor]) -> None:
-        """Copy the local part of every tensor by its name, tied ones under each of theirs."""
+        """Copy the local part of every tensor by name."""
         targets = self.model.state_dict()
         for name, tensor in given.items():
             targets[name].copy_(tensor if self._slices is None else self._slices.boxes[name].of(tensor))
 
 
 class GenerationWeights:
-    """One rank's generation weights, in device memory only while it generates; all ranks enter at the same time."""
+    """One rank's generation weights, in device memory only during generation; all ranks enter at the same time."""
 
     def __init__(
         self, trained: Parts, training: ParallelLayout, ranks: Ranks, model: nn.Module, slices: Slices,
@@ -133,17 +133,17 @@ class GenerationWeights:
         """Plan the transfer, and free the generation weights.
 
         Args:
-            trained: Returns this rank's parts of the model that is trained, which has the weights outside generation.
+            trained: Returns this rank's parts of the trained model, which holds the weights outside generation.
             training: The training layout, with its `data` filled in.
             ranks: The ranks that train.
             model: This rank's module for generation.
-            slices: The slices of the full tensors that it has.
-            layout: Of the ranks that generate; its grouping says what is received.
-            limit_bytes: Bytes that a rank sends, or receives, in one round.
+            slices: This rank's blocks of the full tensors.
+            layout: The generation layout; its grouping decides what is received.
+            limit_bytes: Most bytes that a rank sends, or receives, in one round.
         """
         self._trained, self._model, self._slices = trained, model, slices
         self._gathers = layout.grouping in ("neighbour", "gather")
-        # Of the copies of a block that in the rank's own copy of the model is taken.
+        # With `neighbour`, a rank reads blocks from its own copy of the model: label ranks by copy.
         copy = ranks.rank // (training.tensor * training.sequence) % (training.data or 1)
         parts, wanted = trained(), weight_parts(model, slices)
         self._known = gather_shard_index(parts, ranks, str(copy) if layout.grouping == "neighbour" else "")
@@ -161,12 +161,12 @@ class GenerationWeights:
 
     @property
     def redundant_bytes(self) -> int:
-        """Bytes of weights that lie in memory beside the generation weights during generation."""
+        """The bytes of training weights held besides the generation weights during generation."""
         return sum(part.local.nbytes for name, part in self._trained().items() if name not in self._shared)
 
     @torch.no_grad()
     def enter(self) -> TransferVolume | None:
-        """Bring the current weights to the layout of generation; all ranks call this at the same time. None where they are there."""
+        """Bring the current weights to the generation layout; all ranks call this at the same time. Return None if they are there."""
         if self.generating:
             return None
         self.generating = True
@@ -174,7 +174,7 @@ class GenerationWeights:
 
     @torch.no_grad()
     def leave(self) -> None:
-        """Give the device back to training. No rank waits for another."""
+        """Return device memory to training, without communication."""
         if not self.generating:
             return
         generated, trained = weight_parts(self._model, self._slices), self._trained()
@@ -192,14 +192,14 @@ class GenerationWeights:
         self.generating = False
 
     def _receive(self) -> TransferVolume:
-        """Copy the own slices to where they lie in generation, free those of training, and receive the rest."""
+        """Copy this rank's training slices into the generation tensors, free the originals, and receive the rest."""
         generated, trained = weight_parts(self._model, self._slices), dict(self._trained())
         in_storage: dict[int, list[str]] = {}
         for name in self._shared:
             in_storage.setdefault(generated[name].local.untyped_storage()._cdata, []).append(name)
         self._occupied = {name: trained[name].local.untyped_storage().nbytes() for name in self._shared}
         there = self.peak_bytes = sum(trained[name].local.nbytes for name in self._shared)
-        # The largest first: a slice is there twice while it is copied, which counts most at the end.
+        # Largest first: a slice exists twice while it is copied, which matters most when memory is nearly full.
         for storage, size in sorted(self._storages, key=lambda one: -one[1]):
             occupy(storage, size)
             there += size
@@ -241,7 +241,7 @@ class GenerationWeights:
 
 
 def lies_in(trained: WeightPart | None, generated: WeightPart) -> bool:
-    """Return True where what a rank trains can lie in the tensor that it generates with."""
+    """Return whether a rank's training slice can be stored inside its generation tensor."""
     return (
         trained is not None
         and isinstance(trained.tensor, torch.Tensor)
@@ -251,7 +251,7 @@ def lies_in(trained: WeightPart | None, generated: WeightPart) -> bool:
 
 
 def shapes_of(folder: Path) -> dict[str, torch.Size]:
-    """Return the shape of every tensor of the model in a directory, a tied one under each of its names; reads no weights."""
+    """Return the shape of every tensor of the model in a directory, a tied one under each of its names, without reading weights."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
     return {name: tensor.shape for name, tensor in model.state_dict().items()}

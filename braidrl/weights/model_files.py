@@ -1,11 +1,11 @@
-"""A directory's tensors under the names and in the shapes that a model has, one conversion at a time.
+"""A directory's tensors by the names and shapes of a model, converted lazily.
 
     experts.0.gate_proj.weight ╮
     experts.0.up_proj.weight   ┼──transformers' conversions──▶ experts.gate_up_proj        the hub's names ──▶ the module's
     experts.1.gate_proj.weight ╯
 
-No more is read than what one of the model's tensors is made from. Saving goes the other way, in transformers' `save_pretrained`. Weights in
-FP8 with block scales (`NAME_scale_inv`) and experts in MXFP4 (`NAME_blocks`, `NAME_scales`) are read as what they stand for.
+Reading a tensor reads only its sources. Transformers' `save_pretrained` does the reverse. Weights in FP8 with block scales
+(`NAME_scale_inv`) and experts in MXFP4 (`NAME_blocks`, `NAME_scales`) are dequantised.
 """
 
 import json
@@ -23,13 +23,13 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from braidrl.weights.checkpoint_files import WeightFiles
 
 SCALE, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
-"""Ends of the names of quantised weights' parts."""
+"""Name suffixes of the parts of quantised weights."""
 Parts = tuple[tuple[str, str, str], ...]
-"""The files' tensors that a conversion takes: its target, the tensor's name, and the pattern that it matches."""
+"""The inputs of a conversion: (target name, source name, matched pattern)."""
 
 
 class ModelFiles(WeightFiles):
-    """`WeightFiles` by a model's own names."""
+    """`WeightFiles` addressed by a model's own names."""
 
     def __init__(self, folder: Path, model: Any) -> None:
         super().__init__(folder)
@@ -50,12 +50,16 @@ class ModelFiles(WeightFiles):
         self._last: tuple[Any, dict[str, Tensor]] = (None, {})
 
     def _plan(self, conversions: list[Any], own: dict[str, Any]) -> None:
-        """Find for each of the model's tensors the conversion that makes it, on shapes alone."""
+        """Find the conversion that produces each of the model's tensors, from shapes alone."""
         renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
         converters = [each for each in conversions if isinstance(each, WeightConverter)]
         by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
         groups: dict[str, tuple[Any, list[tuple[str, str, str]]]] = {}
-        for source in sorted(self._files, key=_natural):
+
+        def numeric(name: str) -> list[tuple[int, int | str]]:
+            return [(0, int(part)) if part.isdecimal() else (1, part) for part in name.split(".")]
+
+        for source in sorted(self._files, key=numeric):
             target, pattern = rename_source_key(source, renamings, converters, self._model.base_model_prefix, own)
             made_by = WeightRenaming(source, target) if pattern is None else by_pattern[pattern]
             groups.setdefault(target, (made_by, []))[1].append((target, source, pattern or source))
@@ -82,7 +86,7 @@ class ModelFiles(WeightFiles):
         return self._last[1][name]
 
     def without(self, names: Set[str]) -> "ModelFiles":
-        """Leave out tensors of these names."""
+        """Remove tensors by name; return self."""
         for name in names:
             (self._made_by or self._files).pop(name)
         return self
@@ -100,7 +104,7 @@ class ModelFiles(WeightFiles):
         return self._shapes[name] if self._made_by else self._stored_shape(name)
 
     def _read(self, name: str) -> Tensor:
-        """Read one of the files' tensors, without its quantisation."""
+        """Read one stored tensor, dequantised."""
 
         def stored(own: str) -> Tensor:
             tensor: Tensor = self._stored[own].get_tensor(own)
@@ -120,7 +124,7 @@ class ModelFiles(WeightFiles):
 
 
 def dequantised(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
-    """Return FP8 values (..., N, K) times the scale of their block, in float32; scales are (..., N / block, K / block) or one number."""
+    """Return FP8 values (..., N, K) times their block scales (..., N / block, K / block) or one scale, in float32."""
     wide = values.to(torch.float32)
     if scales.numel() == 1:
         return wide * scales.to(torch.float32)
@@ -134,7 +138,3 @@ def _block_size(folder: Path) -> tuple[int, int]:
     settings = json.loads(path.read_text()) if path.is_file() else {}
     rows, columns = (settings.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
     return rows, columns
-
-
-def _natural(name: str) -> list[tuple[int, int | str]]:
-    return [(0, int(part)) if part.isdecimal() else (1, part) for part in name.split(".")]

@@ -1,10 +1,10 @@
-"""Publishers bring a version of a role's weights to what generates with it: three, behind one protocol.
+"""Publishers: bring a version of a role's weights to its engines, in three ways behind one protocol.
 
-in_place      engine and trainer share a process      the same tensors where type and slices are equal; else copied in rounds
-collective    they share a process group              each worker receives the slices that it holds, from device to device
+in_place      engine and trainer share a process      the same tensors if dtype and slices are equal, else copied in rounds
+collective    they share a process group              each worker receives its own slices, device to device
 file          they share a folder                     ranks write safetensors together; engines and servers read it
 
-Every runtime and every engine uses these. A publisher is made of parts: those of the whole model, or of its adapters alone.
+Every runtime and every engine uses these. A publisher sends the parts of a whole model, or of its adapters alone.
 """
 
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 @dataclass
 class TransferVolume:
-    """Bytes that one rank sent, received and copied locally, the most in flight at a time, rounds and seconds."""
+    """Bytes that one rank sent, received and copied locally (`stayed`), its largest buffer (`peak`), rounds and seconds."""
 
     sent: int = 0
     received: int = 0
@@ -45,24 +45,24 @@ class ModelWeights:
 
 
 class PublishedEngine(Protocol):
-    """An engine, as a publisher uses it."""
+    """The part of an engine that a publisher uses."""
 
     def publish(self, version: int, source: WeightSource | None = None) -> None:
-        """Generate with the weights of `source` from now on, or with those that were put into its own tensors."""
+        """Generate with the weights of `source` from now on; without one, with those already copied into its own tensors."""
 
 
 class Publisher(Protocol):
-    """Publishes versions; all ranks that hold or receive some of the weights call it at the same time."""
+    """A publisher of versions; all ranks that hold or receive weights call it at the same time."""
 
     def publish(self, version: int) -> TransferVolume | None:
-        """Have the engine generate with the current weights; return what this rank moved, None where nothing moved now."""
+        """Give the engine the current weights; return the bytes that this rank moved, or None if none moved yet."""
 
     def close(self) -> None:
-        """Free what the last version has left."""
+        """Free the last version."""
 
 
 def check_shapes(given: Mapping[str, torch.Size], expected: Mapping[str, torch.Size]) -> None:
-    """Raise ValueError where these shapes are not exactly those of the model."""
+    """Raise ValueError if the shapes are not exactly those of the model."""
     differing = sorted(expected.keys() ^ given.keys()) or [n for n, shape in given.items() if shape != expected[n]]
     if differing:
         raise ValueError(f"the weights given are not those of this model: {', '.join(differing[:3])} differ")

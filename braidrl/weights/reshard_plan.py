@@ -1,12 +1,12 @@
-"""The plan from one layout of a model's weights to another: which of its blocks a rank sends to whom, and which it gets from whom.
+"""The reshard plan: which blocks each rank sends to and receives from each other rank, to go from one layout to another.
 
 has        rank 0: upper half   rank 1: lower half         wants    rank 0: left half    rank 1: left half
                                                                     ─────────────────────────────────────
 moves      upper left:  0 ─▶ 0 (stays)   0 ─▶ 1      lower left:  1 ─▶ 0    1 ─▶ 1 (stays)
 
-Each rank plans its own moves alone, once for all tensors of a group: those that lie on the ranks alike, such as a matrix of all layers.
-The boxes that ranks have cut a tensor into cells. A rank copies locally the cells that it has; the ranks that have a cell take turns in
-sending it. Pure functions of who has what.
+Each rank plans its own moves alone, once per group of tensors that are sharded alike, such as one matrix of all layers. The boxes
+that ranks hold cut a tensor into cells. A rank copies the cells that it holds locally; the holders of a cell send it round-robin.
+Pure functions of the two layouts.
 """
 
 from bisect import bisect_left, bisect_right
@@ -21,17 +21,17 @@ from braidrl.weights.boxes import Box
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Blocks = Sequence[tuple[int, Box]]
-"""Ranks and a block of each; a rank may come several times."""
+"""(Rank, block) pairs; a rank may appear several times."""
 
 
 @dataclass(frozen=True)
 class TensorGroup:
-    """Tensors of one shape and type of which every rank has the same block, and wants the same."""
+    """Tensors of one shape and dtype that are sharded alike: each rank holds the same block of all, and wants the same block."""
 
     tensors: Sequence[int]
-    """Their numbers in the order of all tensors."""
+    """Their indices in the order of all tensors."""
     name: str
-    """One of them, for messages."""
+    """The name of one of them, for messages."""
     shape: tuple[int, ...]
     item_bytes: int
     held: Blocks
@@ -40,7 +40,7 @@ class TensorGroup:
 
 @dataclass(frozen=True)
 class Moves:
-    """One rank's moves in one direction, by peer and then in the order of tensors, which both ends know."""
+    """One rank's moves in one direction, sorted by peer and then by tensor, which both ends can derive."""
 
     peers: Ints
     tensors: Ints
@@ -49,11 +49,11 @@ class Moves:
     item_bytes: Ints
     shapes: Sequence[Box]
     sizes: Ints
-    """Bytes of each move."""
+    """The bytes of each move."""
 
     @property
     def total(self) -> int:
-        """Bytes of all moves."""
+        """The bytes of all moves."""
         return int(self.sizes.sum())
 
     def of_item(self, item_bytes: int) -> "Moves":
@@ -67,7 +67,7 @@ class Moves:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank does: blocks that it copies locally, by tensor, and the moves to and from other ranks."""
+    """One rank's plan: blocks to copy locally, by tensor, and moves to and from other ranks."""
 
     stays: dict[int, list[Box]]
     sends: Moves
@@ -75,7 +75,7 @@ class RankPlan:
 
 
 class Found:
-    """Moves of one rank while they are collected."""
+    """A collector of one rank's moves."""
 
     def __init__(self) -> None:
         self.shapes: list[Box] = []
@@ -83,13 +83,13 @@ class Found:
         self._about: list[tuple[int, ...]] = []
 
     def add(self, tensors: Ints, item_bytes: int, peer: int, box: Box, order: int) -> None:
-        """Add the move of a block of each of these tensors; `order` is that of moves of one tensor."""
+        """Add the move of one block of each of these tensors; `order` sorts the moves of a tensor."""
         self._tensors.append(tensors)
         self._about.append((peer, order, len(self.shapes), item_bytes, box.elements * item_bytes))
         self.shapes.append(box)
 
     def moves(self) -> Moves:
-        """Return the moves by peer, then by tensor, then in the order of its cells."""
+        """Return the moves sorted by peer, tensor and cell."""
         about = np.array(self._about, dtype=np.int64).reshape(-1, 5)
         peers, order, boxes, items, sizes = np.repeat(about, [len(some) for some in self._tensors], axis=0).T
         tensors = np.concatenate([np.empty(0, dtype=np.int64), *self._tensors])
@@ -100,16 +100,16 @@ class Found:
 def plan_moves(
     groups: Iterable[TensorGroup], rank: int, ranks: int, machines: Sequence[Hashable] | None = None
 ) -> RankPlan:
-    """Return the moves of one rank by which each rank gets every element that it wants exactly once.
+    """Plan one rank's moves, so that each rank receives every element that it wants exactly once.
 
     Args:
         groups: All tensors.
-        rank: Whose moves.
+        rank: The rank to plan.
         ranks: The number of ranks.
-        machines: Each rank's machine: a block comes from a rank of the same machine if possible.
+        machines: Each rank's machine; blocks come from the same machine if possible.
 
     Raises:
-        ValueError: For an element that no rank has.
+        ValueError: A wanted element is on no rank.
     """
     places = Places.of(machines or [None] * ranks)
     stays: dict[int, list[Box]] = {}
@@ -128,7 +128,7 @@ def plan_moves(
 
 @dataclass(frozen=True)
 class Places:
-    """Ranks in the order of machines: `ranks[place]`, `place_of[rank]`, and where the machine of each place begins and ends."""
+    """Ranks sorted by machine: `ranks[place]`, `place_of[rank]`, and the first and end place of each place's machine."""
 
     ranks: Ints
     place_of: Ints
@@ -137,7 +137,7 @@ class Places:
 
     @classmethod
     def of(cls, machines: Sequence[Hashable]) -> "Places":
-        """Number machines in the order of their first ranks."""
+        """Number machines by their first rank."""
         numbers = {machine: number for number, machine in enumerate(dict.fromkeys(machines))}
         machine_of = np.array([numbers[machine] for machine in machines], dtype=np.int64)
         ranks = np.argsort(machine_of, kind="stable")
@@ -148,7 +148,7 @@ class Places:
 
 
 class Cells:
-    """The cells of a group's tensors: `holds` and `needs` say which rank, by its place, has a cell and wants some of it, (cells, ranks)."""
+    """The cells of a tensor group. `holds` and `needs` (cells, ranks) mark the ranks, by place, that hold or lack a cell."""
 
     def __init__(self, group: TensorGroup, places: Places) -> None:
         self.group, self.places, self.tensors = group, places, np.asarray(group.tensors, dtype=np.int64)
@@ -172,21 +172,21 @@ class Cells:
         return marks.reshape(-1, marks.shape[-1])
 
     def _touched(self, box: Box) -> tuple[slice, ...]:
-        """Return along each axis the cells that a block overlaps."""
+        """Return the cells that a block overlaps, along each axis."""
         return tuple(
             slice(bisect_right(edges, at) - 1, bisect_left(edges, at + size))
             for edges, at, size in zip(self.edges, box.offsets, box.sizes, strict=True)
         )
 
     def box(self, cell: int) -> Box:
-        """Return the block that is a cell."""
+        """Return the block of a cell."""
         at = np.unravel_index(cell, self.counts) if self.counts else ()
         starts = tuple(edges[i] for edges, i in zip(self.edges, at, strict=True))
         sizes = tuple(edges[i + 1] - edges[i] for edges, i in zip(self.edges, at, strict=True))
         return Box(starts, sizes)
 
     def check_complete(self) -> None:
-        """Raise ValueError for a cell that somebody wants and nobody has."""
+        """Raise ValueError if a needed cell has no holder."""
         missing = self.needs.any(1) & ~self.holds.any(1)
         if missing.any():
             cell = int(missing.argmax())
@@ -194,13 +194,13 @@ class Cells:
             raise ValueError(f"no rank has {self.group.name} at {self.box(cell).offsets}, which rank {rank} wants")
 
     def kept(self, rank: int, own: Sequence[Box]) -> list[Box]:
-        """Return the blocks that a rank wants and has."""
+        """Return the blocks that a rank both wants and holds."""
         place = self.places.place_of[rank]
         cells = np.nonzero(self.wanted[:, place] & self.holds[:, place])[0].tolist()
         return [piece for cell in cells for box in own if (piece := self.box(cell).overlap(box))]
 
     def receive(self, rank: int, own: Sequence[Box], number: int, found: Found) -> None:
-        """Add what a rank gets from others; `number` is the group's: it says who begins."""
+        """Add the moves to a rank; `number` of the group offsets the round-robin."""
         place = int(self.places.place_of[rank])
         cells = np.nonzero(self.needs[:, place])[0]
         if not len(cells):
@@ -208,7 +208,7 @@ class Cells:
         holds = self.holds[cells]
         rows, places = np.arange(len(cells)), np.full(len(cells), place)
         at = Turns(holds, self.needs[cells], self.places).sender(rows, places, number, len(self.tensors))
-        # The holders of each cell, one cell after the other.
+        # `nonzero` lists the holders cell by cell; `counts` gives each cell's first.
         counts = holds.sum(1)
         senders = self.places.ranks[np.nonzero(holds)[1][(np.cumsum(counts) - counts)[:, None] + at]]
         for cell, by_tensor in zip(cells.tolist(), senders, strict=True):
@@ -217,7 +217,7 @@ class Cells:
                     found.add(self.tensors[by_tensor == sender], self.group.item_bytes, sender, piece, order)
 
     def send(self, rank: int, number: int, found: Found) -> None:
-        """Add what a rank sends to others."""
+        """Add the moves from a rank."""
         place = int(self.places.place_of[rank])
         cells = np.nonzero(self.holds[:, place])[0]
         rows, places = np.nonzero(self.needs[cells])
@@ -235,24 +235,24 @@ class Cells:
                 found.add(self.tensors[chosen[pair]], self.group.item_bytes, target, piece, order)
 
     def _pieces(self, cell: int, wanted: Sequence[Box]) -> list[tuple[Box, int]]:
-        """Return what of a cell is wanted, each piece with its place in the order of the tensor's moves."""
+        """Return the wanted pieces of a cell, each with its sort key within the tensor's moves."""
         one = self.box(cell)
         pieces = ((one.overlap(box), cell * len(wanted) + number) for number, box in enumerate(wanted))
         return [(piece, order) for piece, order in pieces if piece is not None]
 
 
 class Turns:
-    """Who sends a cell to whom: its holders on a rank's machine serve it in turn, those of all machines where that has none."""
+    """The sender of each (cell, receiver): round-robin over holders on the same machine, otherwise over all holders."""
 
     def __init__(self, holds: Bools, needs: Bools, places: Places) -> None:
-        """Count for each place, (cells, ranks + 1), how many before it hold a cell, need it, and need it from another machine."""
+        """Count, for each place (cells, ranks + 1), the ranks before it that hold a cell, need it, or need it from another machine."""
         self.places, self.holders, self._here = places, _sums_before(holds), _sums_before(needs)
         starts, machine_of = np.unique(places.starts, return_inverse=True)
         near = np.logical_or.reduceat(holds, starts, axis=1)
         self._far = np.zeros_like(self._here) if near.all() else _sums_before(needs & ~near[:, machine_of])
 
     def sender(self, rows: Ints, places: Ints, number: int, tensors: int) -> Ints:
-        """Return which of a cell's holders serves these pairs, (pairs, tensors): the next tensor goes on where the last one stopped."""
+        """Return the index of the holder that serves each pair, (pairs, tensors); each tensor continues the round-robin of the last."""
         start, end = self.places.starts[places], self.places.ends[places]
         first = self.holders[rows, start]
         local = self.holders[rows, end] - first
@@ -266,7 +266,7 @@ class Turns:
 
 
 def _sums_before(marks: Bools) -> NDArray[np.int32]:
-    """Return how many marks come before each place, and last how many there are: (cells, ranks + 1)."""
+    """Return the exclusive prefix sums of marks, with the total last: (cells, ranks + 1)."""
     sums = np.zeros((marks.shape[0], marks.shape[1] + 1), dtype=np.int32)
     np.cumsum(marks, axis=1, out=sums[:, 1:])
     return sums
@@ -275,7 +275,7 @@ def _sums_before(marks: Bools) -> NDArray[np.int32]:
 def shared_blocks(group: TensorGroup, ranks: Sequence[int]) -> list[tuple[int, Box]]:
     """Divide the elements of a group's tensors among `ranks`, which write one file together.
 
-    A block that some of them have is divided equally among these, one that none has among all.
+    A block is divided equally among the ranks that hold it, or among all if none does.
     """
     place_of = {rank: place for place, rank in enumerate(ranks)}
     held = [(place_of[rank], box) for rank, box in group.held if rank in place_of]
@@ -289,14 +289,14 @@ def shared_blocks(group: TensorGroup, ranks: Sequence[int]) -> list[tuple[int, B
 
 
 def rounds_needed(moves: Moves, limit_bytes: int) -> int:
-    """Return in how many rounds a rank's moves in one direction have at most so many bytes each.
+    """Return the number of rounds that keep a rank's moves in one direction within `limit_bytes` each.
 
     Raises:
-        ValueError: The limit has no room for an element of each peer.
+        ValueError: The limit is less than one element per peer.
     """
     if not moves.total:
         return 0
-    # A share ends at an element, so that each peer may have one more in a round.
+    # Rounds end at whole elements: each peer may need one extra element in a round.
     room = limit_bytes - len(np.unique(moves.peers)) * int(moves.item_bytes.max())
     if room <= 0:
         raise ValueError(f"{limit_bytes} bytes are too few for a round with {len(np.unique(moves.peers))} peers")
@@ -305,7 +305,7 @@ def rounds_needed(moves: Moves, limit_bytes: int) -> int:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one round has of a move."""
+    """The part of a move within one round."""
 
     peer: int
     tensor: int
@@ -313,7 +313,7 @@ class Piece:
 
 
 class Schedule:
-    """A rank's moves in one direction in `count` rounds; moves have one element size."""
+    """A rank's moves in one direction, of one element size, split into `count` rounds."""
 
     def __init__(self, moves: Moves, count: int) -> None:
         self.moves, self.count = moves, count
@@ -321,29 +321,29 @@ class Schedule:
         self._begins = np.append(begins, len(moves.peers))
         done = np.cumsum(moves.sizes)
         self._totals = np.diff(np.append(0, done)[self._begins])
-        # Where each move begins, counted in the bytes of its peer.
+        # The byte offset of each move among its peer's moves.
         self._starts = done - moves.sizes - np.repeat(np.append(0, done)[begins], np.diff(self._begins))
 
     def first_rounds(self, tensors: int) -> Ints:
-        """Return the round in which each of so many tensors is needed first, `count` for one that is not."""
+        """Return the first round that needs each tensor; `count` if none does."""
         found = np.full(tensors, self.count, dtype=np.int64)
         np.minimum.at(found, self.moves.tensors, self._rounds_of(self._starts))
         return found
 
     def last_rounds(self, tensors: int) -> Ints:
-        """Return the round in which each of so many tensors is needed last, -1 for one that is not."""
+        """Return the last round that needs each tensor; -1 if none does."""
         found = np.full(tensors, -1, dtype=np.int64)
         last_elements = self._starts + self.moves.sizes - self.moves.item_bytes
         np.maximum.at(found, self.moves.tensors, self._rounds_of(last_elements))
         return found
 
     def _rounds_of(self, starts: Ints) -> Ints:
-        """Return the rounds of the elements that begin at these bytes of each move's peer."""
+        """Return the rounds of the elements at these byte offsets, one per move."""
         totals = np.repeat(self._totals, np.diff(self._begins))
         return ((starts + 1) * self.count - 1) // totals
 
     def pieces(self, number: int) -> Iterator[Piece]:
-        """Yield the pieces of a round, by peer and in the order that both ends know."""
+        """Yield the pieces of a round, by peer and in an order that both ends derive."""
         for place, peer in enumerate(self.peers):
             begin, end, total = int(self._begins[place]), int(self._begins[place + 1]), int(self._totals[place])
             start, stop = total * number // self.count, total * (number + 1) // self.count
@@ -353,7 +353,7 @@ class Schedule:
                 yield from self._within(move, int(peer), start, stop)
 
     def _within(self, move: int, peer: int, start: int, stop: int) -> Iterator[Piece]:
-        """Yield what of a move begins within these bytes."""
+        """Yield the pieces of a move whose elements start within these bytes."""
         at, item = int(self._starts[move]), int(self.moves.item_bytes[move])
         box = self.moves.shapes[self.moves.boxes[move]]
         first, last = max(0, -((at - start) // item)), min(box.elements, -((at - stop) // item))

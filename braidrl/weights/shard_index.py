@@ -1,4 +1,4 @@
-"""The shard index: which block of each tensor each rank has, described once for tensors that differ in a number alone.
+"""The shard index: the block of each tensor on each rank. Tensors whose names differ only in numbers share one entry.
 
 model.layers.0.mlp.up_proj.weight ╮
 model.layers.1.mlp.up_proj.weight ┼─▶ model.layers.*.mlp.up_proj.weight, numbers 0 1 2 ..., shape, type, block      one line for each rank
@@ -26,7 +26,7 @@ NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 class AdaptedTensor(Protocol):
-    """A weight with a low-rank adapter, whose values are merged when they are needed."""
+    """A weight with a low-rank adapter that is merged on demand."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -39,11 +39,11 @@ class AdaptedTensor(Protocol):
 
     @property
     def box(self) -> Box:
-        """The block of the global weight that this rank has."""
+        """The block of the global weight on this rank."""
 
     @property
     def is_sharded(self) -> bool:
-        """True where ranks have divided the adapter, so that all of them must merge it at the same time."""
+        """True if the adapter is sharded: all of its ranks must merge it at the same time."""
 
     def merged_part(self) -> Tensor:
         """Return this rank's block with its adapter merged."""
@@ -51,14 +51,14 @@ class AdaptedTensor(Protocol):
 
 @dataclass(frozen=True)
 class WeightPart:
-    """This rank's local part of a tensor, with all names of the tensor (tied ones have several) and its adapter, if it has one."""
+    """This rank's local part of a tensor, with all of its names (tied tensors have several) and its adapter, if any."""
 
     names: list[str]
     tensor: Tensor | AdaptedTensor
     slices: Slices | None = None
     """The slice of the global tensor that a plain (non-DTensor) tensor holds."""
     kept: float = 0.0
-    """The share of the old values that stays when a block is put."""
+    """The weight of the old values when a block is put (EMA decay)."""
 
     @cached_property
     def box(self) -> Box:
@@ -78,13 +78,13 @@ class WeightPart:
 
     @property
     def local(self) -> Tensor:
-        """The local shard of a part that has no adapter."""
+        """The local shard of a part without an adapter."""
         assert isinstance(self.tensor, Tensor)
         return local_shard(self.tensor)
 
     @property
     def is_merged_together(self) -> bool:
-        """Return whether `values` merges an adapter that ranks have divided, so that all of them must call it at the same time."""
+        """Return whether `values` merges a sharded adapter, so that all its ranks must call it at the same time."""
         return not isinstance(self.tensor, Tensor) and self.tensor.is_sharded
 
     def block(self, box: Box) -> Tensor:
@@ -92,17 +92,17 @@ class WeightPart:
         return self.local[box.within(self.box)]
 
     def lying_in(self, other: "WeightPart") -> "WeightPart":
-        """Return this part where its values are a block of another one."""
+        """Return this part as a view into another part that contains it."""
         slices = Slices({self.names[0]: self.shape}, {self.names[0]: self.box})
         return WeightPart(self.names, other.block(self.box), slices)
 
     def values(self) -> Tensor:
-        """Return the local values, adapters merged: all ranks of a sharded tensor call this at the same time."""
+        """Return the local values with adapters merged; all ranks of a sharded tensor call this at the same time."""
         return local_shard(self.tensor) if isinstance(self.tensor, Tensor) else self.tensor.merged_part()
 
     @torch.no_grad()
     def put(self, block: Tensor, box: Box) -> None:
-        """Write a block of the global tensor into its place in this part, which has no adapter."""
+        """Write a block of the global tensor into this part, which has no adapter."""
         own = self.block(box)
         if self.kept:
             own.lerp_(block.to(own), 1.0 - self.kept)
@@ -113,18 +113,18 @@ class WeightPart:
 def weight_parts(
     model: nn.Module | Mapping[str, Tensor | AdaptedTensor], slices: Slices | None = None
 ) -> dict[str, WeightPart]:
-    """Return this rank's parts of a model by the first of each tensor's names.
+    """Return this rank's parts of a model by each tensor's first name.
 
     Args:
         model: A module, or its tensors by name, a tied one under each of its names.
-        slices: Describes a divided model of plain tensors.
+        slices: The shapes and blocks of a sharded model of plain tensors.
     """
     named = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
     return {names[0]: WeightPart(names, tensor, slices) for names, tensor in by_tensor(named)}
 
 
 def full_parts(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, WeightPart]:
-    """Return full tensors as parts: names of the same memory are one tensor's."""
+    """Return full tensors as parts; names that share memory are one tied tensor."""
     found: dict[tuple[int, torch.Size], WeightPart] = {}
     for name, tensor in tensors:
         part = found.setdefault((tensor.data_ptr(), tensor.shape), WeightPart([], tensor.detach()))
@@ -133,13 +133,13 @@ def full_parts(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, WeightPart]:
 
 
 def check_parts(given: Mapping[str, torch.Size], parts: Mapping[str, WeightPart]) -> None:
-    """Raise ValueError where these shapes lack one of a rank's parts; a rank of a pipeline has some of the tensors."""
+    """Raise ValueError if the shapes do not match a rank's parts; a pipeline rank holds only some of the tensors."""
     expected = {alias: part.shape for part in parts.values() for alias in part.names}
     check_shapes({name: shape for name, shape in given.items() if name in expected}, expected)
 
 
 def snapshot(parts: Mapping[str, WeightPart]) -> dict[str, WeightPart]:
-    """Return copies of parts in the same memory as theirs, adapters merged; all ranks of a sharded model call this at the same time."""
+    """Return copies of parts on their devices, with adapters merged; all ranks of a sharded model call this at the same time."""
     return {
         name: WeightPart(part.names, part.values().clone(), Slices({name: part.shape}, {name: part.box}))
         for name, part in parts.items()
@@ -147,7 +147,7 @@ def snapshot(parts: Mapping[str, WeightPart]) -> dict[str, WeightPart]:
 
 
 class Tensors(NamedTuple):
-    """One rank's blocks of tensors whose names differ in numbers alone: `numbers` has the numbers of each, as text."""
+    """One rank's blocks of tensors whose names differ only in numbers; `numbers` lists those of each tensor as text."""
 
     names: tuple[str, ...]
     numbers: str
@@ -157,20 +157,20 @@ class Tensors(NamedTuple):
 
     @property
     def each(self) -> list[tuple[str, ...]]:
-        """The numbers of each tensor; of a name without any, one empty tuple."""
+        """The numbers of each tensor; one empty tuple for a name without numbers."""
         return [tuple(one.split(".")) if one else () for one in self.numbers.split(" ")]
 
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """Which blocks of which tensors each rank has, and the ranks' machines: those with the same value share memory."""
+    """The blocks of each rank, and the ranks' machines; ranks with equal values share memory."""
 
     ranks: Sequence[Sequence[Tensors]]
     machines: Sequence[str]
 
     @cached_property
     def tensors(self) -> dict[str, Tensors]:
-        """Tensors by name, in an order that all ranks know: those of a layer together."""
+        """The tensors by name, layer by layer, in an order that is equal on all ranks."""
         kinds = {(said.names[0], said.numbers): said for rank in self.ranks for said in rank}
         order = {
             named(said.names[0], numbers): (tuple(map(int, numbers)), place, said)
@@ -181,7 +181,7 @@ class ShardIndex:
 
     @cached_property
     def names(self) -> dict[str, list[str]]:
-        """All names of each tensor, tied ones of all ranks."""
+        """All names of each tensor, with ties collected over all ranks."""
         found: dict[str, dict[str, None]] = {}
         for said in dict.fromkeys((one.names, one.numbers) for rank in self.ranks for one in rank):
             for numbers in Tensors(*said, (), "", Box((), ())).each:
@@ -198,10 +198,10 @@ class ShardIndex:
         return {name: getattr(torch, said.dtype) for name, said in self.tensors.items()}
 
     def groups(self, wanted: "ShardIndex | None" = None) -> list[TensorGroup]:
-        """Return the tensors in groups that lie on the ranks alike, here and in `wanted`.
+        """Return the tensors in groups that are sharded alike, in this index and in `wanted`.
 
         Raises:
-            ValueError: A tensor is wanted that no rank has in this shape.
+            ValueError: A wanted tensor is on no rank in this shape.
         """
         place_of = {name: place for place, name in enumerate(self.tensors)}
         held, targets = by_pattern(self), by_pattern(wanted) if wanted else {}
@@ -219,13 +219,13 @@ class ShardIndex:
 
 
 def named(pattern: str, numbers: Iterable[str]) -> str:
-    """Return a name with its numbers in place of the asterisks."""
+    """Return a pattern with numbers in place of its asterisks."""
     parts = pattern.split("*")
     return "".join(part for pair in zip(parts, (*numbers, ""), strict=True) for part in pair)
 
 
 def by_pattern(index: ShardIndex) -> dict[tuple[str, tuple[int, ...]], dict[str, list[tuple[int, Box]]]]:
-    """Return ranks and their blocks by the tensors' pattern and shape, and by their numbers."""
+    """Return (rank, block) pairs by (pattern, shape), then by numbers."""
     found: dict[tuple[str, tuple[int, ...]], dict[str, list[tuple[int, Box]]]] = {}
     for rank, own in enumerate(index.ranks):
         for said in own:
@@ -234,7 +234,7 @@ def by_pattern(index: ShardIndex) -> dict[tuple[str, tuple[int, ...]], dict[str,
 
 
 def alike(texts: Sequence[str]) -> list[tuple[list[tuple[str, ...]], frozenset[str]]]:
-    """Return numbers that come in the same of these texts, and in which."""
+    """Group numbers by the set of texts that contain them; return (numbers, texts) pairs."""
     in_texts: dict[tuple[str, ...], list[str]] = {}
     for text in dict.fromkeys(texts):
         for numbers in Tensors((), text, (), "", Box((), ())).each:
@@ -246,28 +246,28 @@ def alike(texts: Sequence[str]) -> list[tuple[list[tuple[str, ...]], frozenset[s
 
 
 def gather_shard_index(parts: Mapping[str, WeightPart], ranks: Ranks, machine: str = "") -> ShardIndex:
-    """Gather the index of all ranks' parts; each calls this at the same time with its own."""
+    """Gather the shard index of all ranks; each passes its own parts at the same time."""
     message = bytearray(json.dumps([machine, described(parts)]).encode())
     of_all: list[Any] = [message]
     if ranks.group is not None:
-        with ranks.meeting("who has which weights"):
+        with ranks.meeting("shard index of the weights"):
             of_all = all_gather_bytes(message, ranks.group)
     return read_index([bytes(one) for one in of_all])
 
 
 def read_index(messages: Sequence[bytes]) -> ShardIndex:
-    """Return the index that ranks have described; replicas say the same, and are read once."""
+    """Parse the messages of all ranks; replicas send equal ones, which are parsed once."""
     read = {message: _read(message) for message in dict.fromkeys(messages)}
     return ShardIndex([read[message][1] for message in messages], [read[message][0] for message in messages])
 
 
 def described(parts: Mapping[str, WeightPart]) -> list[list[Any]]:
-    """Describe parts in JSON values, as `describe`."""
+    """Describe parts as JSON values (see `describe`)."""
     return describe((p.names, p.shape, str(p.tensor.dtype).removeprefix("torch."), p.box) for p in parts.values())
 
 
 def describe(blocks: Iterable[tuple[Sequence[str], Sequence[int], str, Box]]) -> list[list[Any]]:
-    """Describe the names, global shape, type and block of tensors: tensors that differ in their numbers alone are one entry."""
+    """Describe names, global shapes, dtypes and blocks; tensors that differ only in numbers are one entry."""
     found: dict[tuple[Any, ...], list[str]] = {}
     for names, shape, dtype, box in blocks:
         patterns = tuple(NUMBER.sub("*", name) for name in names)

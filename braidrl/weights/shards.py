@@ -1,4 +1,4 @@
-"""Local shards of parameters that may be DTensors, and the memory under them; a plain tensor is its own and only shard."""
+"""Local shards of parameters that may be DTensors, and their storage. A plain tensor is its own only shard."""
 
 import ctypes
 import math
@@ -36,7 +36,7 @@ def local_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 
 def num_shards(parameter: Tensor) -> int:
-    """Return the number of different shards of a parameter."""
+    """Return the number of distinct shards of a parameter."""
     if not isinstance(parameter, DTensor):
         return 1
     sizes = parameter.device_mesh.shape
@@ -44,7 +44,7 @@ def num_shards(parameter: Tensor) -> int:
 
 
 def box_of(parameter: Tensor) -> Box:
-    """Return the block of the global parameter that the local shard is."""
+    """Return the block of the global parameter that the local shard holds."""
     if not isinstance(parameter, DTensor):
         return Box.whole(parameter.shape)
     shape, start = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
@@ -86,11 +86,11 @@ def storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
 
 
 def empty(storage: UntypedStorage) -> None:
-    """Free a storage's memory; on a CPU all of its full pages."""
+    """Free a storage's memory; on a CPU, its full pages."""
     if storage.is_cuda:
         storage.resize_(0)
         return
-    # The storage cannot shrink: torch refuses that to one that numpy has seen, as every checkpoint has. Pages of a file show it again.
+    # Torch refuses to resize a storage that numpy has seen, as after any checkpoint. Freed pages of a mapped file show the file again.
     start, end = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
     first, last = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
     if first >= last:
@@ -103,6 +103,6 @@ def empty(storage: UntypedStorage) -> None:
 
 
 def occupy(storage: UntypedStorage, size: int) -> None:
-    """Give an emptied storage its memory back, with any content; on a CPU that comes with the first use."""
+    """Reallocate an emptied storage, uninitialised; on a CPU, the first access does this."""
     if storage.is_cuda:
         storage.resize_(size)

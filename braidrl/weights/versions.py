@@ -1,12 +1,12 @@
-"""When each engine takes new weights: four ways as values of one schedule. No clock, no socket, no weights; engines are names.
+"""Weight-update policies: end, delayed, rolling, interrupt. One pure schedule over engine names, without clocks, sockets or weights.
 
-published ─▶ advance ─▶ target ◀─ load: now, with its rows set down or without any, or not yet ─ an engine that asks ─▶ loaded
+published ─▶ advance ─▶ target ◀─ load: now, with its rows preempted or without rows, or not yet ─ an engine that asks ─▶ loaded
 
             end, delayed             rolling                   interrupt              ░ version 1   ▓ version 2   ╱ loads
 engine 0    ░░░░░░░░╱▓▓▓▓▓▓          ░░░╱▓▓▓▓▓▓▓▓▓▓▓           ░░░╱▓▓▓▓▓▓▓▓▓▓▓
 engine 1    ░░░░    ╱▓▓▓▓▓▓          ░░░░░░░╱▓▓▓▓▓▓▓           ░░░╱▓▓▓▓▓▓▓▓▓▓▓
-            all at once, when the    in turn: takes no rows,   each at once: sets its rows down at a token
-            batch's rows are there   finishes most of its own  and goes on with them under version 2
+            all at once, when the    in turn: drains most of   each at once: preempts its rows at a token
+            batch's rows are there   its rows, takes no new    and resumes them under version 2
 
 The runtime and the simulator drive the same object.
 """
@@ -16,13 +16,13 @@ from typing import Literal, NamedTuple
 
 Way = Literal["end", "delayed", "rolling", "interrupt"]
 UNKNOWN = -(1 << 30)
-"""Stands for a version that is older than any."""
+"""A version older than any other."""
 FINISHED = 0.5
-"""The share of its rows that an engine finishes before it loads in its turn; the others, whose ends may be far off, it sets down."""
+"""The share of its rows that a draining engine finishes before it loads; it preempts the rest."""
 
 
 class LoadOrder(NamedTuple):
-    """What an engine is to do: load a version, and then go on with rows that it sets down before."""
+    """An order to load a version; with `keeps_rows` the engine preempts its rows and resumes them afterwards."""
 
     version: int
     keeps_rows: bool
@@ -30,111 +30,111 @@ class LoadOrder(NamedTuple):
 
 @dataclass
 class HeldVersion:
-    """What one engine has."""
+    """The state of one engine."""
 
     version: int = 0
     received: int = 0
-    """The newest version that lies in its host memory."""
-    told: int = 0
-    """The newest version that it was told to receive or to load."""
+    """The newest version in its host memory."""
+    notified: int = 0
+    """The newest version that it was asked to receive or to load."""
     loading: int | None = None
-    out_with: int | None = None
-    """The rows that it had when its turn came; None while it takes rows."""
+    draining_from: int | None = None
+    """The rows that it had when it started to drain; None while it takes rows."""
 
 
 class LoadingSchedule:
-    """Which engines hold which version, and which of them are out: they take no rows until they have loaded."""
+    """The version of each engine, and which engines drain: these take no rows until they have loaded."""
 
     def __init__(self, way: Way, most_out: int = 1) -> None:
-        """Begin with the model's own weights, version 0, and without engines; `most_out` may be out at a time if they take turns."""
+        """Start at version 0 without engines; under `rolling` at most `most_out` engines drain at a time."""
         self.way, self.most_out = way, most_out
         self.engines: dict[str, HeldVersion] = {}
         self.target = 0
-        """What engines hold or shall load; prompts are admitted for rows of this version."""
+        """The version that engines hold or should load; prompts are admitted for this version."""
         self.pinned = False
-        """While True the target stays: an evaluation runs."""
+        """Whether the target is frozen, as during an evaluation."""
         self.most_out_seen = 0
 
     def forget(self) -> None:
-        """Note that no engine holds a version that counts: they take rows when they have loaded what `target` is set to, unpinned."""
+        """Invalidate all engines' versions: they take rows once the caller sets and unpins `target` and they have loaded it."""
         self.target, self.pinned = UNKNOWN, True
         self.engines = {name: HeldVersion(UNKNOWN) for name in self.engines}
 
     @property
     def is_forgotten(self) -> bool:
-        """Return whether an engine holds no version that counts."""
+        """Return whether an engine holds no valid version."""
         return any(held.version == UNKNOWN for held in self.engines.values())
 
     @property
     def receives_ahead(self) -> bool:
-        """Return whether engines receive a version in host memory while they generate with another one."""
+        """Return whether engines prefetch a version to host memory while they generate with another."""
         return self.way != "end"
 
     @property
     def out(self) -> int:
-        """Return how many engines are out."""
-        return sum(held.out_with is not None for held in self.engines.values())
+        """Return the number of draining engines."""
+        return sum(held.draining_from is not None for held in self.engines.values())
 
     @property
     def wanted(self) -> set[int]:
-        """Return the versions that an engine may still ask for."""
+        """Return the versions that engines may still request."""
         return {self.target, *(held.loading for held in self.engines.values() if held.loading is not None)}
 
     def join(self, name: str) -> None:
-        """Note an engine that is there, with version 0."""
+        """Add an engine that holds version 0."""
         self.engines[name] = HeldVersion(min(0, self.target))
 
     def leave(self, name: str) -> None:
-        """Forget an engine."""
+        """Remove an engine."""
         self.engines.pop(name, None)
 
     def advance(self, newest: int, is_generation_over: bool) -> None:
-        """Let engines load the newest version, if this is the time."""
+        """Make the newest version the target, if the policy allows it now."""
         if not self.pinned and (self.way in ("rolling", "interrupt") or is_generation_over):
             self.target = max(self.target, newest)
 
     def version_of(self, name: str) -> int | None:
-        """Return what an engine holds; None for one that is no engine."""
+        """Return the version of an engine; None for other workers."""
         return self.engines[name].version if name in self.engines else None
 
     def lags(self, name: str) -> bool:
-        """Return whether an engine holds another version than it shall."""
+        """Return whether an engine's version differs from the target."""
         return name in self.engines and self.engines[name].version != self.target
 
     def takes_rows(self, name: str) -> bool:
-        """Return whether an engine, or who is none, may be given rows."""
-        return name not in self.engines or self.engines[name].out_with is None
+        """Return whether a worker may be given rows; only draining engines may not."""
+        return name not in self.engines or self.engines[name].draining_from is None
 
     def receive(self, name: str, newest: int) -> bool:
-        """Return whether to tell an engine now that it shall receive the newest version, and note that it was told."""
+        """Return whether to notify an engine now of the newest version, and record the notification."""
         held = self.engines.get(name)
-        if held is None or not self.receives_ahead or newest <= held.told:
+        if held is None or not self.receives_ahead or newest <= held.notified:
             return False
-        held.told = newest
+        held.notified = newest
         return True
 
     def received(self, name: str, version: int) -> None:
-        """Note that an engine has a version in host memory."""
+        """Record that an engine has a version in host memory."""
         if name in self.engines:
             self.engines[name].received = version
 
     def load(self, name: str, rows: int) -> LoadOrder | None:
-        """Return what an engine with so many rows is to load now, and note that it does; None where it goes on as it is."""
+        """Return the version that an engine with `rows` rows must load now, and record that it loads; None if it continues."""
         if not self.lags(name):
             return None
         held = self.engines[name]
         if rows and not self._may_load(held, rows):
             return None
-        if self.way == "rolling" and held.out_with is None and not self._goes_out(held, rows):
+        if self.way == "rolling" and held.draining_from is None and not self._start_draining(held, rows):
             return None
-        held.loading, held.told = self.target, max(held.told, self.target)
+        held.loading, held.notified = self.target, max(held.notified, self.target)
         return LoadOrder(self.target, rows > 0)
 
     def loaded(self, name: str, version: int) -> None:
-        """Note the version that an engine holds; it takes rows again."""
+        """Record the version that an engine loaded; it takes rows again."""
         if name in self.engines:
             held = self.engines[name]
-            held.version, held.loading, held.out_with = version, None, None
+            held.version, held.loading, held.draining_from = version, None, None
 
     def _may_load(self, held: HeldVersion, rows: int) -> bool:
         """Return whether an engine with rows may load."""
@@ -142,14 +142,14 @@ class LoadingSchedule:
             return False
         if self.way == "interrupt":
             return True
-        if held.out_with is None and not self._goes_out(held, rows):
+        if held.draining_from is None and not self._start_draining(held, rows):
             return False
-        return rows <= (held.out_with or 0) * (1 - FINISHED)
+        return rows <= (held.draining_from or 0) * (1 - FINISHED)
 
-    def _goes_out(self, held: HeldVersion, rows: int) -> bool:
-        """Return whether it is an engine's turn, and note that it is out then."""
+    def _start_draining(self, held: HeldVersion, rows: int) -> bool:
+        """Let an engine drain if it is its turn; return whether it drains."""
         if self.out >= self.most_out:
             return False
-        held.out_with = rows
+        held.draining_from = rows
         self.most_out_seen = max(self.most_out_seen, self.out)
         return True

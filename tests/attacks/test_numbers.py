@@ -67,7 +67,7 @@ def test_a_checkpoint_with_a_number_that_is_not_finite_takes_no_place(workshop: 
         )
         wrong.detach().view(-1)[0] = float("inf")
         run.step = 2
-        with pytest.raises(UserError, match="holds infinity or NaN and is not saved; go on from the last checkpoint"):
+        with pytest.raises(UserError, match="holds infinity or NaN and is not saved; resume from the last checkpoint"):
             run._save(run._snapshot())
     latest = latest_checkpoint(run.folder)
     assert latest is not None and latest.name == "step-1"

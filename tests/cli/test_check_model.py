@@ -28,7 +28,7 @@ def test_encoder_may_not_train_and_a_run_says_so_before_it_reads_weights(tmp_pat
     lines: list[str] = []
     assert not check(str(written(tmp_path, "bert")), False, lines.append)
     assert lines[-1].startswith("REFUSED")
-    with pytest.raises(UserError, match="not proven to train right"):
+    with pytest.raises(UserError, match="not proven to train correctly"):
         check_model(tmp_path)
 
 

@@ -160,7 +160,7 @@ ENVIRONMENT = {"rollout": {"environment": "gem:game:GuessTheNumber-v0-easy"}}
         (["--seconds", "actor.generat=3"], "Did you mean 'actor.generate'?"),
         (["--seconds", "actor.generate=slow"], "is not STAGE=SECONDS, as in --seconds actor.generate=2.5"),
         (["--lengths", "20:10"], "is no run folder and not TOKENS or MEDIAN:LONGEST"),
-        (["--like", "trlx"], "no placement is called 'trlx'"),
+        (["--like", "trlx"], "unknown placement 'trlx'"),
         (["--like", "nemo-aligner", "--devices", "1x3xA100-80GB", "flow=ppo"],
          "3 devices do not divide into 2 equal parts for actor+reference | reward+critic; write a multiple of 2"),
         (["--rates", "none.yaml"], "braid plan --calibrate RUN --rates none.yaml"),

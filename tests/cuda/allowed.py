@@ -1,4 +1,4 @@
-"""Where the host may wait for the device, and where numbers may be float64, each with the reason. Everything else is a mistake."""
+"""Code that may synchronise host and device or use float64, each with its reason; anything else is an error."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def _probabilities(query: Tensor, key: Tensor, scale: float, window: list[int]) -> Tensor:
-    """(H, L, D) queries and keys to (H, L, L)."""
+    """Return probabilities (H, L, L) of queries and keys (H, L, D)."""
     length = query.shape[1]
     back = torch.arange(length)[:, None] - torch.arange(length)
     seen = (back >= 0) & ((back <= window[0]) if window[0] >= 0 else (back >= 0))
@@ -17,7 +17,7 @@ def _probabilities(query: Tensor, key: Tensor, scale: float, window: list[int]) 
 
 
 def _sequences(offsets: Tensor, *packed: Tensor) -> list[tuple[slice, list[Tensor]]]:
-    """(N, heads, D) each to (heads, L, D) of every sequence, in float32."""
+    """Split (N, heads, D) into (heads, L, D) of each sequence, in float32."""
     places = [slice(a, b) for a, b in zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)]
     return [(own, [states[own].transpose(0, 1).float() for states in packed]) for own in places]
 
@@ -26,7 +26,7 @@ def varlen_forward(
     query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, _: Any, __: int, ___: int, is_causal: bool = False,
     scale: float | None = None, window: list[int] | None = None, enable_gqa: bool = False, *more: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """What `torch_attn::_varlen_attn` returns."""
+    """Return the result of `torch_attn::_varlen_attn`."""
     assert offsets.dtype == torch.int32
     group = query.shape[1] // key.shape[1]
     output = torch.empty_like(query)
@@ -41,7 +41,7 @@ def varlen_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, _: Tensor, offsets: Tensor, __: Any,
     ___: int, ____: int, is_causal: bool, rng: Tensor, scale: float | None = None, window: list[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """What `torch_attn::_varlen_attn_backward` returns."""
+    """Return the result of `torch_attn::_varlen_attn_backward`."""
     group, made = query.shape[1] // key.shape[1], [torch.empty_like(states) for states in (query, key, value)]
     for own, (g, q, k, v, o) in _sequences(offsets, grad, query, key, value, output):
         factor = scale or q.shape[-1] ** -0.5

@@ -185,7 +185,7 @@ def test_roles_take_turns_on_the_device(folder: Path, tmp_path: Path, twin: Cuda
     check_places(twin)
 
 
-def test_what_is_offloaded_leaves_the_device_and_the_host_does_not_wait(twin: CudaTwin) -> None:
+def test_offload_frees_device_memory_without_host_sync(twin: CudaTwin) -> None:
     tensor = torch.arange(256.0).to("cuda")
     tensors, size = OffloadableTensors(lambda: [tensor]), tensor.untyped_storage().nbytes()
     tensors.offload()
@@ -198,7 +198,7 @@ def test_what_is_offloaded_leaves_the_device_and_the_host_does_not_wait(twin: Cu
     assert tensor.untyped_storage().nbytes() == size
 
 
-def test_new_weights_leave_the_device_in_a_stream_beside_that_of_the_next_batch(twin: CudaTwin) -> None:
+def test_weight_update_uses_its_own_cuda_stream(twin: CudaTwin) -> None:
     weight = torch.arange(256.0).view(16, 16)
     there = weight.to("cuda")
     parts = full_parts([("a", there), ("b", there[:, 8:])])

@@ -45,12 +45,12 @@ KERNELS = {
 
 
 def shadow(value: Any) -> Any:
-    """The tensor on the CPU that has a fake tensor's numbers; anything else as it is."""
+    """Return the CPU tensor with a fake tensor's values; return anything else unchanged."""
     return value.twin if isinstance(value, FakeTensor) else value
 
 
 def place() -> str:
-    """The innermost function of Braid that is running, as FILE:FUNCTION."""
+    """Return Braid's innermost running function as FILE:FUNCTION."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -149,7 +149,7 @@ class CudaTwin(TorchDispatchMode):
             self.doubles.setdefault(place(), str(func))
 
     def _on_device(self, real: Any) -> Any:
-        """Fake tensors for numbers whose shape nobody could know."""
+        """Return fake tensors for results whose shape depends on data."""
 
         def faked(value: Any) -> Any:
             if not isinstance(value, Tensor):

@@ -6,6 +6,6 @@ from tests.plan.synchronous import Distributed, Eager, Hybrid
 
 
 def simulate(runtime: Runtime, work: Workload) -> Simulation:
-    """Runs a workload in virtual time. Raises Deadlock, TooStale or ValueError where a scheduling rule is broken."""
+    """Run a workload in virtual time. Raises Deadlock, TooStale or ValueError where a scheduling rule is broken."""
     runs = {"eager": Eager, "hybrid": Hybrid, "distributed": Distributed, "streaming": Streaming}
     return runs[runtime](work).simulate()

@@ -21,7 +21,7 @@ from braidrl.plan.workload import SimulatedSpan, Simulation, Workload
 
 @dataclass
 class Iterations(ABC):
-    """What the three runtimes share: waves until the batch is complete, then the other stages, each row once."""
+    """The common part of the three runtimes: waves until the batch is complete, then the other stages, each row once."""
 
     work: Workload
     result: Simulation = field(default_factory=Simulation)
@@ -30,11 +30,11 @@ class Iterations(ABC):
 
     @abstractmethod
     def run(self, stage: Stage, uids: Sequence[Uid]) -> None:
-        """Moves this runtime's clocks over one stage on some rows."""
+        """Advance this runtime's clocks by one stage on some rows."""
 
     @abstractmethod
     def now(self) -> float:
-        """When everything begun so far is over."""
+        """Return the time at which all started work ends."""
 
     def simulate(self) -> Simulation:
         sampling = self.work.sizes.sampling()
@@ -70,7 +70,7 @@ class Iterations(ABC):
                 self.run(stage, uids)
 
     def parts(self, stage: Stage, uids: Sequence[Uid]) -> list[list[Uid]]:
-        """The portions that a stage works on one after the other: a train stage's updates, and all rows elsewhere."""
+        """Return a stage's consecutive portions: a train stage's updates, else all rows."""
         if not is_optimized(stage):
             return [list(uids)]
         updates = self.work.sizes.updates(self.iteration, uids)
@@ -78,7 +78,7 @@ class Iterations(ABC):
         return [list(rows) for _, rows in updates]
 
     def shares(self, stage: Stage, uids: Sequence[Uid], workers: int) -> list[float]:
-        """Seconds of each worker when rows are divided among them by cost."""
+        """Return the seconds of each worker when rows are partitioned by cost."""
         costs = [self.work.seconds(stage.name, uid) for uid in uids]
         return [sum(costs[i] for i in part) for part in balanced_partition(costs, workers)]
 
@@ -148,7 +148,7 @@ class Hybrid(Iterations):
 
 @dataclass
 class Distributed(Iterations):
-    """Ranks with clocks of their own, which meet only where they must."""
+    """Ranks with separate clocks, which synchronise only at collectives."""
 
     clocks: list[float] = field(default_factory=list)
 

@@ -53,7 +53,7 @@ def test_allocations_are_of_at_most_so_many_equal_parts(nodes: int, devices: int
 
 
 def soonest_of_all(search: Sets, roles: tuple[str, ...], size: int) -> SetChoice | None:
-    """The quickest way for roles to share devices, by trying every choice of each with every one of the others."""
+    """Return the fastest combination of choices for roles that share devices, by brute force."""
     group = search.problem.cluster.groups[0]
     every = [list(search.choices.every_choice(search.problem.models[role], group, size)) for role in roles]
     found = [
@@ -65,7 +65,7 @@ def soonest_of_all(search: Sets, roles: tuple[str, ...], size: int) -> SetChoice
 
 
 def brute_force(asked: Problem) -> float:
-    """The least seconds over every partition, allocation and layout; no bound, no front, nothing kept from one to the next."""
+    """Return the least seconds over all partitions, allocations and layouts, without bounds, Pareto fronts or caches."""
     choices, search, quickest = Sets(asked), Search(asked), math.inf
     known: dict[tuple[tuple[str, ...], int], SetChoice | None] = {}
     for partition in partitions(asked.flow.roles):
@@ -88,7 +88,7 @@ def brute_force(asked: Problem) -> float:
         (2, 8, 1, 80 * GIB), (2, 8, 1, 4 * MIB),
     ],
 )  # fmt: skip
-def test_the_search_finds_what_brute_force_finds(
+def test_search_finds_the_optimum_of_brute_force(
     tmp_path: Path, nodes: int, devices: int, divided: int, memory: int
 ) -> None:
     large, small = write_sizes(tmp_path / "large", 128, divided, divided), write_sizes(tmp_path / "small", 64, 1, 1)
@@ -102,7 +102,7 @@ def test_the_search_finds_what_brute_force_finds(
     assert memory < 8 * MIB or found < math.inf
 
 
-def test_on_sixteen_devices_every_partition_and_allocation_is_considered_and_bounds_cut_none_that_wins(
+def test_pruned_search_counts_all_candidates_and_keeps_the_optimum(
     tmp_path: Path,
 ) -> None:
     asked = problem(write_sizes(tmp_path / "m", 64, 2, 2), cluster(2, 8))
@@ -146,10 +146,10 @@ def test_calls_are_laid_out_as_the_hybrid_runtime_lays_them_out(data: st.DataObj
     assert ends == pytest.approx(simulate("hybrid", work).ends[0])
 
 
-def test_models_that_fit_nowhere_are_refused_with_the_least_that_has_room(tmp_path: Path) -> None:
+def test_models_that_fit_nowhere_are_refused_with_the_smallest_cluster_that_fits(tmp_path: Path) -> None:
     asked = problem(write_sizes(tmp_path / "m", 128, 2, 2), cluster(1, 1, 10 * MIB))
     with pytest.raises(
-        UserError, match=r"fit on no allocation of 1x1xtest; the least that has room is --devices \d+x1xtest"
+        UserError, match=r"fit on no allocation of 1x1xtest; the smallest that fits is --devices \d+x1xtest"
     ):
         Search(asked).hybrid()
 

@@ -112,7 +112,7 @@ def workloads(draw: st.DrawFn) -> Workload:
 
 
 def account(work: Workload, result: Simulation) -> None:
-    """Asserts that each row was trained once by each train stage and epoch, or dropped for a reason, or is still in work."""
+    """Assert that each row was trained once per train stage and epoch, dropped with a reason, or is still in work."""
     trained = [uid for groups in result.batches[: work.sizes.iterations] for uid in work.uids(groups)]
     expected = Counter(
         (Consumer(stage.name, epoch), uid)
@@ -138,11 +138,11 @@ def account(work: Workload, result: Simulation) -> None:
 
 @settings(max_examples=80)
 @given(workloads())
-def test_streaming_loses_doubles_and_blocks_nothing_whatever_fails(work: Workload) -> None:
+def test_streaming_trains_every_row_once_under_any_failures(work: Workload) -> None:
     account(work, simulate("streaming", work))
 
 
-def test_a_lease_that_runs_out_just_when_another_is_looked_for_is_given_up() -> None:
+def test_lease_expiring_at_the_time_of_a_take_is_released() -> None:
     seconds = {"actor.generate": 0.05, "reward.verify": 1.0}
     work = Workload(
         GRPO, Sizes(1, 1, 1, 1), lambda stage, uid: seconds.get(stage, 0.0),
@@ -160,7 +160,7 @@ def test_the_other_runtimes_train_every_row_once(work: Workload, runtime: Runtim
 
 
 @given(workloads())
-def test_on_policy_all_runtimes_train_the_same_groups_in_the_same_iterations(work: Workload) -> None:
+def test_all_runtimes_train_equal_groups_per_iteration_on_policy(work: Workload) -> None:
     if work.sizes.max_staleness == 0:
         results = [simulate(runtime, work) for runtime in RUNTIMES]
         for result in results[1:]:
@@ -180,7 +180,7 @@ def inference_heavy(pools: dict[str, str]) -> Workload:
     return Workload(flow, Sizes(5, 4, 2, 8), lambda stage, uid: seconds.get(stage, 0.0) / 8, pools=pools)
 
 
-def test_three_inference_roles_take_the_longest_in_three_pools_and_the_sum_in_one() -> None:
+def test_inference_roles_overlap_in_separate_pools_and_add_up_in_one() -> None:
     one = dict.fromkeys(
         ["actor.generate", "reward.score", "reference.log_probs", "critic.values", "actor.update"], "one"
     )
@@ -221,7 +221,7 @@ def long_tailed_streaming(staleness: int, loading: str = "rolling", flow: Flow =
     )
 
 
-def test_a_slot_whose_row_has_ended_is_free_for_one_decode_step() -> None:
+def test_slot_of_a_finished_row_idles_for_one_decode_step() -> None:
     def seconds(stage: str, uid: Uid) -> float:
         return (2.0, 3.0, 2.0)[uid[2]] if stage == "actor.generate" else 0.0
 
@@ -230,7 +230,7 @@ def test_a_slot_whose_row_has_ended_is_free_for_one_decode_step() -> None:
     assert simulate("streaming", replace(work, step_seconds=1.0)).ends == [5.0]
 
 
-def test_one_version_of_staleness_is_half_again_as_fast_where_answers_have_a_long_tail() -> None:
+def test_staleness_of_one_gives_half_more_throughput_with_long_tails() -> None:
     on_policy, ahead = simulate("streaming", long_tailed_streaming(0)), simulate("streaming", long_tailed_streaming(1))
     assert on_policy.seconds_per_iteration() > 1.5 * ahead.seconds_per_iteration()
     assert (on_policy.staleness, ahead.staleness) == (0, 1)
@@ -240,7 +240,7 @@ def test_one_version_of_staleness_is_half_again_as_fast_where_answers_have_a_lon
     assert shares[1] > 1.5 * shares[0]
 
 
-def test_a_share_of_rows_of_the_own_version_lies_between_none_and_all_of_them_in_time() -> None:
+def test_time_with_an_on_policy_share_lies_between_the_extremes() -> None:
     found = []
     for staleness, older in ((1, None), (1, 2), (0, None)):
         work = long_tailed_streaming(staleness)
@@ -265,7 +265,7 @@ def test_selection_overlaps_with_training_and_with_the_next_batch() -> None:
     assert all(begun[iteration] < ended[iteration] for iteration in range(1, 61))
 
 
-def test_delayed_loading_gains_less_than_rolling_because_engines_wait_for_each_other() -> None:
+def test_delayed_update_policy_gains_less_than_rolling() -> None:
     times = [
         simulate("streaming", long_tailed_streaming(staleness, loading)).seconds_per_iteration()
         for staleness, loading in ((1, "rolling"), (1, "delayed"), (0, "rolling"))
@@ -282,7 +282,7 @@ def test_a_thousand_iterations_take_seconds() -> None:
 
 def test_a_flow_that_cannot_go_on_is_called_a_deadlock() -> None:
     work = Workload(GRPO, Sizes(2, 2, 2, 4), lambda stage, uid: 1.0, workers={"reward.verify": 0})
-    with pytest.raises(Deadlock, match="4 rows wait for ever behind version 0"):
+    with pytest.raises(Deadlock, match="4 rows wait forever behind version 0"):
         simulate("streaming", work)
 
 

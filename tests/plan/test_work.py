@@ -42,7 +42,7 @@ def rows(count: int = 64, prompt: int = 32, response: int = 96) -> Lengths:
 
 
 def stepped(responses: list[int], slots: int, multiple: int) -> tuple[int, int]:
-    """Decoding one step after the other."""
+    """Count decoding step by step."""
     waiting, active, steps, computed = list(responses), [], 0, 0
     while waiting or active:
         while waiting and len(active) < slots:
@@ -89,7 +89,7 @@ def test_axes_divide_operations_and_a_pipeline_pays_its_bubble(shape) -> None:  
     assert infer_work(shape, ParallelLayout(data=1, tensor=4), rows(), 512, False, Nodes(2)).network > 0
 
 
-def test_gradients_are_summed_by_rings_and_shards_gathered_for_each_micro_batch(shape) -> None:  # type: ignore[no-untyped-def]
+def test_communication_counts_ring_all_reduce_and_gathers_per_micro_batch(shape) -> None:  # type: ignore[no-untyped-def]
     plain = train_work(shape, ParallelLayout(data=4), rows(), 4096, False, False, NODE)
     # Copies are summed once, before the optimizer's step; shards travel behind computing.
     assert plain.link == pytest.approx(2 * 3 / 4 * 4 * shape.parameters, rel=0.01) and plain.behind_link == 0
@@ -100,7 +100,7 @@ def test_gradients_are_summed_by_rings_and_shards_gathered_for_each_micro_batch(
     assert many.behind_link == pytest.approx(4 * full.behind_link)
 
 
-def test_a_group_sends_over_the_adapters_of_all_its_devices_on_a_node() -> None:
+def test_group_uses_the_network_adapters_of_all_its_devices() -> None:
     assert Nodes(8).sent(1, 8, 64.0) == (64.0, 0.0)
     # Whole nodes: a ring crosses between nodes once, and eight rings use eight adapters.
     assert Nodes(8).sent(1, 16, 64.0) == (0.0, 8.0)
@@ -121,7 +121,7 @@ def test_decoding_reads_weights_once_a_step_and_slots_make_fewer_steps(shape) ->
     assert tail.steps == 96 and tail.operations < few.operations / 5
 
 
-def test_a_change_of_layout_sends_what_a_rank_lacks_as_in_hybridflows_table(shape) -> None:  # type: ignore[no-untyped-def]
+def test_resharding_sends_only_missing_blocks_as_in_hybridflow_table_2(shape) -> None:  # type: ignore[no-untyped-def]
     whole = shape.parameters * 4
     train = ParallelLayout(data=2, tensor=4)
     # (t·p − t_g·p_g) / (t·p · t_g·p_g) of the model, of which the trainer's t·p is 4 and the engine's t_g·p_g 2.
@@ -139,7 +139,7 @@ def test_activations_counted_in_proportion_are_those_of_the_dry_run(
     assert activations(shape, 1024 * thousands, again, layout) == pytest.approx(exact, rel=0.01)
 
 
-def test_communication_behind_computing_costs_only_what_is_left_of_it() -> None:
+def test_overlapped_communication_costs_only_its_exposed_part() -> None:
     kind = known_kinds()["H100-80GB"]
     quick = price(Work("train", operations=1e15, behind_link=1e9), kind, Rates(), "bfloat16")
     slow = price(Work("train", operations=1e9, behind_link=1e12), kind, Rates(), "bfloat16")

@@ -1,4 +1,4 @@
-"""What autograd keeps of a model's forward pass, measured."""
+"""Measured bytes that autograd saves in a model's forward pass."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from braidrl.weights.shards import local_shard
 
 
 def kept_bytes(model: Any, tokens: int) -> int:
-    """Bytes kept of one sequence for the backward pass, and of what comes out; parameters are left out."""
+    """Return the bytes saved for one sequence's backward pass, with the output and without parameters."""
     own = {local_shard(p).untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         part = local_shard(tensor)
-        # The result of a collective that nobody has waited for yet has no address.
+        # The result of a pending collective has no address.
         part = part.wait() if isinstance(part, AsyncCollectiveTensor) else part
         if part.untyped_storage().data_ptr() not in own:
             kept[part.untyped_storage().data_ptr()] = part

@@ -1,4 +1,4 @@
-"""What devices can do: of CUDA devices by the name that torch gives them, of this machine's cores what was measured on it."""
+"""Device rates: CUDA devices by name, CPUs by measurement."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where rates are kept in this test; nothing is there."""
+    """Return the path of this test's rates, which do not exist yet."""
     monkeypatch.setenv("BRAID_RATES", str(tmp_path / "braidrl" / "rates.json"))
     return tmp_path / "braidrl" / "rates.json"
 
@@ -52,21 +52,21 @@ def test_no_two_kinds_have_one_name() -> None:
 
 
 def test_a_process_has_its_share_of_what_was_measured(kept: Path) -> None:
-    assert own_rates(CPU, 1) is None, "nobody has measured"
+    assert own_rates(CPU, 1) is None, "there is no measurement"
     keep_rates(MEASURED)
     assert kept_rates() == MEASURED == own_rates(CPU, usable_cores()) == own_rates(CPU, 1000)
     assert own_rates(CPU, 1) == MEASURED.times(1 / usable_cores())
     assert [path.name for path in kept.parent.iterdir()] == ["rates.json"]
 
 
-def test_what_was_measured_beside_other_programs_takes_nothing_from_what_is_known(kept: Path) -> None:
+def test_slower_measurement_does_not_lower_saved_rates(kept: Path) -> None:
     disturbed = DeviceRates({"float32": 1e11, "bfloat16": 9.5e11}, 1e10)
     both = DeviceRates({"float32": 8e11, "bfloat16": 9.5e11}, 4e10)
     assert keep_rates(MEASURED) == MEASURED
     assert keep_rates(disturbed) == kept_rates() == both
 
 
-def test_what_another_machine_has_measured_in_the_same_home_folder_does_not_count(kept: Path) -> None:
+def test_rates_of_another_machine_in_the_same_home_are_ignored(kept: Path) -> None:
     keep_rates(MEASURED)
     kept.write_text(json.dumps({**json.loads(kept.read_text()), "machine": [96, "another processor"]}))
     assert own_rates(CPU, 1) is None

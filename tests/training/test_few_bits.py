@@ -1,4 +1,4 @@
-"""Weights of 4 bits under adapters and moments of 8 bits: what they stand for, what they take, and that a run goes on from them."""
+"""Weights of 4 bits under adapters and moments of 8 bits: values, memory, and exact resume."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_layer_multiplies_with_what_its_codes_stand_for(dtype: torch.dtype) ->
     assert sum(buffer.nbytes for buffer in layer.buffers()) == 40 * 96 * (0.5 + 4 / 64)
 
 
-def test_a_role_takes_as_much_memory_as_is_counted_and_exports_base_and_adapters(workshop: Workshop) -> None:
+def test_quantized_role_matches_counted_memory_and_exports_base_and_adapters(workshop: Workshop) -> None:
     config = config_of(str(workshop.model), None, "float32")
     lora = LoraConfig(**LORA)
     config = config.model_copy(update={"trainer": config.trainer.model_copy(update={"lora": lora})})
@@ -57,7 +57,7 @@ def test_a_role_takes_as_much_memory_as_is_counted_and_exports_base_and_adapters
     assert not any(name.endswith(("codes", "scales")) for name in exported)
 
 
-def test_rollouts_are_drawn_by_what_is_trained_and_a_stopped_run_goes_on_exactly(workshop: Workshop) -> None:
+def test_quantized_rollouts_use_trained_weights_and_runs_resume_exactly(workshop: Workshop) -> None:
     sections: dict[str, Any] = {
         "algorithm": {"old": "recompute"}, "rollout": {"max_response_tokens": 3},
         "trainer": {"steps": 2, "prompts_per_step": 2, "checkpoint_every": 1, "learning_rate": 1e-2, "lora": LORA, **EIGHT_BIT},
@@ -73,7 +73,7 @@ def test_rollouts_are_drawn_by_what_is_trained_and_a_stopped_run_goes_on_exactly
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
 
 
-def test_moments_of_eight_bits_lead_where_those_of_float32_do_and_take_a_quarter() -> None:
+def test_eight_bit_moments_train_like_float32_in_a_quarter_of_memory() -> None:
     generator = torch.Generator().manual_seed(5)
     start = torch.randn(64, 80, generator=generator)
 

@@ -38,7 +38,7 @@ def adapted(model: Path, dtype: str = "float64", layout: dict[str, Any] | None =
 
 
 def started(config: Config, steps: int = 1) -> DecoderWorker:
-    """A worker whose adapters are no longer zero."""
+    """Return a worker with non-zero adapters."""
     worker = DecoderWorker("actor", config, train=True)
     for iteration in range(1, steps + 1):
         one_step(worker, torch.arange(len(make_rows())), iteration)
@@ -46,7 +46,7 @@ def started(config: Config, steps: int = 1) -> DecoderWorker:
 
 
 def gradients(worker: DecoderWorker) -> dict[str, torch.Tensor]:
-    """Of the loss sum over all rows, by parameter."""
+    """Return the gradients of the loss sum over all rows, by parameter."""
     assert worker.optimizer is not None
     worker.forward_backward(Objective.of("actor", OBJECTIVE), make_rows(), Sums())
     names = {id(p): name for name, p in worker.model.named_parameters()}
@@ -77,7 +77,7 @@ def test_gradients_are_the_chain_rule_on_the_merged_weights_gradient(
         torch.testing.assert_close(found[1], scaling * of_weight @ down.T, rtol=1e-9, atol=1e-9)
 
 
-def test_an_export_is_a_plain_model_that_says_the_same_and_peft_reads_the_adapters(
+def test_export_is_an_equal_plain_model_and_peft_loads_the_adapters(
     tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     config, rows = adapted(tiny_models["qwen2"]), make_rows()
@@ -178,9 +178,7 @@ def test_a_copied_reference_takes_the_merged_weights(tiny_models: dict[str, Path
 
 
 @pytest.mark.parametrize("way", ["in place", "collective", "file"])
-def test_a_publication_of_adapters_alone_moves_their_bytes_and_gives_the_weights(
-    tiny_models: dict[str, Path], way: str
-) -> None:
+def test_publishing_only_adapters_moves_only_their_bytes(tiny_models: dict[str, Path], way: str) -> None:
     trained = started(adapted(tiny_models["qwen3"]))
     other = DecoderWorker("actor", adapted(tiny_models["qwen3"]), train=True)
     parts, own = (local_weight_parts(worker, adapters_alone=True) for worker in (trained, other))

@@ -1,4 +1,4 @@
-"""What is counted is what a loop over tokens, keys and decode steps counts, and what torch counts of a real model."""
+"""Operation counts equal a loop over tokens, keys and decode steps, and torch's count of a real model."""
 
 from __future__ import annotations
 

@@ -32,11 +32,11 @@ def make(p: nn.Parameter, **given: Any) -> MasterOptimizer:
 
 
 def gradient(optimizer: MasterOptimizer, p: nn.Parameter) -> torch.Tensor:
-    """What AdamW was given in its first step: it keeps (1 − β₁) of it."""
+    """Return the gradient of AdamW's first step, whose first moment is (1 − β₁) times it."""
     return optimizer.optimizer.state[optimizer.masters[0]]["exp_avg"] / (1 - optimizer.config.betas[0])
 
 
-def test_each_sum_is_divided_by_its_own_count_however_it_was_accumulated() -> None:
+def test_each_sum_is_divided_by_its_count_for_any_accumulation() -> None:
     p = parameter(1.0, 2.0)
     optimizer = make(p)
     optimizer.backward({"tokens": (p * torch.tensor([3.0, 5.0])).sum(), "rows": p.sum()})
@@ -48,7 +48,7 @@ def test_each_sum_is_divided_by_its_own_count_however_it_was_accumulated() -> No
     assert p.grad is None, "nothing is left for the next step"
 
 
-def test_a_count_of_zero_leaves_its_sum_out_and_nothing_at_all_leaves_the_weights_alone() -> None:
+def test_zero_count_skips_its_sum_and_all_zero_counts_skip_the_update() -> None:
     p = parameter(1.0)
     optimizer = make(p)
     optimizer.backward({"tokens": 2 * p.sum(), "groups": 100 * p.sum()})
@@ -62,7 +62,7 @@ def test_a_count_of_zero_leaves_its_sum_out_and_nothing_at_all_leaves_the_weight
     assert optimizer.step({"tokens": 1.0}, 2) == pytest.approx(1.0), "what was left out does not come back later"
 
 
-def test_bfloat16_weights_near_1_really_move_at_a_rate_of_1e_6() -> None:
+def test_bfloat16_weights_near_one_move_at_learning_rate_1e_6() -> None:
     p = parameter(1.0, -1.0, dtype=torch.bfloat16)
     optimizer = make(p, learning_rate=1e-6)
     assert (torch.tensor(1.0) - 1e-6).bfloat16() == 1.0, "a bfloat16 weight alone would stand still"
@@ -96,7 +96,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(value: float) -> None:
     assert optimizer.step({"tokens": 1.0}, 1) == pytest.approx(1.0)
 
 
-def test_schedules_rise_over_the_warm_up_and_fall_to_the_end_of_the_run() -> None:
+def test_schedules_warm_up_and_decay_until_the_last_step() -> None:
     def rates(**given: Any) -> list[float]:
         return [round(learning_rate(i, trainer(steps=6, **given), 1.0), 6) for i in range(1, 8)]
 
@@ -116,7 +116,7 @@ def test_the_rate_of_an_iteration_is_what_the_step_takes() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_a_state_that_was_saved_goes_on_to_the_bit(dtype: torch.dtype) -> None:
+def test_restored_optimizer_state_continues_bit_for_bit(dtype: torch.dtype) -> None:
     def train(optimizer: MasterOptimizer, p: nn.Parameter, iterations: range) -> None:
         for iteration in iterations:
             optimizer.backward({"tokens": (p.double() ** 2 * iteration).sum()})
@@ -144,7 +144,7 @@ def test_frozen_parameters_are_left_alone() -> None:
     assert frozen.item() == 1.0 and p.item() != 1.0
 
 
-def test_nothing_is_left_of_an_optimizer_and_its_weights_once_nobody_uses_them() -> None:
+def test_unused_optimizer_and_weights_are_garbage_collected() -> None:
     p = parameter(1.0)
     optimizer = make(p)
     optimizer.backward({"tokens": p.sum()})

@@ -105,12 +105,12 @@ def test_bytes_that_changed_on_their_way_are_refused(offer: WeightOffer, monkeyp
         dict(kept(offer).tensors())
 
 
-def test_a_worker_that_does_not_come_is_waited_for_no_longer_than_the_limit() -> None:
+def test_missing_worker_is_waited_for_only_until_the_time_limit() -> None:
     with closing(WeightOffer(Ranks(), "127.0.0.1", 0.5, CPU)) as offer:
         source = kept(offer)
         with (
             source.asked(2) as notice,
-            pytest.raises(TransferError, match=r"2 of 3 processes came for weights in 0.5 s"),
+            pytest.raises(TransferError, match=r"2 of 3 processes joined the weight transfer in 0.5 s"),
         ):
             dict(Incoming(notice, 0, CPU).tensors())
 
@@ -124,7 +124,7 @@ def test_a_request_that_is_given_up_holds_nothing_up(offer: WeightOffer) -> None
     assert time.monotonic() - start < 30
 
 
-def test_a_worker_that_dies_in_the_middle_does_not_hold_the_next_one(offer: WeightOffer) -> None:
+def test_worker_dying_during_transfer_does_not_block_the_next(offer: WeightOffer) -> None:
     # More than the sockets have room for, so that the sender has to wait for a worker that does not read.
     source = kept(offer, 1, {str(number): torch.zeros(1 << 22) for number in range(8)})
     with source.asked(1) as notice:

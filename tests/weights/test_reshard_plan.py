@@ -56,7 +56,7 @@ def layouts(draw: st.DrawFn, complete: bool = True) -> tuple[int, list[TensorGro
 
 
 def elements(shape: tuple[int, ...], box: Box) -> set[int]:
-    """Numbers of a block's elements in the whole tensor: the plain way."""
+    """Return the indices of a block's elements in the full tensor, computed naively."""
     count = int(torch.Size(shape).numel())
     return set(torch.arange(count).view(shape)[box.slices].flatten().tolist())
 
@@ -66,7 +66,7 @@ def shape_of(groups: list[TensorGroup]) -> dict[int, tuple[int, ...]]:
 
 
 def of_rank(blocks: str, groups: list[TensorGroup], rank: int) -> set[Element]:
-    """The elements that a rank has, or wants."""
+    """Return the elements that a rank holds or wants."""
     return {
         (tensor, element)
         for group in groups
@@ -98,7 +98,7 @@ def test_every_wanted_element_comes_once_from_a_rank_that_has_it(given_: tuple[i
         assert set(stayed) <= of_rank("held", groups, rank)
         assert not {e for _, e in received} & of_rank("held", groups, rank), "what is there does not travel"
         for peer, element in received:
-            assert element in of_rank("held", groups, peer), "nobody sends what it does not have"
+            assert element in of_rank("held", groups, peer), "ranks send only what they hold"
             assert (rank, element) in list(moved(plans[peer].sends, groups))
     assert sum(plan.sends.total for plan in plans) == sum(plan.receives.total for plan in plans)
 
@@ -108,7 +108,7 @@ def between(moves: Moves, peer: int, groups: list[TensorGroup]) -> list[Element]
 
 
 @given(layouts(), st.integers(50, 120))
-def test_both_ends_of_a_round_know_the_same_elements_and_none_has_more_bytes_than_allowed(
+def test_sender_and_receiver_agree_on_each_round_within_the_byte_limit(
     given_: tuple[int, list[TensorGroup]], limit: int
 ) -> None:
     ranks, groups = given_
@@ -134,7 +134,7 @@ def test_both_ends_of_a_round_know_the_same_elements_and_none_has_more_bytes_tha
 
 
 def in_round(schedule: Schedule, number: int, groups: list[TensorGroup]) -> dict[int, list[Element]]:
-    """The elements of a round by peer, in their order."""
+    """Return the elements of a round by peer, in order."""
     found: dict[int, list[Element]] = {}
     for piece in schedule.pieces(number):
         some = torch.arange(int(torch.Size(shape_of(groups)[piece.tensor]).numel())).view(
@@ -181,7 +181,7 @@ def test_replicas_send_equal_numbers_of_tensors(wanting: int) -> None:
     assert [len(plan.sends.peers) for plan in plans] == [8 * wanting // 4] * 4
 
 
-def test_a_link_is_as_busy_in_each_round_as_in_every_other() -> None:
+def test_every_round_uses_each_link_equally() -> None:
     """Also that of a rank with few bytes for many: 64 ranks, of which one of two pipeline ranks has twice as many layers."""
     ranks, rows = 64, 256
     held = [(rank, Box((rank * 4, 0), (4, 128))) for rank in range(ranks)]
@@ -201,14 +201,14 @@ def test_what_no_rank_has_is_said() -> None:
         plan_moves([group], 0, 2)
 
 
-def test_a_round_without_room_for_an_element_of_each_peer_is_refused() -> None:
+def test_byte_limit_below_one_element_per_peer_is_refused() -> None:
     group = alike([(0, Box.whole((3, 4)))], [(1, Box.whole((3, 4))), (2, Box.whole((3, 4)))], 1)
     with pytest.raises(ValueError, match="8 bytes are too few for a round with 2 peers"):
         rounds_needed(plan_moves([group], 0, 3).sends, 8)
 
 
 @given(layouts(complete=False), st.data())
-def test_ranks_that_write_together_write_everything_once_and_first_what_they_have(
+def test_ranks_write_every_element_once_preferring_their_own_blocks(
     given_: tuple[int, list[TensorGroup]], data: st.DataObject
 ) -> None:
     ranks, groups = given_
@@ -231,7 +231,7 @@ def test_replicas_write_equal_shares() -> None:
 
 
 @given(st.data())
-def test_a_block_less_another_is_the_rest_of_it_and_a_span_is_its_elements_in_order(data: st.DataObject) -> None:
+def test_block_difference_and_spans_cover_the_right_elements(data: st.DataObject) -> None:
     shape = data.draw(SHAPES)
     one, other = data.draw(boxes(shape)), data.draw(boxes(shape))
     rest = [elements(shape, box) for box in one.without(other)]

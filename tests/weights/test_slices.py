@@ -51,9 +51,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_four_ranks_load_the_parts_that_the_rule_names_and_together_the_model(
-    name: str, folders: dict[str, Path]
-) -> None:
+def test_four_ranks_load_their_slices_and_together_the_full_model(name: str, folders: dict[str, Path]) -> None:
     whole: Any = load_decoder(folders[name])
     tensors = whole.state_dict()
     shapes = {key: tensor.shape for key, tensor in tensors.items()}

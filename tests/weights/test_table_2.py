@@ -38,7 +38,7 @@ SOON = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A model whose matrices eight ranks divide without a rest."""
+    """Return a model whose matrices divide evenly over eight ranks."""
     folder = tmp_path_factory.mktemp("eight")
     config = Qwen3Config(
         vocab_size=-(-len(TOKENIZER) // RANKS) * RANKS, hidden_size=64, intermediate_size=96, num_hidden_layers=4,
@@ -51,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def measured(model: str, chosen: list[tuple[str, str]]) -> dict[str, list[dict[str, Any]]]:
-    """What each rank measured, by case and grouping."""
+    """Return each rank's measurements, by case and grouping."""
     cases = {}
     for name, grouping in chosen:
         (p, t, d), generation = LAYOUTS[name]

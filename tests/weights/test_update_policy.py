@@ -1,4 +1,4 @@
-"""When engines take new weights: whatever happens in whatever order, no more are out than allowed, none lags for ever."""
+"""Weight-update policies: under any order of events, few engines drain at a time and none lags forever."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ ACTIONS = st.lists(
 
 
 @given(st.sampled_from(WAYS), st.integers(2, 5), st.integers(1, 4), ACTIONS)
-def test_whatever_happens_no_more_engines_are_out_than_allowed_and_all_come_to_the_newest_version(
+def test_any_event_order_limits_draining_engines_and_all_reach_the_newest_version(
     way: Way, count: int, most_out: int, actions: list[tuple[str, int]]
 ) -> None:
     engines = Engines(way, count, min(most_out, count - 1))
@@ -84,7 +84,7 @@ def test_whatever_happens_no_more_engines_are_out_than_allowed_and_all_come_to_t
         engines.act(action, names[number % count])
         engines.check()
     engines.publish()
-    # From now on rows end, and an engine with a load to make makes it: nobody has to be without rows for that.
+    # From now on rows end, and an engine with a load to make makes it: no engine must run out of rows for that.
     for _ in range(6 * count):
         for name in names:
             engines.act("finish", name)
@@ -100,7 +100,7 @@ def test_whatever_happens_no_more_engines_are_out_than_allowed_and_all_come_to_t
     assert {held.version for held in engines.schedule.engines.values()} == {engines.published}
 
 
-def test_an_engine_whose_turn_has_come_takes_no_rows_finishes_half_of_them_and_sets_the_others_down() -> None:
+def test_draining_engine_finishes_half_of_its_rows_and_preempts_the_rest() -> None:
     schedule = LoadingSchedule("rolling", most_out=1)
     for name in ("a", "b"):
         schedule.join(name)
@@ -108,7 +108,7 @@ def test_an_engine_whose_turn_has_come_takes_no_rows_finishes_half_of_them_and_s
         schedule.received(name, 1)
     schedule.advance(1, is_generation_over=False)
     assert schedule.load("a", 4) is None and not schedule.takes_rows("a")
-    assert schedule.load("b", 4) is None and schedule.takes_rows("b"), "it goes on until the other is back"
+    assert schedule.load("b", 4) is None and schedule.takes_rows("b"), "it continues until the other has loaded"
     assert schedule.load("a", 3) is None
     assert schedule.load("a", 2) == (1, True)
     schedule.loaded("a", 1)

@@ -74,7 +74,7 @@ def test_weights_under_other_names_are_loaded_whole(tiny_models: dict[str, Path]
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), source.parameters(), strict=True))
 
 
-def test_shapes_are_known_without_reading_and_a_damaged_file_is_one_line(
+def test_shapes_need_no_reading_and_damaged_files_raise_one_line_errors(
     tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     model = load_decoder(tiny_models["llama"])

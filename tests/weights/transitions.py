@@ -1,4 +1,4 @@
-"""What ranks do in the test of HybridFlow's Table 2: train in one layout, enter generation in another, count, and go back."""
+"""Tasks of ranks in the test of HybridFlow's Table 2: train in one layout, enter generation in another, count, and go back."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GROUPINGS = ("interval", "neighbour", "gather")
 
 
 def measure(world: World, task: dict[str, Any]) -> dict[str, Any]:
-    """By case, what each rank received, had in memory and had twice, by tensor where the formula is of tensors."""
+    """Return, by case, the bytes that each rank received, held and held twice, per tensor if the formula is."""
     torch.set_num_threads(1)
     return {name: transition(world, task["model"], *case) for name, case in task["cases"].items()}
 

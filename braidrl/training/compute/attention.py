@@ -1,15 +1,15 @@
-"""The attention of every model that Braid loads: which key each query sees is a value that accompanies the model's forward.
+"""The attention of every model that Braid loads: an attention context, passed beside the forward pass, decides which keys a query sees.
 
     with attending(context): model.model(input_ids=..., position_ids=..., use_cache=False)
                                  |
     each attention layer:  queries, keys, values ---> context.attend(...)
     each other mixer:      hidden states -----------> context.mix(...)
 
-`PackedSequences` is the context of training, inference and prefill: sequences packed into one row without padding, each attending to
-itself alone. The rollout engine has a context of its own for decoding from slots. A mixer is a module that moves numbers from token to
-token outside of the attention interface: linear attention, convolutions, state-space layers.
+`PackedSequences` is the context of training, inference and prefill: sequences packed into one row without padding, each attending only
+to itself. The embedded engine decodes from slots with another context. A mixer is a module that mixes tokens outside the attention
+interface: linear attention, convolutions, state-space layers.
 
-Shapes: N tokens packed, S sequences of one length, L that length, H query heads, K key/value heads, D head width (of values: E).
+Shapes: N tokens packed, S sequences of equal length L, H query heads, K key/value heads, D head width (of values: E).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,28 +33,28 @@ from braidrl.native.short_attention import attend_short, kernel_fits
 
 ATTENTION = "braid"
 COMPILED = "compiled_attention"
-"""Attribute of attention modules that may use the compiled kernel."""
+"""Attribute that marks attention modules which may use the compiled kernel."""
 SHORT = 256
 """Longest sequence (tokens) whose attention scores are kept for the backward pass on a CPU without the compiled kernel."""
 
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """How scores become weights: softmax(cap(scaling · q kᵀ)) over the keys that a query sees and, where there are sinks, the sink."""
+    """The rule from scores to weights: softmax(cap(scaling · q kᵀ)) over the visible keys and, if any, the sink."""
 
     scaling: float
     window: int | None = None
-    """How far back a query sees, itself included."""
+    """Number of last positions that a query sees, including its own."""
     chunk: int | None = None
-    """A query sees its own chunk of so many positions alone."""
+    """A query sees only its own chunk of this many positions."""
     softcap: float | None = None
     """Scores s become c · tanh(s / c)."""
     sinks: Tensor | None = None
-    """(H,): one more score for each head, which takes weight and adds nothing."""
+    """(H,): an extra score per head, which takes weight and contributes no value."""
 
     @property
     def is_plain(self) -> bool:
-        """Return True where fused kernels compute it."""
+        """Return whether fused kernels support this rule."""
         return self.chunk is None and self.softcap is None and self.sinks is None
 
     def visible(self, query: Tensor, key: Tensor) -> Tensor:
@@ -69,22 +69,22 @@ Forward = Callable[..., Any]
 
 
 class AttentionContext(Protocol):
-    """Decides which keys each query sees."""
+    """An attention context: decides which keys each query sees."""
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Attend with queries (1, H, N, D) to keys (1, K, N, D) and values (1, K, N, E); returns (1, N, H, E)."""
 
     def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Run a mixer's own forward for each sequence; tensors among its arguments with tokens (1, N, ...) are those of all sequences."""
+        """Run a mixer's own forward per sequence; argument tensors (1, N, ...) hold the tokens of all sequences."""
 
 
 running: ContextVar[AttentionContext | None] = ContextVar("running", default=None)
-"""The context of the forward pass that is under way."""
+"""The context of the current forward pass."""
 
 
 @contextmanager
 def attending(context: AttentionContext | None) -> Iterator[None]:
-    """Let attention layers and mixers use a context."""
+    """Make attention layers and mixers use a context."""
     token = running.set(context)
     try:
         yield
@@ -93,7 +93,7 @@ def attending(context: AttentionContext | None) -> Iterator[None]:
 
 
 def checkpoint_layer(layer: Forward, *given: Any, **options: Any) -> Any:
-    """Compute a layer without keeping what it computes; the backward pass computes it again, with the same context."""
+    """Run a layer without saving activations; the backward pass recomputes it with the same context."""
     context = running.get()
 
     def again(*arguments: Any) -> Any:
@@ -108,7 +108,7 @@ def braid_attention(
     scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
     sequences: AttentionContext | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **others: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Compute attention for transformers, in each layer. Raises ValueError without a context, and for what it does not know."""
+    """Compute a layer's attention for transformers. Raises ValueError without a context, and for unsupported arguments."""
     sequences = sequences or running.get()
     if sequences is None:
         raise ValueError(
@@ -127,11 +127,11 @@ def braid_attention(
 
 
 UNKNOWN = {"position_bias", "head_mask", "indices", "block_tables"}
-"""Arguments of attention functions that change the scores and that Braid does not compute."""
+"""Arguments that change the scores and that Braid does not support."""
 
 
 def _layer_window(module: nn.Module) -> tuple[int | None, int | None]:
-    """Return window and chunk of an attention layer whose kind the configuration names; layers need not pass them on."""
+    """Return (window, chunk) of an attention layer from the configuration, as layers may not pass them."""
     config, number = getattr(module, "config", None), getattr(module, "layer_idx", None)
     kinds = getattr(config, "layer_types", None)
     if not kinds or not isinstance(number, int) or number >= len(kinds):
@@ -144,16 +144,16 @@ def _layer_window(module: nn.Module) -> tuple[int | None, int | None]:
 AttentionInterface.register(ATTENTION, braid_attention)
 
 
-# torch 2.11 takes fewer heads of keys than of queries as they are; later versions want a flag.
+# torch 2.11 supports fewer key heads than query heads by default; later versions need a flag.
 GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 @dataclass(frozen=True, eq=False)
 class PackedSequences:
-    """Causal attention within each of the sequences of `lengths`, packed one after the other.
+    """Causal attention within each of the consecutively packed sequences of `lengths`.
 
-    `offsets` (S + 1,) int32, on the model's device, says where each begins and the last one ends. `keep_scores` is for training: see
-    `attend_equal`.
+    `offsets` (S + 1,) int32, on the model's device, are the starts of the sequences and the end of the last. `keep_scores` is for
+    training: see `attend_equal`.
     """
 
     lengths: tuple[int, ...]
@@ -162,13 +162,13 @@ class PackedSequences:
 
     @staticmethod
     def of(lengths: Iterable[int], device: torch.device | str = "cpu", keep_scores: bool = False) -> "PackedSequences":
-        """Make the context of sequences of these lengths; empty ones are left out."""
+        """Create the context of sequences of these lengths; empty ones are skipped."""
         kept = tuple(int(length) for length in lengths if length)
         offsets = torch.tensor([0, *accumulate(kept)], dtype=torch.int32, device=device)
         return PackedSequences(kept, offsets, keep_scores)
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        """Attend within each sequence. Raises ValueError when the packed row is not as long as the sequences together."""
+        """Attend within each sequence. Raises ValueError if the packed row's length is not that of all sequences."""
         if query.shape[0] != 1 or query.shape[2] != sum(self.lengths):
             raise ValueError(f"sequences of {sum(self.lengths)} tokens, but the input is {tuple(query.shape)}")
         states = _packed(query), _packed(key), _packed(value)
@@ -181,14 +181,14 @@ class PackedSequences:
         return self._by_equal_lengths(*states, scores)[None]
 
     def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Run a mixer once for each length, over the batch of sequences of that length."""
+        """Run a mixer once per length, over the batch of sequences of that length."""
         return self.mix_each(forward, given, named, lambda numbers: {})
 
     def mix_each(
         self, forward: Forward, given: tuple[Any, ...], named: dict[str, Any],
         more: Callable[[list[int]], dict[str, Any]],
     ) -> Any:  # fmt: skip
-        """Run `mix`, where the call for sequences of these numbers gets `more` named arguments."""
+        """Run `mix`; the call for the sequences `numbers` gets the further named arguments `more(numbers)`."""
         total, buckets = sum(self.lengths), self._buckets
         sizes = [count * length for count, length in buckets]
         leaves, form = tree_flatten((given, named))
@@ -213,7 +213,7 @@ class PackedSequences:
         return tree_unflatten(outputs, found[0][1])
 
     def _packed_again(self, values: Sequence[Any], buckets: Sequence[tuple[int, int]]) -> Any:
-        """Lay the outputs (S, L, ...) of the buckets back into one row, (1, N, ...); what has no tokens is left out."""
+        """Pack the buckets' outputs (S, L, ...) back into one row (1, N, ...); None for outputs without tokens."""
         if not all(isinstance(v, Tensor) and v.shape[:2] == b for v, b in zip(values, buckets, strict=True)):
             return None
         joined = torch.cat([value.flatten(0, 1) for value in values])
@@ -246,12 +246,12 @@ class PackedSequences:
 
     @cached_property
     def _buckets(self) -> list[tuple[int, int]]:
-        """Return for each length the number of sequences and the length."""
+        """Return (number of sequences, length) of each length."""
         return [(len(numbers), length) for length, numbers in self._by_length.items()]
 
     @cached_property
     def _by_length(self) -> dict[int, list[int]]:
-        """Return the sequences' numbers by their length, lengths in the order in which they first occur."""
+        """Return sequence numbers by length, in the order in which lengths first occur."""
         numbers: dict[int, list[int]] = {}
         for number, length in enumerate(self.lengths):
             numbers.setdefault(length, []).append(number)
@@ -259,7 +259,7 @@ class PackedSequences:
 
     @cached_property
     def _permutation(self) -> tuple[Tensor, Tensor] | None:
-        """Return where each token comes from when equal lengths lie together, and the inverse; None where they already do."""
+        """Return the token permutation that groups equal lengths, and its inverse; None if they are already grouped."""
         order = [number for numbers in self._by_length.values() for number in numbers]
         if order == sorted(order):
             return None
@@ -271,19 +271,19 @@ class PackedSequences:
         return flat if self._permutation is None else _Permuted.apply(flat, *self._permutation)
 
     def position_ids(self) -> Tensor:
-        """Return the position of each packed token in its own sequence, (1, N) int64, on the device of `offsets`."""
+        """Return each packed token's position in its sequence, (1, N) int64, on the device of `offsets`."""
         return position_ids_of(self.lengths, self.offsets.device)
 
 
 def position_ids_of(lengths: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-    """Return positions 0, 1, ... counted anew in each sequence of `lengths`, (1, N) int64."""
+    """Return positions 0, 1, ... within each sequence of `lengths`, (1, N) int64."""
     if not len(lengths):
         return torch.empty((1, 0), dtype=torch.int64, device=device)
     return torch.cat([torch.arange(length) for length in lengths]).to(device)[None]
 
 
 class _Permuted(torch.autograd.Function):
-    """Rows in another order. Its backward is the inverse gather; that of index_select would add into zeros row by row."""
+    """A permutation of rows whose backward is the inverse gather; index_select's backward would add into zeros row by row."""
 
     @staticmethod
     def forward(ctx: Any, flat: Tensor, forward: Tensor, inverse: Tensor) -> Tensor:
@@ -297,12 +297,12 @@ class _Permuted(torch.autograd.Function):
 
 
 def _packed(states: Tensor) -> Tensor:
-    """(1, heads, N, D) to (N, heads, D)."""
+    """Reshape (1, heads, N, D) to (N, heads, D)."""
     return states[0].transpose(0, 1)
 
 
 def token_dimension(leaf: Any, tokens: int) -> int | None:
-    """Return the dimension of a mixer's argument that has the packed tokens, which follows one of size 1; None for other arguments."""
+    """Return the token dimension of a mixer's argument, which follows one of size 1; None for other arguments."""
     if not isinstance(leaf, Tensor):
         return None
     for place in (1, 2):

@@ -1,10 +1,10 @@
-"""Log-probs of a chunk of tokens, and their gradient, each as one kernel: the logits are read, not copied.
+"""Fused kernels for the log-probs of a chunk of tokens and for their gradient, which read logits without copying them.
 
-logits_CV, as the output layer gives them ──▶ log_prob_C, log_sum_C, entropy_C
-                                          ──▶ their gradient, (C, V)
+logits_CV, from the output layer ──▶ log_prob_C, log_sum_C, entropy_C
+                                 ──▶ gradient_CV
 
-On CUDA torch.compile makes the kernels, on a CPU they are compiled C. Where there are none `log_probs` computes the same an operation at
-a time.
+Kernels are made by torch.compile on CUDA and are compiled C on a CPU. Without kernels, `log_probs` computes the same with separate
+operations.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ Statistics = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
 
 
 class ChunkKernels(NamedTuple):
-    """What log-probs are computed with."""
+    """The kernels of log-probs."""
 
     statistics: Statistics
     gradient: Callable[..., Tensor]
@@ -46,7 +46,7 @@ def chunk_gradient(
     logits: Tensor, targets: Tensor, temperature: float, log_sum: Tensor, entropy: Tensor, grad_log_prob: Tensor,
     grad_entropy: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Return the gradient with respect to the logits, (C, V) in their type.
+    """Return the gradient with respect to the logits, (C, V) in their dtype.
 
     d log p_y / dz = 1[y] − p;   d H / dz = −p (log p + H);   z = logits / temperature
     """
@@ -62,13 +62,13 @@ def chunk_gradient(
 
 @cache
 def compiled_chunks() -> ChunkKernels:
-    """Return both as torch.compile makes them, for chunks of any length."""
+    """Return both functions under torch.compile, for chunks of any length."""
     made: list[Any] = [torch.compile(function, dynamic=True) for function in (chunk_statistics, chunk_gradient)]
     return ChunkKernels(*made)
 
 
 def chunk_kernels(weight: Tensor, wanted: bool) -> ChunkKernels | None:
-    """Return the kernels for a plain output layer in at most float32, where they are wanted and something compiles them, else None."""
+    """Return the kernels for a plain output layer in at most float32; None if not wanted or not available."""
     if not wanted or weight.dtype == torch.float64:
         return None
     if weight.is_cuda:

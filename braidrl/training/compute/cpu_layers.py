@@ -1,6 +1,6 @@
-"""Norms and gated activations of a model on the CPU by compiled kernels: one pass over memory where torch takes five to ten.
+"""Compiled CPU kernels for norms and gated activations: one pass over memory instead of five to ten.
 
-The modules stay transformers' own, with their parameters and names; on another device or in another dtype they compute as before.
+Modules keep transformers' parameters and names, and compute as before on another device or in another dtype.
 """
 
 from functools import cache
@@ -23,11 +23,11 @@ ARGUMENTS: dict[str, list[Any]] = {
     "gate_backward": [POINTER] * 5 + [LONG, INT],
 }
 PARTS = 16
-"""Partial sums of a norm weight's gradient, a fixed number so that the result does not depend on the number of threads."""
+"""Partial sums of a norm weight's gradient; fixed, so that results do not depend on the number of threads."""
 
 
 def compile_layers(model: PreTrainedModel) -> None:
-    """Switch the norms, gated activations and attention of a CPU model to compiled kernels, where these can be built."""
+    """Switch the norms, gated activations and attention of a CPU model to compiled kernels, if these can be built."""
     if model.dtype not in DTYPES or _functions(model.dtype) is None:
         return
     for module in model.modules():

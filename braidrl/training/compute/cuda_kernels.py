@@ -1,8 +1,8 @@
-"""Whose kernels compute what lies between a model's matrix products on CUDA, one pass over memory each where torch takes five to ten.
+"""CUDA kernels between a model's matrix products: one pass over memory each instead of five to ten.
 
 liger-kernel is installed ──▶ its Triton kernels: RMS norm, gated activation, rotary embedding
-else ──▶ the same functions, as torch.compile makes them
-no Triton ──▶ torch computes them, and a line of the log says so
+else ──▶ the same functions under torch.compile
+no Triton ──▶ plain torch, with a warning in the log
 """
 
 import importlib.util
@@ -20,23 +20,23 @@ logger = logging.getLogger(__name__)
 
 
 class LayerKernels(NamedTuple):
-    """What norms, gated activations and attention layers compute with."""
+    """The kernels of norms, gated activations and attention layers."""
 
     device: str
-    """The kind of device that they compute on."""
+    """The device type that they run on."""
     norm: Callable[[Tensor, Tensor, float], Tensor]
-    """Of (..., W), weight (W,) and epsilon."""
+    """RMS norm of (..., W), weight (W,) and epsilon."""
     gate: Callable[[Tensor, Tensor], Tensor]
-    """silu(gate) * up, of two (..., W)."""
+    """silu(gate) * up of two tensors (..., W)."""
     rotate: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-    """Of queries (1, H, N, D), keys (1, K, N, D), and cosines and sines (1, N, D)."""
+    """Rotary embedding of queries (1, H, N, D) and keys (1, K, N, D) by cosines and sines (1, N, D)."""
 
 
 def choice(triton: bool, liger: bool) -> Literal["liger", "compiled"] | None:
-    """Return whose kernels compute; None for torch's own operations.
+    """Return the kernels to use; None for torch's own operations.
 
     Args:
-        triton: Whether Triton works here, which both need.
+        triton: Whether Triton works here; both kinds need it.
         liger: Whether liger-kernel is installed.
     """
     if not triton:
@@ -46,7 +46,7 @@ def choice(triton: bool, liger: bool) -> Literal["liger", "compiled"] | None:
 
 @cache
 def layer_kernels() -> LayerKernels | None:
-    """Return the kernels of this machine's CUDA devices, or None where torch computes. Says once in the log which these are."""
+    """Return the kernels for this machine's CUDA devices, or None for plain torch; log the choice once."""
     chosen = choice(has_triton(), importlib.util.find_spec(LIGER) is not None)
     logger.warning(NOTICES[chosen]) if chosen is None else logger.info(NOTICES[chosen])
     return KERNELS[chosen]() if chosen else None
@@ -72,30 +72,30 @@ def silu_gate(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Return queries (1, H, N, D) and keys (1, K, N, D) turned by their positions (Su et al. 2021, equation 34)."""
+    """Return queries (1, H, N, D) and keys (1, K, N, D) rotated by their positions (Su et al. 2021, equation 34)."""
     cos, sin = cos[:, None], sin[:, None]
-    return _turned(query, cos, sin), _turned(key, cos, sin)
+    return _rotated(query, cos, sin), _rotated(key, cos, sin)
 
 
-def _turned(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = states.chunk(2, -1)
     return states * cos + torch.cat([-second, first], -1) * sin
 
 
 def compiled_kernels() -> LayerKernels:
-    """Return the functions as torch.compile makes them, of any number of tokens."""
+    """Return the functions under torch.compile, for any number of tokens."""
     compiled = partial(torch.compile, dynamic=True)
     return LayerKernels("cuda", compiled(rms_norm), compiled(silu_gate), compiled(rotary))
 
 
 def liger_kernels() -> LayerKernels:
-    """Return liger-kernel's."""
-    # Imported here: it is no requirement, and needs Triton.
+    """Return liger-kernel's kernels."""
+    # Imported here: it is optional and needs Triton.
     from liger_kernel.ops import LigerRMSNormFunction, LigerSiLUMulFunction
     from liger_kernel.transformers.rope import liger_rotary_pos_emb
 
     def norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        # What transformers' own does ("llama"), without writing the gradient over one that others may read.
+        # Same arithmetic as transformers ("llama"); not in place, as others may read the gradient.
         return tensor(LigerRMSNormFunction.apply(x, weight, epsilon, 0.0, "llama", False, None))
 
     def gate(x: Tensor, up: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Norms, gated activations and rotary embeddings of a model on CUDA by the kernels that `kernels` has chosen.
+"""Fused norms, gated activations and rotary embeddings on CUDA, with the kernels of `cuda_kernels`.
 
-The modules stay transformers' own, with their parameters and names; on another device or in float64 they compute as before.
+Modules keep transformers' parameters and names, and compute as before on another device or in float64.
 """
 
 import inspect
@@ -20,17 +20,17 @@ from braidrl.training.compute.swapping import ATTENTIONS, GATES, NORMS, derived,
 NOT_PLAIN = (DTensor, AsyncCollectiveTensor)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROTARY = "apply_rotary_pos_emb"
-"""The function that transformers' attention layers turn queries and keys with."""
+"""The function by which transformers' attention layers rotate queries and keys."""
 
 
 def fuse_layers(model: PreTrainedModel) -> None:
-    """Switch a model that is going to a CUDA device to fused kernels, where this machine has any."""
+    """Switch a model for a CUDA device to fused kernels, if this machine has any."""
     if kernels := layer_kernels():
         use_kernels(model, kernels)
 
 
 def use_kernels(model: PreTrainedModel, kernels: LayerKernels) -> None:
-    """Have the norms, gated activations and attention layers of a model compute with these kernels."""
+    """Switch the norms, gated activations and attention layers of a model to these kernels."""
     forwards = forwards_by(kernels)
     for module in model.modules():
         kind: Any = type(module)
@@ -65,7 +65,7 @@ def forwards_by(kernels: LayerKernels) -> dict[str, Any]:
 
 @cache
 def turning(kind: Any, kernels: LayerKernels) -> Any:
-    """Return an attention layer's forward with another rotary function: a copy, as other models have that of transformers."""
+    """Return a copy of an attention layer's forward that uses another rotary function; transformers' own stays unchanged."""
     plain: Any = inspect.unwrap(kind.forward)
     theirs = plain.__globals__[ROTARY]
 
@@ -80,6 +80,6 @@ def turning(kind: Any, kernels: LayerKernels) -> Any:
 
 
 def fits(kernels: LayerKernels, *tensors: Tensor) -> bool:
-    """Return True for plain tensors on the kernels' device, of one type that they compute in; not for DTensors and pending collectives."""
+    """Return whether all are plain tensors on the kernels' device in one supported dtype; not DTensors or pending collectives."""
     plain = all(not isinstance(t, NOT_PLAIN) and t.device.type == kernels.device for t in tensors)
     return plain and tensors[0].dtype in DTYPES and len({tensor.dtype for tensor in tensors}) == 1

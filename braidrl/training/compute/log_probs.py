@@ -1,10 +1,10 @@
-"""Log-probabilities and entropy of given tokens from hidden states, a chunk of tokens at a time.
+"""Log-probs and entropy of given tokens from hidden states, one chunk of tokens at a time.
 
 hidden_ND ──chunk──▶ logits_CV ──▶ log_prob_C, entropy_C        C tokens at once; the (N, V) logits never exist in full
                         ▲
-backward: recomputed, turned into their own gradient in place, and folded into hidden and weight
+backward: logits are recomputed, overwritten by their gradient, and folded into the gradients of hidden and weight
 
-N action tokens, D model width, V vocabulary. Where the vocabulary is sharded, V is this rank's shard, and global quantities (the sum of
+N action tokens, D model width, V vocabulary. With a sharded vocabulary, V is this rank's shard, and global quantities (the sum of
 exponentials, the target's logit, the entropy) are reduced over the ranks.
 """
 
@@ -21,7 +21,7 @@ from braidrl.native.linear import add_weight_gradient, product, zero_gradient
 from braidrl.training.compute.chunks import ChunkKernels, chunk_kernels
 
 CHUNK_BYTES = 64 << 20
-"""Logits held at once, for any vocabulary."""
+"""Bytes of logits held at once, for any vocabulary."""
 
 
 def linear_log_probs(
@@ -36,9 +36,9 @@ def linear_log_probs(
         targets: (N,) int64 token ids.
         temperature: Divides the logits.
         with_entropy_grad: Let the entropy carry a gradient, at the cost of one more pass over the logits in the backward.
-        chunk_elements: Logits held at once; None are those that CHUNK_BYTES hold.
-        compiled: Compute a chunk by compiled kernels where there are any for the weight's device.
-        cap: Logits over temperature z become cap · tanh(z / cap); None leaves them.
+        chunk_elements: Logits held at once; None for CHUNK_BYTES.
+        compiled: Use compiled kernels, if there are any for the weight's device.
+        cap: Soft cap: logits over temperature z become cap · tanh(z / cap).
 
     Returns:
         Log-probs and entropy in nats, (N,) float32 each, or float64 for float64 weights.
@@ -114,14 +114,14 @@ class _LinearLogProbs(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """This rank's shard of the vocabulary: the entries from `start` on; all of them without a group."""
+    """This rank's shard of the vocabulary, from entry `start`; the whole vocabulary without a group."""
 
     start: int = 0
     group: dist.ProcessGroup | None = None
 
     @staticmethod
     def of(weight: DTensor) -> "Vocabulary":
-        """Return the shard of an output layer that is sharded by rows."""
+        """Return the shard of a row-sharded output layer."""
         _, (start, _) = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
         return Vocabulary(start, weight.device_mesh.get_group())
 
@@ -140,7 +140,7 @@ class Vocabulary:
         return torch.stack(parts).logsumexp(0)
 
     def places(self, targets: Tensor, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the targets' columns (C,) in the local logits (C, V), and a mask of those that are local; None where all are."""
+        """Return the targets' columns (C,) in the local logits (C, V), and a mask of the local ones, None if all are local."""
         if self.group is None:
             return targets, None
         places = targets - self.start
@@ -158,7 +158,7 @@ def logits_grad(
     log_softmax: Tensor, targets: Tensor, here: Tensor | None, grad_log_prob: Tensor, grad_entropy: Tensor | None,
     entropy: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Return the gradient with respect to scaled logits (C, V), written over `log_softmax`; `here` masks the targets that are local.
+    """Return the gradient with respect to scaled logits (C, V), written over `log_softmax`; `here` masks local targets.
 
     d log p_y / dz = 1[y] − p;   d H / dz = −p (log p + H)
     """
@@ -175,13 +175,13 @@ def logits_grad(
 def scaled_logits(
     hidden: Tensor, weight: Tensor, temperature: float, dtype: torch.dtype, cap: float | None = None
 ) -> Tensor:
-    """Return a new (C, V) tensor of logits over temperature in `dtype`, under a soft cap where there is one."""
+    """Return logits over temperature in `dtype`, (C, V), with an optional soft cap; a new tensor."""
     logits = product(hidden, weight).to(dtype)
     logits = logits if temperature == 1.0 else logits.div_(temperature)
     return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
 
 def chunks(tokens: int, vocabulary: int, elements: int) -> list[slice]:
-    """Return slices of at least 16 tokens, each with at most so many logits."""
+    """Return slices of tokens with at most `elements` logits, but at least 16 tokens each."""
     size = max(16, elements // vocabulary)
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]

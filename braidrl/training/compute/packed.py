@@ -1,7 +1,7 @@
-"""Rows laid end to end for one forward pass: nothing is padded, and attention stays inside a sequence.
+"""Rows packed end to end for one forward pass, without padding; attention stays within each sequence.
 
-tokens      p p p a a | p p a a a | p a          rows, or sequences of a row, joined
-actions           ^ ^       ^ ^ ^     ^          what was sampled; each is predicted from the position before it
+tokens      p p p a a | p p a a a | p a          concatenated rows, or sequences of a row
+actions           ^ ^       ^ ^ ^     ^          sampled tokens; each is predicted from the position before it
 """
 
 from dataclasses import dataclass, field, replace
@@ -15,17 +15,20 @@ from braidrl.data.rows import Rows
 from braidrl.training.compute.attention import AttentionContext, PackedSequences
 
 FILLER = 64
-"""Length of the sequences used as padding: attention over many short ones costs less than over a long one."""
+"""Length of padding sequences; attention over many short sequences costs less than over a long one."""
 
 
 @dataclass(frozen=True)
 class Packed:
     """N tokens of B rows with A action tokens, packed without padding.
 
-    input_ids, position_ids (N,); sequence_lengths of all sequences; predictors (A,): positions whose hidden state predicts an action;
-    targets (A,): the actions; offsets (B + 1,), on the CPU: each row's part of the A actions; row_ends (B,): position of each row's last
-    token;
-    hidden (1, N, D): the previous pipeline rank's output, None on the first.
+    input_ids, position_ids (N,)
+    sequence_lengths: of all sequences
+    predictors (A,): positions whose hidden states predict the actions
+    targets (A,): the actions
+    offsets (B + 1,), on the CPU: each row's slice of the A actions
+    row_ends (B,): position of each row's last token
+    hidden (1, N, D): the previous pipeline rank's output; None on the first
     """
 
     input_ids: Tensor
@@ -42,7 +45,7 @@ class Packed:
         return PackedSequences.of(self.sequence_lengths, self.input_ids.device, keep_scores=True)
 
     def padded(self, tokens: int) -> Self:
-        """Return the same rows padded to so many tokens, with sequences that belong to no row."""
+        """Return the same rows padded to `tokens` tokens by filler sequences."""
         missing = tokens - len(self.input_ids)
         if not missing:
             return self
@@ -56,12 +59,12 @@ class Packed:
         )
 
     def _followed_by(self, lengths: tuple[int, ...]) -> dict[str, Any]:
-        """Return the fields of the attention context with sequences of these lengths appended."""
+        """Return the fields of the attention context with filler sequences of these lengths appended."""
         return {"sequence_lengths": (*self.sequence_lengths, *lengths)}
 
 
 def pack(rows: Rows, device: torch.device) -> Packed:
-    """Pack rows into one forward pass. Raises ValueError where an action begins a sequence, since nothing predicts it."""
+    """Pack rows for one forward pass. Raises ValueError if a sequence starts with an action, which nothing can predict."""
     tokens, lengths = rows["tokens"], rows["sequence_lengths"].values
     actions = rows["action_mask"].values.nonzero().flatten()
     starts = offsets_of(lengths)
@@ -76,6 +79,6 @@ def pack(rows: Rows, device: torch.device) -> Packed:
 
 
 def empty_packed(device: torch.device) -> Packed:
-    """Return one token of no row, without an action, for a rank that only joins the collectives of a forward pass."""
+    """Return a filler token without rows or actions, for a rank that only joins the collectives of a forward pass."""
     none, one = torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
     return Packed(one, one, (1,), none, none, torch.zeros(1, dtype=torch.int64), none)

@@ -1,12 +1,12 @@
-"""Rows with one prompt, packed so that the prompt goes through the model once; gradients are the same as for separate rows.
+"""Packing that computes a shared prompt once for all of its responses; gradients equal those of separate rows.
 
 separate  p p p a a a | p p p b b | p p p c c c c
-shared    p p p a a a b b c c c c                      a, b and c each see p and themselves, never one another
+shared    p p p a a a b b c c c c                      a, b and c each see p and themselves, not each other
 
-Every token of the prompt computes the same numbers in each row, so its keys and values serve all responses, and its gradient is
-the sum of theirs. The token after the prompt is predicted from the prompt's last, for all rows alike.
+Prompt tokens have the same activations in each row, so their keys and values serve all responses, and their gradients are summed.
+The first token of every response is predicted from the prompt's last position.
 
-Shapes: N tokens packed, P of a prompt, R of the responses to it, H query heads, K key/value heads, D head width.
+Shapes: N tokens packed, P of a prompt, R of its responses, H query heads, K key/value heads, D head width.
 """
 
 from collections.abc import Sequence
@@ -25,12 +25,12 @@ from braidrl.training.compute.attention import Forward, Scores, attend_equal, ca
 from braidrl.training.compute.packed import Packed, pack
 
 LEAST_SAVED = 0.25
-"""Least share of tokens that sharing must save: below it, the masks cost more than is saved."""
+"""Least share of tokens that sharing must save; below it, masked attention costs more than it saves."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """Rows that share a prompt: tokens of the prompt and of each response, and the row number of each response."""
+    """Rows that share a prompt: its tokens, the tokens of each response, and each response's row number."""
 
     prompt: int
     responses: tuple[int, ...]
@@ -43,13 +43,13 @@ class Family:
 
 @dataclass(frozen=True, eq=False)
 class SharedPrompts:
-    """The attention context of families packed one after the other."""
+    """The attention context of consecutively packed families."""
 
     families: tuple[Family, ...]
     device: torch.device
 
     def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Raise ValueError: rows of such a model are packed apart."""
+        """Raise ValueError: models with mixers cannot share prompts."""
         raise ValueError(f"{type(module).__name__} cannot continue a prompt's state in several responses")
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
@@ -77,7 +77,7 @@ class SharedPrompts:
         return {}
 
     def _mask(self, family: int, block: int, scores: Scores) -> Tensor:
-        """Return a bool mask: may a response token of the block (rows) see a key of prompt and block (columns)."""
+        """Return a bool mask: whether each response token of the block (rows) sees each key of prompt and block (columns)."""
         key = family, block, scores.window, scores.chunk
         known = self._masks.get(key)
         if known is None:
@@ -87,7 +87,7 @@ class SharedPrompts:
 
 
 def visible(prompt: int, responses: Sequence[int], scores: Scores) -> Tensor:
-    """Return the (R, P + R) bool mask: a token sees the prompt and earlier tokens of its response, as far as the rule lets it."""
+    """Return the (R, P + R) bool mask: a token sees the prompt and earlier tokens of its response, within window and chunk."""
     own = torch.cat([torch.full((n,), i) for i, n in enumerate(responses)])
     place = torch.cat([torch.arange(n) for n in responses]) + prompt
     of_key = torch.cat([torch.full((prompt,), -1), own])
@@ -96,7 +96,7 @@ def visible(prompt: int, responses: Sequence[int], scores: Scores) -> Tensor:
 
 
 def _responses_by_block(family: Family) -> list[list[int]]:
-    """Group responses that attend in one call: together about as long as the prompt, so that masked scores cost no more than the prompt."""
+    """Group responses into attention calls of at most the prompt's length, so that masked scores cost no more than the prompt."""
     blocks: list[list[int]] = []
     for length in family.responses:
         if blocks and sum(blocks[-1]) + length <= family.prompt:
@@ -134,7 +134,7 @@ def _masked_plainly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rul
 
 
 def families_of(rows: Rows) -> list[Family] | None:
-    """Group rows by group and by the tokens before their first action; None where a row holds several sequences or no action."""
+    """Group rows by group and tokens before the first action; return None if a row has several sequences or no action."""
     lengths = rows["tokens"].lengths
     if not torch.equal(rows["sequence_lengths"].values, lengths):
         return None
@@ -154,7 +154,7 @@ def families_of(rows: Rows) -> list[Family] | None:
 
 
 def saves_enough(rows: Rows) -> bool:
-    """Return True where sharing prompts saves enough tokens."""
+    """Return whether sharing prompts saves at least LEAST_SAVED of the tokens."""
     if not len(rows):
         return False
     families = families_of(rows)
@@ -163,7 +163,7 @@ def saves_enough(rows: Rows) -> bool:
 
 
 def plan_shared(rows: Rows, max_tokens: int) -> list[list[int]]:
-    """Return the row numbers of each micro-batch, counting shared prompts once; families over the limit are split.
+    """Return the row numbers of each micro-batch, counting shared prompts once; split families over the limit.
 
     Raises UserError for a row over the limit.
     """
@@ -185,7 +185,7 @@ def plan_shared(rows: Rows, max_tokens: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class PackedFamilies(Packed):
-    """Rows packed with each prompt once; `sequence_lengths` are those of the separate rows."""
+    """Rows packed with each prompt once; `sequence_lengths` are the lengths of the separate rows."""
 
     families: tuple[Family, ...]
 
@@ -197,7 +197,7 @@ class PackedFamilies(Packed):
 
 
 def pack_shared(rows: Rows, device: torch.device) -> PackedFamilies:
-    """Pack rows with each family's prompt once. Raises ValueError for rows that have no families."""
+    """Pack rows with each family's prompt once. Raises ValueError for rows without families."""
     families = families_of(rows)
     if families is None:
         raise ValueError("rows of several sequences, or without actions, share no prompts")
@@ -217,7 +217,7 @@ def pack_shared(rows: Rows, device: torch.device) -> PackedFamilies:
 
 
 def _places(families: Sequence[Family], offsets: Sequence[int], tokens: int) -> tuple[Tensor, int]:
-    """Return the position of each of the rows' tokens (N,) in the shared packing, and the number of tokens that it has."""
+    """Return each token's position in the shared packing (N,), and the packing's number of tokens."""
     place = torch.empty(tokens, dtype=torch.int64)
     begin = 0
     for family in families:

@@ -1,11 +1,11 @@
-"""What the rows that are being decoded remember: each row has a slot, and all slots take one step together.
+"""The cache of rows in decoding: each row has a slot, and all slots step together.
 
-    keys, values    (slots, K, capacity, D)      of each attention layer; a slot is filled from position 0 on
-    states          (slots, ...)                 of each mixer: convolutions and recurrences, of one size whatever the row's length
+    keys, values    (slots, K, capacity, D)      of each attention layer; a slot is filled from position 0
+    states          (slots, ...)                 of each mixer (convolutions, recurrences); independent of the row's length
 
-`SlotStep` is the context of one step: each slot's new key and value are written at its position, and its query sees what is there so far.
-Only as many positions are read as the longest row has, rounded up. Layers are numbered in the order in which a forward pass calls
-them; their sizes are those of the first tensors that they bring.
+`SlotStep` is the context of one step: each slot's new key and value are written at its position, and its query sees all positions up to
+it. Positions are read up to the longest row, rounded up. Layers are numbered in call order and sized by the first tensors that they
+receive.
 
 Shapes: B slots in the step, H query heads, K key/value heads, D head width (of values: E), L positions read.
 """
@@ -25,21 +25,21 @@ from transformers.cache_utils import LinearAttentionLayer
 from braidrl.training.compute.attention import Forward, PackedSequences, Scores, capped, softmax
 
 READ_MULTIPLE = 32
-"""Positions read are a multiple of this, so that few shapes occur."""
+"""Reads are rounded up to a multiple of this many positions, so that few shapes occur."""
 CACHE_NAMES = ("past_key_values", "cache_params", "past_key_value", "past_states")
-"""The names under which mixers take transformers' cache."""
+"""The parameter names of transformers' cache in mixers."""
 
 
 @dataclass
 class Prefix:
-    """What one prompt leaves behind: keys and values (K, P, D) of each attention layer, and the states (...) of each mixer."""
+    """The cache of one prompt: keys and values (K, P, D) of each attention layer, and states (...) of each mixer."""
 
     keys_values: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     states: list[dict[str, Tensor]] = field(default_factory=list)
 
 
 class SlotCache:
-    """Keys, values and states of `slots` rows; grows to the longest row that is asked for."""
+    """Keys, values and states of `slots` rows; grows to the longest reserved row."""
 
     def __init__(self, slots: int, dtype: torch.dtype, device: torch.device) -> None:
         self.slots, self.dtype, self.device, self.capacity = slots, dtype, device, 0
@@ -49,14 +49,14 @@ class SlotCache:
         """States of each mixer by name, (slots, ...) each."""
 
     def layer(self, number: int, heads: int, widths: tuple[int, int]) -> tuple[Tensor, Tensor]:
-        """Return keys and values of an attention layer, which are made the first time that it is asked for."""
+        """Return keys and values of an attention layer, allocated on first use."""
         while len(self.layers) <= number:
             keys, values = (self._zeros(heads, self.capacity, width) for width in widths)
             self.layers.append((keys, values))
         return self.layers[number]
 
     def reserve(self, positions: int) -> None:
-        """Grow to at least so many positions per slot, keeping the contents."""
+        """Grow to at least `positions` positions per slot, keeping the contents."""
         if positions <= self.capacity:
             return
         before, self.capacity = self.capacity, round_up(positions, READ_MULTIPLE)
@@ -73,7 +73,7 @@ class SlotCache:
         self.states.clear()
 
     def fill(self, slots: Tensor, prefix: Prefix | None) -> None:
-        """Copy what one prompt left behind to the beginning of each of `slots` (S,); nothing is left of a prompt of one token."""
+        """Copy one prompt's prefix to the start of each of `slots` (S,); a prompt of one token has no prefix."""
         if prefix is None:
             for kept in self.states:
                 for state in kept.values():
@@ -89,7 +89,7 @@ class SlotCache:
                 stored[name][slots] = value
 
     def mixer(self, number: int, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return a mixer's states, which are made the first time; `states` (...) are those of one row."""
+        """Return a mixer's states, allocated on first use; `states` (...) are those of one row."""
         while len(self.states) <= number:
             self.states.append({name: s.new_zeros((self.slots, *s.shape)) for name, s in states.items()})
         return self.states[number]
@@ -104,7 +104,7 @@ class SlotCache:
                 state[target] = state[source]
 
     def tensors(self) -> Iterator[Tensor]:
-        """Iterate over everything that a step reads and writes."""
+        """Iterate over all tensors that a step reads and writes."""
         for layer in self.layers:
             yield from layer
         for states in self.states:
@@ -115,7 +115,7 @@ class SlotCache:
 
 
 class SlotStep:
-    """The context of one decode step of the first B slots, at `positions` (B,), of which the greatest is `longest - 1`."""
+    """The context of one decode step of the first B slots at `positions` (B,), at most `longest - 1`."""
 
     def __init__(self, cache: SlotCache, positions: Tensor, longest: int) -> None:
         self._cache = cache
@@ -133,7 +133,7 @@ class SlotStep:
         for store, states in zip(stored, (key, value), strict=True):
             store.view(-1, store.shape[-1]).index_copy_(0, self._places(key_heads), states.reshape(-1, store.shape[-1]))
         keys, values = (store[:batch, :, : self._read] for store in stored)
-        # query heads that share a key head are a batch of queries to it: each key is read once
+        # query heads that share a key head form a batch of queries to it, so that each key is read once
         grouped = query.reshape(batch, key_heads, -1, width)
         output = _attend(grouped, keys, values, self._mask(scores, query.dtype), scores)
         return output.reshape(batch, 1, heads, -1)
@@ -154,14 +154,14 @@ class SlotStep:
         return found
 
     def _places(self, heads: int) -> Tensor:
-        """Return where in a flat store of so many heads each slot's next key goes, (B * K,)."""
+        """Return the flat index of each slot's next key in a store of `heads` heads, (B * K,)."""
         if heads not in self._written:
             rows = torch.arange(len(self._positions) * heads, device=self._positions.device).view(-1, heads)
             self._written[heads] = (rows * self._cache.capacity + self._positions[:, None]).flatten()
         return self._written[heads]
 
     def _mask(self, scores: Scores, dtype: torch.dtype) -> Tensor:
-        """Return 0 where a slot has a key to see and -inf elsewhere, (B, 1, 1, L)."""
+        """Return the additive mask (B, 1, 1, L): 0 for visible keys, -inf elsewhere."""
         key = scores.window, scores.chunk
         if key not in self._masks:
             places = torch.arange(self._read, device=self._positions.device)
@@ -187,7 +187,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, rule: Sco
 
 
 class PrefillSequences:
-    """The context of packed prompts that keeps what they leave behind."""
+    """The context of packed prompts that records their prefixes."""
 
     def __init__(self, sequences: PackedSequences) -> None:
         self._sequences = sequences
@@ -195,12 +195,12 @@ class PrefillSequences:
         self._states: list[dict[int, dict[str, Tensor]]] = []
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        """Attend as PackedSequences does, keeping the layer's keys and values."""
+        """Attend as PackedSequences does, recording the layer's keys and values."""
         self._keys_values.append((key[0], value[0]))
         return self._sequences.attend(module, query, key, value, scores)
 
     def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Run a mixer as PackedSequences does, keeping the state after each sequence."""
+        """Run a mixer as PackedSequences does, recording the state after each sequence."""
         name = cache_name(module)
         kept: dict[int, tuple[MixerCache, int]] = {}
         named = {key: value for key, value in named.items() if key != name}
@@ -220,7 +220,7 @@ class PrefillSequences:
         return found
 
     def prefixes(self, count: int) -> list[Prefix]:
-        """Return what each of the first `count` sequences left behind."""
+        """Return the prefixes of the first `count` sequences."""
         lengths = list(self._sequences.lengths)
         parts = [(keys.split(lengths, 1), values.split(lengths, 1)) for keys, values in self._keys_values]
         return [
@@ -230,10 +230,10 @@ class PrefillSequences:
 
 
 class MixerCache(Cache):
-    """transformers' cache with the states of one mixer; it answers for any layer's number."""
+    """A transformers cache with the states of one mixer, valid for any layer number."""
 
     def __init__(self, states: Mapping[str, Tensor] | None = None) -> None:
-        """Begin anew, or continue `states`, which are changed in place."""
+        """Start empty, or continue `states`, which are updated in place."""
         self.layer = LinearAttentionLayer()
         super().__init__(layers=_EveryNumber([self.layer]))
         self._linear: Tensor | None = None
@@ -248,7 +248,7 @@ class MixerCache(Cache):
             self.layer.has_previous_state[0] = True
 
     def states(self) -> dict[str, Tensor]:
-        """Return the states that there are."""
+        """Return the existing states by name."""
         layer = self.layer
         found = {"convolution": layer.conv_states[0], "recurrent": layer.recurrent_states[0], "linear": self._linear}
         return {name: state for name, state in found.items() if state is not None}
@@ -257,7 +257,7 @@ class MixerCache(Cache):
         return 0
 
     def get_linear_cache(self, _: int) -> Tensor | None:
-        """Return the state of MiniMax' lightning attention, whose cache is a class of its own."""
+        """Return the state of MiniMax' lightning attention, which has its own cache interface."""
         return self._linear
 
     def set_linear_cache(self, _: int, state: Tensor) -> None:
@@ -266,7 +266,7 @@ class MixerCache(Cache):
 
 
 class _EveryNumber(list[Any]):
-    """A list of one element, which it returns for every place."""
+    """A list of one element, returned for every index."""
 
     def __getitem__(self, place: Any) -> Any:
         return super().__getitem__(0)
@@ -276,7 +276,7 @@ class _EveryNumber(list[Any]):
 
 
 def cache_name(module: Any) -> str:
-    """Return the name under which a mixer or a decoder takes its cache. Raises ValueError for one that takes none."""
+    """Return the parameter name of a mixer's or decoder's cache. Raises ValueError if it has none."""
     kind = type(module)
     return _cache_name(getattr(kind, "plain_forward", kind.forward), kind.__name__)
 

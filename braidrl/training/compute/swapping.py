@@ -1,4 +1,4 @@
-"""Which of transformers' modules compute with other kernels, and how they come to do so."""
+"""The modules of transformers that can use other kernels, and the change of their class."""
 
 from functools import cache
 from typing import Any
@@ -12,12 +12,12 @@ ATTENTIONS = {"Qwen2Attention", "Qwen3Attention", "LlamaAttention"}
 
 @cache
 def derived(kind: Any, forward: Any) -> Any:
-    """Return a class like `kind` but for its forward, which finds the other one as `plain_forward`."""
+    """Return a subclass of `kind` with another forward; the original is `plain_forward`."""
     return type(
         kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "plain_forward": kind.forward}
     )
 
 
 def is_silu(module: nn.Module) -> bool:
-    """Return True for a gated MLP whose activation is SiLU."""
+    """Return whether a gated MLP's activation is SiLU."""
     return type(getattr(module, "act_fn", None)).__name__ in ("SiLUActivation", "SiLU")

@@ -1,3 +1,3 @@
-"""The decoders that Braid trains. `body` finds a decoder's parts by structure, `mixers` runs what mixes tokens outside of the attention
-interface, `head` computes its logits, `shrink` makes a tiny model of the same structure, and `proof` shows on it what may be trained.
+"""Support for decoders of transformers. `body` finds a decoder's parts by structure and runs it, `head` computes logits, `shrink` makes a
+tiny model of the same structure, `proof` and `decoding_proof` verify training and decoding on it, `proven` caches the results.
 """

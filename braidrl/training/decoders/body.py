@@ -1,10 +1,9 @@
-"""A decoder's parts under one set of names, found by structure, and the one way in which its forward is run.
+"""A decoder's parts by common names, found by structure, and its forward pass.
 
 ids ──embedding──▶ layers ──norm──▶ hidden states ──head──▶ logits
         `embedding`  `layers`  `norm`                `head` (see `head`)
 
-Most decoders name their parts alike; `PARTS` lists the names that occur. `BODIES` takes a function for one that structure cannot
-tell, also from outside of the package.
+`PARTS` lists the names that decoders use. Users may register a function in `BODIES` for a decoder with another structure.
 """
 
 import inspect
@@ -36,24 +35,24 @@ PARTS = {
         "out_norm", "ln_out", "layernorm",
     ),
 }  # fmt: skip
-"""The names of a decoder's parts, in the order in which they are looked for."""
+"""Known names of a decoder's parts, in search order."""
 RANDOM = re.compile(r"(dropout|pdrop|layerdrop|jitter)")
-"""Names of settings that make a forward random."""
+"""Names of settings that make the forward pass random."""
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class ForwardPlan:
-    """How rows go through a decoder: packed, but for what mixes tokens outside of the attention interface."""
+    """The execution of a decoder's forward pass: packed, except for mixers (modules that mix tokens outside attention)."""
 
     mixers: tuple[str, ...] = ()
-    """Names of module classes that run once for each length, over rows of that length."""
+    """Names of mixer classes, which run once per length over rows of that length."""
     by_rows: bool = False
-    """The whole decoder runs so, with transformers' own attention."""
+    """The whole decoder runs once per length, with transformers' own attention."""
 
     @property
     def attention(self) -> str:
-        """Return the name of the attention implementation that the model is made with."""
+        """Return the name of the model's attention implementation."""
         return "eager" if self.by_rows else ATTENTION
 
     @property
@@ -63,14 +62,14 @@ class ForwardPlan:
 
 PACKED = ForwardPlan()
 RECEIVED = "received_states"
-"""Attribute of a model without its first layers: a list of the module that stands before the first of its own, and returns `hidden`."""
+"""Attribute of a model without its first layers: a list with the placeholder before its first layer, which returns `hidden`."""
 PLAN = "forward_plan"
-"""Attribute of a model that `use_plan` has prepared."""
+"""Attribute of a model with the plan of `use_plan`."""
 
 
 @dataclass(eq=False)
 class Body:
-    """The parts of one decoder; `decoder` is the module that holds them, of whose attributes the others are named."""
+    """The parts of one decoder: the module that holds them, and the names of its attributes."""
 
     decoder: Any
     embedding_name: str
@@ -99,11 +98,11 @@ class Body:
 
 
 BODIES: dict[str, Callable[[Any], Body]] = {}
-"""By model type, a function from a model to its body, where structure does not tell."""
+"""Functions from a model to its body, by model type, for decoders with another structure."""
 
 
 def decoder_of(model: Any) -> Any:
-    """Return the module of a causal model or a scorer that maps ids to hidden states."""
+    """Return the submodule of a model that maps ids to hidden states."""
     body = model.base_model
     if body is model:
         body = getattr(model, "model", model)
@@ -111,7 +110,7 @@ def decoder_of(model: Any) -> Any:
 
 
 def body_of(model: Any) -> Body:
-    """Return the parts of a causal model or a scorer. Raises UserError, naming the part, where they cannot be told."""
+    """Return the parts of a model's decoder. Raises UserError, naming the part, if one is not found."""
     if special := BODIES.get(getattr(model.config, "model_type", "")):
         return special(model)
     decoder = decoder_of(model)
@@ -127,7 +126,7 @@ def body_of(model: Any) -> Body:
 
 
 def use_plan(model: Any, plan: ForwardPlan) -> None:
-    """Prepare a model, in place, for `run_body`."""
+    """Prepare a model in place for `run_body`."""
     setattr(model, PLAN, plan)
     for module in model.modules() if plan.mixers else ():
         kind: Any = type(module)
@@ -136,13 +135,13 @@ def use_plan(model: Any, plan: ForwardPlan) -> None:
 
 
 def plan_of_model(model: Any) -> ForwardPlan:
-    """Return the plan that a model was prepared with."""
+    """Return the plan of a prepared model."""
     plan: ForwardPlan = getattr(model, PLAN, PACKED)
     return plan
 
 
 def mixer_forward(self: Any, *given: Any, **named: Any) -> Any:
-    """Run a mixer as the forward pass's context says."""
+    """Run a mixer through the current attention context, if there is one."""
     context = running.get()
     if context is None:
         return self.plain_forward(*given, **named)
@@ -156,12 +155,12 @@ def run_body(
     """Return the last hidden states (B, N, D) of tokens (B, N) in the context of a forward pass.
 
     Args:
-        model: A causal model or a scorer.
+        model: A causal or scalar model.
         input_ids: The tokens; None with `hidden`.
-        position_ids: Their positions in their sequences.
-        context: Which tokens each of them sees.
-        hidden: Takes the place of the embedded tokens, or of what the layers before a pipeline rank's own have made of them.
-        options: More arguments of the decoder's forward.
+        position_ids: Positions within each sequence.
+        context: The attention context.
+        hidden: Replaces the embedded tokens, or the output of layers on earlier pipeline ranks.
+        options: Further arguments of the decoder's forward.
     """
     decoder = decoder_of(model)
     inputs = {"input_ids": input_ids, "inputs_embeds": hidden, "position_ids": position_ids, "use_cache": False}
@@ -177,7 +176,7 @@ def run_body(
     if plan_of_model(model).by_rows:
         if not isinstance(context, PackedSequences):
             raise ValueError(
-                f"{type(decoder).__name__} runs by rows of equal length, which {type(context).__name__} has not"
+                f"{type(decoder).__name__} runs over rows of equal length, which {type(context).__name__} does not support"
             )
         mixed: Tensor = context.mix(decoder, forward, (), given)
         return mixed
@@ -186,7 +185,7 @@ def run_body(
 
 
 def accepted(decoder: Any) -> frozenset[str]:
-    """Return the named arguments that a decoder's forward takes."""
+    """Return the parameter names of a decoder's forward."""
     return _parameters(type(decoder).forward)
 
 
@@ -196,7 +195,7 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str]:
 
 
 def still(config: Any) -> list[str]:
-    """Set everything in a configuration that makes a forward random to 0, in place, and return the names."""
+    """Set all settings that make the forward pass random to 0, in place; return their names."""
     found = []
     for name, value in list(vars(config).items()):
         if hasattr(value, "to_dict") and name.endswith("config"):
@@ -208,7 +207,7 @@ def still(config: Any) -> list[str]:
 
 
 def set_training(model: Any, training: bool) -> None:
-    """Set the mode of a model: only layers that are checkpointed know that it trains, so that nothing draws random numbers."""
+    """Set a model's mode: only checkpointed layers are in training mode, so that nothing draws random numbers."""
     model.eval()
     for module in model.modules() if training else ():
         if getattr(module, "gradient_checkpointing", False):
@@ -216,10 +215,10 @@ def set_training(model: Any, training: bool) -> None:
 
 
 def checkpoint_activations(model: Any) -> None:
-    """Have each layer computed again in the backward pass, in place of keeping what it computes."""
+    """Enable activation checkpointing: recompute each layer in the backward pass."""
     try:
         model._set_gradient_checkpointing(True, checkpoint_layer)
     except ValueError as error:
         raise UserError(
-            f"trainer.checkpoint_activations: {type(model).__name__} has no layers that can be computed again; write false"
+            f"trainer.checkpoint_activations: {type(model).__name__} has no layers that support recomputation; write false"
         ) from error

@@ -1,10 +1,10 @@
-"""Decoding with a model's own cache, where its attention is its own too: rows of equal length take their steps together.
+"""Decoding with a model's own attention and cache: rows of equal length form a cohort and step together.
 
-    begin:  prompts of one length ──own forward──▶ a cohort: its slots, and transformers' cache of all of them
-    step:   each cohort ──own forward, one token a row──▶ hidden states of its slots
+    begin:  prompts of one length ──own forward──▶ a cohort: its slots and their transformers cache
+    step:   each cohort ──own forward, one token per row──▶ hidden states of its slots
 
-Rows that begin at once with prompts of one length stay equally long, so a cohort only shrinks. Its batch is padded to a multiple of 16
-rows with copies of the first, so that a row's bits do not depend on how many there are.
+Rows that start together with prompts of one length stay equally long, so a cohort only shrinks. Its batch is padded to a multiple of
+16 rows with copies of the first, so that a row's bits do not depend on the number of rows.
 
 Shapes: B slots in the step, C rows of a cohort with its padding.
 """
@@ -20,19 +20,19 @@ from braidrl.training.compute.slots import cache_name, round_up
 from braidrl.training.decoders.body import accepted, decoder_of
 
 ROWS = 16
-"""Rows of a cohort are a multiple of this."""
+"""Cohorts are padded to a multiple of this many rows."""
 
 
 @dataclass
 class Cohort:
-    """Slots whose rows are equally long, and what the model keeps of them."""
+    """Slots with rows of equal length, and their cache."""
 
     slots: list[int]
     cache: Any
 
 
 class Cohorts:
-    """All rows that are being decoded with one model."""
+    """All rows that one model is decoding."""
 
     def __init__(self, model: Any) -> None:
         self._model, self._cohorts = model, list[Cohort]()
@@ -42,7 +42,7 @@ class Cohorts:
         self._cohorts.clear()
 
     def begin(self, prompts: Mapping[int, Tensor]) -> None:
-        """Compute the prompts (P,) of slots without their last tokens, which the first step takes."""
+        """Prefill the prompts (P,) of slots, without their last tokens, which the first step computes."""
         self.end(prompts)
         by_length: dict[int, list[int]] = {}
         for slot, prompt in prompts.items():
@@ -56,7 +56,7 @@ class Cohorts:
             self._cohorts.append(cohort)
 
     def hidden(self, current: Tensor, position: Tensor) -> Tensor:
-        """Return the hidden states (B, D) of the tokens `current` (B,) at `position` (B,); those of idle slots are 0."""
+        """Return the hidden states (B, D) of the tokens `current` (B,) at `position` (B,); idle slots are 0."""
         found: Tensor | None = None
         for cohort in self._cohorts:
             slots = torch.tensor(cohort.slots, device=current.device)
@@ -68,7 +68,7 @@ class Cohorts:
         return found
 
     def end(self, slots: Iterable[int]) -> None:
-        """Forget rows that have ended."""
+        """Drop finished rows."""
         gone = set(slots)
         for cohort in self._cohorts:
             kept = [place for place, slot in enumerate(cohort.slots) if slot not in gone]
@@ -80,7 +80,7 @@ class Cohorts:
         self._cohorts = [cohort for cohort in self._cohorts if cohort.slots]
 
     def move(self, source: int, target: int) -> None:
-        """Give a row another slot."""
+        """Move a row to another slot."""
         for cohort in self._cohorts:
             cohort.slots = [target if slot == source else slot for slot in cohort.slots]
 
@@ -101,7 +101,7 @@ def _padded(places: list[int]) -> list[int]:
 
 
 def _selected(value: Any, rows: Tensor, before: int, seen: dict[int, Any]) -> Any:
-    """Return a cache with these rows of its `before` rows, in all tensors that it holds anywhere."""
+    """Select rows of a cache of `before` rows, in all tensors that it contains at any depth."""
     if isinstance(value, Tensor):
         return value.index_select(0, rows) if value.dim() and value.shape[0] == before else value
     if id(value) in seen:

@@ -1,4 +1,4 @@
-"""Whether the embedded engine gives a model's tokens the log-probs that the trainer gives them, on the model's tiny twin."""
+"""The decoding proof: on a model's tiny twin, the embedded engine's log-probs must equal the trainer's."""
 
 import torch
 from torch import Tensor
@@ -13,12 +13,12 @@ from braidrl.training.decoders.proof import BOUND, FAILURES, Finding, Twin, dist
 
 SLOTS = 16
 PROMPTS = (2, 9, 8, 1, 1, 9, 5, 1)
-"""Tokens of each of the twin's rows that are its prompt."""
+"""Prompt tokens of each of the twin's rows."""
 
 
 @torch.no_grad()
 def decoding_finding(twin: Twin, plan: ForwardPlan) -> Finding:
-    """Decode the twin's rows, token by token, from slots, and compare with the rows alone by transformers."""
+    """Decode the twin's rows token by token, and compare with single rows under transformers."""
     name = "embedded engine equals trainer: prefill and decode"
     model = twin.model(plan)
     try:
@@ -31,7 +31,7 @@ def decoding_finding(twin: Twin, plan: ForwardPlan) -> Finding:
 
 
 def decoded_from_slots(model: object, twin: Twin) -> list[Tensor]:
-    """Return the log-probs of each row's response, from slots; a row moves to another slot on the way."""
+    """Return the log-probs of each row's response, decoded from slots; rows also move between slots."""
     cache = SlotCache(SLOTS, torch.float32, torch.device("cpu"))
     cache.reserve(max(len(row) for row in twin.rows))
     long = [n for n, prompt in enumerate(PROMPTS) if prompt > 1]
@@ -53,7 +53,7 @@ def decoded_from_slots(model: object, twin: Twin) -> list[Tensor]:
 
 
 def decoded_by_cohorts(model: object, twin: Twin) -> list[Tensor]:
-    """Return the log-probs of each row's response with the model's own cache."""
+    """Return the log-probs of each row's response, decoded with the model's own cache."""
     cohorts = Cohorts(model)
     cohorts.begin({number: row[:prompt] for number, (row, prompt) in enumerate(zip(twin.rows, PROMPTS, strict=True))})
 
@@ -65,7 +65,7 @@ def decoded_by_cohorts(model: object, twin: Twin) -> list[Tensor]:
 
 
 def _stepped(model: object, twin: Twin, hidden: object, first: int) -> list[Tensor]:
-    """Feed the rows' own tokens, a token of each in a step; the row of number n is in slot n + `first`."""
+    """Feed each row's own tokens, one per step; row n is in slot n + `first`. Return the log-probs of responses."""
     found: list[list[Tensor]] = [[] for _ in twin.rows]
     for step in range(max(len(row) - prompt for row, prompt in zip(twin.rows, PROMPTS, strict=True))):
         current, position = torch.zeros(SLOTS, dtype=torch.int64), torch.zeros(SLOTS, dtype=torch.int64)

@@ -1,9 +1,9 @@
-"""From hidden states to logits: the output layer, and what a model does to its result.
+"""Logits from hidden states: the output layer with a model's scale and soft cap.
 
     logits = cap · tanh(scale · (hidden Wᵀ) / cap)          Cohere, Granite, Falcon H1: a scale; Gemma, NanoChat: a cap
 
-Scale and cap are measured on the model's own forward, not read from its configuration. A head that is something else (a bias, other
-layers) runs as the model's own forward, a chunk of tokens at a time.
+Scale and cap are measured on the model's own forward, not read from its configuration. Other heads (with a bias or further layers) run
+as the model's own forward, one chunk of tokens at a time.
 """
 
 from collections.abc import Iterator
@@ -20,17 +20,17 @@ from braidrl.training.decoders.body import decoder_of
 
 PROBED = 8
 HEAD = "logit_head"
-"""Attribute of a model: what `head_of` has measured."""
+"""Attribute of a model with the cached result of `head_of`."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """What a model does to the product of hidden states and output weight."""
+    """A model's scale and soft cap for the product of hidden states and output weight."""
 
     scale: float = 1.0
     cap: float | None = None
     is_own: bool = False
-    """The model's own forward computes it."""
+    """Whether the model's own forward must compute logits."""
 
     @property
     def is_plain(self) -> bool:
@@ -43,7 +43,7 @@ class Head:
 
 
 def head_of(model: Any) -> Head:
-    """Return a causal model's head, measured the first time; no weights are needed."""
+    """Return a causal model's head, measured once; works without weights."""
     found = getattr(model, HEAD, None)
     if found is None:
         found = measured_head(model)
@@ -54,7 +54,7 @@ def head_of(model: Any) -> Head:
 
 @torch.no_grad()
 def measured_head(model: Any) -> Head:
-    """Measure a model's head with a small output layer in place of its own."""
+    """Measure a model's head with a small probe in place of its output layer."""
     output: Any = model.get_output_embeddings()
     if not isinstance(output, nn.Linear) or getattr(output, "bias", None) is not None:
         return Head(is_own=True)
@@ -73,7 +73,7 @@ def measured_head(model: Any) -> Head:
     product = hidden @ probe.weight.T
     if small.shape != product.shape:
         return Head(is_own=True)
-    # Far below a cap only the scale is seen, far above it only the cap.
+    # Small inputs show only the scale, large inputs only the cap.
     scale = float((small * product).sum() / (product * product).sum())
     scale = 1.0 if abs(scale - 1) < 1e-7 else scale
     linear = torch.allclose(large, scale * product, rtol=1e-5)
@@ -108,7 +108,7 @@ def predicted_log_probs(
 def _own_log_probs(
     model: Any, hidden: Tensor, targets: Tensor, temperature: float, with_entropy_grad: bool
 ) -> tuple[Tensor, Tensor]:
-    """Compute a chunk at a time with the model's own forward; the backward pass computes the chunks again."""
+    """Compute log-probs with the model's own forward, one chunk at a time; the backward pass recomputes chunks."""
 
     def of_chunk(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
         logits = own_logits(model, states[None])[0]
@@ -124,7 +124,7 @@ def _own_log_probs(
 
 
 def own_logits(model: Any, hidden: Tensor) -> Tensor:
-    """Return the logits (1, N, V) that the model's own forward makes of hidden states (1, N, D)."""
+    """Return the logits (1, N, V) of hidden states (1, N, D) from the model's own forward."""
     with _given(model, hidden):
         ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
         logits: Tensor = type(model).forward(model, input_ids=ids, use_cache=False).logits
@@ -133,7 +133,7 @@ def own_logits(model: Any, hidden: Tensor) -> Tensor:
 
 @contextmanager
 def _given(model: Any, hidden: Tensor) -> Iterator[None]:
-    """Have the decoder return these hidden states, whatever it is called with."""
+    """Make the decoder return these hidden states for any input."""
     decoder = decoder_of(model)
     holder = model.base_model if model.base_model is not model else decoder
 
@@ -149,7 +149,7 @@ def _given(model: Any, hidden: Tensor) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class GivenStates:
-    """What a decoder returns that computes nothing: the hidden states it is given; everything else that may be asked for is None."""
+    """A decoder output with given hidden states; all other attributes are None."""
 
     last_hidden_state: Tensor
 

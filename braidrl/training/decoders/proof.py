@@ -1,14 +1,14 @@
-"""What may be trained: a tiny twin of a decoder is computed by Braid and, row by row, by transformers alone, and must agree.
+"""The training proof: Braid and transformers (row by row) must compute equal results on a tiny twin of a decoder.
 
 config ──shrink──▶ twin ──packed, mixers by rows, or all by rows──▶ log-probs, gradients ─┬─ equal? ──▶ a `ForwardPlan`, or a refusal
                      └──── transformers' own attention, each row alone ──────────────────┘
 
-A plan is found, not looked up. The twin is packed first as it is. A module whose output then differs from that of the rows alone, while
-its inputs agree, mixes tokens outside of the attention interface: its class runs by rows of equal length, and the comparison is made
-again. Where that does not help the whole decoder runs by rows with transformers' own attention. What still differs is refused, and
-the refusal names the module.
+Plans are found by experiment. The twin first runs fully packed. If a module's output differs from that of single rows although its
+inputs agree, the module mixes tokens outside attention: its class then runs over rows of equal length, and the comparison is repeated.
+If no set of mixers works, the whole decoder runs over rows of equal length with transformers' own attention. If results still differ,
+the model is refused, with the name of the module.
 
-Shapes: B rows, N tokens of them together.
+Shapes: B rows, N tokens in total.
 """
 
 import contextlib
@@ -39,22 +39,22 @@ from braidrl.training.decoders.head import predicted_log_probs
 from braidrl.training.decoders.shrink import shrink_config, tiny_model
 
 LENGTHS = (5, 17, 8, 1, 9, 17, 16, 2)
-"""Rows around the borders of windows and of mixers' chunks, two of them equally long."""
+"""Lengths around the limits of windows and of mixers' chunks; some are equal."""
 BOUND = 2e-4
-"""Greatest difference of a log-prob in float32, in nats: leaks and left-out scalings are a thousand times larger."""
+"""Greatest difference of log-probs in float32, in nats; leaks and missing scalings cause a thousand times more."""
 GRADIENT_BOUND = 2e-3
-"""Greatest difference of a parameter's gradient, relative to the norm of all gradients."""
+"""Greatest norm of all gradients' difference, relative to the norm of the gradients."""
 FOUND = 3
-"""Rounds in which mixers are looked for."""
+"""Most mixer classes of a plan."""
 
 
 class Refusal(Exception):
-    """Why a model may not be trained, in one line."""
+    """The reason, in one line, why a model is not supported."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One property of a model: what was measured, and the greatest value at which it holds."""
+    """One measured property of a model, and the bound up to which it holds."""
 
     name: str
     value: float
@@ -67,10 +67,10 @@ class Finding:
 
 
 class Twin:
-    """A tiny model of the structure that a configuration describes, and what transformers makes of rows of its tokens."""
+    """A tiny model with the structure of a configuration, random rows, and transformers' results on them."""
 
     def __init__(self, config: Any, seed: int = 0, alter: Callable[[Any], None] | None = None) -> None:
-        """Shrink a configuration; `alter` changes each model that is made for Braid, as a test does that puts a fault into it."""
+        """Shrink a configuration; tests inject faults into Braid's models by `alter`."""
         self.config = shrink_config(config)
         still(self.config)
         self.seed, self._alter = seed, alter
@@ -80,7 +80,7 @@ class Twin:
         self.weights = [torch.randn(length - 1, generator=generator) for length in LENGTHS]
 
     def model(self, plan: ForwardPlan) -> Any:
-        """Make the twin for a plan; all have the same weights."""
+        """Create the twin for a plan, always with the same weights."""
         model = tiny_model(self.config, self.seed, attn_implementation=plan.attention)
         use_plan(model, plan)
         if self._alter is not None:
@@ -93,9 +93,9 @@ class Twin:
         return tiny_model(self.config, self.seed, attn_implementation="eager")
 
     @cached_property
-    @torch.enable_grad()  # also where the caller needs no gradients
+    @torch.enable_grad()  # also under a caller's no_grad
     def alone(self) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """Return the log-probs of each row alone by transformers, and the gradients of their weighted sum."""
+        """Return transformers' log-probs of each single row, and the gradients of their weighted sum."""
         log_probs = []
         for row, weights in zip(self.rows, self.weights, strict=True):
             logits = self.own(input_ids=row[None], use_cache=False).logits[0, :-1]
@@ -106,7 +106,7 @@ class Twin:
 
     @torch.no_grad()
     def future(self) -> float:
-        """Return how much a row's first logits depend on the tokens after them."""
+        """Return how much a row's first log-probs depend on later tokens."""
         row = self.rows[1]
         whole, part = (self.own(input_ids=ids[None], use_cache=False).logits[0, :9] for ids in (row, row[:9]))
         return float((whole.log_softmax(-1) - part.log_softmax(-1)).abs().max())
@@ -118,7 +118,7 @@ def gradients_of(model: Any) -> dict[str, Tensor]:
 
 
 def packed_log_probs(model: Any, rows: Sequence[Tensor]) -> list[Tensor]:
-    """Return the log-probs of rows that go through a model packed, as in training."""
+    """Return the log-probs of packed rows, as in training."""
     sequences = PackedSequences.of([len(row) for row in rows], keep_scores=True)
     hidden = run_body(model, torch.cat(list(rows))[None], sequences.position_ids(), sequences)[0]
     ends = torch.tensor([len(row) for row in rows]).cumsum(0) - 1
@@ -129,7 +129,7 @@ def packed_log_probs(model: Any, rows: Sequence[Tensor]) -> list[Tensor]:
 
 
 def packed_findings(twin: Twin, model: Any) -> list[Finding]:
-    """Compare packed rows with rows alone: log-probs, gradients, the order of rows, and the mode in which a model trains."""
+    """Compare packed rows with single rows: log-probs, gradients, row order and causality, in training mode."""
     alone, gradients = twin.alone
     model.zero_grad()
     set_training(model, True)
@@ -156,13 +156,13 @@ def packed_findings(twin: Twin, model: Any) -> list[Finding]:
 
 
 def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """Return the greatest difference of two lists of tensors; infinite where a number is not finite."""
+    """Return the greatest absolute difference of two lists of tensors; infinity for NaN."""
     found = max(float((a - b).abs().max()) if a.numel() else 0.0 for a, b in zip(ours, theirs, strict=True))
     return found if found == found else float("inf")
 
 
 def find_plan(twin: Twin) -> tuple[ForwardPlan, list[Finding]]:
-    """Return the first plan whose findings hold, and these. Raises Refusal where none does."""
+    """Return the first plan whose findings hold, with the findings. Raises Refusal if there is none."""
     if twin.future() > BOUND:
         raise Refusal("a token's logits depend on the tokens after it, as in an encoder")
     reasons: list[str] = []
@@ -180,7 +180,7 @@ def find_plan(twin: Twin) -> tuple[ForwardPlan, list[Finding]]:
 
 
 def _candidates(twin: Twin, plan: ForwardPlan, reasons: list[str]) -> Iterator[ForwardPlan | None]:
-    """Yield the plan if its findings hold, else those with one more mixer: the innermost module that leaks, then what contains it."""
+    """Yield the plan if its findings hold; else try plans with one more mixer: the innermost leaking module, then its parents."""
     try:
         model = twin.model(plan)
         wrong = [finding for finding in packed_findings(twin, model) if not finding.holds]
@@ -200,19 +200,21 @@ def _candidates(twin: Twin, plan: ForwardPlan, reasons: list[str]) -> Iterator[F
 
 
 FAILURES = (Exception,)
-"""What transformers' models raise where they are called as they do not expect: whatever it is, the model is refused in a line."""
+"""Errors of transformers' models under unexpected calls: any type; the model is then refused in one line."""
 
 
 @torch.no_grad()
 def leaking_modules(twin: Twin, model: Any) -> list[str]:
-    """Return the class of the first module whose output differs between packed rows and rows alone though its inputs agree.
+    """Return the class of the first module whose output differs between packed and single rows although its inputs agree.
 
-    The classes of the modules around it follow, up to the decoder's layer.
+    The classes of its parent modules follow, up to the decoder's layer.
     """
     set_training(model, False)
     packed, alone = (_calls(model, twin.rows, packed=together) for together in (True, False))
     for (name, given, theirs), (other, also, ours) in zip(alone, packed, strict=False):
-        if name != other or theirs.shape != ours.shape or _is_torch(model.get_submodule(name)):
+        if name != other or theirs.shape != ours.shape:
+            continue
+        if type(model.get_submodule(name)).__module__.startswith("torch."):
             continue
         if _differ(theirs, ours) and given.shape == also.shape and not _differ(given, also):
             around = [name.rsplit(".", up)[0] for up in range(name.count(".") + 1)]
@@ -223,16 +225,12 @@ def leaking_modules(twin: Twin, model: Any) -> list[str]:
     return []
 
 
-def _is_torch(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.")
-
-
 def _differ(ours: Tensor, theirs: Tensor) -> bool:
     return ours.numel() > 0 and float((theirs - ours).abs().max()) > 1e-3 * float(ours.abs().max() + 1e-6)
 
 
 def _calls(model: Any, rows: Sequence[Tensor], packed: bool) -> list[tuple[str, Tensor, Tensor]]:
-    """Return each module call's inputs and output over all tokens, in the order in which the calls end."""
+    """Return (name, inputs, output) of each module call over all tokens, in the order in which calls return."""
     decoder = decoder_of(model)
     found: list[list[tuple[str, Tensor, Tensor]]] = []
     names = {module: name for name, module in model.named_modules()}
@@ -271,7 +269,7 @@ def _calls(model: Any, rows: Sequence[Tensor], packed: bool) -> list[tuple[str, 
 
 @contextlib.contextmanager
 def quietly() -> Iterator[None]:
-    """Silence transformers, which warns of kernels that a tiny twin does not need."""
+    """Silence transformers' output and its warnings about kernels that a tiny twin does not need."""
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

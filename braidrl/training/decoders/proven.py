@@ -1,4 +1,4 @@
-"""The plans that were proven on this machine: a twin is made once for each configuration, version of transformers and of this code."""
+"""The cache of proven plans on this machine, by configuration, transformers version and code of the proof."""
 
 import hashlib
 import json
@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 
 from braidrl.errors import UserError, first_line
@@ -27,11 +28,11 @@ UNNAMED = (
     "id2label",
     "label2id",
 )
-"""Settings that say nothing about a model's structure."""
+"""Settings that do not affect a model's structure."""
 
 
 def proven_plan(config: Any, folder: Path | str) -> ForwardPlan:
-    """Return how rows go through the model that a configuration describes. Raises UserError, in one line, where it is not proven right."""
+    """Return the proven forward plan of a configuration. Raises UserError, in one line, if no plan is proven correct."""
     key = _key(config)
     if key not in KNOWN:
         path = cache_folder() / f"decoder-{key}.json"
@@ -42,12 +43,12 @@ def proven_plan(config: Any, folder: Path | str) -> ForwardPlan:
         KNOWN[key] = known
     found = KNOWN[key]
     if "refused" in found:
-        raise UserError(f"model: {folder}, {config.model_type}, is not proven to train right: {found['refused']}")
+        raise UserError(f"model: {folder}, {config.model_type}, is not proven to train correctly: {found['refused']}")
     return ForwardPlan(tuple(found["mixers"]), found["by_rows"])
 
 
 def check_decodes(config: Any, folder: Path | str) -> None:
-    """Raise UserError where the embedded engine is not proven to give a model's tokens the trainer's log-probs."""
+    """Raise UserError if the embedded engine is not proven to compute the trainer's log-probs."""
     proven_plan(config, folder)
     if why := KNOWN[_key(config)]["decoding"]:
         raise UserError(f"model: {folder}, {config.model_type}, is not proven to decode in the embedded engine: {why}")
@@ -55,7 +56,7 @@ def check_decodes(config: Any, folder: Path | str) -> None:
 
 def _proven(config: Any) -> dict[str, Any]:
     try:
-        with quietly():
+        with quietly(), torch.enable_grad():  # a checkpoint may be loaded under no_grad
             plan, decoding = best_plan(Twin(config))
     except Refusal as refusal:
         return {"refused": str(refusal)}
@@ -66,7 +67,7 @@ def _proven(config: Any) -> dict[str, Any]:
 
 
 def best_plan(twin: Twin) -> tuple[ForwardPlan, Finding]:
-    """Return the first plan that trains right, or if it cannot decode one that can do both; and what was found of decoding."""
+    """Return the first plan that trains correctly, preferring one that also decodes, with its decoding finding."""
     plan, _ = find_plan(twin)
     decoding = decoding_finding(twin, plan)
     rows = ForwardPlan(by_rows=True)
@@ -79,14 +80,11 @@ def best_plan(twin: Twin) -> tuple[ForwardPlan, Finding]:
 
 def _key(config: Any) -> str:
     settings = {name: value for name, value in config.to_dict().items() if name not in UNNAMED}
-    about = json.dumps(settings, sort_keys=True, default=str) + transformers.__version__ + _code()
-    return hashlib.sha256(about.encode()).hexdigest()[:24]
-
-
-def _code() -> str:
-    """Return a digest of the code that a proof depends on."""
+    # A proof also depends on transformers and on the code of this folder.
     files = sorted([*Path(__file__).parent.glob("*.py"), Path(attention.__file__)])
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    code = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    about = json.dumps(settings, sort_keys=True, default=str) + transformers.__version__ + code
+    return hashlib.sha256(about.encode()).hexdigest()[:24]
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -98,7 +96,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _write(path: Path, found: dict[str, Any]) -> None:
-    """Write whole or not at all: several processes may prove a model at once."""
+    """Write atomically: several processes may prove a model at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent)
     with os.fdopen(handle, "w") as file:

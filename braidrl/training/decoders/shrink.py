@@ -1,9 +1,9 @@
-"""Tiny random models with the structure of a large one: the same kinds of layers, ratios of heads, routing and scalings.
+"""Tiny random models with the structure of a large one: same kinds of layers, ratios of heads, routing and scalings.
 
 config.json ──▶ widths, counts and windows made small ──▶ a configuration of the same class ──▶ a random model
 
-Layers are kept so that each combination of kinds (`layer_types`, `mlp_layer_types`, rotary or not, ...) occurs. Windows become shorter
-than the sequences of a check, and numbers that only scale stay as they are.
+Every combination of layer kinds (`layer_types`, `mlp_layer_types`, rotary or not, ...) is kept. Windows become shorter than the
+proof's sequences; scale factors are unchanged.
 """
 
 import copy
@@ -51,17 +51,17 @@ WINDOWS = re.compile(
 )
 CHUNKS = re.compile(r"^(chunk_size|mamba_chunk_size|block_size|index_block_size|floor_scale)$")
 WIDE = re.compile(r"(_size|_dim|_rank|_width|inner|ffn|dff|dim_ff|lora_rank|d_ssm|_hidden_size)$")
-"""Names of widths: they keep their ratio to the model's."""
+"""Names of widths, which keep their ratio to the model's width."""
 KEPT = re.compile(r"(max_position|n_positions|n_ctx|vocab_size_base|^patch|^image|^kernel|type_vocab|conv_kernel)")
 
 
 def shrink_config(config: Any) -> Any:
-    """Return a configuration of the same class and structure for a model of some ten thousand parameters."""
+    """Return a configuration of the same class and structure with some ten thousand parameters."""
     return type(config)(**_shrunk(_own_settings(config.to_dict())))
 
 
 def _own_settings(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that a model type has beside those of every transformers configuration."""
+    """Return the settings that are specific to a model type."""
     common = PreTrainedConfig().to_dict()
     own = {}
     for name, value in settings.items():
@@ -72,9 +72,9 @@ def _own_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def tiny_model(config: Any, seed: int = 0, **options: Any) -> PreTrainedModel:
-    """Make a random model from a small configuration; every parameter that begins as 0 or 1 is drawn around it.
+    """Create a random model from a small configuration; parameters initialised to 0 or 1 get noise.
 
-    Untrained norms, sinks, biases and gates would otherwise hide that they are left out.
+    Otherwise untrained norms, sinks, biases and gates would hide that they are not computed.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -119,7 +119,7 @@ def _shrunk(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Sizes:
-    """Widths of a model before and after."""
+    """The widths of a model before and after shrinking."""
 
     def __init__(self, width: int, small: int, heads: int, keys: int, head_width: int) -> None:
         self.original, self.small, self.heads, self.keys, self.head_width = width, small, heads, keys, head_width
@@ -134,7 +134,7 @@ class _Sizes:
         return _Sizes(width, max(many * HEAD_WIDTH, 32), many, few, HEAD_WIDTH)
 
     def width(self, value: int) -> int:
-        """Return a width with about the same ratio to the model's, a multiple of 8."""
+        """Return a width with about the same ratio to the model's width, rounded up to a multiple of 8."""
         if value <= 16:
             return value
         if value == self.original:
@@ -179,7 +179,7 @@ def _attention(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> N
         elif name.endswith("head_dim") and not name.startswith(
             ("qk_", "v_", "index", "linear", "mamba", "attention_head")
         ):
-            # heads of other layers keep their ratio
+            # head widths of other layers keep their ratio
             base = given.get("head_dim") or HEAD_WIDTH
             found[name] = max(8, HEAD_WIDTH * value // base)
         elif name == "rotary_dim":
@@ -303,7 +303,7 @@ def _layers(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None
 
 
 def _kept_layers(kinds: dict[str, list[Any]], total: int, given: dict[str, Any]) -> list[int]:
-    """Return the numbers of layers in which every combination of kinds occurs once, and at least two layers."""
+    """Return layer numbers with every combination of kinds, at least two."""
     shared = given.get("num_kv_shared_layers") or 0
     first: dict[str, int] = {}
     for number in range(total):
@@ -322,7 +322,7 @@ def _kept_layers(kinds: dict[str, list[Any]], total: int, given: dict[str, Any])
 
 
 def _positions(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
-    """Make per-frequency lists as long as the smaller heads have frequencies."""
+    """Shorten per-frequency lists to the number of frequencies of the smaller heads."""
     width = found.get("qk_rope_head_dim") or found.get("head_dim") or sizes.small // sizes.heads
 
     def shortened(rope: dict[str, Any]) -> dict[str, Any]:
@@ -348,7 +348,7 @@ def _positions(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> N
 def _others(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
     for name, value in given.items():
         if re.search(r"soft_?cap", name) and isinstance(value, int | float) and value > 0:
-            # as large as the tiny model's scores, so that it shows
+            # as small as the tiny model's scores, so that the cap takes effect
             found[name] = 1.0
         elif name in ("index_topk", "index_topk_blocks"):
             found[name] = min(value, 4)

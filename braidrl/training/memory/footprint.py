@@ -1,11 +1,11 @@
-"""The device memory that a model needs, counted on the meta device: no weights are read and nothing is computed.
+"""The device memory that a model needs, counted on the meta device without weights or computation.
 
 weights ─ gradient sums ─ master weights ─ AdamW's moments      from the parameters' number and types
 weights gathered while it computes                              from the layout
-activations of a micro-batch                                    from what autograd keeps of a forward pass on shapes alone
+activations of a micro-batch                                    from the tensors that autograd saves in a forward pass on meta tensors
 
-A layout's axes are taken to divide everything evenly; norms, which no axis divides, are a ten-thousandth of a model. Of the pipeline
-ranks the fullest is counted, which is the first or the last: they have the vocabulary.
+All axes of a layout are assumed to divide everything evenly (norms are replicated, but are a ten-thousandth of a model). The fullest
+pipeline rank is counted: the first or the last, which hold the vocabulary.
 """
 
 from collections.abc import Sequence
@@ -38,12 +38,12 @@ from braidrl.training.parallel.tensor import blocks_of, copied_factors, in_layer
 
 MOMENTS = 2
 UNIFORM = {"qwen2", "qwen3", "llama", "mistral", "ministral3", "smollm3", "qwen3_moe"}
-"""Model types whose layers keep as much as one another, so that two layers are counted for all."""
+"""Model types whose layers save equal amounts, so that counting two layers is enough."""
 ALONE = ParallelLayout(data=1)
 
 
 class ModelSizes(NamedTuple):
-    """What a model's configuration says of its sizes, under the same names: asking transformers' object takes microseconds."""
+    """A model configuration's sizes by the same names, cached because attribute access in transformers takes microseconds."""
 
     num_hidden_layers: int
     hidden_size: int
@@ -66,7 +66,7 @@ class ModelSizes(NamedTuple):
 
 
 def setting(config: Any, names: Sequence[str], default: int = 1) -> int:
-    """Return the first of a configuration's settings that is a number: model types name their sizes differently."""
+    """Return the first positive integer among settings of these names, as model types name sizes differently."""
     for name in names:
         value = own_setting(config, name)
         if isinstance(value, int) and value > 0:
@@ -75,7 +75,7 @@ def setting(config: Any, names: Sequence[str], default: int = 1) -> int:
 
 
 def own_setting(config: Any, name: str) -> Any:
-    """Return a setting; None where there is none, or one for each layer."""
+    """Return a setting; None if it is missing or differs by layer."""
     try:
         return getattr(config, name, None)
     except (ValueError, RuntimeError):
@@ -84,7 +84,7 @@ def own_setting(config: Any, name: str) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Shape:
-    """Size of a role's model."""
+    """The sizes of a role's model."""
 
     name: str
     config: Any
@@ -93,11 +93,11 @@ class Shape:
     """Parameters of one decoder layer."""
     dtype: torch.dtype
     trained: int
-    """Parameters that training changes: all, or the adapters."""
+    """Trained parameters: all, or the adapters."""
     copied: int
-    """Adapter parameters that tensor parallelism does not divide."""
+    """Adapter parameters that tensor parallelism replicates."""
     four_bit: int = 0
-    """Parameters that are kept in 4 bits, under adapters."""
+    """Parameters in 4 bits, under adapters."""
 
     @property
     def element_bytes(self) -> int:
@@ -105,18 +105,18 @@ class Shape:
 
     @property
     def is_uniform(self) -> bool:
-        """Return True where all layers are alike but for windows."""
+        """Return whether all layers are alike except for attention windows."""
         kinds = set(own_setting(self.config, "layer_types") or ()) - {"full_attention", "sliding_attention"}
         return not kinds and self.config.model_type in UNIFORM
 
     @cached_property
     def sizes(self) -> ModelSizes:
-        """Return the sizes that its configuration says."""
+        """Return the sizes in its configuration."""
         return ModelSizes.of(self.config)
 
 
 MEASURED: dict[tuple[str, torch.dtype, bool, str], Shape] = {}
-"""The shapes of this process's models so far: a check, a plan and a dry run all ask, and adapters of a large one take half a second."""
+"""The cache of this process: checks, plans and dry runs ask repeatedly, and a large model with adapters takes half a second."""
 
 
 def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False, lora: LoraConfig | None = None) -> Shape:
@@ -146,7 +146,7 @@ def elements(module: nn.Module) -> int:
 
 
 def on_meta(config: Any, dtype: torch.dtype, scalar_head: bool = False) -> PreTrainedModel:
-    """Make a model without storage."""
+    """Build a model on the meta device."""
     auto: Any = AutoModelForSequenceClassification if scalar_head else AutoModelForCausalLM
     own = deepcopy(config)
     if scalar_head:
@@ -158,7 +158,7 @@ def on_meta(config: Any, dtype: torch.dtype, scalar_head: bool = False) -> PreTr
 def resident_bytes(
     shape: Shape, trained: bool, layout: ParallelLayout = ALONE, moment_bytes: float = MASTER_BYTES
 ) -> dict[str, int]:
-    """Return the bytes that stay on the device from step to step, by kind; `moment_bytes` are those of a float32 weight's moment."""
+    """Return the resident bytes between steps, by kind; `moment_bytes` is the size of one moment of a float32 weight."""
     layers = shape.sizes.num_hidden_layers // layout.pipeline
     whole = layers * shape.layer_parameters + beside_layers(shape, layout)
     own = whole // (layout.tensor * layout.shard_ranks)
@@ -177,9 +177,9 @@ def resident_bytes(
 
 
 def gathered_bytes(shape: Shape, layout: ParallelLayout) -> int:
-    """Return the bytes of weights that are gathered from other devices while a micro-batch is computed.
+    """Return the bytes of gathered weights during a micro-batch.
 
-    `full` holds two layers, of which one arrives while the other computes, and what is in no layer; `optimizer` holds all of them.
+    `full` holds two layers (one computes while the next is prefetched) and everything outside layers; `optimizer` holds all layers.
     """
     if layout.shard == "none":
         return 0
@@ -190,17 +190,17 @@ def gathered_bytes(shape: Shape, layout: ParallelLayout) -> int:
 
 
 def beside_layers(shape: Shape, layout: ParallelLayout) -> int:
-    """Count the parameters of embedding, norm and head; in a pipeline those of the first or the last rank, whichever has more."""
+    """Count the parameters of embedding, norm and head; in a pipeline, on the first or last rank, whichever has more."""
     both = shape.parameters - shape.sizes.num_hidden_layers * shape.layer_parameters
     if layout.pipeline == 1:
         return both
     embedding = shape.sizes.vocab_size * shape.sizes.hidden_size
-    # With tied weights the last pipeline rank has the embedding too.
+    # With tied weights, the last pipeline rank also holds the embedding.
     return both if both < 2 * embedding else both - embedding
 
 
 def message_bytes(shape: Shape, tokens: int, trained: bool, layout: ParallelLayout) -> int:
-    """Return the bytes of a pipeline rank's receive buffers: activations and, in training, gradients of a run of the schedule."""
+    """Return the bytes of a pipeline rank's receive buffers for one run: activations and, in training, gradients."""
     if layout.pipeline == 1:
         return 0
     one = -(-tokens // (layout.sequence * layout.tensor)) * shape.sizes.hidden_size * shape.element_bytes
@@ -220,13 +220,13 @@ CACHED: dict[str, tuple[int, int]] = {}
 
 
 def cached_numbers(config: Any) -> tuple[int, int]:
-    """Return how many numbers an engine keeps of each token, and of each row, by a forward pass on shapes alone."""
+    """Return the elements that an engine caches per token and per row, from a forward pass on the meta device."""
     plan, sizes = proven_plan(config, ""), ModelSizes.of(config)
     formula = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim, 0
     if plan.by_rows:
         return formula
     counting, places = CachedNumbers(), torch.zeros((1, 1), dtype=torch.int64, device="meta")
-    # torch multiplies experts on the meta device in bfloat16 alone
+    # on the meta device, torch supports grouped expert products only in bfloat16
     model = on_meta(config, torch.bfloat16)
     use_plan(model, plan)
     try:
@@ -238,7 +238,7 @@ def cached_numbers(config: Any) -> tuple[int, int]:
 
 
 class CachedNumbers:
-    """The context that counts what attention layers and mixers would keep of one token."""
+    """An attention context that counts the elements which layers and mixers would cache for one token."""
 
     per_token = per_row = 0
 
@@ -258,18 +258,18 @@ def head_width(config: Any) -> int:
 
 
 def logits_bytes(shape: Shape, tokens: int, layout: ParallelLayout = ALONE) -> int:
-    """Return the bytes of the logits that exist at once: a chunk of the tokens, with its copy in at least float32 or its gradient."""
+    """Return the bytes of simultaneous logits: one chunk, with its copy in at least float32 or its gradient."""
     logits = tokens * shape.sizes.vocab_size // layout.tensor
     return min(2 * CHUNK_BYTES, logits * (max(MASTER_BYTES, shape.element_bytes) + shape.element_bytes))
 
 
 def activation_bytes(shape: Shape, tokens: int, checkpointing: bool, layout: ParallelLayout = ALONE) -> int:
-    """Return the bytes kept for the backward pass of a micro-batch: of every layer, or with checkpointing of one and all layers' inputs."""
+    """Return the bytes saved for a micro-batch's backward pass: all layers, or with checkpointing one layer and all layers' inputs."""
     share = -(-tokens // (layout.sequence * layout.tensor))
     if not shape.is_uniform:
         return whole_activation_bytes(shape, share, checkpointing)
     one, two = (saved_bytes(shape, layers, share * layout.tensor, layout.tensor) for layers in (1, 2))
-    # A pipeline rank has fewer layers, and as many times more micro-batches under way.
+    # A pipeline rank has fewer layers but proportionally more micro-batches in flight.
     layer, layers = two - one, shape.sizes.num_hidden_layers
     if not checkpointing:
         return one + (layers - 1) * layer
@@ -278,14 +278,14 @@ def activation_bytes(shape: Shape, tokens: int, checkpointing: bool, layout: Par
 
 
 def whole_activation_bytes(shape: Shape, tokens: int, checkpointing: bool) -> int:
-    """Count `activation_bytes` of a model whose layers differ, on one device, over all layers."""
+    """Count `activation_bytes` over all layers of a model whose layers differ, on one device."""
     plan, layers = proven_plan(shape.config, shape.name), shape.sizes.num_hidden_layers
     model = on_meta(shape.config, shape.dtype)
     use_plan(model, plan if not plan.by_rows else PACKED)
     try:
         every = kept_bytes(model, tokens)
     except FAILURES:
-        # attention of the model's own, which shapes alone do not run: about what a layer with its scores keeps
+        # The model's own attention does not run on the meta device: estimate a layer that saves its scores.
         every = (
             layers
             * tokens
@@ -298,7 +298,7 @@ def whole_activation_bytes(shape: Shape, tokens: int, checkpointing: bool) -> in
 
 
 def saved_bytes(shape: Shape, layers: int, tokens: int, tensor: int = 1) -> int:
-    """Count the bytes that autograd keeps of a forward pass of so many tokens and layers on one of `tensor` ranks, without parameters."""
+    """Count the bytes that autograd saves in a forward pass of `layers` layers on one of `tensor` ranks, without parameters."""
     config = deepcopy(shape.config)
     config.head_dim = head_width(config)
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
@@ -313,9 +313,9 @@ def saved_bytes(shape: Shape, layers: int, tokens: int, tensor: int = 1) -> int:
 
 
 def kept_bytes(model: Any, tokens: int) -> int:
-    """Count the bytes that autograd keeps of a forward pass of a model on the meta device, without parameters."""
+    """Count the bytes that autograd saves in a forward pass on the meta device, without parameters."""
     own = {p.untyped_storage()._cdata for p in model.parameters()}
-    # Kept alive, so that no two of them have one address.
+    # Keep them alive, so that no address is reused.
     kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
@@ -332,7 +332,7 @@ def kept_bytes(model: Any, tokens: int) -> int:
 
 
 def divide_tokens(model: Any, ranks: int) -> None:
-    """Make a model on the meta device keep as many tokens between matrices as one of several tensor-parallel ranks does."""
+    """Make a model on the meta device scatter and gather tokens as one of `ranks` tensor-parallel ranks does."""
 
     def scattered(_: nn.Module, __: Any, states: Tensor) -> Tensor:
         return states[:, : states.shape[1] // ranks].clone()
@@ -354,7 +354,7 @@ def divide_tokens(model: Any, ranks: int) -> None:
 
 
 class FusedAttention:
-    """The attention context of shapes alone: keeps for the backward pass what a fused kernel keeps, and no scores."""
+    """An attention context for the meta device that saves what a fused kernel saves for the backward pass: no scores."""
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         output: Tensor = _Shapes.apply(query, key, value)

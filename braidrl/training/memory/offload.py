@@ -1,9 +1,9 @@
-"""Offloading: the contents of tensors leave their device for a while and come back bit for bit.
+"""Offloading: move the contents of tensors off their device and back, bit for bit.
 
 CUDA    device memory ──▶ pinned host memory ──▶ device memory      asynchronous copies, in the order of the stream
-CPU     memory        ──▶ an unnamed file    ──▶ memory             the system gets the pages back in the meantime
+CPU     memory        ──▶ an unlinked file   ──▶ memory             the system gets the pages in the meantime
 
-Only storages are emptied: every parameter, view and optimizer that refers to one finds it again as it was.
+Only storages are emptied: parameters, views and optimizers keep their references to them.
 """
 
 import ctypes
@@ -19,49 +19,49 @@ from braidrl.errors import UserError
 from braidrl.weights.shards import empty, storages
 
 Restore = Callable[[], None]
-"""Bring back one storage."""
+"""Restores one storage."""
 
 
 class OffloadableTensors:
-    """A set of tensors that can be offloaded. It is read anew at each move: an optimizer's state appears with its first step.
+    """A set of tensors that can be offloaded. It is listed again at each move, as optimizer state appears with the first step.
 
-    A move that was interrupted is completed by the next one, in either direction.
+    The next move, in either direction, completes an interrupted one.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
         self._tensors = tensors
-        # By storage, which is kept so that no other takes its place.
+        # By storage id; the storage is referenced so that its id is not reused.
         self._away: dict[int, tuple[UntypedStorage, int, Restore]] = {}
         self._file: UnnamedFile | None = None
 
     @property
     def away_bytes(self) -> int:
-        """Return the number of bytes that are not on the device."""
+        """Return the number of offloaded bytes."""
         return sum(size for _, size, _ in self._away.values())
 
     def offload(self) -> None:
-        """Offload everything that is on the device. Raises UserError where there is no room for it."""
+        """Offload everything that is on the device. Raises UserError if there is no space for it."""
         for storage in storages(self._tensors()):
             if (size := storage.nbytes()) and storage._cdata not in self._away:
-                restore = to_pinned(storage) if storage.is_cuda else self._to_file(storage)
+                if storage.is_cuda:
+                    restore = to_pinned(storage)
+                else:
+                    self._file = self._file or UnnamedFile()
+                    restore = self._file.put(storage)
                 self._away[storage._cdata] = storage, size, restore
                 empty(storage)
 
     def onload(self) -> None:
-        """Bring back everything that is offloaded."""
+        """Restore everything that is offloaded."""
         while self._away:
             key, (_, _, restore) = next(iter(self._away.items()))
             restore()
             del self._away[key]
         self._file = None
 
-    def _to_file(self, storage: UntypedStorage) -> Restore:
-        self._file = self._file or UnnamedFile()
-        return self._file.put(storage)
-
 
 def to_pinned(storage: UntypedStorage) -> Restore:
-    """Copy a storage to pinned host memory. Its device memory may be reused at once: the stream keeps the order."""
+    """Copy a storage to pinned host memory. Its device memory may be reused at once, as the stream orders the copy."""
     size = storage.nbytes()
 
     def content() -> Tensor:
@@ -83,13 +83,13 @@ def memory(storage: UntypedStorage) -> memoryview:
 
 
 class UnnamedFile:
-    """A file in TMPDIR that disappears with this process, however that ends."""
+    """An unlinked file in TMPDIR, which disappears with this process however it ends."""
 
     def __init__(self) -> None:
         self._file: Any = tempfile.TemporaryFile(prefix="braid-", buffering=0)  # noqa: SIM115
 
     def put(self, storage: UntypedStorage) -> Restore:
-        """Append a storage's bytes. Raises UserError where the disk is full."""
+        """Append a storage's bytes. Raises UserError if the disk is full."""
         number, size = self._file.fileno(), storage.nbytes()
         place = os.fstat(number).st_size
         try:
@@ -106,10 +106,10 @@ class UnnamedFile:
 
 
 def transfer(move: Callable[[memoryview, int], int], storage: UntypedStorage, place: int) -> None:
-    """Move a storage's bytes to or from a place in a file. Raises OSError where the file ends early."""
+    """Move a storage's bytes to or from an offset in a file. Raises OSError if the file ends early."""
     view, done = memory(storage), 0
     while done < len(view):
         count = move(view[done:], place + done)
         if not count:
-            raise OSError(f"{len(view) - done} bytes of weights that were put away are not there")
+            raise OSError(f"{len(view) - done} bytes of offloaded weights are missing")
         done += count

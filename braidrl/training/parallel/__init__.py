@@ -1,3 +1,3 @@
-"""One role on many devices. `replicated` is the interface that all layouts follow, where each rank has a replica; `sharded` adds
-sharding and the axes `tensor`, `sequence` and `pipeline`.
+"""Parallel layouts of one role. `replicated` is the interface of all layouts and plain data parallelism; `sharded` adds sharding and
+the axes `tensor`, `sequence` and `pipeline`.
 """

@@ -1,11 +1,11 @@
-"""Pipeline parallelism: each rank has some of the layers, and micro-batches pass through them one behind the other (1F1B).
+"""Pipeline parallelism: each rank holds some of the layers, and micro-batches pass through the ranks (1F1B).
 
 rank 0    embedding, layers 0..n          F0 F1    B0 F2    B1 F3    B2    B3
 rank 1    layers n..2n, norm, head           F0 B0    F1 B1    F2 B2    F3 B3
 
-The schedule is torch's. All messages of one run have the same shape, so micro-batches are padded to the longest, and it keeps buffers for
-all of them, so a run has at most `RUN` micro-batches for each pipeline rank. A rank holds transformers' own model with `PassThrough` in
-place of other ranks' layers.
+The schedule is torch's. All messages of a run have one shape, so micro-batches are padded to the longest. The schedule allocates
+buffers for all micro-batches, so a run has at most `RUN` of them per pipeline rank. A rank holds transformers' own model with
+`PassThrough` in place of other ranks' layers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,9 +25,9 @@ from braidrl.training.parallel.replicated import OnPrediction, Predict
 from braidrl.weights.shards import by_tensor
 
 RUN = 8
-"""Micro-batches in one run of the schedule, for each pipeline rank: receive buffers against time in the bubble."""
+"""Most micro-batches per pipeline rank in one run: a trade-off of receive buffers against the pipeline bubble."""
 HIDDEN = "hidden"
-"""The name under which a pipeline rank other than the last returns its hidden states."""
+"""The key under which all pipeline ranks but the last return hidden states."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class Pipeline:
 
     group: dist.ProcessGroup
     embedding_group: dist.ProcessGroup | None
-    """The first and the last rank, which both hold weights that embedding and output layer share; None on the others."""
+    """The first and the last rank, which share tied embedding weights; None on the others."""
     divisor: int
-    """Ranks that divide the tokens of a micro-batch."""
+    """The number of ranks that share the tokens of a micro-batch."""
     device: torch.device
 
     @property
@@ -56,9 +56,9 @@ class Pipeline:
     def run_micro_batches(
         self, model: Any, compute: Predict, micro_batches: Sequence[Packed], on_prediction: OnPrediction
     ) -> None:
-        """Run micro-batches as `DataParallel.run_micro_batches`; `on_prediction` is called on the last pipeline rank alone.
+        """Run micro-batches as `DataParallel.run_micro_batches`; only the last pipeline rank calls `on_prediction`.
 
-        All ranks of the pipeline call this at the same time with the same micro-batches, at least one for each pipeline rank.
+        All pipeline ranks call this at the same time with the same micro-batches, at least one per rank.
         """
         for numbers in runs(len(micro_batches), self.size):
             self._run(model, compute, micro_batches, on_prediction, numbers)
@@ -84,19 +84,19 @@ class Pipeline:
             RankModule(forward), self.rank, self.size, self.device,
             input_args=() if self.rank == 0 else (message,), output_args=(message,), group=self.group,
         )  # fmt: skip
-        # The last pipeline rank's output is its loss; sums are divided once, at `step`.
+        # The last pipeline rank outputs its loss; sums are divided once, at `step`.
         loss = (lambda output, number: output) if train else None
         schedule = Schedule1F1B(pipeline_stage, len(numbers), loss, scale_grads=False)
         try:
             schedule.step(number=numbers, target=numbers if train else None, return_outputs=False)
         except RuntimeError as error:
-            # The schedule puts what a rank raises into words of its own, in which nobody finds a lost peer or a user's mistake.
+            # The schedule wraps errors; raise the original, so that lost peers and user errors are recognised.
             raise error.__cause__ or error from None
 
     def full_tensors(
         self, named: Mapping[str, Any], materialize: Callable[[Any], Tensor]
     ) -> Iterator[tuple[list[str], Tensor]]:
-        """Yield tensors as `DataParallel.full_tensors`; each pipeline rank broadcasts its own. A name may come twice, with equal values."""
+        """Yield tensors as `DataParallel.full_tensors`; each pipeline rank broadcasts its own. Tied tensors may appear twice."""
         own = by_tensor(named)
         about = [(names, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for names, tensor in own]
         of_all = [unpack_message(part) for part in all_gather_bytes(bytearray(pack_message(about)), self.group)]
@@ -111,18 +111,18 @@ class Pipeline:
                 yield names, tensor
 
     def broadcast_predictions(self, values: Tensor) -> Tensor:
-        """Broadcast the last pipeline rank's values; the other ranks pass a buffer of the same shape and type."""
+        """Broadcast the last pipeline rank's values; the other ranks pass a buffer of the same shape and dtype."""
         dist.broadcast(values, group_src=self.size - 1, group=self.group)
         return values
 
 
 def runs(micro_batches: int, ranks: int) -> tuple[Tensor, ...]:
-    """Return the micro-batch numbers of each run: about as many in each, and at least one for each pipeline rank if there are so many."""
+    """Split the micro-batch numbers into runs of about equal size, with at least one per pipeline rank if possible."""
     return torch.arange(micro_batches).tensor_split(-(-micro_batches // (RUN * ranks))) if micro_batches else ()
 
 
 class RankModule(nn.Module):
-    """The module that torch's schedule calls, with a micro-batch's number and the previous pipeline rank's output."""
+    """The module that torch's schedule calls with a micro-batch's number and the previous pipeline rank's output."""
 
     def __init__(self, run: Callable[[int, Tensor | None], Tensor]) -> None:
         super().__init__()
@@ -133,10 +133,10 @@ class RankModule(nn.Module):
 
 
 class PassThrough(nn.Module):
-    """Takes the place of a layer, norm, embedding or head that another pipeline rank holds."""
+    """A placeholder for a layer, norm, embedding or head of another pipeline rank."""
 
     def __init__(self, replaced: nn.Module | None = None) -> None:
-        """Keep what the model's forward asks a layer: its kind, as text and numbers."""
+        """Copy the plain attributes of the replaced layer, which the model's forward may read."""
         super().__init__()
         for name, value in vars(replaced).items() if replaced else ():
             if isinstance(value, str | int | float) and not name.startswith("_") and name != "training":
@@ -147,9 +147,9 @@ class PassThrough(nn.Module):
 
 
 class Received(PassThrough):
-    """Takes the place of the layer before a pipeline rank's own, and returns the previous rank's output.
+    """A placeholder for the layer before a pipeline rank's first, which returns the previous rank's output.
 
-    What the model does to embedded tokens before its layers, the first rank has done.
+    It discards its input: the first rank has already processed the embedded tokens.
     """
 
     hidden: Tensor
@@ -178,7 +178,7 @@ def split_layers(model: Any, rank: int, ranks: int) -> None:
 
 
 def is_tied(model: Any) -> bool:
-    """Return True where embedding and output layer share their weight."""
+    """Return whether embedding and output layer share their weight."""
     output, tokens = model.get_output_embeddings(), model.get_input_embeddings()
     return isinstance(output, nn.Linear) and isinstance(tokens, nn.Embedding) and output.weight is tokens.weight
 

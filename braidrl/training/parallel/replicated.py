@@ -1,4 +1,4 @@
-"""How the ranks of one role compute together. Here each has a replica of the model, and gradients are all they exchange."""
+"""Data parallelism, and the interface of all layouts: each rank has a replica of the model, and ranks exchange only gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Predict = Callable[..., dict[str, Tensor]]
 ReadParameters = Callable[[nn.Module], None]
 """Reads the parameters of a module that are still on the meta device."""
 OnPrediction = Callable[[int, dict[str, Tensor]], Tensor | None]
-"""Called with a micro-batch's number and its predictions; returns the loss to go backward from, or None."""
+"""Called with a micro-batch's number and predictions; returns the loss for the backward pass, or None."""
 
 
 @dataclass(frozen=True)
@@ -34,22 +34,22 @@ class DataParallel(Ranks):
 
     @property
     def is_reporting_rank(self) -> bool:
-        """Return True for the one rank of a replica that adds its rows to losses and metrics."""
+        """Return whether this rank reports its replica's losses and metrics; one rank per replica does."""
         return True
 
     @property
     def forward_is_collective(self) -> bool:
-        """Return True where a rank without rows must still join the forward pass of the others."""
+        """Return whether a rank without rows must still join the forward passes of the others."""
         return False
 
     @property
     def has_predictions(self) -> bool:
-        """Return True where this rank holds the model's last layer, and so its predictions."""
+        """Return whether this rank holds the model's last layer and computes predictions."""
         return True
 
     @property
     def is_sharded(self) -> bool:
-        """Return True where no rank has the full model."""
+        """Return whether no rank holds the full model."""
         return False
 
     def parallelize(self, model: Any, predict: Predict, read_parameters: ReadParameters) -> Predict:
@@ -61,39 +61,39 @@ class DataParallel(Ranks):
             read_parameters: Reads a module's parameters just before it is sharded.
 
         Returns:
-            What to call in place of `predict` from then on.
+            The function to call in place of `predict`.
         """
         read_parameters(model)
         return predict
 
     def reshard(self, model: Any) -> None:
-        """Free the parameters that were gathered for a forward pass, so that each rank has its local shards only."""
+        """Free parameters that were gathered for a forward pass, so that each rank holds only its local shards."""
 
     def gather_rows(self, rows: Rows) -> tuple[Rows, slice]:
-        """Return the rows of all ranks that compute the same ones, and the slice of them that is this rank's own."""
+        """Gather the rows of all ranks of this replica; return them and the slice of this rank's own rows."""
         return rows, slice(0, len(rows))
 
     def num_micro_batches(self, micro_batches: int) -> int:
-        """Return how many micro-batches this rank must run so that all run as many; those beyond its own are empty."""
+        """Return the number of micro-batches to run, equal on all ranks; a rank pads its own with empty ones."""
         return micro_batches
 
     def run_micro_batches(
         self, model: Any, compute: Predict, micro_batches: Sequence[Packed], on_prediction: OnPrediction
     ) -> None:
-        """Compute each micro-batch, call `on_prediction` where the predictions are, and go backward from the loss that it returns."""
+        """Compute each micro-batch, call `on_prediction` on the rank with predictions, and run backward from the returned loss."""
         for number, packed in enumerate(micro_batches):
             loss = on_prediction(number, compute(packed))
             if loss is not None:
                 loss.backward()
 
     def broadcast_predictions(self, values: Tensor) -> Tensor:
-        """Broadcast values from the rank that has the predictions; the other ranks pass a buffer of the same shape and type."""
+        """Broadcast values from the rank with predictions; other ranks pass a buffer of the same shape and dtype."""
         return values
 
     def full_tensors(
         self, named: Mapping[str, NamedTensor], materialize: Callable[[NamedTensor], Tensor]
     ) -> Iterator[tuple[list[str], Tensor]]:
-        """Yield each tensor of the model with its names, made by `materialize` from the local form.
+        """Yield each tensor of the model with its names; `materialize` builds it from its local form.
 
         All ranks of a sharded model call this at the same time.
         """
@@ -101,13 +101,13 @@ class DataParallel(Ranks):
             yield names, materialize(tensor)
 
     def all_reduce_gradients(self, tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
-        """Replace each parameter's gradient by its sum over all rows. Every rank passes tensors of the same shapes."""
+        """Replace each parameter's gradient by its sum over all ranks; every rank passes tensors of the same shapes."""
         if self.size > 1:
-            with self.meeting("the sum of gradients"):
+            with self.meeting("all-reduce of gradients"):
                 sum_in_buckets(tensors, self.group)
 
     def gradient_norm(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
-        """Return the 2-norm of all parameters' gradients together; a gradient may be None."""
+        """Return the global 2-norm of the gradients; some may be None."""
         return torch.nn.utils.get_total_norm([gradient for gradient in gradients if gradient is not None])
 
 
@@ -121,7 +121,7 @@ def sum_in_buckets(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -
 
 
 def buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Group neighbours of one dtype into buckets of about BUCKET_BYTES."""
+    """Group consecutive tensors of one dtype into buckets of about BUCKET_BYTES."""
     found: list[list[Tensor]] = []
     for _, run in groupby(tensors, key=lambda tensor: tensor.dtype):
         size = BUCKET_BYTES

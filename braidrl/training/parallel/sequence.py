@@ -1,11 +1,11 @@
-"""Sequence parallelism after Ulysses: ranks divide the tokens of a micro-batch, and within attention the heads.
+"""Ulysses sequence parallelism: ranks shard the tokens of a micro-batch, and the heads within attention.
 
 rank 0   tokens 0..n    all heads ╮              ╭ all tokens   heads 0..h    ╮              ╭ tokens 0..n
 rank 1   tokens n..2n   all heads ┴─ all-to-all ─┴ all tokens   heads h..2h   ┴─ all-to-all ─┴ tokens n..2n
 
-Everything but attention and mixers is computed token by token. Mixers compute whole sequences: before one, each rank gets all tokens of
-some of the sequences. Predictions are gathered, so that each rank has the global loss; its backward takes the gradients of the local
-tokens, and their sum over the ranks is the gradient.
+Everything but attention and mixers works token by token. Mixers need whole sequences: before a mixer, each rank receives all tokens of
+some sequences. Predictions are gathered, so that each rank computes the global loss; its backward pass covers the local tokens, and the
+gradient is the sum over ranks.
 """
 
 from collections.abc import Sequence
@@ -31,27 +31,28 @@ from braidrl.training.parallel.replicated import Predict
 
 @dataclass(frozen=True, eq=False)
 class UlyssesAttention:
-    """Attention over sequences whose tokens are divided equally among the S ranks of `group`, n tokens on each."""
+    """Attention over sequences whose tokens are sharded equally over the S ranks of `group`, n tokens on each."""
 
     sequences: AttentionContext
     group: dist.ProcessGroup
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Attend with local queries (1, H, n, D) to keys and values (1, K, n, D); returns (1, n, H, D). S must divide H and K."""
-        whole = [self._all_tokens(states) for states in (query, key, value)]
-        output = self.sequences.attend(module, whole[0], whole[1], whole[2], self._own_heads(scores))
-        by_rank = output[0].unflatten(0, (self.group.size(), -1))
-        return _AllToAll.apply(by_rank, self.group).transpose(0, 1).flatten(1, 2)[None]
-
-    def _own_heads(self, scores: Scores) -> Scores:
-        """Return the rule of the heads that this rank computes."""
-        if scores.sinks is None:
-            return scores
-        return replace(scores, sinks=scores.sinks.unflatten(0, (self.group.size(), -1))[self.group.rank()])
+        by_rank = (self.group.size(), -1)
+        if scores.sinks is not None:
+            scores = replace(scores, sinks=scores.sinks.unflatten(0, by_rank)[self.group.rank()])
+        # (1, heads, n, D) to (1, heads / S, S · n, D): all tokens of this rank's heads
+        states = [
+            _AllToAll.apply(each[0].unflatten(0, by_rank), self.group).transpose(0, 1).flatten(1, 2)[None]
+            for each in (query, key, value)
+        ]
+        output = self.sequences.attend(module, states[0], states[1], states[2], scores)
+        parts = output[0].unflatten(0, by_rank)
+        return _AllToAll.apply(parts, self.group).transpose(0, 1).flatten(1, 2)[None]
 
     def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Run a mixer over all tokens of this rank's sequences, with an all-to-all before and after it."""
-        assert isinstance(self.sequences, PackedSequences), "prompts are not shared where there are mixers"
+        assert isinstance(self.sequences, PackedSequences), "models with mixers do not share prompts"
         exchange, own = self._exchange, self._own_sequences
         tokens = len(exchange.order)
 
@@ -61,7 +62,7 @@ class UlyssesAttention:
                 return leaf
             flat = _Exchange.apply(leaf.squeeze(place - 1).movedim(place - 1, 0), exchange, self.group)
             if not exchange.received:
-                # a rank without a sequence runs a token of none, so that its parameters have gradients
+                # a rank without a sequence runs a filler token, so that its parameters have gradients
                 flat = torch.cat([flat, flat.new_zeros((1, *flat.shape[1:]))])
             return flat.movedim(0, place - 1).unsqueeze(place - 1)
 
@@ -75,7 +76,7 @@ class UlyssesAttention:
 
     @cached_property
     def _assigned(self) -> list[int]:
-        """Return the rank of each sequence: the one with the fewest tokens so far, longest sequences first."""
+        """Assign each sequence to the rank with the fewest tokens so far, longest sequences first."""
         assert isinstance(self.sequences, PackedSequences)
         lengths, held = self.sequences.lengths, [0] * self.group.size()
         assigned = [0] * len(lengths)
@@ -101,15 +102,10 @@ class UlyssesAttention:
             (owner == rank).sum(1).tolist(),
         )  # fmt: skip
 
-    def _all_tokens(self, states: Tensor) -> Tensor:
-        """Exchange (1, heads, n, D) for (1, heads / S, S · n, D)."""
-        by_rank = states[0].unflatten(0, (self.group.size(), -1))
-        return _AllToAll.apply(by_rank, self.group).transpose(0, 1).flatten(1, 2)[None]
-
 
 @dataclass(frozen=True)
 class LocalPacked(Packed):
-    """One rank's tokens of a packed micro-batch; `sequence_lengths` are those of all ranks together."""
+    """One rank's tokens of a packed micro-batch; `sequence_lengths` covers all ranks."""
 
     group: dist.ProcessGroup
 
@@ -118,9 +114,9 @@ class LocalPacked(Packed):
 
 
 def sequence_parallel(predict: Predict, group: dist.ProcessGroup, join: bool = True) -> Predict:
-    """Wrap `predict` so that the ranks of `group` divide the tokens; each of them calls it with the same rows.
+    """Wrap `predict` so that the ranks of `group` shard the tokens; all call it with the same rows.
 
-    With `join` every rank gets the predictions of all tokens, without it those of its own tokens.
+    With `join` every rank gets the predictions of all tokens, else only of its own.
     """
 
     def predict_local(packed: Packed, *objective: Any) -> dict[str, Tensor]:
@@ -131,7 +127,7 @@ def sequence_parallel(predict: Predict, group: dist.ProcessGroup, join: bool = T
 
 
 def local_tokens_of(packed: Packed, group: dist.ProcessGroup) -> LocalPacked:
-    """Pad a micro-batch so that it divides, and return this rank's tokens; `hidden` is local already."""
+    """Pad a micro-batch to a multiple of the ranks and return this rank's tokens; `hidden` is already local."""
     count = -(-len(packed.input_ids) // group.size())
     packed = packed.padded(count * group.size())
     first = group.rank() * count
@@ -145,7 +141,7 @@ def local_tokens_of(packed: Packed, group: dist.ProcessGroup) -> LocalPacked:
 
 
 def all_gather_values(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Gather values of different lengths from all ranks, in the order of ranks. Differentiable."""
+    """All-gather values of different lengths in rank order. Differentiable."""
     count = torch.tensor([len(values)], device=values.device)
     counts = [torch.empty_like(count) for _ in range(group.size())]
     dist.all_gather(counts, count, group=group)
@@ -154,7 +150,7 @@ def all_gather_values(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class TokenExchange:
-    """An all-to-all of tokens: `order` is how the local ones are laid out by receiver, `sent` and `arriving` count them by rank."""
+    """An all-to-all of tokens: `order` sorts local tokens by receiver, `sent` and `arriving` count tokens by rank."""
 
     order: Tensor
     sent: list[int]
@@ -170,7 +166,7 @@ class TokenExchange:
         return TokenExchange(self.order, self.arriving, self.sent, True)
 
     def run(self, flat: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Exchange tokens (n, ...) for those of this rank's sequences, or the other way round."""
+        """Exchange local tokens (n, ...) for the tokens of this rank's sequences, or back."""
         flat = flat if self.is_return else flat.index_select(0, self.order)
         found = flat.new_empty((self.received, *flat.shape[1:]))
         dist.all_to_all_single(found, flat.contiguous(), self.arriving, self.sent, group=group)
@@ -192,7 +188,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _AllToAll(torch.autograd.Function):
-    """All-to-all of (S, ...): part j goes to rank j, and part j of the result came from rank j."""
+    """The all-to-all of (S, ...): part j goes to rank j, and part j of the result comes from rank j."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:

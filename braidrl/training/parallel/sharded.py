@@ -1,4 +1,4 @@
-"""Ranks that shard a role's model: their mesh, and what each of its axes divides.
+"""Sharded layouts of a role: the device mesh, and the data that each axis shards.
 
                     data 0                      data 1
             tensor 0    tensor 1        tensor 0    tensor 1
@@ -6,10 +6,10 @@ layers      all, or with pipeline > 1 those of its rank               `pipeline.
 rows        those of replica 0          those of replica 1            `gather_rows`
 matrices    left half   right half      left half   right half        `tensor_parallel.parallelize_layer`
 tokens      all, or with sequence > 1 a share of the replica's        `sequence_parallel`
-            of those, between matrices, half each
+            between matrices, half of these on each
 shards      upper       upper           lower       lower             FSDP2, with shard=full or optimizer
 
-The ranks of one replica compute the same rows: each contributes the rows that it was given.
+The ranks of one replica compute the same rows: each contributes its own rows.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,23 +43,23 @@ from braidrl.weights.shards import NamedTensor, num_shards
 
 @dataclass(frozen=True)
 class Sharded(DataParallel):
-    """Ranks under a layout that gives none of them a full replica; made by `apply_layout`."""
+    """The ranks of a layout without full replicas; created by `apply_layout`."""
 
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     world: DataParallel = field(default_factory=DataParallel)
     """All ranks of the role."""
     mesh: DeviceMesh | None = None
-    """Dimensions (pipeline, node, shard, tensor), by these names; ranks along `node` and `shard` have different tokens."""
+    """Mesh with dimensions (pipeline, node, shard, tensor); ranks along `node` and `shard` have different tokens."""
     replica_group: dist.ProcessGroup | None = None
-    """The ranks of this replica, which compute the same rows."""
+    """All ranks of this replica."""
     sequence_group: dist.ProcessGroup | None = None
-    """The ranks of this replica that divide its tokens."""
+    """The ranks of this replica that shard its tokens."""
     pipeline: Pipeline | None = None
-    """The ranks of this replica that hold other layers; None where each holds them all."""
+    """The pipeline ranks of this replica; None without pipeline parallelism."""
     tied_embedding: list[Tensor] = field(default_factory=list)
-    """The parameter that the first and the last pipeline rank both hold, if there is one."""
+    """The parameter that the first and the last pipeline rank share, if any."""
     partial_gradients: list[Tensor] = field(default_factory=list)
-    """Parameters that all ranks along `tensor` hold, and whose local gradient is a partial sum."""
+    """Parameters replicated along `tensor` whose local gradient is a partial sum."""
 
     @property
     def is_reporting_rank(self) -> bool:
@@ -83,7 +83,7 @@ class Sharded(DataParallel):
 
     @property
     def uses_fsdp(self) -> bool:
-        """Return True where ranks with different rows join collectives in every micro-batch."""
+        """Return whether FSDP2 shards the model, so that ranks with different rows join collectives in every micro-batch."""
         return self.layout.shard != "none"
 
     def parallelize(self, model: Any, predict: Predict, read_parameters: ReadParameters) -> Predict:
@@ -96,7 +96,7 @@ class Sharded(DataParallel):
         plan = tensor_parallel.plan_of(model) if self.layout.tensor > 1 else None
         if plan:
             predict = tensor_parallel.pad_to_multiple(predict, self.layout.sequence * self.layout.tensor)
-        # One layer after the other, so that a rank never has more than one whole.
+        # Layer by layer, so that a rank never holds more than one full layer.
         for layer in local_layers(model):
             read_parameters(layer)
             if plan:
@@ -109,7 +109,7 @@ class Sharded(DataParallel):
         if plan:
             self.partial_gradients.extend(tensor_parallel.partial_gradient_parameters(model))
         if self.uses_fsdp:
-            # The output layer's weight is used without the layer's forward: the whole prediction is one forward of the model.
+            # `predict` uses the output layer's weight without its forward: register it as a forward method of the model.
             model.predict = predict
             register_fsdp_forward_method(model, "predict")
             predict = model.predict
@@ -121,7 +121,7 @@ class Sharded(DataParallel):
         assert self.mesh is not None
         if not self.uses_fsdp:
             return
-        # Gradients are summed in float32 whatever the weights are; loss sums are divided once, at `step`.
+        # Gradients are reduced in float32 for any weight dtype; loss sums are divided once, at `step`.
         dtype = next(module.parameters()).dtype
         policy = MixedPrecisionPolicy(reduce_dtype=torch.promote_types(dtype, torch.float32))
         keep = self.layout.shard == "optimizer"
@@ -139,7 +139,7 @@ class Sharded(DataParallel):
         if self.layout.ranks_per_replica == 1:
             return rows, slice(0, len(rows))
         assert self.replica_group is not None
-        with self.meeting("rows of one copy of the model"):
+        with self.meeting("rows of one replica"):
             parts = [unpack_rows(part) for part in all_gather_bytes(join(encode(rows)), self.replica_group)]
         before = sum(len(part) for part in parts[: self.replica_group.rank()])
         filled = [part for part in parts if len(part)]
@@ -151,7 +151,7 @@ class Sharded(DataParallel):
             with self.meeting("the number of micro-batches"):
                 dist.all_reduce(most, dist.ReduceOp.MAX, group=self.group)
             micro_batches = int(most)
-        # Torch's schedule has at least one for each pipeline rank.
+        # Torch's schedule needs at least one per pipeline rank.
         return max(micro_batches, self.layout.pipeline) if micro_batches else 0
 
     def run_micro_batches(
@@ -174,7 +174,7 @@ class Sharded(DataParallel):
             yield from self.pipeline.full_tensors(named, materialize)
 
     def all_reduce_gradients(self, tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
-        with self.meeting("the sum of gradients"):
+        with self.meeting("all-reduce of gradients"):
             assert self.mesh is not None
             if not self.uses_fsdp:
                 sum_in_buckets(tensors, self.mesh["shard"].get_group())
@@ -189,7 +189,7 @@ class Sharded(DataParallel):
                 )
 
     def gradient_norm(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
-        """Return the norm, from each rank's squares weighted so that every element of a gradient counts once."""
+        """Return the global norm; each rank weights its squares so that every element counts once."""
         squares = torch.zeros((), dtype=torch.float64)
         for gradient, parameter in zip(gradients, parameters, strict=True):
             if gradient is not None:
@@ -205,9 +205,9 @@ class Sharded(DataParallel):
 
 
 def apply_layout(layout: ParallelLayout, world: DataParallel, device: torch.device) -> DataParallel:
-    """Return this rank's view of a layout over all of `world`; every rank calls this at the same time.
+    """Return this rank's view of a layout over `world`; every rank calls this at the same time.
 
-    Raises UserError where the layout does not fit the number of ranks.
+    Raises UserError if the layout does not fit the number of ranks.
     """
     layout = layout.resolve(world.size)
     if layout.is_replicated:
@@ -221,7 +221,7 @@ def apply_layout(layout: ParallelLayout, world: DataParallel, device: torch.devi
     mesh = mesh_of(device.type, shape, ("pipeline", "node", "shard", "tensor"))
     pipeline = None
     if layout.pipeline > 1:
-        # Groups of their own: that of a mesh on CUDA may have no way to send what lies on the host.
+        # Separate groups: a CUDA mesh's group may not support CPU tensors.
         pipeline_ranks, embedding_group = subgroup(grid.flatten(1).T), subgroup(grid[[0, -1]].flatten(1).T)
         assert pipeline_ranks is not None
         pipeline = Pipeline(pipeline_ranks, embedding_group, layout.sequence * layout.tensor, device)
@@ -233,7 +233,7 @@ def apply_layout(layout: ParallelLayout, world: DataParallel, device: torch.devi
 def select_by_parameter(
     known: Sequence[Tensor], tensors: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Select the tensors, one for each of `parameters`, whose parameter is among `known`."""
+    """Select the tensors whose parameter is in `known`; `tensors` and `parameters` correspond."""
     numbers = {id(parameter) for parameter in known}
     return [tensor for tensor, parameter in zip(tensors, parameters, strict=True) if id(parameter) in numbers]
 

@@ -1,19 +1,18 @@
-"""Tensor parallelism: each matrix of a layer, and the vocabulary, divided among ranks that compute the same rows.
+"""Tensor parallelism: the matrices of each layer, and the vocabulary, sharded over ranks that compute the same rows.
 
           norm             column-wise      heads, gate     row-wise                       residual, norm
 rank 0    tokens 0..n   ╮  all tokens ───── its columns ─── all tokens, part of the sum ╮  tokens 0..n
 rank 1    tokens n..2n  ┴  all tokens ───── its columns ─── all tokens, part of the sum ┴  tokens n..2n
                     gathered                                              summed and scattered
 
-The plan is the model's own, as transformers publishes it (`base_model_tp_plan`). Between the products ranks divide the tokens, after
-Megatron's sequence parallelism: norms and residuals are computed, and kept for the backward pass, by one rank for each token. A
-weight that is not divided thus sees a part of the tokens on each rank, or of the heads, and its gradient is the sum over the ranks.
-Embedding and output layer are divided by the vocabulary; the output layer is never called, `linear_log_probs` reads the rank's part of
-its weight.
+The plan is the model's own (`base_model_tp_plan` of transformers). Between matrix products, tokens are sharded as in Megatron's sequence
+parallelism: one rank computes, and saves for the backward pass, the norms and residuals of each token. A replicated weight thus sees a
+part of the tokens or heads on each rank, and its gradient is the sum over ranks. Embedding and output layer are sharded by vocabulary.
+The output layer is never called: `linear_log_probs` reads this rank's shard of its weight.
 
-Of an adapter (down, up) the factor beside what is divided is divided too: `up` of a column-wise product by its rows, `down` of a row-wise
-one by its columns. The other one every rank has: of `down` it finds what its columns make of all tokens, of `up` what its own tokens
-make of it, so that here, too, the gradient is a sum.
+Adapters (down, up): the factor next to the sharded dimension is sharded too: `up` of a column-wise product by rows, `down` of a row-wise
+one by columns. The other factor is replicated. Its local gradient covers only this rank's columns (`down`) or tokens (`up`), so it is
+also summed over ranks.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -40,9 +39,9 @@ from braidrl.training.parallel.replicated import Predict
 AXIS = "tensor"
 LAYERS = "layers.*."
 COPIED = "replicated_with_grad_allreduce"
-"""The style of a weight that is replicated, such as the norm of heads."""
+"""The style of a replicated weight, such as a norm of heads."""
 TOKENS = Shard(1)
-"""Hidden states (1, N, D) whose tokens are divided equally."""
+"""Hidden states (1, N, D) sharded equally by tokens."""
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": lambda: RowwiseParallel(output_layouts=TOKENS),
@@ -51,8 +50,8 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def plan_of(model: Any, key: str = "trainer.layout.tensor", remedy: str = "tensor=1 and shard=full") -> dict[str, str]:
-    """Return the style of each module of a decoder or a scorer. Raises UserError, naming `key`, for no plan and for an unknown style."""
-    # Some versions of transformers have the embedding in the plan of a tied model, none in that of others.
+    """Return the style of each module of a model. Raises UserError, naming `key`, without a plan and for an unknown style."""
+    # The embedding is in no plan, except for tied models in some versions of transformers.
     plan = {**(model.config.base_model_tp_plan or {}), "embed_tokens": "embedding_rowwise"}
     unknown = sorted(set(plan.values()) - {*STYLES, COPIED})
     if len(plan) == 1 or unknown:
@@ -62,7 +61,7 @@ def plan_of(model: Any, key: str = "trainer.layout.tensor", remedy: str = "tenso
 
 
 def full_plan_of(model: Any, key: str, remedy: str) -> dict[str, str]:
-    """Return `plan_of` by the modules' full names, with a linear output layer added."""
+    """Return `plan_of` by full module names, with a linear output layer."""
     plan = {f"{model.base_model_prefix}.{name}": style for name, style in plan_of(model, key, remedy).items()}
     output = model.get_output_embeddings()
     if isinstance(output, nn.Linear):
@@ -71,7 +70,7 @@ def full_plan_of(model: Any, key: str, remedy: str) -> dict[str, str]:
 
 
 def parallelize_layer(layer: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
-    """Shard a decoder layer in place, along a mesh of one dimension."""
+    """Shard a decoder layer in place over a one-dimensional mesh."""
     own = in_layer(plan)
     for name, style in own.items():
         parallelize_module(layer, mesh, styles_of_module(layer, name, style))
@@ -79,7 +78,7 @@ def parallelize_layer(layer: nn.Module, plan: Mapping[str, str], mesh: DeviceMes
 
 
 def styles_of_module(layer: nn.Module, name: str, style: str) -> dict[str, ParallelStyle]:
-    """Return the parallel style of a layer's module, or of its base and adapter where it has one."""
+    """Return the parallel style of a layer's module, or of its base and adapter factors."""
     if not has_adapter(layer.get_submodule(name)):
         return {name: STYLES[style]()}
     down, up = f"{name}.lora_A.{NAME}", f"{name}.lora_B.{NAME}"
@@ -92,7 +91,7 @@ def has_adapter(module: nn.Module) -> bool:
 
 
 def copied_factors(model: Any, plan: Mapping[str, str]) -> Iterator[nn.Module]:
-    """Yield the adapter factors that are replicated."""
+    """Yield the replicated adapter factors."""
     for layer in local_layers(model):
         for name, style in in_layer(plan).items():
             module: Any = layer.get_submodule(name)
@@ -101,17 +100,17 @@ def copied_factors(model: Any, plan: Mapping[str, str]) -> Iterator[nn.Module]:
 
 
 def in_layer(plan: Mapping[str, str]) -> dict[str, str]:
-    """Return the styles of one layer's modules, by their names within the layer."""
+    """Return the styles of one layer's modules by their names in the layer."""
     return {name.removeprefix(LAYERS): style for name, style in plan.items() if name.startswith(LAYERS)}
 
 
 def blocks_of(styles: Mapping[str, str]) -> set[str]:
-    """Return the modules of a layer that begin with column-wise products: tokens are gathered once for each."""
+    """Return the modules of a layer that start with column-wise products; tokens are gathered once per module."""
     return {name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"}
 
 
 def parallelize_rest(model: Any, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
-    """Shard what is outside of the layers: the vocabulary, and the tokens of the last norm."""
+    """Shard everything outside the layers: the vocabulary, and the tokens of the last norm."""
     output, tied, body = model.get_output_embeddings(), is_tied(model), body_of(model)
     rest = {name: STYLES[style]() for name, style in plan.items() if not name.startswith(LAYERS)}
     if isinstance(model.get_input_embeddings(), PassThrough):
@@ -126,9 +125,9 @@ def parallelize_rest(model: Any, plan: Mapping[str, str], mesh: DeviceMesh) -> N
 
 
 class GatherTokens(ParallelStyle):
-    """Gathers the tokens of a module's first argument.
+    """A style that gathers the tokens of a module's first argument.
 
-    The module's output is a partial sum on each rank, and so is the gradient of its input: it is reduced and scattered.
+    The gradient of the input is a partial sum on each rank; it is reduce-scattered.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -173,7 +172,7 @@ def is_tensor_parallel(parameter: Tensor) -> bool:
 
 
 def pad_to_multiple(predict: Predict, divisor: int) -> Predict:
-    """Wrap `predict` so that its tokens are padded to a multiple of `divisor`."""
+    """Wrap `predict` to pad its tokens to a multiple of `divisor`."""
 
     def filled_up(packed: Packed, *objective: Any) -> dict[str, Tensor]:
         return predict(packed.padded(-(-len(packed.input_ids) // divisor) * divisor), *objective)

@@ -1,4 +1,4 @@
-"""A role's worker: forward passes over rows, gradient accumulation, and optimizer steps. Roles differ in what they predict.
+"""A role's worker: forward passes over rows, gradient accumulation and optimizer steps. Subclasses define the predictions.
 
 rows ──plan──▶ micro-batches ──pack──▶ hidden states ──predict──▶ per action or row ──objective──▶ sums ──backward──▶ optim_step
 """
@@ -28,13 +28,13 @@ from braidrl.training.roles.model import RoleModel
 
 
 def zero_loss(predicted: Mapping[str, Tensor]) -> Tensor:
-    """Return a zero loss that touches every output, so that all ranks run the same collectives."""
+    """Return a zero loss over every output, so that all ranks run the same collectives."""
     return sum((0 * values.sum() for values in predicted.values()), torch.zeros(()))
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows that are computed together, their numbers in the batch, and their packing; an empty one has no rows."""
+    """A micro-batch: its rows, their numbers in the batch, and their packing; an empty one has no rows."""
 
     numbers: list[int]
     rows: Rows
@@ -42,7 +42,7 @@ class MicroBatch:
 
 
 class RoleWorker(RoleModel, TrainingBackend):
-    """The training backend that needs nothing but torch."""
+    """The built-in training backend on plain torch."""
 
     _nonfinite: tuple[str, ...] = ()
 
@@ -54,7 +54,7 @@ class RoleWorker(RoleModel, TrainingBackend):
             whole_groups: Keep the rows of a group together.
 
         Returns:
-            For each micro-batch the places of its rows in `rows`, and the rows.
+            For each micro-batch, the indices of its rows in `rows`, and the rows.
         """
         if self.shares_prompts(rows) and not whole_groups:
             for numbers in plan_shared(rows, self.max_tokens):
@@ -69,7 +69,7 @@ class RoleWorker(RoleModel, TrainingBackend):
                     yield numbers, rows.take(numbers)
 
     def shares_prompts(self, rows: Rows) -> bool:
-        """Return True where prompts of these rows go through the model once for all rows that share them."""
+        """Return whether shared prompts of these rows are computed once."""
         return self.config.trainer.share_prompts and plan_of_model(self.model).is_packed and saves_enough(rows)
 
     def pack(self, rows: Rows) -> Packed:
@@ -77,7 +77,7 @@ class RoleWorker(RoleModel, TrainingBackend):
         return pack_shared(rows, self.device) if self.shares_prompts(rows) else pack(rows, self.device)
 
     def padded_micro_batches(self, rows: Rows, whole_groups: bool = False) -> list[MicroBatch]:
-        """Return the micro-batches, followed by empty ones where other ranks have more and would wait.
+        """Return the micro-batches, padded with empty ones to the number that all ranks run.
 
         Args:
             rows: This rank's rows.
@@ -156,11 +156,11 @@ class RoleWorker(RoleModel, TrainingBackend):
 
     @property
     def shared_model(self) -> Any:
-        """Return the model where an engine may decode with it, else None."""
+        """Return the model if an engine may share it, else None."""
         return self.model if self.shares_weights else None
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield every full tensor of the model, adapters merged; all ranks that have divided it call this at the same time."""
+        """Yield every full tensor of the model, adapters merged; all ranks of a sharded model call this at the same time."""
         return full_state_dict(self).items()
 
     def load(self, folder: Path) -> None:

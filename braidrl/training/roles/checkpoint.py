@@ -1,11 +1,11 @@
-"""A role's worker on disk: a plain Hugging Face directory that anything can load, with the optimizer's tensors beside it.
+"""Checkpoints of a role's worker: a plain Hugging Face directory with the optimizer's tensors beside it.
 
-    actor/  config.json  model.safetensors  tokenizer.json        full tensors under every layout, adapters merged
-            adapter/                                              adapters in peft's format, where they alone are trained
-            optimizer.safetensors                                 where each rank has the full model
+    actor/  config.json  model.safetensors  tokenizer.json        full tensors in every layout, adapters merged
+            adapter/                                              adapters in peft's format, if only these are trained
+            optimizer.safetensors                                 if each rank has the full model
             optimizer/  .metadata  __0_0.distcp  __1_0.distcp     else: each rank writes its own shards
 
-Either form of the optimizer's state is read under any layout.
+Both forms of optimizer state can be read in any layout.
 """
 
 import json
@@ -48,13 +48,13 @@ from braidrl.weights.shards import as_dtensor, full_tensor, local_shard, shard_o
 OPTIMIZER = "optimizer.safetensors"
 PARTS = "optimizer"
 Write = Callable[[], object]
-"""Write one file or folder of a checkpoint."""
+"""Writes one file or folder of a checkpoint."""
 
 
 def save_worker(worker: RoleModel, folder: Path, write: bool = True) -> None:
     """Write model, tokenizer and optimizer into a new folder.
 
-    Where the model is sharded, every rank calls this; otherwise one rank of the role does.
+    Every rank of a sharded model calls this; otherwise one rank of the role does.
 
     Args:
         worker: The role's worker on this rank.
@@ -72,10 +72,10 @@ def saving_tasks(worker: RoleModel, folder: Path, write: bool = True, copy: bool
         worker: The role's worker on this rank.
         folder: The directory to make.
         write: True on the one rank that writes what all ranks have in full: rank 0, as transformers writes nothing on others.
-        copy: Copy the tensors to host memory first, so that a thread may make the calls while the worker trains on.
+        copy: Copy the tensors to host memory first, so that a thread can write while training continues.
 
     Raises:
-        UserError: A tensor holds infinity or NaN: such a checkpoint must not take the place of one that can be used.
+        UserError: A tensor holds infinity or NaN; such a checkpoint must not replace a usable one.
     """
     kept = copied if copy else dict[str, Tensor]
     weights = full_state_dict(worker, wanted=write)
@@ -87,11 +87,11 @@ def saving_tasks(worker: RoleModel, folder: Path, write: bool = True, copy: bool
     if worker.optimizer is not None and worker.ranks.is_sharded:
         state, place = divided_state(worker.optimizer), folder / PARTS
         if copy:
-            # Threads of several roles meet their ranks at once: each role in a group of its own.
+            # Threads of several roles communicate concurrently: each role needs its own process group.
             worker.background = worker.background or background_group()
-            begun = dcp.async_save(state, checkpoint_id=place, process_group=worker.background)
-            assert isinstance(begun, Future)
-            parts.append(begun.result)
+            started = dcp.async_save(state, checkpoint_id=place, process_group=worker.background)
+            assert isinstance(started, Future)
+            parts.append(started.result)
         else:
             parts.append(partial(dcp.save, state, checkpoint_id=place))
     elif worker.optimizer is not None and write:
@@ -100,12 +100,12 @@ def saving_tasks(worker: RoleModel, folder: Path, write: bool = True, copy: bool
 
 
 def check_finite(worker: RoleModel, tensors: Mapping[str, Tensor]) -> None:
-    """Raise UserError, with the name of the first, where one of a role's tensors that are to be saved is not finite."""
+    """Raise UserError, naming the first, if a tensor to be saved is not finite."""
     if all_finite(local_shard(tensor) for tensor in tensors.values()):
         return
     first = next(name for name, tensor in tensors.items() if not all_finite([local_shard(tensor)]))
     raise UserError(
-        f"{worker.role}: {first} holds infinity or NaN and is not saved; go on from the last checkpoint, with a lower "
+        f"{worker.role}: {first} holds infinity or NaN and is not saved; resume from the last checkpoint, with a lower "
         "trainer.learning_rate or with trainer.max_grad_norm"
     )
 
@@ -134,8 +134,8 @@ def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def full_state_dict(worker: RoleModel, wanted: bool = True) -> dict[str, Tensor]:
     """Return the full tensors of the model by name, with adapters merged and tied tensors under each of their names.
 
-    Where the model is sharded, all ranks call this at the same time. Gathered tensors go to host memory, so that a device holds one
-    full tensor at a time. Ranks where they are not `wanted` get an empty dict.
+    All ranks of a sharded model call this at the same time. Gathered tensors go to host memory, so that a device holds one full tensor
+    at a time. Ranks without `wanted` get an empty dict.
     """
     worker.ranks.reshard(worker.model)
     named = plain_names(worker.model, worker.model.state_dict(keep_vars=True))
@@ -154,12 +154,12 @@ def full_adapters(worker: RoleModel) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_worker(worker: RoleModel, folder: Path) -> None:
-    """Load a saved worker's weights and optimizer state in place. Raises UserError for another model's files, or damaged ones."""
+    """Load a saved worker's weights and optimizer state in place. Raises UserError for damaged files or another model's."""
     worker.ranks.reshard(worker.model)
     saved = saved_parameters(worker, folder)
     if kept_shapes(worker) != shapes_in(saved):
         raise another_model(worker, folder)
-    # Read before anything is overwritten: it may be damaged.
+    # Read first, before anything is overwritten: the file may be damaged.
     state = optimizer_state(worker, folder) if worker.optimizer is not None else {}
     for name, parameter in kept_parameters(worker).items():
         local_shard(parameter).copy_(shard_of(saved[name], parameter))
@@ -168,7 +168,7 @@ def load_worker(worker: RoleModel, folder: Path) -> None:
 
 
 def kept_parameters(worker: RoleModel) -> dict[str, Tensor]:
-    """Return this rank's trained state: the adapters where adapters are trained, else every parameter."""
+    """Return this rank's trained state: adapters with LoRA, else every parameter."""
     return adapter_parameters(worker.model) if worker.lora else dict(worker.model.named_parameters())
 
 
@@ -180,7 +180,7 @@ def kept_shapes(worker: RoleModel) -> dict[str, torch.Size]:
 
 
 def saved_parameters(worker: RoleModel, folder: Path) -> Mapping[str, Tensor]:
-    """Return the saved counterpart of `kept_parameters`. Raises UserError where adapters alone were trained before or are now, not both."""
+    """Return the saved counterpart of `kept_parameters`. Raises UserError if only one of checkpoint and run uses adapters."""
     if (folder / ADAPTER).is_dir() != bool(worker.lora):
         how, now = ("without", "remove it") if worker.lora else ("with", "set it as it was")
         raise UserError(
@@ -190,13 +190,13 @@ def saved_parameters(worker: RoleModel, folder: Path) -> Mapping[str, Tensor]:
         return load_file(folder / ADAPTER / WEIGHTS)
     if not worker.ranks.is_sharded:
         return dict(worker.load_model(folder).named_parameters())
-    # A pipeline rank has not all buffers, but those of its layers have the names of the others'.
+    # A pipeline rank lacks the buffers of other ranks' layers: match buffer names by pattern.
     files, buffers = ModelFiles(folder, worker.model), {pattern_of(name) for name, _ in worker.model.named_buffers()}
     return files.without({name for name in files if pattern_of(name) in buffers})
 
 
 def optimizer_state(worker: RoleModel, folder: Path) -> dict[str, Tensor]:
-    """Return this rank's shards of a saved optimizer state, whichever layout wrote it."""
+    """Return this rank's shards of a saved optimizer state, written in any layout."""
     optimizer = worker.optimizer
     assert optimizer is not None
     try:
@@ -209,7 +209,7 @@ def optimizer_state(worker: RoleModel, folder: Path) -> dict[str, Tensor]:
         check_shapes(optimizer, {key: size_of(about) for key, about in known.items() if ours(worker, key)})
         wanted = {key: empty_part(optimizer, key, about) for key, about in known.items() if ours(worker, key)}
         with warnings.catch_warnings():
-            # That each rank reads for itself what it needs is meant, and nothing to warn of.
+            # Each rank reads its own shards on purpose: suppress the warning.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(wanted, storage_reader=reader, no_dist=True)
     except LookupError as error:
@@ -227,7 +227,7 @@ def divided_state(optimizer: MasterOptimizer) -> dict[str, Tensor]:
 
 
 def ours(worker: RoleModel, key: str) -> bool:
-    """Return False for state of parameters that only other ranks have. Raises LookupError for another model's state."""
+    """Return whether this rank holds the state's parameter. Raises LookupError for another model's state."""
     assert worker.optimizer is not None
     number = key.split(".")[0]
     if not number.isdecimal() or int(number) in worker.optimizer.by_number:
@@ -238,13 +238,13 @@ def ours(worker: RoleModel, key: str) -> bool:
 
 
 def owner(optimizer: MasterOptimizer, key: str, tensor: Tensor) -> Tensor:
-    """Return the tensor whose sharding a state tensor follows: its parameter; for a scalar, and what is never divided, itself."""
+    """Return the tensor whose sharding a state tensor has: its parameter, or itself if it is a scalar or never sharded."""
     number, _, name = key.partition(".")
     return optimizer.by_number[int(number)] if tensor.dim() and name not in UNDIVIDED else tensor
 
 
 def check_shapes(optimizer: MasterOptimizer, saved: Mapping[str, torch.Size]) -> None:
-    """Raise LookupError where saved state, by name and global shape, is not that of each of the optimizer's parameters."""
+    """Raise LookupError if saved state does not match the optimizer's parameters by name and global shape."""
     names: dict[int, set[str]] = {number: set() for number in optimizer.by_number}
     for key, shape in saved.items():
         number, _, name = key.partition(".")

@@ -1,7 +1,7 @@
 """Copies of a role's weights: for inference in another layout, or for a role that copies another one (target network, EMA).
 
 training layout   step ─ step ──────────── step ─
-                              ╲ moves             ╲          block by block, when the weights have changed and the copy is needed
+                              ╲ moves             ╲          block by block, if the weights have changed when the copy is used
 another layout                 infer ─ infer       infer
 
 A role that copies another has own = decay · own + (1 - decay) · source.
@@ -23,7 +23,7 @@ from braidrl.weights.shard_index import WeightPart, weight_parts
 
 
 def local_weight_parts(worker: RoleWorker, adapters_alone: bool = False) -> Mapping[str, WeightPart]:
-    """Return the worker's local shards after resharding; `adapters_alone` are its trained parameters, by peft's names."""
+    """Return the worker's local shards after resharding; with `adapters_alone`, only trained parameters by peft's names."""
     worker.ranks.reshard(worker.model)
     if adapters_alone:
         return weight_parts(adapter_parameters(worker.model))
@@ -31,8 +31,8 @@ def local_weight_parts(worker: RoleWorker, adapters_alone: bool = False) -> Mapp
 
 
 def copy_within(worker: RoleWorker, target: Parts, divided: bool, limit_bytes: int = LIMIT_BYTES) -> LayoutCopy:
-    """Plan a copy of a worker's weights on the worker's own ranks; `divided` says whether the second model is sharded."""
-    # Where each rank has all of both, no rank waits for another.
+    """Plan a copy of a worker's weights on its own ranks; `divided`: the second model is sharded."""
+    # If each rank holds both models in full, no communication is needed.
     meet = worker.ranks if worker.ranks.is_sharded or divided else DataParallel()
     return LayoutCopy(partial(local_weight_parts, worker), target, meet, limit_bytes)
 
@@ -47,7 +47,7 @@ class InferenceCopy:
         self._weight_updates = worker.weight_updates
 
     def refresh(self) -> TransferVolume | None:
-        """Bring the frozen worker up to date; all ranks of the role call this at the same time. Returns None where it is."""
+        """Update the frozen worker; all ranks of the role call this at the same time. Return None if it is current."""
         if self._weight_updates == self.worker.weight_updates:
             return None
         self._weight_updates = self.worker.weight_updates
@@ -55,30 +55,30 @@ class InferenceCopy:
 
 
 class RoleCopy:
-    """A worker that copies the weights of another role on the same ranks, which may have another layout."""
+    """A worker that copies another role's weights (target network, EMA) on the same ranks; layouts may differ."""
 
     def __init__(self, worker: RoleWorker, source: RoleWorker) -> None:
-        """Plan the transfer. Raises UserError for a model of other shapes, and for a worker with an optimizer."""
+        """Plan the transfer. Raises UserError if shapes differ or the worker has an optimizer."""
         check_copies(worker, source.role, source.base_shapes)
         self.worker = worker
         self.copy = copy_within(source, partial(local_weight_parts, worker), worker.ranks.is_sharded)
 
     def move(self, decay: float) -> None:
-        """Set the weights to `decay` times their own plus the rest of the source's; all ranks call this at the same time."""
+        """Set weights to decay · own + (1 - decay) · source; all ranks call this at the same time."""
         self.worker.weight_updates += 1
         self.copy.refresh(keep=decay)
 
 
 def copied_parts(worker: RoleWorker, source: str, decay: float) -> Mapping[str, WeightPart]:
-    """Return the worker's parts, into which weights of another role are put: decay · own + (1 - decay) · source.
+    """Return the worker's parts as targets of an EMA copy: decay · own + (1 - decay) · source.
 
     Args:
         worker: A worker without an optimizer.
         source: The source role's name, for messages.
-        decay: The share that stays; 0 copies the source.
+        decay: The weight of the old values; 0 copies the source.
 
     Raises:
-        UserError: For a worker with an optimizer.
+        UserError: The worker has an optimizer.
     """
     check_copies(worker, source, worker.base_shapes)
     worker.weight_updates += 1
@@ -86,7 +86,7 @@ def copied_parts(worker: RoleWorker, source: str, decay: float) -> Mapping[str, 
 
 
 def check_copies(worker: RoleWorker, source: str, shapes: Mapping[str, torch.Size]) -> None:
-    """Raise UserError where the worker is trained by a loss, or its weights have other shapes."""
+    """Raise UserError if the worker is trained by a loss, or its weights have other shapes."""
     if worker.optimizer is not None:
         raise UserError(f"{worker.role} is trained by a loss: it cannot take weights from {source} too")
     if worker.base_shapes != shapes:

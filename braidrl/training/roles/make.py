@@ -1,14 +1,15 @@
-"""What trains and infers a role: the backend that the configuration names, by default on torch, with or without a scalar head.
+"""Creation of a role's training backend, and the built-in workers of decoders and scalar models.
 
 tokens       p  p  p  a1 a2 a3
 log_probs             l1 l2 l3       of each action, by an actor or a reference
-values             v1 v2 v3          of the state before each action, by a critic: read where the action is predicted
-score                     s          of the row, by a reward model: read at its last token
+values             v1 v2 v3          of the state before each action, by a critic, at the predicting position
+score                     s          of the row, by a reward model, at its last token
 """
 
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from braidrl.config import Config
@@ -25,7 +26,7 @@ from braidrl.training.roles.base import RoleWorker
 
 
 class ScalarWorker(RoleWorker):
-    """Predicts `values` (A,), one per action token, and `scores` (B,), one per row."""
+    """A worker that predicts `values` (A,), one per action token, and `scores` (B,), one per row."""
 
     def load_model(self, folder: Path, on_meta: bool = False) -> Any:
         return load_scorer(folder, self.dtype, fresh_head=self.train or self.is_copy, on_meta=on_meta)
@@ -35,24 +36,21 @@ class ScalarWorker(RoleWorker):
         wanted = {"values": packed.predictors, "scores": packed.row_ends}
         if objective is not None:
             wanted = {name: places for name, places in wanted.items() if name in objective.loss.reads}
-        return {name: self._head(hidden[places]) for name, places in wanted.items()}
-
-    def _head(self, hidden: Tensor) -> Tensor:
-        """Map (K, D) to (K,) in at least float32: returns and margins need more precision than bfloat16 has."""
-        weight = self.model.score.weight
-        dtype = hidden.dtype if hidden.element_size() >= 4 else hidden.float().dtype
-        return (hidden.to(dtype) @ weight.to(dtype).T).squeeze(-1)
+        # At least float32: returns and margins need more precision than bfloat16.
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        weight = self.model.score.weight.to(dtype)
+        return {name: (hidden[places].to(dtype) @ weight.T).squeeze(-1) for name, places in wanted.items()}
 
 
 class DecoderWorker(RoleWorker):
-    """Predicts `log_probs` and `entropy`, (A,) each, of the action tokens under the current weights."""
+    """A worker that predicts `log_probs` and `entropy` (A,) of the action tokens."""
 
     def load_model(self, folder: Path, on_meta: bool = False) -> Any:
         """Return the model of a Hugging Face directory.
 
         Args:
             folder: The directory.
-            on_meta: Make it without weights, which are filled in later.
+            on_meta: Leave parameters on the meta device, to be read later.
         """
         return load_decoder(folder, self.dtype, on_meta=on_meta)
 
@@ -61,7 +59,7 @@ class DecoderWorker(RoleWorker):
 
         Args:
             packed: Its N tokens, of which P are predicted.
-            objective: What the gradients are for; None where there are none.
+            objective: The loss; None for inference.
 
         Returns:
             `log_probs` and `entropy`, (P,) float32 or float64, in nats at the run's temperature.
@@ -78,9 +76,9 @@ class DecoderWorker(RoleWorker):
 def make_worker(
     role: str, config: Config, flow: Flow, ranks: DataParallel | None = None, training: bool = True
 ) -> TrainingBackend:
-    """Return the role's worker: with a scalar head where it gives values or scores, with an optimizer where the flow trains it.
+    """Create the role's backend, with a scalar head for values or scores, and with an optimizer if the flow trains it.
 
-    Without `training` it is a copy whose weights come from elsewhere.
+    Without `training` it is a frozen copy that receives its weights.
     """
     trained = role in flow.trained_roles
     spec = BackendSpec(
@@ -91,12 +89,12 @@ def make_worker(
 
 
 def torch_backend(spec: BackendSpec) -> RoleWorker:
-    """Return the backend on torch alone."""
+    """Create the built-in backend."""
     kind = ScalarWorker if spec.is_scalar else DecoderWorker
     return kind(spec.role, spec.config, spec.train, spec.ranks, is_copy=spec.is_copy)
 
 
 def torch_worker(worker: TrainingBackend) -> RoleWorker:
-    """Return the worker as the torch backend's, which alone can be moved, divided, followed and copied."""
+    """Return the worker as a `RoleWorker`; only the built-in backend supports offloading, sharded generation and copies."""
     assert isinstance(worker, RoleWorker), f"check_backends lets {worker.role} have no other here"
     return worker

@@ -1,4 +1,4 @@
-"""A rank's part of a role: the sharded model, its optimizer where it is trained, and the forward pass.
+"""A rank's part of a role: the sharded model, the optimizer of a trained role, and the forward pass.
 
 folder ──read──▶ model ──adapters──▶ sharded ──▶ optimizer           packed tokens ──▶ hidden states ──predict──▶ by name
 """
@@ -43,26 +43,26 @@ from braidrl.weights.model_files import ModelFiles
 from braidrl.weights.shards import shapes_of
 
 FAST_LAYERS = {"cpu": compile_layers, "cuda": fuse_layers}
-"""By kind of device, what makes a model compute with faster kernels than torch's, where there are any."""
+"""Functions that switch a model to faster kernels, by device type."""
 
 
 class RoleModel(ABC):
-    """The model of one role. It has an optimizer with `train`, and is frozen otherwise."""
+    """The model of one role; with `train` it has an optimizer, else it is frozen."""
 
     def __init__(
         self, role: str, config: Config, train: bool, ranks: DataParallel | None = None, is_copy: bool = False
     ) -> None:
-        """Load the model; one that `is_copy` is frozen, and takes its weights from a trained one."""
+        """Load the model; with `is_copy` it is frozen and receives its weights from a trained one."""
         self.role, self.config, self.train, self.is_copy = role, config, train, is_copy
         self.weight_updates = 0
-        """How often the weights have become others."""
+        """The number of changes of the weights."""
         self.device = choose_device(config.device)
         keep_freed_memory()
         self.path = model_path(role, config)
         self.dtype = dtype_of(role, config)
         self.ranks = apply_layout(layout_of(role, config), ranks or DataParallel(), self.device)
         self.lora = lora_of(role, config) if train else None
-        # Ranks that divide a model read it part by part. Adapters are drawn for a whole one.
+        # A sharded model is read part by part, except with adapters, which are initialised on the full model.
         self.model = self.load_model(self.path, self.ranks.is_sharded and not self.lora)
         self.base_shapes = shapes_of(self.model)
         if self.lora:
@@ -75,7 +75,7 @@ class RoleModel(ABC):
         files = ModelFiles(self.path.expanduser(), self.model)
         predict = self.predict if self.ranks.has_predictions else self.pipeline_output
         self.compute = self.ranks.parallelize(self.model, predict, ParameterReader(self.path, self.model, files=files))
-        # Only now: a model that ranks divide may be too large for one device.
+        # Only after sharding: the full model may be too large for one device.
         self.model.to(self.device).requires_grad_(train).eval()
         if self.lora:
             train_adapters_only(self.model)
@@ -86,16 +86,16 @@ class RoleModel(ABC):
             names, parameters = zip(*self.model.named_parameters(), strict=True)
             places = [list(self.shapes).index(name) for name in names]
             self.optimizer = MasterOptimizer(parameters, config.trainer, peak, self.ranks, places)
-            if not self.lora:  # whose layers have other names
+            if not self.lora:  # adapted layers have other names
                 self.optimizer.read_masters(names, files)
             if checkpoints_activations(role, config):
                 checkpoint_activations(self.model)
             if not dist.is_initialized() or dist.get_rank() == 0:  # the rank that writes them
                 _ = self.side_files
         self.background: dist.ProcessGroup | None = None
-        """The group of ranks that write a checkpoint while they train."""
+        """The process group for writing a checkpoint during training."""
         self.offloadable = {"weights": OffloadableTensors(self._weights)}
-        """Tensors that can be offloaded while other roles need the device."""
+        """Tensors to offload while other roles need the device."""
         if self.optimizer is not None:
             self.offloadable["optimizer"] = OffloadableTensors(self.optimizer.tensors)
 
@@ -105,33 +105,33 @@ class RoleModel(ABC):
 
     @cached_property
     def side_files(self) -> dict[str, bytes]:
-        """Return the files beside the weights in a checkpoint, by name."""
+        """Return a checkpoint's files beside its weights, by name."""
         return side_files(self.model, self.path)
 
     @property
     def has_full_weights(self) -> bool:
-        """Return True where the module's own parameters are the role's full weights."""
+        """Return whether the module's parameters are the role's full weights."""
         return self.lora is None and not self.ranks.is_sharded
 
     @property
     def shares_weights(self) -> bool:
-        """Return True where an engine in this process may decode with the module itself, adapters and all."""
+        """Return whether an engine of this process may share the module, with its adapters."""
         return not self.ranks.is_sharded and not merges_adapters(self.lora, self.config)
 
     @abstractmethod
     def load_model(self, folder: Path, on_meta: bool = False) -> Any:
-        """Load the kind of model that this role needs from a Hugging Face directory, on the CPU or with parameters left `on_meta`."""
+        """Load this role's kind of model from a Hugging Face directory, on the CPU or with parameters left `on_meta`."""
 
     @abstractmethod
     def predict(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
-        """Compute the outputs that the objective's loss needs, by name; without an objective, those of inference."""
+        """Compute the outputs that the loss needs, by name; without an objective, the outputs of inference."""
 
     def pipeline_output(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
-        """Compute the hidden states for the next pipeline rank, in place of `predict` where this rank lacks the last layers."""
+        """Compute the hidden states for the next pipeline rank; replaces `predict` on all ranks but the last."""
         return {HIDDEN: self._through_layers(packed)}
 
     def hidden_states(self, packed: Packed) -> Tensor:
-        """Return the last layer's output at each packed token, (N, D)."""
+        """Return the last hidden state of each packed token, (N, D)."""
         return self._through_layers(packed)[0]
 
     def _through_layers(self, packed: Packed) -> Tensor:

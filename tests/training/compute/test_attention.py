@@ -38,7 +38,7 @@ LENGTHS = [5, 3, 9, 5, 1, 3]
 
 
 def models(name: str, dtype: torch.dtype = torch.float64) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """The same weights with Braid's attention and with transformers' own."""
+    """Return models with equal weights, with Braid's and with transformers' attention."""
     torch.manual_seed(0)
     torch.manual_seed(0)
     ours = AutoModelForCausalLM.from_config(deepcopy(CONFIGS[name]), dtype=dtype, attn_implementation=ATTENTION)

@@ -1,4 +1,4 @@
-"""Kernels for a chunk's log-probs compute the plain formula, forward and backward, whoever compiles them."""
+"""Kernels for a chunk's log-probs compute the plain formula, forward and backward, with each compiler."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def drawn(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def found_with(kernels: ChunkKernels | None, dtype: torch.dtype, with_entropy_grad: bool) -> list[Tensor]:
-    """Log-probs, entropies, and the gradients of a weighted sum of them."""
+    """Return log-probs, entropies, and the gradients of their weighted sum."""
     hidden, weight, targets = drawn(dtype)
     parts = chunks(TOKENS, VOCABULARY, VOCABULARY * 17)
     log_probs, entropy = _LinearLogProbs.apply(
@@ -49,7 +49,7 @@ def test_log_probs_and_gradients_are_those_of_the_plain_way(
 
 
 @pytest.mark.parametrize("scale", [1.0, 100.0])
-def test_a_cpus_kernels_are_the_formula_also_where_almost_all_probability_is_one_tokens(scale: float) -> None:
+def test_cpu_kernels_match_the_formula_for_peaked_distributions(scale: float) -> None:
     torch.manual_seed(1)
     logits, targets = scale * torch.randn(8, VOCABULARY), torch.randint(0, VOCABULARY, (8,))
     targets[0] = logits[0].argmax()
@@ -87,7 +87,7 @@ def test_a_gradient_in_bfloat16_is_added_in_float32() -> None:
     assert torch.equal(total, expected)
 
 
-def test_kernels_are_taken_where_they_are_wanted_and_know_the_weights_type() -> None:
+def test_kernels_are_used_if_wanted_and_supported_for_the_dtype() -> None:
     weight = torch.randn(VOCABULARY, WIDTH)
     assert has_kernels(weight) and chunk_kernels(weight, wanted=True) == CPU
     assert chunk_kernels(weight, wanted=False) is None and chunk_kernels(weight.double(), wanted=True) is None
@@ -100,7 +100,7 @@ def test_a_target_outside_of_the_vocabulary_is_refused(target: int) -> None:
         statistics(torch.randn(2, VOCABULARY), targets, TEMPERATURE)
 
 
-def test_a_logit_that_is_no_number_shows_in_the_tokens_log_prob_alone() -> None:
+def test_nan_logit_affects_only_its_own_tokens_log_prob() -> None:
     logits = torch.randn(3, VOCABULARY)
     logits[1, 700] = float("nan")
     log_probs, log_sums, entropies = statistics(logits, torch.tensor([0, 1, 2]), TEMPERATURE)

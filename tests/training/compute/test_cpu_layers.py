@@ -17,7 +17,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
-def test_a_model_of_compiled_layers_has_the_plain_models_outputs_and_gradients(name: str, dtype: torch.dtype) -> None:
+def test_compiled_layers_match_plain_outputs_and_gradients(name: str, dtype: torch.dtype) -> None:
     tokens, sequences = torch.randint(0, CONFIGS[name].vocab_size, (1, sum(LENGTHS))), PackedSequences.of(LENGTHS)
     found = []
     for wanted in (False, True):

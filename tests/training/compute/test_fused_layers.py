@@ -1,4 +1,4 @@
-"""What CUDA's fused kernels compute, before it is compiled, is what transformers' modules and plain log-probs do."""
+"""Uncompiled CUDA kernels match transformers' modules and plain log-probs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def outputs(name: str, dtype: torch.dtype, kernels: LayerKernels | None) -> tupl
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
-def test_a_model_of_fused_layers_has_the_plain_models_outputs_and_gradients(name: str, dtype: torch.dtype) -> None:
+def test_fused_layers_match_plain_outputs_and_gradients(name: str, dtype: torch.dtype) -> None:
     called: set[str] = set()
 
     def counted(part: str) -> object:

@@ -78,7 +78,7 @@ def test_bfloat16_weights_give_float32_log_probs_near_the_exact_ones() -> None:
 
 
 class LargestTensor(TorchDispatchMode):
-    """Notes the number of elements of the largest tensor that any operation makes."""
+    """Records the size of the largest tensor that any operation creates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class LargestTensor(TorchDispatchMode):
         return result
 
 
-def test_logits_of_all_tokens_never_exist_at_once_neither_forward_nor_backward() -> None:
+def test_full_logits_never_exist_in_forward_or_backward() -> None:
     tokens, vocabulary, limit = 4096, 512, 1 << 16
     hidden = torch.randn(tokens, 8, requires_grad=True)
     weight = torch.randn(vocabulary, 8, requires_grad=True)

@@ -20,7 +20,7 @@ GROUPS = [(6, [2, 3, 1, 4]), (1, [5, 1]), (3, [7, 2, 2]), (4, [1])]
 
 
 def rows_of(groups: list[tuple[int, list[int]]] = GROUPS) -> Rows:
-    """Rows in an order in which the groups' rows do not lie together."""
+    """Return rows in an order in which groups are not contiguous."""
     generator = torch.Generator().manual_seed(0)
     tokens, masks, groups_, samples = [], [], [], []
     for group, (prompt, responses) in enumerate(groups):
@@ -94,7 +94,7 @@ def test_a_rows_last_token_keeps_its_place() -> None:
 
 
 @pytest.mark.parametrize("limit", [10, 12, 17, 60])
-def test_a_plan_holds_every_row_once_and_no_micro_batch_is_over_the_limit(limit: int) -> None:
+def test_plan_contains_every_row_once_within_the_token_limit(limit: int) -> None:
     rows = rows_of()
     plan = plan_shared(rows, limit)
     assert sorted(row for part in plan for row in part) == list(range(len(rows)))

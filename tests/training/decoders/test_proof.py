@@ -37,7 +37,7 @@ def config_of(name: str, **settings: Any) -> Any:
 
 @cache
 def twin_of(name: str) -> Twin:
-    """A twin without a fault, whose rows are computed alone once."""
+    """Return a correct twin with cached single-row results."""
     with quietly():
         return Twin(config_of(name))
 
@@ -79,7 +79,7 @@ def wrong_lines(twin: Twin, plan: ForwardPlan) -> list[str]:
 
 
 def each(model: Any, name: str) -> list[Any]:
-    """The modules that have an attribute of this name."""
+    """Return the modules with this attribute."""
     found = [module for module in model.modules() if getattr(module, name, None) is not None]
     assert found
     return found

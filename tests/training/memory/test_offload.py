@@ -1,4 +1,4 @@
-"""What is put away leaves memory, and comes back to the bit where everybody who knows it looks for it."""
+"""Offloaded tensors leave memory and come back bit for bit for all their references."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def resident() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def test_memory_is_given_back_and_every_view_finds_the_same_numbers_again() -> None:
+def test_offload_frees_memory_and_onload_restores_every_view() -> None:
     whole = torch.randn(32 * MIB // 4)
     view, copy = whole[8:24].view(4, 4), whole.clone()
     movable = OffloadableTensors(lambda: [whole, view])
@@ -67,7 +67,7 @@ def test_moves_that_were_broken_off_are_completed(monkeypatch: pytest.MonkeyPatc
     assert all(torch.equal(tensor, copy) for tensor, copy in zip(tensors, copies, strict=True))
 
 
-def test_a_full_disk_is_told_in_one_line_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_raises_one_line_error_and_loses_no_data(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = torch.randn(1000)
     copy, movable = tensor.clone(), OffloadableTensors(lambda: [tensor])
 
@@ -82,9 +82,7 @@ def test_a_full_disk_is_told_in_one_line_and_nothing_is_lost(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_worker_whose_parts_were_away_trains_as_one_that_never_moved(
-    tiny_models: dict[str, Path], dtype: str
-) -> None:
+def test_offloaded_worker_trains_identically_to_one_that_never_moved(tiny_models: dict[str, Path], dtype: str) -> None:
     config = config_of(str(tiny_models["qwen2"]), dtype=dtype)
     everything = torch.arange(len(make_rows()))
     moved, stayed = (DecoderWorker("actor", config, train=True) for _ in range(2))

@@ -1,4 +1,4 @@
-"""What ranks with layouts do in tests: one case after the other on the same processes, each compared with one process."""
+"""Tasks of ranks in layout tests: many cases on the same processes, each compared with a single process."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def alone(model: str, dtype: str = "float64", steps: int = 1, prompt: int = 0) -
 
 
 def differences(found: Found, wanted: Found, mine: torch.Tensor, dtype: str = "float64") -> list[str]:
-    """What is not the same to 1e-7; in float32 the norm, log-probs and gradients to 1e-4: Adam's first step is a sign."""
+    """Return differences above 1e-7; in float32 the norm, log-probs and gradients to 1e-4: Adam's first step is a sign."""
     wanted = dict(wanted)
     wanted["log_probs"] = Ragged.from_lengths(wanted["log_probs"], make_rows()["action_tokens"]).take(mine).values
     limit, left_out = (1e-7, ()) if dtype == "float64" else (1e-4, ("weight",))
@@ -125,7 +125,7 @@ def differences(found: Found, wanted: Found, mine: torch.Tensor, dtype: str = "f
 
 
 def not_divided(worker: DecoderWorker, ranks: int) -> list[str]:
-    """Says so where a rank holds more of the weights and of Adam's moments than its share, norms aside."""
+    """Report a rank that holds more of the weights and of Adam's moments than its share, norms aside."""
     layout, parameters = worker.config.trainer.layout.resolve(ranks), list(worker.model.parameters())
     assert layout.data is not None and worker.optimizer is not None
     shards = layout.tensor * layout.shard_ranks
@@ -141,7 +141,7 @@ def not_divided(worker: DecoderWorker, ranks: int) -> list[str]:
 
 
 def compare(world: World, task: dict[str, Any]) -> dict[str, list[str]]:
-    """By case, what differs from one process on any rank."""
+    """Return, by case, the differences of any rank from a single process."""
     torch.set_num_threads(1)
     found = {}
     for name, (model, layout, dtype) in task["cases"].items():
@@ -173,7 +173,7 @@ def of_all_ranks(world: World, differing: list[str]) -> list[str]:
 
 
 def with_shared_prompts(world: World, model: str, layout: dict[str, Any], prompt: int) -> list[str]:
-    """What differs from one process where rows of a group have a prompt of so many tokens, which is computed once."""
+    """Return differences from a single process with shared prompts of this many tokens."""
     config, mine = config_of(model, layout), own_rows(make_rows(), world)
     trainer = config.trainer.model_copy(update={"share_prompts": True})
     worker = DecoderWorker(
@@ -184,7 +184,7 @@ def with_shared_prompts(world: World, model: str, layout: dict[str, Any], prompt
 
 
 def kept_otherwise(world: World, model: str, layout: dict[str, Any]) -> list[str]:
-    """Says so where a forward pass keeps more or less for the backward one than is counted: what is between matrices once alone."""
+    """Report a forward pass that keeps more or less for the backward one than is counted: what is between matrices once alone."""
     tokens, found = 96, []
     shape, whole = model_shape(Path(model), torch.float64), ParallelLayout.model_validate(layout).resolve(world.size)
     one = tokens * shape.config.hidden_size * shape.element_bytes
@@ -260,7 +260,7 @@ def reshaped(world: World, model: str, layouts: list[dict[str, Any]], lora: bool
 
 
 def written(world: World, worker: DecoderWorker, wanted: Found, nearly: bool) -> list[str]:
-    """What is wrong with the files that all ranks write together, in memory and in a folder, and where there is no room."""
+    """Return errors of files that all ranks write together, in memory, in a folder, and without space."""
     ranks, parts = worker.ranks, local_weight_parts(worker)
     writer, to_folder = WeightWriter(parts, ranks, check=True), WeightWriter(parts, ranks, repeat=True)
     for _ in range(2):
@@ -288,7 +288,7 @@ def written(world: World, worker: DecoderWorker, wanted: Found, nearly: bool) ->
 
 
 def on_two_machines(world: World, worker: DecoderWorker, wanted: Found, nearly: bool) -> list[str]:
-    """What is wrong with the files of machines of which each has every other rank, and gets from the other what it lacks."""
+    """Return errors of the files of two machines with alternating ranks, which exchange missing blocks."""
     parts = local_weight_parts(worker)
     with patch.object(weight_file, "machine", lambda: f"machine {world.rank % 2}"):
         writer = WeightWriter(parts, worker.ranks)
@@ -300,14 +300,14 @@ def on_two_machines(world: World, worker: DecoderWorker, wanted: Found, nearly: 
 
 
 class FullLayout(FileLayout):
-    """For whose file a machine has no memory."""
+    """A file layout for which a machine has no memory."""
 
     def make(self, path: Path, mode: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def sliced(world: World, worker: DecoderWorker, wanted: Found, nearly: bool) -> list[str]:
-    """What is wrong with the slices that pairs of ranks decode with; those who train with them have them already."""
+    """Return errors of the slices that pairs of ranks decode with; slices already held are not sent."""
     group = subgroup(torch.arange(world.size).view(-1, 2))
     assert group is not None
     model, slices = load_for_decoding(worker.path, worker.dtype, "cpu", TensorRanks(group))
@@ -321,12 +321,12 @@ def sliced(world: World, worker: DecoderWorker, wanted: Found, nearly: bool) -> 
 
 
 def equal(found: torch.Tensor, wanted: torch.Tensor, nearly: bool) -> bool:
-    """To the bit; sums of an adapter may be added in another order where a part of it is merged alone."""
+    """Compare bit for bit; sums of an adapter may be added in another order where a part of it is merged alone."""
     return torch.allclose(found, wanted, rtol=0, atol=1e-12) if nearly else torch.equal(found, wanted)
 
 
 def traffic_problems(transfer: WeightTransfer, traffic: TransferVolume, limit: int) -> list[str]:
-    """Says so where a rank sent or received more than the plan says, or more at a time than the limit."""
+    """Report a rank that sent or received more than the plan says, or more at a time than the limit."""
     planned = (transfer.plan.sends.total, transfer.plan.receives.total)
     found = [
         f"{done} bytes of {all_}"
@@ -337,13 +337,13 @@ def traffic_problems(transfer: WeightTransfer, traffic: TransferVolume, limit: i
 
 
 def everywhere(world: World, problems: list[str]) -> list[str]:
-    """The problems of all ranks."""
+    """Gather the problems of all ranks."""
     parts = world.gather("problems", json.dumps(problems).encode())
     return [f"rank {rank}: {p}" for rank, part in enumerate(parts) for p in json.loads(bytes(part))]
 
 
 def keep_contract(world: World, config: Config, folder: Path) -> None:
-    """Every check of a training backend; what one does not keep ends the ranks."""
+    """Run every check of a training backend; a failure ends the ranks."""
     rows = make_rows()
     subject = BackendUnderTest(
         lambda: DecoderWorker("actor", config, True, DataParallel(world.group, world)), Objective.of("actor", OBJECTIVE),
@@ -356,7 +356,7 @@ def keep_contract(world: World, config: Config, folder: Path) -> None:
 
 
 def saved_and_loaded(world: World, model: str, layouts: list[dict[str, Any]], folder: str) -> dict[str, list[str]]:
-    """Saves after a step under the first layout, goes on under each, and leaves exports in float32 of each."""
+    """Save after a step in the first layout, resume in each layout, and export each in float32."""
     found, mine = {}, own_rows(make_rows(), world)
     first = DecoderWorker("actor", config_of(model, layouts[0]), True, DataParallel(world.group, world))
     one_step(first, mine)
@@ -374,7 +374,7 @@ def saved_and_loaded(world: World, model: str, layouts: list[dict[str, Any]], fo
 
 
 def with_adapters(world: World, task: dict[str, Any]) -> dict[str, list[str]]:
-    """Of adapters that ranks train together under each layout, what differs from one process, at once and after a resume."""
+    """Return differences of adapters from a single process in each layout, directly and after a resume."""
     torch.set_num_threads(1)
     found = {}
     for number, layout in enumerate(task["layouts"]):

@@ -88,9 +88,7 @@ def test_two_ranks_compute_what_one_process_does(models: dict[str, str], tmp_pat
     assert found == {name: [] for name in found} and len(found) == len(cases) + len(copied) + len(shared) + len(kept)
 
 
-def test_four_ranks_do_too_and_a_checkpoint_of_one_layout_goes_on_under_another(
-    models: dict[str, str], tmp_path: Path
-) -> None:
+def test_four_ranks_agree_and_resume_checkpoints_of_other_layouts(models: dict[str, str], tmp_path: Path) -> None:
     model, everything = models["qwen2"], torch.arange(len(make_rows()))
     cases = {f"{n} {layout}": (models[n], layout, "float64") for n, layout in PAIRWISE[4] if layout not in LEFT_OUT}
     found = in_ranks(4, cases, saved=[(model, tried, str(tmp_path / name)) for name, tried in SAVED.items()])
@@ -129,8 +127,8 @@ RESHAPED: dict[int, list[tuple[str, list[dict[str, Any]], bool]]] = {
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_weights_go_from_one_layout_to_another_and_to_files_block_by_block(models: dict[str, str], size: int) -> None:
-    """To the bit, never more at a time than the bucket, and nothing where it is there already."""
+def test_weights_reshard_to_other_layouts_and_files_exactly(models: dict[str, str], size: int) -> None:
+    """Check bitwise equality, bucket limits, and that held blocks are not sent."""
     cases = [(models[name], layouts, lora) for name, layouts, lora in RESHAPED[size]]
     found = in_ranks(size, {}, reshaped=cases)
     assert found == {name: [] for name in found} and len(found) == sum(len(layouts) + 1 for _, layouts, _ in cases)
@@ -193,7 +191,7 @@ def test_every_product_of_axes_and_shards_computes_what_one_process_does(size: i
 
 
 def every_layout(size: int) -> list[dict[str, Any]]:
-    """Every product of axes that makes so many devices, with each kind of shard, and copies of these on two nodes."""
+    """Return every layout of this many devices, with each kind of shard, also on two nodes."""
     found: list[dict[str, Any]] = []
     for shard in ("full", "optimizer", "none"):
         for pipeline, tensor, sequence in itertools.product((1, 2, 4), repeat=3):

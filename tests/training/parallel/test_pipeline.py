@@ -1,4 +1,4 @@
-"""Stages of a model are the model, and what fills micro-batches up changes nothing for their rows."""
+"""Pipeline stages equal the full model, and padding does not change rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def stage_of(model: Path, stage: int, stages: int = 2) -> DecoderWorker:
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
-def test_what_stages_do_one_after_the_other_is_what_the_model_does(name: str, tiny_models: dict[str, Path]) -> None:
+def test_pipeline_stages_in_sequence_equal_the_full_model(name: str, tiny_models: dict[str, Path]) -> None:
     whole, packed = DecoderWorker("actor", config_of(str(tiny_models[name])), train=False), pack(make_rows(), CPU)
     first, last = stage_of(tiny_models[name], 0), stage_of(tiny_models[name], 1)
     with torch.no_grad():

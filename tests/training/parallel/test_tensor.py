@@ -15,7 +15,7 @@ from braidrl.training.parallel.tensor import plan_of
 @pytest.mark.parametrize(
     ("plan", "words"), [(None, "has none"), ({"layers.*.mlp.experts": "grouped_gemm"}, "uses grouped_gemm")]
 )
-def test_a_model_without_a_plan_that_is_known_is_refused_in_one_line(
+def test_model_without_tensor_parallel_plan_is_refused_in_one_line(
     plan: Any, words: str, tiny_models: dict[str, Path]
 ) -> None:
     model = load_decoder(tiny_models["qwen3"])

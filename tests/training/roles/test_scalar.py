@@ -61,14 +61,14 @@ def random_rows(count: int, seed: int = 0) -> Rows:
 
 
 def outputs_of(folder: Path, tokens: list[int]) -> Tensor:
-    """What the head says at each token of one sequence, computed by transformers alone."""
+    """Return the head's output at each token of one sequence, computed by transformers."""
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64)
     with torch.no_grad():
         hidden = model.model(input_ids=torch.tensor([tokens])).last_hidden_state[0]
         return model.score(hidden)[:, 0]
 
 
-def test_scores_are_what_transformers_says_of_each_row_alone_and_of_a_padded_batch(folder: Path) -> None:
+def test_scores_equal_transformers_for_single_rows_and_padded_batches(folder: Path) -> None:
     rows = random_rows(5)
     scores = make_worker(folder, "scorer").forward("scores", rows).values
     assert scores.tolist() == pytest.approx(
@@ -88,7 +88,7 @@ def test_a_value_is_of_the_state_before_its_action(folder: Path) -> None:
         assert values[row].tolist() == pytest.approx(outputs_of(folder / "scorer", tokens)[1:-1].tolist())
 
 
-def test_a_row_of_several_sequences_is_scored_once_at_its_end_and_valued_in_each(folder: Path) -> None:
+def test_row_of_several_sequences_has_one_score_and_values_in_each(folder: Path) -> None:
     first, second = [3, 4, 5, 6, 7], [8, 9, 10, 11]
     worker = make_worker(folder, "scorer")
     rows = make_rows([[first, second], [second]])
@@ -106,9 +106,7 @@ def test_values_and_scores_do_not_depend_on_the_micro_batches(folder: Path) -> N
     assert whole.forward("values", rows).values.tolist() == pytest.approx(cut.forward("values", rows).values.tolist())
 
 
-def test_a_fresh_head_is_zero_and_a_trained_worker_loads_as_sequence_classification(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_fresh_head_is_zero_and_export_loads_as_sequence_classification(folder: Path, tmp_path: Path) -> None:
     worker = make_worker(folder, "model", train=True)
     rows = random_rows(6)
     assert (
@@ -130,7 +128,7 @@ def test_a_fresh_head_is_zero_and_a_trained_worker_loads_as_sequence_classificat
     train_once(worker, rows, 4)
     train_once(other, rows, 4)
     assert torch.equal(worker.forward("scores", rows).values, other.forward("scores", rows).values), (
-        "the optimizer goes on where it was"
+        "the optimizer resumes"
     )
 
 
@@ -142,7 +140,7 @@ def train_once(worker: ScalarWorker, rows: Rows, step: int) -> float:
     return losses["rows"] / counts["rows"]
 
 
-def test_pairs_stay_together_and_the_gradient_is_the_same_for_any_micro_batches(folder: Path) -> None:
+def test_pairs_share_micro_batches_and_gradients_do_not_depend_on_them(folder: Path) -> None:
     rows = random_rows(10, seed=3)
     shuffled = rows.take([7, 0, 3, 9, 4, 1, 2, 6, 5, 8])
     results = []
@@ -159,7 +157,7 @@ def test_pairs_stay_together_and_the_gradient_is_the_same_for_any_micro_batches(
         assert torch.allclose(weight, results[0][1], atol=1e-9)
 
 
-def test_groups_are_never_torn_and_one_too_long_for_a_micro_batch_is_named() -> None:
+def test_groups_are_never_split_and_an_oversized_one_is_named() -> None:
     groups = [3, 1, 3, 2, 1, 2]
     for size in (20, 25, 60):
         (plan,) = plan_micro_batches([10, 9, 8, 7, 6, 5], 1, size, groups=groups)
