@@ -1,6 +1,6 @@
-"""What pages are made of: templates of `assets`, which escape whatever they are given, and charts.
+"""HTML pages from the templates of `assets`, which escape all values, and charts for plotly.js.
 
-A chart shows curves or stacked bars over steps, as the traces that plotly.js draws.
+A chart shows curves or stacked bars over steps.
 """
 
 import math
@@ -28,9 +28,9 @@ def page(kind: str, name: str, **content: Any) -> str:
     """Return a whole HTML document.
 
     Args:
-        kind: The template, without `.html`; with the name it makes the page's title.
-        name: Of the run.
-        content: What the template shows.
+        kind: Name of the template, without `.html`; the page's title is made of it and `name`.
+        name: Name of the run.
+        content: Values for the template.
     """
     return TEMPLATES.get_template(f"{kind}.html").render(kind=kind, name=name, **content)
 
@@ -47,7 +47,7 @@ PALETTE = (
 
 @dataclass(frozen=True)
 class Series:
-    """A curve: a value for each step, None where there is none (the curve has a gap there)."""
+    """A curve: one value per step. None is a gap."""
 
     name: str
     steps: tuple[float, ...]
@@ -77,13 +77,13 @@ class Chart(NamedTuple):
 
 
 def chart(title: str, series: Sequence[Series], about: str = "", stacked: bool = False) -> Chart:
-    """Return a chart of some series.
+    """Return a chart of several series.
 
     Args:
-        title: What stands above it.
-        series: Of which those with many points are thinned.
+        title: Heading of the chart.
+        series: Curves; one with many points is thinned.
         about: A line below the title.
-        stacked: Bars upon each other in place of curves.
+        stacked: Draw stacked bars instead of curves.
     """
     shown = [thinned(one, MOST_BARS if stacked else MOST_POINTS) for one in series]
     stretch = max(math.ceil(len(one.steps) / len(few.steps)) for one, few in zip(series, shown, strict=True))
@@ -95,12 +95,12 @@ def chart(title: str, series: Sequence[Series], about: str = "", stacked: bool =
 
 
 def bars(series: Series, paint: str) -> list[dict[str, Any]]:
-    """Return the trace of one part of stacked bars."""
+    """Return the plotly trace of one series as stacked bars."""
     return [{"type": "bar", "x": series.steps, "y": series.values, "name": series.name, "marker": {"color": paint}}]
 
 
 def lines(series: Series, paint: str) -> list[dict[str, Any]]:
-    """Return the traces of a curve: with dots where points are few, behind its moving mean where they are many."""
+    """Return the plotly traces of a curve: few points get dots, many points are drawn faintly behind their moving mean."""
     trace = {"x": series.steps, "y": series.values, "name": series.name, "line": {"color": paint}, "mode": "lines"}
     if len(series.numbers) < SMOOTH_FROM:
         return [trace | {"mode": "lines+markers" if len(series.numbers) <= DOTS_UP_TO else "lines"}]
@@ -109,7 +109,7 @@ def lines(series: Series, paint: str) -> list[dict[str, Any]]:
 
 
 def thinned(series: Series, most: int) -> Series:
-    """Return at most `most` points: stretches of equally many steps, each with its mean, at its middle."""
+    """Reduce to at most `most` points: each is the mean over equally many steps, placed at their middle."""
     size = math.ceil(len(series.steps) / most)
     if size <= 1:
         return series
@@ -119,7 +119,7 @@ def thinned(series: Series, most: int) -> Series:
 
 
 def moving_mean(values: Sequence[float | None], reach: int) -> list[float | None]:
-    """Average each value with the `reach` before and after it; None stays None."""
+    """Average each value with the `reach` values before and after it; None stays None."""
     return [
         None if value is None else mean(values[max(0, i - reach) : i + reach + 1]) for i, value in enumerate(values)
     ]
@@ -131,7 +131,7 @@ def mean(values: Sequence[float | None]) -> float | None:
 
 
 def spell(value: float) -> str:
-    """Spell a number short: 0.0312, 12.4, 3,180, 31.8k, 1.2M, 1.0e-06."""
+    """Format a number in short: 0.0312, 12.4, 3,180, 31.8k, 1.2M, 1.0e-06."""
     size = abs(value)
     for unit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if size >= max(unit, 1e4):

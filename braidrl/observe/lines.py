@@ -1,4 +1,4 @@
-"""JSON lines that survive a kill: a line is whole or it is the last one and ignored."""
+"""JSON lines files that survive a kill: only the last line can be incomplete, and readers ignore it."""
 
 import json
 import math
@@ -12,10 +12,10 @@ from braidrl.errors import UserError
 
 
 class LineFile:
-    """Appends objects to a file, one line each, handed to the operating system before `append` returns."""
+    """Appends objects to a file, one line each. `append` returns when the operating system has the line."""
 
     def __init__(self, path: Path) -> None:
-        """Continue after the last whole line of an existing file; what a kill left half-written is cut off."""
+        """Open a file to append to; an incomplete last line is cut off."""
         path.parent.mkdir(parents=True, exist_ok=True)
         whole = whole_lines(path.read_bytes()) if path.exists() else b""
         self._file = path.open("ab")
@@ -31,7 +31,7 @@ class LineFile:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield where to write a file that appears at `path` when the block ends without an error, and not at all otherwise."""
+    """Yield a temporary path; the file moves to `path` when the block ends without an error, else it is discarded."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     try:
         yield unfinished
@@ -45,7 +45,7 @@ def whole_lines(content: bytes) -> bytes:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Read all whole lines of a file. Raises UserError when there is no such file, or with the number of a line that is not JSON."""
+    """Read all whole lines of a file. Raises UserError when the file is missing, or with the number of a line that is not JSON."""
     if not path.is_file():
         raise UserError(f"no file {path}: is {path.parent} the folder of a run?")
     records = []
@@ -58,7 +58,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Rewrite the file with the lines that `keep` accepts, and return them; a kill in between leaves the old file whole."""
+    """Rewrite the file with only the lines that `keep` accepts, and return them. A kill during this leaves the old file intact."""
     kept = [record for record in read_lines(path) if keep(record)]
     with whole_file(path) as unfinished:
         unfinished.write_text("".join(json.dumps(record, allow_nan=False) + "\n" for record in kept))
@@ -66,7 +66,7 @@ def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> list[dict[
 
 
 def json_number(value: Any) -> int | float | None:
-    """Return a number as JSON can hold it: NaN and infinities become null. Raises ValueError or TypeError for anything else."""
+    """Convert a number for JSON: NaN and infinities become null. Raises ValueError or TypeError for anything else."""
     if value is None or isinstance(value, int):
         return value
     number = float(value)

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one object per step with always the same keys, and the same numbers for the run's trackers.
+"""`metrics.jsonl`: one object per step, always with the same keys. The run's trackers get the same numbers.
 
 workers ──Sums──▶ merge ──means──▶ MetricsWriter ──▶ metrics.jsonl, trackers
 """
@@ -21,18 +21,18 @@ REQUIRED_KEYS = (
     "actor/clip_fraction", "actor/grad_norm", "train/rollout_log_prob_gap", "tokens/generated", "tokens/trained", "time/step",
     "throughput/tokens_per_second", "staleness/max",
 )  # fmt: skip
-"""In every line; `time/<stage>` of the flow's stages and, on evaluation steps, `eval/<set>/avg@k` come on top."""
+"""Keys of every line. `time/<stage>` and, on evaluation steps, `eval/<set>/avg@k` are added."""
 MEASURED = ("time/", "throughput/", "utilisation/", "memory/", "weights/", "streaming/")
-"""What the names of metrics begin with that a clock or the machine decides: two runs that do the same differ in them."""
+"""Prefixes of metrics that depend on the clock or the machine; they differ between two equal runs."""
 
 
 class MetricsWriter:
-    """Writes each step's metrics once, in order of steps."""
+    """Writes each step's metrics once, in the order of steps."""
 
     def __init__(self, folder: Path, resume_step: int | None = None, trackers: Trackers | None = None) -> None:
-        """Start `folder`/metrics.jsonl, or go on after `resume_step`, the checkpoint's: lines after it are cut off.
+        """Start `folder`/metrics.jsonl, or resume it after `resume_step`, the checkpoint's step; later lines are cut off.
 
-        Raises UserError where metrics exist and nothing is resumed.
+        Raises UserError if metrics exist and `resume_step` is not given.
         """
         path = folder / FILE_NAME
         if resume_step is None and path.exists() and path.stat().st_size:
@@ -41,7 +41,7 @@ class MetricsWriter:
             )
         kept = keep_lines(path, lambda line: line["step"] <= (resume_step or 0)) if path.exists() else []
         self.lacking = sorted(set(range(1, (resume_step or 0) + 1)) - {line["step"] for line in kept})
-        """The steps before the checkpoint's that have no line."""
+        """Steps before the checkpoint that have no line."""
         self.last: Mapping[str, Any] = kept[-1] if kept else {"step": -1}
         self._lines = LineFile(path)
         self.trackers = trackers or Trackers((), TrackedRun(folder), print)
@@ -49,7 +49,7 @@ class MetricsWriter:
     def write(self, metrics: Mapping[str, Any]) -> None:
         """Write one step; NaN and infinities become null.
 
-        Raises ValueError naming the keys that are missing, a value that is no number, or a step that was written before.
+        Raises ValueError for missing keys, a value that is not a number, or a step that was written before.
         """
         missing = [key for key in REQUIRED_KEYS if key not in metrics]
         if missing:
@@ -64,7 +64,7 @@ class MetricsWriter:
         self.trackers.write(step, numbers)
 
     def write_evaluation(self, step: int, version: int, metrics: Mapping[str, Any]) -> None:
-        """Write an evaluation outside of any training step (before the first); the keys of training are null."""
+        """Write an evaluation that belongs to no training step (before the first); training metrics are null."""
         self.write({**dict.fromkeys(REQUIRED_KEYS), **metrics, "step": step, "version": version})
 
     def close(self) -> None:
@@ -73,7 +73,7 @@ class MetricsWriter:
 
 
 def checked_number(key: str, value: Any) -> int | float | None:
-    """Return the value as JSON can hold it. Raises ValueError naming the key when it is no number."""
+    """Convert a value for JSON. Raises ValueError with the key if it is not a number."""
     try:
         return json_number(value)
     except (TypeError, ValueError, RuntimeError):
@@ -81,40 +81,40 @@ def checked_number(key: str, value: Any) -> int | float | None:
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """Return the lines of a metrics.jsonl, or of the one in a run folder; a half-written last line is left out."""
+    """Return the lines of a metrics.jsonl, given the file or its run folder. An incomplete last line is ignored."""
     path = Path(path)
     return read_lines(path / FILE_NAME if path.is_dir() else path)
 
 
 FAILURE = "failure: "
-"""Begins the names under which words travel with sums."""
+"""Prefix of names that carry text together with sums."""
 
 
 class Sums:
-    """Sums and counts by name, which add up over micro-batches and workers before they become means; and maxima."""
+    """Sums and counts by name, added over micro-batches and workers and then divided into means; also maxima."""
 
     def __init__(self, pairs: Mapping[str, Sequence[float]] | None = None) -> None:
-        """From `pairs()`."""
+        """Build from the result of `pairs()`."""
         self._pairs = {name: (float(total), float(count)) for name, (total, count) in (pairs or {}).items()}
 
     def add(self, name: str, total: float | Tensor, count: float | Tensor = 1) -> None:
         """Add to a mean.
 
         Args:
-            name: The metric.
-            total: A sum over `count` things, one number each.
-            count: How many there are.
+            name: Name of the metric.
+            total: Sum over `count` values.
+            count: Number of values.
         """
         old_total, old_count = self._pairs.get(name, (0.0, 0.0))
         self._pairs[name] = (old_total + float(total), old_count + float(count))
 
     def note_failure(self, words: str, count: int = 1) -> None:
-        """Count a failure by what the user is to read of it."""
+        """Count a failure under the message that the user will read."""
         self.add(FAILURE + words, 0.0, count)
 
     @property
     def failures(self) -> list[str]:
-        """Return the descriptions of failures, the commonest first."""
+        """Return the messages of failures, most frequent first."""
         counts = {name: count for name, (_, count) in self._pairs.items() if name.startswith(FAILURE)}
         return [name.removeprefix(FAILURE) for name in sorted(counts, key=lambda name: -counts[name])]
 
@@ -122,11 +122,11 @@ class Sums:
         """Keep the largest value seen.
 
         Args:
-            name: Ends in `_max`, which is how it is told from a sum.
+            name: Must end in `_max`; this separates maxima from sums.
             value: One number.
 
         Raises:
-            ValueError: Another name.
+            ValueError: The name does not end in `_max`.
         """
         if not name.endswith("_max"):
             raise ValueError(f"{name}: only names that end in _max are reduced by their maximum")
@@ -134,14 +134,14 @@ class Sums:
         self._pairs[name] = (max(known, float(value)), 1.0)
 
     def add_per_token(self, role: str, metrics: Mapping[str, Tensor]) -> None:
-        """Add numbers per token under a role's name; those whose name ends in `_max` by their maximum.
+        """Add per-token numbers under a role's name. A name that ends in `_max` is reduced by its maximum.
 
         Args:
-            role: Comes before each name.
-            metrics: By name, (A,) floating point, one number for each of A action tokens.
+            role: Prefix of each name.
+            metrics: Floating-point tensors (A,) by name, one number per action token.
         """
         found = [values.max() if name.endswith("_max") else values.sum() for name, values in metrics.items()]
-        # All of them at once: each number that is asked for alone makes the host wait for the device.
+        # One transfer for all: each separate read makes the host wait for the device.
         numbers = torch.stack(found).tolist() if found else []
         for (name, values), number in zip(metrics.items(), numbers, strict=True):
             if name.endswith("_max"):
@@ -150,7 +150,7 @@ class Sums:
                 self.add(f"{role}/{name}", number, len(values))
 
     def merge(self, other: "Sums") -> None:
-        """Add everything that `other` holds."""
+        """Add everything in `other`."""
         for name, (total, count) in other._pairs.items():
             if name.endswith("_max"):
                 self.highest(name, total)
@@ -159,16 +159,16 @@ class Sums:
 
     @staticmethod
     def merged(parts: "Iterable[Sums]") -> "Sums":
-        """Return the sums of all workers, added in the order given."""
+        """Return the sums over all workers, added in the given order."""
         result = Sums()
         for part in parts:
             result.merge(part)
         return result
 
     def pairs(self) -> dict[str, tuple[float, float]]:
-        """Return name to (sum, count): plain numbers, to be sent to whoever merges them."""
+        """Return name to (sum, count) as plain numbers, ready to send."""
         return dict(self._pairs)
 
     def means(self) -> dict[str, float]:
-        """Return the sum over count by name; NaN where nothing was counted."""
+        """Return the mean by name; NaN if the count is zero."""
         return {name: total / count if count else float("nan") for name, (total, count) in self._pairs.items()}

@@ -1,7 +1,7 @@
-"""Progress of a run on the terminal: a line for each stage that takes over two seconds, with rates and what is in flight.
+"""Terminal progress of a run: one line per stage that takes over two seconds, with rates and rows in flight.
 
-On a terminal the lines are redrawn in place, and only when somebody reports progress: no thread draws behind a breakpoint.
-Elsewhere (a log file, a pipe) every ten seconds one plain line is written, without control characters.
+A terminal's lines are redrawn in place, only on a progress report: no thread draws behind a breakpoint.
+A log file or a pipe gets one plain line every ten seconds, without control characters.
 """
 
 import io
@@ -40,7 +40,7 @@ class Bar:
     def update(
         self, rows: int = 0, tokens: int = 0, in_flight: int | None = None, total_rows: int | None = None
     ) -> None:
-        """Add `rows` and `tokens` to those done; `in_flight` and `total_rows` replace the old values."""
+        """Add `rows` and `tokens` to the totals; `in_flight` and `total_rows` replace the old values."""
         self.rows += rows
         self.tokens += tokens
         self.in_flight = self.in_flight if in_flight is None else in_flight
@@ -49,11 +49,11 @@ class Bar:
         self._changed()
 
     def count(self) -> str:
-        """Return the rows done, of the total where one is known."""
+        """Format the rows done, and the total if known."""
         return f"{self.rows:,} rows" if self.total_rows is None else f"{self.rows:,}/{self.total_rows:,} rows"
 
     def details(self, now: float) -> list[str]:
-        """Return tokens per second since the stage began, and rows in flight, where they are known."""
+        """Format tokens per second since the stage began, and rows in flight, as far as known."""
         parts = []
         if self.tokens:
             parts.append(f"{self.tokens / max(now - self.started, 1e-9):,.0f} tokens/s")
@@ -63,12 +63,18 @@ class Bar:
 
 
 class Progress:
-    """Shows the stages that run now. Stages may be nested or run in several threads."""
+    """The stages that run now, shown on the terminal. Stages may be nested or run in several threads."""
 
     def __init__(
         self, steps: int | None = None, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`steps` is the number of iterations; `stream` is stderr unless given."""
+        """Start without stages.
+
+        Args:
+            steps: Number of iterations.
+            stream: By default stderr.
+            clock: Returns seconds.
+        """
         self._steps = steps
         self._console = Console(file=stream or sys.stderr, highlight=False)
         self._clock = clock
@@ -79,18 +85,18 @@ class Progress:
         self._last_shown = clock()
 
     def step(self, step: int) -> None:
-        """Name the iteration that the stages from now on belong to."""
+        """Set the iteration of the stages that follow."""
         with self._lock:
             self._step = step
 
     def print(self, line: str) -> None:
-        """Write a line that stays, above the bars."""
+        """Print a permanent line above the bars."""
         with self._lock:
             self._console.print(line, markup=False, soft_wrap=True)
 
     @contextmanager
     def stage(self, name: str, total_rows: int | None = None) -> Iterator[Bar]:
-        """Show a stage while the block runs; `total_rows` is None where it is not known."""
+        """Show a stage while the block runs; `total_rows` is None if unknown."""
         bar = Bar(name, total_rows, self._clock(), self._changed)
         with self._lock:
             self._bars.append(bar)
@@ -148,12 +154,12 @@ class Progress:
 
 
 def silent_progress() -> Progress:
-    """Return a progress that shows nothing: of several processes that do the same, one reports."""
+    """Return a progress that shows nothing, for all but one of several equal processes."""
     return Progress(stream=io.StringIO(), clock=lambda: 0.0)
 
 
 def spell_seconds(seconds: float) -> str:
-    """Spell a duration as `7 s`, `3:07 min` or `2:05 h`."""
+    """Format a duration as `7 s`, `3:07 min` or `2:05 h`."""
     whole = int(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -1,4 +1,4 @@
-"""`report.html`: what a run learned, on one page that needs nothing but itself."""
+"""`report.html`: the results of a run on one self-contained page."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,12 @@ from braidrl.observe.samples import SHOWN_CHARACTERS, sample_groups
 
 Lines = Sequence[dict[str, Any]]
 Curves = Mapping[str, Series]
-# The first and the last steps that a headline number is the mean of: one batch alone is noise.
+# A headline number is the mean over this many first or last steps; a single batch is too noisy.
 HEADLINE_STEPS = 5
 
 
 class Picture(NamedTuple):
-    """Metrics, named whole or by a pattern, that belong in one chart."""
+    """A chart of the report and its metrics, each a name or a pattern."""
 
     title: str
     keys: tuple[str, ...]
@@ -72,13 +72,13 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
 
 
 def write_report(run: Path) -> Path:
-    """Write `run`/report.html from its metrics and recorded rollouts.
+    """Write `run`/report.html from the run's metrics and recorded rollouts.
 
     Raises:
         UserError: The run has no metrics, or a package is missing.
     """
     try:
-        from plotly.offline import get_plotlyjs  # only here: a run without it ends in a line
+        from plotly.offline import get_plotlyjs  # only here: a run without plotly skips its report
     except ImportError as error:
         raise UserError(f"report.html needs plotly ({first_line(error)}); write `pip install plotly`") from error
     lines = read_metrics(run)
@@ -98,11 +98,11 @@ def write_report(run: Path) -> Path:
 
 
 def curves_of(lines: Lines) -> Curves:
-    """Collect each metric that has a number, over the steps that report it, in the order in which metrics first appear."""
+    """Collect the values of each metric that has any, in the order in which metrics first appear."""
     points: dict[str, list[tuple[int, float | None]]] = {}
     for line in lines:
         for key, value in line.items():
-            # Nulls before the first number are steps that could not have one (an evaluation before training): no gap to show.
+            # Leading nulls are steps that cannot have a value (an evaluation before training), not gaps.
             if key not in ("step", "version") and (value is not None or key in points):
                 points.setdefault(key, []).append((line["step"], value))
     return {key: Series(key, *map(tuple, zip(*found, strict=True))) for key, found in points.items()}
@@ -114,13 +114,13 @@ def matching(picture: Picture, curves: Curves) -> list[Series]:
 
 
 def charts_of(pictures: Sequence[Picture], curves: Curves) -> list[Chart]:
-    """Return the charts of those pictures that have a metric."""
+    """Return the charts of all pictures that have a metric."""
     found = [(picture, matching(picture, curves)) for picture in pictures]
     return [chart(p.title, short_names(series), p.about, p.stacked) for p, series in found if series]
 
 
 def short_names(series: Sequence[Series]) -> list[Series]:
-    """Shorten names by the part before the first slash, where all share it."""
+    """Remove the part before the first slash where all names share it."""
     heads = {one.name.partition("/")[0] for one in series}
     if len(heads) > 1 or len(series) == 1:
         return list(series)
@@ -128,7 +128,7 @@ def short_names(series: Sequence[Series]) -> list[Series]:
 
 
 def headline(curves: Curves) -> list[Tile]:
-    """Return tiles from first to last value of the most important metrics."""
+    """Return tiles with the first and last values of the most important metrics."""
     evaluations = matching(EVALUATION, curves)
     tiles = [change(one.name.removeprefix("eval/").replace("/", " "), one, 1) for one in evaluations]
     tiles += [change(label, curves[name], HEADLINE_STEPS) for label, name in HEADLINES if name in curves]
@@ -140,7 +140,7 @@ def headline(curves: Curves) -> list[Tile]:
 
 
 def change(label: str, series: Series, steps: int) -> Tile:
-    """Return a tile `0.31 → 0.88`, of means over the first and the last `steps` numbers."""
+    """Return a tile `0.31 → 0.88` of the means over the first and the last `steps` numbers."""
     numbers = series.numbers
     if len(numbers) == 1:
         return Tile(label, spell(numbers[0]), f"at step {series.steps[0]}")
@@ -151,7 +151,7 @@ def change(label: str, series: Series, steps: int) -> Tile:
 
 
 def summary(lines: Lines) -> str:
-    """Say how many steps took what time, and how to read the curves."""
+    """Describe the number of steps, their time, and how to read the curves."""
     if not lines:
         return "No step has been written yet."
     seconds = sum(line.get("time/step") or 0.0 for line in lines)

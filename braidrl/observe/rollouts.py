@@ -1,14 +1,12 @@
-"""`rollouts/step-N.parquet`: rows as they were generated, bit for bit, beside their text.
+"""`rollouts/step-N.parquet`: generated rows, bit for bit, beside their text.
 
 index column    a plain parquet column
 Ragged          a list column
 Objects         a column of JSON text
-prompt_text, response_text   for people and other programs; left out when rows are read back
+prompt_text, response_text   for people and other programs; ignored when rows are read back
 
-Where several ranks have the rows each writes its own: `step-N.parquet` is a folder of such files then, which readers of parquet take
-for one table.
-
-The exact types are kept in the file's own metadata, so that a replay trains on the very numbers that the run saw.
+When several ranks hold the rows, each writes its own file and `step-N.parquet` is a folder; parquet readers treat it as one table.
+The exact types are kept in the file's metadata, so a replay trains on the very numbers of the run.
 """
 
 import json
@@ -34,13 +32,13 @@ from braidrl.observe.lines import whole_file
 PROMPT_TEXT = "prompt_text"
 RESPONSE_TEXT = "response_text"
 SCHEMA_KEY = b"braidrl.columns"
-# No dictionaries for numbers: they compare values, and so would make -0.0 and 0.0, or two kinds of NaN, one.
+# No dictionary encoding for numbers: it compares values, and would merge -0.0 with 0.0, and different NaNs.
 FILE_OPTIONS: dict[str, Any] = {"compression": "zstd", "use_dictionary": [PROMPT_TEXT, RESPONSE_TEXT]}
 DTYPES = CODEC_DTYPES | {"uint16": torch.uint16, "uint32": torch.uint32, "uint64": torch.uint64}
 
 
 def rollout_path(run: Path, step: int) -> Path:
-    """Return the file, or the folder of ranks' files, that a training step's rows are recorded in.
+    """Return the path of a training step's recording: a file, or a folder with one file per rank.
 
     Args:
         run: The run's folder.
@@ -58,7 +56,7 @@ def recorded_steps(run: Path, evaluation: str | None = None) -> list[int]:
 
     Args:
         run: The run's folder.
-        evaluation: The evaluation set whose rows are meant; by default those of training.
+        evaluation: Name of an evaluation set; by default the training rows.
     """
     prefix = "" if evaluation is None else re.escape(f"eval-{evaluation}-")
     found = (re.fullmatch(rf"{prefix}step-(\d+)\.parquet", path.name) for path in (run / "rollouts").glob("*.parquet"))
@@ -72,9 +70,9 @@ def recorded_evaluations(run: Path) -> list[str]:
 
 
 def write_rollouts(path: Path, rows: Rows, prompt_texts: Sequence[str], response_texts: Sequence[str]) -> None:
-    """Write all columns and the texts, one of each per row; the file appears whole or not at all.
+    """Write all columns and one prompt and response text per row. The file appears whole or not at all.
 
-    Raises ValueError where the number of texts is not that of the rows, or a column has a text column's name.
+    Raises ValueError if the number of texts differs from the number of rows, or a column has the name of a text column.
     """
     for name, texts in ((PROMPT_TEXT, prompt_texts), (RESPONSE_TEXT, response_texts)):
         if len(texts) != len(rows):
@@ -84,28 +82,28 @@ def write_rollouts(path: Path, rows: Rows, prompt_texts: Sequence[str], response
     arrays = {name: to_arrow(name, column) for name, column in rows.items()}
     texts_by_name = {PROMPT_TEXT: prompt_texts, RESPONSE_TEXT: response_texts}
     for name, texts in texts_by_name.items():
-        # Halves of surrogate pairs, which UTF-8 cannot hold, go; the tokens keep what was really there.
+        # UTF-8 cannot hold halves of surrogate pairs, so they are removed; the tokens stay exact.
         printable = (text.encode("utf-8", "replace").decode() for text in texts)
         arrays[name] = pa.array(printable, pa.large_string())
     described = json.dumps({name: describe(column) for name, column in rows.items()})
     table = pa.table(arrays).replace_schema_metadata({SCHEMA_KEY: described.encode()})
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
-        # Several ranks have recorded this step before the run was resumed by one.
+        # Several ranks recorded this step before a single one resumed the run.
         shutil.rmtree(path)
     with whole_file(path) as unfinished:
         pq.write_table(table, unfinished, **FILE_OPTIONS)
 
 
 def part_path(path: Path, rank: int) -> Path:
-    """Return the hidden path where a rank writes its rows of a recording before they are joined."""
+    """Return the hidden path of a rank's file before `join_parts`."""
     return path.with_name(f".{path.name}.rank-{rank}")
 
 
 def join_parts(path: Path, parts: Sequence[Path]) -> None:
-    """Make a recording of the files that ranks have written, which stay as they are: one file, or a folder of several.
+    """Publish the files written by ranks as one recording: a file, or a folder of several. The parts are not changed.
 
-    Raises ValueError where parts differ in their columns.
+    Raises ValueError if their columns differ.
     """
     names = sorted(pq.read_schema(parts[0]).names)
     for part in parts:
@@ -125,20 +123,20 @@ def join_parts(path: Path, parts: Sequence[Path]) -> None:
 
 
 def parts_of(path: Path) -> list[Path]:
-    """Return the file at a path, or where it is a folder the files in it, in their order."""
+    """Return the file at a path, or the sorted files of a folder."""
     return sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
 
 
 def read_rollouts(path: Path, rank: int = 0, size: int = 1) -> Rows:
-    """Read the recorded rows, bit for bit.
+    """Read recorded rows, bit for bit.
 
     Args:
-        path: A recording; where ranks wrote it its rows come by group and sample.
-        rank: Whose share of the rows is read,
-        size: of so many.
+        path: A recording. If several ranks wrote it, rows are sorted by group and sample.
+        rank: Index of the share to read.
+        size: Number of shares.
 
     Raises:
-        UserError: The recording is missing, or is none.
+        UserError: The recording is missing, or is not a recording.
     """
     files = parts_of(path)
     if not all(file.is_file() for file in files):
@@ -164,7 +162,7 @@ def read_rollouts(path: Path, rank: int = 0, size: int = 1) -> Rows:
 
 
 def read_texts(path: Path, columns: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Read prompt and response text of each row, with those of the named `columns` that the recording has."""
+    """Read each row's prompt and response text, and the named `columns` that the recording has."""
     wanted, files, found = [PROMPT_TEXT, RESPONSE_TEXT, *columns], parts_of(path), []
     for file in files:
         known = set(pq.read_schema(file).names)
@@ -175,7 +173,7 @@ def read_texts(path: Path, columns: Sequence[str] = ()) -> list[dict[str, Any]]:
 
 
 def describe(column: Column) -> dict[str, Any]:
-    """Describe a column for the file's metadata: kind, type and shape of one entry."""
+    """Describe a column for the file's metadata: kind, data type, and shape of one entry."""
     if isinstance(column, Objects):
         return {"kind": "objects"}
     values = column.values if isinstance(column, Ragged) else column
@@ -184,7 +182,7 @@ def describe(column: Column) -> dict[str, Any]:
 
 
 def to_arrow(name: str, column: Column) -> Any:
-    """Convert a column. Raises ValueError, naming it, for a type that cannot be kept."""
+    """Convert a column. Raises ValueError with its name if the type is not supported."""
     if isinstance(column, Objects):
         return pa.array([json.dumps(value) for value in column.values], pa.large_string())
     values = (column.values if isinstance(column, Ragged) else column).detach().cpu()
@@ -200,7 +198,7 @@ def to_arrow(name: str, column: Column) -> Any:
 
 
 def from_arrow(array: Any, kind: str, dtype: str = "", shape: Sequence[int] = ()) -> Column:
-    """Invert `to_arrow`, given what `describe` returned."""
+    """Invert `to_arrow`, given the result of `describe`."""
     if kind == "objects":
         return Objects(tuple(json.loads(text) for text in array.to_pylist()))
     array = array.combine_chunks()
@@ -215,7 +213,7 @@ def from_arrow(array: Any, kind: str, dtype: str = "", shape: Sequence[int] = ()
 
 
 def to_numpy(values: Tensor) -> Any:
-    """Flatten. bfloat16, which parquet lacks, becomes float32 by moving bits, so that NaN survives too."""
+    """Flatten to a numpy array. Parquet has no bfloat16: its bits move into a float32, so NaN survives."""
     flat = values.contiguous().flatten()
     if flat.dtype == torch.bfloat16:
         flat = (flat.view(torch.int16).to(torch.int32) << 16).view(torch.float32)
@@ -223,7 +221,7 @@ def to_numpy(values: Tensor) -> Any:
 
 
 def from_numpy(values: Any, dtype: torch.dtype) -> Tensor:
-    """Invert `to_numpy`; copies, because parquet's buffers may not be written to."""
+    """Invert `to_numpy`. Copies, because parquet's buffers are read-only."""
     tensor = torch.from_numpy(np.array(values))
     if dtype == torch.bfloat16:
         return (tensor.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)

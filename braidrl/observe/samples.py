@@ -1,4 +1,4 @@
-"""The recorded responses of a report: the same held-out prompts over time, and of some steps the best and the worst row."""
+"""The recorded responses in a report: the same held-out prompts over time, and the best and worst row of some steps."""
 
 import json
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ COLUMNS = ("score", "reward", "correct", "finish_reason", "metadata")
 
 @dataclass(frozen=True)
 class Sample:
-    """One recorded row as people read it."""
+    """One recorded row as text and numbers."""
 
     step: int
     prompt: str
@@ -39,7 +39,7 @@ class Sample:
 
 
 class SampleGroup(NamedTuple):
-    """Samples that are shown together: all of one prompt, or for None each with its own."""
+    """Samples shown together: all of one prompt, or, if the prompt is None, each with its own."""
 
     title: str
     samples: list[Sample]
@@ -47,7 +47,7 @@ class SampleGroup(NamedTuple):
 
 
 def sample_of(step: int, row: dict[str, Any]) -> Sample:
-    """Make a sample of a recorded row; its score is the verifier's where there is one, else the reward."""
+    """Convert a recorded row. The score is the verifier's if present, else the reward."""
     score = row.get("score", row.get("reward"))
     correct = row.get("correct")
     reason = row.get("finish_reason")
@@ -63,14 +63,14 @@ def read_samples(path: Path, step: int) -> list[Sample]:
 
 
 def spread(steps: Sequence[int], most: int) -> list[int]:
-    """Pick at most `most` of the steps, evenly spread, with the first and the last."""
+    """Pick at most `most` steps, evenly spread, including the first and the last."""
     if len(steps) <= most:
         return list(steps)
     return [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
 
 
 def over_time(run: Path, name: str) -> dict[str, list[Sample]]:
-    """Return, for the first few prompts of an evaluation set, the first response at each of some steps."""
+    """Return the first response at several steps, for the first few prompts of an evaluation set."""
     chosen: dict[str, list[Sample]] = {}
     for step in spread(recorded_steps(run, name), MOST_STEPS):
         found: dict[str, Sample] = {}
@@ -85,7 +85,7 @@ def over_time(run: Path, name: str) -> dict[str, list[Sample]]:
 
 
 def best_and_worst(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the first row of the highest and of the lowest score; one row where all scores are equal or missing."""
+    """Return the rows with the highest and the lowest score; only one row if all scores are equal or missing."""
     if not samples:
         return []
     scores = [float("-inf") if sample.score is None else sample.score for sample in samples]
@@ -93,7 +93,7 @@ def best_and_worst(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def samples_of_step(run: Path, step: int) -> list[dict[str, Any]]:
-    """Return what trackers show of a step: the best and the worst training row, and the first prompts of each set evaluated then."""
+    """Return a step's samples for trackers: the best and worst training row, and the first prompts of each set evaluated then."""
     path = rollout_path(run, step)
     found: list[tuple[str, Sample]] = []
     if path.exists():
@@ -107,7 +107,7 @@ def samples_of_step(run: Path, step: int) -> list[dict[str, Any]]:
 
 
 def sample_groups(run: Path) -> list[SampleGroup]:
-    """Return the recorded responses that the report shows; none where nothing was recorded."""
+    """Return the recorded responses for the report; empty if nothing was recorded."""
     groups = [
         SampleGroup(f"{name}: the same prompt over time", samples, prompt)
         for name in recorded_evaluations(run)

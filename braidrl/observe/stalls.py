@@ -1,9 +1,9 @@
-"""What this process works on, and whether it has come further: one that lives and makes no progress is told by its own history.
+"""Stall detection from a process's own history: each piece of work compares its time without progress with earlier ones.
 
-work begins ──rows done──▶ sign of progress ──▶ ... ──▶ work ends        stretches without a sign, by the name of the work
-heartbeat ──each second──▶ a stretch ten times as long as the longest of late? ──▶ told to whoever has started this process
+work begins ──rows done──▶ progress ──▶ ... ──▶ work ends        longest time without progress, by name of the work
+heartbeat ──each second──▶ ten times the longest recent one? ──▶ reported to the parent process
 
-Work without a history (loading, a first compilation) is left alone: it ends, or `cluster.wait_limit_s` and the like do.
+Work without a history (loading, a first compilation) is not judged: it ends, or `cluster.wait_limit_s` and other limits apply.
 """
 
 import threading
@@ -15,26 +15,26 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 TIMES = 10.0
-"""A stretch is too long that is so many times the longest of late."""
+"""Work stalls after this many times the longest recent time without progress."""
 RECENT, ENOUGH = 20, 3
-"""How many pieces of work of one name are remembered, and from how many on there is a history."""
+"""Number of pieces of work kept per name; a history is complete at this number."""
 
 
 class Stall(NamedTuple):
-    """Work that has not come further for `seconds`, where `usual` seconds were the longest stretch of late."""
+    """Work that made no progress for `seconds`; the longest recent time without progress was `usual` seconds."""
 
     name: str
     seconds: float
     usual: float
 
     def said(self) -> str:
-        """Return it in words."""
+        """Describe the stall."""
         return f"made no progress in {self.name} for {self.seconds:.0f} s, where {self.usual:.1f} s were the longest of late"
 
 
 @dataclass
 class PieceOfWork:
-    """Something that is being done, and the longest stretch in it without a sign of progress."""
+    """Something in progress, and the longest time in it without progress."""
 
     name: str
     begun: float
@@ -43,7 +43,7 @@ class PieceOfWork:
 
 @dataclass
 class OwnWork:
-    """All that one process does; pieces may be nested or in several threads, and a sign of progress counts for each of them."""
+    """All work of one process. Pieces may be nested or in several threads; a sign of progress counts for all of them."""
 
     clock: Callable[[], float] = time.monotonic
     _pieces: list[PieceOfWork] = field(default_factory=list)
@@ -53,7 +53,7 @@ class OwnWork:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, name: str) -> PieceOfWork:
-        """Return a piece of work that begins now, for `end`."""
+        """Start a piece of work and return it for `end`."""
         self.advanced()
         piece = PieceOfWork(name, self._advanced)
         with self._lock:
@@ -61,7 +61,7 @@ class OwnWork:
         return piece
 
     def end(self, piece: PieceOfWork) -> None:
-        """Note that a piece of work is done."""
+        """Record that a piece of work is done."""
         self.advanced()
         with self._lock:
             self._pieces.remove(piece)
@@ -69,7 +69,7 @@ class OwnWork:
 
     @contextmanager
     def on(self, name: str) -> Iterator[None]:
-        """Note work while the block runs."""
+        """Record work while the block runs."""
         piece = self.begin(name)
         try:
             yield
@@ -78,7 +78,7 @@ class OwnWork:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Note that the block waits for another process, which is the one to be named if nothing happens."""
+        """Record that the block waits for another process; a stall is then that process's."""
         with self._lock:
             self._waits += 1
         try:
@@ -89,7 +89,7 @@ class OwnWork:
             self.advanced()
 
     def advanced(self) -> None:
-        """Note that work has come further."""
+        """Record progress of all work."""
         now = self.clock()
         with self._lock:
             for piece in self._pieces:
@@ -97,7 +97,7 @@ class OwnWork:
             self._advanced = now
 
     def stalled(self) -> Stall | None:
-        """Return the work that has not come further for too long, or None."""
+        """Return the work that stalls, or None."""
         with self._lock:
             seconds = self.clock() - self._advanced
             for piece in self._pieces if not self._waits else ():
@@ -108,4 +108,4 @@ class OwnWork:
 
 
 WORK = OwnWork()
-"""This process's."""
+"""The work of this process."""

@@ -1,4 +1,4 @@
-"""`braid timeline`: the trace as a table of who was busy and who waited, and as a Chrome trace, which Perfetto draws."""
+"""`braid timeline`: the trace as a table of busy and waiting times, and as a Chrome trace for Perfetto."""
 
 import json
 import re
@@ -11,16 +11,16 @@ from braidrl.observe.chart import Tile, page
 from braidrl.observe.progress import spell_seconds
 from braidrl.observe.trace import BusyState, Span, read_trace
 
-# Nobody doing anything for longer than this is a run that was stopped and resumed, not one that is slow.
+# A longer time without any span means that the run was stopped and resumed.
 LONGEST_GAP = 60.0
-# Seconds since 1970 leave a double less than a microsecond: spans that overlap by no more follow one another.
+# A double of seconds since 1970 is exact to less than a microsecond: a smaller overlap is none.
 CLOCK_ROUNDING = 1e-6
 ALL_STAGES = "all"
 
 
 @dataclass(frozen=True)
 class Busy:
-    """Time of one role on one stage (or on all), summed over its workers; shares are of the workers' time in the run."""
+    """Time of one role on one stage (or all stages), summed over its workers. Shares are of the workers' time in the run."""
 
     role: str
     stage: str
@@ -34,9 +34,9 @@ class Busy:
 
 
 def busy_table(spans: Sequence[Span]) -> list[Busy]:
-    """Return for each role a line over all stages, and one for each stage, in the order in which they first began.
+    """Return a line per role over all stages, and one per role and stage, in order of their first start.
 
-    A worker's time in the run is the run's, from the first start to the last end, less pauses of more than a minute. Spans of
+    A worker's time in the run lasts from the run's first start to its last end, less pauses of more than a minute. Spans of
     one role that overlap in one worker count once in the role's line.
     """
     available = covered(spans, LONGEST_GAP)
@@ -50,7 +50,7 @@ def busy_table(spans: Sequence[Span]) -> list[Busy]:
 
 
 def busy_line(spans: Sequence[Span], role: str, stage: str, available: float) -> Busy:
-    """Return the line of these spans; `available` is the seconds that each of their workers had."""
+    """Return the line of these spans; `available` is each worker's time in seconds."""
     workers = first_seen(span.worker for span in spans)
 
     def seconds(state: BusyState) -> float:
@@ -64,7 +64,7 @@ def busy_line(spans: Sequence[Span], role: str, stage: str, available: float) ->
 
 
 def covered(spans: Iterable[Span], gap: float = 0.0) -> float:
-    """Return the seconds in which at least one of the spans runs; gaps of up to `gap` seconds between them count too."""
+    """Return the seconds covered by at least one span; gaps of up to `gap` seconds count as covered."""
     total, end = 0.0, float("-inf")
     for span in sorted(spans, key=lambda span: span.start):
         begin = end if span.start - end <= gap else span.start
@@ -78,7 +78,7 @@ def first_seen(names: Iterable[str]) -> list[str]:
 
 
 def lanes(spans: Sequence[Span]) -> list[tuple[str, list[Span]]]:
-    """Return (worker, spans) with no two spans of a lane overlapping; a worker that does several things at once has several lanes."""
+    """Return (worker, spans) pairs without overlaps; a worker with parallel work gets several lanes."""
     result = []
     for worker in sorted({span.worker for span in spans}, key=natural_order):
         own: list[list[Span]] = []
@@ -93,7 +93,7 @@ def lanes(spans: Sequence[Span]) -> list[tuple[str, list[Span]]]:
 
 
 def natural_order(name: str) -> list[tuple[int, str]]:
-    """Return a key that sorts `actor/10` after `actor/9`."""
+    """Return a sort key that places `actor/10` after `actor/9`."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
@@ -119,7 +119,7 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
 
 
 def write_timeline(run: Path) -> tuple[Path, Path]:
-    """Write `run`/timeline.html and `run`/timeline.json (Chrome trace). Raises UserError where the run has no trace."""
+    """Write `run`/timeline.html and `run`/timeline.json (Chrome trace). Raises UserError if the run has no trace."""
     spans = read_trace(run)
     table, chrome = run / "timeline.html", run / "timeline.json"
     table.write_text(timeline_page(run.resolve().name, spans), encoding="utf-8")
@@ -128,7 +128,7 @@ def write_timeline(run: Path) -> tuple[Path, Path]:
 
 
 def busy_lines(run: Path) -> list[str]:
-    """Return the table as text for a terminal. Raises UserError where the run has no trace."""
+    """Return the table as text for a terminal. Raises UserError if the run has no trace."""
     header = f"{'role':<14}{'stage':<34}{'workers':>8}{'rows':>10}{'busy s':>10}{'waiting s':>11}{'busy':>7}"
     return [header] + [
         f"{line.role:<14}{line.stage:<34}{line.workers:>8}{line.rows:>10,}{line.busy_seconds:>10.2f}"

@@ -1,11 +1,11 @@
-"""The trace: each process appends spans of its work to a file of its own, and reading merges them.
+"""The trace: each process appends spans of its work to its own file; the reader merges them.
 
 run/trace/actor-0.jsonl    one line per span, written when the span ends
 run/trace/actor-1.jsonl
 
-Times are seconds of the wall clock, because spans of several processes (and machines whose clocks agree) are compared; within a
-process they advance by its monotonic clock, so that a corrected wall clock makes no span negative. Reading makes the earliest
-start of the run zero.
+Times are wall-clock seconds, because spans of several processes (and machines with synchronized clocks) are compared. Within
+a process they advance by its monotonic clock, so a corrected wall clock gives no negative span. The reader shifts the earliest
+start to zero.
 """
 
 import re
@@ -23,12 +23,12 @@ from braidrl.observe.metrics import Sums
 
 BusyState = Literal["busy", "waiting"]
 WAITING_WORTH_S = 1e-3
-"""Shorter pauses of a worker are not worth a line."""
+"""Shorter pauses of a worker are not recorded."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of one worker's time, `start` to `end` in seconds, spent on a stage or waiting for its input."""
+    """A part of one worker's time, `start` to `end` in seconds, spent on a stage or waiting for its input."""
 
     worker: str
     role: str
@@ -48,7 +48,7 @@ class Span:
 
 @dataclass
 class Done:
-    """The counts of an open span, to be set before it ends."""
+    """Counts of an open span; set them before it ends."""
 
     rows: int = 0
     tokens: int = 0
@@ -56,7 +56,7 @@ class Done:
 
 
 class TraceWriter:
-    """Appends one worker's spans to `run`/trace/<worker>.jsonl; may be used from several threads."""
+    """Appends one worker's spans to `run`/trace/<worker>.jsonl. Thread-safe."""
 
     def __init__(self, run: Path, worker: str) -> None:
         self.worker = worker
@@ -73,7 +73,7 @@ class TraceWriter:
         self, role: str, stage: str, iteration: int, *, rows: int = 0, tokens: int = 0, version: int | None = None,
         state: BusyState = "busy",
     ) -> Iterator[Done]:  # fmt: skip
-        """Record the time that the block takes, also when it raises; the block may set counts on the yielded object."""
+        """Record the time of the block, also when it raises; the block may set counts on the yielded object."""
         done = Done(rows, tokens, version)
         start = self.now()
         try:
@@ -83,12 +83,12 @@ class TraceWriter:
             self.record(Span(self.worker, role, stage, iteration, start, self.now(), **counts, state=state))
 
     def past(self, role: str, stage: str, iteration: int, seconds: float) -> None:
-        """Record what has taken so many seconds until now."""
+        """Record work that ends now and took this many seconds."""
         end = self.now()
         self.record(Span(self.worker, role, stage, iteration, end - seconds, end))
 
     def record(self, span: Span) -> None:
-        """Append a span that was measured elsewhere."""
+        """Append a span measured elsewhere."""
         with self._lock:
             self._lines.append(asdict(span))
 
@@ -99,29 +99,29 @@ class TraceWriter:
 
 @dataclass
 class BusySpan:
-    """A stretch of a worker's time and what it says of it: seconds, and sums for the iteration's metrics."""
+    """A part of a worker's time, with seconds and sums for the iteration's metrics."""
 
     stage: str
     iteration: int
     version: int | None
     start: float
     reported: float
-    """Up to when it has been told of."""
+    """End of the time already reported."""
     rows: int = 0
     tokens: int = 0
     seconds: float = 0.0
     sums: Sums = field(default_factory=Sums)
 
     def report(self) -> dict[str, Any]:
-        """Return the report as it travels."""
+        """Return the report in its wire form."""
         return {"stage": self.stage, "seconds": self.seconds, "sums": self.sums.pairs()}
 
 
 class WorkerTrace(TraceWriter):
-    """The trace of a worker that waits for work where it has none; pieces of work may overlap."""
+    """The trace of a streaming worker, which waits when it has no work. Pieces of work may overlap."""
 
     def __init__(self, run: Path, worker: str, role: str) -> None:
-        """Begin without work; `role` is what the worker's spans are shown under."""
+        """Start without work; `role` labels the worker's spans."""
         super().__init__(run, worker)
         self._role = role
         self._idle_since: float | None = None
@@ -131,9 +131,9 @@ class WorkerTrace(TraceWriter):
     def busy(
         self, stage: str, iteration: int, uids: Sequence[Any] = (), version: int | None = None
     ) -> Iterator[BusySpan]:
-        """Record the time that a piece of work takes; yields the span, whose sums are to be filled.
+        """Record the time of a piece of work; the caller fills the sums of the yielded span.
 
-        What is raised inside says of which stage and rows.
+        An error raised inside is extended by the stage and its rows.
         """
         span = self.begin(stage, iteration, version)
         try:
@@ -146,7 +146,7 @@ class WorkerTrace(TraceWriter):
             self.end(span)
 
     def begin(self, stage: str, iteration: int, version: int | None = None) -> BusySpan:
-        """Begin a piece of work; with it the waiting before it has ended."""
+        """Start a piece of work; this ends the waiting before it."""
         now, idle = self.now(), self._idle_since
         if idle is not None and now - idle > WAITING_WORTH_S:
             self._note(BusySpan(stage, iteration, version, idle, idle), now, "waiting")
@@ -155,13 +155,13 @@ class WorkerTrace(TraceWriter):
         return BusySpan(stage, iteration, version, now, now)
 
     def count(self, span: BusySpan, stage: str, rows: int, tokens: int) -> dict[str, Any]:
-        """Return a report on rows that are done while the span goes on, with the seconds since the last such report.
+        """Report rows done while the span continues, with the seconds since its last report.
 
         Args:
-            span: Whose rows they are.
-            stage: As the queue calls it.
-            rows: How many.
-            tokens: Of all of them.
+            span: The work that processes the rows.
+            stage: Name of the stage in the queue.
+            rows: Number of rows.
+            tokens: Sum over these rows.
         """
         span.rows += rows
         span.tokens += tokens
@@ -169,7 +169,7 @@ class WorkerTrace(TraceWriter):
         return {"stage": stage, "seconds": span.reported - before, "sums": []}
 
     def end(self, span: BusySpan) -> None:
-        """End a span of work; with the last that is under way waiting begins."""
+        """End a piece of work; if no other is open, waiting starts."""
         end = self.now()
         self._under_way -= 1
         self._idle_since = None if self._under_way else end
@@ -181,7 +181,7 @@ class WorkerTrace(TraceWriter):
 
 
 def shortened(uids: Sequence[Any], most: int = 8) -> str:
-    """Return the first few uids, and how many more there are."""
+    """Format the first few uids and the number of the rest."""
     more = f" and {len(uids) - most} more" if len(uids) > most else ""
     return ", ".join(map(str, uids[:most])) + more if uids else "none"
 
@@ -189,12 +189,12 @@ def shortened(uids: Sequence[Any], most: int = 8) -> str:
 def traced(
     trace: TraceWriter | None, role: str, stage: str, iteration: int, **about: Any
 ) -> AbstractContextManager[Done]:
-    """Do as `TraceWriter.span`; without a trace nothing is recorded."""
+    """Record a span as `TraceWriter.span` does; without a trace do nothing."""
     return trace.span(role, stage, iteration, **about) if trace else nullcontext(Done())
 
 
 def read_trace(run: Path) -> list[Span]:
-    """Read the spans of all workers by start, counted from the earliest. Raises UserError where the run has none."""
+    """Read the spans of all workers, sorted by start, relative to the earliest. Raises UserError if the run has none."""
     spans = [Span(**line) for path in sorted((run / "trace").glob("*.jsonl")) for line in read_lines(path)]
     if not spans:
         raise UserError(f"{run} has no trace: is it the folder of a run that has done a step?")

@@ -1,6 +1,6 @@
-"""The trackers that come with Braid: TensorBoard, wandb, trackio, MLflow and SwanLab, each by its own library, imported when it is opened.
+"""Built-in trackers: TensorBoard, wandb, trackio, MLflow and SwanLab. Each library is imported when its tracker opens.
 
-A run of a tracker has the name of the run's folder, by which a resumed run finds it again.
+A tracker's run has the name of the run folder; a resumed run finds it by this name.
 """
 
 import importlib
@@ -15,15 +15,15 @@ import yaml
 from braidrl.observe.trackers import Samples, TrackedRun
 
 PROJECT = "braid"
-"""The project, or experiment, of a tracker that needs one where nothing names it."""
+"""Default project (or experiment) for trackers that require one."""
 PARAMETERS_AT_A_TIME = 100
 
 
 class TensorboardTracker:
-    """Event files in the run folder's `tensorboard`; on resume they hide what was written after the checkpoint."""
+    """Event files in the run folder's `tensorboard`. A resumed run hides what was written after the checkpoint."""
 
     def __init__(self, run: TrackedRun) -> None:
-        # Imported here: it costs a second, and reading metrics needs none of it.
+        # Imported here: it takes a second, and readers of metrics do not need it.
         from torch.utils.tensorboard import SummaryWriter
 
         purge_step = None if run.resume_step is None else run.resume_step + 1
@@ -48,12 +48,12 @@ class TensorboardTracker:
 
 
 class WandbTracker:
-    """A wandb run named after the run folder; wandb's own variables, such as WANDB_PROJECT, say where."""
+    """A wandb run named after the run folder. wandb's own variables, such as WANDB_PROJECT, select the project."""
 
     def __init__(self, run: TrackedRun, **settings: Any) -> None:
-        """Take further arguments of `wandb.init` as settings."""
+        """Open the run; further settings go to `wandb.init`."""
         name = run.folder.name
-        # One id per run folder, so that a resumed run goes on in the same wandb run.
+        # One id per run folder, so that a resumed run continues in the same wandb run.
         arguments = {
             "dir": str(run.folder),
             "id": name,
@@ -69,7 +69,7 @@ class WandbTracker:
         self._run.log(dict(metrics), step=step)
 
     def write_samples(self, step: int, samples: Samples) -> None:
-        # Scores and answers may be missing or of several types, which wandb would refuse.
+        # Scores and answers may be missing or of mixed types, which wandb refuses.
         table = self._library.Table(list(samples[0]), [list(one.values()) for one in samples], allow_mixed_types=True)
         self._run.log({"samples": table}, step=step)
 
@@ -83,10 +83,10 @@ class WandbTracker:
 
 
 class TrackioTracker:
-    """A trackio run named after the run folder, in its local database or, by TRACKIO_SPACE_ID or TRACKIO_SERVER_URL, elsewhere."""
+    """A trackio run named after the run folder: in the local database, or where TRACKIO_SPACE_ID or TRACKIO_SERVER_URL point."""
 
     def __init__(self, run: TrackedRun, *, project: str = PROJECT, **settings: Any) -> None:
-        """Take further arguments of `trackio.init` as settings."""
+        """Open the run; further settings go to `trackio.init`."""
         self._library: Any = importlib.import_module("trackio")
         arguments = {"name": run.folder.name, "resume": "allow", "config": dict(run.config), "embed": False, **settings}
         self._run = self._library.init(project, **arguments)
@@ -105,21 +105,21 @@ class TrackioTracker:
 
 
 class MlflowTracker:
-    """An MLflow run named after the run folder; MLFLOW_TRACKING_URI says where. A name's @ becomes _at_, as MLflow takes no @."""
+    """An MLflow run named after the run folder. MLFLOW_TRACKING_URI selects the server. MLflow allows no @, so it becomes _at_."""
 
     def __init__(self, run: TrackedRun, *, uri: str | None = None, experiment: str = PROJECT) -> None:
         """Open the run.
 
         Args:
-            run: The run.
-            uri: A server or a database, such as `sqlite:///mlflow.db`; by default what MLFLOW_TRACKING_URI says.
-            experiment: Where the run is; it is made where there is none.
+            run: The run to track.
+            uri: A server or a database, such as `sqlite:///mlflow.db`; by default MLFLOW_TRACKING_URI.
+            experiment: Name of the experiment; created if missing.
         """
         self._library: Any = importlib.import_module("mlflow")
         self._client = self._library.MlflowClient(uri)
         known = self._client.get_experiment_by_name(experiment)
         where = known.experiment_id if known else self._client.create_experiment(experiment)
-        # A run is known by its folder: names may be those of others, too.
+        # The folder identifies the run: other runs may have the same name.
         folder = {"braid.folder": str(run.folder.resolve())}
         found = self._client.search_runs([where], f"tags.`braid.folder` = '{folder['braid.folder']}'")
         opened = found[0] if found else self._client.create_run(where, run_name=run.folder.name, tags=folder)
@@ -129,7 +129,7 @@ class MlflowTracker:
             self._log_settings(run.config)
 
     def _log_settings(self, config: Mapping[str, Any]) -> None:
-        """Log each setting as a parameter, as many at a time as MLflow takes."""
+        """Log each setting as a parameter, in batches that MLflow accepts."""
         settings = [self._library.entities.Param(mlflow_name(name), str(value)) for name, value in flat(config)]
         for first in range(0, len(settings), PARAMETERS_AT_A_TIME):
             self._client.log_batch(self._id, params=settings[first : first + PARAMETERS_AT_A_TIME])
@@ -152,10 +152,10 @@ class MlflowTracker:
 
 
 class SwanlabTracker:
-    """A SwanLab run named after the run folder; SWANLAB_MODE=local or offline keeps it in the run folder's `swanlab`."""
+    """A SwanLab run named after the run folder. SWANLAB_MODE=local or offline keeps it in the run folder's `swanlab`."""
 
     def __init__(self, run: TrackedRun, **settings: Any) -> None:
-        """Take further arguments of `swanlab.init` as settings."""
+        """Open the run; further settings go to `swanlab.init`."""
         self._library: Any = importlib.import_module("swanlab")
         (run.folder / "swanlab").mkdir(parents=True, exist_ok=True)
         arguments = {
@@ -182,12 +182,12 @@ class SwanlabTracker:
 
 
 def mlflow_name(name: str) -> str:
-    """Return a metric's name with the characters that MLflow takes."""
+    """Replace the characters that MLflow does not allow in a metric's name."""
     return re.sub(r"[^\w\-. :/]", "_", name.replace("@", "_at_"))
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield each setting with its name in full, as in `trainer.steps`."""
+    """Yield each setting with its full name, such as `trainer.steps`."""
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{name}.")
@@ -196,5 +196,5 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def cell(value: Any) -> str:
-    """Return a value as the cell of a Markdown table."""
+    """Format a value for a cell of a Markdown table."""
     return "" if value is None else str(value).replace("|", "\\|").replace("\n", "<br>")

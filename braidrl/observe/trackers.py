@@ -1,10 +1,10 @@
-"""Where a run's metrics, samples and report go beside its folder: trackers by name, or of a user's own.
+"""Trackers: external destinations of a run's metrics, samples and report, chosen by name or written by the user.
 
 config.trackers ──factory(run, **params)──▶ tracker ◀──write(step, metrics)────────── every step
                                                    ◀──write_samples(step, samples)── every `samples_every` steps
                                                    ◀──write_report(path)──────────── at the end
 
-Those of `tracker_libraries.py` come with Braid. `check_tracker` says whether a tracker of your own does what a run needs.
+`tracker_libraries.py` holds the built-in trackers. `check_tracker` is the contract test for your own.
 """
 
 import importlib.util
@@ -22,54 +22,54 @@ from braidrl.importing import PluginRegistry
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told of its run when it is opened."""
+    """The description of a run that a tracker gets when it opens."""
 
     folder: Path
-    """The run folder; its name is the run's."""
+    """The run folder; its name is the name of the run."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The whole configuration as plain YAML values."""
     resume_step: int | None = None
-    """The step after which a resumed run goes on; what was written of later steps is written again."""
+    """Last step before a resume; later steps are written again."""
 
 
 class Tracker(Protocol):
-    """Takes the numbers of each step. What it raises is told in a line, and the run goes on."""
+    """Takes the numbers of each step. An error that it raises is printed in one line, and the run continues."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of a step. Steps come in order.
+        """Take the metrics of a step. Steps arrive in order.
 
         Args:
             step: From 1.
-            metrics: Finite numbers by name, in the units that docs/metrics.md gives.
+            metrics: Finite numbers by name, in the units of docs/metrics.md.
         """
 
     def close(self) -> None:
-        """Write what is left; called once, however the run ends."""
+        """Flush and close; called once, also after a failed run."""
 
 
 Samples = Sequence[Mapping[str, Any]]
-"""Recorded responses with step, set, prompt, response, answer, score, correct and finish_reason; what is not known is None."""
+"""Recorded responses with step, set, prompt, response, answer, score, correct and finish_reason; unknown values are None."""
 
 
 @runtime_checkable
 class TakesSamples(Protocol):
-    """A tracker that shows responses, too."""
+    """A tracker that also shows responses."""
 
     def write_samples(self, step: int, samples: Samples) -> None:
         """Take some recorded responses.
 
         Args:
-            step: Whose they are.
+            step: The step that they come from.
             samples: At least one.
         """
 
 
 @runtime_checkable
 class TakesReport(Protocol):
-    """A tracker that keeps the run's report, too."""
+    """A tracker that also keeps the run's report."""
 
     def write_report(self, report: Path) -> None:
-        """Take the report's file, which stays where it is."""
+        """Take the report file; the file itself stays in the run folder."""
 
 
 TRACKERS = PluginRegistry(
@@ -82,17 +82,17 @@ TRACKERS = PluginRegistry(
         "swanlab": "braidrl.observe.tracker_libraries:SwanlabTracker",
     },
 )
-"""What opens a tracker: called with a `TrackedRun` and the `params` of the configuration, it returns a `Tracker`."""
+"""Opens a tracker: called with a `TrackedRun` and the configured `params`, returns a `Tracker`."""
 
 
 def check_installed(name: str) -> None:
-    """Raise UserError where the package of a tracker that comes with Braid is not installed. Nothing is imported."""
+    """Raise UserError if the package of a built-in tracker is not installed. Imports nothing."""
     if name in TRACKERS and importlib.util.find_spec(name) is None:
         raise UserError(f"trackers={name}: the package is not installed; write pip install 'braidrl[{name}]'")
 
 
 class Trackers:
-    """All trackers of a run. The first error of each is told in a line; neither the run nor the others notice."""
+    """All trackers of a run. A tracker's first error is printed in one line; the run and the other trackers continue."""
 
     def __init__(
         self, chosen: Sequence[TrackerConfig], run: TrackedRun, say: Callable[[str], object], must_open: bool = False
@@ -100,10 +100,10 @@ class Trackers:
         """Open the chosen trackers.
 
         Args:
-            chosen: In the order in which they are handed numbers.
-            run: The run.
+            chosen: In the order in which they get numbers.
+            run: The run to track.
             say: Prints a line.
-            must_open: Raise UserError for one that cannot be opened, in place of a line.
+            must_open: Raise UserError if a tracker cannot be opened, instead of printing a line.
         """
         self._say, self._told = say, set[str]()
         self._open: list[tuple[TrackerConfig, Tracker]] = []
@@ -112,13 +112,13 @@ class Trackers:
                 self._open.append((one, TRACKERS.find(one.name)(run, **one.params)))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand a step's metrics to every tracker."""
+        """Pass a step's metrics to every tracker."""
         for one, tracker in self._open:
             with self._errors_told(one.name):
                 tracker.write(step, metrics)
 
     def write_samples(self, step: int, read: Callable[[], Samples]) -> None:
-        """Hand recorded responses of a step to the trackers that are due for some; only then are they read."""
+        """Pass recorded responses of a step to the trackers that are due; reads them only if there are any."""
         samples: Samples | None = None
         for one, tracker in self._open:
             if one.samples_every and step % one.samples_every == 0 and isinstance(tracker, TakesSamples):
@@ -128,7 +128,7 @@ class Trackers:
                         tracker.write_samples(step, samples)
 
     def write_report(self, report: Path) -> None:
-        """Hand the report to every tracker that keeps it."""
+        """Pass the report to every tracker that keeps it."""
         for one, tracker in self._open:
             if isinstance(tracker, TakesReport):
                 with self._errors_told(one.name):
@@ -163,16 +163,16 @@ class Trackers:
 
 
 def check_tracker(name: str, folder: Path, params: Mapping[str, Any] | None = None) -> None:
-    """Open a tracker, write some steps, samples and a report, close it, and go on as a resumed run does.
+    """Open a tracker, write steps, samples and a report, close it, and continue as a resumed run does.
 
     Args:
-        name: as in the configuration's `trackers`.
-        folder: an empty folder, in place of the run's.
-        params: settings of the tracker.
+        name: Name of the tracker, as in `trackers` of the configuration.
+        folder: An empty folder to use as the run's.
+        params: Settings of the tracker.
 
     Raises:
-        UserError: where there is no such tracker, or it has no such setting.
-        AssertionError: where it does not do what a run needs.
+        UserError: There is no such tracker, or it has no such setting.
+        AssertionError: It breaks the contract.
     """
     TRACKERS.check_settings(name, params or {})
     config = {"flow": "grpo", "trainer": {"steps": 4}}
