@@ -1,12 +1,12 @@
-"""The processes of a run: how they are started and ended, which devices they get, and how they meet.
+"""The processes of a run: start and end, devices, process groups, and communication between ranks.
 
-process, child     what a process is to whoever starts it, and the process from its inside
-local, fork_server the processes of this machine and their launcher, and the process that most are copies of
-ray_cluster, ray_processes    the actors of a Ray cluster, and the launcher whose processes are there
-ranks              N processes that do one task together, supervised: the first failure is what the user sees
-devices            which process gets which CUDA devices
-groups             the process groups in which processes meet, and the time limit of every wait there
-world, notices     what ranks say to each other: all at the same point, or in passing
+process, child     a process as seen by its parent, and from the inside
+local, fork_server processes of this machine with their launcher, and the process that most of them are forked from
+ray_cluster, ray_processes    actors of a Ray cluster, and the launcher that starts processes through them
+ranks              N processes that do one task together, supervised: the user sees the first failure
+devices            assignment of CUDA devices to processes
+groups             process groups, and the time limit of every wait in them
+world, notices     communication between ranks: collectives, and messages that wait for no rank
 
 launcher ──ProcessSpec──▶ child ──join──▶ process group ──▶ World
          ◀──Outcome──────

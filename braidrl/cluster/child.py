@@ -1,4 +1,4 @@
-"""A process from its inside: does the one task that comes over the connection, and says how it ended."""
+"""A process from the inside: does the one task that arrives over the connection, and reports the outcome."""
 
 import contextlib
 import importlib
@@ -21,13 +21,13 @@ from braidrl.observe.stalls import WORK
 
 FAILED = 1
 SPEAKING = threading.Lock()
-"""Held by whoever writes to the connection."""
+"""Lock for writing to the connection."""
 at_end: list[Callable[[], None]] = []
-"""Called before a process ends that nobody waits for any more: it ends the processes that this one started."""
+"""Callbacks that run before a process without a parent ends: they end the processes that it started."""
 
 
 class TaskFailed(Exception):
-    """Raised by a task that knows better than its process how to describe its failure."""
+    """Raised by a task that can describe its failure better than its process can."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
@@ -41,12 +41,12 @@ def main(descriptor: int) -> None:
 
 
 def serve(connection: Connection) -> NoReturn:
-    """Do the task that comes first over the connection. End with the task, or when the starter is gone."""
+    """Do the first task that arrives over the connection. Return after the task, or when the parent is gone."""
     task = unpack_message(connection.recv_bytes(), ChildTask)
     named(task.name)
     threading.Thread(target=end_with, args=(connection, task), daemon=True).start()
     threading.Thread(target=beat, args=(connection,), daemon=True).start()
-    # A thread of Ray's, in which they are blocked, may have started this process.
+    # A Ray thread that blocks these signals may have started this process.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT, signal.SIGTERM])
     signal.signal(signal.SIGINT, signal.default_int_handler)
     failure: Failure | None = None
@@ -55,14 +55,14 @@ def serve(connection: Connection) -> NoReturn:
         result = function_of(task.entry)(task.arguments)
     except BaseException as error:
         failure = error.failure if isinstance(error, TaskFailed) else failure_of(f"{task.name} failed", error)
-    # Failed or not, this is the last word; the starter may be gone before it is heard.
+    # The last message, after success or failure; the parent may be gone already.
     with contextlib.suppress(OSError), SPEAKING:
         connection.send_bytes(pack_message(Outcome(result, failure)))
     end_at_once(FAILED if failure else 0)
 
 
 def beat(connection: Connection) -> None:
-    """Say each second that this process lives, and if its work does not come further, as long as its starter reads it."""
+    """Send a heartbeat each second, with a stalled piece of work if there is one, until the parent stops reading."""
     with contextlib.suppress(OSError):
         while True:
             time.sleep(BEAT_S)
@@ -72,14 +72,14 @@ def beat(connection: Connection) -> None:
 
 
 def function_of(name: str) -> Callable[..., Any]:
-    """Return the function that `module:function` names."""
+    """Return the function named by `module:function`."""
     module, _, function = name.partition(":")
     found: Callable[..., Any] = getattr(importlib.import_module(module), function)
     return found
 
 
 def failure_of(where: str, error: BaseException) -> Failure:
-    """Return how a process reports an error: where it happened, in one line, and the traceback."""
+    """Describe an error: where it happened, in one line, and the traceback."""
     if isinstance(error, UserError):
         kinds = {BadUpdate: "update", FailedStep: "step"}
         return Failure(kinds.get(type(error), "user"), str(error))
@@ -93,7 +93,7 @@ def failure_of(where: str, error: BaseException) -> Failure:
 
 
 def end_with(connection: Connection, task: ChildTask) -> None:
-    """End this process as soon as the starter's end of the connection is closed, whatever the main thread waits for."""
+    """End this process when the parent's end of the connection closes, even if the main thread is blocked."""
     with contextlib.suppress(EOFError, OSError):
         connection.recv_bytes()
     try:
@@ -104,7 +104,7 @@ def end_with(connection: Connection, task: ChildTask) -> None:
 
 
 def end_at_once(status: int = FAILED) -> NoReturn:
-    """End without waiting for other ranks, which may be stuck, or for threads of libraries; what this one started ends first."""
+    """End without waiting for other ranks, which may be stuck, or for library threads; processes started here end first."""
     try:
         for call in at_end:
             call()

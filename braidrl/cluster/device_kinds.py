@@ -1,4 +1,4 @@
-"""Kinds of devices as their makers state them, from `kinds.yaml`: memory, bandwidths, peak operations; and clusters of such devices.
+"""Kinds of devices with their makers' figures (memory, bandwidths, peak operations) from `kinds.yaml`, and clusters of them.
 
 "8x8xH100-80GB"  8 nodes of 8 devices        "4x8xH100-80GB+2x8xA100-80GB"  mixed kinds        "cpu"  the cores of this machine
 "devices.yaml"   {kinds: {...}, groups: [{kind: H100-80GB, nodes: 8, devices: 8}]}
@@ -25,16 +25,16 @@ FORM = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z][\w.-]*)")
 
 
 class DeviceKind(Section):
-    """One kind of device, as its maker states it."""
+    """One kind of device, with its maker's figures."""
 
     source: str
-    """Where the numbers are from."""
+    """Source of the figures."""
     names: list[str] = Field(default_factory=list)
-    """What `torch.cuda.get_device_name` says of such a device."""
+    """Result of `torch.cuda.get_device_name` on such a device."""
     peak: dict[str, float]
     """Dense operations per second by dtype."""
     memory: int
-    """Bytes; in YAML as in `80 GiB`, or `all` of this machine's, divided by its cores."""
+    """Bytes of memory; in YAML `80 GiB`, or `all` for this machine's memory divided by its cores."""
     bandwidth: float = Field(gt=0)
     """Bytes per second of its memory."""
     link: float = Field(gt=0)
@@ -55,13 +55,13 @@ class DeviceKind(Section):
 
 
 def kind_named(name: str) -> DeviceKind | None:
-    """Return the kind of a device that torch calls by this name; None where it is not among those that come with the package."""
+    """Return the built-in kind with this torch device name, or None."""
     return next((kind for kind in known_kinds().values() if name in kind.names), None)
 
 
 @cache
 def known_kinds() -> dict[str, DeviceKind]:
-    """Return the kinds that come with the package."""
+    """Return the built-in kinds."""
     tree = yaml.safe_load(Path(__file__).with_name("kinds.yaml").read_text())
     return {name: DeviceKind.model_validate(value) for name, value in tree.items()}
 
@@ -70,11 +70,11 @@ class NodeGroup(Section):
     """Nodes of one kind of device."""
 
     kind: str
-    """A kind's name."""
+    """Name of a kind."""
     nodes: int = Field(1, ge=1)
-    """How many nodes."""
+    """Number of nodes."""
     devices: int = Field(1, ge=1)
-    """Devices of each."""
+    """Devices per node."""
 
     @property
     def size(self) -> int:
@@ -83,17 +83,17 @@ class NodeGroup(Section):
 
 
 class ClusterFile(Section):
-    """What a YAML file of devices holds."""
+    """The content of a YAML file of devices."""
 
     kinds: dict[str, DeviceKind] = Field(default_factory=dict)
-    """Kinds beside those that are known, or in their place."""
+    """Kinds that extend or replace the built-in ones."""
     groups: list[NodeGroup] = Field(min_length=1)
     """The cluster."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Groups of devices with what their kinds can do."""
+    """Groups of devices and the figures of their kinds."""
 
     groups: tuple[NodeGroup, ...]
     kinds: dict[str, DeviceKind]
@@ -105,7 +105,7 @@ class Cluster:
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
-        """Return what a configuration calls these devices."""
+        """Return the name of these devices in a configuration."""
         return "cpu" if all(group.kind == "cpu" for group in self.groups) else "cuda"
 
     def __str__(self) -> str:
@@ -113,10 +113,10 @@ class Cluster:
 
 
 def read_cluster(text: str) -> Cluster:
-    """Return the cluster that `--devices` names.
+    """Parse the value of `--devices`.
 
     Raises:
-        UserError: for a form that cannot be read and a kind that is not known, naming the nearest.
+        UserError: The form is wrong, or a kind is unknown; the message names the nearest one.
     """
     if text.endswith((".yaml", ".yml")):
         return read_cluster_file(Path(text))

@@ -1,11 +1,11 @@
-"""Who gets which device: the one place that chooses CUDA devices for the processes of a run.
+"""Assignment of devices: the only place that chooses CUDA devices for the processes of a run.
 
-pools of processes, and the engines that each of them starts ──▶ {process: its own device, those of each of its engines}
+process pools and the engines that each process starts ──▶ {process: its own device, the devices of each of its engines}
 
-A process sees its devices alone: CUDA_VISIBLE_DEVICES is set before it imports torch, so that `cuda` is its own in all of its code. Where
-there are enough, engine processes have devices of their own; otherwise they take turns on those of the process that starts them. Under
-Ray the cluster chooses which devices these are, by the counts that are computed here. Ranks that `torchrun` has started see all devices
-of their node, and take their share by LOCAL_RANK. torch is imported where it is asked: a process that only starts others need not load it.
+A process sees only its own devices: CUDA_VISIBLE_DEVICES is set before it imports torch, so `cuda` is always its own. If there are
+enough devices, engine processes get their own; otherwise they share those of their parent. Under Ray the cluster picks the
+devices, and the counts come from here. Ranks started by `torchrun` see all devices of their node and take a share by LOCAL_RANK.
+torch is imported only inside functions: a process that only starts others need not load it.
 """
 
 import os
@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Devices:
-    """The devices of a process, by their numbers among those that its starter sees."""
+    """The devices of a process, as numbers among the devices that its parent sees."""
 
     every: tuple[int, ...]
-    """All that it sees; the first is its own."""
+    """All devices that it sees; the first is its own."""
     engines: tuple[tuple[int, ...], ...] = ()
-    """Of each engine process that it starts."""
+    """Devices of each engine process that it starts."""
 
 
 def choose_device(name: str) -> "torch.device":
-    """Return the device that the configuration's `device` means: `auto` is CUDA where there is a device."""
+    """Resolve the configured `device`: `auto` is CUDA if there is a device."""
     import torch
 
     if name == "auto":
@@ -40,40 +40,40 @@ def choose_device(name: str) -> "torch.device":
 
 
 def has_bfloat16() -> bool:
-    """Return True where CUDA devices compute in bfloat16 by themselves, and where there are none, so that nobody can tell."""
+    """Return True if CUDA devices support bfloat16 natively, or if there are no devices to ask."""
     import torch
 
     return not torch.cuda.is_available() or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def device_count(name: str) -> int | None:
-    """Return how many CUDA devices this process sees, or None where the configuration's `device` is not CUDA."""
+    """Return the number of CUDA devices that this process sees, or None if the configured `device` is not CUDA."""
     import torch
 
     return torch.cuda.device_count() if choose_device(name).type == "cuda" else None
 
 
 def device_memory(name: str) -> int | None:
-    """Return the bytes of this process's CUDA device, or None where the configuration's `device` means none that is here."""
+    """Return the bytes of this process's CUDA device, or None if the configured `device` is not present."""
     import torch
 
     return int(torch.cuda.get_device_properties(0).total_memory) if device_count(name) else None
 
 
 def free_memory(name: str) -> int | None:
-    """Return the bytes of this process's CUDA device that nobody has, or None as for `device_memory`."""
+    """Return the free bytes of this process's CUDA device, or None as `device_memory` does."""
     import torch
 
     return int(torch.cuda.mem_get_info()[0]) if device_count(name) else None
 
 
 def devices_each(pools: Sequence[Pool], available: int, where: str) -> dict[str, int]:
-    """Return how many devices a process of each pool gets, its engines' included.
+    """Return the number of devices per process of each pool, including those of its engines.
 
     Args:
-        pools: The processes of a run.
-        available: Devices that there are.
-        where: Whose these are, for the error.
+        pools: Process pools of the run.
+        available: Number of devices.
+        where: Where these devices are, for the error message.
 
     Raises:
         UserError: There are too few.
@@ -95,9 +95,9 @@ def assign_devices(pools: Sequence[Pool], available: int, where: str = "this mac
     """Return the devices of every process, named POOL-NUMBER, in the order of pools and numbers.
 
     Args:
-        pools: The processes of a run on one node.
+        pools: Process pools of the run on one node.
         available: Devices of the node.
-        where: As for `devices_each`, which says what is raised.
+        where: As for `devices_each`, whose errors are raised.
     """
     each, table, first = devices_each(pools, available, where), dict[str, Devices](), 0
     for pool in pools:
@@ -109,18 +109,18 @@ def assign_devices(pools: Sequence[Pool], available: int, where: str = "this mac
 
 
 def engine_blocks(block: Sequence[int], engines: int, devices: int) -> tuple[tuple[int, ...], ...]:
-    """Return the devices of each engine: the last of its starter's, so that the starter's own is among them only if it has to be."""
+    """Return the devices of each engine, taken from the end of its parent's, so that the parent's own comes last."""
     own = block[len(block) - engines * devices :] if block else ()
     return tuple(tuple(own[n * devices : (n + 1) * devices]) for n in range(engines)) if own else ()
 
 
 def own_devices(available: int, engines: int = 0, engine_devices: int = 1) -> Devices:
-    """Return the devices of this process: those that it sees, or its share of them where `torchrun` has started it.
+    """Return the devices of this process: all that it sees, or its share of them under `torchrun`.
 
     Args:
-        available: Devices that this process sees.
-        engines: Engine processes that it starts.
-        engine_devices: Devices of each of those.
+        available: Number of devices that this process sees.
+        engines: Number of engine processes that it starts.
+        engine_devices: Devices of each engine.
 
     Raises:
         UserError: There are too few.
@@ -132,17 +132,17 @@ def own_devices(available: int, engines: int = 0, engine_devices: int = 1) -> De
 
 
 def see_only(number: int) -> None:
-    """Hide all CUDA devices but one from this process, which must not have used any: `cuda` is that one from now on.
+    """Hide all CUDA devices but one, which becomes `cuda`. Call this before the process uses CUDA.
 
     Args:
-        number: Which of those that the process sees.
+        number: Index among the devices that the process sees.
     """
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = seen[number] if seen != [""] else str(number)
 
 
 def device_lines(table: Mapping[str, Devices]) -> list[str]:
-    """Return a line for each process and for each engine process: which devices it gets."""
+    """Return a line per process and per engine process with its devices."""
     lines = []
     for name, devices in table.items():
         lines.append(f"{name}: {named(devices.every[:1])}")
@@ -151,5 +151,5 @@ def device_lines(table: Mapping[str, Devices]) -> list[str]:
 
 
 def named(devices: Sequence[int]) -> str:
-    """Return devices as people say them."""
+    """Format devices for a message."""
     return " ".join(f"cuda:{number}" for number in devices) or "no device"

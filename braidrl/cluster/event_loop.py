@@ -1,7 +1,7 @@
-"""Coroutines for plain callers, also inside of a running event loop, as in notebooks and asynchronous servers.
+"""Coroutines for synchronous callers, also inside a running event loop (notebooks, asynchronous servers).
 
-Ctrl-C cancels what is under way, and is raised when that has ended: an exception raised in the midst of a loop would leave its tasks
-behind, which Python reports with their tracebacks.
+Ctrl-C first cancels the coroutines and is raised after they end. If it were raised inside the loop, tasks would be left behind
+and Python would print their tracebacks.
 """
 
 import asyncio
@@ -21,18 +21,18 @@ T = TypeVar("T")
 
 
 class Runner:
-    """`asyncio.Runner` that also works where an event loop runs in the caller's thread: coroutines then run in a thread of their own."""
+    """An `asyncio.Runner` that also works inside a running event loop: coroutines then run in a separate thread."""
 
     def __init__(self) -> None:
-        # With a factory, the caller's own event loop stays the thread's current one.
+        # With a factory, asyncio keeps the caller's event loop as the thread's current one.
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine to its end."""
+        """Run a coroutine to its end and return its result."""
         return outside_of_loops(partial(self._runner.run, coroutine))
 
     def close(self) -> None:
-        """End the tasks that are left, and the event loop."""
+        """Cancel the remaining tasks and close the event loop."""
         outside_of_loops(self._runner.close)
 
     def __enter__(self) -> "Runner":
@@ -43,7 +43,7 @@ class Runner:
 
 
 def outside_of_loops(work: Callable[[], T]) -> T:
-    """Return what `work` returns, called in a thread of its own where an event loop runs in this one."""
+    """Return `work()`, called in a separate thread if an event loop runs in this one."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -59,17 +59,17 @@ def outside_of_loops(work: Callable[[], T]) -> T:
 
 
 def run_cancelled_by_interrupts(runner: Runner, work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end.
+    """Run a coroutine to its end; an interrupt cancels it.
 
     Args:
-        runner: Whose loop runs it.
+        runner: Its event loop runs the coroutine.
         work: The coroutine.
 
     Returns:
-        What the coroutine returns.
+        The coroutine's result.
 
     Raises:
-        KeyboardInterrupt: The process's own handler of SIGINT or SIGTERM raised it; a second one does not wait for the end.
+        KeyboardInterrupt: The process's handler of SIGINT or SIGTERM raised it. A second interrupt does not wait for the end.
     """
     interrupts, running = list[int](), list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]]()
 
@@ -93,14 +93,14 @@ def run_cancelled_by_interrupts(runner: Runner, work: Coroutine[Any, Any, T]) ->
         if interrupts:
             raise KeyboardInterrupt from None
         raise
-    if interrupts:  # it came when all was done
+    if interrupts:  # the interrupt came after the end
         raise KeyboardInterrupt
     return result
 
 
 @contextmanager
 def interrupts_passed_to(cancel: Callable[[int], None]) -> Iterator[None]:
-    """Call `cancel` with the signal's number inside, where this process's own handler of SIGINT or SIGTERM raises KeyboardInterrupt."""
+    """Call `cancel` with the signal number when the process's handler of SIGINT or SIGTERM raises KeyboardInterrupt inside the block."""
     own: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def handle(number: int, frame: FrameType | None) -> None:

@@ -1,8 +1,8 @@
-"""The fork server as a copy of a command that has just imported everything: processes are there at once, and the imports in memory once.
+"""The fork server as a copy of a command with all imports done: processes start at once and share the imported code's memory.
 
 a command, all imported ──fork──▶ fork server ──fork──▶ ranks, workers, engines
 
-Without this, multiprocessing starts a fresh interpreter as the fork server when the first process is asked for, which imports it all again.
+By default multiprocessing starts a fresh interpreter as its fork server, and that imports everything again.
 """
 
 import contextlib
@@ -21,28 +21,28 @@ from braidrl.cluster.watchdog import FORK_SERVER, goes_by
 
 STANDARD_STREAMS = (0, 1, 2)
 TRACKER = "tracker"
-"""Multiprocessing's second process, which frees what others have left."""
+"""multiprocessing's resource tracker, which frees resources that dead processes leave."""
 PR_SET_PDEATHSIG = 1
 SPAWN = util.spawnv_passfds
 
 
 def copy_as_fork_server(modules: Iterable[str]) -> bool:
-    """Make a copy of this process the fork server of all processes that it and they start from now on.
+    """Fork this process as the fork server of all processes that it and they start from now on.
 
-    Call it before this process computes, starts a thread or opens what copies must not have: threads, their locks and devices do not
-    outlive a fork. Where that is too late nothing happens, and multiprocessing starts its own server when one is needed.
+    Call it before this process computes, starts a thread or opens anything private: threads, locks and devices do not survive a
+    fork. If it is too late, this does nothing and multiprocessing starts its own server when needed.
 
     Args:
-        modules: imported here before, as copies run them.
+        modules: Modules already imported here, for the copies to run.
 
     Returns:
-        Whether the server was made.
+        True if the server was made.
     """
     if threading.active_count() > 1:
         return False
     for name in modules:
         importlib.import_module(name)
-    gc.freeze()  # What is imported is no garbage; to look for some there would copy the server's memory.
+    gc.freeze()  # Freeze imports: a garbage collection over them would copy the server's memory.
     try:
         util.spawnv_passfds = _copy  # type: ignore[assignment]
         forkserver.ensure_running()  # and, before it, the resource tracker
@@ -52,7 +52,7 @@ def copy_as_fork_server(modules: Iterable[str]) -> bool:
 
 
 def _copy(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
-    """Do what `util.spawnv_passfds` does for an interpreter with `-c`, in a copy of this one; return its process id."""
+    """Replace `util.spawnv_passfds` for an interpreter with `-c` by a fork of this process; return its process id."""
     sys.stdout.flush()
     process = os.fork()
     if not process:
@@ -61,18 +61,18 @@ def _copy(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> 
 
 
 def _serve(program: str, kept: set[int]) -> NoReturn:
-    """Close every descriptor that is not `kept`, run the program that a fresh interpreter would, and end with it."""
+    """Close every descriptor that is not `kept`, run the program that a fresh interpreter would run, and exit."""
     try:
         goes_by(FORK_SERVER if "forkserver" in program else TRACKER)
-        # When the starter ends the kernel continues this process, should a signal have stopped it: stopped, it could not end.
+        # The kernel sends SIGCONT when the parent ends: a stopped process could not notice it and end.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
-        # As in a fresh interpreter: what is copied is about to start these processes, and holds the lock for that.
+        # A fresh interpreter has no such lock held; the parent holds it while it starts these processes.
         util.spawnv_passfds = SPAWN
         for module in (resource_tracker, forkserver):
             importlib.reload(module)
         for descriptor in map(int, os.listdir("/proc/self/fd")):
             if descriptor not in kept:
-                with contextlib.suppress(OSError):  # that of the listing itself is closed already
+                with contextlib.suppress(OSError):  # the descriptor of the listing itself is already closed
                     os.close(descriptor)
         exec(program, {})
     except Exception:

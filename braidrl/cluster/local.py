@@ -1,10 +1,10 @@
-"""Processes of this machine: the three ways to start one, and the launcher that gives each its share of the machine.
+"""Processes of this machine: three ways to start one, and the launcher that assigns cores and devices.
 
-spawn        a fresh interpreter, perhaps of another environment                    vLLM, verifiers, whatever has devices
-from_server  a copy of a process that has imported the code and computed nothing    ranks, workers, engines on CPUs, there in a moment
+spawn        a fresh interpreter, perhaps of another environment                    vLLM, verifiers, processes with devices
+from_server  a copy of a process that has imported the code and computed nothing    ranks, workers, engines on CPUs; starts fast
 fork         a copy of this process, which must have computed nothing yet           the followers of an engine
 
-starter ◀──connection──▶ process        whose end is the end of whoever is at its other end; output goes where the starter's goes
+parent ◀──connection──▶ process        the process ends when the connection closes; its output goes to the parent's output
 """
 
 import contextlib
@@ -59,16 +59,16 @@ sys.path[:] = path
 getattr(importlib.import_module(module), function)(descriptor)
 """
 BOOT_ELSEWHERE = BOOT.replace("sys.path[:] = path", "sys.path += [place for place in path if place not in sys.path]")
-"""For the interpreter of another environment, whose own packages come first."""
+"""Arguments for another environment's interpreter: its own packages come first."""
 ENGINES = ("braidrl.engines.process.process_server",)
-"""What engines of their own run that ranks and workers start."""
+"""Modules of the engines that ranks and workers start themselves."""
 SERVER_START = "braidrl.cluster.server_start"
-"""What a fresh fork server imports before anything else."""
+"""The first import of a fresh fork server."""
 LOOK_EVERY_S = 0.02
 STARTING = threading.Lock()
-"""Held while a copy of the fork server starts: threads would hide the main module from each other."""
+"""Lock around the start of a copy of the fork server: the main module is hidden per process, not per thread."""
 SERVER_IS_GONE = 255
-"""The exit status that multiprocessing gives to all copies of a fork server when the server is gone."""
+"""Exit status that multiprocessing reports for all copies of a fork server when the server is gone."""
 
 
 class LocalProcess(Process):
@@ -79,9 +79,9 @@ class LocalProcess(Process):
         self._outcome: Outcome | None = None
         self._heard, self._silent = time.monotonic(), ""
         self.stall: Stall | None = None
-        """What it said last of work that does not come further."""
+        """The last reported stall of its work."""
         self.hung_up = False
-        """True once nothing can come any more."""
+        """True when no more messages can arrive."""
 
     @property
     def pid(self) -> int:
@@ -90,7 +90,7 @@ class LocalProcess(Process):
     @property
     @abstractmethod
     def status(self) -> int | None:
-        """Return the exit status, minus the signal for a process that was killed; None while it runs."""
+        """Return the exit status, negative for a signal; None while it runs."""
 
     @property
     def alive(self) -> bool:
@@ -101,7 +101,7 @@ class LocalProcess(Process):
         try:
             while self._outcome is None and not self.connection.closed and self.connection.poll():
                 message, self._heard = self.connection.recv_bytes(), time.monotonic()
-                word = unpack_message(message, Stall | Outcome | None)  # None is a sign of life.
+                word = unpack_message(message, Stall | Outcome | None)  # None is a heartbeat.
                 self.stall = word if isinstance(word, Stall) else None
                 self._outcome = word if isinstance(word, Outcome) else None
         except (EOFError, OSError):
@@ -135,12 +135,12 @@ class LocalProcess(Process):
                 os.kill(self.pid, signal.SIGINT)
 
     def hang_up(self) -> None:
-        # Also while another thread waits for its word, for which a mere `close` would wait too.
+        # Works also while another thread reads from the connection; a mere `close` would wait for that thread.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.connection.fileno())) as line:
             line.shutdown(socket.SHUT_RDWR)
 
     def wait(self, limit_s: float) -> bool:
-        """Wait until it has ended; return False where it has not within so many seconds."""
+        """Wait for the end; return False on timeout."""
         deadline = time.monotonic() + limit_s
         while self.alive and time.monotonic() < deadline:
             time.sleep(LOOK_EVERY_S)
@@ -153,7 +153,7 @@ class LocalProcess(Process):
 
 
 class Spawned(LocalProcess):
-    """A fresh interpreter in a session of its own: what it started is killed with it, and a terminal's Ctrl-C does not reach it."""
+    """A fresh interpreter in its own session: its children are killed with it, and a terminal's Ctrl-C does not reach it."""
 
     def __init__(self, spec: ProcessSpec) -> None:
         ours, theirs = Pipe()
@@ -172,12 +172,12 @@ class Spawned(LocalProcess):
     def status(self) -> int | None:
         if self._process.returncode is not None:
             return self._process.returncode
-        # Looked at without reaping it, so that its number cannot have become another's when its group is killed.
+        # Checked without reaping: the process id must stay reserved until its group is killed.
         seen = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         return None if seen is None else seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status
 
     def kill_group(self) -> None:
-        """Kill it and all that it started, and do not wait."""
+        """Kill it and its children, without waiting."""
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
@@ -200,14 +200,14 @@ class Forked(LocalProcess):
 
     @property
     def status(self) -> int | None:
-        # The fork server says how its copies ended. Where it was killed itself they live on, and this is all that is heard of them.
+        # The fork server reports how its copies ended. If the server was killed, its copies live on and only this status arrives.
         status = self._process.exitcode
         return None if status == SERVER_IS_GONE and not has_ended(self.pid) else status
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             if self.alive:
-                # Copies of the fork server lead a group, as fresh interpreters do; copies of this process are in its own.
+                # Copies of the fork server lead a process group, as fresh interpreters do; copies of this process share its group.
                 leads = os.getpgid(self.pid) == self.pid
                 (os.killpg if leads else os.kill)(self.pid, signal.SIGKILL)
         if not self.wait(END_LIMIT_S):
@@ -215,15 +215,15 @@ class Forked(LocalProcess):
 
 
 def spawn(spec: ProcessSpec) -> Spawned:
-    """Start a fresh interpreter. Nothing of torch's threads is copied, and the user's main script does not run again."""
+    """Start a fresh interpreter. No torch thread is copied, and the user's main script does not run again."""
     return Spawned(spec)
 
 
 def from_server(spec: ProcessSpec) -> Forked:
-    """Start a copy of the fork server, a process that has imported the modules of the entry; no thread or device is copied.
+    """Fork from the fork server, a process that has imported the entry's modules. No thread or device is copied.
 
-    A process has one server, which imports nothing after its own start. A copy that starts copies itself has one of its own: a copy of it
-    as it begins, where `spec.starts` says what it starts, else a fresh interpreter.
+    A process has one server, whose imports are fixed at its start. A copy that starts copies itself has its own server: a copy of
+    itself at its start if `spec.starts` names modules, else a fresh interpreter.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([SERVER_START, *spec.modules()])
@@ -240,9 +240,9 @@ def from_server(spec: ProcessSpec) -> Forked:
 
 
 def fork(name: str, run: Callable[[Connection], None], kept_here: Sequence[int] = ()) -> Forked:
-    """Start a copy of this process, in which `run` is called with its end of the connection.
+    """Fork this process and call `run` with the child's end of the connection.
 
-    It closes the descriptors `kept_here`: what it kept of this process's would hide this one's end from others.
+    The child closes the descriptors `kept_here`; otherwise others would not notice the end of this process.
     """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
@@ -255,13 +255,13 @@ def fork(name: str, run: Callable[[Connection], None], kept_here: Sequence[int] 
 def send_task(connection: Connection, spec: ProcessSpec) -> None:
     """Send a process of `child` its task."""
     if spec.arguments is not None:
-        with contextlib.suppress(OSError):  # A process that is gone already shows when its last word is awaited.
+        with contextlib.suppress(OSError):  # If the process is gone already, waiting for its outcome reports it.
             connection.send_bytes(pack_message(ChildTask(spec.name, spec.entry, dict(spec.arguments), spec.orphaned)))
 
 
 @contextlib.contextmanager
 def main_module_hidden() -> Iterator[None]:
-    """Keep multiprocessing from running the user's main script again in the process, which asks scripts for a guard."""
+    """Keep multiprocessing from running the user's main script again in the child; scripts would need a guard for that."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
     try:
@@ -273,11 +273,11 @@ def main_module_hidden() -> Iterator[None]:
 def _copied(
     connection: Connection, environment: Mapping[str, str], threads: int | None, starts: Sequence[str], main: str
 ) -> None:
-    gc.freeze()  # What the server has imported is no garbage, and to look for some there would copy its memory.
+    gc.freeze()  # Freeze the server's imports: a garbage collection over them would copy its memory.
     gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
     gc.enable()
-    # As in a fresh interpreter: with the server's own method each lock of a library (tqdm's) gets a name, of which Python's resource
-    # tracker keeps account, and a tracker that was killed and came back prints a traceback for each name that it does not know.
+    # As in a fresh interpreter. The server's own method names each lock of a library (tqdm's), Python's resource tracker
+    # records the names, and a restarted tracker prints a traceback for each name that it does not know.
     multiprocessing.set_start_method(None, force=True)
     os.setsid()
     _go_on_without_starter()
@@ -299,10 +299,10 @@ def _forked(run: Callable[[Connection], None], connection: Connection, kept_by_s
 
 
 def _go_on_without_starter() -> None:
-    """Have the kernel continue this process, should a signal have stopped it, when its starter is gone: stopped, it could not end."""
+    """Have the kernel send SIGCONT when the parent ends; a stopped process could not notice it and end."""
     starter = multiprocessing.parent_process()
     assert starter is not None, "a copy has a starter"
-    # The end of a pipe to which nothing is written any more. The parent is the fork server, which lives as long as its copies.
+    # A pipe that is never written to. The parent is the fork server, which lives as long as its copies.
     end = starter.sentinel
     fcntl.fcntl(end, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(end, fcntl.F_SETSIG, signal.SIGCONT)
@@ -310,13 +310,13 @@ def _go_on_without_starter() -> None:
 
 
 class LocalLauncher:
-    """Starts processes on this machine, whose cores they share."""
+    """Starts processes on this machine, which share its cores."""
 
     ip = LOOPBACK
     node = "here"
 
     def __init__(self, device: str = "cpu") -> None:
-        """`device` is what the configuration says: cpu, cuda or auto."""
+        """Start a launcher for the configured `device`: cpu, cuda or auto."""
         self._devices = device_count(device)
         self._table: dict[str, Devices] = {}
         self._threads: int | None = None
@@ -335,7 +335,7 @@ class LocalLauncher:
         return []
 
     def start(self, pool: str, number: int, spec: ProcessSpec) -> Process:
-        """Start a process; one that gets devices is a fresh interpreter, as it has to know them before it imports torch."""
+        """Start a process. With devices it is a fresh interpreter, since CUDA_VISIBLE_DEVICES must be set before torch is imported."""
         given = self._table.get(f"{pool}-{number}")
         starts = ENGINES if pool in self._start_engines else ()
         spec = replace(spec, threads=self._threads, devices=given.every if given else None, starts=starts)
@@ -347,8 +347,8 @@ class LocalLauncher:
         while True:
             spoken = [lines[line] for line in wait(list(lines), max(0.0, deadline - time.monotonic()))]  # type: ignore[index]
             ended: list[Process] = [each for each in spoken if each.outcome is not None or each.hung_up]
-            if ended or time.monotonic() >= deadline:  # Most say only that they live.
+            if ended or time.monotonic() >= deadline:  # Most messages are heartbeats.
                 return ended
 
     def close(self) -> None:
-        """Free nothing: nothing was reserved that others could want."""
+        """Do nothing: local cores and devices are not reserved."""

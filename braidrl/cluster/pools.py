@@ -1,9 +1,9 @@
-"""Which roles share processes, and how many of them: a partition of the roles into pools.
+"""Process pools: a partition of the roles over groups of processes.
 
 colocate     [actor reference critic]             roles take turns, hand-over in place
-standalone   [actor] [reference] [critic]         each works as soon as its inputs are there
-split        [actor] [reference critic]           who generates, and the others
-lists        [actor.generate] [actor] [...]       any partition; a role's generation may be in another pool than its training
+standalone   [actor] [reference] [critic]         each starts as soon as its inputs exist
+split        [actor] [reference critic]           generating roles, and the others
+lists        [actor.generate] [actor] [...]       any partition; a role may generate in another pool than it trains in
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -14,30 +14,30 @@ from braidrl.errors import UserError, suggest
 
 NAMES = ("colocate", "standalone", "split")
 GENERATE = ".generate"
-"""What the name of a role's generation ends with, as a member of a pool."""
+"""Suffix of a role's generation as a member of a pool."""
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Roles in the same processes; `workers` processes, each with a device of its own unless they need none.
+    """Roles in the same processes: `workers` processes, each with its own device unless they need none.
 
-    `ROLE.generate` among the roles stands for a role's generation alone, where its model is in another pool.
+    `ROLE.generate` stands for a role's generation alone, with the model in another pool.
     """
 
     roles: tuple[str, ...]
     workers: int
     device: bool = True
-    """False for work that any CPU does."""
+    """False for work that runs on any CPU."""
     engines: int = 0
-    """Engine processes that each of them starts."""
+    """Engine processes per worker."""
     engine_devices: int = 1
-    """Devices of each of those."""
+    """Devices of each engine."""
     generating: tuple[str, ...] = ()
     """Roles that generate here."""
 
     @property
     def name(self) -> str:
-        """Return what its workers are called in traces and errors."""
+        """Return the name of its workers in traces and errors."""
         return "+".join(self.roles)
 
     @property
@@ -49,7 +49,7 @@ class Pool:
 def place(
     placement: PlacementConfig, roles: Sequence[str], generating: Collection[str], workers: int
 ) -> tuple[Pool, ...]:
-    """Return the pools of a run whose models are `roles`; `workers` is a pool's size where it does not say.
+    """Return the pools of a run with models for `roles`; `workers` is the default size of a pool.
 
     Raises UserError for an unknown name, and for a role that is missing, unknown or in two pools.
     """
@@ -69,7 +69,7 @@ def place(
 
 
 def by_name(name: str, roles: tuple[str, ...], generating: Collection[str]) -> list[tuple[str, ...]]:
-    """Return the roles of each pool, of which the last may be empty."""
+    """Return the roles of each pool; the last may be empty."""
     if name == "colocate":
         return [roles]
     if name == "standalone":
@@ -104,12 +104,12 @@ def check_partition(pools: Sequence[PoolConfig], roles: Sequence[str], generatin
 
 
 def check_exchange(pools: Sequence[Pool], backends: Mapping[str, str], grouped: bool) -> None:
-    """Raise UserError where a role generates in another pool than it trains in, and its weights cannot go there.
+    """Raise UserError if a role generates in another pool than it trains in, and its weights cannot be sent there.
 
     Args:
-        pools: Of the run.
-        backends: What trains each role.
-        grouped: Whether the configuration groups ranks that train for generation.
+        pools: Pools of the run.
+        backends: Training backend of each role.
+        grouped: True if the configuration groups training ranks for generation.
     """
     for role in (role for pool in pools for role in pool.generating if role not in pool.models):
         if backends[role] != "torch":
@@ -124,7 +124,7 @@ def check_exchange(pools: Sequence[Pool], backends: Mapping[str, str], grouped: 
 
 
 def check_devices(pools: Sequence[Pool], devices: int, kind: str) -> None:
-    """Raise UserError where the pools together need more devices than there are; `kind` is what they are (CPUs, GPUs)."""
+    """Raise UserError if the pools need more devices than exist; `kind` names the devices (CPUs, GPUs)."""
     needed = sum(pool.workers for pool in pools)
     if needed > devices:
         sizes = ", ".join(f"{pool.name}: {pool.workers}" for pool in pools)

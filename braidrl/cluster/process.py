@@ -1,6 +1,6 @@
-"""What the processes of a run are to whoever starts them: what one is given, how it ended, and what starts and ends it.
+"""Processes as their parent sees them: specification, outcome, and the protocols that start and end them.
 
-Launcher ──ProcessSpec──▶ Process: works ──▶ Outcome: a result, or a Failure        or it is killed, and has none
+Launcher ──ProcessSpec──▶ Process: works ──▶ Outcome: a result, or a Failure        a killed process has no outcome
 """
 
 import os
@@ -18,30 +18,30 @@ from typing import TYPE_CHECKING, Any, Protocol
 from braidrl.errors import BadUpdate, FailedStep, LostProcess, UserError, WorkerError
 
 if TYPE_CHECKING:
-    # It loads the configuration, which most processes of a run have no use for.
+    # This module loads the configuration, which most processes of a run do not need.
     from braidrl.cluster.pools import Pool
 
 LOOPBACK = "127.0.0.1"
 BEAT_S = 1.0
-"""Seconds between the signs of life of a process."""
+"""Seconds between heartbeats of a process."""
 END_LIMIT_S = 10.0
-"""How long processes have to end by themselves before they are killed."""
+"""Seconds that processes get to end by themselves before they are killed."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a process did not do its task."""
+    """The reason why a process did not do its task."""
 
     kind: str
-    """user (a UserError), update (a BadUpdate), step (a FailedStep), error, interrupted, or died for one that ended without a word."""
+    """user (a UserError), update (a BadUpdate), step (a FailedStep), error, interrupted, or died (ended without an outcome)."""
     message: str
-    """What the user is to read, with the process's own traceback for an error."""
+    """Text for the user; for an error with the process's traceback."""
     follows: bool = False
-    """True where the process only noticed that others were gone."""
+    """True if the process only noticed that other ranks were gone."""
 
     @property
     def is_cause(self) -> bool:
-        """Return whether this failure ends the run at once."""
+        """Return True if this failure ends the run at once."""
         return not self.follows and self.kind != "interrupted"
 
     def error(self) -> BaseException:
@@ -56,7 +56,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The last word of a process: what its task returned, a message, or how it failed."""
+    """The last message of a process: its task's result, or its failure."""
 
     result: Any = None
     failure: Failure | None = None
@@ -64,7 +64,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class ChildTask:
-    """The first message to a process: its name, and the names of functions with their arguments, as in `ProcessSpec`."""
+    """The first message to a process: its name, and function names with arguments, as in `ProcessSpec`."""
 
     name: str
     entry: str
@@ -73,38 +73,39 @@ class ChildTask:
 
 
 WAIT_SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-"""Environment variables that say how OpenMP's threads wait for one another."""
+"""Environment variables for the wait policy of OpenMP threads."""
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """What a process does and what it is given."""
+    """The task, arguments and resources of a process."""
 
     name: str
     entry: str
-    """`module:function`. With `arguments` it is called with them, and what it returns is the process's result; without, it is
-    called with the descriptor of its end of the connection, whose messages are its own."""
+    """`module:function`. With `arguments` it is called with them and its return value is the process's result. Without, it is
+    called with the descriptor of its end of the connection and exchanges its own messages.
+    """
     arguments: Mapping[str, Any] | None = None
-    """Values that a message can have."""
+    """Values that the message codec supports."""
     orphaned: str = ""
-    """`module:function`, called with the arguments when the starter is gone, just before the process ends too."""
+    """`module:function`, called with the arguments when the parent is gone, just before the process ends too."""
     python: str = sys.executable
     threads: int | None = None
-    """CPU threads (OMP_NUM_THREADS); None leaves what the starter's environment says."""
+    """CPU threads (OMP_NUM_THREADS); None keeps the parent's environment."""
     devices: tuple[int, ...] | None = None
-    """The CUDA devices that it sees, by their numbers among the starter's; None for all of those."""
+    """CUDA devices that it sees, as numbers among the parent's; None for all."""
     environment: Mapping[str, str] = field(default_factory=dict)
     inherits: tuple[str, ...] | None = None
-    """The variables that it gets of the starter's; None for all."""
+    """Variables that it inherits from the parent; None for all."""
     wrapper: tuple[str, ...] = ()
-    """A command that starts the interpreter in its place, with its arguments after its own."""
+    """A command that starts the interpreter, whose command line is appended to its own."""
     descriptors: tuple[int, ...] = ()
-    """Open files of the starter that `wrapper` reads."""
+    """Open files of the parent that `wrapper` reads."""
     also_calls: str = ""
-    """`module:function` that the entry calls, so that a fork server imports its module too."""
+    """`module:function` that the entry calls; a fork server imports its module too."""
 
     starts: tuple[str, ...] = ()
-    """The modules of what it starts itself, on this machine, as copies of a fork server of its own."""
+    """Modules of the processes that it starts itself from its own fork server on this machine."""
 
     @property
     def main(self) -> str:
@@ -118,7 +119,7 @@ class ProcessSpec:
 
 @contextmanager
 def interrupts_handled(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Call `handle` for SIGINT and SIGTERM inside; Python allows it in the main thread alone, in others nothing changes."""
+    """Call `handle` for SIGINT and SIGTERM inside the block. Python allows this only in the main thread; elsewhere do nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -131,11 +132,11 @@ def interrupts_handled(handle: Callable[[int, FrameType | None], None]) -> Itera
 
 
 def environment_of(spec: ProcessSpec, starter: Mapping[str, str]) -> dict[str, str]:
-    """Return the whole environment of a process, which holds before it imports torch.
+    """Return the whole environment of a process; it must be set before torch is imported.
 
     Args:
         spec: The process.
-        starter: The environment of the process that starts it.
+        starter: Environment of the parent.
     """
     own = dict(spec.environment)
     if spec.threads is not None:
@@ -148,7 +149,7 @@ def environment_of(spec: ProcessSpec, starter: Mapping[str, str]) -> dict[str, s
 
 
 def usable_cores() -> int:
-    """Return the cores that this process may use: of its affinity, and no more than its container's share of time."""
+    """Return the number of cores for this process: its CPU affinity, limited by its container's CPU quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -158,55 +159,55 @@ def usable_cores() -> int:
 
 
 def sleep_at_barriers() -> None:
-    """Let OpenMP's threads sleep while they wait for one another, unless the user has set how they wait.
+    """Let OpenMP threads sleep at barriers, unless the user has set a wait policy.
 
-    It holds in this process where torch is not loaded yet, and in processes that it starts. By default these threads spin: where another
-    program has the core of one of them, all of them spin until it is back, and a step takes ten times as long.
+    This affects this process if torch is not loaded yet, and its children. By default the threads spin: when another program takes
+    the core of one thread, all others spin until it returns, and a step takes ten times as long.
     """
     if not any(name in os.environ for name in WAIT_SETTINGS):
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
 
 def default_threads(processes: int) -> int | None:
-    """Return the threads of each of so many processes of this machine; None where OMP_NUM_THREADS says it already."""
+    """Return the threads per process for this many processes on this machine; None if OMP_NUM_THREADS is set."""
     return None if "OMP_NUM_THREADS" in os.environ else max(1, usable_cores() // processes)
 
 
 class Process(ABC):
-    """A process that was started, wherever it runs."""
+    """A started process, on any machine."""
 
     name: str
 
     @property
     @abstractmethod
     def pid(self) -> int:
-        """Return its process id on its machine."""
+        """Return the process id on its machine."""
 
     @property
     @abstractmethod
     def alive(self) -> bool:
-        """Return whether it still works."""
+        """Return True while it works."""
 
     @property
     @abstractmethod
     def outcome(self) -> Outcome | None:
-        """Return its last word; None for a process that still works, or that has ended without one."""
+        """Return its last message; None while it works, or if it ended without one."""
 
     @abstractmethod
     def end_if_silent(self, limit_s: float, folder: Path | None = None) -> bool:
-        """Kill it where nothing was heard of it, or of progress in its work, for too long, which `describe_end` says then.
+        """Kill it if no heartbeat or no progress was received for too long. `describe_end` then says so.
 
         Args:
-            limit_s: How long, in seconds; for progress ten times the longest stretch without any of late where that is more.
-            folder: The run's, for its stack.
+            limit_s: Limit in seconds; for progress at least ten times the longest recent time without any.
+            folder: The run's folder, for its stack.
 
         Returns:
-            Whether it was killed.
+            True if it was killed.
         """
 
     @abstractmethod
     def describe_end(self) -> str:
-        """Return why it is gone, in a few words."""
+        """Describe in a few words why it ended."""
 
     @abstractmethod
     def interrupt(self) -> None:
@@ -214,69 +215,69 @@ class Process(ABC):
 
     @abstractmethod
     def hang_up(self) -> None:
-        """Tell it to end, and do not wait."""
+        """Ask it to end, without waiting."""
 
     @abstractmethod
     def kill(self) -> None:
-        """End it at once and wait until it is gone."""
+        """Kill it and wait for its end."""
 
     @abstractmethod
     def close(self, limit_s: float = END_LIMIT_S) -> None:
-        """Wait until it has ended, kill it when that takes too long, and free what it took here."""
+        """Wait for its end, kill it after `limit_s`, and free its resources here."""
 
 
 class Launcher(Protocol):
-    """Starts the processes of a run, each with the devices that it is to see."""
+    """Starts the processes of a run, each with its own devices."""
 
     @property
     def ip(self) -> str:
-        """Return the address at which the processes reach this one."""
+        """Return the address at which other processes reach this one."""
 
     @property
     def node(self) -> str:
         """Return the name of this process's node."""
 
     def reserve(self, pools: "Sequence[Pool]") -> None:
-        """See to devices and threads for every process of the pools. Raises UserError where there are too few devices."""
+        """Assign devices and threads to every process of the pools. Raises UserError if there are too few devices."""
 
     def node_of(self, pool: str, number: int) -> str:
-        """Return the name of the node on which a process will be.
+        """Return the name of the node that a process will run on.
 
         Args:
-            pool: Its pool's name.
-            number: Its number there.
+            pool: Name of its pool.
+            number: Its number in the pool.
         """
 
     def serve(self, service: type, *arguments: Any) -> list[Any]:
-        """Run a service on every reserved node but this one; it is closed in the end.
+        """Run a service on every reserved node but this one; `close` ends it.
 
         Args:
-            service: Its class, made there as `service(node, ip, *arguments)`.
-            arguments: What it is made with beside its node's name and address.
+            service: Its class, constructed there as `service(node, ip, *arguments)`.
+            arguments: Further arguments of its constructor.
 
         Returns:
-            What `place()` of each returns.
+            The result of `place()` of each service.
         """
 
     def start(self, pool: str, number: int, spec: ProcessSpec) -> Process:
         """Start a process of a pool.
 
         Args:
-            pool: The pool's name.
-            number: The process's number there.
-            spec: What it does, with `arguments`; threads and devices are the launcher's to say.
+            pool: Name of the pool.
+            number: Number of the process in the pool.
+            spec: Its entry and arguments; the launcher sets threads and devices.
 
         Returns:
-            The process, which whoever has called closes.
+            The process. The caller closes it.
         """
 
     def answered(self, processes: Sequence[Process], seconds: float) -> list[Process]:
-        """Return those that have said their last word or are gone.
+        """Return the processes that have an outcome or are gone.
 
         Args:
-            processes: Whose word is waited for.
-            seconds: The longest wait for the first of them.
+            processes: The processes to wait for.
+            seconds: Longest wait for the first of them.
         """
 
     def close(self) -> None:
-        """Free what was reserved. Each process is closed by whoever has started it."""
+        """Free what was reserved. The callers of `start` close their processes."""

@@ -1,7 +1,7 @@
-"""Process groups: where processes meet, and the one time limit of every wait there.
+"""Process groups, and the single time limit of all waits in them.
 
-open_store ──address──▶ connect_store         one process opens it, the others come
-join_group ──▶ the group of all               its limit is that of all groups that are made of it afterwards
+open_store ──address──▶ connect_store         one process opens it, the others connect
+join_group ──▶ the group of all ranks         its limit applies to all groups made from it
 subgroup, mesh_of, background_group, group_apart, group_between
 """
 
@@ -27,15 +27,15 @@ CONNECT_S = 5.0
 
 
 def open_store(host: str, limit_s: float, port: int = 0) -> dist.TCPStore:
-    """Open a store for others to connect to; this process keeps it as long as they need it.
+    """Open a store for others to connect to. This process keeps it alive.
 
     Args:
-        host: The address under which they reach this process.
-        limit_s: How long a reader of it waits, in seconds.
+        host: Address at which the others reach this process.
+        limit_s: Longest wait of a reader, in seconds.
         port: By default a free one.
 
     Raises:
-        UserError: The address leads nowhere, not even from this process: torch would wait for `limit_s` without hearing a signal.
+        UserError: The address is not reachable even from this process; torch would wait `limit_s` and ignore signals.
     """
     # A store that opens its port itself listens on every interface.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -55,25 +55,25 @@ def open_store(host: str, limit_s: float, port: int = 0) -> dist.TCPStore:
 
 
 def connect_store(host: str, port: int, limit_s: float) -> dist.TCPStore:
-    """Connect to a store that another process has opened. Raises RuntimeError, with its address, after `limit_s` seconds in vain."""
+    """Connect to another process's store. Raises RuntimeError with its address after `limit_s` seconds."""
     return dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=limit_s))
 
 
 def join_group(
     store: dist.Store, rank: int, size: int, limit_s: float, cuda: bool, host: str = ""
 ) -> dist.ProcessGroup:
-    """Join the group of all ranks that meet at a store, and return it.
+    """Join the group of all ranks that use a store, and return it.
 
     Args:
-        store: Opened by `open_store`, or a part of one.
-        rank: This process's number.
-        size: How many processes there are.
-        limit_s: How long each wait in the group may take, in seconds.
-        cuda: Whether tensors on CUDA devices are exchanged too.
-        host: The store's address; only the interface that leads there is listened on.
+        store: From `open_store`, or a part of one.
+        rank: Number of this process.
+        size: Number of processes.
+        limit_s: Time limit of each wait in the group, in seconds.
+        cuda: True to exchange tensors on CUDA devices too.
+        host: Address of the store; the group listens only on the interface towards it.
 
     Raises:
-        LostPeers: Others did not come in time, by their ranks.
+        LostPeers: Some ranks did not arrive in time; their numbers are named.
     """
     if host and (interface := interface_of(address_towards(host))):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -89,7 +89,7 @@ def join_group(
 
 
 def address_towards(peer: str) -> str:
-    """Return this machine's address that a host sees. Nothing is sent there."""
+    """Return this machine's address as seen from a host. Sends nothing."""
     family, *_, where = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as asking:
         asking.connect(where)
@@ -98,10 +98,10 @@ def address_towards(peer: str) -> str:
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the interface that has an IPv4 address of this machine; nothing where none has it."""
+    """Return the name of the interface with an IPv4 address of this machine, or an empty string."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # One without an address.
+            with contextlib.suppress(OSError):  # An interface without an address.
                 found = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 if socket.inet_ntoa(found[20:24]) == address:
                     return name
@@ -117,7 +117,7 @@ def limit_of_all() -> timedelta:
 
 
 def subgroup(ranks: Tensor) -> dist.ProcessGroup | None:
-    """Return the group that this rank is in, None where it is in none; every rank calls this at the same time.
+    """Return the group that contains this rank, or None. All ranks must call this together.
 
     Args:
         ranks: (groups, members) the ranks of each group.
@@ -127,12 +127,12 @@ def subgroup(ranks: Tensor) -> dist.ProcessGroup | None:
 
 
 def mesh_of(device: str, shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
-    """Return the ranks as a grid with a group along each of its axes.
+    """Return a device mesh over all ranks, with a process group per axis.
 
     Args:
         device: cpu or cuda.
         shape: Ranks along each axis.
-        names: Of the axes.
+        names: Names of the axes.
     """
     made = init_device_mesh(device, tuple(shape), mesh_dim_names=tuple(names))
     for group in made.get_all_groups():
@@ -141,22 +141,22 @@ def mesh_of(device: str, shape: Sequence[int], names: Sequence[str]) -> DeviceMe
 
 
 def background_group() -> dist.ProcessGroup:
-    """Return a second group of all ranks, on the CPU, for what a thread does beside the other work."""
+    """Return a second CPU group of all ranks, for work of a thread beside the main one."""
     group = dist.new_group(backend="gloo", timeout=limit_of_all())
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
 def group_apart(store: dist.Store, rank: int, size: int, limit_s: float, cuda: bool, address: str) -> Any:
-    """Return a group that belongs to no group of all: a process may be in several, with others each time.
+    """Return a group outside the group of all ranks; a process may be in several, with different peers.
 
     Args:
-        store: As for `join_group`, as are `rank`, `size` and `limit_s`.
-        rank: This process's number.
-        size: How many processes there are.
-        limit_s: How long each wait in the group may take, in seconds.
-        cuda: NCCL between CUDA devices; else gloo between hosts.
-        address: This machine's, under which the others reach it by gloo.
+        store: As for `join_group`; so are `rank`, `size` and `limit_s`.
+        rank: Number of this process.
+        size: Number of processes.
+        limit_s: Time limit of each wait in the group, in seconds.
+        cuda: True for NCCL between CUDA devices, else gloo between hosts.
+        address: This machine's address for gloo.
     """
     limit, store = timedelta(seconds=limit_s), dist.PrefixStore("group", store)
     if cuda:
@@ -172,7 +172,7 @@ def group_apart(store: dist.Store, rank: int, size: int, limit_s: float, cuda: b
 def group_between(
     store: dist.Store, rank: int, size: int, limit_s: float, cuda: bool, address: str
 ) -> dist.ProcessGroup:
-    """Return a group as `group_apart` does, for the functions of torch.distributed: gloo on the CPU, with `cuda` NCCL beside it."""
+    """Return a group as `group_apart` does, usable by torch.distributed functions: gloo on the CPU, and NCCL with `cuda`."""
     group, kinds = dist.ProcessGroup(dist.PrefixStore("between", store), rank, size), dist.ProcessGroup.BackendType
     group._set_default_backend(kinds.NCCL if cuda else kinds.GLOO)
     for device, kind in (("cpu", kinds.GLOO), *([("cuda", kinds.NCCL)] if cuda else [])):
@@ -183,7 +183,7 @@ def group_between(
 
 
 def all_gather_bytes(message: bytearray, group: dist.ProcessGroup) -> list[memoryview]:
-    """Gather messages of different lengths from all ranks of a group, in the order of ranks."""
+    """All-gather messages of different lengths over a group, in the order of ranks."""
     size = torch.tensor([len(message)])
     sizes = [torch.empty_like(size) for _ in range(group.size())]
     dist.all_gather(sizes, size, group=group)

@@ -1,9 +1,9 @@
-"""The ranks of a run: N processes that do one task together. Starts them, supervises them, and is what each does inside.
+"""The ranks of a run: N processes that do one task together, from start through supervision to the end.
 
-run_ranks ──task──▶ rank 0 ... rank N-1        by the launcher: on this machine, or on a Ray cluster
+run_ranks ──task──▶ rank 0 ... rank N-1        through the launcher: on this machine, or on a Ray cluster
           ◀──result or failure──
 
-A failure in one rank stops the others; what the user sees is the failure that came first and not what followed from it.
+A failure in one rank stops the others. The user sees the failure that came first, not its consequences.
 """
 
 import contextlib
@@ -25,33 +25,33 @@ from braidrl.cluster.world import World, join
 from braidrl.errors import UserError
 
 SETTLING_S = 3.0
-"""After a rank has lost its peers: how long to wait for the failure that it follows from."""
+"""Seconds to wait for the failure that caused a rank to lose its peers."""
 STOPPING_S = 5.0
-"""How long ranks have to end once they are told to; then they are killed."""
+"""Seconds that ranks get to end after a request; then they are killed."""
 PATIENCE = 2
-"""Interrupts that are passed on; at the next one the ranks are killed."""
+"""Number of interrupts that are passed on; the next one kills the ranks."""
 LOOK_EVERY_S = 0.2
-"""How soon an interrupt is passed on."""
+"""Seconds within which an interrupt is passed on."""
 
 
 def run_ranks(
     entry: str, task: Mapping[str, Any], workers: int | Pool, limit_s: float, launcher: Launcher | None = None,
     silence_s: float = 60.0,
 ) -> Any:  # fmt: skip
-    """Run `module:function(world, task)` in `workers` processes and return what rank 0 returned, a JSON value.
+    """Run `module:function(world, task)` in `workers` processes and return rank 0's result, a JSON value.
 
     Args:
         entry: The function.
         task: A JSON object; `cuda` says whether the ranks compute on CUDA devices.
-        workers: How many ranks, or their pool where it matters which engines they start.
-        limit_s: How long ranks wait for one another, in seconds.
-        launcher: Who starts them; by default this process, on this machine.
-        silence_s: After so many seconds without a sign of life a process is killed.
+        workers: Number of ranks, or their pool if they start engines.
+        limit_s: Longest wait of ranks for each other, in seconds.
+        launcher: Starts the ranks; by default local processes.
+        silence_s: Seconds without a heartbeat after which a process is killed.
 
     Raises:
-        UserError, WorkerError, KeyboardInterrupt: The failure of the rank that failed first. None of the processes is left.
+        UserError, WorkerError, KeyboardInterrupt: The failure of the rank that failed first. All processes have ended.
     """
-    # Whoever else reaches the store does not know under which keys the ranks meet.
+    # Another client of the store cannot guess the ranks' key prefix.
     secret = secrets.token_hex(16)
     launcher, pool = launcher or LocalLauncher(), workers if isinstance(workers, Pool) else Pool(("rank",), workers)
     ranks: list[Process] = []
@@ -80,13 +80,13 @@ def run_ranks(
 
 @dataclass
 class InterruptCount:
-    """How often Ctrl-C came, and how often it was passed on."""
+    """The number of Ctrl-C received, and the number passed on."""
 
     asked: int = 0
     passed_on: int = 0
 
     def pass_on(self, ranks: Sequence[Process]) -> None:
-        """Pass on what has come since the last call. A signal handler must not: Ray may be at work when it is called."""
+        """Pass on interrupts since the last call. Not for a signal handler: it may run in the middle of a Ray call."""
         while self.passed_on < self.asked:
             self.passed_on += 1
             for rank in ranks:
@@ -94,14 +94,14 @@ class InterruptCount:
 
 
 def tell(line: str) -> None:
-    """Say something beside the ranks' own words."""
+    """Print a line between the ranks' own output."""
     print(f"braid: {line}", file=sys.stderr, flush=True)
 
 
 def supervise(
     launcher: Launcher, ranks: Sequence[Process], interrupts: InterruptCount, silence_s: float, killed: Sequence[str]
 ) -> Any:
-    """Wait until every rank is done and return rank 0's result. Raises the first failure; `killed` are lines on frozen processes."""
+    """Wait until every rank is done and return rank 0's result. Raises the first failure; `killed` holds lines on frozen processes."""
     silent, outcomes = list(ranks), dict[str, Outcome]()
     deadline = float("inf")
     while silent and time.monotonic() < deadline:
@@ -115,17 +115,17 @@ def supervise(
         failures = [outcome.failure for outcome in outcomes.values() if outcome.failure]
         if any(failure.is_cause for failure in failures):
             break
-        # Interrupted ranks are waited for as long as they take: one of them saves.
+        # No time limit for interrupted ranks: one of them saves.
         if deadline == float("inf") and any(failure.follows for failure in failures):
             deadline = time.monotonic() + SETTLING_S
     if failures:
-        # An interrupt counts only where nothing failed.
+        # An interrupt counts only if no rank failed.
         raise min(failures, key=lambda f: (f.follows, f.kind == "interrupted")).error()
     return outcomes[ranks[0].name].result
 
 
 def last_word(rank: Process, killed: Sequence[str] = ()) -> Outcome:
-    """Return the outcome of a rank that has answered, or that has ended without a word."""
+    """Return the outcome of a rank that has sent one or has ended without."""
     if rank.outcome is not None:
         return rank.outcome
     frozen = next((line for line in killed if f"(process {rank.pid})" in line), "")
@@ -133,7 +133,7 @@ def last_word(rank: Process, killed: Sequence[str] = ()) -> Outcome:
 
 
 def end(ranks: Sequence[Process]) -> None:
-    """End every rank that still runs: it is told to, and killed if it does not. None is left."""
+    """End every rank that still runs: ask it to end, then kill it. None is left."""
     for rank in ranks:
         rank.hang_up()
     deadline = time.monotonic() + STOPPING_S
@@ -143,7 +143,7 @@ def end(ranks: Sequence[Process]) -> None:
 
 @contextlib.contextmanager
 def counted_interrupts() -> Iterator[InterruptCount]:
-    """Count Ctrl-C and SIGTERM, for the ranks to save and end together; then the launcher ends as they did."""
+    """Count Ctrl-C and SIGTERM. The ranks save and end together; then the launcher ends in the same way."""
     interrupts = InterruptCount()
 
     def count(number: int, frame: FrameType | None) -> None:
@@ -156,7 +156,7 @@ def counted_interrupts() -> Iterator[InterruptCount]:
 
 
 def work(arguments: Mapping[str, Any]) -> Any:
-    """Do a rank's part, in its process: join the others, do the task, and wait for the end of the run."""
+    """Run in a rank's process: join the others, do the task, and wait for the end of the run."""
     task = arguments["task"]
     world = World(arguments["rank"])
     try:
@@ -172,5 +172,5 @@ def work(arguments: Mapping[str, Any]) -> Any:
 
 
 def rank_failure(world: World, error: BaseException) -> Failure:
-    """Return how a rank reports an error: where it happened and on which rows, with the traceback."""
+    """Describe an error of a rank: where it happened, on which rows, and the traceback."""
     return failure_of(f"rank {world.rank} failed in {world.place}{world.rows}", error)

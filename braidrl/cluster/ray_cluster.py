@@ -1,4 +1,4 @@
-"""A Ray cluster: the connection to it, a placement group for each pool, an actor in each place that it reserves."""
+"""A Ray cluster: connection, a placement group per pool, and an actor in each of its bundles."""
 
 import contextlib
 import importlib
@@ -20,27 +20,27 @@ from braidrl.config import ClusterConfig
 from braidrl.errors import LostProcess, UserError, WorkerError
 
 BEATS = "beats"
-"""The thread of every actor that says that it lives, whatever else it does."""
+"""Concurrency group of every actor's heartbeat."""
 INLINE_BYTES = 1 << 20
-"""Up to this size rows come with the message that brings them; by default Ray has more than 100 KiB fetched from its object store."""
+"""Rows up to this size travel inside the message; by default Ray sends more than 100 KiB through its object store."""
 
 
 def import_ray(needed_by: str = "runtime=hybrid") -> Any:
-    """Return the module. Raises UserError where Ray is not installed."""
+    """Import Ray and return the module. Raises UserError if Ray is not installed."""
     if importlib.util.find_spec("ray") is None:
         raise UserError(f"{needed_by} needs Ray, which is not installed; run `pip install braidrl[ray]`")
-    # Ray's own accounting of usage goes to its makers unless it is told not to.
+    # Ray sends usage statistics to its makers by default.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    # The driver reports the first failure; those that follow from it would be printed besides.
+    # The driver reports the first failure; Ray would print the consequent ones too.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
-    # By default Ray's workers give way to everything else on the machine: beside two busy programs they got a thirtieth of two cores.
+    # By default Ray lowers its workers' priority: beside two busy programs they got a thirtieth of two cores.
     os.environ.setdefault("RAY_worker_niceness", "0")
     return importlib.import_module("ray")
 
 
 @dataclass(frozen=True)
 class Reservation:
-    """A place for one actor: Ray's strategy for it, and what it takes there."""
+    """The location of one actor: Ray's scheduling strategy, and the resources that it takes."""
 
     strategy: Any
     cpus: int = 1
@@ -48,7 +48,7 @@ class Reservation:
 
 
 class RayBeats:
-    """When every actor was last heard of."""
+    """The time of every actor's last heartbeat."""
 
     def __init__(self, ray: Any) -> None:
         self._ray, self._looked = ray, time.monotonic()
@@ -56,11 +56,11 @@ class RayBeats:
         self._heard: dict[Any, float] = {}
 
     def look(self, actors: Sequence[Any]) -> None:
-        """Note who of these actors has answered, and ask again, at most once a second; others are forgotten."""
+        """Record heartbeats of these actors and ask again, at most once a second; forget other actors."""
         now = time.monotonic()
         if now - self._looked < BEAT_S:
             return
-        if now - self._looked > ASLEEP_S:  # this program was stopped itself, or had other things to do
+        if now - self._looked > ASLEEP_S:  # this process was itself stopped or busy
             self._heard = dict.fromkeys(self._heard, now)
         self._looked = now
         watched = {actor._actor_id for actor in actors}
@@ -74,26 +74,26 @@ class RayBeats:
                 self._asked[actor._actor_id] = actor.__ray_ready__.options(concurrency_group=BEATS).remote()
 
     def silence(self, actor: Any) -> float:
-        """Return for how many seconds nothing was heard of an actor that has once been heard of."""
+        """Return the seconds since the last heartbeat of an actor that has sent one."""
         return max(0.0, self._looked - self._heard.get(actor._actor_id, self._looked))
 
 
 class RayCluster:
-    """A connection to a cluster, and what was started on it. `close` ends all of it, and the cluster too if it began here."""
+    """A connection to a cluster, and all actors started on it. `close` ends them, and the cluster if it was started here."""
 
     def __init__(self, config: ClusterConfig, device: str) -> None:
-        """Use the cluster that this process is connected to, else connect or start one. Raises UserError if it cannot."""
+        """Use the current connection, else connect to or start a cluster. Raises UserError if that fails."""
         self.ray, self.config = import_ray(), config
         self.started = not self.ray.is_initialized()
         self.groups: list[Any] = []
         self.actors: list[Any] = []
         self.names: dict[str, str] = {}
-        """Of workers, by Ray's id of the actor."""
+        """Worker names by Ray's actor id."""
         self.family = secrets.token_hex(4)
-        """What the names begin with by which actors of a run find each other."""
+        """Prefix of the actor names of this run."""
         self.beats = RayBeats(self.ray)
         self.needed: dict[int, str] = {}
-        """Ray's own processes of a cluster that began here."""
+        """Ray's own processes, for a cluster started here."""
         if self.started:
             self._connect()
             names = {process: name_of(process) for process in descendants(os.getpid())}
@@ -116,7 +116,7 @@ class RayCluster:
             ) from error
 
     def reserve(self, pools: Sequence[Pool]) -> list[list[Reservation]]:
-        """Return for each pool where its workers go. Raises UserError where there are too few devices, or none become free."""
+        """Reserve resources for each pool and return its bundles. Raises UserError if devices are missing, or stay occupied."""
         # A worker with a device takes a CPU too.
         check_devices(pools, int(self.ray.cluster_resources().get("CPU", 0)), "CPUs")
         each = devices_each(pools, self.devices, "the cluster") if self.kind == "GPU" else {}
@@ -137,23 +137,23 @@ class RayCluster:
         ]
 
     def node_of(self, place: Reservation) -> str:
-        """Return the id of the node that a reservation is on."""
+        """Return the node id of a reservation."""
         table = self.ray.util.placement_group_table(place.strategy.placement_group)
         return str(table["bundles_to_node_id"][place.strategy.placement_group_bundle_index])
 
     @property
     def own_node(self) -> str:
-        """Return Ray's id of the node that this process is on."""
+        """Return Ray's id of this process's node."""
         return str(self.ray.get_runtime_context().get_node_id())
 
     def start(self, worker: type, place: Reservation, *arguments: Any, name: str | None = None) -> Any:
-        """Return an actor of class `worker` in a reservation; it answers `fetch` in threads of their own while another call runs.
+        """Start an actor of class `worker` in a reservation. It answers `fetch` in separate threads while another call runs.
 
         Args:
             worker: A class.
-            place: One of `reserve`.
-            arguments: Of the class.
-            name: By which other actors of the run find it.
+            place: A result of `reserve`.
+            arguments: Constructor arguments.
+            name: Name by which other actors of the run find it.
         """
         options = {
             "name": name, "num_cpus": place.cpus, "num_gpus": place.gpus, "scheduling_strategy": place.strategy,
@@ -165,28 +165,28 @@ class RayCluster:
 
     @property
     def lost(self) -> str:
-        """Return which of Ray's own processes is gone, in a line; nothing while the cluster that began here is whole."""
+        """Describe a dead Ray process in a line; return an empty string while a cluster started here is complete."""
         gone = [f"{name} (process {each})" for each, name in self.needed.items() if has_ended(each)]
         return f"Ray's {' and '.join(gone)} died, and the cluster with it; resume with --resume" if gone else ""
 
     def look(self) -> None:
-        """Ask every actor whether it lives, at most once a second. Raises WorkerError where a process of Ray's own is gone."""
+        """Send a heartbeat request to every actor, at most once a second. Raises WorkerError if one of Ray's own processes is gone."""
         if self.lost:
             raise WorkerError(self.lost)
         self.beats.look(self.actors)
 
     def ready(self, references: Sequence[Any], limit_s: float) -> list[Any]:
-        """Wait for the first of these results, and return all that are there then.
+        """Wait for the first of these results and return all that have arrived.
 
         Args:
             references: Ray's references to results.
-            limit_s: How long to wait, in seconds.
+            limit_s: Longest wait, in seconds.
 
         Returns:
-            Those that are there; none after `limit_s`.
+            The references that are ready; none after `limit_s`.
 
         Raises:
-            WorkerError: A process of Ray's own is gone, or an actor has said nothing for too long.
+            WorkerError: One of Ray's own processes is gone, or an actor sent no heartbeat for too long.
         """
         deadline = time.monotonic() + limit_s
         while True:
@@ -198,13 +198,13 @@ class RayCluster:
                     name = self.names.get(actor._actor_id.hex(), "an actor")
                     raise LostProcess(f"{name} has said nothing for {silence:.0f} s; go on with `braid train --resume`")
             if found:
-                # All at once: many workers answer together, and each look goes through all of them.
+                # One call for all references: many workers answer together, and each call scans all of them.
                 found = self.ray.wait(list(references), num_returns=len(references), timeout=0)[0]
             if found or left <= BEAT_S:
                 return found
 
     def lost_among(self, actors: Sequence[Any]) -> list[Any]:
-        """Return which of these actors are dead, or say nothing for as long as `cluster.silence_s` allows."""
+        """Return the actors that are dead, or sent no heartbeat for `cluster.silence_s`."""
         limit_s = mute_after(self.config.silence_s)
         mute = [actor for actor in actors if self.beats.silence(actor) > limit_s]
         asked = {a.__ray_ready__.options(concurrency_group=BEATS).remote(): a for a in actors if a not in mute}
@@ -221,16 +221,16 @@ class RayCluster:
     def _failed(self, reference: Any) -> bool:
         try:
             self.ray.get(reference)
-        except self.ray.exceptions.RayError:  # of one that Ray has ended for its memory no RayActorError
+        except self.ray.exceptions.RayError:  # not RayActorError: Ray killed it for memory
             return True
         return False
 
     def end(self, actor: Any, process: int | None = None) -> None:
-        """End one actor at once; its place is free again.
+        """End one actor at once and free its bundle.
 
         Args:
-            actor: One that `start` has returned.
-            process: Its process, if that is known and on this machine: Ray itself cannot end one that a signal has stopped.
+            actor: A result of `start`.
+            process: Its process, if known and on this machine. Ray alone cannot end a process that a signal has stopped.
         """
         self.ray.kill(actor)
         if process is not None:
@@ -239,7 +239,7 @@ class RayCluster:
         self.actors = [other for other in self.actors if other is not actor]
 
     def await_end(self, name: str) -> None:
-        """Wait until no actor has this name any more. Raises WorkerError where one keeps it."""
+        """Wait until the actor name is free. Raises WorkerError if it stays taken."""
         deadline = time.monotonic() + self.config.start_limit_s
         while time.monotonic() < deadline:
             try:
@@ -250,11 +250,11 @@ class RayCluster:
         raise WorkerError(f"waited {self.config.start_limit_s:g} s for the end of the actor {name}")
 
     def close(self) -> None:
-        """Let every worker clean up for a moment, end it, and free its device."""
+        """Give every worker a moment to clean up, end it, and free its device."""
         if not self.ray.is_initialized():
             return
         if self.lost:
-            # Nobody answers any more: not even Ray's own farewell would end. Workers and agents are below the raylet.
+            # The cluster does not answer, so Ray's own shutdown would hang. Workers and agents are children of the raylet.
             for process in {each for own in self.needed for each in descendants(own)}:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
@@ -264,7 +264,7 @@ class RayCluster:
         for actor in self.actors:
             self.ray.kill(actor)
         for group in self.groups:
-            # Where the cluster is gone its placement groups are too.
+            # If the cluster is gone, so are its placement groups.
             with contextlib.suppress(self.ray.exceptions.RayError):
                 self.ray.util.remove_placement_group(group)
         self.actors, self.groups = [], []

@@ -1,7 +1,7 @@
-"""The launcher whose processes are on a Ray cluster: an actor in each reserved place starts one beside itself, as on any machine.
+"""The launcher for a Ray cluster: an actor in each reserved bundle starts one local process beside itself.
 
 RayLauncher ──▶ ProcessActor ──spawn──▶ process        the process ends with its actor, and the actor with the run
-            └─▶ on each node beside this one a service, which needs no device
+            └─▶ on each other node a service, which needs no device
 """
 
 import contextlib
@@ -19,19 +19,19 @@ from braidrl.config import ClusterConfig
 
 
 class ProcessActor:
-    """An actor that starts one process beside itself, hears its last word, and ends it."""
+    """An actor that starts one process beside itself, receives its outcome, and ends it."""
 
     def __init__(self) -> None:
         self.process: LocalProcess | None = None
         self.silence_s = 0.0
 
     def start(self, spec: ProcessSpec, silence_s: float) -> int:
-        """Start the process, which is killed where it says nothing for so many seconds, and return its id."""
+        """Start the process and return its id. It is killed after `silence_s` seconds without a heartbeat."""
         self.process, self.silence_s = spawn(spec), silence_s
         return self.process.pid
 
     def last_word(self) -> Outcome | None:
-        """Wait for the outcome of the process; None where it ends without one."""
+        """Wait for the outcome of the process; None if it ends without one."""
         assert self.process is not None
         while self.process.outcome is None and not self.process.hung_up:
             self.process.connection.poll(BEAT_S)
@@ -39,7 +39,7 @@ class ProcessActor:
         return self.process.outcome
 
     def perform(self, method: str) -> Any:
-        """Call a method of the process's handle: describe_end, interrupt, hang_up or kill."""
+        """Call a method of the process: describe_end, interrupt, hang_up or kill."""
         return getattr(self.process, method)() if self.process else None
 
     def close(self) -> None:
@@ -50,14 +50,14 @@ class ProcessActor:
 
 
 class RayProcess(Process):
-    """A process that an actor has started."""
+    """A process started by an actor."""
 
     def __init__(self, cluster: RayCluster, actor: Any, spec: ProcessSpec) -> None:
         self.name, self._cluster, self._ray, self._actor = spec.name, cluster, cluster.ray, actor
         self._pid = actor.start.remote(spec, cluster.config.silence_s)
         self._silent = ""
         self.ended = actor.last_word.remote()
-        """Ray's reference to the last word."""
+        """Ray's reference to the outcome."""
 
     @property
     def pid(self) -> int:
@@ -80,7 +80,7 @@ class RayProcess(Process):
         return outcome
 
     def end_if_silent(self, limit_s: float, folder: Path | None = None) -> bool:
-        """Do so for the actor, which does it for its process."""
+        """Check the actor; the actor checks its process."""
         silence = 0.0 if self._silent else self._cluster.beats.silence(self._actor)
         if silence <= limit_s:
             return False
@@ -103,7 +103,7 @@ class RayProcess(Process):
         self._perform("hang_up")
 
     def kill(self) -> None:
-        # Where the actor is gone, so is the process: it ends with its connection.
+        # Without its actor the process is gone too: it ends when its connection closes.
         with contextlib.suppress(self._ray.exceptions.RayError):
             self._ray.get(self._perform("kill"), timeout=END_LIMIT_S)
         self._cluster.end(self._actor)
@@ -120,7 +120,7 @@ class RayLauncher:
     """Starts processes on the nodes of a cluster."""
 
     def __init__(self, config: ClusterConfig, device: str) -> None:
-        """Raises UserError where Ray is not installed, or there is no cluster."""
+        """Connect to or start a cluster. Raises UserError if Ray is not installed, or there is no cluster."""
         ray = import_ray("cluster.launcher=ray")
         self.cluster = RayCluster(config, device)
         self.node = str(ray.get_runtime_context().get_node_id())
@@ -132,7 +132,7 @@ class RayLauncher:
         return self._reached_at(self.node)
 
     def reserve(self, pools: Sequence[Pool]) -> None:
-        """See to devices as every launcher does; Ray tells each actor how many threads its share of a machine is."""
+        """Assign devices as every launcher does; Ray sets each actor's share of the machine's threads."""
         self._reserved = {pool.name: places for pool, places in zip(pools, self.cluster.reserve(pools), strict=True)}
 
     def node_of(self, pool: str, number: int) -> str:
@@ -152,10 +152,10 @@ class RayLauncher:
         return found
 
     def start(self, pool: str, number: int, spec: ProcessSpec) -> Process:
-        """Start a process; Ray has told its actor, and so tells it, its devices and its threads."""
+        """Start a process; it inherits devices and threads from its actor's environment."""
         place = self._reserved[pool][number]
         none = self.cluster.kind == "GPU" and not place.gpus
-        # An actor that dies alone takes its process with it: the run, and what it has in shared memory, goes on.
+        # If an actor dies, only its process dies with it; the run and its shared memory stay.
         spec = replace(spec, orphaned="", devices=() if none else None)
         return RayProcess(self.cluster, self.cluster.start(ProcessActor, place), spec)
 
@@ -168,5 +168,5 @@ class RayLauncher:
         self.cluster.close()
 
     def _reached_at(self, node: str) -> str:
-        """Return a node's address; where all of them are one machine nobody else has to reach it."""
+        """Return a node's address; on a single machine the loopback address is enough."""
         return self._ips[node] if len(set(self._ips.values())) > 1 else LOOPBACK

@@ -1,6 +1,6 @@
-"""What a fork server that is a fresh interpreter imports first: nothing that it imports from then on is garbage, and none is looked for.
+"""The first import of a fresh fork server: disables garbage collection, since later imports hold no garbage.
 
-Its copies look again (`local.from_server`).
+Its copies enable it again (`local.from_server`).
 """
 
 import gc

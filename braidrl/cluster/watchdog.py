@@ -1,10 +1,10 @@
-"""Processes of a run that are frozen: found, named, their stack kept, and killed, so that those who wait go on as after any death.
+"""Watchdog: detect frozen processes, dump their stacks and kill them, so that waiting processes see an ordinary death.
 
-watch ──each look──▶ all that this process has started, and what those have: stopped by a signal, or silent
+watch ──each look──▶ all descendants of this process: stopped by a signal, or without heartbeat
       ──longer than `cluster.silence_s`──▶ stack into the run's folder ──▶ SIGKILL
 
-A process says that it lives by a message each second over the connection to its starter, from a thread of its own (`child`). One that a
-signal has stopped is seen by the kernel's word, whoever has started it: Ray's own processes and the fork server too.
+A process sends a heartbeat each second over the connection to its parent, from a separate thread (`child`). The kernel reports a
+process stopped by a signal, whatever started it: this covers Ray's own processes and the fork server.
 """
 
 import contextlib
@@ -22,39 +22,38 @@ from braidrl.cluster.process import BEAT_S, END_LIMIT_S
 from braidrl.observe.stalls import WORK
 
 LOOKS = 6
-"""How often a process is looked at within the time after which it counts as frozen."""
+"""Checks of a process within the time limit for a frozen one."""
 ASLEEP_S = 5.0
-"""So much later than it meant to a watch looks again that was stopped itself, and not only slow."""
+"""A watch that wakes this many seconds late was itself stopped, and not only slow."""
 STACK = "braid-stack"
 STACK_S = 2.0
-"""How long a process may take to write down its stack, on a busy machine."""
+"""Seconds that a process may take to dump its stack, on a busy machine."""
 COMM_BYTES = 15
-"""The kernel keeps so much of a process's name."""
+"""Length limit of a process name in the kernel."""
 FORK_SERVER = "fork server"
 NEEDED_BY_RAY = ("gcs_server", "raylet")
-"""Ray's processes without which a cluster answers no more. Ray says so by ending the program that waits for one, without a line, at once
-or after a minute."""
+"""Ray's processes that a cluster needs. If one dies, Ray ends the waiting program without a line, at once or after a minute."""
 
 
 def mute_after(silence_s: float) -> float:
-    """Return after how many seconds a process is killed that says nothing; one that a signal has stopped is named before that."""
+    """Return the seconds without a heartbeat before a process is killed; one stopped by a signal is reported earlier."""
     return 1.25 * silence_s + 2 * BEAT_S
 
 
 def named(name: str) -> None:
-    """Give this process a name that others see, and have it write down its stack on SIGUSR1."""
+    """Set this process's visible name, and dump its stack on SIGUSR1."""
     goes_by(name)
     faulthandler.register(signal.SIGUSR1, file=os.memfd_create(STACK), all_threads=True)
 
 
 def goes_by(name: str) -> None:
-    """Give this process a name that others see."""
+    """Set this process's visible name."""
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(name[:COMM_BYTES])
 
 
 def stack_of(process: int) -> str:
-    """Return the stacks of a process of ours, also where a signal has stopped it; nothing for one that does not write them down."""
+    """Return the stacks of a process of this run, also if a signal has stopped it; empty if it does not dump them."""
     with contextlib.suppress(OSError):
         held = next((fd for fd in Path(f"/proc/{process}/fd").iterdir() if STACK in os.readlink(fd)), None)
         if held is None:
@@ -63,7 +62,7 @@ def stack_of(process: int) -> str:
         for number in (signal.SIGUSR1, signal.SIGCONT):
             os.kill(process, number)
         limit = time.monotonic() + STACK_S
-        # While a thread handles a signal it holds back a second one of the kind.
+        # A thread that handles a signal blocks a second one of the same kind.
         while time.monotonic() < limit and (not held.stat().st_size or holding_back(process, signal.SIGUSR1) - deaf):
             time.sleep(0.01)
         os.kill(process, signal.SIGSTOP)
@@ -72,10 +71,10 @@ def stack_of(process: int) -> str:
 
 
 def holding_back(process: int, number: signal.Signals) -> set[str]:
-    """Return the threads of a process that a signal would have to wait for."""
+    """Return the threads of a process that block or still handle a signal."""
     found = set()
     for thread in Path(f"/proc/{process}/task").iterdir():
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the thread has ended
             (mask,) = re.findall(r"SigBlk:\t(\w+)", (thread / "status").read_text())
             if int(mask, 16) >> (number - 1) & 1:
                 found.add(thread.name)
@@ -83,7 +82,7 @@ def holding_back(process: int, number: signal.Signals) -> set[str]:
 
 
 def keep_stack(process: int, name: str, folder: Path | None) -> str:
-    """Write a process's stack into a run's folder; return what is to be said of it."""
+    """Write a process's stack into a run's folder; return a message about it."""
     stack = stack_of(process)
     if not stack or folder is None:
         return ""
@@ -93,14 +92,14 @@ def keep_stack(process: int, name: str, folder: Path | None) -> str:
 
 
 def stack_file(folder: Path, name: str, process: int) -> Path:
-    """Return where in a run's folder a stack is kept."""
+    """Return the path of a dumped stack in a run's folder."""
     path = folder / "stacks" / f"{name.replace(' ', '-').replace('/', '-')}-{process}.txt"
     path.parent.mkdir(exist_ok=True)
     return path
 
 
 def descendants(process: int) -> dict[int, str]:
-    """Return all that a process has started, and what those have, with the kernel's letter for what each does (T is stopped)."""
+    """Return all descendants of a process with the kernel's state letter of each (T is stopped)."""
     states, children = dict[int, str](), dict[int, list[int]]()
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -117,7 +116,7 @@ def descendants(process: int) -> dict[int, str]:
 
 
 def has_ended(process: int) -> bool:
-    """Return whether a process is gone, or waits only for its starter to notice its end."""
+    """Return True if a process is gone, or is a zombie."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
@@ -125,7 +124,7 @@ def has_ended(process: int) -> bool:
 
 
 def name_of(process: int) -> str:
-    """Return what a process is called."""
+    """Return the name of a process."""
     with contextlib.suppress(OSError):
         command = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         name = Path(f"/proc/{process}/comm").read_text().strip()
@@ -136,20 +135,20 @@ def name_of(process: int) -> str:
 
 
 def was_named(process: int) -> bool:
-    """Return whether a process was given a name by `named`: copies of the fork server have its command."""
+    """Return True if `named` set the process's name: copies of the fork server share its command line."""
     return any(STACK in os.readlink(fd) for fd in Path(f"/proc/{process}/fd").iterdir())
 
 
 class FrozenWatch(AbstractContextManager["FrozenWatch"]):
-    """Kills what is stopped for too long among all that this process has started, and says where its own work does not come further."""
+    """Kills descendants of this process that are stopped for too long, and reports stalls of this process's own work."""
 
     def __init__(self, silence_s: float, say: Callable[[str], object], folder: Path | None = None) -> None:
-        """Watch from a thread.
+        """Start the watching thread.
 
         Args:
-            silence_s: how long a process may be stopped, in seconds.
-            say: told of each that was killed, and of work here that makes no progress, in a line.
-            folder: the run's, for stacks.
+            silence_s: Seconds that a process may be stopped.
+            say: Prints a line for each killed process, and for each stall here.
+            folder: The run's folder, for stacks.
         """
         self.silence_s, self.say, self.folder = silence_s, say, folder
         self.killed: list[str] = []
@@ -162,7 +161,7 @@ class FrozenWatch(AbstractContextManager["FrozenWatch"]):
     def __exit__(self, *_: object) -> None:
         self._ending.set()
         self._thread.join(END_LIMIT_S)
-        for process in self._stopped():  # nobody kills it any more, and this process waits for it when it ends
+        for process in self._stopped():  # the watch has ended, and this process waits for the stopped one at its end
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGCONT)
 
@@ -171,7 +170,7 @@ class FrozenWatch(AbstractContextManager["FrozenWatch"]):
         while not self._ending.wait(pause):
             now = time.monotonic()
             if now - looked > pause + ASLEEP_S:
-                self._since.clear()  # this process was stopped itself, and perhaps with it all others
+                self._since.clear()  # this process was itself stopped, perhaps together with all others
             looked = now
             self._look(now)
             self._look_here()
@@ -183,11 +182,11 @@ class FrozenWatch(AbstractContextManager["FrozenWatch"]):
                 self._end(process, now - since)
 
     def _stopped(self) -> set[int]:
-        """Return what this process has started, and what those have, that a signal has stopped."""
+        """Return the descendants of this process that a signal has stopped."""
         return {process for process, state in descendants(os.getpid()).items() if state == "T"}
 
     def _look_here(self) -> None:
-        """Say once of each piece of work of this process, which nobody watches, that it makes no progress."""
+        """Report a stall of this process's own work once; no other process watches it."""
         stall = WORK.stalled()
         if stall is None or stall.seconds < self.silence_s:
             self._told = stall is not None and self._told
@@ -210,7 +209,7 @@ class FrozenWatch(AbstractContextManager["FrozenWatch"]):
             else ""
         )
         self.killed.append(f"{name} (process {process}) was stopped for {seconds:.0f} s and was killed{where}{last}")
-        self.say(self.killed[-1])  # before it is, for Ray may then end this process
+        self.say(self.killed[-1])  # before the kill: Ray may then end this process
         for each in (*(descendants(process) if name in NEEDED_BY_RAY else ()), process):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(each, signal.SIGKILL)

@@ -1,11 +1,12 @@
-"""The processes of one run as one of them sees the others. All make the same calls in the same order.
+"""The world: all ranks of a run as one rank sees them. All ranks make the same calls in the same order.
 
 gather      every rank's bytes, on every rank                 (index columns: a few numbers per row)
-exchange    to each rank what is meant for it, and no more    (payload)
+exchange    to each rank only the bytes meant for it          (payload)
 share       rank 0's JSON value, on every rank
-notices     what any rank tells, while each goes on with its own work: a list in the store at which they met
+notices     messages without waiting: a list in the store of the process group
 
-Each wait has a limit. Before it waits, a rank notes in the store where it is; whoever waits in vain reads there for whom.
+Each wait has a limit. Before it waits, a rank writes its location to the store; after a timeout the others read there which
+ranks are missing.
 """
 
 import os
@@ -29,11 +30,11 @@ from braidrl.errors import LostPeers, first_line
 from braidrl.observe.stalls import WORK
 
 HEAR_EVERY_S = 0.02
-"""How often a rank looks for what is new; in between it is told nothing."""
+"""Seconds between two reads of new notices."""
 
 
 class Notices:
-    """Lists that any rank may append to, one after the other. Nobody waits for anybody."""
+    """Append-only message lists for all ranks. No call waits for another rank."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = store
@@ -42,7 +43,7 @@ class Notices:
         self._heard, self._next = 0, 0.0
 
     def begin(self, name: str) -> None:
-        """Begin the list of this name, which none has had before; nobody listens to the one before any more."""
+        """Start a new list under an unused name; the previous one is no longer read."""
         for key in self._told:
             self._store.delete_key(key)
         self._list, self._told, self._heard, self._next = name, [], 0, 0.0
@@ -54,12 +55,12 @@ class Notices:
         self._store.set(self._told[-1], message)  # type: ignore[arg-type]  # takes bytes too
 
     def hear(self) -> Sequence[bytes]:
-        """Return the messages that nobody had told when this was asked last, one's own too, in everybody's order."""
+        """Return all new messages since the last call, including one's own, in the same order on every rank."""
         if (now := time.monotonic()) < self._next:
             return ()
         self._next = now + HEAR_EVERY_S
         new = []
-        # asked for first: a message that is numbered and not there yet would be waited for
+        # read the count first: a numbered message that is not written yet would block
         while self._store.check([key := f"{self._list}/{self._heard}"]):
             new.append(self._store.get(key))
             self._heard += 1
@@ -67,19 +68,19 @@ class Notices:
 
 
 STORE_LIMIT_S = 5.0
-"""For reading from the store who is where, after something went wrong."""
+"""Second connection to the store: after a failure it tells where each rank is."""
 
 
 @dataclass
 class BytesReceived:
-    """Bytes that came to a rank from others, by the call that brought them."""
+    """Bytes received from other ranks, by the call that brought them."""
 
     gathered: int = 0
     exchanged: int = 0
 
 
 class World:
-    """Rank `rank` of `size`. Made by `join`; `World()` is a process alone, which waits for nobody."""
+    """Rank `rank` of `size`, made by `join`. `World()` is a single process, which never waits."""
 
     def __init__(
         self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None, store: dist.Store | None = None
@@ -91,16 +92,16 @@ class World:
 
     @property
     def first(self) -> bool:
-        """Return True for the one rank that writes what is written once."""
+        """Return True for the rank that writes shared files."""
         return self.rank == 0
 
     @property
     def notices(self) -> Notices | None:
-        """Return what ranks tell each other in passing; None for a process alone."""
+        """Return the notices between ranks; None for a single process."""
         return None if self._store is None else Notices(dist.PrefixStore("notices", self._store))
 
     def at(self, place: str) -> None:
-        """Note what this rank does from now on; the same words on every rank."""
+        """Record what this rank does from now on; the text is the same on every rank."""
         self.place, self.rows = place, ""
         self._note(place)
 
@@ -110,7 +111,7 @@ class World:
 
     @contextmanager
     def meeting(self, purpose: str) -> Iterator[str]:
-        """Around a collective. Raises LostPeers with who was missing, and where they were, when it fails."""
+        """Guard a collective. Raises LostPeers with the missing ranks and their locations if it fails."""
         self._meetings += 1
         where = f"{self.place}: {purpose}"
         self._note(where)
@@ -126,7 +127,7 @@ class World:
 
     @contextmanager
     def supervised(self, purpose: str) -> Iterator[None]:
-        """Around work in which libraries call collectives: raises LostPeers where one of those fails; other errors pass."""
+        """Guard work in which libraries call collectives. Raises LostPeers if one of those fails; other errors pass through."""
         try:
             yield
         except RuntimeError as error:
@@ -136,7 +137,7 @@ class World:
                 raise
 
     def _missing(self) -> str:
-        """Return the ranks that are not at this meeting and where they were seen last."""
+        """Return the ranks missing from this collective, and where they were last."""
         assert self._store is not None
         self._store.set_timeout(timedelta(seconds=STORE_LIMIT_S))
         late = []
@@ -150,7 +151,7 @@ class World:
         return "; ".join(late) or "a rank that has ended since"
 
     def gather(self, purpose: str, message: bytes | bytearray | memoryview) -> list[memoryview]:
-        """Return every rank's message, in the order of ranks."""
+        """All-gather a message, in the order of ranks."""
         if self.group is None:
             return [memoryview(message)]
         mine = as_tensor(message)
@@ -164,7 +165,7 @@ class World:
         return [part[:size].numpy().data for part, size in zip(found, sizes.tolist(), strict=True)]
 
     def exchange(self, purpose: str, messages: Sequence[bytes | bytearray]) -> list[memoryview]:
-        """Return what each rank has for this one, given what this one has for each; one all-to-all of bytes."""
+        """Exchange messages with all ranks, one for each; a single all-to-all of bytes."""
         if self.group is None:
             return [memoryview(message) for message in messages]
         parts = [as_tensor(message) for message in messages]
@@ -177,7 +178,7 @@ class World:
         return [part.numpy().data for part in received.split(coming.tolist())]
 
     def _sizes(self, where: str, sizes: Tensor) -> Tensor:
-        """Return the bytes that come from each rank. Raises RuntimeError where a rank is at another meeting than this one."""
+        """Return the bytes to receive from each rank. Raises RuntimeError if a rank is in another collective."""
         sign = zlib.crc32(where.encode())
         sent = torch.stack([sizes, torch.full_like(sizes, sign)], dim=1).contiguous()
         received = torch.empty_like(sent)
@@ -188,7 +189,7 @@ class World:
         return received[:, 0]
 
     def share(self, purpose: str, value: Any) -> Any:
-        """Return rank 0's value, a message; the values of other ranks are ignored."""
+        """Return rank 0's value, a message; other ranks' values are ignored."""
         if self.group is None:
             return value
         message = as_tensor(pack_message(value) if self.first else b"")
@@ -200,25 +201,25 @@ class World:
         return unpack_message(message.numpy().tobytes())
 
     def from_first(self, purpose: str, make: Callable[[], Any]) -> Any:
-        """Return what `make` returns on rank 0, where alone it is called."""
+        """Return the result of `make`, which only rank 0 calls."""
         return self.share(purpose, make() if self.first else None)
 
     def close(self) -> None:
-        """Leave the group; nobody is waited for."""
+        """Leave the group without waiting for other ranks."""
         if self.group is not None:
             dist.destroy_process_group()
             self.group = None
 
 
 def join(limit_s: float, cuda: bool, engines: int = 0, engine_devices: int = 1, secret: str = "") -> World:
-    """Join the world that the environment describes, as `torchrun` and our own launchers set it (RANK, WORLD_SIZE, ...).
+    """Join the world described by the environment that `torchrun` or our launchers set (RANK, WORLD_SIZE, ...).
 
     Args:
-        limit_s: How long ranks wait for one another, in seconds.
-        cuda: Whether they compute on CUDA devices, of which this rank takes its own.
+        limit_s: Longest wait of ranks for each other, in seconds.
+        cuda: True if ranks compute on CUDA devices; each takes its own.
         engines: Engine processes that each rank starts.
-        engine_devices: Devices of each of those.
-        secret: What the ranks' keys in the store begin with.
+        engine_devices: Devices of each engine.
+        secret: Prefix of the ranks' keys in the store.
     """
     if cuda:
         torch.cuda.set_device(own_devices(torch.cuda.device_count(), engines, engine_devices).every[0])
@@ -230,11 +231,11 @@ def join(limit_s: float, cuda: bool, engines: int = 0, engine_devices: int = 1, 
 
 @dataclass(frozen=True)
 class Ranks:
-    """Processes that call collectives together. Without a process group there is one, and every reduction is the identity."""
+    """Processes that call collectives together. Without a process group it is one process, and every reduction is the identity."""
 
     group: dist.ProcessGroup | None = None
     supervisor: World | None = None
-    """Says which ranks were missing when a collective fails."""
+    """Names the missing ranks when a collective fails."""
 
     @property
     def rank(self) -> int:
@@ -245,12 +246,12 @@ class Ranks:
         return 1 if self.group is None else self.group.size()
 
     def meeting(self, purpose: str) -> AbstractContextManager[object]:
-        """Return the context of a collective: when it fails, the supervisor reports which ranks were missing."""
+        """Return the guard of a collective: if it fails, the supervisor names the missing ranks."""
         return nullcontext() if self.supervisor is None else self.supervisor.meeting(purpose)
 
 
 def as_tensor(message: bytes | bytearray | memoryview) -> Tensor:
-    """Return the bytes (N,) uint8; a writable buffer is not copied."""
+    """View bytes as (N,) uint8; a writable buffer is not copied."""
     if len(message) == 0:
         return torch.empty(0, dtype=torch.uint8)
     buffer = message if isinstance(message, bytearray) else bytearray(message)
