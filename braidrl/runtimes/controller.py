@@ -1,4 +1,4 @@
-"""One iteration of a flow, stage by stage in serial order: what eager, hybrid and distributed have in common.
+"""One iteration of a flow, stage by stage in serial order; shared by eager, hybrid and distributed.
 
             ┌──────────── waves, until enough groups are kept ────────────┐
 admit ─▶ generate ─▶ verify ─▶ select ──▶ the rest of the stages ──▶ updates ──▶ publish
@@ -24,7 +24,7 @@ from braidrl.runtimes.interfaces import BegunBatch, IterationResult, Position, R
 
 
 class SerialController(Generic[T]):
-    """Runs a flow's stages in order. Holds what goes on from one iteration to the next: selection, kept surplus and the stages' states."""
+    """Runs a flow's stages in order. Holds the state between iterations: selection, surplus rows and the stages' states."""
 
     def __init__(self, config: Config, flow: Flow, backend: SerialBackend[T]) -> None:
         assert backend.loader is not None, "an iteration begins with prompts"
@@ -35,7 +35,7 @@ class SerialController(Generic[T]):
         )
         self.surplus: list[T] = []
         self.unfinished: list[T] = []
-        """Rows of groups with responses that were set aside."""
+        """Rows of groups with suspended responses."""
         self.states = initial_states(flow)
         self.seconds: dict[str, float] = {}
 
@@ -68,7 +68,7 @@ class SerialController(Generic[T]):
             self.states = {name: states[name] for name in self.states}
         result.batch, result.seconds, result.final = self.backend.index(table), self.seconds, table
         if not self.flow.sampling_segment:
-            # Nothing is selected: all that was generated is in the batch, with the scores that came after it.
+            # Without selection all generated rows are in the batch, with the scores added later.
             result.generated = result.batch
         return result
 
@@ -77,11 +77,11 @@ class SerialController(Generic[T]):
         return Position(self.loader.state(), self.sampling.state(), kept, dict(self.states))
 
     def begun_ahead(self) -> list[BegunBatch]:
-        """Return no batches: each begins when the one before it is over."""
+        """Return no batches: each one starts after the previous one has ended."""
         return []
 
     def begin_again(self, version: int) -> Restart:
-        """Have the backend replace what was lost. All rows are forgotten, those that were kept for later among them."""
+        """Have the backend replace lost processes. All rows are forgotten, including the surplus."""
         if not self.backend.begin_again():
             return Restart.OF_ALL
         self.surplus, self.unfinished = [], []
@@ -112,7 +112,7 @@ class SerialController(Generic[T]):
         return IterationResult(index, index, recorded, recorded, sums)
 
     def sample(self, iteration: int, version: int, sums: Sums) -> IterationResult[T]:
-        """Return a batch of selected groups, in waves; what is over is dropped or kept for the next."""
+        """Return a batch of selected groups, generated in waves; the surplus is dropped or kept for the next batch."""
         self.sampling.begin(version)
         tables, generated = list(self.surplus), []
         while (wave := self.next_wave()) is not None:
@@ -130,7 +130,7 @@ class SerialController(Generic[T]):
         return IterationResult(counted, index, batch, batch, sums, dropped=outcome.dropped)
 
     def next_wave(self) -> tuple[int, bool] | None:
-        """Return how many groups to begin beside those that are awaited, and whether all responses are drawn to their ends."""
+        """Return the number of groups to start besides the pending ones, and whether all responses must finish."""
         count = self.sampling.next_wave()
         if count or self.sampling.pending:
             return count, False
@@ -139,9 +139,9 @@ class SerialController(Generic[T]):
     def wave(
         self, count: int, ends: bool, iteration: int, version: int, sums: Sums
     ) -> tuple[T | None, dict[int, Verdict]]:
-        """Begin `count` groups, go on with awaited ones, run the sampling segment on them, and say which are kept.
+        """Start `count` groups, resume pending ones, run the sampling segment on them, and return which are kept.
 
-        Groups with a response that is set aside are no part of the table, which is None where there are no others.
+        Groups with a suspended response are not in the table. It is None if there are no others.
         """
         table: T | None = self.begun(count)
         segment = segment_of(self.flow, iteration) if self.config.trainer.surplus == "drop" else None
@@ -171,7 +171,7 @@ class SerialController(Generic[T]):
         return table, verdicts | {group: Verdict(SURPLUS, version) for group in gone}
 
     def begun(self, count: int) -> T:
-        """Return the rows of the next `count` groups, and of those with responses to go on with that are awaited."""
+        """Return the rows of the next `count` groups, and of pending groups with responses to resume."""
         awaited = set(self.sampling.pending)
         tables, left = [], list[T]()
         for table in self.unfinished:
@@ -186,7 +186,7 @@ class SerialController(Generic[T]):
         return self.backend.cat(tables) if len(tables) > 1 else tables[0]
 
     def set_aside(self, table: T) -> T | None:
-        """Keep groups with a response that is to go on later, and return the rows of the others; None where there are none."""
+        """Keep groups with a suspended response for later, and return the rows of the others; None if there are none."""
         index = self.backend.index(table)
         ended = (index["finish_reason"] != FinishReason.ABORT).tolist()
         aside = {group for group, whole in zip(index["group"].tolist(), ended, strict=True) if not whole}
@@ -198,7 +198,7 @@ class SerialController(Generic[T]):
         return self.of_groups(table, others) if others else None
 
     def generate_needed(self, segment: Segment, table: T, iteration: int, sums: Sums) -> tuple[T, set[int]]:
-        """Return what is generated of a wave without the groups that were given up, and these."""
+        """Generate a wave. Return the rows without the groups that were given up, and those groups."""
         done = self.backend.generate_needed(segment, table, iteration, sums, self.sampling.needless)
         index = self.backend.index(done)
         ended = (index["finish_reason"] == FinishReason.ABORT).tolist()
@@ -212,7 +212,7 @@ class SerialController(Generic[T]):
         return self.backend.take(table, [i for i, group in enumerate(numbers) if group in chosen])
 
     def ordered(self, table: T) -> T:
-        """Return the rows by (group, sample): the order in which every runtime trains."""
+        """Return the rows sorted by (group, sample), the training order of every runtime."""
         index = self.backend.index(table)
         keys = list(zip(index["group"].tolist(), index["sample"].tolist(), strict=True))
         return self.backend.take(table, sorted(range(len(keys)), key=keys.__getitem__))
@@ -235,7 +235,7 @@ class SerialController(Generic[T]):
 
 
 def oldest_versions(index: Rows) -> dict[int, int]:
-    """Return the version of each group's oldest token; 0 where rows do not say."""
+    """Return the version of each group's oldest token; 0 if rows carry no version."""
     oldest: dict[int, int] = {}
     versions = index["version"].tolist() if "version" in index else [0] * len(index)
     for group, made in zip(index["group"].tolist(), versions, strict=True):
@@ -245,7 +245,7 @@ def oldest_versions(index: Rows) -> dict[int, int]:
 
 @contextmanager
 def kept_on_failure(table: T, final: T) -> Iterator[None]:
-    """Add the batch, as it is recorded and with all columns so far, to the failure of an update inside."""
+    """Attach the batch, as recorded and with all columns so far, to the failure of an update inside."""
     try:
         yield
     except BadUpdate as error:

@@ -1,4 +1,4 @@
-"""Evaluation: a second flow (generate, verify) with its own sampling and random numbers, on one version of the weights."""
+"""Evaluation: a second flow (generate, verify) with its own sampling and random numbers, pinned to one version of the weights."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,7 +28,7 @@ SHARE_RIGHT = re.compile(r"eval/.+/(avg@\d+|pair_accuracy)")
 
 
 def evaluation_metrics(name: str, index: Rows, samples: int) -> dict[str, float]:
-    """Return avg@k for k = `samples`, pass@k for the powers of two up to it, mean length and score; for pairs, how many are told apart."""
+    """Return avg@k for k = `samples`, pass@k for powers of two up to k, mean length and score; for pairs the ranking accuracy."""
     if "correct" not in index:
         return pair_metrics(name, index)
     correct, group = index["correct"], index["group"]
@@ -43,13 +43,13 @@ def evaluation_metrics(name: str, index: Rows, samples: int) -> dict[str, float]
 
 
 def good_enough(metrics: Mapping[str, float | int | None], stop_at: float | None) -> bool:
-    """Return True where an evaluation is among the metrics, and the share of right answers of every set is at least `stop_at`."""
+    """Return True if the metrics contain an evaluation and the accuracy of every set is at least `stop_at`."""
     shares = [value for key, value in metrics.items() if SHARE_RIGHT.fullmatch(key) and value is not None]
     return stop_at is not None and bool(shares) and min(shares) >= stop_at
 
 
 def pair_metrics(name: str, index: Rows) -> dict[str, float]:
-    """Return the share of pairs whose chosen response (sample 0) has the higher score, and by how much on average."""
+    """Return the share of pairs whose chosen response (sample 0) has the higher score, and the mean difference."""
     scores = index["score" if "score" in index else "cost"].double()
     margin = scores[index["sample"] == 0] - scores[index["sample"] == 1]
     return {
@@ -67,16 +67,16 @@ def evaluated_sets(
     prompts: int | None = None,
     sums: Sums | None = None,
 ) -> Iterator[tuple[str, T, dict[str, float]]]:
-    """Yield each set's name, its rows and its metrics under the current weights.
+    """Yield each set's name, rows and metrics under the current weights.
 
     Args:
         backend: Holds the models.
-        flow: Of evaluation.
-        names: Of the sets.
-        settings: How many samples.
-        step: For the stages' random numbers.
-        prompts: The first so many of each set; by default all.
-        sums: Where stages count what they do.
+        flow: The evaluation flow.
+        names: Names of the sets.
+        settings: Number of samples, and other settings.
+        step: Seed of the stages' random numbers.
+        prompts: Limit of prompts per set; by default all.
+        sums: Collects the stages' counts.
     """
     for name in names:
         table = backend.read(HeldOut(name, prompts=prompts))
@@ -86,7 +86,7 @@ def evaluated_sets(
 
 
 def evaluate_model(config: Config) -> dict[str, float]:
-    """Return the metrics of every set under `data.eval` with the model as it is; what `braid eval` prints."""
+    """Return the metrics of every set under `data.eval` for the model as it is, as `braid eval` prints them."""
     config = with_fetched(config)
     if config.runtime == "distributed":
         metrics: dict[str, float] = in_ranks(config, "braidrl.runtimes.evaluation:evaluate_rank", {})
@@ -101,7 +101,7 @@ def evaluate_rank(world: World, task: dict[str, Any]) -> dict[str, float]:
 
 
 def evaluation_folder(config: Config) -> Path:
-    """Make a folder under `output` for what is evaluated, with the configuration in it, and return it."""
+    """Make a folder under `output` for the evaluated rows, write the configuration into it, and return it."""
     check_output(config)
     folder = unused_folder(config.model_copy(update={"flow": "eval"}))
     write_config(folder, config)

@@ -1,6 +1,6 @@
-"""Executes stages on rows in this process: the one piece that every runtime shares. Runtimes only decide who calls it.
+"""Executes stages on rows in this process. Shared by all runtimes, which only decide when to call it.
 
-rows ──run(stage)──▶ columns            generate, infer, compute; of scope batch: sums ─▶ reduced over everybody ─▶ apply
+rows ──run(stage)──▶ columns            generate, infer, compute; of scope batch: sums ─▶ global sum ─▶ apply
 rows ──select(stage)──▶ dropped groups
 rows ──train(stage)──▶ for each update: forward_backward ──loss sums──▶ optim_step       or a copy of another role's weights
 """
@@ -43,11 +43,11 @@ from braidrl.training.roles.copies import InferenceCopy, RoleCopy
 from braidrl.training.roles.make import make_worker, torch_worker
 
 Totals = Mapping[str, Tensor]
-PREDICTED = {"score": "scores", "values": "values"}  # what infer stages ask models for; the others ask for `log_probs`
+PREDICTED = {"score": "scores", "values": "values"}  # others call `log_probs`
 
 
 class StageExecutor:
-    """Holds the workers of some roles, the engines of those that generate, and the processes that check answers."""
+    """Holds the workers of some roles, the engines of generating roles, and the reward processes."""
 
     def __init__(
         self,
@@ -61,24 +61,24 @@ class StageExecutor:
         ranks: DataParallel | None = None,
         training: bool = True,
     ) -> None:
-        """Load the models of `roles`, with engines for those `generating`; `ranks` are the other processes that hold the same roles.
+        """Load the models of `roles`, with engines for those `generating`; `ranks` are the processes that hold the same roles.
 
-        One that generates and is not among `roles` has its weights from other processes, after `exchange_weights`.
-        Without `training` even trained roles are copies without an optimizer, whose weights come from elsewhere.
+        A generating role outside `roles` gets its weights from other processes, after `exchange_weights`.
+        Without `training` even trained roles are copies without an optimizer; they get their weights from elsewhere.
         """
         self.config, self.flow, self.progress = config, flow, progress
         self.generation = Generation(config, flow, tokenizer, rewards, progress, ranks or DataParallel())
         self.engines, self.usage = self.generation.engines, self.generation.usage
         self.workers: dict[str, TrainingBackend] = {}
         self.role_copies: dict[tuple[str, str], RoleCopy] = {}
-        self.copies: dict[str, InferenceCopy] = {}  # of roles that infer in another layout than they train in
+        self.copies: dict[str, InferenceCopy] = {}  # roles that infer in another layout than they train in
         self.tokenizer = tokenizer
-        self.retokenizers: dict[str, Retokenizer] = {}  # of roles that score with a tokenizer of their own
+        self.retokenizers: dict[str, Retokenizer] = {}  # roles that score with their own tokenizer
         self.methods: dict[tuple[str, Any], Any] = {}
         self.residency = Residency(config, flow, self.generation.moves)
         self.objectives: dict[str, tuple[Stage, Objective]] = {}
         self.skipped: Counter[str] = Counter()
-        """By train stage, the optimizer steps that were left out in a row."""
+        """Skipped optimizer steps in a row, by train stage."""
         for role in roles:
             self._load_role(role, role in generating, ranks, training)
         for role in generating:
@@ -107,7 +107,7 @@ class StageExecutor:
         return choose_device(self.config.device)
 
     def exchange_weights(self, role: str, ranks: DataParallel) -> None:
-        """Plan the way of a role's weights from processes that train it to processes that only generate for it; all call this together."""
+        """Plan the transfer of a role's weights from training to generating processes; all of them call this together."""
         self.generation.exchange_weights(role, self.workers.get(role), ranks)
 
     def run(
@@ -121,11 +121,11 @@ class StageExecutor:
         """Return the columns that a generate, infer or compute stage writes, in the order of `rows`.
 
         Args:
-            stage: Any stage that neither selects nor trains.
-            rows: The rows that are here. Without any, only what ranks compute together is done.
-            sums: Where metrics are added.
+            stage: A stage that neither selects nor trains.
+            rows: The local rows. If empty, only collective work is done.
+            sums: Collects metrics.
             stop: Ends rows early that selection does not need.
-            reduce: Adds up what a stage of scope batch sums, over all processes that have rows.
+            reduce: Sums the totals of a batch-scope stage over all processes with rows.
         """
         with self.usage.memory_of(stage, sums):
             return self._run(stage, rows, sums, stop, reduce)
@@ -176,7 +176,7 @@ class StageExecutor:
         return {stage.writes[0]: found.values, **added}
 
     def is_collective(self, stage: Stage) -> bool:
-        """Return True where a rank without rows takes part in a stage, because ranks sum, infer or generate together."""
+        """Return True if a rank without rows takes part in a stage, because ranks sum, infer or generate together."""
         if stage.kind is Kind.GENERATE:
             return stage.role in self.engines and self.engines[stage.role].is_collective
         if stage.kind is not Kind.INFER or stage.role not in self.workers:
@@ -195,15 +195,15 @@ class StageExecutor:
         total: int | None = None,
         counted: bool = True,
     ) -> None:
-        """Make one optimizer step on each update, or copy another role's weights where the stage has no loss.
+        """Make one optimizer step per update, or copy another role's weights if the stage has no loss.
 
         Args:
             stage: A train stage.
-            updates: Of each update what `update` returns.
+            updates: The result of `update` for each update.
             iteration: Number of the batch.
-            sums: Where metrics are added.
-            total: Rows that are here in all updates, for the progress bar.
-            counted: Of the processes that share the updates one alone counts them; the sums of all say what happened.
+            sums: Collects metrics.
+            total: Local rows of all updates, for the progress bar.
+            counted: True in exactly one of the processes that share the updates, so that global sums count them once.
         """
         if not is_optimized(stage):
             self.copy_weights(stage)
@@ -216,18 +216,18 @@ class StageExecutor:
                     self.optim_step(stage, losses, counts, iteration, sums, counted)
 
     def update(self, stage: Stage, index: Rows, rows: Rows) -> tuple[UpdateCounts, Rows]:
-        """Return what an optimizer step needs: the counts of all of its rows, and those that are here with what each must know of others.
+        """Return the input of an optimizer step: the counts of all of its rows, and the local rows with what they need of others.
 
         Args:
             stage: A train stage with a loss.
             index: Index columns of all rows of the step.
-            rows: Those of them that are here.
+            rows: The local rows among them.
         """
         needs = self.objective(stage).needs_group_tokens and len(rows)
         return UpdateCounts.of(index), with_group_tokens(rows, index) if needs else rows
 
     def forward_backward(self, stage: Stage, rows: Rows, sums: Sums, bar: Bar) -> dict[str, float]:
-        """Add the gradient sums of rows; return loss sums by denominator."""
+        """Accumulate the gradients of rows; return loss sums by denominator."""
         worker, objective = self.workers[str(stage.role)], self.objective(stage)
         with self.usage.memory_of(stage, sums), self.usage.computing(stage, worker, sums, *objective.passes(rows)):
             return worker.forward_backward(objective, rows, sums, bar.update)
@@ -236,7 +236,7 @@ class StageExecutor:
         self, stage: Stage, losses: Mapping[str, float], update: UpdateCounts, iteration: int, sums: Sums,
         counted: bool = True,
     ) -> None:  # fmt: skip
-        """Make one optimizer step by the update's global counts, and add its loss and gradient norm to `sums`."""
+        """Make one optimizer step with the update's global counts, and add its loss and gradient norm to `sums`."""
         counts, objective, worker = update.counts, self.objective(stage), self.workers[str(stage.role)]
         needed = {name: counts[name] for name in objective.denominators}
         with self.usage.memory_of(stage, sums), self.usage.computing(stage, worker, sums):
@@ -256,14 +256,14 @@ class StageExecutor:
             sums.add(f"{stage.role}/grad_norm", norm)
 
     def objective(self, stage: Stage) -> Objective:
-        """Return what a train stage minimises; a session's stages need not be the flow's."""
+        """Return the objective of a train stage; a session's stages need not be in the flow."""
         known = self.objectives.get(stage.name)
         if known is None or known[0] != stage:
             known = self.objectives[stage.name] = (stage, Objective.of(str(stage.role), stage.params))
         return known[1]
 
     def copy_weights(self, stage: Stage) -> None:
-        """Move the role's weights towards those of another role, which is here too."""
+        """Move the role's weights towards those of another local role (EMA or copy)."""
         self.residency.before(stage)
         worker, source = torch_worker(self.workers[str(stage.role)]), stage.params["source"]
         if (worker.role, source) not in self.role_copies:  # once: ranks have to agree on every move
@@ -271,21 +271,21 @@ class StageExecutor:
         self.role_copies[worker.role, source].move(stage.params.get("decay", 0.0))
 
     def publish(self, version: int) -> None:
-        """Have the engines generate with the trained weights from now on."""
+        """Load the trained weights into the engines under a new version."""
         self.residency.before_publishing()
         self.generation.publish(version)
 
     def save(self, folder: Path, write: bool = True) -> None:
-        """Write every role that changes as a Hugging Face directory, with its optimizer if it has one.
+        """Write every trained or copied role as a Hugging Face directory, with its optimizer if it has one.
 
-        Of ranks that share the roles all call this, and one has to `write` what all of them have.
+        All ranks of the roles call this; one of them passes `write` and writes the replicated parts.
         """
         for worker in self._changed(write):
             with self.residency.all_of(worker.role):
                 worker.export(folder / worker.role, write)
 
     def copy_for_saving(self, folder: Path, write: bool = True) -> list[Write]:
-        """Copy what `save` would write to host memory; return calls that a thread can make while the roles train on."""
+        """Copy the data of `save` to host memory; return calls that write it in a thread while training continues."""
         calls: list[Write] = []
         for worker in self._changed(write):
             with self.residency.all_of(worker.role):
@@ -293,18 +293,18 @@ class StageExecutor:
         return calls
 
     def load(self, folder: Path) -> None:
-        """Load every role that changes as `save` has written it."""
+        """Load every role that `save` has written."""
         for worker in self._changed():
             with self.residency.all_of(worker.role):
                 worker.load(folder / worker.role)
 
     def _changed(self, write: bool = True) -> list[TrainingBackend]:
-        """Return the roles here that change; on a rank that does not `write`, those whose weights ranks have divided."""
+        """Return the local roles that change; on a rank without `write` only the sharded ones."""
         changed = [self.workers[role] for role in self.flow.changed_roles if role in self.workers]
         return changed if write else [worker for worker in changed if worker.ranks.is_sharded]
 
     def forget(self) -> None:
-        """Forget what was begun on rows that are given up, and what methods of the user's have kept: a checkpoint is loaded next."""
+        """Forget unfinished work on rows, and the state of user methods, before a checkpoint is loaded."""
         self.generation.checks.forget()
         self.methods.clear()
 
@@ -314,13 +314,13 @@ class StageExecutor:
 
 
 def checked(stage: Stage, columns: Mapping[str, Column]) -> Mapping[str, Column]:
-    """Return the columns that a user's method returned. Raises UserError where they are not those that it is registered with."""
+    """Return the columns of a user's method. Raises UserError if they differ from the registered `writes`."""
     if set(columns) != set(stage.writes):
         raise UserError(f"{stage.name} returned {sorted(columns)} and is registered with writes={stage.writes}")
     return columns
 
 
 def bad_update(stage: Stage, norm: float, where: Sequence[str], rows: str) -> str:
-    """Return what is to be said of an update whose gradient is not finite: of which stage, tokens and rows."""
+    """Build the error message for a non-finite gradient."""
     found = "; ".join(where) or f"the losses are finite, and the update was made{rows}"
     return f"{stage.name}: the gradient's norm is {norm}, nothing was updated: {found}"

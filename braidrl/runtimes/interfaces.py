@@ -1,10 +1,10 @@
-"""The protocols between a run, whoever drives its iterations, and whoever does the work.
+"""The protocols between a run, its controller and its backend.
 
 run ──iterate, position, restore──▶ Controller: SerialController, StreamingProgram
 run ──read, run, record, save──▶ Backend: all four
                                  SerialController ──admit, generate, select, train, publish──▶ SerialBackend: eager, hybrid, distributed
 
-T is the backend's table: the rows themselves, a rank's shard of them, or handles to where they are.
+T is the backend's table: the rows themselves, a rank's shard of them, or handles to their locations.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -27,10 +27,10 @@ T = TypeVar("T")
 
 
 class Backend(Protocol[T]):
-    """What a run asks of a backend beside its iterations: evaluation, records, checkpoints."""
+    """The part of a backend outside iterations: evaluation, records, checkpoints."""
 
     def read(self, origin: Origin) -> T:
-        """Return a table of rows that exist elsewhere: a held-out set, a recording, the surplus of a checkpoint."""
+        """Return a table of existing rows: a held-out set, a recording, or the surplus of a checkpoint."""
 
     def run(self, stage: Stage, table: T, iteration: int, sums: Sums) -> T:
         """Return the table with the columns that a generate, infer or compute stage writes."""
@@ -39,68 +39,68 @@ class Backend(Protocol[T]):
         """Return the table's index columns, in the order of its rows."""
 
     def record(self, path: Path, table: T, final: T) -> None:
-        """Write a parquet file of `table`, with the columns that only `final`, the same rows, has."""
+        """Write `table` to a parquet file, with the additional columns of `final`, which holds the same rows."""
 
     def save_rows(self, path: Path, table: T) -> None:
         """Write rows with all their columns into a checkpoint."""
 
     def save(self, folder: Path) -> None:
-        """Write every role that changes into a folder of its own."""
+        """Write every role that changes into its own folder."""
 
     def copy_for_saving(self, folder: Path) -> list[Write]:
-        """Copy what `save` would write, and return the calls that write the copies; training may go on meanwhile."""
+        """Copy the data of `save`, and return the calls that write the copies; training may continue meanwhile."""
 
     def load(self, folder: Path, version: int) -> None:
         """Load what `save` has written; the loaded weights are those of `version`."""
 
     def close(self) -> None:
-        """End what was started. May be called after a failure."""
+        """End all started processes. Allowed after a failure."""
 
 
 class SerialBackend(Backend[T], Protocol[T]):
-    """What `SerialController` asks in addition, stage by stage in the flow's order."""
+    """The further methods that `SerialController` calls, stage by stage in the flow's order."""
 
     @property
     def loader(self) -> Admissions | None:
-        """Return which prompts come next; None where the backend only evaluates."""
+        """Return the prompt loader; None if the backend only evaluates."""
 
     def admit(self, groups: int) -> T:
         """Return the next prompts as rows, one per sample."""
 
     def generate_needed(self, segment: Segment, table: T, iteration: int, sums: Sums, needless: Needless) -> T:
-        """Do as `run`; rows of groups that are not needed end with what they have."""
+        """Run a generate segment; rows of groups that turn out not to be needed end early."""
 
     def totals(self, stage: Stage, table: T) -> dict[str, float]:
-        """Return what the stage's state follows, summed over all rows."""
+        """Return the totals over all rows that the stage's state depends on."""
 
     def select(self, stage: Stage, table: T) -> dict[int, str]:
         """Return the groups that a select stage drops, with its reason."""
 
     def train(self, stage: Stage, table: T, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
-        """Make one optimizer step for each list of row positions, or copy a role's weights where the stage has no loss."""
+        """Make one optimizer step for each list of row positions, or copy a role's weights if the stage has no loss."""
 
     def columns(self, table: T) -> Collection[str] | None:
-        """Return the names of the columns that the rows have; None for a rank that has no row to tell by."""
+        """Return the names of the rows' columns; None on a rank without rows."""
 
     def texts(self, table: T) -> list[RowText]:
-        """Return the prompt and response of each row, in the order of rows; a rank's own rows where each rank has its own."""
+        """Return the prompt and response of each row, in the order of rows; under distributed of the rank's own rows."""
 
     def take(self, table: T, positions: Sequence[int]) -> T:
-        """Return the named rows, in the order given."""
+        """Return the rows at these positions, in the order given."""
 
     def cat(self, tables: Sequence[T]) -> T:
         """Return the rows of all tables."""
 
     def publish(self, version: int) -> None:
-        """Generate with the trained weights from now on. All training is done when this returns."""
+        """Wait for all training and load the trained weights into the engines."""
 
     def begin_again(self) -> bool:
-        """Start processes again that were lost, and forget all rows; return False where all processes have to start again."""
+        """Restart lost processes and forget all rows; return False if all processes must restart."""
 
 
 @dataclass
 class IterationResult(Generic[T]):
-    """What happened: index columns of the rows that metrics speak of and of the batch, metric sums, seconds, groups dropped by reason.
+    """The result of an iteration: index columns of generated rows and batch, metric sums, seconds, dropped groups by reason.
 
     `table` is the batch at the point where it is recorded, `final` the same rows with every column.
     """
@@ -115,16 +115,16 @@ class IterationResult(Generic[T]):
 
 
 def needed(generated: Rows, outcome: Selection, surplus: str) -> Rows:
-    """Return the rows that metrics speak of: of groups up to the batch's last. How far later ones came is a matter of time."""
+    """Return the rows that metrics describe: groups up to the batch's last. The progress of later groups depends on timing."""
     if surplus == "keep":
         return generated
     return generated.take((generated["group"] <= outcome.groups[-1]).nonzero().flatten().tolist())
 
 
 class Position(NamedTuple):
-    """What a checkpoint holds beside the weights: the states of loader and selection, tables of surplus rows, states of stages.
+    """The content of a checkpoint beside the weights: loader, selection, surplus rows, states of stages.
 
-    `begun` are the batches that come next and were begun by older weights; who does not know of them begins them again.
+    `begun` are the next batches, started on an older policy version. A controller that ignores them starts them again.
     """
 
     loader: dict[str, Any]
@@ -136,10 +136,10 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class BegunBatch:
-    """The batch of an iteration whose rows are drawn before the weights are there that it is trained on.
+    """A batch whose rows were started before the weights on which it trains exist.
 
-    `table` is the batch where it is recorded, and `left_out` the index columns of rows that were generated for it and dropped: each a
-    table, or the file that holds it in a checkpoint. `after` is where the run stands between this batch and the next one.
+    `table` is the batch at its recording point, and `left_out` the index columns of its dropped rows: each a table, or the file of
+    one in a checkpoint. `after` is the run's position between this batch and the next one.
     """
 
     iteration: int
@@ -151,18 +151,18 @@ class BegunBatch:
 
 
 class Restart(Enum):
-    """How a run that has lost a process starts again."""
+    """The extent of a restart after a lost process."""
 
     WITH_ROWS = auto()
-    """Only what trains: the others go on, with all rows in work."""
+    """Only training processes restart; the others continue, and all rows stay."""
     FROM_CHECKPOINT = auto()
-    """Only those that were lost and work together with them: the others keep their models, and rows are forgotten."""
+    """Lost processes and their group restart; the others keep their models, and rows are forgotten."""
     OF_ALL = auto()
-    """All processes together."""
+    """All processes restart."""
 
 
 class Controller(Protocol[T]):
-    """Whoever drives an iteration from its prompts to published weights."""
+    """Drives an iteration from its prompts to published weights."""
 
     @property
     def backend(self) -> Backend[T]:
@@ -176,24 +176,24 @@ class Controller(Protocol[T]):
         train: bool = True,
         before_training: Callable[[], object] = lambda: None,
     ) -> IterationResult[T]:
-        """Run every stage that is due in this iteration on one batch; the weights of trained roles become `version` + 1.
+        """Run every due stage of an iteration on one batch; trained roles then have version `version` + 1.
 
         Args:
             iteration: Number of the batch, from 1.
-            version: Version of the weights that the batch is trained on.
-            recorded: Rows in place of those that would be generated.
-            train: Whether weights change; without, they stay as they are.
-            before_training: Called before train stages: from the first call on, the iteration cannot be taken back.
+            version: Version of the weights on which the batch trains.
+            recorded: Rows to use instead of generated ones.
+            train: False leaves the weights unchanged.
+            before_training: Called before train stages; after its first call the iteration cannot be undone.
         """
 
     def position(self) -> Position:
-        """Return where a run resumes from after the last finished iteration."""
+        """Return the resume position after the last finished iteration."""
 
     def begun_ahead(self) -> list[BegunBatch]:
-        """Wait until rows are drawn that older weights have begun, and return their batches; a checkpoint keeps no older weights."""
+        """Wait for rows started on older versions and return their batches; a checkpoint keeps no older weights."""
 
     def begin_again(self, version: int) -> "Restart":
-        """Replace the lost processes that train, for a checkpoint of this version, whose weights are loaded by the backend afterwards."""
+        """Replace lost training processes for a checkpoint of this version; the backend loads its weights afterwards."""
 
     def restore(self, position: Position) -> None:
-        """Go on from a checkpoint's position; its weights are loaded by the backend afterwards."""
+        """Resume from a checkpoint's position; the backend loads its weights afterwards."""

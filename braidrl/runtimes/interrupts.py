@@ -1,4 +1,4 @@
-"""Ctrl-C at a moment when the run can be saved: at once while rows are being made, after the iteration while weights change."""
+"""Ctrl-C at safe points: at once while rows are generated, after the iteration while weights change."""
 
 import time
 from collections.abc import Iterator
@@ -9,17 +9,17 @@ from braidrl.cluster.process import interrupts_handled
 
 
 class Interrupts:
-    """While active, SIGINT and SIGTERM raise KeyboardInterrupt, except inside `hold()`: then when the hold ends."""
+    """Turns SIGINT and SIGTERM into KeyboardInterrupt; inside `hold()` only when the hold ends."""
 
     ALONE = True
-    """Whether this process stops by itself."""
+    """True if this process stops without agreement of other ranks."""
 
     def __init__(self) -> None:
         self._holds = 0
         self.asked = False
-        """True while this process was asked to stop and has not yet."""
+        """True from a stop request until the stop."""
         self.torn = False
-        """True once a second signal broke into a hold: weights may be half changed and must not be saved."""
+        """True after a second signal broke a hold: weights may be inconsistent and must not be saved."""
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -28,7 +28,7 @@ class Interrupts:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Keep an interrupt waiting until the outermost hold ends, or of several ranks until they meet after it; a second Ctrl-C is not."""
+        """Delay an interrupt until the outermost hold ends, or until several ranks agree after it; a second Ctrl-C is not delayed."""
         self._holds += 1
         try:
             yield
@@ -39,11 +39,11 @@ class Interrupts:
 
     @contextmanager
     def local(self) -> Iterator[None]:
-        """Around work that no other rank takes part in."""
+        """Mark work in which no other rank takes part."""
         yield
 
     def agree(self, anybody: bool) -> None:
-        """Raise KeyboardInterrupt, on every rank that calls this, if `anybody` was asked to stop and nothing holds it."""
+        """Raise KeyboardInterrupt on every calling rank if any rank was asked to stop and no hold is active."""
         if anybody and not self._holds:
             self.asked = False
             raise KeyboardInterrupt
@@ -57,11 +57,11 @@ class Interrupts:
 
 
 class AgreedInterrupts(Interrupts):
-    """For ranks that must all stop at the same place: a signal counts when they meet, and at once only in work of one's own."""
+    """Interrupts of ranks that must stop together: a signal takes effect when they agree, and at once only in local work."""
 
     ALONE = False
     REPEATED_S = 1.0
-    """A second signal within this time is the first one, which came from the terminal and from the launcher."""
+    """A second signal within this many seconds is a duplicate: the terminal and the launcher both send one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class AgreedInterrupts(Interrupts):
 
     @contextmanager
     def local(self) -> Iterator[None]:
-        """Around work that no other rank takes part in; not inside a hold, which it does not end."""
+        """Mark work in which no other rank takes part. Inside a hold this has no effect."""
         self._local = not self._holds
         try:
             yield
@@ -80,7 +80,7 @@ class AgreedInterrupts(Interrupts):
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._first is not None and now - self._first > self.REPEATED_S:
-            # Ranks that leave one by one are at different places: together they hold no state to go on from.
+            # Ranks that leave one by one are at different places, and their joint state cannot be resumed.
             self.torn = True
             raise KeyboardInterrupt
         if self._first is None:

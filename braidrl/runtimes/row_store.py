@@ -1,8 +1,8 @@
-"""Where rows come from and where they are written down: the same under every runtime, in whichever process holds the rows.
+"""Sources and files of rows, the same under every runtime, in the process that holds the rows.
 
 training data, held-out sets, recordings, checkpoints ──make──▶ rows ──record, save──▶ parquet, surplus of a checkpoint
 
-Where several processes have a run's rows, each reads and writes its share of them.
+If several processes hold a run's rows, each reads and writes its share.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -25,7 +25,7 @@ from braidrl.runtimes.generating.partial import admitted
 
 
 class RankShare(NamedTuple):
-    """A rank among so many that read something together, each as much of it as the others."""
+    """One of several ranks that read equal shares."""
 
     rank: int = 0
     size: int = 1
@@ -35,37 +35,37 @@ ALL = RankShare()
 
 
 TEXT_COLUMNS = frozenset(("prompt", "tokens", "action_mask"))
-"""What the texts of a row are made of."""
+"""The columns needed for the texts of a row."""
 
 
 class RowText(NamedTuple):
-    """A row as people read it."""
+    """A row's prompt and response as text."""
 
     prompt: str
     response: str
-    """Without special tokens; empty before the row is generated."""
+    """Without special tokens; empty before generation."""
 
 
 @dataclass(frozen=True)
 class Admission:
-    """The prompts of these admission numbers."""
+    """The prompts with these admission numbers."""
 
     numbers: Sequence[int]
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """An evaluation set by name, or the share of it of one among so many ranks."""
+    """An evaluation set by name, or a rank's share of it."""
 
     name: str
     share: RankShare = ALL
     prompts: int | None = None
-    """The first so many prompts; by default `evaluation.max_prompts`."""
+    """Limit of prompts; by default `evaluation.max_prompts`."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """Rows that a run has recorded, in parquet, but for some of their columns; or a share of them."""
+    """Recorded rows in parquet without some of their columns, or a share of them."""
 
     path: Path
     without: tuple[str, ...] = ()
@@ -74,7 +74,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class Surplus:
-    """Rows that a checkpoint keeps for the next batch, or a share of the files that hold them."""
+    """Rows that a checkpoint keeps for the next batch, or a share of their files."""
 
     path: Path
     share: RankShare = ALL
@@ -84,7 +84,7 @@ Origin = Admission | HeldOut | Recording | Surplus
 
 
 def divided(origin: Origin, ranks: int) -> list[Origin]:
-    """Return what each of the first of so many ranks reads of the rows that `origin` names, in their order; some may find nothing."""
+    """Return the origin for each rank, in the order of rows; some may be empty."""
     if isinstance(origin, Admission):
         ranks = min(ranks, len(origin.numbers))
         shares = (equal_share(len(origin.numbers), rank, ranks) for rank in range(ranks))
@@ -93,7 +93,7 @@ def divided(origin: Origin, ranks: int) -> list[Origin]:
 
 
 class RowStore:
-    """Makes rows from what they are named by, and writes rows to files."""
+    """Makes rows from their origin, and writes rows to files."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class RowStore:
         self.texts = PromptLoader([texts], config.seed, config.data.shuffle) if texts else None
 
     def make(self, origin: Origin) -> Rows:
-        """Return the rows that `origin` names. Raises UserError for a file that is not there."""
+        """Return the rows of `origin`. Raises UserError if a file is missing."""
         match origin:
             case Admission(numbers):
                 assert self.loader is not None, "no training data was loaded"
@@ -121,7 +121,7 @@ class RowStore:
             case HeldOut(name, share, prompts):
                 settings = self.config.evaluation
                 most = settings.max_prompts if prompts is None else prompts
-                # Evaluation sets are numbered after the sources of training.
+                # Evaluation sets are numbered after the training sources.
                 number = len(self.config.data.train) + list(self.eval_sources).index(name)
                 return eval_rows(self.eval_sources[name], settings.samples, most, number, *share)
             case Recording(path, without, share):
@@ -139,29 +139,29 @@ class RowStore:
         return [RowText(*texts) for texts in zip(prompts, said, strict=True)]
 
     def record(self, path: Path, rows: Rows) -> None:
-        """Write rows with their texts, to be read by people and replayed."""
+        """Write rows with their texts, for people and for a replay."""
         texts = self.row_texts(rows)
         write_rollouts(path, rows, [text.prompt for text in texts], [text.response for text in texts])
 
     def save(self, path: Path, rows: Rows) -> None:
-        """Write rows as a checkpoint holds them."""
+        """Write rows for a checkpoint."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(pack_rows(rows))
 
 
 def with_added(rows: Rows, later: Rows) -> Rows:
-    """Return the rows with the columns that later stages added under names that are new; a replay begins from the former."""
+    """Return the rows with the new columns of later stages; a replay starts without them."""
     return rows.with_columns({name: column for name, column in later.items() if name not in rows})
 
 
 class RowsBackend:
-    """What backends have in common whose tables are the rows themselves."""
+    """Common parts of backends whose tables are the rows themselves."""
 
     def __init__(self, store: RowStore) -> None:
         self.store = store
 
     def read(self, origin: Origin) -> Rows:
-        """Return the rows that `origin` names."""
+        """Return the rows of `origin`."""
         return self.store.make(origin)
 
     def index(self, table: Rows) -> Rows:
@@ -169,7 +169,7 @@ class RowsBackend:
         return table.index
 
     def columns(self, table: Rows) -> Collection[str]:
-        """Return the names of its columns."""
+        """Return the column names."""
         return list(table)
 
     def texts(self, table: Rows) -> list[RowText]:
@@ -177,7 +177,7 @@ class RowsBackend:
         return self.store.row_texts(table)
 
     def record(self, path: Path, table: Rows, final: Rows) -> None:
-        """Write a parquet file of the rows, with the columns that later stages added."""
+        """Write the rows to a parquet file, with the columns that later stages added."""
         self.store.record(path, with_added(table, final))
 
     def save_rows(self, path: Path, table: Rows) -> None:

@@ -1,4 +1,4 @@
-"""A training run: its folder, the loop over iterations, evaluation, checkpoints, resume and what is written down.
+"""A training run: its folder, the loop over iterations, evaluation, checkpoints, resume and records.
 
 configuration ──prepare──▶ flow, data, models ──▶ each step: run the flow ─▶ rollouts ─▶ evaluate? ─▶ metrics ─▶ checkpoint?
 """
@@ -42,7 +42,7 @@ StepMetrics = dict[str, float | int | None]
 
 
 class TrainingRun(AbstractContextManager["TrainingRun"]):
-    """Use as a context: leaving it, by whatever way, closes files and ends processes."""
+    """A training run as a context manager; its exit always closes files and ends processes."""
 
     def __init__(
         self,
@@ -55,10 +55,10 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         world: World | None = None,
         restarts: int = 0,
     ) -> None:
-        """Check everything that can be checked before a model loads. Raises UserError for what could not run.
+        """Check everything that can be checked before a model loads. Raises UserError if the run is not possible.
 
-        `world` are the ranks that run this together, each in a TrainingRun of its own; what is written once, the first one writes.
-        `restarts` says how often the run has started again by itself.
+        `world` holds the ranks that run this together, each in its own TrainingRun; the first rank writes shared files.
+        `restarts` counts automatic restarts of the run so far.
         """
         self.replay, self.rollout_only = replay, rollout_only
         if replay is not None:
@@ -90,7 +90,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         with ExitStack() as resources:
             if self.world.first:
                 resources.enter_context(held_alone(self.folder))
-            if world is None:  # ranks are watched by who has started them
+            if world is None:  # the launcher watches ranks
                 resources.enter_context(FrozenWatch(config.cluster.silence_s, self.progress.print, self.folder))
             checkpoint = self._checkpoint(newest_whole) if resume else None
             if checkpoint is not None and self.world.first:
@@ -111,7 +111,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             self.resources = resources.pop_all()
 
     def _opened_progress(self) -> Progress:
-        """Return the terminal, which begins with the run's folder, settings without effect, and the data."""
+        """Return the progress display, which first prints the run's folder, settings without effect, and the data."""
         progress = Progress(self.config.trainer.steps) if self.world.first else silent_progress()
         reports = [source.report() for source in self.prepared.sources]
         said = [*self.chosen, *without_effect(self.config), *unusual_rates(self.config, self.flow), *reports]
@@ -126,13 +126,13 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             self.metrics.close()
 
     def _checkpoint(self, newest_whole: bool) -> Path | None:
-        """Return where the run goes on, whose files the first rank has checked."""
+        """Return the checkpoint to resume from; the first rank checks its files."""
         found = self.world.from_first("checkpoint", lambda: str(resume_point(self.folder, newest_whole) or ""))
         return Path(found) if found else None
 
     def _open_metrics(self, resume_step: int | None) -> MetricsWriter:
         run = TrackedRun(self.folder, self.config.model_dump(mode="json"), resume_step)
-        # Nothing is lost yet where a new run ends; a resumed one goes on without a tracker.
+        # A new run that ends here loses nothing; a resumed one continues without a tracker.
         trackers = Trackers(self.config.trackers, run, self.progress.print, must_open=resume_step is None)
         writer = MetricsWriter(self.folder, resume_step, trackers=trackers)
         if resume_step and writer.lacking:
@@ -141,7 +141,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         return writer
 
     def train(self) -> None:
-        """Run to `trainer.steps`. On Ctrl-C the last complete step is saved, then KeyboardInterrupt goes on."""
+        """Run to `trainer.steps`. On Ctrl-C save the last complete step and raise KeyboardInterrupt again."""
         with self.interrupts.active():
             snapshot = self._snapshot()
             try:
@@ -153,7 +153,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                     except LostProcess as error:
                         self._bring_back(error)
             except FailedStep:
-                # Every rank meets it: the step is whole, and what can be mended without it is not lost.
+                # Every rank sees this error: the step is complete, and all that does not depend on it is kept.
                 self._save(self._snapshot())
                 self.checkpoints.wait()
                 self._report()
@@ -161,7 +161,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 raise
             except KeyboardInterrupt:
                 if not self.interrupts.torn:
-                    # A second Ctrl-C waits until the step is saved, and a third does not.
+                    # A second Ctrl-C waits until the step is saved, a third does not.
                     with self.interrupts.hold():
                         self._save(snapshot if snapshot.step == self.step else self._snapshot())
                         self.checkpoints.wait()
@@ -185,9 +185,9 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             self._save(self._snapshot())
 
     def _check_folder(self) -> None:
-        """Raise UserError where the run's folder was removed, or another is in its place: what was written since is lost.
+        """Raise UserError if the run's folder was removed or replaced: everything written since is lost.
 
-        Where this process alone drives the run, the folder is made again with a checkpoint, so that the run can go on.
+        If this process alone drives the run, the folder is first made again with a checkpoint, so that the run can resume.
         """
         if not self.world.first or identity(self.folder) == self.folder_identity:
             return
@@ -204,7 +204,9 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         )
 
     def _bring_back(self, error: LostProcess) -> None:
-        """Go on from the newest whole checkpoint with the processes that are left. Raises `error` where there is none, or too often."""
+        """Resume from the newest complete checkpoint with the remaining processes. Raises `error` if there is none, or after too many
+        restarts.
+        """
         error.restarts = self.restarts
         checkpoint = (
             resume_point(self.folder, newest_whole=True) if self.restarts < self.config.trainer.max_restarts else None
@@ -227,12 +229,12 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 self._bring_back(another)
 
     def _go_back(self, restart: Restart, checkpoint: tuple[Path, RunState]) -> None:
-        """Go on where a checkpoint is, with processes of which some were replaced."""
+        """Return to a checkpoint, after some processes were replaced."""
         folder, state = checkpoint
         if restart is Restart.WITH_ROWS:
             self.backend.load(folder, state.version)
             return
-        with suppress(UserError, WorkerError):  # what was being written of a later step
+        with suppress(UserError, WorkerError):  # files of a later step that were being written
             self.checkpoints.wait()
         self._restore(checkpoint)
         if self.metrics:
@@ -240,7 +242,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             self.metrics = self._open_metrics(self.step)
 
     def _report(self) -> None:
-        """Write the report. All that it shows is in the folder already: its failure is a line and does not end the run."""
+        """Write the report. Its data is in the folder already, so a failure is printed and does not end the run."""
         if self.metrics:
             try:
                 report = write_report(self.folder)
@@ -254,7 +256,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             self.metrics.trackers.write_report(report)
 
     def _rehearse_report(self, resumed: bool) -> None:
-        """Write the report before the first step. Raises UserError where a new run could not write it at its end."""
+        """Write the report before the first step. Raises UserError if a new run could not write it at its end."""
         if not self.metrics or resumed:
             return
         try:
@@ -271,7 +273,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         step, start = self.step + 1, time.perf_counter()
         self.progress.step(step)
         with ExitStack() as held:
-            # Once weights have changed, an interrupt waits until the step is written down.
+            # Once weights have changed, an interrupt waits until the step is written.
             def hold() -> None:
                 held.enter_context(self.interrupts.hold())
 
@@ -295,19 +297,19 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         try:
             self._check_step(result.sums, metrics)
         except UserError:
-            # Every rank finds the same. The first that fails ends the others, and one of them writes the step's line.
+            # All ranks come to the same result. The first that fails ends the others, and one of them writes the step's line.
             self.world.gather("the line of the last step", b"")
             raise
 
     def _check_step(self, sums: Sums, metrics: StepMetrics) -> None:
-        """Raise UserError where a run that goes on would learn nothing, or from weights that are not the trainer's."""
+        """Raise UserError if the run would learn nothing, or if its engine no longer agrees with its trainer."""
         self.failed.check(self.step, sums)
-        # Rows of a replay, and rows that may be stale, were drawn by other weights than those that they train.
+        # Rows of a replay, and stale rows, come from other weights than those that they train.
         if self.replay is None and not rows_may_be_stale(self.config):
             self.gaps.check(metrics)
 
     def _recorded(self, step: int) -> Any:
-        """Return the rows of an earlier run's step as they were when they were sampled, without what its later stages added."""
+        """Return a recorded step of an earlier run as sampled, without the columns of its later stages."""
         if self.replay is None:
             return None
         count = self.flow.recorded_stages
@@ -321,9 +323,9 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             self.backend.record(path, table, final)
 
     def _kept_for_replay(self, step: int, error: BadUpdate) -> str:
-        """Record the batch of an update that could not be made; return what is to be said of it."""
+        """Record the batch of a failed update; return a message about it."""
         words = [bytes(word).decode() for word in self.world.gather("failure", str(error).encode())]
-        # Of several ranks those that met the numbers say which they are.
+        # If several ranks failed, the message names those with non-finite numbers.
         said = max(words, key=lambda word: NAMES_A_TOKEN in word)
         if error.batch is not None:
             self._record(rollout_path(self.folder, step), *error.batch)
@@ -345,9 +347,9 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
 
     def _begin(self) -> None:
         last = self.world.from_first("metrics", lambda: self.metrics.last if self.metrics else None)
-        # One that ended because it was good enough, and is resumed, has nothing more to do.
+        # A resumed run that had reached its target is complete.
         self.good_enough = last["step"] == self.step and good_enough(last, self.config.evaluation.stop_at)
-        # A run that was stopped in its first step and goes on has the line of step 0 already.
+        # A run that was stopped in its first step and resumes has the line of step 0 already.
         wanted = self.step == 0 and last["step"] < 0 and bool(self.config.evaluation.every)
         if wanted and not self.config.evaluation.before_first_step:
             self._rehearse_evaluation()
@@ -359,7 +361,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 self.progress.print(summary({"step": 0, **metrics}))
 
     def _rehearse_evaluation(self) -> None:
-        """Evaluate a prompt of every set, so that what cannot be evaluated ends the run now and not at the first evaluation."""
+        """Evaluate one prompt of every set, so that an error ends the run now and not at the first evaluation."""
         config = self.config
         sets = evaluated_sets(
             self.backend, self.prepared.evaluation, config.data.evaluation_sources, config.evaluation, 0, prompts=1
@@ -382,7 +384,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         return metrics
 
     def _snapshot(self) -> RunState:
-        """Return what a resumed run needs beside the weights, as of the last complete step."""
+        """Return the resume state beside the weights, as of the last complete step."""
         position = self.controller.position()
         return RunState(self.step, self.version, *position, fingerprints=self.fingerprints)
 
@@ -401,7 +403,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
 
 
 def check_recorded(replay: Path, steps: int, rollout_only: bool) -> None:
-    """Raise UserError where a run to be replayed has not recorded every step."""
+    """Raise UserError if the run to replay has not recorded every step."""
     if rollout_only:
         raise UserError("--replay trains on recorded rows and --rollout-only records rows without training; choose one")
     missing = sorted(set(range(1, steps + 1)) - set(recorded_steps(replay)))

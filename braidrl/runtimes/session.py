@@ -1,4 +1,4 @@
-"""An RL algorithm as a plain loop: the roles of a configuration's flow, whose methods run at once, or under hybrid return futures.
+"""An RL algorithm as a plain loop: the methods of the flow's roles run at once, or under hybrid return futures.
 
 with Session(config) as session:
     for rows in session.batches():
@@ -8,7 +8,7 @@ with Session(config) as session:
         session.actor.update(rows, loss=loss.clip())
         print(session.metrics())
 
-Under hybrid the loop is a driver's; under distributed every rank that `torchrun` has started runs it, each with rows of its own.
+Under hybrid the driver runs the loop; under distributed every rank of `torchrun` runs it, each with its own rows.
 """
 
 from collections.abc import Callable, Iterator
@@ -41,21 +41,21 @@ from braidrl.runtimes.spmd.launch import joined_world
 from braidrl.runtimes.start import RunContext, start_backend
 
 SessionTable = Any
-"""Rows under eager, a handle to them under hybrid."""
+"""Rows under eager, a handle to rows under hybrid."""
 
 
 class Session(AbstractContextManager["Session"]):
-    """The models, data and processes of a configuration, without its loop. Its flow says which roles there are and which are trained."""
+    """The models, data and processes of a configuration, without its loop. The flow defines the roles, and which are trained."""
 
     def __init__(self, config: Config, world: World | None = None) -> None:
         """Start everything.
 
         Args:
-            config: As `Config.load` gives it.
-            world: The ranks of a distributed session; by default those that `torchrun` has started.
+            config: From `Config.load`.
+            world: The ranks of a distributed session; by default those started by `torchrun`.
 
         Raises:
-            UserError: What could not run.
+            UserError: The configuration cannot run.
         """
         if config.runtime == "streaming":
             raise UserError("a session is one loop, and runtime=streaming has one for each stage; write runtime=hybrid")
@@ -75,7 +75,7 @@ class Session(AbstractContextManager["Session"]):
         self.trained = self.closed = False
 
     def __getattr__(self, role: str) -> "SessionRole | SessionFamily":
-        """`session.actor`, `session.critic`, `session.advantage`, ... Raises AttributeError for a role that the flow does not have."""
+        """Return a role or family: `session.actor`, `session.critic`, `session.advantage`. Raises AttributeError if the flow has none."""
         if role in FAMILIES:
             return SessionFamily(self, role)
         known = {stage.role for stage in self.prepared.flow.stages} | set(self.prepared.roles())
@@ -89,7 +89,7 @@ class Session(AbstractContextManager["Session"]):
             yield self.prompts()
 
     def prompts(self, groups: int | None = None) -> SessionTable:
-        """Return the next prompts as rows, one per sample; `trainer.prompts_per_step` of them by default. Begins an iteration."""
+        """Return the next prompts as rows, one per sample, by default `trainer.prompts_per_step`. Begins an iteration."""
         self._check_open()
         self.publish()
         self.iteration += 1
@@ -101,14 +101,14 @@ class Session(AbstractContextManager["Session"]):
         """Run one stage.
 
         Args:
-            stage: Of the session's flow, or any other.
+            stage: A stage, which need not be in the session's flow.
             rows: The table that it reads.
 
         Returns:
-            The rows with what the stage writes; those that a `select` stage keeps; the same rows for an update.
+            The rows with the new columns; after `select` the kept rows; after an update the same rows.
 
         Raises:
-            UserError: No row is left, a column that the stage reads is not there, its role has no model, or the session is closed.
+            UserError: No row is left, a column is missing, the role has no model, or the session is closed.
         """
         stage = resolve(stage, self.config)
         if stage.kind is Kind.TRAIN:
@@ -127,7 +127,7 @@ class Session(AbstractContextManager["Session"]):
         return self.backend.take(rows, [i for i, group in enumerate(groups) if group not in dropped])
 
     def _with_old(self, stage: Stage, rows: SessionTable) -> SessionTable:
-        """Return the rows with the log-probs before an update that compares with them, where the loop has not computed them.
+        """Return the rows with old log-probs, computed here if an update needs them and the loop has not done so.
 
         A batch of several updates, or of stale rows, is compared with the weights before its first update.
         """
@@ -135,7 +135,7 @@ class Session(AbstractContextManager["Session"]):
             return rows
         columns = self.backend.columns(rows) or ()
         lacking = b"lacking" if "tokens" in columns and "old_log_probs" not in columns else b""
-        # A rank without rows cannot tell, and takes part all the same.
+        # A rank without rows has no columns to check, and takes part all the same.
         if b"lacking" not in map(bytes, self.world.gather("columns", lacking)):
             return rows
         return self.run(Role(str(stage.role)).log_probs(), rows)
@@ -174,12 +174,12 @@ class Session(AbstractContextManager["Session"]):
         """Call a method of the class that `roles.ROLE.methods` names.
 
         Args:
-            role: The role whose workers have it.
-            method: Its name.
-            arguments: What its protocol distributes.
+            role: The role whose workers have the class.
+            method: Name of the method.
+            arguments: Input of its transfer protocol.
 
         Returns:
-            What its protocol collects.
+            The collected result of the protocol.
         """
         if self.config.runtime != "hybrid":
             raise UserError(
@@ -188,19 +188,19 @@ class Session(AbstractContextManager["Session"]):
         return cast(Any, self.backend).call(role, method, arguments, self.iteration, self.sums)
 
     def publish(self) -> None:
-        """Wait for all updates; what is generated next comes from the new weights."""
+        """Wait for all updates and load the new weights into the engines."""
         if self.trained:
             self.version += 1
             self.trained = False
             self.backend.publish(self.version)
 
     def metrics(self) -> dict[str, float]:
-        """Return the means of what this iteration's stages counted. Waits for its updates."""
+        """Return the means counted by this iteration's stages. Waits for its updates."""
         self.publish()
         return {name: value for name, value in self.sums.means().items() if not name.startswith("time/")}
 
     def index(self, rows: SessionTable) -> Rows:
-        """Return the index columns (rewards, lengths, ...), waited for."""
+        """Wait for the index columns (rewards, lengths, ...) and return them."""
         self._check_open()
         return self.backend.index(rows)
 
@@ -226,13 +226,13 @@ class Session(AbstractContextManager["Session"]):
 
 @dataclass(frozen=True)
 class SessionRole:
-    """A role whose methods act on rows: those of `braidrl.flow.roles.Role`, given the rows first and then the stage's settings."""
+    """A role whose methods act on rows: those of `braidrl.flow.roles.Role`, called with the rows and the stage's settings."""
 
     session: Session
     name: str
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
-        """Return what makes and runs the role's stage of that name, or calls that method of the class that `roles.ROLE.methods` names."""
+        """Return a function that makes and runs the role's stage of that name, or calls the user's method of that name."""
         make = getattr(Role(self.name), method, None)
         if make is None:
             own = self.session.config.roles.get(self.name)
@@ -247,12 +247,12 @@ class SessionRole:
 
 @dataclass(frozen=True)
 class SessionFamily:
-    """Stages without a role, such as `session.advantage.gae(rows, gamma=1.0)`: given the rows first and then the stage's settings."""
+    """Stages without a role, such as `session.advantage.gae(rows, gamma=1.0)`, called with the rows and the stage's settings."""
 
     session: Session
     name: str
 
     def __getattr__(self, stage: str) -> Callable[..., Any]:
-        """Return what makes and runs the family's stage of that name."""
+        """Return a function that makes and runs the family's stage of that name."""
         make = getattr(stage_family(self.name), stage)
         return lambda rows, **settings: self.session.run(make(**settings), rows)

@@ -1,11 +1,12 @@
-"""Sizes of a run by the memory of its devices: slots, tokens of a micro-batch, and the share of a vLLM that is on the trainer's device.
+"""Sizes that follow from device memory: slots, tokens of a micro-batch, and the memory share of a vLLM beside the trainer.
 
-checked run ──▶ DeviceGroup: the roles of each device ──▶ Demand: bytes that they need ──fitting_sizes──▶ the configuration's open sizes
+checked run ──▶ DeviceGroup: the roles of each device ──▶ Demand: bytes that they need ──fitting_sizes──▶ the configuration's open
+sizes
 
-free ─ reserve ─ what stays ──▶ room ──┬── by the bytes of a row's keys and values ──▶ slots
-                                       └── by the bytes of a token's activations ────▶ tokens of a micro-batch
+free ─ reserve ─ resident ──▶ room ──┬── by the bytes of a row's keys and values ──▶ slots
+                                     └── by the bytes of a token's activations ────▶ tokens of a micro-batch
 
-Both take the whole room where they take turns on the device, and half of it each where they are there together.
+Generation and training each take the whole room if they take turns on the device, else half of it.
 """
 
 from collections.abc import Sequence
@@ -24,49 +25,49 @@ from braidrl.runtimes.prepare.setup import Prepared, longest
 from braidrl.runtimes.streaming.groups import Group, pools_of, worker_groups
 
 VLLM_SHARE = 0.9
-"""What vLLM takes of a device unless told otherwise."""
+"""vLLM's default share of a device."""
 RESERVE = 0.1
-"""Share of the free memory that is left alone: fragments, workspaces of kernels, recorded steps."""
+"""Share of the free memory kept in reserve for fragmentation, kernel workspaces and CUDA graphs."""
 SLOT_MULTIPLE, TOKEN_MULTIPLE = 16, 1024
 MOST_SLOTS, MOST_TOKENS = 1024, 65_536
-"""Beyond these a device decodes, or trains, hardly faster."""
+"""Limits beyond which decoding, or training, hardly gets faster."""
 SAMPLED_TOKENS = 1024
-"""Activations are counted for so many tokens and for twice as many; their memory grows evenly."""
+"""Activations are counted at this many tokens and at twice as many; their memory grows linearly."""
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What roles need of a device, in bytes."""
+    """The bytes that roles need on a device."""
 
     stays: int
-    """What is there all the time: weights, optimizers, gradients, an engine's own weights."""
+    """Always resident: weights, optimizers, gradients, an engine's own weights."""
     training: int = 0
-    """What a micro-batch needs whatever its size, such as gathered weights."""
+    """Needed by a micro-batch of any size, such as gathered weights."""
     token: int = 0
-    """Of each token of a micro-batch; 0 where nothing is inferred or trained."""
+    """Per token of a micro-batch; 0 without inference and training."""
     slot: int = 0
-    """Keys and values of the longest row; 0 where nothing is generated."""
+    """Keys and values of the longest row; 0 without generation."""
     longest: int = 1
     """Tokens of the longest row."""
     rows: int = 1
     """Rows of a step."""
     together: bool = False
-    """True where keys and values stay while roles train."""
+    """True if keys and values stay while roles train."""
 
 
 class FittingSizes(NamedTuple):
-    """What fits; None where a device does nothing of the kind."""
+    """Sizes that fit; None for work that the device does not do."""
 
     slots: int | None
     tokens: int | None
 
 
 def fitting_sizes(free: int, demand: Demand) -> FittingSizes:
-    """Return the slots and the tokens of a micro-batch that a device has room for: at least 16 slots and the longest row.
+    """Return the slots and micro-batch tokens that fit on a device: at least 16 slots and the longest row.
 
     Args:
-        free: Bytes of the device that nobody has.
-        demand: What the roles on it need.
+        free: Free bytes of the device.
+        demand: Needs of the roles on it.
     """
     room = max(0, int(free * (1 - RESERVE)) - demand.stays)
     if demand.together and demand.slot and demand.token:
@@ -84,7 +85,7 @@ def fitting_sizes(free: int, demand: Demand) -> FittingSizes:
 
 
 def with_sizes(config: Config, slots: int | None, tokens: int | None) -> Config:
-    """Return the configuration with these sizes where it says none itself."""
+    """Return the configuration with these sizes, except where it sets its own."""
     rollout, trainer = config.rollout, config.trainer
     if rollout.slots is None and slots is not None:
         rollout = rollout.model_copy(update={"slots": slots})
@@ -97,16 +98,16 @@ def demand_of(
     uses: Sequence[RoleUse], config: Config, flow: Flow, devices: int, decoding_ranks: int = 1, longest: int = 1,
     engine_beside: bool = False,
 ) -> Demand:  # fmt: skip
-    """Return what the roles of a device need; sizes that the configuration says itself are what stays, or what a micro-batch needs.
+    """Return the needs of a device's roles; configured sizes count as resident, or as needs of a micro-batch.
 
     Args:
         uses: The roles of one device.
-        config: Of the run.
-        flow: Of the run.
-        devices: Devices that hold the same.
+        config: The run's configuration.
+        flow: The run's flow.
+        devices: Number of devices with the same content.
         decoding_ranks: Ranks that decode together.
         longest: Tokens of the longest row.
-        engine_beside: True where an engine in a process of its own shares the device, and keeps its memory.
+        engine_beside: True if an engine process shares the device and keeps its memory.
     """
 
     def counted(slots: int, tokens: int) -> list[Footprint]:
@@ -131,14 +132,14 @@ def demand_of(
 
 @dataclass(frozen=True)
 class DeviceGroup:
-    """So many devices that hold the same."""
+    """Several devices with the same content."""
 
     devices: int
     uses: tuple[RoleUse, ...]
 
 
 def device_groups(prepared: Prepared) -> list[DeviceGroup]:
-    """Return every process of the run that has a device, with the roles whose models it holds."""
+    """Return the run's processes with devices, and the roles whose models they hold."""
     config, roles, trained = prepared.config, prepared.roles(), prepared.flow.trained_roles
 
     def uses_of(pool: Pool) -> tuple[RoleUse, ...]:
@@ -157,7 +158,7 @@ def device_groups(prepared: Prepared) -> list[DeviceGroup]:
 
 
 def use_of(group: Group) -> RoleUse:
-    """Return what the processes of a streaming run's group have of their role; engines have weights of their own there."""
+    """Return what a streaming group's processes hold of their role; engines have their own weights there."""
     generates = group.kind == "generate"
     return RoleUse(str(group.role), group.trained, generates, apart=generates)
 
@@ -176,9 +177,9 @@ def pools_of_run(prepared: Prepared) -> list[Pool]:
 
 
 def device_table(prepared: Prepared) -> dict[str, Devices]:
-    """Return which CUDA devices each process would get; nothing where the run uses none. Raises UserError for too few of them.
+    """Return the CUDA devices of each process; empty if the run uses none. Raises UserError if there are too few.
 
-    On a machine without any, where a run is only planned, there are as many as it needs.
+    On a machine without devices, where a run is only planned, as many as needed are assumed.
     """
     available = device_count(prepared.config.device)
     if available is None:
@@ -188,11 +189,11 @@ def device_table(prepared: Prepared) -> dict[str, Devices]:
 
 
 def with_fitting_sizes(prepared: Prepared, memory: int | None) -> tuple[Prepared, list[str]]:
-    """Return a run with the sizes that fit into the memory of its devices, where the configuration says none, and a line that says which.
+    """Return a run with sizes that fit its devices' memory, except where configured, and a line about them.
 
     Args:
         prepared: The run.
-        memory: Bytes of a device that the run may take; None where it has no CUDA device.
+        memory: Bytes of a device that the run may use; None without a CUDA device.
     """
     given = prepared.config
     if memory is None:
@@ -206,12 +207,12 @@ def with_fitting_sizes(prepared: Prepared, memory: int | None) -> tuple[Prepared
 
 
 def memory_to_take(config: Config) -> int | None:
-    """Return the bytes of a CUDA device that a run may take, or None without one: what is free, where this process itself computes."""
+    """Return the usable bytes of a CUDA device, or None without one: the free bytes if this process computes on it."""
     return free_memory(config.device) if config.runtime in ("eager", "distributed") else device_memory(config.device)
 
 
 def demands(prepared: Prepared) -> list[Demand]:
-    """Return what the roles on each kind of the run's devices need."""
+    """Return the needs of the roles on each kind of the run's devices."""
     config, shared = prepared.config, shares_devices(prepared)
     longest_row = max(config.max_sequence_tokens, longest(prepared.sources, config.rollout.max_response_tokens))
     together = generation_layout(config).ranks if pools_ranks(config) else 1
@@ -225,7 +226,7 @@ def demands(prepared: Prepared) -> list[Demand]:
 
 
 def with_vllm_share(prepared: Prepared, memory: int) -> Config:
-    """Return the configuration with what training leaves of a device for a vLLM that shares it, unless it says that itself."""
+    """Return the configuration with the memory share that training leaves for a vLLM on the same device, unless configured."""
     config = prepared.config
     if config.rollout.engine != "vllm" or "gpu_memory_utilization" in config.rollout.vllm:
         return config
@@ -238,7 +239,7 @@ def with_vllm_share(prepared: Prepared, memory: int) -> Config:
 
 
 def size_lines(given: Config, sized: Config, memory: int) -> list[str]:
-    """Return a line that says which sizes the memory of a device has chosen, where it has chosen any."""
+    """Return a line about the sizes chosen by device memory, if any."""
     chosen = []
     if given.rollout.slots != sized.rollout.slots:
         chosen.append(f"rollout.slots={sized.rollout.slots}")
@@ -250,7 +251,7 @@ def size_lines(given: Config, sized: Config, memory: int) -> list[str]:
 
 
 def shares_devices(prepared: Prepared) -> bool:
-    """Return True where engine processes take turns with training on the devices that this process sees."""
+    """Return True if engine processes share this process's devices with training."""
     available, pools = device_count(prepared.config.device), pools_of_run(prepared)
     each = [(pool.workers * pool.device, pool.engines * pool.engine_devices) for pool in pools]
     together = sum(ranks * max(1, engines) for ranks, engines in each)
@@ -258,7 +259,7 @@ def shares_devices(prepared: Prepared) -> bool:
 
 
 def groups_with_engines(prepared: Prepared) -> list[DeviceGroup]:
-    """Return the devices of the run where engine processes have devices of their own."""
+    """Return the run's devices if engine processes have their own."""
     groups = device_groups(prepared)
     generating = dict.fromkeys(use.role for group in groups for use in group.uses if use.generates)
     found = [replace(g, uses=tuple(replace(use, generates=False) for use in g.uses if not use.apart)) for g in groups]
@@ -266,19 +267,19 @@ def groups_with_engines(prepared: Prepared) -> list[DeviceGroup]:
 
 
 def beside_vllm(prepared: Prepared) -> list[int]:
-    """Return the bytes that training takes of each kind of device while a vLLM that shares it has its own memory there."""
+    """Return the bytes that training takes of each kind of device while a vLLM on it keeps its memory."""
     config, found = prepared.config, []
     for group in device_groups(prepared):
         parts = [footprint(use, config, prepared.flow, group.devices) for use in group.uses]
         stays = sum(size for one in parts for part, size in one.resident.items() if part not in (ENGINE, CACHE))
         working = max((sum(one.working.values()) for one in parts), default=0)
-        # One that sleeps has given its memory back while roles work.
+        # A sleeping engine has freed its memory while roles work.
         found.append(stays if config.rollout.vllm.get("enable_sleep_mode") else stays + working)
     return found
 
 
 def check_engine_memory(prepared: Prepared) -> None:
-    """Raise UserError where a vLLM that shares a device with training asks for more memory than training leaves there."""
+    """Raise UserError if a vLLM that shares a device with training asks for more memory than training leaves."""
     config = prepared.config
     if config.rollout.engine != "vllm" or config.trainer.resident_gib is not None:
         return

@@ -1,4 +1,4 @@
-"""From a checked configuration to the backend that does the work and the controller that drives it: the place that knows all runtimes."""
+"""Start of a run: from a checked configuration to its backend and controller. Only this module knows all runtimes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -35,9 +35,9 @@ from braidrl.training.parallel.replicated import DataParallel
 
 @dataclass(frozen=True)
 class RunContext:
-    """What a runtime starts from. Unless it is to `train` it only evaluates.
+    """The input of a runtime. Without `train` it only evaluates.
 
-    `folder` is the run's, for what workers write. `world` are the ranks of a distributed run, which end by `interrupts` together.
+    `folder` is the run's, for files of workers. `world` holds the ranks of a distributed run, which stop together by `interrupts`.
     """
 
     prepared: Prepared
@@ -54,7 +54,7 @@ class RunContext:
 
     @property
     def loader(self) -> PromptLoader | None:
-        """Return where this process draws prompts from, at its start; None where nothing is trained."""
+        """Return this process's prompt loader at its start; None without training."""
         config = self.prepared.config
         return PromptLoader(self.prepared.sources, config.seed, config.data.shuffle) if self.train else None
 
@@ -71,7 +71,7 @@ class RunContext:
 
 
 def start_fork_server(config: Config) -> None:
-    """Start the fork server of a run that has ranks, workers or engines on this machine; see `copy_as_fork_server` for when to."""
+    """Start the fork server of a run with local ranks, workers or engines. `copy_as_fork_server` explains when to call it."""
     engines = own_engines(config)
     if config.cluster.launcher != "ray" and config.runtime != "hybrid" and (config.runtime != "eager" or engines):
         copy_as_fork_server(ENGINES if engines else ())
@@ -81,13 +81,13 @@ def start_eager(context: RunContext) -> EagerBackend:
     """Return a backend that holds every role in this process."""
     prepared = context.prepared
     executor = context.executor(list(prepared.generating))
-    # Only now: a run that is refused leaves nothing in its folder but its configuration.
+    # Only now: a refused run leaves nothing in its folder but its configuration.
     trace = TraceWriter(context.folder, "eager") if context.folder else None
     return EagerBackend(prepared.config, context.loader, executor, prepared.store(), trace)
 
 
 def start_distributed(context: RunContext) -> DistributedBackend:
-    """Return one rank's backend: every role, and an engine on the ranks that generate."""
+    """Return one rank's backend: every role, and an engine on generating ranks."""
     prepared, world = context.prepared, context.world
     ranks = {role: generating_ranks(prepared.config, role, world.size) for role in prepared.generating}
     executor = context.executor([role for role, count in ranks.items() if world.rank < count])
@@ -101,7 +101,7 @@ def start_distributed(context: RunContext) -> DistributedBackend:
 
 def start_hybrid(context: RunContext) -> SerialBackend[Any]:
     """Return a backend of workers on Ray."""
-    # Imported here: Ray is an extra, and importing it takes a second.
+    # Imported here: Ray is optional, and its import takes a second.
     import_ray()
     from braidrl.runtimes.hybrid.start_workers import start_hybrid_backend
 
@@ -112,18 +112,18 @@ BACKENDS: dict[str, Callable[[RunContext], SerialBackend[Any]]] = {
     "eager": start_eager,
     "hybrid": start_hybrid,
     "distributed": start_distributed,
-    "streaming": start_eager,  # without training there is nothing to stream to
+    "streaming": start_eager,  # without training there is no streaming
 }
-"""The backend that evaluates, and whose stages the serial controller or a session calls."""
+"""The backend for evaluation; the serial controller or a session calls its stages."""
 
 
 def start_backend(context: RunContext) -> SerialBackend[Any]:
-    """Return the backend of `config.runtime`. Raises UserError where the runtime cannot do what is asked of it."""
+    """Return the backend of `config.runtime`. Raises UserError if the runtime does not support the request."""
     return BACKENDS[context.prepared.config.runtime](context)
 
 
 def start_controller(context: RunContext) -> Controller[Any]:
-    """Return whoever drives the iterations of `config.runtime`, with its backend and workers started."""
+    """Return the controller of `config.runtime`, with its backend and workers started."""
     if context.prepared.config.runtime != "streaming":
         return SerialController(context.prepared.config, context.flow, start_backend(context))
     loader = context.loader
@@ -132,7 +132,7 @@ def start_controller(context: RunContext) -> Controller[Any]:
 
 
 def check_partial_responses(config: Config, flow: Flow) -> None:
-    """Raise UserError where responses cannot be set aside, or need not be."""
+    """Raise UserError if suspended responses are not supported, or not needed."""
     rollout, trainer = config.rollout, config.trainer
     if rollout.tokens_per_iteration is None:
         if rollout.repeated_tokens is not None:
@@ -158,9 +158,9 @@ def check_partial_responses(config: Config, flow: Flow) -> None:
 
 
 def check_runtime(config: Config, flow: Flow, generates: bool, trains: bool, planned: bool = False) -> None:
-    """Raise UserError, before anything is made, for what the runtime cannot run; a replay does not generate.
+    """Raise UserError, before anything is made, if the runtime does not support the flow; a replay does not generate.
 
-    A run that is only `planned` may be for devices that another machine has.
+    A run that is only `planned` may target another machine's devices.
     """
     trainer = config.trainer
     GroupSelector(trainer.prompts_per_step, 1, trainer.surplus, trainer.max_staleness)

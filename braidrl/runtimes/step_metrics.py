@@ -1,7 +1,7 @@
-"""One iteration as the flat dictionary that `metrics.jsonl` holds.
+"""One iteration as the flat dictionary of `metrics.jsonl`.
 
-`score`, `response`, `groups` and `tokens/generated` speak of the rows that selection saw, up to the batch's last group; `reward`, `loss`,
-`actor` and `tokens/trained` of the batch that was trained on.
+`score`, `response`, `groups` and `tokens/generated` describe the rows that selection saw, up to the batch's last group; `reward`,
+`loss`, `actor` and `tokens/trained` describe the batch that was trained on.
 """
 
 import math
@@ -21,7 +21,7 @@ from braidrl.runtimes.interfaces import IterationResult
 from braidrl.runtimes.memory.budget import in_units
 from braidrl.training.objective import trained_rows
 
-# Name of a number: what computes it, from which means, and which of these it takes the place of.
+# Derived metric: its function, its inputs, and the inputs that it replaces.
 DERIVED: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], tuple[str, ...]]] = {
     "explained_variance": (
         explained_variance,
@@ -33,31 +33,31 @@ DERIVED: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], tuple[str, ...]
 }
 
 FAILED = ("reward/failed_fraction", "environment/failed_fraction")
-"""Shares of a step's rows whose checks, or whose trajectories, came to nothing; they are metrics of steps in which there are any."""
+"""Shares of a step's rows with failed checks or trajectories; reported only in steps with failures."""
 GAP = "train/rollout_log_prob_gap"
-"""How far the log-probs of engine and trainer are apart, on average over the tokens of a batch."""
+"""Mean difference between the log-probs of engine and trainer over a batch's tokens."""
 GAP_JUMP = 20.0
-"""A gap so many times the largest before is no change of degree."""
+"""A gap this many times the largest earlier one is a jump."""
 GAP_FLOOR = 0.01
-"""In nats per token; what is below is nothing to end a run for, whatever it was before."""
+"""In nats per token; a gap below this never ends a run."""
 
 
 def step_metrics(
     flow: Flow, result: IterationResult[Any], step: int, version: int, seconds: float
 ) -> dict[str, float | int | None]:
-    """Return the metrics of a step, those of `REQUIRED_KEYS` always; None for what this flow does not have, such as the reward of `sft`."""
+    """Return the metrics of a step, always with `REQUIRED_KEYS`; None for what this flow lacks, such as the reward of `sft`."""
     metrics: dict[str, float | int | None] = dict.fromkeys(REQUIRED_KEYS)
     metrics |= training_metrics(result)
     metrics |= generated_metrics(result.generated)
     metrics |= group_metrics(result.generated, result.batch)
     metrics |= {f"groups/dropped/{reason.replace(' ', '_')}": count for reason, count in result.dropped.items()}
-    # What workers measured counts; the controller's own clock where the work was done in this process.
+    # Times measured by workers; the controller's own clock for work in this process.
     measured = {name: total for name, (total, _) in result.sums.pairs().items()}
     metrics |= {f"time/{s.name}": measured.get(f"time/{s.name}", result.seconds[s.name]) for s in flow.stages}
     batch = result.batch
     metrics["step"], metrics["version"], metrics["time/step"] = step, version, seconds
     metrics["reward/mean"] = mean_of(batch, "reward")
-    # Scores that are given after the selection exist for the batch alone.
+    # Scores given after the selection exist only for the batch.
     metrics["score/mean"] = mean_of(result.generated if "score" in result.generated else batch, "score")
     if "cost" in batch:
         metrics["cost/mean"] = mean_of(batch, "cost")
@@ -67,13 +67,13 @@ def step_metrics(
         metrics["staleness/max"] = int(version - batch["version"].min())
         metrics["staleness/on_policy_share"] = float((batch["version"] == version).double().mean())
     if not any(stage.kind is Kind.GENERATE for stage in flow.stages):
-        # Given responses were drawn by no policy that this one could have left.
+        # Given responses have no sampling policy to differ from.
         metrics["actor/kl_old"] = None
     return {name: clean(value) for name, value in metrics.items()}
 
 
 def training_metrics(result: IterationResult[Any]) -> dict[str, float]:
-    """Return the means of what the updates counted, each under its role."""
+    """Return the means counted by the updates, under their roles."""
     metrics = {}
     for name, value in result.sums.means().items():
         if name.startswith(FAILURE) or (name in FAILED and not value):
@@ -88,7 +88,7 @@ def training_metrics(result: IterationResult[Any]) -> dict[str, float]:
 
 
 def with_derived(metrics: dict[str, float]) -> dict[str, float]:
-    """Return the metrics with the numbers that moments stand for in place of the moments."""
+    """Return the metrics with derived values in place of their moments."""
     for role in dict.fromkeys(name.partition("/")[0] for name in metrics):
         parts = {name.removeprefix(f"{role}/"): value for name, value in metrics.items() if name.startswith(f"{role}/")}
         for name, (function, arguments, spent) in DERIVED.items():
@@ -100,7 +100,7 @@ def with_derived(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def generated_metrics(index: Rows) -> dict[str, float | int | None]:
-    """Return what the responses look like."""
+    """Return metrics of the responses."""
     if "finish_reason" not in index:
         return {}
     lengths = index["action_tokens"].double()
@@ -117,7 +117,7 @@ def generated_metrics(index: Rows) -> dict[str, float | int | None]:
 
 
 def group_metrics(generated: Rows, batch: Rows) -> dict[str, float]:
-    """Return how many groups can teach anything: of those generated, or where rewards come after the selection of those in the batch."""
+    """Return how many groups carry a signal: of the generated ones, or of the batch if rewards come after the selection."""
     index = generated if "reward" in generated else batch
     if "reward" not in index or not len(index):
         return {}
@@ -141,12 +141,12 @@ def share(mask: Tensor) -> float:
 
 
 def clean(value: float | int | None) -> float | int | None:
-    """Return None in place of NaN: nothing was counted."""
+    """Return None for NaN, which means that nothing was counted."""
     return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def summary(metrics: Mapping[str, float | int | None]) -> str:
-    """Return the line that the terminal shows for a step."""
+    """Return the terminal line of a step."""
     parts = [f"step {metrics['step']}"]
     for label, name, form in (
         ("loss", "loss/actor", "{:.4f}"), ("reward", "reward/mean", "{:.3f}"), ("score", "score/mean", "{:.3f}"),
@@ -164,11 +164,11 @@ def summary(metrics: Mapping[str, float | int | None]) -> str:
 
 
 def device_parts(metrics: Mapping[str, float | int | None]) -> list[str]:
-    """Return what the terminal shows of devices: utilisation of the best stage, the most memory of any, seconds of weight updates."""
+    """Return the terminal's part about devices: best utilisation, highest memory, seconds of weight updates."""
     parts = []
     for label, prefix in (("MFU", "utilisation/operations/"), ("bandwidth", "utilisation/bandwidth/")):
         if found := [value for name, value in metrics.items() if name.startswith(prefix) and value is not None]:
-            # Nothing does more than it can: what it can do was measured beside other programs.
+            # Capped at 1: the peak was measured while other programs ran.
             over = " (more than `braid doctor` measured)" if max(found) > 1 else ""
             parts.append(f"{label} {max(found):.0%}{over}")
     if taken := [value for name, value in metrics.items() if name.startswith("memory/") and value is not None]:
@@ -178,21 +178,21 @@ def device_parts(metrics: Mapping[str, float | int | None]) -> list[str]:
 
 
 def only_skipped(sums: Sums) -> bool:
-    """Return whether a role left out every optimizer step of an iteration."""
+    """Return True if a role skipped every optimizer step of an iteration."""
     skipped = [name.removesuffix("/skipped_updates") for name in sums.pairs() if name.endswith("/skipped_updates")]
     return any(f"{role}/grad_norm" not in sums.pairs() for role in skipped)
 
 
 class GapWatch:
-    """Ends a run whose engine has come apart from its trainer: weights that did not arrive, or other numerics."""
+    """Ends a run whose engine and trainer diverge: missing weight updates, or different numerics."""
 
     def __init__(self, limit: float) -> None:
-        """`limit` in nats per token."""
+        """Start; `limit` in nats per token."""
         self._limit = limit
         self._largest: float | None = None
 
     def check(self, metrics: Mapping[str, float | int | None]) -> None:
-        """Raise UserError where the gap of a step is over the limit or has jumped."""
+        """Raise UserError if the gap of a step is over the limit or has jumped."""
         gap = metrics.get(GAP)
         if gap is None:
             return
@@ -208,21 +208,21 @@ class GapWatch:
 
 
 class FailureWatch:
-    """Ends a run in which checks, or trajectories, fail: it would learn that every answer is wrong."""
+    """Ends a run whose checks or trajectories fail: it would learn that every answer is wrong."""
 
     def __init__(self, most: float, steps: int, folder: Path) -> None:
-        """End it after a number of steps in a row; 0 never.
+        """Configure the limits.
 
         Args:
-            most: The share of a step's checks or trajectories that may fail.
-            steps: How many steps in a row with more.
-            folder: The run's.
+            most: Share of a step's checks or trajectories that may fail.
+            steps: Failing steps in a row that end the run; 0 never ends it.
+            folder: The run's folder.
         """
         self._most, self._limit, self._folder = most, steps, folder
         self._steps, self._sums = 0, Sums()
 
     def check(self, step: int, sums: Sums) -> None:
-        """Raise FailedStep, with the commonest reason, where too much failed in too many steps in a row."""
+        """Raise FailedStep with the most frequent reason if too much failed in too many steps in a row."""
         if not failures_beyond(sums, self._most):
             self._steps, self._sums = 0, Sums()
             return
@@ -237,12 +237,12 @@ class FailureWatch:
 
 
 def failures_beyond(sums: Sums, most: float, of: str = "") -> str:
-    """Return a sentence on failures with the commonest reason where a larger share than `most` failed, else nothing.
+    """Return a sentence with the most frequent reason if a larger share than `most` failed, else an empty string.
 
     Args:
-        sums: Of the checks or trajectories.
-        most: The share that may fail.
-        of: Follows the number of checks.
+        sums: Counts of the checks or trajectories.
+        most: Share that may fail.
+        of: Text after the number of checks.
     """
     for name, what in zip(FAILED, ("checks", "trajectories"), strict=True):
         failed, total = sums.pairs().get(name, (0.0, 0.0))

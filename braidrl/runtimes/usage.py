@@ -1,9 +1,9 @@
-"""What stages take of this process's device: memory at its peak, and what share of its rates they reach; added to their metrics.
+"""Device usage of stages: peak memory and utilisation, added to their metrics.
 
 rows ──operations──▶ over seconds · operations per second    training and inference: model-FLOPs utilisation
 rows ──bytes───────▶ over seconds · bytes per second         generation: decode bandwidth utilisation
 
-A share travels as its two sums, so that over processes, and devices of several kinds, it is all that was done over all that could be.
+A share travels as two sums, so that the total over processes and device kinds is all work done over all work possible.
 """
 
 import os
@@ -38,14 +38,14 @@ from braidrl.training.roles.make import ScalarWorker
 
 
 class Drawn(NamedTuple):
-    """What engines have drawn of a row: how many tokens, and how many each of these has seen before it, added up."""
+    """Tokens drawn for a row, and the sum of the context lengths at which they were drawn."""
 
     tokens: int
     seen: int
 
     @staticmethod
     def of(prompt: Tensor, ended: Response | Episode) -> "Drawn":
-        """Return what was drawn after a prompt, or in all turns of an episode."""
+        """Return the tokens drawn after a prompt, or in all turns of an episode."""
         if isinstance(ended, Response):
             return Drawn(len(ended.tokens), operations.tokens_seen(len(prompt), len(ended.tokens)))
         return Drawn._of_episode(ended)
@@ -59,7 +59,7 @@ class Drawn(NamedTuple):
 
 
 class Engines(NamedTuple):
-    """Copies of a model that decode for this process, the ranks that divide one among them, and the bytes per second that it reaches."""
+    """The model copies that decode for this process, the ranks per copy, and their bytes per second."""
 
     copies: int
     ranks: int
@@ -67,7 +67,7 @@ class Engines(NamedTuple):
 
 
 class DeviceUsage:
-    """Adds to the metrics of stages what they take of the device of this process."""
+    """Adds this process's device usage to the metrics of stages."""
 
     def __init__(self, config: Config) -> None:
         self.config, self.device = config, choose_device(config.device)
@@ -76,19 +76,19 @@ class DeviceUsage:
 
     @cached_property
     def rates(self) -> DeviceRates | None:
-        """Return what this process can reach, None where nobody knows it."""
+        """Return the peak rates of this process's device, None if unknown."""
         return own_rates(self.device, self.threads)
 
     @contextmanager
     def memory_of(self, stage: Stage, sums: Sums) -> Iterator[None]:
-        """Add the most memory that the block takes."""
+        """Add the peak memory of the block."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         yield
         self.note_memory(stage, sums)
 
     def note_memory(self, stage: Stage, sums: Sums) -> None:
-        """Add the most memory since `memory_of` began, or since ever; of a stage without a model nothing is said."""
+        """Add the peak memory since `memory_of` began, or since the start; a stage without a model reports nothing."""
         if stage.kind not in (Kind.GENERATE, Kind.INFER, Kind.TRAIN):
             return
         if self.device.type == "cuda":
@@ -99,13 +99,13 @@ class DeviceUsage:
 
     @contextmanager
     def computing(self, stage: Stage, worker: TrainingBackend, sums: Sums, *passes: Rows) -> Iterator[None]:
-        """Add what share of the device's operations per second the block reaches.
+        """Add the utilisation of the device's operations per second in the block.
 
         Args:
             stage: An infer or train stage.
-            worker: The role's; what one of a user's own computes nobody knows.
-            sums: Where the share is added.
-            passes: Rows that go through the model, forward and in a train stage backward; none where the optimizer makes its step.
+            worker: The role's worker; a user's own worker is not measured.
+            sums: Collects the share.
+            passes: Rows that go through the model, forward and in a train stage backward; empty during an optimizer step.
         """
         start = time.perf_counter()
         yield
@@ -132,15 +132,15 @@ class DeviceUsage:
     def decoded(
         self, stage: Stage, drawn: Sequence[Drawn], slots: int, seconds: float, sums: Sums, crowd: int | None = None
     ) -> None:
-        """Add what share of its memory's bandwidth decoding has reached.
+        """Add the utilisation of memory bandwidth during decoding.
 
         Args:
             stage: A generate stage.
-            drawn: What its engines have drawn.
-            slots: Rows that they decode at once.
-            seconds: How long they took.
-            sums: Where the share is added.
-            crowd: Of rows that others have taken turns with, the most that were under way at once; None where these were alone.
+            drawn: Tokens drawn by its engines.
+            slots: Rows decoded at once.
+            seconds: Duration.
+            sums: Collects the share.
+            crowd: Largest number of rows under way at once, if others took turns with these; else None.
         """
         engines = self._engines()
         if engines is None or not (drawn := [row for row in drawn if row.tokens]):
@@ -156,7 +156,7 @@ class DeviceUsage:
         sums.add(f"utilisation/bandwidth/{stage.name}", read, seconds * engines.bandwidth)
 
     def _engines(self) -> Engines | None:
-        """Return what generates for this process; None where its rates are not known."""
+        """Return the engines that generate for this process; None if their rates are unknown."""
         config = self.config
         if config.rollout.engine == "http" or self.rates is None:
             return None

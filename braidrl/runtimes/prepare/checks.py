@@ -1,4 +1,4 @@
-"""What a run's parts must have of each other, checked before any model loads."""
+"""Consistency checks between the parts of a run, before any model loads."""
 
 import importlib.util
 import os
@@ -51,15 +51,15 @@ from braidrl.training.role_settings import (
 from braidrl.weights.generation_layout import GenerationLayout
 
 POOLED = ("distributed", "hybrid")
-"""Runtimes whose processes that train a role may generate with it together."""
+"""Runtimes whose training processes of a role may generate together."""
 LAID_OUT = (*POOLED, "streaming")
-"""Runtimes whose processes of a role can divide its model."""
+"""Runtimes that can shard a role's model over processes."""
 
 
 def check_names(config: Config) -> None:
-    """Raise UserError for something that the configuration names and there is not, whatever the runtime."""
+    """Raise UserError for a configured name that does not exist, under any runtime."""
     engine, placement = config.rollout.engine, config.placement.name
-    # Another interpreter may have packages that this one has not.
+    # Another interpreter may have packages that this one lacks.
     ENGINES.check(engine, load=config.rollout.python is None)
     check_servers(config)
     for key, sandbox, _ in own_code(config):
@@ -90,7 +90,7 @@ def check_machine(config: Config) -> None:
 
 
 def lacking(config: Config) -> list[str]:
-    """Return a line for each thing that this machine lacks, where it computes; machines of a cluster see for themselves."""
+    """Return a line for each thing that this machine lacks, if it computes; nodes of a cluster check themselves."""
     lines: list[str] = []
     if config.cluster.launcher == "ray" or config.cluster.address or "RAY_ADDRESS" in os.environ:
         return lines
@@ -109,7 +109,7 @@ def lacking(config: Config) -> list[str]:
 
 
 def has_package(name: str, python: Path | None = None) -> bool:
-    """Return whether an interpreter, by default this one, has a package; nothing is imported. Raises UserError for no interpreter."""
+    """Return True if an interpreter, by default this one, has a package; nothing is imported. Raises UserError for no interpreter."""
     if python is None:
         return importlib.util.find_spec(name) is not None
     asked = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({name!r}) is None)"
@@ -123,7 +123,7 @@ def has_package(name: str, python: Path | None = None) -> bool:
 
 
 def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
-    """Raise UserError for engines of several processes that cannot be so, with the stages of a run."""
+    """Raise UserError if engines of several processes are not supported with the stages of a run."""
     generating = {str(stage.role): stage for stage in stages if stage.kind is Kind.GENERATE}
     layout, rollout = generation_layout(config), config.rollout
     if layout == GenerationLayout():
@@ -151,7 +151,7 @@ def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
 
 
 def check_weights(config: Config) -> None:
-    """Raise UserError for a way of weights to engine processes where none starts."""
+    """Raise UserError for a weight transfer to engine processes if none starts."""
     way, rollout = config.rollout.weights, config.rollout
     starts = rollout.engine != "http" and engine_processes(config)
     if way == "collective" and not starts and config.runtime != "streaming":
@@ -161,7 +161,7 @@ def check_weights(config: Config) -> None:
 
 
 def check_pooled_engines(config: Config, key: str, generating: Iterable[str], environments: bool) -> None:
-    """Raise UserError where ranks that train cannot decode together."""
+    """Raise UserError if training ranks cannot decode together."""
     if config.runtime not in POOLED:
         raise UserError(
             f"{key} divides engines in processes of their own, or among the ranks of runtime=distributed or hybrid; "
@@ -179,7 +179,7 @@ def check_pooled_engines(config: Config, key: str, generating: Iterable[str], en
 
 
 def check_generating_ranks(config: Config, pool: Pool) -> None:
-    """Raise UserError where the ranks of a pool cannot decode together as the configuration says."""
+    """Raise UserError if the ranks of a pool cannot decode together as configured."""
     if pools_ranks(config):
         for role in pool.generating:
             layout = layout_of(role, config) if role in pool.models else ParallelLayout()
@@ -187,7 +187,7 @@ def check_generating_ranks(config: Config, pool: Pool) -> None:
 
 
 def check_servers(config: Config) -> None:
-    """Raise UserError for servers that are named and not asked, or the other way round."""
+    """Raise UserError for servers that are named but not used, or used but not named."""
     engine, servers = config.rollout.engine, config.rollout.servers
     if servers.dialect not in DIALECTS:
         raise UserError(
@@ -214,7 +214,7 @@ def check_servers(config: Config) -> None:
 
 
 def own_code(config: Config) -> list[tuple[str, SandboxConfig, str]]:
-    """Return the sandboxes that code of the user's own runs in: the section of each, the section itself, and whose code."""
+    """Return the sandboxes of user code: the section's name, the section itself, and a description of the code."""
     environment = config.rollout.environment
     verifiers = [one.name for one in config.reward.verify if one.name not in VERIFIERS]
     found: list[tuple[str, SandboxConfig, str]] = [("reward", config.reward, name) for name in verifiers[:1]]
@@ -222,7 +222,7 @@ def own_code(config: Config) -> list[tuple[str, SandboxConfig, str]]:
 
 
 def without_effect(config: Config) -> list[str]:
-    """Return a line for each setting of processes that this runtime does not look at; a run goes on without it."""
+    """Return a line for each process setting that this runtime ignores; the run continues without it."""
     lines = []
     if config.workers != 1 and config.runtime == "eager":
         lines.append(f"workers={config.workers} has no effect: runtime=eager is this one process")
@@ -261,12 +261,12 @@ def without_effect(config: Config) -> list[str]:
 
 
 def rows_may_be_stale(config: Config) -> bool:
-    """Return True where rows may be trained by later weights than those that generated them."""
+    """Return True if rows may be trained on later versions than those that generated them."""
     return config.trainer.max_staleness > 0 and (config.runtime == "streaming" or config.trainer.surplus == "keep")
 
 
 def check_roles(config: Config, roles: Iterable[str], flow: str) -> None:
-    """Raise UserError for settings of a role that no stage uses a model of."""
+    """Raise UserError for settings of a role whose model no stage uses."""
     known = list(roles)
     for role in config.roles:
         if role not in known:
@@ -278,7 +278,7 @@ def check_roles(config: Config, roles: Iterable[str], flow: str) -> None:
 
 
 def check_layouts(config: Config, flow: Flow, roles: Iterable[str], devices: int | None = None) -> None:
-    """Raise UserError for a layout that the runtime or the number of devices does not allow, or that does not divide a role's model."""
+    """Raise UserError for a layout that the runtime, the number of devices or a role's model does not support."""
     check_inference_layouts(config, flow)
     inferring = inference_layouts(config, flow)
     pairs = [(role, layout_of(role, config), layout_key(role, config)) for role in roles]
@@ -300,7 +300,7 @@ def check_layouts(config: Config, flow: Flow, roles: Iterable[str], devices: int
 
 
 def check_plan(path: Path, layout: ParallelLayout, key: str) -> None:
-    """Raise UserError for axes that cannot divide a model which does not run packed."""
+    """Raise UserError for axes that cannot shard a model which does not run packed."""
     axes = [axis for axis in ("tensor", "sequence", "pipeline") if getattr(layout, axis) > 1]
     axes += ["shard"] * (layout.shard != "none")
     if not axes or not path.expanduser().is_dir():
@@ -322,7 +322,7 @@ def check_plan(path: Path, layout: ParallelLayout, key: str) -> None:
 
 
 def check_dtypes(config: Config, roles: Iterable[str]) -> None:
-    """Raise UserError for a type that the device does not compute in."""
+    """Raise UserError for a data type that the device does not support."""
     on_cuda = choose_device(config.device).type == "cuda"
     for role in roles:
         if on_cuda and dtype_of(role, config) == torch.bfloat16 and not has_bfloat16():
@@ -333,7 +333,7 @@ def check_dtypes(config: Config, roles: Iterable[str]) -> None:
 
 
 def check_backends(config: Config, flow: Flow) -> None:
-    """Raise UserError for a training backend that there is not, and for what a backend of a user's own does not do."""
+    """Raise UserError for an unknown training backend, and for features that a user's backend lacks."""
     for role in flow.roles:
         backend = backend_of(role, config)
         BACKENDS.check(backend)
@@ -357,7 +357,7 @@ def check_backends(config: Config, flow: Flow) -> None:
 
 
 def check_inference_layouts(config: Config, flow: Flow) -> None:
-    """Raise UserError for a layout to infer in that no role would use."""
+    """Raise UserError for an inference layout that no role uses."""
     infer = {stage.role for stage in flow.stages if stage.kind is Kind.INFER}
     for role, own in config.roles.items():
         if own.inference_layout and role not in flow.trained_roles:
@@ -373,7 +373,7 @@ def check_inference_layouts(config: Config, flow: Flow) -> None:
 
 
 def check_adapters(config: Config, flow: Flow) -> None:
-    """Raise UserError for adapters of a role that is not trained, or that its model does not allow."""
+    """Raise UserError for adapters of a role that is not trained, or whose model does not support them."""
     for role, own in config.roles.items():
         if own.lora and role not in flow.trained_roles:
             raise UserError(f"roles.{role}.lora: flow {flow.name} does not train {role}; remove it")
@@ -390,7 +390,7 @@ def check_adapters(config: Config, flow: Flow) -> None:
 
 
 def check_base(role: str, config: Config, lora: LoraConfig) -> None:
-    """Raise UserError where a role's weights cannot be kept in 4 bits under its adapters."""
+    """Raise UserError if a role's base weights cannot be kept in 4 bits under its adapters."""
     key = f"{lora_key(role, config)}.base_dtype={lora.base_dtype}"
     import_bitsandbytes(key)
     if dtype_of(role, config) == torch.float64:
@@ -402,6 +402,6 @@ def check_base(role: str, config: Config, lora: LoraConfig) -> None:
 
 
 def model_settings(model: Path) -> Mapping[str, Any]:
-    """Return what a model's directory says of its sizes."""
+    """Return the model directory's configuration."""
     path = model.expanduser() / "config.json"
     return read_object(path) if path.is_file() else {}

@@ -1,4 +1,4 @@
-"""Fetch the models and data that a configuration names on a hub into this machine's cache, before anything else."""
+"""Download of the hub models and data in a configuration to this machine's cache, before anything else."""
 
 from pathlib import Path
 from typing import Any
@@ -11,18 +11,18 @@ from braidrl.runtimes.prepare.run_flow import with_own_samples
 
 
 def with_fetched(config: Config, whole: bool = True) -> Config:
-    """Return the configuration with the folders of the models and data that it names on a hub, fetched where they are not here.
+    """Return the configuration with local folders in place of hub names, downloaded if missing.
 
     A flow that trains on given responses has its own number of samples.
 
-    A folder is one commit's, so that a run goes on with the same files whatever the name stands for later.
+    A folder belongs to one commit, so a run resumes with the same files whatever the name points to later.
 
     Args:
         config: The configuration.
-        whole: Otherwise neither weights nor data are fetched, and data keep their names.
+        whole: False downloads neither weights nor data, and data keep their names.
 
     Raises:
-        UserError: One of them is not to be had.
+        UserError: A download failed.
     """
     config = with_own_samples(config)
     roles = {
@@ -36,7 +36,7 @@ def with_fetched(config: Config, whole: bool = True) -> Config:
 
 
 def model_here(name: Path, key: str, whole: bool) -> Path:
-    """Return the folder of a model, without its weights where it is not wanted whole."""
+    """Return the local folder of a model, without its weights unless `whole`."""
     if name.suffix == ".gguf":
         raise UserError(
             f"{key}: {name} is a GGUF file; make a model directory of it by `python examples/smollm2/fetch.py --gguf {name} FOLDER`"
@@ -45,7 +45,7 @@ def model_here(name: Path, key: str, whole: bool) -> Path:
 
 
 def with_data_here(data: DataConfig) -> DataConfig:
-    """Return where prompts come from, all of it on this machine."""
+    """Return the data section with all sources on this machine."""
     sources = {
         "train": [source_here(source, "data.train") for source in data.train],
         "eval": {name: source_here(source, f"data.eval.{name}") for name, source in data.eval.items()},
@@ -55,7 +55,7 @@ def with_data_here(data: DataConfig) -> DataConfig:
 
 
 def source_here(source: SourceConfig, key: str) -> SourceConfig:
-    """Return a source whose data are a file or folder of this machine."""
+    """Return a source whose data is a local file or folder."""
     if not is_hub_name(source.path):
         return source
     known = KNOWN.get(str(source.path).partition("@")[0]) if takes_records_as_they_are(source) else None
@@ -67,7 +67,7 @@ def source_here(source: SourceConfig, key: str) -> SourceConfig:
 
 
 def takes_records_as_they_are(source: SourceConfig) -> bool:
-    """Return True where the configuration says nothing of how an example is made of a record."""
+    """Return True if the configuration does not map fields of a record to an example."""
     fields = [name for name in SourceConfig.model_fields if name.endswith("_field")]
     usual = all(getattr(source, name) == SourceConfig.model_fields[name].default for name in fields)
     return source.convert is None and usual

@@ -1,7 +1,7 @@
 """From a configuration to the flow that runs: a recipe's stages with every default made explicit.
 
-What a stage leaves open is decided here, once, before any model loads: where the old log-probs come from, whether rollouts are
-corrected, and which scores stand for right and wrong.
+Open parameters of a stage are decided here, once, before any model loads: the source of old log-probs, the correction of
+rollouts, and the scores for right and wrong.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ TRUNCATED = {"name": "truncated"}
 
 
 def build_flow(config: Config) -> Flow:
-    """Return the validated flow of a run. Raises UserError for anything that could not run."""
+    """Return the validated flow of a run. Raises UserError for a flow that cannot run."""
     defaults = {
         "max_response_tokens": config.rollout.max_response_tokens,
         "samples_per_prompt": config.rollout.samples_per_prompt,
@@ -43,7 +43,7 @@ def build_flow(config: Config) -> Flow:
 def evaluation_flow(config: Config, flow: Flow) -> Flow:
     """Return generation at the evaluation's settings, checked or played as in the flow, by its first generating role.
 
-    Where none generates, the first role that is trained does; where that only scores, it scores held-out pairs instead.
+    Without a generating role it is the first trained role; if that role only scores, it scores held-out pairs instead.
     """
     learner = (*flow.trained_roles, *flow.roles)[0]
     if flow.trains_on_pairs and learner in flow.scalar_roles:
@@ -65,9 +65,9 @@ def evaluation_flow(config: Config, flow: Flow) -> Flow:
 
 
 def in_environment(flow: Flow, config: Config) -> Flow:
-    """Return the flow with generation in the configuration's environment, whose rewards take the place of verification.
+    """Return the flow with generation in the configured environment, whose rewards replace verification.
 
-    Raises UserError for an environment that does not exist.
+    Raises UserError for an unknown environment.
     """
     name, stages = config.rollout.environment.name, list(flow.stages)
     if name is not None:
@@ -86,14 +86,14 @@ def in_environment(flow: Flow, config: Config) -> Flow:
 
 
 def given_responses(flow: Flow) -> int | None:
-    """Return how many responses the data give for each prompt that a flow trains on; None where it generates them."""
+    """Return the number of given responses per prompt that a flow trains on; None if it generates them."""
     if "response" not in flow.needs_from_data() or any(stage.kind is Kind.GENERATE for stage in flow.stages):
         return None
     return 2 if flow.trains_on_pairs else 1
 
 
 def with_own_samples(config: Config) -> Config:
-    """Return the configuration with as many samples of a prompt as the data give responses, where it does not say how many."""
+    """Return the configuration with as many samples per prompt as the data give responses, unless it sets the number."""
     if "samples_per_prompt" in config.rollout.model_fields_set:
         return config
     defaults = {
@@ -107,7 +107,7 @@ def with_own_samples(config: Config) -> Config:
 
 
 def check_given_responses(flow: Flow, config: Config) -> None:
-    """Raise UserError where given responses would be trained on several times, or those of a pair torn apart."""
+    """Raise UserError if given responses would be trained on several times, or pairs would be separated."""
     samples, rows = config.rollout.samples_per_prompt, config.trainer.rows_per_update
     needed = given_responses(flow)
     if needed is None:
@@ -123,7 +123,7 @@ def check_given_responses(flow: Flow, config: Config) -> None:
 
 
 def resolve(stage: Stage, config: Config) -> Stage:
-    """Return the stage with what it left open filled in from the configuration. Raises UserError where the two disagree."""
+    """Return the stage with its open parameters filled in from the configuration. Raises UserError for a contradiction."""
     if stage.type == "generate":
         check_temperature(stage, config)
     if stage.type == "verify":
@@ -131,14 +131,14 @@ def resolve(stage: Stage, config: Config) -> Stage:
     if is_optimized(stage) and needs_old(str(stage.role), stage.params):
         return with_params(stage, update_params(stage, config))
     if stage.type == "score" and model_path(str(stage.role), config) != config.model:
-        # Its tokenizer may be another one, which makes tokens of the texts.
+        # It may have another tokenizer, which makes its own tokens from the texts.
         signature = stage.signature
         return replace(stage, signature=replace(signature, optional=(*signature.optional, "prompt_length", "metadata")))
     return stage
 
 
 def check_temperature(stage: Stage, config: Config) -> None:
-    """Raise UserError where tokens are drawn at another temperature than training computes their log-probs at."""
+    """Raise UserError if tokens are drawn at another temperature than the training's log-probs use."""
     trained = config.rollout.temperature
     own = stage.params.get("temperature", trained)
     if own != trained and "into" not in stage.params:
@@ -159,7 +159,7 @@ def verify_params(stage: Stage, config: Config) -> dict[str, Any]:
 
 
 def update_params(stage: Stage, config: Config) -> dict[str, Any]:
-    """Return `old` by the rule of one update, one epoch and no staleness, and a correction where others drew the tokens."""
+    """Return `old` by the rule of one update, one epoch and no staleness, and a correction if another policy drew the tokens."""
     filled: dict[str, Any] = {}
     if "old" not in stage.params:
         filled["old"] = "self" if single_update(config) else "recompute"
@@ -167,7 +167,7 @@ def update_params(stage: Stage, config: Config) -> dict[str, Any]:
         raise UserError(
             f"{stage.name}: old=self needs one update and one epoch per batch and max_staleness 0; write old=recompute"
         )
-    # With old=rollout the ratio itself is that to whoever drew the tokens.
+    # With old=rollout the ratio already compares with the policy that drew the tokens.
     to_engine = {**stage.params, **filled}["old"] == "rollout"
     if "correction" not in stage.params and not to_engine and not drawn_by_trained(config, str(stage.role)):
         filled["correction"] = TRUNCATED
@@ -175,16 +175,16 @@ def update_params(stage: Stage, config: Config) -> dict[str, Any]:
 
 
 def single_update(config: Config) -> bool:
-    """Return True when each batch is trained on in one optimizer step by the weights that generated it."""
+    """Return True if each batch trains in one optimizer step the weights that generated it."""
     rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
     one_step = config.trainer.rows_per_update in (None, rows) and config.trainer.epochs == 1
     return one_step and config.trainer.max_staleness == 0
 
 
 def drawn_by_trained(config: Config, role: str) -> bool:
-    """Return True when tokens are drawn by the weights that a batch is trained on, and by the trainer's arithmetic."""
+    """Return True if tokens come from the weights on which a batch trains, with the trainer's numerics."""
     same = config.rollout.engine == "embedded" and config.rollout.dtype in (None, dtype_name(role, config))
-    # Merged into bfloat16 weights, adapters are rounded.
+    # Adapters merged into bfloat16 weights are rounded.
     exact = not merges_adapters(lora_of(role, config), config) or dtype_name(role, config) != "bfloat16"
     return same and exact and config.trainer.max_staleness == 0
 
@@ -197,9 +197,9 @@ def with_params(stage: Stage, params: dict[str, Any]) -> Stage:
 
 
 def flow_by_name(name: str, overrides: Sequence[str]) -> Flow:
-    """Return what `braid flow` shows: the flow of a configuration file, resolved; or a recipe, YAML flow or function as written.
+    """Return the flow for `braid flow`: of a configuration file, resolved; or a recipe, YAML flow or function as written.
 
-    `overrides` are those of a configuration for a file, else the recipe's parameters.
+    `overrides` apply to the configuration of a file, else to the recipe's parameters.
     """
     path = Path(name)
     if path.suffix in (".yaml", ".yml") and path.is_file() and "stages" not in (read_yaml(path) or {}):
@@ -211,7 +211,7 @@ def flow_by_name(name: str, overrides: Sequence[str]) -> Flow:
 
 
 def check_copies(flow: Flow, pools: Sequence[Pool]) -> None:
-    """Raise UserError where a role takes its weights from one in another pool: they would have to leave their processes."""
+    """Raise UserError if a role takes its weights from one in another pool: copies do not leave their processes."""
     for stage in flow.stages:
         for pool in pools:
             source = stage.params.get("source") if stage.kind is Kind.TRAIN else None

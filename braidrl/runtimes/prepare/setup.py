@@ -1,4 +1,4 @@
-"""What a run needs before its first step, checked in the order of cost: flow, tokenizer, data, verifiers."""
+"""Preparation of a run before its first step, cheap checks first: flow, tokenizer, data, verifiers."""
 
 import inspect
 import os
@@ -44,7 +44,7 @@ from braidrl.training.loading import check_model, check_scorer, check_tokens, lo
 from braidrl.training.role_settings import backend_of, model_path, own_tokenizer, usual_max_tokens
 
 Check = Callable[[Callable[[], Any]], Any]
-"""What runs a check: at once, or noting its UserError so that the next ones run too."""
+"""Runs a check: at once, or collecting its UserError and continuing with the next."""
 
 
 def at_once(check: Callable[[], Any]) -> Any:
@@ -54,7 +54,7 @@ def at_once(check: Callable[[], Any]) -> Any:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checked configuration with everything but the models; its data too, unless other processes read them."""
+    """A checked configuration with everything but the models; with its data too, unless other processes read it."""
 
     config: Config
     flow: Flow
@@ -95,7 +95,7 @@ class Prepared:
         return tuple(dict.fromkeys(s.role for s in stages if s.type == "generate" and s.role))
 
     def roles(self, train: bool = True) -> tuple[str, ...]:
-        """Return the roles that need a model: in training those of the flow, else those of evaluation."""
+        """Return the roles that need a model: in training the flow's, else the evaluation's."""
         return tuple(dict.fromkeys([*(self.flow if train else self.evaluation).roles, *self.generating]))
 
     @property
@@ -105,24 +105,24 @@ class Prepared:
 
     @property
     def kept(self) -> dict[str, Any]:
-        """Return the folders of the tables of this process's data, for others that read the same files."""
+        """Return the table folders of this process's data, for other processes that read the same files."""
         evaluation = {name: source.kept for name, source in self.eval_sources.items()}
         texts = self.texts.kept if self.texts else None
         return {"train": [source.kept for source in self.sources], "eval": evaluation, "texts": texts}
 
     def store(self) -> RowStore:
-        """Return what makes and writes the run's rows."""
+        """Return the row store of the run."""
         return RowStore(self.config, self.tokenizer, self.sources, self.eval_sources, self.texts)
 
     def rewards(self) -> RuleRewards | None:
-        """Return the verifiers of the run, or None where nothing is verified. Evaluation sets are numbered after the sources."""
+        """Return the verifiers of the run, or None if nothing is verified. Evaluation sets are numbered after the sources."""
         return rule_rewards(self.config, [*self.flow.stages, *self._evaluated], self.tokenizer)
 
 
 def rule_rewards(config: Config, stages: Sequence[Stage], tokenizer: PreTrainedTokenizerBase) -> RuleRewards | None:
-    """Return the verifiers of a run with the scores that its `verify` stages give, or None where there is none of these.
+    """Return the verifiers of a run with the scores of its `verify` stages, or None without such stages.
 
-    Its processes start when something is first checked.
+    Their processes start at the first check.
     """
     scores = next((stage.params for stage in stages if stage.type == "verify"), None)
     if scores is None:
@@ -135,9 +135,9 @@ def rule_rewards(config: Config, stages: Sequence[Stage], tokenizer: PreTrainedT
 
 
 def prepare_together(config: Config, world: World, train: bool = True) -> Prepared:
-    """Do as `prepare`; one rank writes the tables of the data, which the others of its machine map.
+    """Do as `prepare` with several ranks: one rank writes the data tables, and the others on its machine map them.
 
-    Under hybrid the workers that generate read the data, and this process only looks whether there are any.
+    Under hybrid the generating workers read the data, and this process only checks that it exists.
     """
     if config.runtime == "hybrid":
         check_files(config, train)
@@ -159,15 +159,15 @@ def prepare_together(config: Config, world: World, train: bool = True) -> Prepar
 def prepare(
     config: Config, train: bool = True, kept: Mapping[str, Any] | None = None, check: Check = at_once
 ) -> Prepared:
-    """Raise UserError for the first thing that could not run; without `train` only evaluation data is read.
+    """Raise UserError for the first obstacle to a run; without `train` only evaluation data is read.
 
-    `kept` has the folders of the tables that another process has made of the sources of `train`, `eval` and `texts`.
+    `kept` holds the table folders that another process has made of `train`, `eval` and `texts`.
     """
     return with_data(without_data(config, train, check), train, kept)
 
 
 def without_data(config: Config, train: bool = True, check: Check = at_once) -> Prepared:
-    """Return what `prepare` does before it reads any data; without `train` the models of evaluation alone are looked at."""
+    """Do the part of `prepare` before any data is read; without `train` only the evaluation's models are checked."""
     config = with_own_samples(config)
     flow = build_flow(config)
     if config.runtime == "distributed":
@@ -194,13 +194,13 @@ def without_data(config: Config, train: bool = True, check: Check = at_once) -> 
 def with_data(
     prepared: Prepared, train: bool, kept: Mapping[str, Any] | None = None, readers: Readers = ALONE
 ) -> Prepared:
-    """Return a run with its data, which this process reads.
+    """Return a run with its data, read by this process.
 
     Args:
-        prepared: The run without them.
-        train: False to read held-out sets alone.
-        kept: The folders of the tables that another process has made of them.
-        readers: The processes that read them together.
+        prepared: The run without data.
+        train: False reads only held-out sets.
+        kept: Table folders made by another process.
+        readers: The processes that read the data together.
     """
     config, flow, tokenizer, known = prepared.config, prepared.flow, prepared.tokenizer, kept or {}
     needed = flow.needs_from_data()
@@ -219,7 +219,7 @@ def with_data(
 
 
 def check_files(config: Config, train: bool) -> None:
-    """Raise UserError where training or evaluation data are not there. No file is opened."""
+    """Raise UserError if training or evaluation data is missing. Opens no file."""
     if train:
         check_train(config.data)
     texts = [config.data.ptx] if train and config.data.ptx else []
@@ -228,7 +228,7 @@ def check_files(config: Config, train: bool) -> None:
 
 
 def check_models(config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise UserError for a role whose model lacks the head that it needs, or whose tokens are not those of the others."""
+    """Raise UserError for a role whose model lacks the needed head, or whose tokenizer differs from the others'."""
     for role in flow.roles:
         path = model_path(role, config)
         if backend_of(role, config) == "torch":
@@ -248,7 +248,7 @@ def check_models(config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase)
 
 
 def set_up_torch(config: Config) -> None:
-    """Set the threads, seeds and determinism of this process, and by its environment the threads of those that it starts."""
+    """Set the threads, seeds and determinism of this process, and by its environment the threads of its children."""
     transformers_logging.disable_progress_bar()
     if config.threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(config.threads)
@@ -275,7 +275,7 @@ def check_answers(config: Config, sources: Sequence[LoadedSource], settings: Seq
 
 
 def needs_answer(verifier: Verifier) -> bool:
-    """Return True where the verifier asks for the answer and has no default for it."""
+    """Return True if the verifier takes the answer and has no default for it."""
     if "answer" not in verifier.reads:
         return False
     return inspect.signature(verifier.function).parameters["answer"].default is inspect.Parameter.empty
@@ -287,9 +287,9 @@ def check_lengths(config: Config, flow: Flow, train: Sequence[LoadedSource], hel
     responses = config.rollout.max_response_tokens
     trained = longest(train, responses if generates else 0)
     if any("environment" in stage.params for stage in flow.stages):
-        # where none is set, generation ends a sequence at the model's own limit
+        # without a limit, generation ends a sequence at the model's own
         trained = max(trained, config.rollout.max_sequence_tokens or 0)
-    # Where the device's memory decides, no row is longer.
+    # If device memory decides, no row is longer.
     decided = config.trainer.max_tokens_per_device is None and device_memory(config.device) is not None
     limits = {"trainer": trained if decided else usual_max_tokens(config)}
     limits |= {f"roles.{r}": own.max_tokens_per_device or trained for r, own in config.roles.items()}
@@ -310,7 +310,7 @@ def check_lengths(config: Config, flow: Flow, train: Sequence[LoadedSource], hel
 
 
 def embeddings_exceeded(config: Config, roles: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Return the sizes of the embeddings of models that have fewer tokens than the tokenizer, by role."""
+    """Return the embedding size of each role whose model has fewer tokens than the tokenizer."""
     found = {}
     for role in roles:
         settings = model_settings(model_path(role, config))
@@ -323,7 +323,7 @@ def embeddings_exceeded(config: Config, roles: Iterable[str], tokenizer: PreTrai
 def check_vocabulary(
     config: Config, roles: Iterable[str], tokenizer: PreTrainedTokenizerBase, sources: Sequence[LoadedSource]
 ) -> None:
-    """Raise UserError, with its line, for the first example with a token that a model has no embedding of."""
+    """Raise UserError, with its line, for the first example with a token that a model cannot embed."""
     exceeded = embeddings_exceeded(config, roles, tokenizer)
     if not exceeded:
         return
@@ -341,7 +341,7 @@ def check_vocabulary(
 
 
 def vocabulary_lines(prepared: Prepared) -> list[str]:
-    """Return a line for each role whose model lacks embeddings of tokens that texts of an environment or a user may still have."""
+    """Return a line for each role whose model cannot embed tokens that later texts (environments, users) may contain."""
     found = embeddings_exceeded(prepared.config, prepared.roles(), prepared.tokenizer)
     return [
         f"the tokenizer has {len(prepared.tokenizer)} tokens and the embedding of {role} has {size}: none beyond it is in the data, and a "
@@ -351,5 +351,5 @@ def vocabulary_lines(prepared: Prepared) -> list[str]:
 
 
 def longest(sources: Sequence[LoadedSource], added: int) -> int:
-    """Return the tokens of the longest row of prompt and given response, or where none is given of prompt and `added` sampled tokens."""
+    """Return the tokens of the longest row: prompt and given response, or prompt and `added` sampled tokens."""
     return max((s.facts.longest_row or s.facts.longest_prompt + added for s in sources), default=0)
