@@ -1,4 +1,4 @@
-"""What a generate stage does: requests, engines and their weights, episodes, early verification, early stop, residency.
+"""The execution of generate stages: requests, engines and their weights, episodes, early verification, early stop.
 
 rows ──generation──▶ engine (engines) ──finished rows──▶ verification, early_stop ──▶ columns
      ──episodes────▶ players on the same engine ──────▶

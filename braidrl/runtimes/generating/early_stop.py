@@ -1,11 +1,11 @@
-"""Ends the generation of groups that the batch turns out not to need: selection is asked while others are still being generated.
+"""Early stop: abort groups that the batch turns out not to need, by running selection while other groups still generate.
 
 finished rows ──▶ checks ──▶ whole groups ──select──▶ kept or not ──▶ GroupSelector.needless ──▶ rows to abort
                    │  ▲
                    ▼  │ index columns
                 other ranks
 
-What ends early depends on who was fast; what is in the batch does not: it is the first kept groups by number.
+Which rows are aborted depends on timing. The batch does not: it is the first kept groups by number.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,12 +20,12 @@ from braidrl.rewards.verify import Pending
 from braidrl.runtimes.generating.verification import early_verify_stages, verified
 
 Needless = Callable[[Mapping[int, bool]], Collection[int]]
-"""Groups that are not needed any more once these are known to be kept or not."""
+"""Returns the groups that are no longer needed once these groups are known to be kept or dropped."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A flow's sampling segment where groups can be decided one by one, from what generation and rules say of them."""
+    """A flow's sampling segment whose groups can be decided one by one from generated and rule-checked columns."""
 
     generate: Stage
     verify: tuple[Stage, ...]
@@ -33,7 +33,7 @@ class Segment:
 
 
 def segment_of(flow: Flow, iteration: int) -> Segment | None:
-    """Return the flow's sampling segment, or None where selection needs more than rules see, or where stages are skipped."""
+    """Return the flow's sampling segment, or None if selection needs more than rules see, or if stages are skipped."""
     if not flow.sampling_segment:
         return None
     generate, *rest = flow.sampling_segment
@@ -47,15 +47,15 @@ def segment_of(flow: Flow, iteration: int) -> Segment | None:
 
 @dataclass
 class EarlyStop:
-    """Follows one wave while it is generated; of ranks that share it each has one, and knows all of the wave's groups."""
+    """The state of one wave during generation; each rank that shares it has one, with all of the wave's groups."""
 
     segment: Segment
     needless: Needless
     flow: Flow
     left: dict[int, set[Uid]]
-    """Of each group the rows that are not known yet."""
+    """Unfinished rows by group."""
     notices: Notices | None = None
-    """Where ranks tell each other what they have found; None for one that generates all of the wave."""
+    """Messages between ranks about finished rows; None for a rank that generates the whole wave."""
     waiting: list[tuple[Rows, list[Pending]]] = field(default_factory=list)
     """Finished rows, and their checks in the order of the verify stages."""
     known: dict[int, list[Rows]] = field(default_factory=dict)
@@ -65,30 +65,30 @@ class EarlyStop:
     def of(
         segment: Segment, needless: Needless, flow: Flow, uids: Sequence[Uid], notices: Notices | None = None
     ) -> "EarlyStop":
-        """Return what follows a wave; `uids` are all of its rows, whoever generates them."""
+        """Return the state of a wave; `uids` names its rows on all ranks."""
         left: dict[int, set[Uid]] = {}
         for uid in uids:
             left.setdefault(uid[1], set()).add(uid)
         return EarlyStop(segment, needless, flow, left, notices)
 
     def add(self, rows: Rows, checks: Mapping[str, Pending]) -> None:
-        """Take finished rows, and their checks by verify stage, which have begun."""
+        """Add finished rows, and their running checks by verify stage."""
         self.waiting.append((rows, [checks[stage.name] for stage in self.segment.verify]))
 
     def rows_to_end(self) -> list[Uid]:
-        """Return the rows of groups that are not needed any more; some may have ended by themselves, or be another rank's. Never waits."""
+        """Return the rows of groups no longer needed; some may have ended, or belong to another rank. Never waits."""
         news = self._exchanged(self._checked(lambda checks: all(check.done() for check in checks)))
         for index in news:
             self._note(index)
         return [uid for group in self.needless(self.decided) for uid in sorted(self.left[group])] if news else []
 
     def close(self) -> None:
-        """Tell the others what they do not know yet, once all rows of this rank have ended; waits for their checks."""
+        """Send the remaining results to the other ranks, after all rows of this rank have ended; waits for their checks."""
         if self.notices is not None:
             self._exchanged(self._checked(lambda checks: True))
 
     def _checked(self, is_ready: Callable[[Sequence[Pending]], bool]) -> list[Rows]:
-        """Return the index columns, those of the verify stages too, of the rows whose checks are ready."""
+        """Return the index columns, including those of verify stages, of rows whose checks are ready."""
         ready = [is_ready(checks) for _, checks in self.waiting]
         taken = [item for item, now in zip(self.waiting, ready, strict=True) if now]
         self.waiting = [item for item, now in zip(self.waiting, ready, strict=True) if not now]
@@ -100,7 +100,7 @@ class EarlyStop:
         return found
 
     def _exchanged(self, own: list[Rows]) -> list[Rows]:
-        """Return what has become known: this rank's own, and what others have told."""
+        """Return the new results of this rank and of all others."""
         if self.notices is None:
             return own
         if own:

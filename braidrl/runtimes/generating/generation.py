@@ -1,4 +1,4 @@
-"""Generates and checks answers in one process: holds the engines of its roles and the processes that check.
+"""Generation and verification in one process: holds the engines of its roles and the reward processes.
 
 rows ──requests_of──▶ engine ──finished rows──▶ EarlyChecks, EarlyStop ──▶ columns
      ──play────────▶ episodes on the same engine ─────────────────────▶
@@ -44,7 +44,7 @@ from braidrl.weights.publisher import Publisher, TransferVolume
 
 
 class WeightMoves:
-    """What weights take on their way to another layout: a span each in the trace, and numbers for the next stage's metrics."""
+    """Records of weight transfers to another layout: a span each in the trace, and numbers for the next stage's metrics."""
 
     def __init__(self) -> None:
         self.trace: TraceWriter | None = None
@@ -52,7 +52,7 @@ class WeightMoves:
         self._sums = Sums()
 
     def note(self, role: str, moved: TransferVolume | None) -> None:
-        """Note one transition of a role's weights, None or without rounds where nothing travelled."""
+        """Record one transfer of a role's weights; None, or no rounds, if nothing moved."""
         if moved is None or not moved.rounds:
             return
         for name in ("received", "rounds", "seconds"):
@@ -61,17 +61,17 @@ class WeightMoves:
             self.trace.past(role, "weights", self.version + 1, moved.seconds)
 
     def note_update(self, role: str, seconds: float) -> None:
-        """Note how long it took until a role's new weights generate."""
+        """Record the seconds until a role's new weights generate."""
         self._sums.add(f"weights/{role}/update_seconds", seconds)
 
     def report(self, sums: Sums) -> None:
-        """Add the numbers of the transitions since the last report."""
+        """Add the numbers of the transfers since the last report."""
         sums.merge(self._sums)
         self._sums = Sums()
 
 
 class Generation:
-    """The engines of roles that generate, by role, and the checks under way."""
+    """The engines of generating roles, by role, and the running checks."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Generation:
         progress: Progress,
         ranks: DataParallel,
     ) -> None:
-        """Begin without engines; `ranks` are the processes that generate a batch together."""
+        """Start without engines; `ranks` are the processes that generate a batch together."""
         self.config, self.flow, self.tokenizer, self.progress = config, flow, tokenizer, progress
         self.ranks = ranks
         self.checks = Checks(rewards, progress)
@@ -92,21 +92,21 @@ class Generation:
         self.environments = EnvironmentHosts(config.rollout.environment)
 
     def start_engine(self, worker: TrainingBackend) -> None:
-        """Start what generates with the weights of `worker`."""
+        """Start the engine that generates with the weights of `worker`."""
         engine = self.engines[worker.role] = start_engine(worker, self.config, self.tokenizer)
         self.publishers[worker.role] = publisher_of(worker, engine, self.config)
 
     def start_remote_engine(self, role: str, ranks: DataParallel) -> None:
-        """Start what generates for a role whose weights come from other processes, which are named later."""
+        """Start the engine of a role whose weights come from other processes; `exchange_weights` names them later."""
         self.engines[role] = start_engine(Remote(role, ranks), self.config, self.tokenizer)
 
     def exchange_weights(self, role: str, worker: TrainingBackend | None, ranks: DataParallel) -> None:
-        """Plan the way of a role's weights from processes that train it to processes that only generate for it.
+        """Plan the transfer of a role's weights from training to generating processes.
 
         Args:
             role: The role.
-            worker: Trains it here; None where an engine of this process receives its weights.
-            ranks: All that train or generate.
+            worker: Trains the role here; None if an engine of this process receives the weights.
+            ranks: All ranks that train or generate.
         """
         trained = torch_worker(worker) if worker is not None else None
         if role in self.publishers:
@@ -116,7 +116,7 @@ class Generation:
     def generate(self, stage: Stage, rows: Rows, sums: Sums, stop: EarlyStop | None = None) -> Mapping[str, Column]:
         """Return the columns that a generate stage writes, in the order of `rows`; `stop` ends rows early.
 
-        Without rows only the part of a rank is done that decodes together with others.
+        Without rows only collective decoding with other ranks is done.
         """
         if "environment" in stage.params:
             return self._play(stage, rows, sums)
@@ -126,13 +126,13 @@ class Generation:
             return {}
         requests = requests_of(stage, rows, self.config)
         place = {uid: i for i, uid in enumerate(rows.uids())}
-        # The likeliest tokens of a prompt are the same for all of its samples: one of them is generated for all.
+        # Greedy decoding gives all samples of a prompt the same tokens: one is generated for all.
         greedy = sampling_of(stage, self.config).takes_likeliest
         first = leaders(list(place)) if greedy else {uid: uid for uid in place}
         requests = [request for request in requests if first[request.uid] == request.uid]
         partial = self.partial(stage, rows, self.moves.version)
         requests = partial.rest(requests) if partial else requests
-        # Of a group that is set aside the answers that are there would be checked in vain.
+        # Answers in a suspended group would be checked in vain.
         verify = [] if partial else early_verify_stages(self.flow, stage)
         with self.progress.stage(stage.name, len(rows)) as bar:
             early = EarlyChecks(self.checks, engine, rows, place, verify, bar, stop.add if stop else None)
@@ -159,13 +159,13 @@ class Generation:
         return self.columns(stage, rows, finished)
 
     def partial(self, stage: Stage, rows: Rows, version: int) -> PartialResponses | None:
-        """Return what rows have drawn before, where responses may be set aside; `version` of the weights goes on with them."""
+        """Return the earlier tokens of rows if responses may be suspended; `version` of the weights continues them."""
         if self.config.rollout.tokens_per_iteration is None or "rollout_versions" not in rows:
             return None
         return PartialResponses.of(stage, rows, self.config, version)
 
     def _play(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
-        """Play episodes in the stage's environment; failures of environments are counted and the first is shown."""
+        """Play episodes in the stage's environment; environment failures are counted and the first is shown."""
         engine = self.engines[str(stage.role)]
         if engine.is_collective:
             raise UserError(f"{stage.name}: an environment needs engines of their own; write rollout.engines=1")
@@ -198,7 +198,7 @@ class Generation:
             running: The engine.
             stage: A generate stage with an environment.
             rows: The rows.
-            limits: What ends a trajectory.
+            limits: Limits of a trajectory.
             finished: Called with each episode that ends.
         """
         make = await in_thread(lambda: self.environments.find(stage.params["environment"]))
@@ -209,7 +209,7 @@ class Generation:
         )
         purpose, seed = str(stage.params.get("purpose", "train")), self.config.seed
         if is_agent(stage.params["environment"]):
-            # Imported here: only agents need aiohttp, which need not be installed.
+            # Imported here: only agents need aiohttp, which is optional.
             from braidrl.agents.agents import Agents
             from braidrl.agents.endpoint import Endpoint
 
@@ -225,7 +225,9 @@ class Generation:
     def episode_columns(
         self, stage: Stage, played: Sequence[Episode], limits: Limits, sums: Sums
     ) -> Mapping[str, Column]:
-        """Return the columns that a generate stage writes; turns and failures are counted in `sums`, and the first of each is shown."""
+        """Return the columns that a generate stage writes; turns and failures are counted in `sums`, and the first failure of each kind
+        is shown.
+        """
         sums.add("environment/turns", sum(episode.turns for episode in played), len(played))
         failures = failure_counts(played)
         sums.add("environment/failed_fraction", sum(failures.values()), len(played))
@@ -241,7 +243,7 @@ class Generation:
         return self._named(stage, response_columns(rows, finished))
 
     def _named(self, stage: Stage, columns: Mapping[str, Column]) -> Mapping[str, Column]:
-        """Return what was generated, under the stage's names, and how often each row reconsiders itself."""
+        """Return the generated columns under the stage's names, and each row's count of reconsiderations."""
         into, tokens, mask = stage.params.get("into"), columns["tokens"], columns["action_mask"]
         assert isinstance(tokens, Ragged) and isinstance(mask, Ragged)
         reflections = torch.zeros(len(tokens), dtype=torch.int64)
@@ -251,11 +253,11 @@ class Generation:
         return {f"{into}.{n}" if into else n: c for n, c in {**columns, "reflections": reflections}.items()}
 
     def verify(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
-        """Wait for the checks that were begun during generation, or begin them now; return the stage's columns."""
+        """Wait for checks that started during generation, or start them now; return the stage's columns."""
         return verified(self.flow, stage, rows, dict(self.checks.results(stage, rows, sums).items()))
 
     def publish(self, version: int) -> None:
-        """Generate with the trained weights from now on, under this version's number."""
+        """Load the trained weights into the engines, under this version number."""
         self.moves.version = version
         for role, publisher in self.publishers.items():
             start = time.perf_counter()
@@ -263,7 +265,7 @@ class Generation:
             self.moves.note_update(role, time.perf_counter() - start)
 
     def close(self) -> None:
-        """End the engines' processes and those that check answers."""
+        """End the processes of engines and of checks."""
         for engine in self.engines.values():
             engine.close()
         for publisher in self.publishers.values():
@@ -273,13 +275,13 @@ class Generation:
 
 
 def requests_of(stage: Stage, rows: Rows, config: Config) -> list[Request]:
-    """Return what a generate stage asks of its engine, one request per row."""
+    """Return a generate stage's requests to its engine, one per row."""
     sampling, purpose, prompts = sampling_of(stage, config), str(stage.params.get("purpose", "train")), rows["prompt"]
     return [Request(uid, prompts[i], sampling, purpose, stage.name) for i, uid in enumerate(rows.uids())]
 
 
 def sampling_of(stage: Stage, config: Config) -> SamplingParams:
-    """Return how a generate stage samples: by the configuration's `rollout`, where the stage does not say otherwise."""
+    """Return a generate stage's sampling settings: its own, else those of `rollout`."""
     rollout, params = config.rollout, stage.params
     own = {name: params.get(name, getattr(rollout, name)) for name in ("temperature", "top_p", "top_k")}
     return SamplingParams(
@@ -289,29 +291,29 @@ def sampling_of(stage: Stage, config: Config) -> SamplingParams:
 
 
 def leaders(uids: Sequence[Uid]) -> dict[Uid, Uid]:
-    """Return for each row the first one of its prompt."""
+    """Return for each row the first row with the same prompt."""
     first: dict[tuple[int, int], Uid] = {}
     return {uid: first.setdefault(uid[:2], uid) for uid in uids}
 
 
 SHOW_EVERY_S = 1.0
-"""How often the progress of episodes is told of, also while none of them ends."""
+"""Seconds between progress updates of episodes, also while none ends."""
 
 
 async def show(bar: Bar, engine: RoleEngine) -> None:
-    """Tell of the rows in flight until it is cancelled."""
+    """Show the number of rows in flight until cancelled."""
     while True:
         await asyncio.sleep(SHOW_EVERY_S)
         bar.update(in_flight=engine.in_flight)
 
 
 def limits_of(config: Config, max_sequence_tokens: int, ranks: DataParallel) -> Limits:
-    """Return what ends a trajectory; a right answer is worth 1 unless the configuration says otherwise.
+    """Return the limits of a trajectory; a right answer has score 1 unless configured.
 
     Args:
-        config: The run's.
-        max_sequence_tokens: Of a prompt and what follows it.
-        ranks: The processes that play together, which divide `at_once`.
+        config: The run's configuration.
+        max_sequence_tokens: Limit of a prompt and all that follows it.
+        ranks: The processes that play together and divide `at_once`.
     """
     environment, right = config.rollout.environment, config.reward.correct_score
     share = environment.at_once // ranks.size + (ranks.rank < environment.at_once % ranks.size)
@@ -322,6 +324,6 @@ def limits_of(config: Config, max_sequence_tokens: int, ranks: DataParallel) -> 
 
 
 def failure_line(reason: str, count: int, played: Sequence[Episode]) -> str:
-    """Return how many trajectories failed in this way, and the first of them."""
+    """Describe how many trajectories failed in this way, and the first of them."""
     first = next(episode for episode in played if episode.failure == reason)
     return f"{count} of {len(played)} trajectories ended by {reason}; row {first.trajectory.uid}: {first.detail}"

@@ -1,9 +1,9 @@
-"""Responses that an iteration does not finish: each draws so many tokens at most, is set aside, and goes on in a later iteration.
+"""Partial rollout: a response draws at most its token budget, is suspended, and resumes in a later iteration.
 
-admitted, nothing drawn ──▶ generate ──over its budget──▶ set aside: tokens, log-probs, versions ──▶ generate, one version later
+admitted, nothing drawn ──▶ generate ──over its budget──▶ suspended: tokens, log-probs, versions ──▶ generate, one version later
                                      ──ended──▶ verify, select, train
 
-A row that was set aside is a row like others whose `finish_reason` is ABORT; so is one that was just admitted.
+Suspended and newly admitted rows are ordinary rows whose `finish_reason` is ABORT.
 """
 
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ TO_THE_END = "to_the_end"
 
 
 def admitted(rows: Rows, dtype: str) -> Rows:
-    """Return admitted rows with the columns of responses of which nothing is drawn; log-probs will have the engine's type."""
+    """Return admitted rows with the columns of empty responses; log-probs have the engine's data type."""
     nothing = torch.empty(0, dtype=torch.int64)
     log_probs = nothing.to(torch.float64 if dtype == "float64" else torch.float32)
     empty = [Response(uid, nothing, log_probs, FinishReason.ABORT, nothing) for uid in rows.uids()]
@@ -39,7 +39,7 @@ def to_the_end(stage: Stage) -> Stage:
 
 @dataclass
 class PartialResponses:
-    """What the rows of a generate stage have drawn before, and how much each may draw now."""
+    """The earlier tokens of a generate stage's rows, and their present budgets."""
 
     config: Config
     before: dict[Uid, Response]
@@ -48,13 +48,13 @@ class PartialResponses:
 
     @staticmethod
     def of(stage: Stage, rows: Rows, config: Config, version: int) -> "PartialResponses":
-        """Return what rows have; one that would be too old for the next batch has no budget.
+        """Collect the earlier tokens of rows. A row that would be too stale for the next batch has no budget limit.
 
         Args:
             stage: The generate stage.
-            rows: Its rows, which have the columns of `admitted`.
-            config: The run's.
-            version: Of the weights that go on with them.
+            rows: Its rows, with the columns of `admitted`.
+            config: The run's configuration.
+            version: Version of the weights that continue them.
         """
         before, budgets = {}, dict[Uid, int | None]()
         starts, reasons = rows["prompt_length"].tolist(), rows["finish_reason"].tolist()
@@ -74,7 +74,7 @@ class PartialResponses:
         }
 
     def rest(self, requests: Iterable[Request]) -> list[Request]:
-        """Return what is left to ask for, of rows that have not ended, as far as their budgets go."""
+        """Return the remaining requests of unfinished rows, within their budgets."""
         for request in requests:
             rest, budget = remaining_request(request, self.before[request.uid]), self.budgets[request.uid]
             if rest is not None:
@@ -83,7 +83,7 @@ class PartialResponses:
         return list(self.asked.values())
 
     def joined(self, drawn: Response, max_sequence_tokens: int) -> Response:
-        """Return the whole response; one that has spent its budget and may go on is set aside, unless it repeats itself."""
+        """Return the whole response; if its budget is spent it is suspended, unless it is complete or repeats itself."""
         request, whole = self.asked[drawn.uid], joined([self.before[drawn.uid], drawn])
         spent = drawn.finish_reason is FinishReason.LENGTH and len(drawn.tokens) == self.budgets[drawn.uid]
         room = max_sequence_tokens - len(request.prompt) - len(drawn.tokens)

@@ -1,4 +1,4 @@
-"""Checks of answers by rules: begun on finished rows while others are still being generated, collected when the verify stage comes.
+"""Verification by rules: starts on finished rows while others still generate; the verify stage collects the results.
 
 engine ──finished rows──▶ EarlyChecks ──some at a time──▶ Checks.begin ─▶ reward processes
                                        verify stage ──▶ Checks.results ◀──┘
@@ -24,13 +24,13 @@ from braidrl.rewards.verify import CheckFailure, Pending, RuleRewards
 
 Tell = Callable[[Rows, Mapping[str, Pending]], object]
 NOTED = 3
-"""Descriptions of failures that are kept of some rows: the commonest."""
+"""Number of failure messages kept from some rows: the most frequent."""
 VERIFY_CHUNK = 8
-"""Finished rows handed to the reward processes at once while others are still being generated."""
+"""Batch size of finished rows for the reward processes during generation."""
 
 
 class Checks:
-    """The checks under way, by verify stage. Without `rewards` none are made in this process."""
+    """The running checks, by verify stage. Without `rewards` this process makes none."""
 
     def __init__(self, rewards: RuleRewards | None, progress: Progress) -> None:
         self.rewards, self.progress = rewards, progress
@@ -38,21 +38,21 @@ class Checks:
         self.shown: set[tuple[str, str]] = set()
 
     def begin(self, stage: Stage, rows: Rows) -> Pending:
-        """Hand rows to the reward processes before the stage has its turn."""
+        """Send rows to the reward processes before the stage runs."""
         assert self.rewards is not None, "no answer is checked in this process"
         begun = self.rewards.submit(rows, stage.params.get("of"))
         self.pending.setdefault(stage.name, []).append((rows, begun))
         return begun
 
     def results(self, stage: Stage, rows: Rows, sums: Sums) -> Rows:
-        """Return what the checks of `rows` found, in their order; those that were not begun are begun now."""
+        """Return the results of `rows`, in their order; missing checks start now."""
         if stage.name not in self.pending:
             self.begin(stage, rows)
         begun = self.pending.pop(stage.name)
         with self.progress.stage(stage.name, len(rows)) as bar:
             parts = []
             for part, pending in begun:
-                with WORK.waiting():  # checks have limits of their own
+                with WORK.waiting():  # checks have their own limits
                     found = pending.result()
                 parts.append(part.only(IDENTITY).with_columns(found))
                 bar.update(len(part))
@@ -71,14 +71,14 @@ class Checks:
         return checked.take([place[uid] for uid in rows.uids()]).without(IDENTITY)
 
     def _show_once(self, failure: CheckFailure) -> None:
-        """Say why a check came to nothing, the first time that a verifier fails in this way; later ones are only counted."""
+        """Print a failure the first time that a verifier fails in this way; later ones are only counted."""
         kind = (failure.label, failure.reason)
         if kind not in self.shown:
             self.shown.add(kind)
             self.progress.print(f"{failure.words}; its row counts as wrong")
 
     def forget(self) -> None:
-        """Give up the checks under way: their rows are drawn again, perhaps with other answers."""
+        """Abandon the running checks: their rows are drawn again, perhaps with other answers."""
         self.pending.clear()
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class Checks:
 
 
 class EarlyChecks:
-    """Hands finished rows of a generate stage to the reward processes while the engine goes on with the others."""
+    """Sends finished rows of a generate stage to the reward processes while the engine continues."""
 
     def __init__(
         self,
@@ -100,9 +100,9 @@ class EarlyChecks:
         bar: Bar,
         tell: Tell | None = None,
     ) -> None:
-        """`place` says where in `rows` each is; `verify` are the stages that may begin.
+        """Start; `place` gives the position of each row in `rows`, `verify` the stages that may start early.
 
-        `tell` is given each finished row at once, with its checks by verify stage.
+        `tell` gets each finished row at once, with its checks by verify stage.
         """
         self.checks, self.engine, self.rows, self.place, self.bar = checks, engine, rows, place, bar
         self.verify = verify if checks.rewards is not None else ()
@@ -110,7 +110,7 @@ class EarlyChecks:
         self.waiting: list[Response] = []
 
     def add(self, finished: Response) -> None:
-        """Take a row from the engine, which calls this in the order in which they end."""
+        """Take a finished row from the engine; called in the order in which rows end."""
         self.bar.update(1, len(finished.tokens), self.engine.in_flight)
         if self.verify:
             self.waiting.append(finished)
@@ -118,7 +118,7 @@ class EarlyChecks:
                 self.flush()
 
     def flush(self) -> None:
-        """Begin the checks of all rows that are waiting."""
+        """Start the checks of all waiting rows."""
         if not self.waiting:
             return
         part = self.rows.take([self.place[row.uid] for row in self.waiting])
@@ -130,9 +130,9 @@ class EarlyChecks:
 
 
 def early_verify_stages(flow: Flow, stage: Stage) -> list[Stage]:
-    """Return the verify stages that may begin while `stage` generates: they need nothing but what it and admission write.
+    """Return the verify stages that may start during `stage`: they need only its columns and those of admission.
 
-    From the next infer stage on, rows may be on other ranks than where they were generated.
+    From the next infer stage on, rows may be on other ranks than those that generated them.
     """
     later = flow.stages[flow.stages.index(stage) + 1 :] if stage in flow.stages else ()
     return [
@@ -145,14 +145,14 @@ def early_verify_stages(flow: Flow, stage: Stage) -> list[Stage]:
 
 
 def verified(flow: Flow, stage: Stage, rows: Rows, checked: Mapping[str, Column]) -> Mapping[str, Column]:
-    """Return the columns that a verify stage writes for `rows`, from what its checks found."""
+    """Return the columns that a verify stage writes for `rows`, from the results of its checks."""
     found = checked[in_namespace(stage.params.get("of"), ("score",))[0]]
     assert isinstance(found, Tensor)
     return {**checked, **added_scores(flow, stage, rows, found)}
 
 
 def added_scores(flow: Flow, stage: Stage, rows: Rows, scores: Tensor) -> Mapping[str, Column]:
-    """Return `score` and `reward`: scores (B,), times the stage's weight, on top of what earlier sources gave."""
+    """Return `score` and `reward`: scores (B,) times the stage's weight, added to earlier sources."""
     earlier, weight = {column.name for column in flow.inputs.get(stage.name, ())}, stage.params.get("weight")
     weighted = scores.float() * (1.0 if weight is None else weight)
     columns = in_namespace(stage.params.get("of"), SUMMED)

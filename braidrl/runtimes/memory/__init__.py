@@ -1,7 +1,7 @@
-"""The device memory of a run, before and while it runs.
+"""The device memory of a run: estimates before it, and residency of its models during it.
 
-configuration, flow ──budget──▶ bytes of each role by part ──residency──▶ what is on the device in each stage, and the moves
+configuration, flow ──budget──▶ bytes of each role by part ──residency──▶ resident assets in each stage, and the moves
 
-`runtimes.sizing` chooses sizes by it. `training.memory` has what is below: the bytes of a model (`footprint`) and tensors that leave the
-device (`offload`).
+`runtimes.sizing` chooses sizes by these estimates. `training.memory` is the layer below: the bytes of a model (`footprint`) and
+offloading of tensors (`offload`).
 """

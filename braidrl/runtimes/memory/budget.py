@@ -1,4 +1,4 @@
-"""What a role takes of each of its devices, counted by `training.memory.footprint`. `--dry-run` and `braid plan` both ask here.
+"""Memory of a role on each of its devices, counted by `training.memory.footprint`; used by `--dry-run` and `braid plan`.
 
 configuration or candidate ──▶ Deployment ──role_memory──▶ Footprint(resident, working) ──peak──▶ bytes of a device
 """
@@ -44,30 +44,30 @@ ActivationBytes = Callable[[Shape, int, bool, ParallelLayout], int]
 
 @dataclass(frozen=True)
 class RoleUse:
-    """A role on a device, and what it does there."""
+    """A role on a device, and its use there."""
 
     role: str
     trained: bool
     generates: bool
     apart: bool = False
-    """True where it generates in a pool of its own."""
+    """True if it generates in its own pool."""
 
 
 @dataclass(frozen=True)
 class EngineUse:
-    """An embedded engine: `divisor` ranks divide it; without `own_weights` it decodes with the trainer's."""
+    """An embedded engine: `divisor` ranks shard it; without `own_weights` it decodes with the trainer's."""
 
     shape: Shape
     slots: int
     tokens: int
-    """Of the longest sequence."""
+    """Tokens of the longest sequence."""
     divisor: int = 1
     own_weights: bool = False
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """How a role lies on its devices and what it does there. `plain` is its model without adapters."""
+    """The layout and use of a role on its devices. `plain` is its model without adapters."""
 
     shape: Shape
     plain: Shape
@@ -75,20 +75,20 @@ class Deployment:
     trained: bool
     scalar: bool
     computes: bool
-    """True where it infers or trains."""
+    """True if it infers or trains."""
     tokens: int
-    """Of a micro-batch."""
+    """Tokens of a micro-batch."""
     checkpointing: bool = False
     inference: ParallelLayout | None = None
-    """The layout of a second copy that infers."""
+    """Layout of a second copy for inference."""
     engine: EngineUse | None = None
     moment_bytes: float = MASTER_BYTES
-    """Of each of the optimizer's two moments of a weight in float32."""
+    """Bytes of each of the optimizer's two moments of a float32 weight."""
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """What a role takes of its device, in bytes by part: all the time, and while it works."""
+    """A role's bytes on its device by part: resident, and while it works."""
 
     use: RoleUse
     shape: Shape
@@ -99,7 +99,7 @@ class Footprint:
 def role_memory(
     use: Deployment, activations: ActivationBytes = activation_bytes
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the bytes of each device by part: those that stay, and those needed while the role works."""
+    """Return the bytes on each device by part: the resident ones, and those needed while the role works."""
     resident = resident_bytes(use.shape, use.trained, use.layout, use.moment_bytes)
     if use.inference is not None:
         resident[INFERENCE] = resident_bytes(use.plain, False, use.inference)["weights"]
@@ -120,7 +120,7 @@ def role_memory(
 
 
 def working_bytes(use: Deployment, activations: ActivationBytes = activation_bytes) -> dict[str, int]:
-    """Return what a role takes beside what stays, by part, while it computes a micro-batch."""
+    """Return the bytes, beside the resident ones, of computing a micro-batch, by part."""
     shape, layout, tokens = use.shape, use.layout, use.tokens
     working: dict[str, int] = {}
     if gathered := gathered_bytes(shape, layout):
@@ -140,10 +140,10 @@ def footprint(use: RoleUse, config: Config, flow: Flow, devices: int, decoding_r
     """Return one role's parts on each of its devices.
 
     Args:
-        decoding_ranks: ranks of the run that decode together, with slices of the model.
+        decoding_ranks: Ranks of the run that decode together with a sharded model.
 
     Raises:
-        UserError: for a layout that does not fit the devices or the model.
+        UserError: The layout does not fit the devices or the model.
     """
     role, rollout, dtype = use.role, config.rollout, dtype_of(use.role, config)
     scalar = role in flow.scalar_roles
@@ -156,7 +156,7 @@ def footprint(use: RoleUse, config: Config, flow: Flow, devices: int, decoding_r
     layout.check_model(sizes.num_attention_heads, sizes.num_key_value_heads, sizes.num_hidden_layers)
     other = inference_layouts(config, flow).get(role) if use.trained else None
     engine = None
-    # Servers have devices of their own.
+    # Servers have their own devices.
     if use.generates and rollout.engine != "http":
         decoder = replace(shape, dtype=DTYPES[rollout.dtype]) if rollout.dtype else shape
         differs = (
@@ -175,23 +175,23 @@ def footprint(use: RoleUse, config: Config, flow: Flow, devices: int, decoding_r
 
 
 def peak(footprints: Sequence[Footprint], resident: int | None = None) -> int:
-    """Return the bytes of one device at their peak: what stays there, and the most that any role needs beside it.
+    """Return the peak bytes of one device: the resident ones, and the most that any role needs beside them.
 
-    Roles take turns, and engines sleep while others work: keys and values are there while their role generates, and not while one infers
-    or trains. `resident` says how much stays there where not everything does.
+    Roles take turns, and engines sleep while others work: keys and values exist while their role generates, and not while one infers
+    or trains. `resident` gives the resident bytes if not everything stays.
     """
     working = max(sum(f.working.values()) for f in footprints)
     return resident + working if resident is not None else at_once([f.resident for f in footprints], working)
 
 
 def at_once(resident: Sequence[Mapping[str, int]], working: int) -> int:
-    """Return the most bytes at a time of roles that stay on a device and take turns: keys and values beside none of what is `working`."""
+    """Return the peak bytes of resident roles that take turns: keys and values are never beside `working` bytes."""
     caches = max(parts.get(CACHE, 0) for parts in resident)
     return sum(size for parts in resident for part, size in parts.items() if part != CACHE) + max(working, caches)
 
 
 def assets(role: str, resident: dict[str, int]) -> dict[Asset, int]:
-    """Return a role's parts as they move between device and host, in bytes."""
+    """Return a role's bytes by asset, the unit that moves between device and host."""
     found: dict[Asset, int] = {}
     for name, size in resident.items():
         asset = Asset(role, PART_OF.get(name, "optimizer"))  # type: ignore[arg-type]
@@ -200,12 +200,12 @@ def assets(role: str, resident: dict[str, int]) -> dict[Asset, int]:
 
 
 def asleep(role: str, resident: dict[str, int]) -> dict[Asset, int]:
-    """Return what a role's engine takes while it sleeps: its own weights, without keys and values."""
+    """Return the bytes of a role's sleeping engine: its own weights, without keys and values."""
     return {asset: size for asset, size in assets(role, {**resident, CACHE: 0}).items() if asset.part == "engine"}
 
 
 def moving(config: Config, flow: Flow, footprints: Sequence[Footprint]) -> tuple[int | None, list[Asset]]:
-    """Return, under `trainer.resident_gib`, the most bytes that are on a device at a time, and what has to leave it for others.
+    """Return, under `trainer.resident_gib`, the peak bytes of a device, and the assets that must leave it for others.
 
     Raises UserError for a stage that alone needs more.
     """
@@ -225,5 +225,5 @@ def moving(config: Config, flow: Flow, footprints: Sequence[Footprint]) -> tuple
 
 
 def in_units(size: int) -> str:
-    """Return the bytes as people say them."""
+    """Format bytes with their unit."""
     return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / MIB:,.1f} MiB"

@@ -1,11 +1,12 @@
-"""What of several roles lies in a process's device memory at each stage, where not everything has room at once: the plan and its moves.
+"""Residency: which assets of the roles are in device memory at each stage, if not all fit at once; the plan and its moves.
 
     stage       actor.generate   reference.log_probs   actor.update          publish
     resident    engine           reference weights     weights, optimizer    weights, engine      + whatever is kept throughout
 
-The plan follows from the order of stages alone: an asset is brought before the first of a run of stages that need it and put away after
-the last; the runs continue from one iteration to the next. What has room beside every stage's needs is kept and never moves. An engine
-that is kept sleeps while others work: then it takes its own weights alone, without keys and values. `Residency` makes the moves:
+The plan follows from the order of stages alone. An asset is loaded before the first of consecutive stages that need it, and
+offloaded after the last; this continues from one iteration to the next. An asset that fits beside every stage's needs is kept and
+never moves. A kept engine sleeps while others work and then holds only its own weights, without keys and values. `Residency` makes
+the moves:
 
     stage ──needs──▶ Residency ──offload, onload──▶ weights and optimizers of roles, engines' copies of weights
 """
@@ -30,16 +31,16 @@ from braidrl.weights.in_place import GenerationWeights
 
 GIB = 1 << 30
 PUBLISH = "publish"
-"""The step after the last stage, in which trained weights go to engines of their own."""
+"""The step after the last stage, in which trained weights go to engines with their own copy."""
 
 
 AssetPart = Literal["weights", "optimizer", "engine", "inference"]
 
 
 class Asset(NamedTuple):
-    """Something of a role that takes device memory: `optimizer` includes gradients, `engine` its cache and weights of its own.
+    """A part of a role in device memory: `optimizer` includes gradients, `engine` its cache and its own weights.
 
-    `inference` is the copy of a trained role's weights in the layout in which it infers, where that is another.
+    `inference` is the copy of a trained role's weights in its inference layout, if that differs.
     """
 
     role: str
@@ -55,9 +56,9 @@ class ResidencyMove(NamedTuple):
 
 @dataclass(frozen=True)
 class ResidencyPlan:
-    """`kept` never moves; `before` has the moves before each step (the stages, then PUBLISH), first those that make room.
+    """The moves of an iteration: `kept` never moves; `before` has the moves before each stage and PUBLISH, offloads first.
 
-    The moves belong to the step's place: they are made also in an iteration in which `when` skips the stage.
+    Moves belong to the stage's position: they are made also in an iteration in which `when` skips the stage.
     """
 
     kept: frozenset[Asset]
@@ -77,10 +78,10 @@ def residency_plan(
     Args:
         flow: Its stages.
         sizes: The process's assets with their bytes.
-        budget: The bytes that they may take; None keeps everything.
-        shared: Roles whose engines read the trainer's own weights.
+        budget: Limit in bytes; None keeps everything.
+        shared: Roles whose engines use the trainer's weights.
         copied: Roles that infer with a copy of their weights.
-        asleep: The bytes of engines while they sleep; by default as many as awake.
+        asleep: Bytes of sleeping engines; by default as many as awake.
 
     Raises:
         UserError: A stage alone is over the budget.
@@ -106,7 +107,7 @@ def residency_plan(
 
 
 def sizes_during(flow: Flow, sizes: Mapping[Asset, int], asleep: Mapping[Asset, int]) -> dict[str, dict[Asset, int]]:
-    """Return the bytes of each asset in each step, if it is there: an engine is awake in the stages that generate with it alone."""
+    """Return the bytes of each loaded asset in each step: an engine is awake only in the stages that generate with it."""
     generating = {stage.name: stage.role for stage in flow.stages if stage.kind is Kind.GENERATE}
     return {
         step: {
@@ -120,7 +121,7 @@ def sizes_during(flow: Flow, sizes: Mapping[Asset, int], asleep: Mapping[Asset, 
 def needed_assets(
     flow: Flow, shared: frozenset[str] = frozenset(), copied: frozenset[str] = frozenset()
 ) -> dict[str, frozenset[Asset]]:
-    """Return what each stage, and publication after the last one, needs on the device."""
+    """Return the assets that each stage, and the publication after the last one, needs on the device."""
     needs = {stage.name: stage_needs(stage, shared, copied) for stage in flow.stages}
     generating = {stage.role for stage in flow.stages if stage.kind is Kind.GENERATE}
     published = [role for role in flow.trained_roles if role in generating and role not in shared]
@@ -131,7 +132,7 @@ def needed_assets(
 def stage_needs(
     stage: Stage, shared: frozenset[str] = frozenset(), copied: frozenset[str] = frozenset()
 ) -> frozenset[Asset]:
-    """Return what a stage needs on the device; nothing where it uses no model."""
+    """Return the assets that a stage needs on the device; empty if it uses no model."""
     if stage.role is None or stage.kind in (Kind.COMPUTE, Kind.SELECT):
         return frozenset()
     if stage.kind is Kind.GENERATE:
@@ -139,7 +140,7 @@ def stage_needs(
         return frozenset({own, Asset(stage.role, "weights")} if stage.role in shared else {own})
     weights = frozenset(Asset(role, "weights") for role in touched_weights(stage))
     if stage.kind is Kind.INFER and stage.role in copied:
-        # The weights too: the copy is brought up to date from them.
+        # The weights too: the copy is updated from them.
         return weights | {Asset(stage.role, "inference")}
     return weights | {Asset(stage.role, "optimizer")} if is_optimized(stage) else weights
 
@@ -150,7 +151,7 @@ def _kept(
     sizes: Mapping[Asset, int],
     budget: int,
 ) -> frozenset[Asset]:
-    """Return the assets that fit beside every step's needs, first those that would move most often."""
+    """Return the assets that fit beside every step's needs; those that would move most often come first."""
     steps = list(needs.values())
     kept: frozenset[Asset] = frozenset()
     for asset in sorted(sizes, key=lambda asset: (-_runs(steps, asset), sizes[asset], asset)):
@@ -179,18 +180,18 @@ NOTHING = frozenset[Asset]()
 
 @dataclass(frozen=True)
 class Held:
-    """Something of a role that can be put away, its bytes, and what else happens when it is."""
+    """A part of a role that can be offloaded, its bytes, and callbacks around its moves."""
 
     size: int
     offloadable: OffloadableTensors
     before_leaving: Callable[[], object] = lambda: None
     asleep: int | None = None
-    """Of an engine, its bytes while it sleeps."""
+    """Bytes of a sleeping engine."""
 
 
 class Residency:
-    """What of the roles of one process is on its device. Without `trainer.resident_gib` everything is, always, save that weights which
-    a role trains and generates with in the same memory take turns.
+    """The residency of one process's roles. Without `trainer.resident_gib` everything stays loaded, except that weights which a role
+    trains and generates with in the same memory take turns.
     """
 
     def __init__(self, config: Config, flow: Flow, moves: WeightMoves) -> None:
@@ -198,7 +199,7 @@ class Residency:
         self.engines: dict[str, RoleEngine] = {}
         self.asleep: set[str] = set()
         self.phases: dict[str, GenerationWeights] = {}
-        # Under streaming each role has processes of its own, and nobody to make room for.
+        # Under streaming each role has its own processes and shares no memory.
         gib = config.trainer.resident_gib if config.runtime != "streaming" else None
         self.budget = None if gib is None else int(gib * GIB)
         self.held: dict[Asset, Held] = {}
@@ -210,7 +211,7 @@ class Residency:
         self._lock = threading.RLock()
 
     def add(self, worker: TrainingBackend, engine: RoleEngine | None, inferring: RoleWorker | None = None) -> None:
-        """Take charge of a role that was just loaded, with what it infers with, and put it away: the next one needs the room."""
+        """Register a new role with its inference copy, and offload it to make room for the next one."""
         if engine is not None:
             self.engines[worker.role] = engine
         if engine is not None and engine.memory is not None and engine.memory.weights is not None:
@@ -235,14 +236,14 @@ class Residency:
         self._move(NOTHING)
 
     def begin(self) -> None:
-        """Load what stays throughout, once all roles are there. Raises UserError for a stage that alone is over the budget."""
+        """Load the kept assets, once all roles are registered. Raises UserError for a stage that alone is over the budget."""
         sizes = {asset: held.size for asset, held in self.held.items()}
         asleep = {asset: held.asleep for asset, held in self.held.items() if held.asleep is not None}
         self.kept = residency_plan(self.flow, sizes, self.budget, self.shared, self.copied, asleep).kept
         self._move(NOTHING)
 
     def before(self, stage: Stage) -> None:
-        """Load what a stage needs; one that needs no model leaves all where it is."""
+        """Load the assets that a stage needs; a stage without a model moves nothing."""
         if needed := stage_needs(stage, self.shared, self.copied):
             self._sleep_and_wake(stage)
             self._move(frozenset(needed))
@@ -263,13 +264,13 @@ class Residency:
             self.asleep.remove(role)
 
     def before_publishing(self) -> None:
-        """Load the weights that go from trainers to engines with weights of their own."""
+        """Load the weights that trainers send to engines with their own copy."""
         if needed := needed_assets(self.flow, self.shared)[PUBLISH]:
             self._move(needed)
 
     @contextmanager
     def all_of(self, role: str) -> Iterator[None]:
-        """Hold a role's weights and optimizer on the device in addition to what the current stage needs; no stage begins meanwhile."""
+        """Keep a role's weights and optimizer on the device beside the current stage's assets; no stage starts meanwhile."""
         with self._lock:
             if role in self.phases:
                 self.phases[role].leave()
@@ -279,13 +280,13 @@ class Residency:
             self._move(before)
 
     def _move(self, needed: frozenset[Asset]) -> None:
-        """Move to and from the device so that it has what is kept and what is needed; what leaves goes first."""
+        """Move assets so that the kept and the needed ones are on the device; offloads come first."""
         if self.budget is None:
             return
         with self._lock:
             wanted = (self.kept | needed) & self.held.keys()
             for asset in sorted(self.held.keys() - wanted):
-                # Noted before: a move that is broken off is made again, whole.
+                # Recorded first: an interrupted move is repeated as a whole.
                 self.resident.discard(asset)
                 self.held[asset].before_leaving()
                 self.held[asset].offloadable.offload()
@@ -296,7 +297,7 @@ class Residency:
 
 
 def held_by(worker: RoleWorker) -> dict[Asset, Held]:
-    """Return a role's weights and, where it is trained, masters, moments and the gradients that a step needs room for."""
+    """Return a role's weights and, if it is trained, its master weights, moments and gradients."""
     found = {Asset(worker.role, "weights"): held_weights(worker)}
     if worker.optimizer is not None:
         found[Asset(worker.role, "optimizer")] = Held(worker.optimizer.bytes_in_use, worker.offloadable["optimizer"])

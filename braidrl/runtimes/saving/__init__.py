@@ -1,1 +1,1 @@
-"""What a run writes to disk and reads again: its folder, checkpoints, the state to resume from, and the exported model."""
+"""Files of a run: its folder, checkpoints, the resume state, and the exported model."""

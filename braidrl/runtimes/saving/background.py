@@ -1,4 +1,4 @@
-"""What a process writes in a thread while it goes on, as a checkpoint is written; whoever asked for it hears how that ended.
+"""Background writes: a thread writes a checkpoint while its process continues; the caller gets the outcome later.
 
 driver ──copy_for_saving──▶ worker: copies ──▶ thread: writes        the worker trains on
        ──written──────────────────────────────▶ trouble, or none
@@ -15,16 +15,16 @@ from braidrl.errors import first_line
 from braidrl.training.roles.checkpoint import Write
 
 TROUBLES = (OSError, SafetensorError, CheckpointException)
-"""What a disk that is full, or gone, ends in."""
+"""Errors of a full or missing disk."""
 WRITE_LIMIT_S = 3600.0
-"""How long a disk, or memory, may take what is written at once."""
+"""Time limit for one write, to disk or shared memory."""
 
 
 class BackgroundWriter:
-    """Writes one thing after the other; as a context manager it waits at its end for what was begun."""
+    """Writes one thing after the other; as a context manager it waits at the end."""
 
     def __init__(self, what: str = "the checkpoint") -> None:
-        """Begin nothing yet. `what` says in a message what could not be written in time."""
+        """Start without work. `what` names the content in time-out messages."""
         self._what = what
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=what)
         self._begun: Future[None] | None = None
@@ -36,7 +36,7 @@ class BackgroundWriter:
         self._thread.shutdown()
 
     def begin(self, parts: Sequence[Write]) -> None:
-        """Make the calls in the thread, after what was begun before. Raises as `wait` does for that."""
+        """Wait for the previous work, then make the calls in the thread. Raises as `wait` does."""
         self.wait()
         self._begun = self._thread.submit(write, parts)
 
@@ -45,14 +45,14 @@ class BackgroundWriter:
         return self._begun is not None and not self._begun.done()
 
     def check(self) -> None:
-        """Raise, once, why what was begun could not be written; return at once while the thread still writes."""
+        """Raise, once, the error of the last write; return at once while the thread still writes."""
         if not self.goes_on:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until what was begun is written. Raises what kept it from being written, once."""
+        """Wait until everything is written. Raises the error of the write, once."""
         if self._begun is not None:
-            # An interrupt leaves it to the next call.
+            # After an interrupt the next call raises it.
             try:
                 error = self._begun.exception(WRITE_LIMIT_S)
             except TimeoutError:
@@ -62,7 +62,7 @@ class BackgroundWriter:
                 raise error
 
     def trouble(self) -> str:
-        """Wait, and return in one line why what was begun could not be written, or nothing. Raises what is no trouble of the disk's."""
+        """Wait, and return the disk error in one line, or an empty string. Raises all other errors."""
         try:
             self.wait()
         except TROUBLES as error:
@@ -77,6 +77,6 @@ def write(parts: Sequence[Write]) -> None:
 
 
 def check_written(trouble: str) -> None:
-    """Raise OSError where a worker had trouble."""
+    """Raise OSError if a worker had a disk error."""
     if trouble:
         raise OSError(trouble)

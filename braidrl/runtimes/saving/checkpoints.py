@@ -1,6 +1,6 @@
-"""A run's checkpoints: what they hold beside the models, and how they are written, one at a time.
+"""A run's checkpoints: their content beside the models, and how they are written, one at a time.
 
-They are written at once, or from copies in a thread while the next steps are made:
+They are written at once, or from copies in a thread while the next steps run:
 
 step N ──copies──▶ thread: write ─▶ sync ─▶ rename ─▶ `latest`
 step N + 1 ...         │
@@ -35,7 +35,7 @@ from braidrl.runtimes.saving.manifest import MANIFEST, damage, write_manifest
 from braidrl.training.roles.checkpoint import Write
 
 FORMAT = 2
-"""Since 2 a checkpoint has a manifest, which is checked; 1 is read as it is."""
+"""Since format 2 a checkpoint has a manifest, which is checked; format 1 is read unchecked."""
 LEFT_OUT = "-left-out"
 
 
@@ -43,7 +43,7 @@ LEFT_OUT = "-left-out"
 class RunState:
     """The run after `step` complete iterations; the same under every runtime.
 
-    `surplus` are tables of the backend, or the files that hold them in a checkpoint, and so are the tables of batches that are `begun`.
+    `surplus` holds tables of the backend, or their files in a checkpoint; so do the tables of the batches in `begun`.
     """
 
     step: int
@@ -57,18 +57,18 @@ class RunState:
 
 
 class Checkpoints:
-    """Of one rank; the `first` one writes what is written once."""
+    """The checkpoints of one rank; the `first` rank writes shared files."""
 
     def __init__(self, run: Path, config: Config, first: bool) -> None:
         self.run, self.keep_last, self.first = run, config.trainer.keep_checkpoints, first
         self.in_background = config.trainer.checkpoint_async
         self.learning = True
-        """False while optimizer steps are left out: what they would replace may be the last checkpoint that can be trained on."""
+        """False while optimizer steps are skipped: an older checkpoint may be the last one that can be trained on."""
         self._writing = BackgroundWriter()
         self._step = 0
 
     def save(self, state: RunState, backend: Backend[Any]) -> None:
-        """Write a checkpoint, or begin to. Raises UserError where it, or the one before it, could not be written."""
+        """Write a checkpoint, or start to. Raises UserError if it, or the previous one, could not be written."""
         self.wait()
         self._step = state.step
         with self._explained():
@@ -78,12 +78,12 @@ class Checkpoints:
                 save_checkpoint(self.run, state, backend, self._kept, self.first)
 
     def check(self) -> None:
-        """Raise UserError where what was begun has failed by now."""
+        """Raise UserError if the background write has failed by now."""
         with self._explained():
             self._writing.check()
 
     def wait(self) -> None:
-        """Wait until what was begun is written. Raises UserError where it could not be."""
+        """Wait for the background write. Raises UserError if it failed."""
         with self._explained():
             self._writing.wait()
 
@@ -128,9 +128,9 @@ class Checkpoints:
 def save_checkpoint(
     run: Path, state: RunState, backend: Backend[Any], keep_last: int | None, write: bool = True
 ) -> None:
-    """Write a checkpoint whole, point `latest` at it and remove the oldest. Raises OSError where the disk is full.
+    """Write a checkpoint whole, point `latest` at it and remove the oldest. Raises OSError for a full disk.
 
-    Ranks that do not `write` give what they hold to the one that does, or write their part of it beside.
+    Ranks without `write` send their state to the writing rank, or write their shards beside it.
     """
     if not write:
         backend.save(partial_path(checkpoint_folder(run, state.step)))
@@ -145,7 +145,7 @@ def save_checkpoint(
 
 
 def save_rows(folder: Path, state: RunState, backend: Backend[Any]) -> None:
-    """Put the rows that no batch has had room for, and those of batches that are begun, into a checkpoint."""
+    """Put surplus rows, and rows of batches that were started ahead, into a checkpoint."""
     for number, table in enumerate(state.surplus):
         backend.save_rows(surplus_path(folder, number), table)
     for number, batch in enumerate(state.begun):
@@ -173,13 +173,13 @@ def write_state(folder: Path, state: RunState) -> None:
 
 
 def resume_point(run: Path, newest_whole: bool = False) -> Path | None:
-    """Return the checkpoint from which a run goes on, each of its files checked; None before the first.
+    """Return the checkpoint to resume from, with each of its files checked; None before the first.
 
     Args:
         run: The run's folder.
-        newest_whole: Where the latest checkpoint is damaged, take the newest that is not.
+        newest_whole: If the latest checkpoint is damaged, use the newest complete one.
 
-    Raises UserError for a damaged one, with the file that is, the newest whole one and the command that goes on from there.
+    Raises UserError for a damaged one; it names the file, the newest complete checkpoint and the command to resume from it.
     """
     latest = latest_checkpoint(run)
     trouble = checkpoint_damage(latest) if latest else ""
@@ -199,7 +199,7 @@ def resume_point(run: Path, newest_whole: bool = False) -> Path | None:
 
 
 def checkpoint_damage(folder: Path) -> str:
-    """Return what is wrong with a checkpoint, or nothing; one of the first format has no manifest, and nothing is known of it."""
+    """Return the damage of a checkpoint, or an empty string; the first format has no manifest and is not checked."""
     if (folder / MANIFEST).is_file() or not (folder / "state.json").is_file():
         return damage(folder)
     try:
@@ -209,7 +209,7 @@ def checkpoint_damage(folder: Path) -> str:
 
 
 def load_checkpoint(folder: Path) -> tuple[Path, RunState]:
-    """Return the folder and the state in it. Raises UserError for a folder that is no checkpoint of a format that is known."""
+    """Return the folder and its state. Raises UserError for a folder that is not a checkpoint of a known format."""
     state = read_state(folder)
     if state.get("format") not in (1, FORMAT):
         raise UserError(f"{folder} has checkpoint format {state.get('format')}; this version reads 1 and {FORMAT}")
@@ -228,7 +228,7 @@ def load_checkpoint(folder: Path) -> tuple[Path, RunState]:
 
 
 def begun_batch(folder: Path, number: int, known: Mapping[str, Any]) -> BegunBatch:
-    """Return a batch that was begun before a checkpoint, with the files of its tables and what the checkpoint's state has of it."""
+    """Return a batch that was started before a checkpoint, from its files and the state saved with it."""
     surplus = [begun_path(folder, number, f"-surplus-{other}") for other in range(known["surplus"])]
     after = Position(known["loader"], known["sampling"], surplus, {})
     fields: dict[str, Any] = {n: v if n == "dropped" else tuple(v) for n, v in known["outcome"].items()}

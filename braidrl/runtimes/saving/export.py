@@ -1,4 +1,4 @@
-"""A trained model out of a run: the checkpoint's Hugging Face directory without the optimizer."""
+"""Export of a trained model: the checkpoint's Hugging Face directory without the optimizer."""
 
 import shutil
 from pathlib import Path
@@ -13,12 +13,12 @@ def export_model(run: Path, folder: Path, role: str | None = None) -> str:
     """Copy a trained model out of a run.
 
     Args:
-        run: The run's folder, whose latest checkpoint is taken, or a checkpoint's.
-        folder: Where the Hugging Face directory is made; it must not exist.
-        role: Whose model; by default the actor's, or that of the only role.
+        run: The run's folder (its latest checkpoint is used), or a checkpoint's folder.
+        folder: Destination of the Hugging Face directory; it must not exist.
+        role: The role; by default the actor, or the only role.
 
     Returns:
-        A line that says what was copied.
+        A line about what was copied.
 
     Raises:
         UserError: There is no such model, the checkpoint is damaged, or the folder exists.

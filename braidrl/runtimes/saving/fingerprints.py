@@ -1,6 +1,7 @@
-"""Fingerprints of what a run reads and did not write: in each checkpoint, and compared where a run resumes.
+"""Fingerprints of a run's inputs: saved in each checkpoint, and compared on resume.
 
-model, tokenizer, template, data, code ──digests──▶ state.json        --resume: digests now ──compare──▶ same, accepted, or a UserError
+model, tokenizer, template, data, code ──digests──▶ state.json        --resume: digests now ──compare──▶ same, accepted, or a
+UserError
 """
 
 import hashlib
@@ -18,14 +19,14 @@ from braidrl.runtimes.saving.folders import MAY_CHANGE
 from braidrl.training.role_settings import model_path
 
 WHOLE_BYTES = 1 << 30
-"""A larger file is known by its size and by blocks of it."""
+"""For a larger file the size and samples of its blocks are used."""
 BLOCKS, BLOCK_BYTES = 64, 1 << 20
 Fingerprints = dict[str, dict[str, str]]
-"""By kind and then by the key of the configuration that names the file, or folder."""
+"""Digests by kind, then by the configuration key that names the file or folder."""
 
 
 def fingerprints(prepared: Prepared) -> Fingerprints:
-    """Return the fingerprints of a run's model, tokenizer, template, training data and code of the user's own."""
+    """Return the fingerprints of a run's model, tokenizer, template, training data and user code."""
     config, tokenizer = prepared.config, prepared.tokenizer
     vocabulary = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
     models = {
@@ -48,7 +49,7 @@ def fingerprints(prepared: Prepared) -> Fingerprints:
 def check_unchanged(
     saved: Mapping[str, Mapping[str, str]], now: Fingerprints, accepted: Collection[str], step: int
 ) -> None:
-    """Raise UserError, which names the kinds and keys, where something is not as at the checkpoint of a step, unless it is `accepted`."""
+    """Raise UserError with the kinds and keys that changed since a step's checkpoint, unless they are `accepted`."""
     changed = {
         kind: [key for key, digest in found.items() if saved.get(kind, {}).get(key, digest) != digest]
         for kind, found in now.items()
@@ -64,18 +65,18 @@ def check_unchanged(
 
 
 def weight_files(model: Path) -> list[Path]:
-    """Return what defines a model: its configuration and weights."""
+    """Return the files of a model: its configuration and weights."""
     folder = model.expanduser()
     return [folder / "config.json", *sorted(folder.glob("*.safetensors")), *sorted(folder.glob("pytorch_model*.bin"))]
 
 
 def files_below(path: Path) -> list[Path]:
-    """Return a file, or those of a folder."""
+    """Return a file itself, or the files of a folder."""
     return sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
 
 
 def code_files(config: Config) -> Iterator[tuple[str, Path]]:
-    """Yield the files of the user's own functions and flows with the keys that name them. Keys that a resume may change are left out."""
+    """Yield the files of user functions and flows with their configuration keys. Keys that may change on resume are left out."""
     for key, text in texts_and_numbers(config.model_dump(mode="json")):
         if not isinstance(text, str) or key.startswith(MAY_CHANGE):
             continue
@@ -90,7 +91,7 @@ def code_files(config: Config) -> Iterator[tuple[str, Path]]:
 
 
 def module_file(name: str) -> Path | None:
-    """Return the file of a module that can be imported, else None."""
+    """Return the file of an importable module, else None."""
     try:
         found = importlib.util.find_spec(name)
     except (ImportError, ValueError, AttributeError):
@@ -99,12 +100,12 @@ def module_file(name: str) -> Path | None:
 
 
 def text_digest(value: Any) -> str:
-    """Return the digest of a text or of plain values."""
+    """Return the digest of text or plain values."""
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()
 
 
 def files_digest(files: list[Path]) -> str:
-    """Return the digest of files, their names and their order; one that is not there counts as such."""
+    """Return the digest of files, their names and their order; a missing file changes the digest too."""
     total = hashlib.blake2b(digest_size=16)
     for path in files:
         total.update(path.name.encode(errors="surrogateescape"))

@@ -32,11 +32,11 @@ MAY_CHANGE = (
     "reward.max_failed_fraction", "reward.max_failed_steps",
     "reward.sandbox", "rollout.environment.sandbox",
 )  # fmt: skip
-"""Keys, or sections, that a resumed run may have other values of: the rest belongs to what it has learned so far."""
+"""Keys, or sections, that may change in a resumed run; all others belong to the trained state."""
 BEFORE_THE_FIRST_STEP = ("config.yaml", "metrics.jsonl", "report.html", "trace", "tensorboard", "wandb", "swanlab")
-"""What a run's folder may hold that was refused before its first step."""
+"""Files that a run's folder may hold after a refusal before its first step."""
 ENDING_S = 3.0
-"""How long what a killed run has forked may take to end, and with it the hold on the run's folder."""
+"""Time limit for the children of a killed run to end, and with them the lock on the run's folder."""
 
 
 def write_config(folder: Path, config: Config) -> None:
@@ -48,10 +48,10 @@ def write_config(folder: Path, config: Config) -> None:
 
 
 def new_run_folder(config: Config) -> Path:
-    """Make the run's folder with the resolved configuration in it.
+    """Make the run's folder and write the resolved configuration into it.
 
     Raises:
-        UserError: A run has begun there already, or nothing can be written there.
+        UserError: A run has begun there already, or the folder cannot be written.
     """
     folder = config.output / config.name if config.name else None
     if folder and folder.exists() and not never_began(folder):
@@ -65,7 +65,7 @@ def new_run_folder(config: Config) -> Path:
 
 @contextmanager
 def named_output(place: Path) -> Iterator[None]:
-    """Raise UserError, which names `output`, where `place` cannot be written; a full disk or a folder that exists is an OSError still."""
+    """Raise UserError that names `output` if `place` cannot be written; a full disk or an existing folder stays an OSError."""
     try:
         yield
     except OSError as error:
@@ -75,7 +75,7 @@ def named_output(place: Path) -> Iterator[None]:
 
 
 def check_output(config: Config) -> None:
-    """Raise UserError where a run's folder could not be made; nothing is written."""
+    """Raise UserError if a run's folder could not be made; writes nothing."""
     place = config.output.expanduser().absolute()
     while not place.exists():
         place = place.parent
@@ -86,7 +86,7 @@ def check_output(config: Config) -> None:
 
 
 def absolute(value: Any) -> Any:
-    """Return a configuration, or a part of it, with absolute paths, so that a run resumes from any folder."""
+    """Return a configuration, or a part of it, with absolute paths, so that a run can resume from any folder."""
     match value:
         case BaseModel():
             return value.model_copy(update={name: absolute(part) for name, part in value})
@@ -102,16 +102,16 @@ def absolute(value: Any) -> Any:
 
 
 def absolute_name(name: str) -> str:
-    """Return the name of a flow's file, or of a function in a file, from this folder; any other text as it is."""
+    """Return the absolute name of a flow file, or of a function in a file; any other text is unchanged."""
     if name.endswith((".yaml", ".yml")) and Path(name).is_file():
         return str(Path(name).absolute())
     return relative_to(Path.cwd(), name)
 
 
 def unused_folder(config: Config) -> Path:
-    """Return a new folder named by the flow and the time; of two runs of one second the later gets a number.
+    """Make a folder named by the flow and the time; of two runs in one second the later gets a number.
 
-    Raises UserError where none can be made.
+    Raises UserError if that fails.
     """
     name = f"{Path(config.flow).stem.replace(':', '-')}-{datetime.now():%Y%m%d-%H%M%S}"
     folder, number = config.output / name, 1
@@ -126,14 +126,14 @@ def unused_folder(config: Config) -> Path:
 
 
 def never_began(folder: Path) -> bool:
-    """Return True where a run was refused after its folder was made, and before its first step."""
+    """Return True if a run made its folder and was refused before its first step."""
     metrics = folder / "metrics.jsonl"
     made = not metrics.exists() or not metrics.stat().st_size
     return folder.is_dir() and made and all(path.name in BEFORE_THE_FIRST_STEP for path in folder.iterdir())
 
 
 def identity(folder: Path) -> tuple[int, int] | None:
-    """Return what tells a folder from any other that takes its place; None where there is none."""
+    """Return an identity of a folder that differs if the folder is replaced; None if it is missing."""
     try:
         found = folder.stat()
     except OSError:
@@ -143,7 +143,7 @@ def identity(folder: Path) -> tuple[int, int] | None:
 
 @contextmanager
 def held_alone(run: Path) -> Iterator[None]:
-    """Keep a run's folder to this process, and what it has forked, as long as it lives. Raises UserError where another one has it."""
+    """Lock a run's folder for the life of this process and its children. Raises UserError if another process has it."""
     handle, limit = os.open(run, os.O_RDONLY), time.monotonic() + ENDING_S
     try:
         while not locked(handle):
@@ -156,7 +156,7 @@ def held_alone(run: Path) -> Iterator[None]:
 
 
 def locked(handle: int) -> bool:
-    """Take the lock of an open folder; return False where another process has it. Some network file systems have no such locks."""
+    """Lock an open folder; return False if another process has the lock. Some network file systems have no such locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -171,11 +171,11 @@ def run_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
     """Return the configuration of a run.
 
     Args:
-        folder: The run's.
+        folder: The run's folder.
         overrides: Dotted `key=value`, for a resumed run.
 
     Raises:
-        UserError: The folder is no run, its configuration is damaged, or what an override changes belongs to what was learned so far.
+        UserError: The folder is no run, its configuration is damaged, or an override changes the trained state.
     """
     path = folder / "config.yaml"
     if not path.is_file():
@@ -199,13 +199,13 @@ def run_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def partial_path(path: Path) -> Path:
-    """Return where a file or folder is written before it is whole."""
+    """Return the path of a file or folder while it is being written."""
     return path.with_name(f".{path.name}.partial")
 
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder to fill that appears at `path` only when the block ends without an error, and is then on disk."""
+    """Yield an empty folder. When the block ends without an error it is synced to disk and moved to `path`."""
     partial = begin_whole(path)
     with discarded_on_error(partial):
         yield partial
@@ -213,7 +213,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
 
 
 def begin_whole(path: Path) -> Path:
-    """Return the empty folder to fill, which `finish_whole` moves to `path`."""
+    """Return an empty folder to fill; `finish_whole` moves it to `path`."""
     partial = partial_path(path)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -221,7 +221,7 @@ def begin_whole(path: Path) -> Path:
 
 
 def finish_whole(path: Path) -> None:
-    """Move what was filled to `path`, and wait until it is on disk."""
+    """Sync the filled folder to disk and move it to `path`."""
     partial = partial_path(path)
     for file in sorted(partial.rglob("*")):
         if file.is_file():
@@ -233,7 +233,7 @@ def finish_whole(path: Path) -> None:
 
 @contextmanager
 def discarded_on_error(partial: Path) -> Iterator[None]:
-    """Remove a folder that did not become whole."""
+    """Remove an incomplete folder after an error."""
     try:
         yield
     except BaseException:
@@ -242,7 +242,7 @@ def discarded_on_error(partial: Path) -> Iterator[None]:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's or folder's content is on disk; a full disk shows here at the latest."""
+    """Sync a file or folder to disk; a full disk shows here at the latest."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -251,7 +251,7 @@ def sync(path: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Replace a small file in one move."""
+    """Replace a small file atomically."""
     partial = partial_path(path)
     partial.write_text(text, encoding="utf-8")
     sync(partial)
@@ -272,7 +272,7 @@ def finish_checkpoint(run: Path, step: int, keep_last: int | None) -> None:
 
 
 def checkpoints_of(run: Path) -> list[Path]:
-    """Return the complete checkpoints of a run, the oldest first."""
+    """Return the complete checkpoints of a run, oldest first."""
     found = [path for path in (run / "checkpoints").glob("step-*") if path.name.removeprefix("step-").isdecimal()]
     return sorted(found, key=step_of)
 
@@ -282,10 +282,10 @@ def step_of(checkpoint: Path) -> int:
 
 
 def latest_checkpoint(run: Path) -> Path | None:
-    """Return the newest complete checkpoint of a run, or None before the first. Raises UserError where `latest` names none of the run's."""
+    """Return the newest complete checkpoint of a run, or None before the first. Raises UserError if `latest` is not one of them."""
     pointer, known = run / "checkpoints" / LATEST, checkpoints_of(run)
     if not pointer.is_file():
-        # A run that was killed just before it wrote its first `latest` has a checkpoint all the same.
+        # A run killed just before it wrote its first `latest` has a checkpoint all the same.
         return known[-1] if known else None
     named = pointer.read_bytes().decode(errors="replace").strip()
     found = next((path for path in known if path.name == named), None)
@@ -296,7 +296,7 @@ def latest_checkpoint(run: Path) -> Path | None:
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Return the run state of a checkpoint. Raises UserError for a folder that is none."""
+    """Return the run state of a checkpoint. Raises UserError for a folder that is not a checkpoint."""
     path = checkpoint / "state.json"
     if not path.is_file():
         raise UserError(f"{checkpoint} is no checkpoint: it has no state.json")

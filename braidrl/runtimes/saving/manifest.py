@@ -1,6 +1,6 @@
-"""A checkpoint's manifest: the size and SHA-256 of each of its files, written last and checked before any of them is believed.
+"""A checkpoint's manifest: the size and SHA-256 of each of its files, written last and checked before any file is used.
 
-files of a checkpoint ──digests──▶ manifest.json        ──resume, export, verify──▶ the first file that is not what was written
+files of a checkpoint ──digests──▶ manifest.json        ──resume, export, check──▶ the first file that differs
 """
 
 import hashlib
@@ -13,16 +13,16 @@ from braidrl.runtimes.saving.folders import sync
 
 MANIFEST = "manifest.json"
 READERS = 4
-"""How many files are read at once; hashing leaves the interpreter free."""
+"""Number of files read at once; hashing releases the interpreter lock."""
 
 
 def write_manifest(folder: Path) -> None:
-    """Write the manifest of a folder that holds all that it is going to hold, and wait until those files are on disk.
+    """Write the manifest of a complete folder, and sync its files to disk.
 
     Some threads wait for the disk while others hash.
 
     Raises:
-        OSError: the disk is full.
+        OSError: The disk is full.
     """
     with ThreadPoolExecutor(READERS) as waiting:
         synced = waiting.map(sync, files_of(folder))
@@ -37,7 +37,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def digests(folder: Path) -> dict[str, list[Any]]:
-    """Return the size in bytes and the SHA-256 of each file of a folder by its path in it."""
+    """Return the size in bytes and the SHA-256 of each file, by its path in the folder."""
     files = files_of(folder)
     with ThreadPoolExecutor(READERS) as readers:
         found = list(readers.map(digest, files))
@@ -51,7 +51,7 @@ def digest(path: Path) -> str:
 
 
 def damage(folder: Path) -> str:
-    """Return what is wrong with a folder that has a manifest, naming the file, or nothing where each file is what was written."""
+    """Return the damage of a folder with a manifest, naming the file; empty if each file is as written."""
     try:
         wanted = json.loads((folder / MANIFEST).read_text())["files"]
         found = digests(folder)

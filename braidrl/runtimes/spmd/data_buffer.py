@@ -1,9 +1,9 @@
-"""The data buffer: where rows wait between two stages, and how they get from the ranks that have them to those that need them.
+"""The data buffer: holds rows between two stages and moves them from their ranks to the ranks that need them.
 
-put(step, edge)   rows with a target rank each ──▶ in place where every row stays everywhere,
-take(step, edge)  the rows that this rank is to have  else one all-to-all: to each rank its own rows and no others
+put(step, edge)   rows with a target rank each ──▶ in place if no row moves,
+take(step, edge)  the rows of this rank               else one all-to-all: each rank receives only its own rows
 
-Rows travel by the codec that they always travel by, in one message of bytes from rank to rank.
+Rows travel in the common row codec, as one message of bytes per pair of ranks.
 """
 
 from collections import Counter
@@ -20,18 +20,18 @@ from braidrl.data.packing import balanced_partition, imbalance
 from braidrl.data.rows import Rows
 
 IN_PLACE = 1.1
-"""Rows stay where they are if the fullest rank then has at most this much more to do than after the best partition."""
+"""Rows stay in place if the fullest rank then has at most this much more work than after the best partition."""
 
 
 class EdgeKey(NamedTuple):
-    """What rows in the buffer belong to: the iteration, and the stage that they are meant for."""
+    """The key of rows in the buffer: the iteration, and the stage that reads them."""
 
     step: int
     edge: str
 
 
 class DataBuffer:
-    """One rank's part. Every rank puts and takes the same keys in the same order of puts; takes may come in any order."""
+    """One rank's part. Every rank puts and takes the same keys. The order of puts is the same; takes may come in any order."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -39,16 +39,16 @@ class DataBuffer:
         self._held: dict[EdgeKey, Rows] = {}
 
     def put(self, key: EdgeKey, rows: Rows, owner: Tensor, target: Tensor) -> None:
-        """Hand over `rows`, this rank's of a table whose rows lie on `owner` (B,) and are wanted on `target` (B,).
+        """Put `rows`, this rank's rows of a table located on `owner` (B,), for the ranks `target` (B,).
 
-        This rank's rows are in the order of the table, before and after. Raises ValueError for a key that is in the buffer.
+        This rank's rows keep the order of the table. Raises ValueError for a key that is already in the buffer.
         """
         if key in self._held:
             raise ValueError(f"{key} is in the buffer and has not been taken")
         self._held[key] = rows if torch.equal(owner, target) else self._exchanged(key, rows, owner, target)
 
     def take(self, key: EdgeKey) -> Rows:
-        """Return the rows that this rank is to have, which leave the buffer. Raises KeyError for a key that is not there."""
+        """Remove and return this rank's rows. Raises KeyError for a missing key."""
         return self._held.pop(key)
 
     def _exchanged(self, key: EdgeKey, rows: Rows, owner: Tensor, target: Tensor) -> Rows:
@@ -68,15 +68,15 @@ class DataBuffer:
 
 
 def encoded(rows: Rows, places: Tensor) -> bytes | bytearray:
-    """Return the rows at these places as one message; nothing where there are none."""
+    """Encode the rows at these positions as one message; empty if there are none."""
     return join(encode(rows.take(places))) if len(places) else b""
 
 
 def balanced_owners(costs: Sequence[int], owner: Tensor, ranks: int, groups: Sequence[int] | None = None) -> Tensor:
-    """Return which rank is to have each row (B,): `owner` where that is balanced enough, else the partition function's answer.
+    """Return each row's rank (B,): `owner` if it is balanced enough, else the result of the partition function.
 
-    With `groups`, one for each row, they stay or come together. Of a new partition each part goes, the fullest first, to the rank
-    that has most of it already.
+    With `groups`, one number per row, rows of a group stay together. A new part goes, the fullest first, to the rank that already
+    has most of it.
     """
     parts = balanced_partition(costs, ranks, groups=groups)
     owners = owner.tolist()
@@ -93,7 +93,7 @@ def balanced_owners(costs: Sequence[int], owner: Tensor, ranks: int, groups: Seq
 
 
 def named_parts(parts: Sequence[list[int]], costs: Sequence[int], owners: Sequence[int]) -> dict[int, list[int]]:
-    """Return a rank for each part: the fullest first choose, among those that are left, the one that has most of their rows."""
+    """Return a rank for each part: the fullest part first chooses the free rank that has most of its rows."""
     chosen: dict[int, list[int]] = {}
     others = []
     for part in parts:
@@ -110,5 +110,5 @@ def named_parts(parts: Sequence[list[int]], costs: Sequence[int], owners: Sequen
 
 
 def equal_shares(rows: int, ranks: int) -> Tensor:
-    """Return the owners (B,) of rows that cannot be told apart: equally many for each of `ranks`, neighbours together."""
+    """Return owners (B,) of rows without known lengths: equal shares of neighbouring rows for each of `ranks`."""
     return torch.arange(rows) * ranks // max(rows, 1)

@@ -1,4 +1,4 @@
-"""The eager runtime: stages run in order in this process, on the rows themselves. A breakpoint stops where it stands.
+"""The eager runtime: stages run in order in this process, on the rows themselves. Breakpoints work anywhere.
 
 loader ──▶ Rows ──▶ stage ──▶ Rows + columns ──▶ stage ──▶ ... ──▶ optimizer steps
 """

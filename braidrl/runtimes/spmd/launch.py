@@ -1,4 +1,4 @@
-"""From one command to the ranks of a distributed run: started here or on a Ray cluster, or met where `torchrun` has started them."""
+"""Launch of a distributed run: ranks are started here or on a Ray cluster, or joined if `torchrun` has started them."""
 
 import os
 import sys
@@ -24,9 +24,9 @@ from braidrl.training.role_settings import layout_key, layout_of
 
 
 def in_ranks(config: Config, entry: str, options: Mapping[str, Any]) -> Any:
-    """Run `module:function(world, task)` on every rank; what it returned on rank 0, a JSON value.
+    """Run `module:function(world, task)` on every rank; return rank 0's result, a JSON value.
 
-    Raises UserError, before anything starts, for what the ranks could not place.
+    Raises UserError, before anything starts, for a configuration that the ranks cannot run.
     """
     launcher = launcher_of(config)
     given = {name: str(value) if isinstance(value, Path) else value for name, value in options.items()}
@@ -41,7 +41,7 @@ def in_ranks(config: Config, entry: str, options: Mapping[str, Any]) -> Any:
 
 
 def launcher_of(config: Config) -> str:
-    """Return who starts the ranks. Raises UserError where the configuration says otherwise than what has happened."""
+    """Return the launcher of the ranks. Raises UserError if the configuration contradicts the environment."""
     wanted, started = config.cluster.launcher, "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if wanted == "torchrun" and not started:
         raise UserError(
@@ -54,12 +54,12 @@ def launcher_of(config: Config) -> str:
 
 
 def rank_pool(config: Config, size: int) -> Pool:
-    """Return the ranks of a run, with the engine processes that each of them starts."""
+    """Return the pool of ranks, with the engine processes that each of them starts."""
     return Pool(("rank",), size, engines=own_engines(config), engine_devices=config.rollout.tensor)
 
 
 def joined_world(config: Config) -> World:
-    """Return the ranks that `torchrun` has started, this process among them. Raises UserError where it has not, or they do not fit."""
+    """Return the world of the ranks started by `torchrun`. Raises UserError if there are none, or their number is wrong."""
     if launcher_of(config) != "torchrun":
         raise UserError(
             "a session under runtime=distributed runs in every rank; start the script by `torchrun --nproc-per-node N`, or write "
@@ -74,9 +74,9 @@ def joined_world(config: Config) -> World:
 
 
 def joined(config: Config, entry: str, task: dict[str, Any]) -> Any:
-    """Do this process's part, which is a rank already; return rank 0's result, as all others do.
+    """Do this process's part, which is a rank already; return rank 0's result, as all ranks do.
 
-    Raises WorkerError for a failure of its own; a rank that only noticed another's says so in one line and ends.
+    Raises WorkerError for its own failure; a rank that only noticed another's prints one line and ends.
     """
     world = joined_world(config)
     try:
@@ -85,7 +85,7 @@ def joined(config: Config, entry: str, task: dict[str, Any]) -> Any:
         raise
     except LostPeers as error:
         print(f"braid: rank {world.rank}: {error}", file=sys.stderr, flush=True)
-        # Other ranks may be stuck: the process group cannot be left in order.
+        # Other ranks may be stuck, so the process group cannot be left in order.
         end_at_once()
     except Exception as error:
         raise WorkerError(rank_failure(world, error).message) from error
@@ -94,17 +94,17 @@ def joined(config: Config, entry: str, task: dict[str, Any]) -> Any:
 
 
 def is_reporting_rank() -> bool:
-    """Return True for the one process of those that `torchrun` has started whose words are meant for the user."""
+    """Return True for the one rank of `torchrun` that prints for the user."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def check_ranks(config: Config, flow: Flow, size: int) -> None:
-    """Raise UserError where roles or devices do not fit `size` ranks."""
+    """Raise UserError if roles or devices do not fit `size` ranks."""
     if config.placement != PlacementConfig():
         raise UserError(
             "runtime=distributed keeps every role on every rank; write placement=colocate, or runtime=hybrid for pools"
         )
-    # Asked now, and not when every rank has begun: whether surplus may be kept.
+    # Checked before the ranks start: whether surplus may be kept.
     GroupSelector(config.trainer.prompts_per_step, 1, config.trainer.surplus, config.trainer.max_staleness)
     generating = {stage.role for stage in flow.stages if stage.kind is Kind.GENERATE}
     for role, own in config.roles.items():
@@ -121,14 +121,14 @@ def check_ranks(config: Config, flow: Flow, size: int) -> None:
     check_layouts(config, flow, flow.roles, size)
     check_divided_engines(config, flow.stages)
     check_generating_ranks(config, Pool(tuple(flow.roles), size, generating=tuple(map(str, generating))))
-    # Ray's cluster says what devices there are.
+    # Ray's cluster knows its devices.
     available = None if launcher_of(config) == "ray" else device_count(config.device)
     if available is not None:
         devices_each([rank_pool(config, int(os.environ.get("LOCAL_WORLD_SIZE", size)))], available, "this machine")
 
 
 def generating_ranks(config: Config, role: str, size: int) -> int:
-    """Return how many ranks generate for a role. Raises UserError where they are more than there are."""
+    """Return the number of ranks that generate for a role. Raises UserError if there are fewer ranks."""
     own = config.roles.get(role)
     wanted = own.generate_workers if own else None
     if wanted is not None and wanted > size:

@@ -1,4 +1,4 @@
-"""The distributed runtime: every rank runs the same chain of stages, and nobody decides for the others.
+"""The distributed runtime: every rank runs the same chain of stages, without a controller.
 
 rank 0   its prompts ──generate──▶ its rows ──verify──▶ its rows ╮            ╭─▶ its rows ──forward_backward──╮
 rank 1   its prompts ──generate──▶ its rows ──verify──▶ its rows ┼▶ balanced? ┼─▶ its rows ──forward_backward──┼▶ sum, step
@@ -6,7 +6,7 @@ rank 1   its prompts ──generate──▶ its rows ──verify──▶ its 
                                        ╰── index columns ───┴──▶ gathered on every rank: selection, updates and partitions
                                                                  follow from them, the same everywhere
 
-What is said of a row in a few numbers (its index columns) every rank knows of every row; its payload lies on one rank.
+Every rank knows the index columns of all rows; a row's payload is on one rank.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ from braidrl.training.roles.checkpoint import Write
 
 
 class DistributedBackend:
-    """One rank's part of the work; every rank has one, and all are asked for the same things in the same order."""
+    """One rank's backend; all ranks receive the same calls in the same order."""
 
     def __init__(
         self,
@@ -53,20 +53,20 @@ class DistributedBackend:
         interrupts: Interrupts,
         trace: TraceWriter | None,
     ) -> None:
-        """`generating` says how many ranks, from rank 0 on, generate for a role; all ranks do everything else."""
+        """Store the parts; `generating` is the number of ranks, from rank 0 on, that generate for a role. All ranks do everything else."""
         self.config, self.flow, self.loader, self.executor, self.store = config, flow, loader, executor, store
         self.samples = config.rollout.samples_per_prompt
         self.world, self.generating, self.interrupts, self.trace = world, generating, interrupts, trace
         self.exchange, self.notices, self.waves = ShardExchange(world, interrupts, trace), world.notices, 0
 
     def admit(self, groups: int) -> Shard:
-        """Make this rank's own rows. After the start, when the first rank tokenised every prompt, a rank tokenises no others."""
+        """Make this rank's rows. At the start the first rank tokenizes every prompt; later each rank tokenizes only its own."""
         assert self.loader is not None, "this backend only evaluates"
         self.world.at("admission")
         numbers = self.loader.advance(groups)
         first_use = next((s for s in self.flow.stages if s.kind is Kind.GENERATE), self.flow.stages[0])
         ranks, group_of = self._ranks_of(first_use), [group for group in numbers for _ in range(self.samples)]
-        # Where selection may turn out not to need the last groups, every rank begins with the first ones.
+        # If selection may not need the last groups, every rank starts with the first ones.
         selects = bool(self.flow.sampling_segment)
         owner = torch.tensor(in_turn(group_of, ranks)) if selects else equal_shares(len(group_of), ranks)
         mine = (owner == self.world.rank).nonzero().flatten().tolist()
@@ -78,7 +78,7 @@ class DistributedBackend:
         return self.exchange.gather(Shard(Rows({}), owner, Rows({}), self.world.rank), columns_of(rows), Sums(), Sums())
 
     def generate_needed(self, segment: Segment, table: Shard, iteration: int, sums: Sums, needless: Needless) -> Shard:
-        """Generate while ranks tell each other of their rows; each ends those of its own that nobody needs."""
+        """Generate while ranks exchange results; each aborts its rows that are no longer needed."""
         self.waves += 1
         if self.notices is not None:
             self.notices.begin(str(self.waves))
@@ -91,7 +91,7 @@ class DistributedBackend:
             return table.with_everywhere(self.executor.run(stage, table.index, Sums()))
         table = self._placed(stage, table)
         own, columns = Sums(), dict[str, Column]()
-        # Where ranks compute together none may leave in the middle.
+        # If ranks compute together, none may leave in the middle.
         collective = self.executor.is_collective(stage)
         try:
             with (
@@ -101,7 +101,7 @@ class DistributedBackend:
                 columns = dict(self.executor.run(stage, table.rows, own, stop, self.exchange.add_up))
                 done.tokens = tokens_of(Rows(columns)) or done.tokens
         except KeyboardInterrupt:
-            columns = {}  # all ranks end together, when they gather
+            columns = {}  # all ranks end together, in the gather
         return self.exchange.gather(table, columns, own, sums)
 
     def totals(self, stage: Stage, table: Shard) -> dict[str, float]:
@@ -114,7 +114,7 @@ class DistributedBackend:
         return dropped(stage, table.index)
 
     def train(self, stage: Stage, table: Shard, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
-        """Divide each update's rows among the ranks by length; every rank then makes the same optimizer step."""
+        """Distribute each update's rows by length; every rank then makes the same optimizer step."""
         self.exchange.at(stage, iteration)
         own = Sums()
         parts = (self._update(stage, table.take(update), number) for number, update in enumerate(updates, 1))
@@ -123,7 +123,7 @@ class DistributedBackend:
 
     @contextmanager
     def _update(self, stage: Stage, part: Shard, number: int) -> Iterator[tuple[UpdateCounts, Rows]]:
-        """Return one update on the ranks that train it: the counts of all rows, and the rows that are here."""
+        """Return one update on its training ranks: the counts of all rows, and the local rows."""
         self.world.at(f"step {self.exchange.iteration}, {stage.name}, update {number}")
         needed = [column.name for column in self.flow.inputs[stage.name]]
         owner = self._balanced(part, self.executor.objective(stage).whole_groups)
@@ -148,7 +148,7 @@ class DistributedBackend:
         return Shard(index, torch.cat([t.owner for t in tables]), payload, self.world.rank)
 
     def read(self, origin: Origin) -> Shard:
-        """Read the rows on every rank, and hold this rank's own: equally many to generate, else balanced by their lengths."""
+        """Read the rows on every rank and keep this rank's: equal numbers to generate, else balanced by length."""
         rows = self.store.make(origin)
         if isinstance(origin, HeldOut):
             owner = equal_shares(len(rows), min(self.generating.values(), default=self.world.size))
@@ -160,7 +160,7 @@ class DistributedBackend:
     def record(self, path: Path, table: Shard, final: Shard) -> None:
         """Write this rank's rows to a file; the first rank joins the files, so that no rank ever holds all rows."""
         self.world.at(f"writing {path.name}")
-        # A rank without rows knows no payload columns: the others tell it which were added.
+        # A rank without rows knows no payload columns, so the others send their names.
         said = self.exchange.tell({"known": list(table.payload), "later": list(final.payload)})
         added = {name for about in said for name in about["later"] if all(name not in o["known"] for o in said)}
         later = replace(final, payload=only_present(final.payload, sorted(added)))
@@ -179,7 +179,7 @@ class DistributedBackend:
             join_parts(path, parts)
 
     def save_rows(self, path: Path, table: Shard) -> None:
-        """Move the rows, less than a batch, to the rank that writes them into the checkpoint."""
+        """Move the rows, less than a batch, to the rank that writes the checkpoint."""
         self.world.at(f"writing {path.name}")
         whole = self.exchange.move(path.name, table, torch.zeros_like(table.owner))
         if self.world.first:
@@ -213,14 +213,14 @@ class DistributedBackend:
         return self.generating.get(str(stage.role), self.world.size) if stage.kind is Kind.GENERATE else self.world.size
 
     def _known_everywhere(self, stage: Stage, table: Shard) -> bool:
-        """Return True where a compute stage reads index columns alone: each rank then computes it for all rows."""
+        """Return True if a compute stage reads only index columns: each rank then computes it for all rows."""
         inputs = [column.name for column in self.flow.inputs.get(stage.name, ())]
         return stage.kind is Kind.COMPUTE and stage.role is None and all(name in table.index for name in inputs)
 
     def _placed(self, stage: Stage, table: Shard) -> Shard:
-        """Return the rows on ranks that can do this stage: inference is balanced, generation stays on its own ranks."""
+        """Return the rows on ranks that can run this stage: inference is balanced, generation stays on its own ranks."""
         if stage.kind is Kind.INFER:
-            # Columns that neither this stage nor a later one reads stay behind.
+            # Columns that no stage from here on reads stay behind.
             later = self.flow.stages[self.flow.stages.index(stage) :]
             needed = [column.name for s in later for column in self.flow.inputs[s.name]]
             return self.exchange.move(stage.name, table, self._owner_by_update(table), needed)
@@ -230,7 +230,7 @@ class DistributedBackend:
         return table
 
     def _owner_by_update(self, table: Shard) -> Tensor:
-        """Return the owners that are balanced in each update that the rows will be trained in, so that they need not move again."""
+        """Return owners balanced within each later update, so that the rows need not move again."""
         index, owner = table.index, table.owner.clone()
         rows = self.config.trainer.rows_per_update or len(index)
         if len(index) % rows:

@@ -1,11 +1,11 @@
-"""A table that lies on many ranks: what each of them knows of all rows, what it has of its own, and what they give each other.
+"""A table sharded over ranks: index columns of all rows on every rank, payload of each row on one rank.
 
             index columns of all rows     owner      payload
 rank 0      g0 g0 g1 g1                   0 0 1 1    tokens of rows 0, 1
 rank 1      g0 g0 g1 g1                   0 0 1 1    tokens of rows 2, 3
 
 gather      new index columns and metric sums of every rank, on every rank
-move        payload to the ranks that are to have it
+move        payload to its new ranks
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,8 +32,8 @@ from braidrl.runtimes.spmd.data_buffer import DataBuffer, EdgeKey
 class Shard:
     """One rank's view of a table of B rows.
 
-    `index` holds the index columns of all rows and `owner` (B,) int64 the rank that has each row's payload, the same on every rank;
-    `payload` the payload columns of this rank's rows, in the order of the table.
+    `index` holds the index columns of all rows and `owner` (B,) int64 the rank of each row's payload, both the same on every rank;
+    `payload` holds the payload columns of this rank's rows, in the order of the table.
     """
 
     index: Rows
@@ -65,14 +65,14 @@ class Shard:
         return Shard(self.index.take(chosen), owner, payload, self.rank)
 
     def with_everywhere(self, columns: Mapping[str, Column]) -> "Shard":
-        """Return the table with columns that every rank has of all rows; of payload each keeps its own."""
+        """Return the table with columns computed on every rank for all rows; of payload each rank keeps its own part."""
         here = Rows(columns)
         kept = here.payload.take(self.mine) if len(self.mine) else Rows({})
         return replace(self, index=self.index.with_columns(columns_of(here.index)), payload=joined(self.payload, kept))
 
 
 class ShardExchange:
-    """What ranks give each other of a table. Every rank makes the same calls in the same order, of iteration `iteration`."""
+    """The collectives of a table. Every rank makes the same calls in the same order, in iteration `iteration`."""
 
     def __init__(self, world: World, interrupts: Interrupts, trace: TraceWriter | None) -> None:
         self.world, self.interrupts, self.trace = world, interrupts, trace
@@ -80,12 +80,12 @@ class ShardExchange:
         self.iteration = self.version = 0
 
     def at(self, stage: Stage, iteration: int) -> None:
-        """Note which stage this rank is in."""
+        """Record this rank's stage."""
         self.iteration = iteration
         self.world.at(f"step {iteration}, {stage.name}")
 
     def move(self, edge: str, table: Shard, owner: Tensor, needed: Sequence[str] | None = None) -> Shard:
-        """Return the table with each row's payload, or the columns `needed` of it, on its `owner`; in place where nothing moves."""
+        """Return the table with each row's payload, or its columns `needed`, on its `owner`; in place if nothing moves."""
         if needed is not None:
             if torch.equal(owner, table.owner):
                 return table
@@ -96,16 +96,16 @@ class ShardExchange:
         return replace(table, owner=owner, payload=self.buffer.take(key))
 
     def gather(self, table: Shard, columns: Mapping[str, Column], own: Sums, sums: Sums) -> Shard:
-        """Return the table with columns that each rank computed for its rows: index columns go to everybody.
+        """All-gather the columns that each rank computed for its rows; payload stays where it is.
 
         Args:
             table: The rows.
-            columns: Of this rank's rows; none where it has none.
-            own: This rank's metric sums, which are added on every rank to
-            sums: those of the iteration.
+            columns: Columns of this rank's rows; empty if it has none.
+            own: This rank's metric sums, which are added on every rank to `sums`.
+            sums: Sums of the iteration.
 
         Raises:
-            KeyboardInterrupt: On every rank, where one was asked to stop.
+            KeyboardInterrupt: On every rank, if one was asked to stop.
         """
         new = Rows(columns)
         about: dict[str, Any] = {"sums": own.pairs(), "interrupted": self.interrupts.asked}
@@ -120,13 +120,13 @@ class ShardExchange:
         return replace(table, index=table.index.with_columns(index), payload=joined(table.payload, new.payload))
 
     def add_up(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the sums of all ranks, added in the order of ranks; a rank without rows has none."""
+        """All-reduce sums, in the order of ranks; a rank without rows has none."""
         parts = self._all("sums over the batch", {}, Rows({name: total[None] for name, total in own.items()}))
         found = [rows for _, rows in parts if len(rows)]
         return {name: torch.stack([rows[name][0] for rows in found]).sum(0) for name in found[0]} if found else {}
 
     def tell(self, about: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return what every rank says, a small message."""
+        """All-gather a small message."""
         return [said for said, _ in self._all("a word", about, Rows({}))]
 
     def _all(self, purpose: str, about: Mapping[str, Any], index: Rows) -> list[tuple[dict[str, Any], Rows]]:
@@ -138,7 +138,7 @@ class ShardExchange:
 
     @contextmanager
     def working(self, stage: Stage, rows: Rows) -> Iterator[Done]:
-        """Trace the work on rows, and name them where it fails."""
+        """Trace the work on rows, and name them if it fails."""
         self.world.rows = named_rows(rows.uids() if "group" in rows else ())
         with (
             self._span(stage.role or "compute", stage.name, len(rows), tokens_of(rows)) as done,
@@ -159,7 +159,7 @@ def columns_of(rows: Rows) -> dict[str, Column]:
 
 
 def joined(payload: Rows, new: Rows) -> Rows:
-    """Return the payload with new columns of the same rows; a rank without rows has no columns."""
+    """Add new columns of the same rows; a rank without rows has no columns."""
     return Rows({**columns_of(payload), **columns_of(new)}) if len(new) or len(payload) else Rows({})
 
 
