@@ -1,4 +1,4 @@
-"""The hybrid driver: it calls roles in the flow's order and returns handles at once; the rows stay with the workers.
+"""The hybrid driver: calls roles in the flow's order and returns handles at once; the rows stay with the workers.
 
 driver      run(verify) ─ run(reference.log_probs) ─ run(critic.values) ─ index: waits ─ train ─ train ─ publish: waits
 actor pool      ├── verify ──┤                                             ├─ update ─┤
@@ -47,7 +47,7 @@ from braidrl.training.roles.checkpoint import Write
 
 
 class HybridBackend(StageDispatch):
-    """Implements `SerialBackend` with handles. Every role has a worker group; rows are made by `home`."""
+    """Implements `SerialBackend` with handles. Every role has a worker group; `home` makes the rows."""
 
     def __init__(
         self,
@@ -59,16 +59,16 @@ class HybridBackend(StageDispatch):
         replace_lost: Callable[[], None],
         trace: TraceWriter | None = None,
     ) -> None:
-        """Take what `start_hybrid_backend` has started.
+        """Store the parts that `start_hybrid_backend` has started.
 
         Args:
-            loader: Which prompts come next; None for evaluation alone.
+            loader: The prompt loader; None for evaluation alone.
             groups: The worker group of each role.
             home: The group that reads data and writes rows to files.
             executor: Computes on index columns; it holds no role.
-            resources: What `close` ends.
-            replace_lost: Starts groups again that have lost a worker; raises WorkerError where that does not succeed.
-            trace: Of the driver.
+            resources: Ended by `close`.
+            replace_lost: Restarts groups that lost a worker; raises WorkerError if that fails.
+            trace: The driver's trace.
         """
         super().__init__(groups, home, executor, trace)
         self.loader, self.resources, self.replace_lost = loader, resources, replace_lost
@@ -92,7 +92,7 @@ class HybridBackend(StageDispatch):
         return Handle((output,), torch.arange(len(output.future))[None])
 
     def run(self, stage: Stage, table: Handle, iteration: int, sums: Sums) -> Handle:
-        """Begin a stage; one without a role is deferred until somebody needs what it writes."""
+        """Start a stage; a stage without a role is deferred until its output is needed."""
         if is_method(stage.type, stage.role):
             written: Handle = self._call(stage, registered(*class_and_method(stage.type)), [table], iteration, sums)
             return written
@@ -104,10 +104,10 @@ class HybridBackend(StageDispatch):
     def generate_needed(
         self, segment: Segment, table: Handle, iteration: int, sums: Sums, needless: Needless
     ) -> Handle:
-        """Do as `run`; ranks tell each other of their rows meanwhile, and each ends those of its own that nobody needs."""
+        """Generate while ranks exchange results; each aborts its rows that are no longer needed."""
         stage = segment.generate
         if pools_ranks(self.executor.config):
-            # A rank without rows would have to be asked for those that others end: all are drawn to their ends.
+            # A rank without rows could not take part in the exchange, so all rows are drawn to their ends.
             return self.run(stage, table, iteration, sums)
         output, group, index = Output(stage, table, iteration, sums), group_of(stage, self.groups), self.index(table)
         parts = by_number(index, group.mesh.size)
@@ -125,7 +125,7 @@ class HybridBackend(StageDispatch):
             return dropped(stage, index)
 
     def train(self, stage: Stage, table: Handle, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
-        """Begin every optimizer step; `publish` waits for them."""
+        """Start every optimizer step; `publish` waits for them."""
         group = self.groups[str(stage.role)]
         if not is_optimized(stage):
             copied = group.call("copy_weights", stage)
@@ -144,7 +144,7 @@ class HybridBackend(StageDispatch):
             self.training.append(Output(stage, None, iteration, sums, group, futures))
 
     def publish(self, version: int) -> None:
-        """Wait for all training first."""
+        """Wait for all training, then load the weights into the engines."""
         for output in self.training:
             self._answers(output)
         self.training = []
@@ -155,7 +155,7 @@ class HybridBackend(StageDispatch):
         try:
             self.replace_lost()
         except WorkerError as error:
-            # Whoever asked says what was lost first, and starts all of the run again.
+            # The caller reports the loss, and restarts the whole run.
             self.executor.progress.print(f"what was lost could not be replaced alone: {first_line(error)}")
             return False
         return True
@@ -166,12 +166,12 @@ class HybridBackend(StageDispatch):
         Args:
             role: The role whose workers have the class.
             method: Name of a registered method.
-            arguments: What its protocol distributes.
+            arguments: Input of its transfer protocol.
             iteration: For messages and the trace.
-            sums: Where the time goes.
+            sums: Collects the times.
 
         Returns:
-            What its protocol collects: of tables, at once, where the method writes columns; else of what the workers returned.
+            The collected result of the protocol: a table, at once, if the method writes columns; else the workers' return values.
 
         Raises:
             UserError: The role has no such class, or the class no such method.
@@ -206,7 +206,7 @@ class HybridBackend(StageDispatch):
         return own.protocol.collect(mesh, calls, results)
 
     def index(self, table: Handle) -> Rows:
-        """Wait for all that was begun, and compute what was deferred."""
+        """Wait for all started stages, and compute deferred ones."""
         self._wait(table.outputs)
         return table.index
 
@@ -214,7 +214,7 @@ class HybridBackend(StageDispatch):
         return table.columns
 
     def texts(self, table: Handle) -> list[RowText]:
-        """Have each rank say the rows that it generated."""
+        """Get the texts from the ranks that generated the rows."""
         self.index(table)
         group, parts = where_made(table)
         answers = group.wait(group.call("texts", [table.take(rows) for rows in parts], reads=TEXT_COLUMNS))
@@ -230,7 +230,7 @@ class HybridBackend(StageDispatch):
         return Handle.cat(tables)
 
     def record(self, path: Path, table: Handle, final: Handle) -> None:
-        """Have each rank write the rows that it generated."""
+        """Write the rows from the ranks that generated them."""
         self.index(table)
         self.index(final)
         group, parts = where_made(table)
@@ -240,7 +240,7 @@ class HybridBackend(StageDispatch):
             join_parts(path, written)
 
     def save_rows(self, path: Path, table: Handle) -> None:
-        """Have each rank write the rows that it generated, beside a call that may be running."""
+        """Write the rows from the ranks that generated them, beside a call that may be running."""
         self.index(table)
         group, parts = where_made(table)
         folder = ray.put(path.resolve())
@@ -248,15 +248,15 @@ class HybridBackend(StageDispatch):
         group.wait(group.send_all("keep", calls, aside=True))
 
     def save(self, folder: Path) -> None:
-        """Save beside a call that may be running: an interrupt does not wait until all rows are generated.
+        """Save beside a running call, so that an interrupt does not wait until all rows are generated.
 
-        Where ranks have divided a model they save it with each other, and that they do in turn.
+        A sharded model is saved collectively, after the running call.
         """
         for group in self.distinct:
             group.wait(group.call("save", folder.resolve(), aside=not self._divides(group)))
 
     def copy_for_saving(self, folder: Path) -> list[Write]:
-        """Do as `save`, but each worker goes on as soon as it has copies, and writes them in a thread."""
+        """Do as `save`; each worker continues as soon as it has copies, and writes them in a thread."""
         for group in self.distinct:
             group.wait(group.call("copy_for_saving", folder.resolve(), aside=not self._divides(group)))
         return [partial(written, group, group.actors) for group in self.distinct]
@@ -274,7 +274,7 @@ class HybridBackend(StageDispatch):
             group.wait(futures)
 
     def _divides(self, group: WorkerGroup) -> bool:
-        """Return True where the group's ranks have parts of a role's weights, or compute with each other."""
+        """Return True if the group's ranks hold shards of a role's weights, or compute collectively."""
         layouts = [layout_of(role, self.executor.config) for role in group.pool.models]
         return pools_ranks(self.executor.config) or not all(
             layout.resolve(group.mesh.size).is_replicated for layout in layouts
@@ -282,15 +282,15 @@ class HybridBackend(StageDispatch):
 
 
 def written(group: WorkerGroup, actors: Sequence[Any]) -> None:
-    """Wait until the workers have written what they copied.
+    """Wait until the workers have written their copies.
 
     Args:
         group: The workers.
-        actors: Those that it had when they copied.
+        actors: Their actors at the time of the copies.
 
     Raises:
-        OSError: One could not write it.
-        WorkerError: One is gone, or all of them have been started again since.
+        OSError: A worker could not write.
+        WorkerError: A worker is gone, or the group was restarted since.
     """
     if group.actors is not actors:
         raise WorkerError(f"{group.pool.name} was started again while it wrote a checkpoint")
@@ -299,7 +299,7 @@ def written(group: WorkerGroup, actors: Sequence[Any]) -> None:
 
 
 def role_mesh(config: Config, role: str, pool: Pool) -> Mesh:
-    """Return a role's worker group along each axis of its layout, and its generation groups where its ranks generate together."""
+    """Return the mesh of a role's worker group, and its generation groups if ranks generate together."""
     layout = layout_of(role, config).resolve(pool.workers)
     together = pools_ranks(config) and role in pool.generating
     groups = generation_layout(config).groups(layout).flatten(1).tolist() if together else []

@@ -1,4 +1,4 @@
-"""The workers of a pool as the driver calls them: a method by name, by its transfer protocol; futures at once.
+"""The workers of a pool as the driver calls them: a method by name, through its transfer protocol; futures at once.
 
 driver ──call("execute", table, ...)──▶ protocol ──▶ rank 0, rank 1, ... ──▶ Future each ──wait──▶ CallResult
 """
@@ -21,20 +21,20 @@ from braidrl.runtimes.hybrid.pool_worker import actor_name
 from braidrl.runtimes.hybrid.protocols import Mesh, RankCalls, registered
 
 DEATH_S = 2.0
-"""Seconds within which Ray is told of a worker's end, after others have noticed."""
+"""Seconds until Ray reports a worker's end that others have noticed."""
 
 
 class WorkerFailure(WorkerError):
-    """Raised by the driver, to end the run: a worker failed, died, or said nothing for too long."""
+    """Raised by the driver to end the run: a worker failed, died, or sent no heartbeat for too long."""
 
 
 class WorkerDied(WorkerFailure, LostProcess):
-    """Raised by the driver, to end the run: a worker is gone."""
+    """Raised by the driver to end the run: a worker is gone."""
 
 
 @dataclass(eq=False)
 class WorkerGroup:
-    """Call a pool's actors, in order of rank; `first` is the number of rank 0 among all workers of the run."""
+    """The actors of a pool, in order of rank; `first` is rank 0's number among all workers of the run."""
 
     pool: Pool
     places: Sequence[Reservation]
@@ -42,15 +42,15 @@ class WorkerGroup:
     cluster: RayCluster
     limit_s: float
     names: dict[str, str] = field(default_factory=dict)
-    """Name of each worker of the run, by Ray's id of its actor."""
+    """Name of each worker of the run, by Ray's actor id."""
     forgotten: dict[int, list[int]] = field(default_factory=dict)
-    """By rank, keys of rows that nobody can ask for any more: the worker is told with its next call."""
+    """Keys of rows without readers, by rank: the worker frees them with its next call."""
     actors: list[Any] = field(default_factory=list)
     processes: Sequence[int | None] = ()
-    """Of each worker that is on the driver's machine the process, once it has loaded its models."""
+    """The process of each worker on the driver's machine, after it has loaded its models."""
 
     def start(self) -> None:
-        """Start an actor for each rank, which other workers find by its name; it knows nothing of the run yet."""
+        """Start an actor for each rank, under a name known to other workers; it knows nothing of the run yet."""
         self.actors = []
         self.forgotten.clear()
         for rank, place in enumerate(self.places):
@@ -59,7 +59,7 @@ class WorkerGroup:
             self.actors.append(actor)
 
     def end(self) -> None:
-        """End all actors at once, also those that a signal has stopped, and wait until their names are free."""
+        """End all actors at once, also stopped ones, and wait until their names are free."""
         for actor, process in zip(self.actors, self.processes, strict=True):
             self.cluster.end(actor, process)
         for number in self.numbers:
@@ -75,16 +75,16 @@ class WorkerGroup:
         return list(range(self.first, self.first + self.mesh.size))
 
     def call(self, method: str, *arguments: Any, reads: frozenset[str] | None = None, aside: bool = False) -> Any:
-        """Call a method of the workers by its protocol.
+        """Call a method of the workers through its protocol.
 
         Args:
             method: A registered method of `HybridWorker`.
-            arguments: What the protocol distributes.
+            arguments: Input of the protocol.
             reads: Columns that workers need of handles; all by default.
             aside: Run beside the call that a worker is busy with.
 
         Returns:
-            What the protocol collects of the futures.
+            The futures, collected by the protocol.
         """
         protocol = registered(HybridWorker, method).protocol
         calls = protocol.distribute(self.mesh, *arguments)
@@ -93,10 +93,9 @@ class WorkerGroup:
     def send_all(
         self, method: str, calls: RankCalls, reads: frozenset[str] | None = None, aside: bool = False
     ) -> list[Future]:
-        """Call a method of each rank with its own arguments, but of those whose arguments are None; the rest is as for `call`.
+        """Call a method of each rank with its own arguments; ranks with None are not called. The rest is as for `call`.
 
-        Where a rank needs payload that another one has, all ranks exchange it by their process group: those that are given no rows
-        are asked to take part.
+        If a rank needs another rank's payload, all ranks exchange it by their process group; ranks without rows take part too.
         """
         together, futures = self._exchanges(calls, reads), []
         for rank, call in enumerate(calls):
@@ -107,7 +106,7 @@ class WorkerGroup:
         return futures
 
     def _exchanges(self, calls: RankCalls, reads: frozenset[str] | None) -> bool:
-        """Return True where one rank needs payload that another one has."""
+        """Return True if one rank needs another one's payload."""
         own = set(self.numbers)
         return any(
             own & argument.holders(reads) - {self.first + rank}
@@ -117,20 +116,20 @@ class WorkerGroup:
         )
 
     def release(self, worker: int, key: int) -> None:
-        """Let a worker forget the rows that it keeps under a key."""
+        """Free the rows that a worker keeps under a key."""
         self.forgotten.setdefault(worker - self.first, []).append(key)
 
     def send(
         self, rank: int, method: str, arguments: Sequence[Any], reads: frozenset[str] | None = None, aside: bool = False,
         together: bool = False,
     ) -> Future:  # fmt: skip
-        """Call a method of one rank, and give it the part of a table in the place of its handle; the rest is as for `call`.
+        """Call a method of one rank, with its part of a table in place of the handle; the rest is as for `call`.
 
         `together` says that all ranks exchange rows by their process group.
         """
         awaited: list[Future] = []
         plain = [a.part(awaited, reads, together) if isinstance(a, Handle) else a for a in arguments]
-        # An aside call may overtake others, which still need what is to be forgotten.
+        # An aside call may overtake others, which still need the rows to be freed.
         released = () if aside else self.forgotten.pop(rank, ())
         perform = self.actors[rank].perform
         if aside:
@@ -141,17 +140,17 @@ class WorkerGroup:
         return Future(ref, self.first + rank, f"{self.pool.name} rank {rank}", what, part)
 
     def wait(self, futures: Sequence[Future], arrived: Callable[[Future], None] | None = None) -> list[CallResult]:
-        """Wait for calls, whose futures then know where their rows are.
+        """Wait for calls; afterwards the futures know where their rows are.
 
         Args:
             futures: RankCalls of this group.
-            arrived: Called with each future whose answer has come.
+            arrived: Called with each completed future.
 
         Returns:
             The answers, in the order of the futures.
 
         Raises:
-            WorkerFailure: A worker failed, or said nothing for too long.
+            WorkerFailure: A worker failed, or sent no answer for too long.
             UserError: A worker raised it.
         """
         waiting = {future.ref: future for future in futures}
@@ -169,7 +168,7 @@ class WorkerGroup:
                     if not isinstance(failure, WorkerDied):
                         self._raise_deaths_elsewhere()
                     raise
-                # Index columns and sums go to whoever waits; with the future stays where the payload is.
+                # Index columns and sums go to the caller; the future keeps the location of the payload.
                 future.answer = replace(answers[ref], index=b"", sums={}, result=None)
                 if arrived:
                     arrived(future)
@@ -194,21 +193,21 @@ class WorkerGroup:
         return result
 
     def _raise_deaths(self, others: Sequence[Future]) -> None:
-        """Raise WorkerFailure for a worker that died: those that were waiting for it fail too, and it is the one to be named."""
+        """Raise WorkerFailure for a dead worker: workers that waited for it fail too, but the dead one is the cause."""
         ready, _ = ray.wait([f.ref for f in others], num_returns=len(others), timeout=DEATH_S) if others else ([], [])
         for future in others:
             if future.ref in ready and isinstance(self._error(future), (RayActorError, OutOfMemoryError)):
                 self._result(future)
 
     def _raise_deaths_elsewhere(self) -> None:
-        """Raise WorkerDied where workers of any pool died whose rows or weights these have waited for."""
+        """Raise WorkerDied if workers of any pool died whose rows or weights these calls needed."""
         if gone := self.cluster.ended(DEATH_S):
             names = ", ".join(self.names.get(actor._actor_id.hex(), "an actor") for actor in gone)
             raise WorkerDied(f"{names} died; others were waiting for it")
 
     @staticmethod
     def _error(future: Future) -> RayError | None:
-        """Return why a call that has ended failed, or None."""
+        """Return the error of a completed call, or None."""
         try:
             ray.get(future.ref)
         except RayError as error:

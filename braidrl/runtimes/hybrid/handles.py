@@ -1,10 +1,10 @@
-"""The five types that carry rows: three that the driver holds, and two that travel. None of them has payload.
+"""The five types that carry rows: three in the driver, and two that travel. None of them has payload.
 
-Handle    a table of the driver; never changes     rows        0 1 2 3 4 5     for each output the row of it that a row has
-Output    what one stage writes for a table        generate    a a a b b b     deferred, then under way, then there
+Handle    a table of the driver; immutable         rows        0 1 2 3 4 5     for each output the row number of each row in it
+Output    columns that one stage writes            generate    a a a b b b     deferred, then running, then complete
 Future    a, b: a call on one worker               verify      c c c d d d
-Part      the rows that a worker is given: index columns by value, payload by where it lies, for each stage that wrote some
-CallResult    what the worker replies: index columns by value, the names of the payload columns that it keeps
+Part      rows for a worker: index columns by value, payload by its location, for each stage that wrote some
+CallResult    a worker's reply: index columns by value, and the names of the payload columns that it keeps
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -25,12 +25,12 @@ from braidrl.observe.metrics import Sums
 Numbers = NDArray[np.int64]
 RESPONSE = ("tokens", "rollout_log_probs", "rollout_versions", "finish_reason", "prompt_length")
 READ = Stage("read", "read", None, Signature(Kind.COMPUTE))
-"""In the place of a stage, for rows that are read."""
+"""Stage name of rows that are read."""
 
 
 @dataclass(frozen=True, eq=False)
 class CallResult:
-    """What a worker replies to a call: index columns of the rows, names of the payload that it keeps under a key, and a result."""
+    """A worker's reply to a call: index columns, names of the payload kept under a key, and a result."""
 
     index: bytes = b""
     columns: tuple[str, ...] = ()
@@ -42,12 +42,13 @@ class CallResult:
 
 
 Kept = tuple[int, tuple[str, ...] | None, Numbers, Numbers]
-"""Where what one stage wrote lies: the key under which workers keep it, its payload columns (None where the answers that come with the
-call name them, none where all columns are meant), and of each row (B,) the worker, -1 where there is none, and the row's number there."""
+"""The location of one stage's output: the key under which workers keep it; its payload columns (None if the attached answers name
+them, empty if all columns are meant); and for each row (B,) the worker, -1 for none, and the row's number there.
+"""
 
 
 def by_worker(workers: Numbers, rows: Numbers) -> Iterator[tuple[int, Numbers, Tensor]]:
-    """Yield each worker that keeps some of the rows, with its numbers of them (n,) and their places here (n,)."""
+    """Yield each worker that keeps some of the rows, with their numbers there (n,) and their positions here (n,)."""
     for worker in np.unique(workers[workers >= 0]).tolist():
         places = (workers == worker).nonzero()[0]
         yield worker, rows[places], torch.from_numpy(places)
@@ -55,9 +56,9 @@ def by_worker(workers: Numbers, rows: Numbers) -> Iterator[tuple[int, Numbers, T
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Rows of a table for one worker: index columns by value, and where their payload lies.
+    """Rows of a table for one worker: index columns by value, and the location of their payload.
 
-    Where it is `together` all ranks of the pool give each other what they need of the table by their process group.
+    If `together` is set, all ranks of the pool exchange the table's rows by their process group.
     """
 
     size: int = 0
@@ -69,14 +70,14 @@ class Part:
         return self.size
 
     def uids(self) -> list[tuple[int, int, int]]:
-        """Return (source, group, sample) of each row; nothing where the index has no such columns."""
+        """Return (source, group, sample) of each row; empty if the index has no such columns."""
         index = unpack_rows(self.index)
         return index.uids() if "group" in index else []
 
 
 @dataclass(eq=False)
 class Future:
-    """A call under way on one worker: Ray's reference, the worker's number and name, what it does, on which rows."""
+    """A running call on one worker: Ray's reference, the worker's number and name, the method, and the rows."""
 
     ref: Any
     worker: int
@@ -88,9 +89,9 @@ class Future:
 
 @dataclass(eq=False)
 class Output:
-    """What one stage writes for the rows of a table (B): deferred until it is begun, then under way, and there once it has an index.
+    """The columns that one stage writes for a table (B): deferred at first, then running, complete once it has an index.
 
-    `future` (B,) says which of the futures writes a row, and `row` (B,) which row it is there.
+    `future` (B,) is the index of the future that writes each row, and `row` (B,) the row's number in it.
     """
 
     stage: Stage
@@ -103,18 +104,18 @@ class Output:
     row: Tensor = field(default_factory=lambda: torch.zeros(0))
     index: Rows | None = None
     key: int = -1
-    """Under which the workers keep it."""
+    """The key under which workers keep it."""
     workers: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
     """The worker of each future."""
     payload: frozenset[str] = frozenset()
-    """The payload columns that the workers keep, once they have said so."""
+    """Payload columns that the workers keep, known after their answers."""
 
     @property
     def deferred(self) -> bool:
         return self.index is None and not self.futures
 
     def begin(self, key: int, group: Any, futures: Sequence[Future], positions: Sequence[Sequence[int]]) -> None:
-        """Note who computes which rows, and keeps them under which key: `positions` are those of each future, in its order."""
+        """Record the calls, the key, and the row positions of each future, in its order."""
         self.table, self.key, self.group, self.futures = None, key, group, futures
         self.workers = torch.tensor([future.worker for future in futures])
         size = sum(map(len, positions))
@@ -124,7 +125,7 @@ class Output:
             self.future[place], self.row[place] = number, torch.arange(len(place))
 
     def finish(self, answers: Sequence[CallResult]) -> None:
-        """Note what the futures have brought."""
+        """Record the results of the futures."""
         self.payload = frozenset(column for answer in answers for column in answer.columns)
         size = len(self.future)
         arrived = {future: unpack_rows(answer.index) for future, answer in zip(self.futures, answers, strict=True)}
@@ -132,7 +133,7 @@ class Output:
         self.index = merged_rows(size, [(positions, arrived[future].take(rows)) for future, rows, positions in pieces])
 
     def pieces(self, rows: Tensor) -> list[tuple[Future, Tensor, Tensor]]:
-        """Return each future that writes some of these rows (-1: none), with their rows there (n,) and places in `rows` (n,)."""
+        """Return each future that writes some of these rows (-1: none), with row numbers in it (n,) and positions in `rows` (n,)."""
         if not self.futures:
             return []
         places = (rows >= 0).nonzero().flatten()
@@ -140,7 +141,7 @@ class Output:
         return [(self.futures[n], row[number == n], places[number == n]) for n in number.unique().tolist()]
 
     def kept(self, rows: Tensor, awaited: list[Future]) -> Iterator[Kept]:
-        """Yield where the payload of some rows (-1: none) lies; appends the futures that their reader has to wait for."""
+        """Yield the locations of the payload of some rows (-1: none); append the futures that a reader has to wait for."""
         places = (rows >= 0).nonzero().flatten()
         future = self.future[rows[places]]
         found: dict[tuple[str, ...] | None, list[int]] = {}
@@ -157,7 +158,7 @@ class Output:
             yield self.key, columns, of_row.numpy(), there.numpy()
 
     def holds(self, names: frozenset[str] | None) -> bool:
-        """Return True if one of these columns is payload of this output, or may be while it is under way; for None, if workers keep any."""
+        """Return True if a named column is, or while running may become, payload of this output; for None, if workers keep any."""
         if names is None:
             return bool(self.futures)
         return not names.isdisjoint(self.payload if self.index is not None else self.stage.writes)
@@ -165,9 +166,9 @@ class Output:
 
 @dataclass(frozen=True, eq=False)
 class Handle:
-    """A table whose rows lie with workers: outputs in the order of their stages, and for each the row that a row has there.
+    """A table whose rows are on workers: outputs in the order of their stages, and the number of each row in each output.
 
-    `rows` is (outputs, B), -1 where a row has none. `parts` are the rows of each rank, where somebody has decided that.
+    `rows` is (outputs, B), -1 if a row is not in an output. `parts` holds the rows of each rank, once they are assigned.
     """
 
     outputs: tuple[Output, ...]
@@ -179,7 +180,7 @@ class Handle:
 
     @property
     def index(self) -> Rows:
-        """Return the index columns that have arrived; later outputs win."""
+        """Return the index columns that have arrived; later outputs take precedence."""
         segments = []
         for output, rows in zip(self.outputs, self.rows, strict=True):
             if output.index is not None:
@@ -189,14 +190,14 @@ class Handle:
 
     @property
     def columns(self) -> set[str]:
-        """Return the names of the columns that the rows have, or get by what is under way."""
+        """Return the names of the rows' columns, including those of running calls."""
         found = {name for output in self.outputs for name in (*output.stage.writes, *output.payload)}
         return found | {name for output in self.outputs if output.index is not None for name in output.index}
 
     def take(self, positions: Sequence[int]) -> "Handle":
         """Return the rows at these positions, in the order given."""
         rows = self.rows[:, torch.as_tensor(positions, dtype=torch.int64)]
-        # An output that no row is left of would keep its rows with the workers.
+        # An unused output would keep its rows on the workers.
         used = [n for n, own in enumerate(rows) if not len(own) or bool((own >= 0).any())]
         return Handle(tuple(self.outputs[n] for n in used), rows[used])
 
@@ -211,18 +212,18 @@ class Handle:
         return Handle(tuple(numbers), rows)
 
     def divide(self, parts: int) -> "list[Handle]":
-        """Return the rows of each rank: those decided on, else equally many neighbours."""
+        """Return the rows of each rank: the assigned ones, else equal shares of neighbouring rows."""
         if self.parts is not None:
             return [self.take(positions) for positions in self.parts]
         edges = [len(self) * n // parts for n in range(parts + 1)]
         return [self.take(range(edges[n], edges[n + 1])) for n in range(parts)]
 
     def with_output(self, output: Output) -> "Handle":
-        """Return the same rows with what a stage writes for them."""
+        """Return the same rows with a stage's output."""
         return Handle((*self.outputs, output), torch.cat([self.rows, torch.arange(len(self))[None]]))
 
     def without(self, other: "Handle") -> "Handle":
-        """Return the same rows with what the other table lacks."""
+        """Return the same rows with only the outputs that the other table lacks."""
         added = [n for n, output in enumerate(self.outputs) if output not in other.outputs]
         return Handle(tuple(self.outputs[n] for n in added), self.rows[added])
 
@@ -236,7 +237,7 @@ class Handle:
         return found[::-1]
 
     def workers(self, outputs: Iterable[Output]) -> list[int]:
-        """Return for each row the worker that computes it in the first of these outputs that has it; -1 for none."""
+        """Return for each row the worker of the first of these outputs that has it; -1 for none."""
         found = torch.full((len(self),), -1)
         for output in outputs:
             for future, _, places in output.pieces(self.rows[self.outputs.index(output)]):
@@ -244,18 +245,17 @@ class Handle:
         return found.tolist()
 
     def holders(self, reads: frozenset[str] | None = None) -> set[int]:
-        """Return the workers that keep payload of the rows, of the columns that are read or of all."""
+        """Return the workers that keep payload of the rows, in the columns that are read or in all."""
         held = [(output, own) for output, own in zip(self.outputs, self.rows, strict=True) if output.holds(reads)]
         return {future.worker for output, own in held for future, _, _ in output.pieces(own)}
 
     def part(self, awaited: list[Future], reads: frozenset[str] | None = None, together: bool = False) -> Part:
-        """Return the table as a worker is given it.
+        """Return the table in the form that a worker receives.
 
         Args:
-            awaited: Futures whose answers have to come with the call; those of this table are appended.
-            reads: Columns that the worker needs beside the rows' identity and length; by default all, and of those none by value that
-                workers keep.
-            together: True where all ranks of its pool exchange rows.
+            awaited: Futures whose answers must come with the call; this table's are appended.
+            reads: Columns that the worker needs beside identity and length; by default all, and none by value that workers keep.
+            together: True if all ranks of its pool exchange rows.
         """
         if not len(self):
             return Part(together=together)
@@ -279,14 +279,14 @@ def assemble(
     fetch: Callable[[int, int, Numbers, tuple[str, ...]], Any],
     wait: Callable[[list[Any]], list[Rows]],
 ) -> Rows:
-    """Return the rows of a part with the index columns that it has, and the payload that is read.
+    """Return the rows of a part with its index columns and the payload to read.
 
     Args:
-        part: What the worker was given.
+        part: The part that the worker received.
         answers: The answers that came with the call.
-        reads: Names of columns; all for None, also those that are no payload.
-        fetch: Begins to fetch rows by worker, key, row numbers and columns.
-        wait: Returns what was fetched once all of it is here; called also where there is nothing, for the sake of others.
+        reads: Names of columns; None for all, index columns included.
+        fetch: Starts to fetch rows by worker, key, row numbers and columns.
+        wait: Returns the fetched rows; also called without any, since the exchange is collective.
     """
     if not part.size:
         wait([])
@@ -305,7 +305,7 @@ def assemble(
                 begun.append((places, fetch(worker, key, rows, wanted)))
     fetched = wait([future for _, future in begun])
     came_later = segments + [(places, rows) for (places, _), rows in zip(begun, fetched, strict=True)]
-    # Of all columns those that the driver has computed are the last word; else what is under way comes after what was given.
+    # If all columns are read, the driver's own take precedence; else running outputs come after the given ones.
     return merged_rows(part.size, [*came_later, given] if reads is None else [given, *came_later])
 
 
@@ -313,6 +313,6 @@ def columns_read(stage: Stage) -> frozenset[str]:
     """Return every column that a stage may read."""
     signature = stage.signature
     if stage.kind is Kind.GENERATE:
-        # Responses of an earlier iteration may go on.
+        # Responses of an earlier iteration may resume.
         return frozenset((*signature.reads, *RESPONSE))
     return frozenset((*signature.reads, *signature.optional, *sum(signature.one_of, ())))

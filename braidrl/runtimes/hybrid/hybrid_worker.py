@@ -1,4 +1,4 @@
-"""A process of a pool at work: runs stages, keeps the rows that it has written, and sends rows to those that ask.
+"""The stage part of a pool's process: runs stages, keeps the rows that it has written, and sends rows to other workers.
 
 driver ──perform──▶ one call after the other
 worker of the same pool    ◀──all-to-all of the process group──▶ rows
@@ -45,7 +45,7 @@ FETCHED_ROWS = 256
 
 
 class StageFailure(Exception):
-    """Raised in a worker; its text is the whole story, since the exception behind it may not travel."""
+    """Raised in a worker; its text holds everything, since the exception behind it may not be serializable."""
 
 
 class HybridWorker(PoolWorker):
@@ -53,7 +53,7 @@ class HybridWorker(PoolWorker):
 
     def __init__(self) -> None:
         super().__init__()
-        gc.freeze()  # What the process has imported is no garbage.
+        gc.freeze()  # Imported objects are not garbage.
         gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
 
     def perform(self, method: str, released: Sequence[int], count: int, *values: Any) -> CallResult:
@@ -61,12 +61,12 @@ class HybridWorker(PoolWorker):
 
         Args:
             method: Name of a method.
-            released: Keys of rows that no later call asks for: they are forgotten first.
+            released: Keys of rows that no later call reads; they are freed first.
             count: Number of the method's arguments.
-            values: The arguments, then the answers of earlier calls that have the arguments' rows.
+            values: The arguments, then the answers of earlier calls that hold the arguments' rows.
 
         Raises:
-            StageFailure: The method raised, or rows did not come.
+            StageFailure: The method raised, or rows did not arrive.
             UserError: The method raised it.
         """
         for key in released:
@@ -87,20 +87,20 @@ class HybridWorker(PoolWorker):
         return answer if isinstance(answer, CallResult) else CallResult(result=answer)
 
     def fetch(self, key: int, rows: Numbers, columns: tuple[str, ...]) -> list[Numbers]:
-        """Return columns of some of the rows that are kept here, encoded: as arrays, which Ray copies only once.
+        """Return columns of some rows kept here, encoded as arrays, which Ray copies only once.
 
         Args:
-            key: The number of the call that has written them.
-            rows: Row numbers (n,) in what it has written.
-            columns: Names of payload columns; none for all columns.
+            key: Number of the call that wrote them.
+            rows: Row numbers (n,) in its output.
+            columns: Names of payload columns; empty for all columns.
         """
         return [np.frombuffer(frame, dtype=np.uint8) for frame in encode(self._own(key, rows, columns))]
 
     def give(self, beside: bool) -> None:
-        """Give other ranks of the pool the rows that they need of this one, which needs none.
+        """Send rows to other ranks of the pool; this rank needs none.
 
         Args:
-            beside: They need them for a call beside others.
+            beside: True if they need the rows for a call beside others.
         """
         self._rows_of(Part(together=True), frozenset(), beside)
 
@@ -113,7 +113,7 @@ class HybridWorker(PoolWorker):
     def execute(
         self, part: Part, stage: Stage, iteration: int, key: int, totals: Mapping[str, Tensor] | None = None
     ) -> CallResult:
-        """Keep the columns that a stage writes; for one of scope batch `totals` are its sums over all rows."""
+        """Keep the columns that a stage writes; for a batch-scope stage `totals` are its sums over all rows."""
 
         def run(rows: Rows, sums: Sums) -> Mapping[str, Column]:
             if totals is None:
@@ -126,7 +126,7 @@ class HybridWorker(PoolWorker):
     def generate_needed(
         self, part: Part, stage: Stage, iteration: int, key: int, segment: Segment, needless: Needless, uids: list[Uid]
     ) -> CallResult:
-        """Do as `execute`, for rows of a wave with the rows `uids`: those of groups that are not needed end with what they have."""
+        """Do as `execute` for a wave with the rows `uids`; rows of groups that are not needed end early."""
         if self.notices is not None:
             self.notices.begin(str(key))
         stop = EarlyStop.of(segment, needless, self.flow, uids, self.notices)
@@ -134,13 +134,13 @@ class HybridWorker(PoolWorker):
 
     @register(protocol="DP")
     def sums(self, part: Part, stage: Stage, iteration: int) -> CallResult:
-        """Return this part's share of what a stage of scope batch adds up."""
+        """Return this part's sums of a batch-scope stage."""
         return self._compute(part, stage, iteration, lambda rows, _: summed(stage, rows) if len(rows) else {})
 
     def call_own(self, stage: Stage, iteration: int, key: int, *arguments: Any) -> CallResult:
-        """Call a method of the user's class for a role, with rows in the place of a part, and keep the columns that it writes.
+        """Call a method of the user's class for a role, with rows in place of a part, and keep the columns that it writes.
 
-        A rank without rows is left out, unless the role's ranks compute with each other.
+        A rank without rows is left out, unless the role's ranks compute collectively.
         """
         call = partial(self.executor.own_method(stage), **stage.settings)
         self.executor.residency.before(stage)
@@ -156,7 +156,7 @@ class HybridWorker(PoolWorker):
 
     @register(protocol="DP")
     def update(self, part: Part, counts: UpdateCounts, stage: Stage, iteration: int) -> CallResult:
-        """Make one optimizer step with the other ranks, each by its own rows; rank 0 tells what all of them counted."""
+        """Make one optimizer step with the other ranks, each on its own rows; rank 0 returns the global counts."""
 
         def train(rows: Rows, sums: Sums) -> None:
             update = nullcontext((counts, rows))
@@ -171,7 +171,7 @@ class HybridWorker(PoolWorker):
 
     @register(protocol="ONE_TO_ALL")
     def copy_weights(self, stage: Stage) -> None:
-        """Move the weights of one role of the pool towards those of another one of it."""
+        """Move the weights of one role of the pool towards those of another."""
         self.executor.copy_weights(stage)
 
     @register(protocol="ONE_TO_ALL")
@@ -188,18 +188,18 @@ class HybridWorker(PoolWorker):
 
     @register(protocol="ALL_TO_ALL")
     def texts(self, part: Part) -> CallResult:
-        """Return prompts and responses of rows as text, for whoever asks to read them."""
+        """Return prompts and responses of rows as text."""
         rows = self._rows_of(part, TEXT_COLUMNS)
         return CallResult(result=[list(text) for text in self.rows.row_texts(rows)])
 
     def keep(self, path: Path, part: Part) -> None:
-        """Write rows into a checkpoint, as this rank's part of a folder, beside another call."""
+        """Write rows as this rank's part of a checkpoint folder, beside another call."""
         self.rows.save(path / f"{self.spec.rank:05}", self._rows_of(part, None, beside=True))
 
     def _write(
         self, part: Part, stage: Stage, iteration: int, key: int, run: Callable[[Rows, Sums], Mapping[str, Column]]
     ) -> CallResult:
-        """Keep what `run` returns. A rank without rows is left out where no other rank waits for it."""
+        """Keep the result of `run`. A rank without rows is left out if no other rank waits for it."""
         if not len(part) and not self.executor.is_collective(stage):
             self._gather(part, stage, iteration)
             return CallResult()
@@ -207,12 +207,12 @@ class HybridWorker(PoolWorker):
         return replace(self._keep(key, Rows(answer.result)), sums=answer.sums, seconds=answer.seconds)
 
     def _keep(self, key: int, rows: Rows) -> CallResult:
-        """Keep rows, and answer with what is not payload."""
+        """Keep rows, and answer with the index columns."""
         self.kept[key] = rows
         return CallResult(pack_rows(rows.index), tuple(rows.payload), self.spec.number, key)
 
     def _compute(self, part: Part, stage: Stage, iteration: int, run: Callable[[Rows, Sums], Any]) -> CallResult:
-        """Return what `run` returns for the rows of a part, the sums that it adds, and the seconds that it takes."""
+        """Return the result of `run` for the rows of a part, its metric sums, and its seconds."""
         rows, sums, role = self._gather(part, stage, iteration), Sums(), stage.role or "compute"
         start = time.perf_counter()
         with traced(self.trace, role, stage.name, iteration, rows=len(rows), version=self.version) as done:
@@ -234,7 +234,7 @@ class HybridWorker(PoolWorker):
         return assemble(part, self.call.answers, reads, self._fetch, self._wait)
 
     def _fetch(self, worker: int, key: int, rows: Numbers, columns: tuple[str, ...]) -> Any:
-        """Begin to fetch rows: from here, by the process group of the pool, or by Ray in chunks."""
+        """Start to fetch rows: from here, by the process group of the pool, or by Ray in chunks."""
         if worker == self.spec.number:
             return self._own(key, rows, columns)
         rank = worker - self.spec.first
@@ -246,7 +246,7 @@ class HybridWorker(PoolWorker):
         return coming
 
     def _wait(self, fetched: list[Any]) -> list[Rows]:
-        """Return rows that are here as they are, and the others once they come. Raises TimeoutError naming whose did not."""
+        """Return local rows as they are, and the others once they arrive. Raises TimeoutError naming the late worker."""
         exchanged = self.call.exchange.rows() if self.call.exchange is not None else {}
         coming = [future for futures in fetched if isinstance(futures, list) for future in futures]
         try:

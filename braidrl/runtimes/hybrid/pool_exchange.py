@@ -1,6 +1,6 @@
-"""Rows that the ranks of a pool give each other by their process group.
+"""Exchange of rows between the ranks of a pool by their process group.
 
-each rank   what it needs from each other rank ──all-to-all──▶ what others need from it ──all-to-all──▶ payload
+each rank   its requests to each other rank ──all-to-all──▶ the others' requests to it ──all-to-all──▶ payload
 """
 
 from collections.abc import Callable
@@ -27,12 +27,12 @@ class PoolExchange:
     """One exchange of the pool. It is collective: a rank that needs nothing takes part too."""
 
     def __init__(self, world: World, own: Callable[[int, NDArray[np.int64], tuple[str, ...]], Rows]) -> None:
-        """`own` returns rows that are kept here, given their key, their numbers (n,) and the names of columns."""
+        """Start an exchange; `own` returns local rows, given their key, their numbers (n,) and the names of columns."""
         self.world, self.own = world, own
         self.requests: list[list[tuple[int, bytes, tuple[str, ...]]]] = [[] for _ in range(world.size)]
 
     def ask(self, rank: int, key: int, rows: NDArray[np.int64], columns: tuple[str, ...]) -> Asked:
-        """Note rows that are needed from another rank."""
+        """Add a request to another rank."""
         self.requests[rank].append((key, rows.astype(np.int64).tobytes(), columns))
         return Asked(rank, len(self.requests[rank]) - 1)
 

@@ -1,4 +1,4 @@
-"""A process of a pool, whatever it computes: it joins the run, loads the models of its roles, and saves and loads their weights."""
+"""The model part of a pool's process: joins the run, loads the models of its roles, and saves and loads their weights."""
 
 import os
 import secrets
@@ -35,32 +35,32 @@ from braidrl.runtimes.saving.background import BackgroundWriter
 from braidrl.training.parallel.replicated import DataParallel
 
 Meeting = tuple[str, int, str]
-"""Host and port of a store, and what the keys of those begin with who meet there."""
+"""Host and port of a store, and the key prefix of the ranks that use it."""
 
 
 @dataclass(frozen=True)
 class RunOrder:
-    """All that workers are told of a run, the same for each of them: from it each finds out for itself what it is and does."""
+    """The description of a run for all workers: from it and its number each worker derives its own work."""
 
     settings: dict[str, Any]
-    """Of the configuration, what is not its default."""
+    """The configuration's values that are not defaults."""
     train: bool
     """False to evaluate alone."""
     folder: Path | None
-    """The run's, for what workers write."""
+    """The run's folder, for files of workers."""
     family: str
-    """What the names of the run's actors begin with."""
+    """Prefix of the names of the run's actors."""
 
     @staticmethod
     def of(config: Config, train: bool, folder: Path | None, family: str) -> "RunOrder":
-        """Return the order of a configuration."""
+        """Describe the run of a configuration."""
         settings = config.model_dump(mode="json", exclude_unset=True)
         return RunOrder(settings, train, folder.resolve() if folder else None, family)
 
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """A worker's number among all workers, its pool and rank there, the folder for its trace, limits of waiting, and its peers."""
+    """A worker's number among all workers, its pool and rank, the folder for its trace, time limits, and its peers."""
 
     number: int
     pool: Pool
@@ -68,7 +68,7 @@ class WorkerSpec:
     folder: Path | None = None
     limit_s: float = 0.0
     peers: tuple[str, ...] = ()
-    """Of each worker of the run by number, what messages call it."""
+    """Name in messages of each worker of the run, by number."""
     family: str = ""
 
     @property
@@ -82,7 +82,7 @@ class WorkerSpec:
 
     @staticmethod
     def of(number: int, pools: Sequence[Pool], order: RunOrder, limit_s: float) -> "WorkerSpec":
-        """Return the worker of this number, where workers are numbered from pool to pool."""
+        """Return the worker with this number; numbers run from pool to pool."""
         places = [(pool, rank) for pool in pools for rank in range(pool.workers)]
         pool, rank = places[number]
         peers = tuple(f"{pool.name} rank {rank}" for pool, rank in places)
@@ -90,11 +90,11 @@ class WorkerSpec:
 
 
 NOBODY = WorkerSpec(-1, Pool(("worker",), 1), 0)
-"""What a worker is before it has joined a run."""
+"""The state of a worker before it has joined a run."""
 
 
 def actor_name(family: str, number: int) -> str:
-    """Return the name by which the actors of a run find the one of this number."""
+    """Return the actor name of the worker with this number."""
     return f"{family}-{number}"
 
 
@@ -106,24 +106,24 @@ def hybrid_pools(prepared: Prepared, train: bool) -> tuple[Pool, ...]:
 
 
 def only(pools: Sequence[Pool], roles: Collection[str]) -> tuple[Pool, ...]:
-    """Return the pools with these roles alone, without those that are empty then."""
+    """Return the pools with only these roles, without empty pools."""
     kept = [replace(pool, roles=tuple(r for r in pool.roles if r.removesuffix(GENERATE) in roles)) for pool in pools]
     return tuple(pool for pool in kept if pool.roles)
 
 
 def sign_of(stages: Sequence[Stage]) -> int:
-    """Return a number that is another one for other stages: workers and driver have to make the same of a configuration."""
+    """Return a hash of the stages; workers and driver must derive the same stages from a configuration."""
     return zlib.crc32(repr(stages).encode())
 
 
 def method_class(config: Config, role: str) -> type | None:
-    """Return the user's class of methods for a role, which `roles.ROLE.methods` names."""
+    """Return the user's class of methods for a role, named by `roles.ROLE.methods`."""
     own = config.roles.get(role)
     return import_function(own.methods) if own and own.methods else None  # type: ignore[return-value]
 
 
 def check_devices_alike(role: str, store: dist.Store, rank: int, device: str) -> None:
-    """Raise UserError where this rank's device is of another kind than that of rank 0, which trains; all ranks call this."""
+    """Raise UserError if this rank's kind of device differs from rank 0's, which trains; all ranks call this."""
     store.set(f"device/{rank}", device)
     if (trains := store.get("device/0").decode()) != device:
         raise UserError(
@@ -140,7 +140,7 @@ class PoolWorker:
         self.kept: dict[int, Rows] = {}
         self.world = World()
         self.notices: Notices | None = None
-        # Of the call that a thread runs.
+        # State of the call that a thread runs.
         self.call = threading.local()
         self.resources = ExitStack()
         self.trace: TraceWriter | None = None
@@ -150,7 +150,7 @@ class PoolWorker:
         self.beside: World | None = None
         self.peers: dict[int, Any] = {}
         self.exchanges: dict[str, dist.ProcessGroup] = {}
-        """Between the pools that train a role and generate for it, by role."""
+        """Process groups between the pools that train a role and generate for it, by role."""
         self.writing = BackgroundWriter()
 
     @property
@@ -159,13 +159,13 @@ class PoolWorker:
         return DataParallel(self.world.group)
 
     def peer(self, number: int) -> Any:
-        """Return another worker of the run, which is looked for by its name when it is first asked for."""
+        """Return another worker of the run, looked up by name on first use."""
         if number not in self.peers:
             self.peers[number] = ray.get_actor(actor_name(self.spec.family, number))
         return self.peers[number]
 
     def close(self) -> None:
-        """End the processes that check answers, and forget rows, files and ranks."""
+        """End the reward processes, and forget rows, files and ranks."""
         self.resources.close()
         self.trace = None
         self.kept, self.peers, self.exchanges = {}, {}, {}
@@ -174,16 +174,16 @@ class PoolWorker:
 
     @register(protocol="ONE_TO_ALL")
     def forget_rows(self) -> None:
-        """Forget all rows, workers that may have been replaced, and the checkpoint that is being written, once it is."""
+        """Wait for the running checkpoint; forget all rows, and references to workers that may have been replaced."""
         self.kept, self.peers = {}, {}
         self.executor.forget()
         self.writing.trouble()
 
     @register(protocol="ALL_TO_ALL")
     def join_run(self, number: int, order: RunOrder) -> int:
-        """Find out which worker of a run this is, from the run's configuration; return the sign of the stages that it makes of it.
+        """Derive this worker's part from the run's configuration; return the hash of its stages.
 
-        Raises UserError for one that could not run.
+        Raises UserError for a configuration that cannot run.
         """
         config = parse_config(order.settings)
         self.prepared, self.trains = without_data(config, order.train), order.train
@@ -194,14 +194,14 @@ class PoolWorker:
 
     @register(protocol="RANK_ZERO")
     def rendezvous(self) -> Meeting:
-        """Open the store through which the ranks of the pool find each other; return its address, and what their keys begin with."""
+        """Open the store for the ranks of the pool; return its address and their key prefix."""
         address = ray.util.get_node_ip_address()
         self.meeting = self.meeting or open_store(address, self.spec.limit_s)
         return address, self.meeting.port, secrets.token_hex(16)
 
     @register(protocol="ONE_TO_ALL")
     def join_process_group(self, meeting: Meeting) -> None:
-        """Form a process group with the other ranks of the pool, by the address of their store."""
+        """Form a process group with the other ranks of the pool, given the address of their store."""
         host, port, secret = meeting
         if self.spec.rank > 0:
             self.meeting = connect_store(host, port, self.spec.limit_s)
@@ -217,7 +217,7 @@ class PoolWorker:
         self.notices = Notices(dist.PrefixStore("notices", self.meeting))
 
     def world_beside(self) -> World:
-        """Return the ranks of the pool for calls beside others: a group of their own, formed when it is first needed."""
+        """Return the ranks of the pool for calls beside others: a separate group, formed on first use."""
         if self.beside is None:
             assert self.store is not None and self.meeting is not None
             store, address = dist.PrefixStore("beside", self.store), address_towards(self.meeting.host)
@@ -228,25 +228,25 @@ class PoolWorker:
 
     @register(protocol="ONE_TO_ALL")
     def read_data(self) -> list[tuple[int, str]]:
-        """Read the run's data with the other ranks of the pool, which map the tables that the first of them writes.
+        """Read the run's data with the other ranks of the pool; the first rank writes tables and the others map them.
 
         Returns:
-            Of each source how many prompts are kept, and what is to be said of it.
+            The number of prompts and a message per source.
 
         Raises:
-            UserError: For data that the run cannot use.
+            UserError: The run cannot use the data.
         """
         readers = Readers(self.world.rank, self.world.size, self._told)
         self.prepared = with_data(self.prepared, self.trains, readers=readers)
         return [(len(source), source.report()) for source in self.prepared.sources] if self.spec.rank == 0 else []
 
     def _told(self, said: Any) -> list[Any]:
-        """Return what all ranks of the pool say."""
+        """All-gather a message over the ranks of the pool."""
         return [unpack_message(words) for words in self.world.gather("data", pack_message(said))]
 
     @register(protocol="ONE_TO_ALL")
     def load_models(self) -> tuple[int, str]:
-        """Load the pool's roles, with engines for those that generate in it; return this process's id, and Ray's of its node."""
+        """Load the pool's roles, with engines for generating ones; return this process's id, and Ray's node id."""
         prepared, pool = self.prepared, self.spec.pool
         flow = prepared.flow if self.trains else prepared.evaluation
         self.call.doing = (pool.name, "loading its models", Part())
@@ -266,13 +266,13 @@ class PoolWorker:
 
     @register(protocol="ONE_TO_ALL")
     def exchange_weights(self, role: str, meeting: Meeting, first: int, size: int) -> None:
-        """Plan the way of a role's weights between the pool that trains it and the pool that generates for it.
+        """Plan the transfer of a role's weights between its training pool and its generating pool.
 
         Args:
             role: The role.
-            meeting: Where the ranks of both pools meet.
+            meeting: Store for the ranks of both pools.
             first: This pool's first rank among them.
-            size: How many they are.
+            size: Number of ranks of both pools.
 
         Raises:
             UserError: The two pools have devices of different kinds.
@@ -282,7 +282,7 @@ class PoolWorker:
         store, rank, device = dist.PrefixStore(secret, store), first + self.spec.rank, self.executor.device.type
         check_devices_alike(role, store, rank, device)
         if role in self.exchanges:
-            # Ranks of it have ended: nobody must wait for them any more.
+            # Some of its ranks have ended: waiting for them would time out.
             self.exchanges.pop(role).abort()
         group = group_between(store, rank, size, self.spec.limit_s, device == "cuda", address_towards(host))
         self.exchanges[role] = group
@@ -290,17 +290,17 @@ class PoolWorker:
 
     @register(protocol="ONE_TO_ALL")
     def save(self, folder: Path) -> None:
-        """Write checkpoints: rank 0 what is whole, and every rank its part of what they have divided."""
+        """Write checkpoints: rank 0 the replicated parts, and every rank its shards."""
         self.executor.save(folder, self.spec.rank == 0)
 
     @register(protocol="ONE_TO_ALL")
     def copy_for_saving(self, folder: Path) -> None:
-        """Begin to do as `save` does, from copies."""
+        """Start to do as `save` does, from copies."""
         self.writing.begin(self.executor.copy_for_saving(folder, self.spec.rank == 0))
 
     @register(protocol="ONE_TO_ALL")
     def written(self) -> str:
-        """Wait for what `copy_for_saving` began, and return why it could not be written, or nothing."""
+        """Wait for the write that `copy_for_saving` started, and return its error, or an empty string."""
         return self.writing.trouble()
 
     @register(protocol="ONE_TO_ALL")

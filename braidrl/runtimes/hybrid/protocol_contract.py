@@ -1,4 +1,4 @@
-"""What every transfer protocol that divides rows has to keep, as a check that a test of your own can run.
+"""Contract test of transfer protocols that divide rows; call it from a test of your own protocol.
 
 from braidrl.runtimes.hybrid.protocol_contract import check_protocol
 
@@ -11,7 +11,7 @@ from braidrl.runtimes.hybrid.protocols import Mesh, TransferProtocol
 
 
 class Numbered(tuple[int, ...]):
-    """Row numbers, in the place of a table."""
+    """A table of row numbers."""
 
     def divide(self, parts: int) -> "list[Numbered]":
         edges = [len(self) * n // parts for n in range(parts + 1)]
@@ -32,21 +32,21 @@ MESHES = (
     Mesh(2, tensor=4, generation=((0, 2), (1, 3), (4, 6), (5, 7))),
     Mesh(2, 2, 2, generation=((0, 4), (1, 5), (2, 6), (3, 7))),
 )
-"""Worker groups of one process to some dozen, divided along every axis, also with generation groups."""
+"""Meshes of one process to some dozen, with every axis divided, also with generation groups."""
 
 
 def check_protocol(
     protocol: TransferProtocol, meshes: Iterable[Mesh] = MESHES, counts: Sequence[int] = range(20)
 ) -> None:
-    """Check that workers which return the rows they are given return all rows once and in order, on any mesh.
+    """Check that workers which return their rows return all rows once and in order, on any mesh.
 
     Args:
         protocol: A protocol whose methods take rows and further arguments; it may give a row to several workers.
-        meshes: Worker groups.
-        counts: Rows of a table.
+        meshes: Meshes to check.
+        counts: Numbers of rows to check.
 
     Raises:
-        AssertionError: It says what does not hold, for how many rows on how many workers.
+        AssertionError: The violated rule, with the numbers of rows and workers.
     """
     for mesh in meshes:
         for count in counts:

@@ -1,10 +1,10 @@
-"""Transfer protocols: how the arguments of one call reach the workers of a group, and how their results come back.
+"""Transfer protocols: distribute the arguments of one call to the workers of a group, and collect their results.
 
                     distribute                             collect
 driver ── f(x) ──▶ rank 0: f(x0)   rank 1: f(x1)   ... ──▶ one result
 
-A protocol is a pair of pure functions of the group's mesh. `@register(protocol=...)` above a worker's method says by which one it is
-called; `docs/add-a-protocol.md` shows how to write one.
+A protocol is a pair of pure functions of the group's mesh. `@register(protocol=...)` above a worker's method names the protocol of
+its calls; `docs/add-a-protocol.md` shows how to write one.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,13 +17,13 @@ from braidrl.importing import PluginRegistry
 
 Arguments = tuple[Any, ...]
 RankCalls = list[Arguments | None]
-"""For each rank the arguments that it is called with, or None where it is not called."""
+"""The arguments of each rank, or None for a rank that is not called."""
 F = TypeVar("F", bound=Callable[..., Any])
 BUILT_IN = ("ONE_TO_ALL", "RANK_ZERO", "ALL_TO_ALL", "DP", "THREE_D", "THREE_D_MICRO_DP", "PP_AS_DP", "PP_ONLY")
 
 
 class MeshCoordinates(NamedTuple):
-    """Where a rank is along each axis of its mesh."""
+    """The position of a rank along each axis of its mesh."""
 
     pipeline: int
     data: int
@@ -33,14 +33,14 @@ class MeshCoordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class Mesh:
-    """The shape of a worker group for one role: ranks along each axis, of which tensor varies fastest and pipeline slowest."""
+    """The shape of a worker group for one role: ranks along each axis; tensor varies fastest and pipeline slowest."""
 
     data: int
     pipeline: int = 1
     tensor: int = 1
     sequence: int = 1
     generation: tuple[tuple[int, ...], ...] = ()
-    """The ranks of each generation group, where ranks generate together: those of one copy of the model are micro data-parallel."""
+    """The ranks of each generation group, if ranks generate together: the ranks of one model copy are micro data-parallel."""
 
     @property
     def size(self) -> int:
@@ -49,25 +49,25 @@ class Mesh:
 
     @property
     def places(self) -> list[MeshCoordinates]:
-        """Return where each rank is, in order of ranks."""
+        """Return the coordinates of each rank, in order of ranks."""
         axes = (self.pipeline, self.data, self.sequence, self.tensor)
         return [MeshCoordinates(*place) for place in product(*map(range, axes))]
 
     @property
     def micro_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks of each generation group; where none were named each rank generates alone."""
+        """Return the ranks of each generation group; without groups each rank generates alone."""
         return self.generation or tuple((rank,) for rank in range(self.size))
 
 
 @runtime_checkable
 class DivisibleTable(Protocol):
-    """What a protocol may ask of rows; under hybrid it is a handle, so that none of this moves them."""
+    """The operations on rows that a protocol may use; under hybrid rows are a handle, and none of these moves them."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
 
     def divide(self, parts: int) -> Sequence[Any]:
-        """Return one table for each rank, of neighbouring rows in their order; some may be empty."""
+        """Return one table per rank, of neighbouring rows in their order; some may be empty."""
 
     def take(self, positions: Sequence[int]) -> Any:
         """Return the rows at these positions, in the order given."""
@@ -81,8 +81,8 @@ class DivisibleTable(Protocol):
 class TransferProtocol:
     """A name for messages, and two functions of the mesh.
 
-    `distribute(mesh, *arguments)` returns the arguments of each rank. `collect(mesh, calls, results)` makes one result of those of
-    the ranks that were called, in order of ranks.
+    `distribute(mesh, *arguments)` returns the arguments of each rank. `collect(mesh, calls, results)` joins the results of the called
+    ranks, in order of ranks.
     """
 
     name: str
@@ -95,7 +95,7 @@ PROTOCOLS = PluginRegistry("transfer protocol", {name: f"{__name__}:{name}" for 
 
 @dataclass(frozen=True)
 class Registration:
-    """How a worker's method is called: its protocol, and the columns that it reads and writes."""
+    """The call of a worker's method: its protocol, and the columns that it reads and writes."""
 
     protocol: TransferProtocol
     reads: tuple[str, ...] = ()
@@ -105,12 +105,12 @@ class Registration:
 def register(
     *, protocol: str | TransferProtocol, reads: tuple[str, ...] = (), writes: tuple[str, ...] = ()
 ) -> Callable[[F], F]:
-    """Return a decorator that marks a worker's method as one that the driver calls.
+    """Return a decorator that registers a worker's method for calls by the driver.
 
     Args:
-        protocol: The name of a protocol in `PROTOCOLS`, `module:name` or `file.py:name` of one of your own, or that itself.
-        reads: The columns that the method needs of its rows, as a stage has them; no other payload is fetched.
-        writes: The columns that it returns as a mapping, which stay with the worker; without any, its result goes to the driver.
+        protocol: The name of a protocol in `PROTOCOLS`, `module:name` or `file.py:name` of your own, or the protocol itself.
+        reads: Columns that the method needs, as for a stage; no other payload is fetched.
+        writes: Columns that it returns as a mapping and that stay with the worker; without any, its result goes to the driver.
 
     Raises:
         UserError: No protocol has this name.
@@ -125,7 +125,7 @@ def register(
 
 
 def registered(worker: type, method: str) -> Registration:
-    """Return how a method of a worker's class is called.
+    """Return the registration of a worker's method.
 
     Raises:
         UserError: The class has no such method, or it was not registered.
@@ -140,12 +140,12 @@ def to_everyone(mesh: Mesh, *arguments: Any) -> RankCalls:
 
 
 def to_rank_zero(mesh: Mesh, *arguments: Any) -> RankCalls:
-    """Call rank 0 alone."""
+    """Call only rank 0."""
     return [arguments, *[None] * (mesh.size - 1)]
 
 
 def one_each(mesh: Mesh, *lists: Sequence[Any]) -> RankCalls:
-    """Call rank i with the i-th of each list. Raises ValueError for a list of another length than the group."""
+    """Call rank i with the i-th element of each list. Raises ValueError if a list's length is not the group's."""
     for given in lists:
         if len(given) != mesh.size:
             raise ValueError(f"{len(given)} arguments for {mesh.size} workers")
@@ -153,24 +153,24 @@ def one_each(mesh: Mesh, *lists: Sequence[Any]) -> RankCalls:
 
 
 def by_rows(mesh: Mesh, rows: DivisibleTable, *arguments: Any) -> RankCalls:
-    """Call each rank with its part of the rows, which may be empty, and the same other arguments: ranks of one copy pool theirs."""
+    """Call each rank with its part of the rows, which may be empty, and the same other arguments; ranks of one copy pool their rows."""
     return [(part, *arguments) for part in rows.divide(mesh.size)]
 
 
 def by_replica(mesh: Mesh, rows: DivisibleTable, *arguments: Any) -> RankCalls:
-    """Call all ranks of one copy of the model with the same part of the rows, each copy with its own."""
+    """Call all ranks of one model copy with the same part of the rows; each copy has its own."""
     parts = rows.divide(mesh.data)
     return [(parts[place.data], *arguments) for place in mesh.places]
 
 
 def of_last_pipeline_ranks(mesh: Mesh, calls: RankCalls, results: list[Any]) -> Any:
-    """Join what the last pipeline ranks return, which have the model's outputs: one of each copy, in order of data ranks."""
+    """Join the results of the last pipeline ranks, which have the model's outputs: one per copy, in order of data ranks."""
     last = [place.pipeline == mesh.pipeline - 1 and place.sequence == place.tensor == 0 for place in mesh.places]
     return in_order_of_ranks(mesh, calls, [result for result, chosen in zip(results, last, strict=True) if chosen])
 
 
 def by_generation_group(mesh: Mesh, rows: DivisibleTable, *arguments: Any) -> RankCalls:
-    """Call all ranks of a generation group with the same part of the rows, each group with its own."""
+    """Call all ranks of a generation group with the same part of the rows; each group has its own."""
     calls: RankCalls = [None] * mesh.size
     for group, part in zip(mesh.micro_groups, rows.divide(len(mesh.micro_groups)), strict=True):
         for rank in group:
@@ -179,18 +179,18 @@ def by_generation_group(mesh: Mesh, rows: DivisibleTable, *arguments: Any) -> Ra
 
 
 def of_generation_groups(mesh: Mesh, calls: RankCalls, results: list[Any]) -> Any:
-    """Join what the first rank of each generation group returns, in order of groups."""
+    """Join the results of the first rank of each generation group, in order of groups."""
     return in_order_of_ranks(mesh, calls, [results[group[0]] for group in mesh.micro_groups])
 
 
 def by_pipeline_rank(mesh: Mesh, rows: DivisibleTable, *arguments: Any) -> RankCalls:
-    """Call pipeline ranks with rows of their own, as if they were data ranks: those of one that divide matrices or tokens with the same."""
+    """Call pipeline ranks with their own rows, as if they were data ranks; ranks that split tensors or sequences get the same rows."""
     parts = rows.divide(mesh.data * mesh.pipeline)
     return [(parts[place.data * mesh.pipeline + place.pipeline], *arguments) for place in mesh.places]
 
 
 def of_pipeline_ranks_as_data(mesh: Mesh, calls: RankCalls, results: list[Any]) -> Any:
-    """Join what each pipeline rank returns, in the order in which the rows were given."""
+    """Join the result of each pipeline rank, in the order in which the rows were given."""
     places = mesh.places
     first = [rank for rank, place in enumerate(places) if place.sequence == place.tensor == 0]
     ordered = sorted(first, key=lambda rank: (places[rank].data, places[rank].pipeline))
@@ -198,13 +198,13 @@ def of_pipeline_ranks_as_data(mesh: Mesh, calls: RankCalls, results: list[Any]) 
 
 
 def of_pipeline_ranks(mesh: Mesh, calls: RankCalls, results: list[Any]) -> list[Any]:
-    """Return a list by pipeline rank of what the first rank of each returns."""
+    """Return a list, by pipeline rank, of the result of its first rank."""
     first = [place.data == place.sequence == place.tensor == 0 for place in mesh.places]
     return [result for result, chosen in zip(results, first, strict=True) if chosen]
 
 
 def in_order_of_ranks(mesh: Mesh, calls: RankCalls, results: list[Any]) -> Any:
-    """Return the rows of all ranks as one table where the results are tables, else the list of results."""
+    """Join the rows of all ranks if the results are tables, else return the list of results."""
     return results[0].cat(results) if results and isinstance(results[0], DivisibleTable) else results
 
 

@@ -1,7 +1,7 @@
-"""Stages become calls: which group runs one, which of its ranks gets which rows, and when it begins.
+"""Dispatch: turns stages into calls. It picks the worker group, the rows of each rank, and the time of the start.
 
 stage, Handle ──place──▶ group, rows of each rank ──begin──▶ Futures in an Output ──wait──▶ index columns
-        └── without a role: deferred until somebody needs what it writes
+        └── without a role: deferred until its output is needed
 """
 
 import itertools
@@ -26,11 +26,11 @@ from braidrl.runtimes.hybrid.group import WorkerGroup
 from braidrl.runtimes.hybrid.handles import READ, CallResult, Future, Handle, Output, columns_read
 
 Partition = Sequence[Sequence[int]]
-"""The row positions of each rank, rising."""
+"""The row positions of each rank, ascending."""
 
 
 class StageDispatch:
-    """Begins stages on the worker groups, and waits for them. Every role has a group; what has no other place runs at `home`."""
+    """Starts stages on the worker groups, and waits for them. Every role has a group; stages without a location run at `home`."""
 
     def __init__(
         self,
@@ -44,13 +44,13 @@ class StageDispatch:
         self.forgotten: deque[tuple[WorkerGroup, int, int]] = deque()
 
     def release_forgotten(self) -> None:
-        """Let workers forget the rows that nobody here refers to any more."""
+        """Let workers free the rows without references here."""
         while self.forgotten:
             group, worker, key = self.forgotten.popleft()
             group.release(worker, key)
 
     def _place(self, stage: Stage, table: Handle) -> tuple[WorkerGroup | None, Partition]:
-        """Begin, or for a compute stage wait for, what a stage reads; then return what `place` does."""
+        """Start, or for a compute stage wait for, the inputs of a stage; then return the result of `place`."""
         writers = table.writers(columns_read(stage))
         self._begin_deferred(writers)
         if stage.role is None:
@@ -67,7 +67,7 @@ class StageDispatch:
         self._note(output, key, group, futures, parts)
 
     def _note(self, output: Output, key: int, group: WorkerGroup, futures: Sequence[Future], parts: Partition) -> None:
-        """Note what was begun; its workers forget the rows when nobody here refers to the futures any more."""
+        """Record a started call; its workers free the rows when the futures have no more references here."""
         output.begin(key, group, futures, parts)
         for future in futures:
             weakref.finalize(future, self.forgotten.append, (group, future.worker, key)).atexit = False
@@ -78,7 +78,7 @@ class StageDispatch:
                 self._compute(output)
 
     def _compute(self, output: Output) -> None:
-        """Begin a deferred stage: here if index columns are all that it reads and writes, else where its rows are."""
+        """Start a deferred stage: here if it reads and writes only index columns, else where its rows are."""
         stage, table = output.stage, output.table
         assert table is not None
         group, parts = self._place(stage, table)
@@ -93,11 +93,11 @@ class StageDispatch:
             self._begin(output, group, parts, "execute", totals)
 
     def _traced(self, stage: Stage, table: Handle, iteration: int) -> AbstractContextManager[Done]:
-        """Record what the driver itself computes."""
+        """Trace a computation of the driver itself."""
         return traced(self.trace, "compute", stage.name, iteration, rows=len(table))
 
     def _totals(self, output: Output, group: WorkerGroup | None, parts: Partition) -> dict[str, Tensor]:
-        """Return what a stage adds up over all rows, each part where it lies."""
+        """Return a stage's sums over all rows, computed where each part is."""
         stage, table = output.stage, output.table
         assert table is not None
         if group is None:
@@ -110,7 +110,7 @@ class StageDispatch:
         return totals
 
     def _wait(self, outputs: Sequence[Output]) -> None:
-        """Begin what is deferred of these outputs, then wait for all of them."""
+        """Start the deferred outputs among these, then wait for all of them."""
         self._begin_deferred(outputs)
         for output in outputs:
             if output.index is None:
@@ -133,14 +133,14 @@ def place(
     """Return the group that runs a stage, and the rows of each of its ranks.
 
     Args:
-        stage: A stage that writes columns; of a compute stage all that it reads is there.
+        stage: A stage that writes columns; the inputs of a compute stage are complete.
         table: The rows that it reads.
         groups: The worker group of each role.
-        home: The group that runs what has no other place.
+        home: The default group.
 
     Returns:
-        A compute stage runs where the payload lies that it reads, with the rows of a group in one place, at `home`; the group is None
-        where it reads index columns alone, and the rows are those of `home`. Answers are checked where they were generated.
+        A compute stage runs at `home`, where its payload is, with the rows of a group on one rank. If it reads only index columns the
+        group is None, and the rows are those of `home`. Answers are verified where they were generated.
     """
     if stage.role is None:
         holders = [output for output in table.outputs if output.holds(columns_read(stage))]
@@ -169,52 +169,52 @@ def generations(table: Handle, tokens: str) -> list[Output]:
 
 
 def where_made(table: Handle) -> tuple[WorkerGroup, Partition]:
-    """Return the group that generated the rows, or read them, and each row where that was done."""
+    """Return the group that generated or read the rows, and each row's worker in it."""
     read = [output for output in table.outputs if output.stage is READ]
     return _where(table, [*generations(table, "tokens"), *read])
 
 
 def _where(table: Handle, outputs: Sequence[Output]) -> tuple[WorkerGroup, Partition]:
-    """Return the group that computes the first of these outputs, and each row where one of them lies."""
+    """Return the group that computes the first of these outputs, and the worker of each row in one of them."""
     group: WorkerGroup = outputs[0].group
     return group, in_place(table.workers(outputs), group.first, group.mesh.size)
 
 
 def by_length(index: Rows, ranks: int, whole_groups: bool = False) -> Partition:
-    """Divide rows into equal numbers of tokens, or of rows where their lengths are not known yet.
+    """Partition rows by equal numbers of tokens, or of rows while lengths are unknown.
 
     Args:
         index: Index columns of the rows.
         ranks: Number of parts.
-        whole_groups: Leave the rows of a group to one rank, for losses that compare them.
+        whole_groups: Keep the rows of a group on one rank, for losses that compare them.
     """
     costs = index["length"].tolist() if "length" in index else [1.0] * len(index)
     return balanced_partition(costs, ranks, groups=index["group"].tolist() if whole_groups else None)
 
 
 def by_group(index: Rows, ranks: int) -> Partition:
-    """Divide groups into equal numbers of rows."""
+    """Partition groups by equal numbers of rows."""
     return balanced_partition([1.0] * len(index), ranks, groups=index["group"].tolist())
 
 
 def by_prompt(index: Rows, ranks: int) -> Partition:
-    """Divide rows to be generated: a prompt is computed by one rank for all of its rows, unless ranks would be left without work."""
+    """Partition rows to generate: all rows of a prompt on one rank, unless ranks would have no work."""
     costs, groups = index["prompt_length"].tolist(), index["group"].tolist()
     enough = len(set(groups)) >= ranks
     return balanced_partition(costs, ranks, groups=groups if enough else None, equal_size=True)
 
 
 def by_number(index: Rows, ranks: int) -> Partition:
-    """Divide rows to be generated of groups that may turn out not to be needed: every rank begins with the first groups."""
+    """Partition rows of groups that may turn out not to be needed: every rank starts with the first groups."""
     return rows_of_ranks(in_turn(index["group"].tolist(), ranks), ranks)
 
 
 def in_place(workers: Sequence[int], first: int, ranks: int) -> Partition:
-    """Leave each row to the worker that holds it, and to rank 0 what no worker of the group holds.
+    """Leave each row on its worker; rank 0 gets the rows of no worker of the group.
 
     Args:
         workers: The worker of each row, by its number among all workers of the run.
-        first: The number of the group's rank 0.
+        first: Number of the group's rank 0.
         ranks: Workers in the group.
     """
     return rows_of_ranks([worker - first if first <= worker < first + ranks else 0 for worker in workers], ranks)

@@ -1,6 +1,6 @@
-"""From a checked configuration to a backend of workers on Ray: pools, actors, models; all of it ends with the backend.
+"""Start of a hybrid backend: pools, actors and models from a checked configuration. Everything ends with the backend.
 
-driver ──configuration, number──▶ worker: what am I? ──▶ process groups ──▶ data, read by those that generate ──▶ models
+driver ──configuration, number──▶ worker: derives its part ──▶ process groups ──▶ data, read by generating workers ──▶ models
 """
 
 from collections.abc import Sequence
@@ -32,13 +32,13 @@ def start_hybrid_backend(
 
     Args:
         prepared: A checked configuration with its flow.
-        progress: What the driver shows.
-        folder: The run's, for what workers write.
+        progress: The driver's progress display.
+        folder: The run's folder, for files of workers.
         train: False to evaluate alone.
-        cluster: What workers start on; by default one that is connected to, or started, as the configuration says.
+        cluster: The cluster for the workers; by default connected or started as configured.
 
     Raises:
-        UserError: A placement does not fit, the data cannot be used, or a class of the user's methods is not there.
+        UserError: A placement does not fit, the data cannot be used, or a user's class of methods is missing.
     """
     config = prepared.config
     for role in config.roles:
@@ -80,11 +80,11 @@ def start_groups(cluster: RayCluster, pools: Sequence[Pool]) -> list[WorkerGroup
 
 @dataclass(frozen=True)
 class RunWorkers:
-    """The worker groups of a run, from their actors to loaded models: all of them at first, and those again that were lost."""
+    """The worker groups of a run, from actors to loaded models; also restarts lost groups."""
 
     groups: Sequence[WorkerGroup]
     home: WorkerGroup
-    """Reads the data."""
+    """The group that reads the data."""
     prepared: Prepared
     order: RunOrder
 
@@ -92,14 +92,14 @@ class RunWorkers:
         """Let groups join the run, form process groups, read the data and load their models.
 
         Args:
-            fresh: Groups whose actors have just started; the others have been in the run before.
+            fresh: Groups with new actors; the others have been in the run before.
 
         Returns:
-            Of each source how many prompts are kept, and what is to be said of it; nothing where `home` is not among them, or reads none.
+            The number of prompts and a message per source; empty if `home` is not among them, or reads none.
 
         Raises:
             UserError: A worker refuses the configuration or the data.
-            WorkerError: One fails, or says nothing for too long.
+            WorkerError: A worker fails, or sends no answer for too long.
         """
         config = self.prepared.config
         for group in fresh:
@@ -114,12 +114,12 @@ class RunWorkers:
         return counts
 
     def replace_lost(self) -> None:
-        """Start the groups again that have lost a worker, and those that do not come to rest; have the others forget all rows.
+        """Restart the groups that lost a worker, and those that do not finish; all others forget their rows.
 
-        A rank of the others may wait in a meeting for one that has failed. They have `cluster.silence_s` to end what they do.
+        A rank of the others may wait in a collective for a failed one. They have `cluster.silence_s` to finish.
 
         Raises:
-            WorkerError: That did not succeed.
+            WorkerError: The restart failed.
         """
         cluster = self.home.cluster
         cluster.look()
@@ -142,7 +142,7 @@ class RunWorkers:
             self.begin(fresh)
 
     def _join(self, fresh: Sequence[WorkerGroup]) -> None:
-        """Let each worker find out what it is in the run. Raises UserError where it makes other stages of the configuration."""
+        """Let each worker derive its part of the run. Raises UserError if it derives other stages from the configuration."""
         order = ray.put(self.order)
         joined = together(
             [(group, group.call("join_run", group.numbers, [order] * group.mesh.size)) for group in fresh]
@@ -154,7 +154,7 @@ class RunWorkers:
             )
 
     def _load_models(self, fresh: Sequence[WorkerGroup]) -> None:
-        """Let ranks load their models, and plan the way of weights between pools."""
+        """Let ranks load their models, and plan the transfer of weights between pools."""
         loaded = together([(group, group.call("load_models")) for group in fresh])
         for group, answers in zip(fresh, loaded, strict=True):
             told = [answer.result for answer in answers]
@@ -172,7 +172,7 @@ def together(begun: Sequence[tuple[WorkerGroup, Sequence[Future]]]) -> list[list
 
 
 def form_process_groups(groups: Sequence[WorkerGroup], prepared: Prepared) -> None:
-    """Let the ranks of each pool form a process group, where they are several or divide a model."""
+    """Let the ranks of each pool form a process group, if there are several or the model is sharded."""
     begun = []
     for group in groups:
         others = inference_layouts(prepared.config, prepared.flow)
@@ -185,7 +185,7 @@ def form_process_groups(groups: Sequence[WorkerGroup], prepared: Prepared) -> No
 
 
 def exchange_weights(trains: WorkerGroup, generates: WorkerGroup, role: str) -> None:
-    """Let the ranks that train a role and those of another pool that generate for it plan the way of its weights."""
+    """Plan the transfer of a role's weights between the ranks that train it and those of another pool that generate for it."""
     (answer,) = trains.wait([trains.call("rendezvous")])
     size = trains.mesh.size + generates.mesh.size
     sides = ((trains, 0), (generates, trains.mesh.size))
