@@ -126,13 +126,10 @@ class MlflowTracker:
         self._id = opened.info.run_id
         self._client.log_dict(self._id, dict(run.config), "config.yaml")
         if not found:
-            self._log_settings(run.config)
-
-    def _log_settings(self, config: Mapping[str, Any]) -> None:
-        """Log each setting as a parameter, in batches that MLflow accepts."""
-        settings = [self._library.entities.Param(mlflow_name(name), str(value)) for name, value in flat(config)]
-        for first in range(0, len(settings), PARAMETERS_AT_A_TIME):
-            self._client.log_batch(self._id, params=settings[first : first + PARAMETERS_AT_A_TIME])
+            param = self._library.entities.Param
+            settings = [param(mlflow_name(name), str(value)) for name, value in flat(run.config)]
+            for first in range(0, len(settings), PARAMETERS_AT_A_TIME):
+                self._client.log_batch(self._id, params=settings[first : first + PARAMETERS_AT_A_TIME])
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         now, metric = int(time.time() * 1000), self._library.entities.Metric

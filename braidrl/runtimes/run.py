@@ -15,7 +15,7 @@ from braidrl.cluster.watchdog import FrozenWatch
 from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
 from braidrl.errors import BadUpdate, FailedStep, LostProcess, UserError, WorkerError, first_line, no_room
-from braidrl.observe.metrics import MetricsWriter, Sums
+from braidrl.observe.metrics import MetricsWriter
 from braidrl.observe.progress import Progress, silent_progress
 from braidrl.observe.report import write_report
 from braidrl.observe.rollouts import evaluation_path, recorded_steps, rollout_path
@@ -92,7 +92,10 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 resources.enter_context(held_alone(self.folder))
             if world is None:  # the launcher watches ranks
                 resources.enter_context(FrozenWatch(config.cluster.silence_s, self.progress.print, self.folder))
-            checkpoint = self._checkpoint(newest_whole) if resume else None
+            checkpoint: Path | None = None
+            if resume:  # the first rank checks the files of the checkpoint
+                found = self.world.from_first("checkpoint", lambda: str(resume_point(self.folder, newest_whole) or ""))
+                checkpoint = Path(found) if found else None
             if checkpoint is not None and self.world.first:
                 _, state = load_checkpoint(checkpoint)
                 check_unchanged(state.fingerprints, self.fingerprints, config.trainer.accept_changes, state.step)
@@ -124,11 +127,6 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self.resources.close()
         if self.metrics:
             self.metrics.close()
-
-    def _checkpoint(self, newest_whole: bool) -> Path | None:
-        """Return the checkpoint to resume from; the first rank checks its files."""
-        found = self.world.from_first("checkpoint", lambda: str(resume_point(self.folder, newest_whole) or ""))
-        return Path(found) if found else None
 
     def _open_metrics(self, resume_step: int | None) -> MetricsWriter:
         run = TrackedRun(self.folder, self.config.model_dump(mode="json"), resume_step)
@@ -288,25 +286,22 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             self._record(rollout_path(self.folder, step), result.table, result.final)
             self.step = step
             self.version += 0 if self.rollout_only else 1
-            if self._evaluation_is_due():
+            every = self.config.evaluation.every
+            if every and (step % every == 0 or step == self.config.trainer.steps):
                 metrics |= self._evaluate()
             if self.metrics:
                 self.metrics.write(metrics)
                 self.metrics.trackers.write_samples(step, lambda: samples_of_step(self.folder, step))
         self.progress.print(summary(metrics))
         try:
-            self._check_step(result.sums, metrics)
+            self.failed.check(step, result.sums)
+            # Rows of a replay, and stale rows, come from other weights than those that they train.
+            if self.replay is None and not rows_may_be_stale(self.config):
+                self.gaps.check(metrics)
         except UserError:
             # All ranks come to the same result. The first that fails ends the others, and one of them writes the step's line.
             self.world.gather("the line of the last step", b"")
             raise
-
-    def _check_step(self, sums: Sums, metrics: StepMetrics) -> None:
-        """Raise UserError if the run would learn nothing, or if its engine no longer agrees with its trainer."""
-        self.failed.check(self.step, sums)
-        # Rows of a replay, and stale rows, come from other weights than those that they train.
-        if self.replay is None and not rows_may_be_stale(self.config):
-            self.gaps.check(metrics)
 
     def _recorded(self, step: int) -> Any:
         """Return a recorded step of an earlier run as sampled, without the columns of its later stages."""
@@ -340,10 +335,6 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 "in a row"
             )
         return f"step {step}: {said}; see it again with `{again}`, or {other}"
-
-    def _evaluation_is_due(self) -> bool:
-        every, steps = self.config.evaluation.every, self.config.trainer.steps
-        return bool(every) and (self.step % every == 0 or self.step == steps)
 
     def _begin(self) -> None:
         last = self.world.from_first("metrics", lambda: self.metrics.last if self.metrics else None)

@@ -114,7 +114,9 @@ class Session(AbstractContextManager["Session"]):
         if stage.kind is Kind.TRAIN:
             table = self._with_old(stage, rows)
             self._check(stage, table)
-            self._train(stage, table)
+            table = self.controller.ordered(table)
+            self.backend.train(stage, table, self.controller.updates(table, self.iteration), self.iteration, self.sums)
+            self.trained = True
             return rows
         self._check(stage, rows)
         if stage.kind is not Kind.SELECT:
@@ -164,11 +166,6 @@ class Session(AbstractContextManager["Session"]):
     def _check_open(self) -> None:
         if self.closed:
             raise UserError("the session is closed; write what runs stages inside `with Session(config) as session:`")
-
-    def _train(self, stage: Stage, rows: SessionTable) -> None:
-        table = self.controller.ordered(rows)
-        self.backend.train(stage, table, self.controller.updates(table, self.iteration), self.iteration, self.sums)
-        self.trained = True
 
     def call(self, role: str, method: str, *arguments: Any) -> Any:
         """Call a method of the class that `roles.ROLE.methods` names.

@@ -20,7 +20,7 @@ from braidrl.flow.signatures import SUMMED, in_namespace
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.observe.stalls import WORK
-from braidrl.rewards.verify import CheckFailure, Pending, RuleRewards
+from braidrl.rewards.verify import Pending, RuleRewards
 
 Tell = Callable[[Rows, Mapping[str, Pending]], object]
 NOTED = 3
@@ -65,17 +65,13 @@ class Checks:
                 for words, count in Counter(failure.words for failure in failures).most_common(NOTED):
                     sums.note_failure(words, count)
                 for failure in failures:
-                    self._show_once(failure)
+                    kind = (failure.label, failure.reason)
+                    if kind not in self.shown:  # later ones of the same kind are only counted
+                        self.shown.add(kind)
+                        self.progress.print(f"{failure.words}; its row counts as wrong")
         checked = Rows.cat(parts)
         place = {uid: i for i, uid in enumerate(checked.uids())}
         return checked.take([place[uid] for uid in rows.uids()]).without(IDENTITY)
-
-    def _show_once(self, failure: CheckFailure) -> None:
-        """Print a failure the first time that a verifier fails in this way; later ones are only counted."""
-        kind = (failure.label, failure.reason)
-        if kind not in self.shown:
-            self.shown.add(kind)
-            self.progress.print(f"{failure.words}; its row counts as wrong")
 
     def forget(self) -> None:
         """Abandon the running checks: their rows are drawn again, perhaps with other answers."""

@@ -158,15 +158,21 @@ class WorkerGroup:
         while waiting:
             ready = self.cluster.ready(list(waiting), self.limit_s)
             if not ready:
-                raise WorkerFailure(self._silence(list(waiting.values())))
+                whom = "; ".join(f"{f.who} ({f.what}{named_rows(f.part.uids())})" for f in waiting.values())
+                raise WorkerFailure(
+                    f"waited {self.limit_s:g} s without an answer from {whom}; "
+                    "raise cluster.wait_limit_s if this may take longer"
+                )
             for ref in ready:
                 future = waiting.pop(ref)
                 try:
                     answers[ref] = self._result(future)
                 except WorkerFailure as failure:
                     self._raise_deaths(list(waiting.values()))
-                    if not isinstance(failure, WorkerDied):
-                        self._raise_deaths_elsewhere()
+                    # The cause may be a dead worker of any pool whose rows or weights these calls needed.
+                    if not isinstance(failure, WorkerDied) and (gone := self.cluster.ended(DEATH_S)):
+                        names = ", ".join(self.names.get(actor._actor_id.hex(), "an actor") for actor in gone)
+                        raise WorkerDied(f"{names} died; others were waiting for it") from failure
                     raise
                 # Index columns and sums go to the caller; the future keeps the location of the payload.
                 future.answer = replace(answers[ref], index=b"", sums={}, result=None)
@@ -199,12 +205,6 @@ class WorkerGroup:
             if future.ref in ready and isinstance(self._error(future), (RayActorError, OutOfMemoryError)):
                 self._result(future)
 
-    def _raise_deaths_elsewhere(self) -> None:
-        """Raise WorkerDied if workers of any pool died whose rows or weights these calls needed."""
-        if gone := self.cluster.ended(DEATH_S):
-            names = ", ".join(self.names.get(actor._actor_id.hex(), "an actor") for actor in gone)
-            raise WorkerDied(f"{names} died; others were waiting for it")
-
     @staticmethod
     def _error(future: Future) -> RayError | None:
         """Return the error of a completed call, or None."""
@@ -213,9 +213,3 @@ class WorkerGroup:
         except RayError as error:
             return error
         return None
-
-    def _silence(self, waiting: Sequence[Future]) -> str:
-        whom = "; ".join(f"{f.who} ({f.what}{named_rows(f.part.uids())})" for f in waiting)
-        return (
-            f"waited {self.limit_s:g} s without a word from {whom}; raise cluster.wait_limit_s if this may take longer"
-        )

@@ -68,7 +68,7 @@ def test_a_worker_that_is_silent_for_too_long_is_named(workshop: Workshop, warm_
     with hybrid_crew(config, warm_cluster, CHAIN) as backend:
         text = failure(backend, second__log_probs=("linger", 60.0))
         release(backend)
-    assert text.startswith("waited 4 s without a word from second rank 0 (second.log_probs on 4 rows")
+    assert text.startswith("waited 4 s without an answer from second rank 0 (second.log_probs on 4 rows")
     assert "raise cluster.wait_limit_s" in text
 
 
