@@ -1,7 +1,7 @@
-"""The streaming runtime: every stage is a loop of its own on its own worker group, and asks the transfer queue for rows that are ready.
+"""The streaming runtime: every stage is a loop on its own worker group, and pulls ready rows from the transfer queue.
 
 program ──admits──▶ control: streams of rows, schedule, weights ◀──take, done── worker, generate ──▶ executor
 
-`program` opens the queue and drives iterations, `backend` does what a run asks for beside them, `groups` says which workers a flow needs,
+`program` opens the queue and drives iterations, `orders` is the backend beside them, `groups` derives the worker groups of a flow,
 `processes` starts and watches them, and `weights` brings new weights from trainers to engines.
 """

@@ -1,6 +1,6 @@
-"""What the workers of a run do, as a user sees it: which are idle and how much, rows in flight, weights that move.
+"""Activity of a run's workers for its metrics: idle time, rows in flight, weight updates.
 
-the queue's controller ──after each request: who has rows──▶ Activity ──at the end of an iteration──▶ metrics
+the queue's controller ──after each request: workers with rows──▶ Activity ──at the end of an iteration──▶ metrics
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ from braidrl.observe.metrics import Sums
 
 @dataclass
 class GroupActivity:
-    """The workers of a group: how long they were there, and without rows."""
+    """The workers of a group: their seconds in total, and without rows."""
 
     seconds: float = 0.0
     idle: float = 0.0
@@ -19,24 +19,24 @@ class GroupActivity:
 
 @dataclass
 class Activity:
-    """Sums since they were told last."""
+    """Sums since the last report."""
 
     groups: dict[str, GroupActivity] = field(default_factory=dict)
     weight_bytes: int = 0
-    """What engines have read of new weights."""
+    """Bytes of new weights that engines have read."""
     drawn_again: int = 0
-    """Rows that an engine had begun and that were forgotten with a trainer."""
+    """Rows started by an engine and forgotten with a lost trainer."""
     updates: Sums = field(default_factory=Sums)
-    """How long each engine stood still to load new weights, and a rank took to write its share of them."""
+    """Seconds that each engine stood still to load weights, and that a rank took to write its share."""
     _noted: float | None = None
     _workers: list[tuple[str, bool]] = field(default_factory=list)
 
     def note(self, now: float, workers: Iterable[tuple[str, bool]]) -> None:
-        """Note which workers have rows from now on.
+        """Record which workers have rows from now on.
 
         Args:
             now: Seconds on any clock.
-            workers: The group of each, and whether it has rows.
+            workers: The group of each worker, and True if it has rows.
         """
         passed = 0.0 if self._noted is None else now - self._noted
         for group, is_busy in self._workers:
@@ -46,7 +46,7 @@ class Activity:
         self._noted, self._workers = now, list(workers)
 
     def told(self) -> Mapping[str, float]:
-        """Return what is summed, the idle share of each group and the seconds of an update, since this was asked last."""
+        """Return the sums, each group's idle share and the seconds of an update since the last call."""
         found = {f"streaming/idle/{name}": one.idle / one.seconds for name, one in self.groups.items() if one.seconds}
         found["streaming/weight_bytes"] = float(self.weight_bytes)
         found["streaming/rows_drawn_again"] = float(self.drawn_again)

@@ -1,9 +1,9 @@
 """The control plane: answers workers' requests from the schedule, and hands them weights and orders.
 
-take  ─▶ rows (leases, index columns, where the payload lies) │ step │ give weights │ receive, load │ order │ stop │ wait
-done, stepped, given, weights, loaded, ordered, renew ─▶ noted, then: close the batch? publish? let engines load?
+take  ─▶ rows (leases, index columns, payload locations) │ step │ give weights │ receive, load │ order │ stop │ wait
+done, stepped, given, weights, loaded, ordered, renew ─▶ recorded, then: close the batch? publish? let engines load?
 
-Every method may be called by the server's thread and by the main program: one lock guards all of it.
+The server's thread and the main process call these methods: one lock guards everything.
 """
 
 import math
@@ -33,69 +33,69 @@ OF_LEADERS = {"stepped", "given", "weights", "ordered"}
 
 @dataclass
 class WorkerHolder(Holder):
-    """A worker, or the leader of a group of them."""
+    """A worker, or the leader of a group of workers."""
 
     group: str = ""
     orders: deque[Answer] = field(default_factory=deque)
 
 
 class ControlPlane(QueueController):
-    """All streams of a run: the training flow, and an evaluation's while there is one."""
+    """All streams of a run: the training flow's, and an evaluation's while it runs."""
 
     def __init__(
         self, stream: Stream, data: DataPlane, lease_s: float, exported: Collection[str] = (),
         loading: LoadingSchedule | None = None, episodes: int | None = None,
     ) -> None:  # fmt: skip
-        """Begin with one stream.
+        """Start with one stream.
 
         Args:
-            stream: the training flow's.
-            data: where this process writes and reads payload.
-            lease_s: seconds without a sign of life after which a worker's rows are given to another.
-            exported: the trained roles that also generate, whose weights must have come before engines load a version.
-            loading: when engines load them; by default when a batch's generation is over.
-            episodes: the most episodes in environments that are played at once, by whatever engines.
+            stream: The training flow's.
+            data: Reads and writes payload in this process.
+            lease_s: Seconds without a heartbeat after which a worker's rows go to another.
+            exported: Trained roles that also generate; their weights must arrive before engines load a version.
+            loading: The weight-update policy; by default `end`.
+            episodes: Limit of episodes in environments at a time, over all engines.
         """
         super().__init__(lease_s)
         self.data, self.episodes = data, episodes
         self.training, self.loading = stream, loading or LoadingSchedule("end")
         self.held = stream.table.held
-        """What needs the blocks of all streams."""
+        """Reference counts of the blocks of all streams."""
         self.exported = frozenset(exported)
         self.streams = [stream]
         self.holders: dict[str, WorkerHolder] = {}
         self.weights, self.copies, self.activity = Versions(exported), Copies(), Activity()
         self.forgotten: list[Place] = []
-        """Weights that do not count any more, but may be read until every engine has loaded others."""
+        """Outdated weights that may be read until every engine has loaded others."""
         self.outdated: list[int] = []
-        """Numbers of versions that trainers may free with their next step."""
+        """Versions that trainers may free with their next step."""
         self.weights_sent = 0
-        """Bytes of weights that engines on other machines have received."""
+        """Bytes of weights received by engines on other machines."""
         self.allowed = 0
-        """The last iteration whose optimizer steps may be made."""
+        """The last iteration whose optimizer steps are allowed."""
         self.stepping: set[str] = set()
-        """Train stages whose step is under way."""
+        """Train stages with a step in progress."""
         self.unloaded: frozenset[str] = frozenset()
-        """Groups that get no rows before they have loaded a checkpoint."""
+        """Groups that get no rows until they have loaded a checkpoint."""
         self.refused: UserError | None = None
-        """Why the run cannot go on, where that is the user's to change: selection kept nothing for a whole epoch."""
+        """The user's error that ends the run: selection kept nothing for a whole epoch."""
         self.finished: deque[IterationRecord] = deque()
         self.results: dict[int, tuple[dict[str, Any], StoredRows | None]] = {}
         self.orders_given = 0
         self.notify: Callable[[], object] = lambda: None
-        """Has the server ask waiting workers again."""
+        """Makes the server retry waiting workers."""
 
     @property
     def queues(self) -> list[Tasks]:
-        """Return the tasks of all streams."""
+        """Return the task controllers of all streams."""
         return [stream.schedule.tasks for stream in self.streams]
 
     # Requests
 
     def handle(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
-        """Answer one request, or let its sender wait. What is the user's mistake, and no worker's, ends the run."""
+        """Answer one request, or keep its sender waiting. An error of the user, rather than of a worker, ends the run."""
         if request["request"] in OF_LEADERS and request["holder"] not in self.holders:
-            return {}, ()  # the last words of a trainer that was replaced
+            return {}, ()  # the last messages of a replaced trainer
         try:
             return super().handle(request, frames)
         except UserError as error:
@@ -105,16 +105,16 @@ class ControlPlane(QueueController):
             raise
 
     def on_hello(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Note a worker that is there; an engine begins with the model's own weights."""
+        """Register a worker; an engine begins with the model's own weights."""
         name = request["holder"]
-        # Its number and how often it was started come after the group's name.
+        # After the group's name come its number and its start count.
         self.holders[name] = WorkerHolder(name, request["address"], self.clock(), name.rsplit(".", 2)[0])
         if request["generates"]:
             self.loading.join(name)
         return {}, ()
 
     def on_take(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
-        """Return the next thing for a worker to do, or let it wait for any change."""
+        """Return a worker's next piece of work, or keep it waiting for a change."""
         holder = self.holders.get(request["holder"])
         if holder is None or self.stopping:
             return {"kind": "stop"}, ()
@@ -128,7 +128,7 @@ class ControlPlane(QueueController):
         takes_rows = self.loading.takes_rows(holder.name) and holder.group not in self.unloaded
         for name in request["stages"] if takes_rows else ():
             for stream in self.streams:
-                # An evaluation speaks of one version alone.
+                # An evaluation uses a single version.
                 if name in stream.stages and not (lags and stream.during is not None):
                     answer = self._work(stream, stream.flow[name], request, version)
                     if answer is not None:
@@ -137,7 +137,7 @@ class ControlPlane(QueueController):
         return ({"kind": "lost", "lost": lost}, ()) if lost else Wait()
 
     def on_done(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Note leases that are done; what was written comes along as index columns, with the payload's whereabouts."""
+        """Record completed leases; the message has index columns, and the locations of the payload."""
         parts = [StoredPart.received(request["stage"], part, frames) for part in request["parts"]]
         stream = next((stream for stream in self.streams if request["stage"] in stream.stages), None)
         if stream is None:
@@ -159,7 +159,7 @@ class ControlPlane(QueueController):
         return {"lost": lost}, ()
 
     def on_stepped(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Note an optimizer step."""
+        """Record an optimizer step."""
         schedule, name = self.training.schedule, request["stage"]
         iteration = schedule.published + 1
         schedule.stepped(name)
@@ -169,25 +169,25 @@ class ControlPlane(QueueController):
         return {}, ()
 
     def on_given(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Note where the weights lie that an update of another role moves towards."""
+        """Record the location of weights for the update of another role."""
         self._free(self.copies.give(request["stage"], request["holder"], request["place"]))
         return {}, ()
 
     def on_weights(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Note where a version of a role's weights lies."""
+        """Record the location of a version of a role's weights."""
         role = request["role"]
         self.weights.add(role, request["version"], request["place"])
         self.activity.updates.add(f"weights/{role}/write_seconds", request["seconds"])
         return {}, ()
 
     def on_loaded(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Note the version that an engine holds."""
+        """Record the version that an engine holds."""
         self.loading.loaded(request["holder"], request["version"])
         self.activity.weight_bytes += request["bytes"]
         self.weights_sent += request["sent"]
         if update := request.get("update"):
             self.activity.updates.add(f"weights/{update['role']}/update_seconds", update["seconds"])
-        # A restarted engine may need the version that engines should have; what is older, only those who are loading it.
+        # A restarted engine may need the target version; older ones are needed only by engines that are loading them.
         self._free(self.weights.outdated(self.loading.wanted))
         if self.forgotten and not self.loading.is_forgotten:
             self._free(self.forgotten)
@@ -195,10 +195,10 @@ class ControlPlane(QueueController):
         return {}, ()
 
     def on_ordered(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Note that an order is carried out."""
+        """Record the result of an order."""
         result, rows = request["result"], None
         if "payload" in result:
-            # Held at once: what a worker has written is freed when it is gone, but for what is known here.
+            # Referenced at once: a dead worker's blocks are freed unless they are referenced here.
             rows = self.held.hold_for(StoredRows(decode([bytes(frame) for frame in frames]), result["payload"]))
         self.results[request["order"]] = result, rows
         return {}, ()
@@ -206,7 +206,7 @@ class ControlPlane(QueueController):
     # The main program
 
     def change(self, change: Callable[[], object]) -> None:
-        """Change something, decide what follows from it, and have waiting workers asked again."""
+        """Apply a change, decide its consequences, and retry waiting workers."""
         with self.changed:
             change()
             self.advance()
@@ -220,9 +220,9 @@ class ControlPlane(QueueController):
                 self.advance()
 
     def give_order(self, holder: str, order: dict[str, Any], content: Sequence[Frame] = ()) -> int:
-        """Have a worker do something between two pieces of work; return the number under which its result will be.
+        """Give a worker an order to execute between two pieces of work; return the number of its result.
 
-        Raises KeyError for a worker that is not there.
+        Raises KeyError for an unknown worker.
         """
         with self.changed:
             self.orders_given += 1
@@ -236,21 +236,21 @@ class ControlPlane(QueueController):
             self.data.free(stream.table.evict(stream.schedule.tasks.rows))
 
     def fail(self, holder: str) -> None:
-        """Free what a worker that is gone has held, and unlink what it wrote without telling."""
+        """Release the leases of a dead worker, and free blocks that it wrote without a message."""
         with self.changed:
             gone = self.holders.pop(holder, None)
             self.loading.leave(holder)
             self.copies.lost(holder)
             for stream in self.streams:
                 stream.schedule.fail_holder(holder)
-            # Who has not said hello has written nothing.
+            # A worker that never registered has written nothing.
             if gone is not None:
                 self.data.abandon(gone.address, holder, self._known_segments(gone.address))
 
     def train_again(self, version: int) -> bool:
-        """Have what is trained towards the version after this one trained again, with all rows as they are.
+        """Repeat the training towards the version after this one, with all rows as they are.
 
-        Returns False, with nothing changed, where this is not the last version of which there are weights, or not all of them have come.
+        Returns False, with nothing changed, if this is not the newest version with weights, or if some of them are missing.
         """
         with self.changed:
             last = self.training.schedule.published == version == self._loadable >= self.weights.newest
@@ -263,9 +263,9 @@ class ControlPlane(QueueController):
             return True
 
     def begin_again(self, stream: Stream) -> None:
-        """Forget all rows and weights; engines wait for the weights of the checkpoint that is about to be loaded."""
+        """Forget all rows and weights; engines wait for the weights of the checkpoint to be loaded."""
         with self.changed:
-            # What workers say of rows that they have yet must name no lease of the new stream.
+            # Late messages of workers must not name a lease of the new stream.
             stream.schedule.tasks.leases.numbers = self.training.schedule.tasks.leases.numbers
             for known in self.streams:
                 self.data.free(known.table.evict(list(known.schedule.tasks.rows)))
@@ -279,7 +279,7 @@ class ControlPlane(QueueController):
                 holder.orders.clear()
 
     def advance(self) -> None:
-        """Decide everything that can be decided now: the end of selection, publications, and that engines may load."""
+        """Make all decisions possible now: the end of selection, publications, and loading by engines."""
         for stream in self.streams:
             while (freed := stream.close()) is not None:
                 self.data.free(freed)
@@ -296,19 +296,19 @@ class ControlPlane(QueueController):
     # Inside
 
     def _work(self, stream: Stream, stage: Stage, request: dict[str, Any], version: int | None) -> Answer | None:
-        """Return what there is to do for a stage, for an engine that holds `version` of the weights; None while there is nothing."""
+        """Return work of a stage, for an engine that holds `version` of the weights; None if there is none."""
         if (wanted := self._copy_from(stage)) is not None:
             self.copies.ask(wanted, request["holder"])
             return {"kind": "give", "stage": wanted}, ()
         if stage.kind is Kind.TRAIN and stage.name in stream.schedule.due_steps():
             return self._step(stream, stage)
-        # What a trainer has accumulated cannot be taken back: it keeps its rows until it is known to be dead.
+        # Accumulated gradients cannot be undone: a trainer keeps its rows until it is known to be dead.
         seconds = math.inf if stage.kind is Kind.TRAIN else self.lease_s
         request = {**request, "most": self._most(stage, request)}
         return stream.take(stage, request, self.clock(), seconds, version if stream is self.training else None)
 
     def _most(self, stage: Stage, request: dict[str, Any]) -> int:
-        """Return how many rows at most are given: as many as an engine has slots that are free now, not when it asked."""
+        """Return the limit of rows to give: for an engine its free slots now, not at the time of the request."""
         most = int(request["most"])
         if "slots" in request:
             most = min(most, request["slots"] - self.rows_held(request["holder"]))
@@ -340,14 +340,14 @@ class ControlPlane(QueueController):
         return answer, encode(index)
 
     def _is_last_step(self, stage: Stage, iteration: int) -> bool:
-        """Return whether this step is the role's last one of the iteration, after which its weights are to be had."""
+        """Return True if this step is the role's last one of the iteration, after which its weights are published."""
         schedule = self.training.schedule
         others = [one.name for one in self._updates_of(str(stage.role), iteration) if one.name != stage.name]
         left = schedule.batches[iteration].updates[stage.name]
         return stage.role in self.exported and len(left) <= 1 and all(schedule.trained[n] >= iteration for n in others)
 
     def _copy_from(self, stage: Stage) -> str | None:
-        """Return the update that is due and waits for the weights that whoever does this stage has."""
+        """Return the due update that waits for the weights of this stage's worker."""
         schedule, flow = self.training.schedule, self.training.flow
         if stage.kind not in (Kind.INFER, Kind.TRAIN) or schedule.published + 1 > self.allowed:
             return None
@@ -355,11 +355,11 @@ class ControlPlane(QueueController):
         return next((copy.name for copy in due if copy.params.get("source", "") == stage.role), None)
 
     def rows_held(self, holder: str) -> int:
-        """Return how many leases a worker has."""
+        """Return the number of a worker's leases."""
         return sum(tasks.leases.count(holder) for tasks in self.queues)
 
     def seen_now(self) -> dict[str, float]:
-        """Return what a user wants to know of this moment: rows that engines have, and the oldest version of theirs."""
+        """Return the rows on engines, and the oldest version among them."""
         engines = self.loading.engines
         return {
             "streaming/in_flight": float(sum(self.rows_held(name) for name in engines)),
@@ -371,18 +371,18 @@ class ControlPlane(QueueController):
         self.activity.note(self.clock(), [(group, self.rows_held(name) > 0) for name, group in workers])
 
     def _weights_for(self, holder: str) -> dict[str, Any] | None:
-        """Return what an engine is to load now; None where there is nothing."""
+        """Return the weights that an engine is to load now; None if there are none."""
         rows = self.rows_held(holder)
         held, newest = self.loading.version_of(holder), self.weights.newest
         if self.loading.receive(holder, newest):
-            # It lies where engines load it from.
+            # They lie where engines load them from.
             self.loading.received(holder, newest)
         if (load := self.loading.load(holder, rows)) is not None:
             return {"kind": "load", **load._asdict(), "weights": self.weights.between(held or 0, load.version)}
         return None
 
     def _free(self, places: Collection[Place]) -> None:
-        """Free weights: files of this machine now, and what trainers keep of them with their next step."""
+        """Free weights: local files now, and copies on trainers with their next step."""
         free(places)
         self.outdated += [place["number"] for place in places]
 
@@ -392,7 +392,7 @@ class ControlPlane(QueueController):
 
     @property
     def _loadable(self) -> int:
-        """Return the version up to which all weights have come; ranks write those of the newest ones beside their next step."""
+        """Return the newest version up to which all weights have arrived; ranks write the newest ones beside their next step."""
         newer = range(max(self.loading.target, 0) + 1, self.training.schedule.published + 1)
         return max(takewhile(self._has_weights, newer), default=self.loading.target)
 

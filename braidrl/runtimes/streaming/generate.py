@@ -1,11 +1,11 @@
-"""The loop of a generation worker: rows go to the engine as it has room, and leave it one by one, whatever the engine is.
+"""The loop of a generation worker, for every engine: rows go to the engine as slots become free, and leave one by one.
 
 take ──lease per row──▶ engine ──▶ finished rows, episodes ──▶ columns, acknowledged at once
                            ▲
-                           └── new weights, all at once: when none of its rows is under way, or between two tokens of those that are
+                           └── new weights, all at once: between rows, or between two tokens of running rows
 
-One request to the queue is always under way, so that rows and weights come as soon as there are any. The event loop is the engine's:
-one of this process steps in it, others answer in it.
+One request to the queue is always pending, so that rows and weights arrive as soon as they are available. The loop shares the
+engine's event loop: an engine of this process steps in it, others answer in it.
 """
 
 import asyncio
@@ -41,20 +41,20 @@ LOAD = "load weights"
 
 
 class Ended(NamedTuple):
-    """What a row has when its engine is through with it, and what was drawn of that under this lease."""
+    """The result of a row when its engine has finished with it, and the tokens drawn under this lease."""
 
     result: Response | Episode
     drawn: Drawn
 
     @property
     def is_set_aside(self) -> bool:
-        """Return whether the row goes on later."""
+        """Return True if the row is suspended."""
         return isinstance(self.result, Response) and self.result.finish_reason is FinishReason.ABORT
 
 
 @dataclass(frozen=True)
 class Flight:
-    """A row under way: what brought it, the row, and what generates it."""
+    """A running row: its work, its data, and its task."""
 
     work: WorkItem
     row: Rows
@@ -62,33 +62,33 @@ class Flight:
 
     @property
     def uid(self) -> Uid:
-        """Return its identity."""
+        """Return its uid."""
         (uid,) = self.row.uids()
         return uid
 
 
 class GenerateLoop:
-    """One engine, or several behind one router, and the rows that they have."""
+    """One engine, or several behind one router, and their rows."""
 
     def __init__(self, context: WorkerContext, client: Client) -> None:
         self.context, self.client = context, client
         self.role = str(context.group.role)
         self.generation = context.executor.generation
         self.engine = self.generation.engines[self.role]
-        # The queue says how many episodes are under way at once.
+        # The queue limits the number of episodes.
         self.limits = limits_of(context.executor.config, self.engine.max_sequence_tokens, DataParallel())
         self.version = 0
         self.flight: dict[int, Flight] = {}
-        """By the number of its lease each row under way."""
+        """Running rows by lease number."""
         self.last: dict[Uid, asyncio.Task[Ended]] = {}
-        """Of each row the response that was begun last: an engine draws one at a time."""
+        """The latest generation task of each row: an engine draws one response of a row at a time."""
         self.ended: list[int] = []
         self.spans: dict[str, BusySpan] = {}
-        """Of each stage the stretch of time in which the engine has had rows of it."""
+        """The span in which the engine has rows of a stage, by stage."""
         self.pieces: dict[str, PieceOfWork] = {}
-        """The same as work that has to come further."""
+        """The same for stall detection."""
         self.crowd = 0
-        """The most rows that it has had at once since it had none."""
+        """The largest number of rows at once since the engine was idle."""
 
     def run(self) -> None:
         """Generate until the run ends."""
@@ -104,7 +104,7 @@ class GenerateLoop:
             await self._end(list(self.flight))
 
     async def _next(self, slots: int) -> WorkItem:
-        """Return what the queue has for this worker next; rows that end meanwhile are delivered."""
+        """Return the worker's next work from the queue; rows that end meanwhile are delivered."""
         settings, stages = self.context.settings, self.context.group.stages
         take = partial(self.client.take, stages, settings.dispatch_rows, settings.wait_s, single=True, slots=slots)
         asked = asyncio.ensure_future(asyncio.to_thread(take))
@@ -166,11 +166,11 @@ class GenerateLoop:
         self.news.set()
 
     async def _deliver(self) -> None:
-        """Write and acknowledge the rows that have ended, while the engine goes on; those of lost leases are somebody else's by now."""
+        """Write and acknowledge finished rows while the engine continues; rows of lost leases belong to another worker."""
         ended, self.ended = [lease for lease in self.ended if lease in self.flight], []
         alike: dict[tuple[str, bool], list[int]] = {}
         for lease in ended:
-            # Raises what a row's generation has raised.
+            # Raises the error of a row's generation.
             result = self.flight[lease].task.result()
             alike.setdefault((self.flight[lease].work.stage, result.is_set_aside), []).append(lease)
         for (name, unfinished), leases in alike.items():
@@ -184,7 +184,7 @@ class GenerateLoop:
     def _write(self, stage: Stage, leases: Sequence[int], rows: Rows, ended: Sequence[Ended], unfinished: bool) -> None:
         sums, usage = Sums(), self.generation.usage
         columns = self._columns(stage, rows, [one.result for one in ended], sums)
-        # A row that goes on later counts when it has ended.
+        # A suspended row counts when it has ended.
         tokens = 0 if unfinished else tokens_of(of_namespace(Rows(columns), stage.params.get("into")))
         report = self.context.trace.count(self.spans[stage.name], stage.name, len(rows), tokens)
         drawn = [one.drawn for one in ended]
@@ -202,7 +202,7 @@ class GenerateLoop:
         return self.generation.columns(stage, rows, [result for result in results if isinstance(result, Response)])
 
     async def _end(self, leases: Collection[int]) -> None:
-        """End rows whose lease was lost: they were dropped by selection, or are generated elsewhere."""
+        """End rows with a lost lease: selection dropped them, or another worker generates them."""
         gone = [lease for lease in leases if lease in self.flight]
         for lease in gone:
             self.flight[lease].task.cancel()
@@ -223,7 +223,7 @@ class GenerateLoop:
     # Weights
 
     async def _load(self, engine: ResumingEngine, work: WorkItem) -> None:
-        """Take a version whole. Where no row is to go on with it, those that are under way were dropped."""
+        """Load a whole version. If rows do not continue with it, running ones were dropped before."""
         if not work.message["keeps_rows"]:
             await self._end(list(self.flight))
         version = int(work.message["version"])
@@ -242,7 +242,7 @@ class GenerateLoop:
 
 
 def leased_rows(work: WorkItem) -> list[tuple[int, Rows]]:
-    """Return each lease with its row. A row that selection has dropped meanwhile is gone, and its lease with it."""
+    """Return each lease with its row. A row that selection has dropped meanwhile is gone, and so is its lease."""
     numbers = [number for number, _ in work.leases]
     with suppress(Evicted):
         rows = work.rows()

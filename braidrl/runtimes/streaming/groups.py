@@ -1,9 +1,9 @@
-"""Which worker groups a flow needs, and whether it can stream at all.
+"""The worker groups of a flow, and the check that it can stream.
 
-actor.generate    engines with weights of their own, one group per generating role; each process has one, or starts or asks some
+actor.generate    engines with their own weights, one group per generating role; each process has, starts or calls engines
 compute           verifiers, computations, selection
 actor, critic     the model of a role that changes: its inference and its updates, as the ranks of its layout
-reference         a frozen role's model: workers that know nothing of each other, or the ranks of a layout that divides it
+reference         a frozen role's model: independent workers, or the ranks of a layout that shards it
 """
 
 import inspect
@@ -28,7 +28,7 @@ ROWS = "rows"
 
 @dataclass(frozen=True)
 class Group:
-    """Processes that do the same stages. Those that share a role's model, or its changes, are one worker; elsewhere each process is one."""
+    """Processes with the same stages. Those that share a role's model, or its changes, are one worker; else each process is one."""
 
     name: str
     kind: Literal["generate", "compute", "model", "rows"]
@@ -37,20 +37,20 @@ class Group:
     processes: int
     trained: bool = False
     divided: bool = False
-    """Whether its layout says how processes hold the model together."""
+    """True if a layout says how processes hold the model together."""
 
     @property
     def ranks(self) -> int:
-        """Return how many processes share a lease."""
+        """Return the number of processes that share a lease."""
         return self.processes if self.trained or self.divided else 1
 
     def leads(self, number: int) -> bool:
-        """Return whether a process of this number takes leases."""
+        """Return True if the process with this number takes leases."""
         return number % self.ranks == 0
 
 
 def pools_of(groups: Sequence[Group], config: Config) -> list[Pool]:
-    """Return the groups' processes as pools; those that generate start the engine processes of `rollout`."""
+    """Return the groups' processes as pools; generating ones start the engine processes of `rollout`."""
     pools = [
         Pool((g.name,), g.processes, g.kind != "compute", generating=(g.name,) if g.kind == "generate" else ())
         for g in groups
@@ -59,7 +59,7 @@ def pools_of(groups: Sequence[Group], config: Config) -> list[Pool]:
 
 
 def worker_groups(config: Config, flow: Flow, evaluation: Flow | None) -> list[Group]:
-    """Return the groups of a run. Raises UserError for a worker count of a group that there is none of."""
+    """Return the groups of a run. Raises UserError for a worker count of an unknown group."""
     every = [*flow.stages, *(evaluation.stages if evaluation else ())]
     stages: dict[str, list[Stage]] = {}
     for stage in every:
@@ -71,14 +71,14 @@ def worker_groups(config: Config, flow: Flow, evaluation: Flow | None) -> list[G
 
 
 def group_of(stage: Stage) -> str:
-    """Return the name of the group that does a stage."""
+    """Return the name of the group that runs a stage."""
     if stage.kind is Kind.GENERATE:
         return f"{stage.role}.generate"
     return str(stage.role) if stage.kind in (Kind.INFER, Kind.TRAIN) else COMPUTE
 
 
 def _group(name: str, stages: Sequence[Stage], flow: Flow, config: Config) -> Group:
-    # The later a stage, the closer its rows are to their end: it goes first.
+    # Later stages come first: their rows are closer to the end.
     names, first = tuple(stage.name for stage in reversed(stages)), stages[0]
     asked = config.streaming.workers.get(name)
     if first.kind is Kind.GENERATE:
@@ -92,7 +92,7 @@ def _group(name: str, stages: Sequence[Stage], flow: Flow, config: Config) -> Gr
 
 
 def samplers_of(config: Config, flow: Flow) -> dict[str, Sampler]:
-    """Return the sampler of each stage of a flow. Raises UserError for one, or a stage, that there is none of."""
+    """Return the sampler of each stage of a flow. Raises UserError for an unknown sampler or stage."""
     wanted = config.streaming.sampler
     stages = [stage.name for stage in flow.stages]
     if isinstance(wanted, str):
@@ -104,7 +104,7 @@ def samplers_of(config: Config, flow: Flow) -> dict[str, Sampler]:
 
 
 def check_streaming(config: Config, flow: Flow) -> None:
-    """Raise UserError, before anything starts, for what this runtime cannot run."""
+    """Raise UserError, before anything starts, for a flow or configuration that streaming does not support."""
     if not any(stage.kind is Kind.GENERATE for stage in flow.stages):
         raise UserError(
             f"runtime=streaming streams rows from generation, and flow {flow.name} generates none; write runtime=eager"
@@ -135,7 +135,7 @@ def check_streaming(config: Config, flow: Flow) -> None:
 
 
 def older_groups(config: Config) -> int | None:
-    """Return how many groups of a batch may be late; None is all. Raises UserError for a share that says nothing or cannot be met."""
+    """Return how many groups of a batch may be stale; None is all. Raises UserError for a share without effect or out of reach."""
     share, trainer = config.streaming.on_policy_share, config.trainer
     places = older_places(share, trainer.prompts_per_step)
     if places is None:
@@ -159,7 +159,7 @@ def older_groups(config: Config) -> int | None:
 
 
 def most_out(config: Config, groups: Sequence[Group]) -> int:
-    """Return how many engines may be out at a time: half of those that take turns. Raises UserError for one that would take turns alone."""
+    """Return how many engines may be draining at a time: half of them under `rolling`. Raises UserError for a single engine."""
     engines = sum(group.processes for group in groups if group.kind == "generate")
     if config.streaming.weights != "rolling":
         return engines
@@ -172,7 +172,7 @@ def most_out(config: Config, groups: Sequence[Group]) -> int:
 
 
 def check_hand_over(config: Config) -> None:
-    """Raise UserError where rows are to be set down at a token and an engine of the user's own ends none early."""
+    """Raise UserError if rows would be preempted at a token, and a user's engine cannot end rows early."""
     way, engine = config.streaming.weights, config.rollout.engine
     if way in ("end", "delayed") or engine in ENGINES or config.rollout.python is not None:
         return
@@ -186,7 +186,7 @@ def check_hand_over(config: Config) -> None:
 
 
 def check_group(group: Group, config: Config, flow: Flow) -> None:
-    """Raise UserError for a group whose processes are too many or too few for what they are to do."""
+    """Raise UserError for a group with too many or too few processes for its work."""
     key, servers = f"streaming.workers.{group.name}", config.rollout.servers.urls
     if group.kind == "generate" and config.rollout.engine == "http" and group.processes > len(servers):
         raise UserError(

@@ -1,4 +1,4 @@
-"""What a streaming run is asked for beside its iterations: evaluation, and what is written to files and read from them.
+"""The streaming backend beside iterations: evaluation, and reading and writing of files.
 
 run ──read, run──▶ an evaluation's rows into the queue ──workers──▶ their columns
 run ──save, copy_for_saving, load──order──▶ queue ──▶ leaders of trained roles ──ordered, result──▶ queue ──▶ run
@@ -29,41 +29,41 @@ from braidrl.training.roles.checkpoint import Write
 
 LOOK_EVERY_S = 0.05
 ORDER_LIMIT_S = 600.0
-"""How long the leader of a trained role may take to carry out an order."""
+"""Time limit for the leader of a trained role to execute an order."""
 
 
 class StreamingBackend:
-    """What a run asks for is done by the workers of the queue. A table is index columns, and where the others lie."""
+    """Passes a run's requests to the workers of the queue. A table is index columns and payload locations."""
 
     def __init__(
         self, rows: RowsProcess, evaluation: Flow, control: ControlPlane, processes: Processes, wait: Callable[[], None],
         admit_refills: Callable[[], object], resources: ExitStack,
     ) -> None:  # fmt: skip
-        """Work with a queue and workers that have been started.
+        """Use a queue and workers that have been started.
 
         Args:
-            rows: makes rows from what they are named by, and writes them to files.
-            evaluation: the flow of evaluations.
-            control: the queue's control plane.
-            processes: the workers.
-            wait: waits until something changes at the queue, or shortly.
-            admit_refills: called while the batch that is open must be generated to its end.
-            resources: what `close` ends.
+            rows: Makes rows from their origin, and writes them to files.
+            evaluation: The flow of evaluations.
+            control: The queue's control plane.
+            processes: The workers.
+            wait: Waits for a change of the queue, with a short limit.
+            admit_refills: Called while the open batch must be generated to its end.
+            resources: Ended by `close`.
         """
         self.rows = rows
         self.evaluation, self.control, self.processes = evaluation, control, processes
         self.stream, self.wait, self.admit_refills, self.resources = control.training, wait, admit_refills, resources
         self.evaluating: Stream | None = None
         self.restored: tuple[dict[str, Any], list[StoredRows]] | None = {}, []
-        """The selection state and the rows of a checkpoint whose weights are about to be loaded; None where all rows are still there."""
+        """Selection state and rows of a checkpoint whose weights are to be loaded; None if all rows still exist."""
         self.begun: list[BegunBatch] = []
-        """Its batches that are begun."""
+        """Its batches that were started ahead."""
         self.forgotten: set[Uid] = set()
-        """Rows that engines had begun when a trainer was lost, and that are not kept."""
+        """Rows started by engines, lost with a trainer, and not kept."""
         self.counted_bytes = 0
 
     def read(self, origin: Origin) -> StoredRows:
-        """Return rows of a checkpoint, or those of an evaluation set, which workers begin to generate at once."""
+        """Return rows of a checkpoint, or of an evaluation set, which workers start to generate at once."""
         if isinstance(origin, Recording):
             raise UserError("runtime=streaming cannot replay recorded rows; write runtime=eager, hybrid or distributed")
         rows = self.rows.make(origin)
@@ -76,11 +76,11 @@ class StreamingBackend:
         return table.index
 
     def record(self, path: Path, table: StoredRows, final: StoredRows) -> None:
-        """Have a parquet file of the rows written, with the columns that later stages added."""
+        """Write the rows to a parquet file, with the columns that later stages added."""
         self.rows.write("record", path, table.with_added(final))
 
     def save_rows(self, path: Path, table: StoredRows) -> None:
-        """Have rows written into a checkpoint."""
+        """Write rows into a checkpoint."""
         self.rows.write("keep", path, table)
 
     def run(self, stage: Stage, table: StoredRows, iteration: int, sums: Sums) -> StoredRows:
@@ -100,18 +100,18 @@ class StreamingBackend:
     # Weights
 
     def save(self, folder: Path) -> None:
-        """Have every role that changes written by its leader."""
+        """Let the leader of every role that changes write it."""
         self._carry_out({"do": "save", "folder": str(folder.resolve())})
 
     def copy_for_saving(self, folder: Path) -> list[Write]:
-        """Do as `save`, but leaders go on as soon as they have copies, and write them in a thread."""
+        """Do as `save`; leaders continue as soon as they have copies, and write them in a thread."""
         self._carry_out({"do": "copy", "folder": str(folder.resolve())})
         return [partial(self._written, *given) for given in self._give({"do": "tell"}).items()]
 
     def load(self, folder: Path, version: int) -> None:
-        """Have every role that changes loaded; generation goes on with these weights, and the queue after iteration `version`.
+        """Load every role that changes; generation continues with these weights, and the queue after iteration `version`.
 
-        Where all rows are still there engines have, or load, that version anyway.
+        If all rows still exist, engines already have, or load, that version.
         """
         known = self.restored is None
         self._carry_out({"do": "load", "folder": str(folder.resolve()), "version": None if known else version})
@@ -133,20 +133,20 @@ class StreamingBackend:
         self.forgotten = set()
 
     def close(self) -> None:
-        """Tell all workers that the run is over, and leave no process, segment or port behind."""
+        """Notify all workers of the end of the run; no process, segment or port is left."""
         with self.resources:
             self.control.change(lambda: setattr(self.control, "stopping", True))
             self.processes.close()
 
     def bytes_between_nodes(self) -> int:
-        """Return the bytes of payload and weights that nodes have given to one another since this was asked last."""
+        """Return the bytes of payload and weights sent between nodes since the last call."""
         before = self.counted_bytes
         served = sum(self.control.data.served_by(place.address) for place in self.processes.places.values())
         self.counted_bytes = served + self.control.weights_sent
         return self.counted_bytes - before
 
     def _begin_evaluation(self, rows: StoredRows) -> None:
-        """Wait until engines may load the newest version, keep them at it, and put the set's rows into the queue."""
+        """Wait until engines may load the newest version, pin it, and put the evaluation set's rows into the queue."""
         schedule = self.stream.schedule
         while self.control.loading.target < schedule.published:
             self.admit_refills()
@@ -162,14 +162,16 @@ class StreamingBackend:
         self.control.change(lambda: None)
 
     def _carry_out(self, order: dict[str, Any]) -> None:
-        """Return when every leader has done it. Raises WorkerError where one does not in time."""
+        """Wait until every leader has executed the order. Raises WorkerError after the time limit."""
         limit = time.monotonic() + ORDER_LIMIT_S
         for number, holder in self._give(order).items():
             while number not in self.control.results:
                 self._wait_until(limit, holder)
 
     def _give(self, order: dict[str, Any]) -> dict[int, str]:
-        """Give every leader an order; return who got it by its number. Raises WorkerError for a leader that is not there in time."""
+        """Give every leader an order; return the leaders by order number. Raises WorkerError for a leader that does not register in
+        time.
+        """
         limit, given = time.monotonic() + ORDER_LIMIT_S, {}
         for holder, role in self.processes.trainers().items():
             while holder not in self.control.holders:
@@ -180,7 +182,7 @@ class StreamingBackend:
         return given
 
     def _written(self, number: int, holder: str) -> None:
-        """Wait, in whatever thread, until a leader has written what it copied. Raises OSError where it could not, or has ended."""
+        """Wait, in any thread, until a leader has written its copy. Raises OSError if it failed or has ended."""
         process = next(member.process for member in self.processes.members if member.holder == holder)
         while number not in self.control.results:
             if self.control.stopping or not process.alive:

@@ -1,6 +1,6 @@
-"""The worker processes of a streaming run: started, watched, replaced when they are killed, and ended with the run.
+"""The worker processes of a streaming run: started, watched, replaced after a kill, and ended with the run.
 
-main program ──start──▶ work: model, executor, connection to the queue ──▶ generate, compute or model loop, until the run ends
+main process ──start──▶ work: model, executor, connection to the queue ──▶ generate, compute or model loop, until the run ends
 """
 
 import time
@@ -40,19 +40,19 @@ from braidrl.training.loading import load_tokenizer
 from braidrl.training.parallel.replicated import DataParallel
 
 RANKS_LIMIT_S = 600.0
-"""A rank that the others have waited for so long is given up."""
+"""Seconds after which ranks give up waiting for another one."""
 READY_LIMIT_S = 600.0
-"""How long a worker may take until its models are loaded."""
+"""Time limit for loading a worker's models."""
 PEERS_LIMIT_S = 10.0
-"""How long a rank that has lost its peers waits for them to say why."""
+"""Seconds that a rank without peers waits for their error."""
 ROWS_GROUP = Group(ROWS, "rows", None, (), 1)
 RESTARTS = 5
-"""How often a worker may be killed before the run ends: what kills it again and again is no accident."""
+"""Number of kills of a worker that ends the run: repeated ones have a common cause."""
 
 
 @dataclass
 class Member:
-    """One process of a group; `holder` is its name at the queue, another one each time that it is started."""
+    """One process of a group; `holder` is its name at the queue, a new one after each start."""
 
     group: Group
     number: int
@@ -61,7 +61,7 @@ class Member:
     started: float = field(default_factory=time.monotonic)
 
     def is_late(self, control: ControlPlane) -> bool:
-        """Return whether it should long have said hello; ranks that do not lead say nothing to the queue."""
+        """Return True if it should have registered by now; only leading ranks talk to the queue."""
         return (
             self.group.leads(self.number)
             and self.holder not in control.holders
@@ -75,7 +75,7 @@ class Member:
 
 
 def worker_launcher(config: Config) -> Launcher:
-    """Return who starts the workers: this process, or Ray. Raises UserError where there is no Ray, or no cluster."""
+    """Return the launcher of the workers: local, or Ray. Raises UserError without Ray, or without a cluster."""
     if config.cluster.launcher == "ray":
         return RayLauncher(config.cluster, config.device)
     return LocalLauncher(config.device)
@@ -88,28 +88,28 @@ class Processes:
         self, config: Config, folder: Path, control: ControlPlane, launcher: Launcher, queue: str, node: StorageNode,
         secret: str, kept: Mapping[str, Any],
     ) -> None:  # fmt: skip
-        """Start nothing yet.
+        """Store the parts; start nothing yet.
 
         Args:
-            config: the run's.
-            folder: the run's, for what workers write.
-            control: answers the workers.
-            launcher: starts them.
-            queue: the address at which they are answered.
-            node: this node's memory.
-            secret: what they must know to connect to the queue and to one another's nodes.
-            kept: the examples that this process has found short enough, for the one that makes rows of them.
+            config: The run's configuration.
+            folder: The run's folder, for files of workers.
+            control: Answers the workers.
+            launcher: Starts them.
+            queue: Address at which they are answered.
+            node: This node's memory.
+            secret: Needed to connect to the queue and between nodes.
+            kept: The examples that passed the length limit, for the process that makes rows of them.
         """
         self.config, self.folder, self.control, self.launcher = config, folder, control, launcher
         self.queue, self.secret, self.kept = queue, secret, kept
         self.here = place = node.place()
         self.places = {place.host: place}
-        """Of every node that has workers, and of this one."""
+        """The nodes of all workers, and this one."""
         self.members: list[Member] = []
         self._store: dist.TCPStore | None = None
 
     def start(self, groups: Sequence[Group]) -> None:
-        """Start every process of these groups. Raises UserError where there is no room for them."""
+        """Start every process of these groups. Raises UserError if resources are missing."""
         self.launcher.reserve(pools_of(groups, self.config))
         self.places |= {place.host: place for place in self.launcher.serve(StorageNode, self.secret)}
         self._store = open_store(self.launcher.ip, RANKS_LIMIT_S)
@@ -118,17 +118,17 @@ class Processes:
                 self.members.append(Member(group, number, 0, self._start(group, number, 0)))
 
     def rows_holder(self) -> str:
-        """Return the name at the queue of the process that makes and writes rows."""
+        """Return the queue name of the process that makes and writes rows."""
         return next(member.holder for member in self.members if member.group is ROWS_GROUP)
 
     def trainers(self) -> dict[str, str]:
-        """Return who leads which trained role, by the name at the queue."""
+        """Return the leader of each trained role, by its name at the queue."""
         return {m.holder: str(m.group.role) for m in self.members if m.group.trained and m.number == 0}
 
     def watch(self, group: str | None = None) -> None:
-        """Replace a worker that was killed, and kill one that hangs: of all, or of one group.
+        """Replace killed workers, and kill hanging ones: of all groups, or of one.
 
-        Raises what a worker has raised, and WorkerError for a trainer that is gone or a worker that does not get ready.
+        Raises the error of a worker, and WorkerError for a lost trainer or a worker that does not get ready.
         """
         settings = self.config.streaming
         silent = self.control.silent(settings.lease_s + settings.wait_s)
@@ -143,7 +143,7 @@ class Processes:
                 self._replace(member)
 
     def _replace(self, member: Member) -> None:
-        """Start a worker again of which a process has ended, all of its ranks where it has several. Raises as `watch`."""
+        """Restart a worker after the end of one process, with all of its ranks. Raises as `watch`."""
         peers = [peer for peer in self.members if peer.group == member.group] if member.group.ranks > 1 else [member]
         self._raise_failure(member, peers)
         killed = next((peer for peer in peers if died(peer)), member)
@@ -155,7 +155,7 @@ class Processes:
         self._start_again(peers)
 
     def replace_trainers(self) -> None:
-        """Start every process again that trains, also those that are well: gradients of lost rows are in them."""
+        """Restart every training process, also healthy ones: their gradients contain lost rows."""
         self._start_again([member for member in self.members if member.group.trained])
 
     def _start_again(self, members: Sequence[Member]) -> None:
@@ -167,7 +167,7 @@ class Processes:
             member.process = self._start(member.group, member.number, member.starts)
 
     def _raise_failure(self, member: Member, peers: Sequence[Member]) -> None:
-        """Raise what a process has raised; where it only lost its peers, what one of those raised, or nothing if one was killed."""
+        """Raise the error of a process. If it only lost its peers, raise a peer's error, or nothing if one was killed."""
         failure, limit = failure_of(member), time.monotonic() + PEERS_LIMIT_S
         while failure is not None and failure.follows and time.monotonic() < limit:
             causes = [cause for peer in self.members if (cause := failure_of(peer)) and cause.is_cause]
@@ -180,14 +180,14 @@ class Processes:
             raise failure.error()
 
     def close(self) -> None:
-        """Wait for all to end, which the queue tells them to, and kill those that do not in time."""
+        """Wait for the end of all processes, which the queue notifies, and kill those that are late."""
         limit = time.monotonic() + END_LIMIT_S
         while self.members:
             self.members[-1].process.close(max(0.0, limit - time.monotonic()))
             self.members.pop()
 
     def kill(self) -> None:
-        """End those that are left at once."""
+        """Kill the remaining processes."""
         for member in self.members:
             member.process.close(0.0)
         # A traceback would keep the store, and with it its port.
@@ -195,7 +195,7 @@ class Processes:
 
     def _start(self, group: Group, number: int, starts: int) -> Process:
         assert self._store is not None
-        # It shares this process's node, and reads the files that this process reads.
+        # It shares this process's node, and reads the same files.
         makes_rows = group is ROWS_GROUP
         place = self.here if makes_rows else self.places[self.launcher.node_of(group.name, number)]
         arguments = {
@@ -211,12 +211,12 @@ class Processes:
 
 
 def died(member: Member) -> bool:
-    """Return whether a process has ended without a word."""
+    """Return True if a process has ended without a message."""
     return not member.process.alive and member.process.outcome is None
 
 
 def lost_trainer(member: Member) -> LostProcess:
-    """Return the error for a process of a trained role that is gone."""
+    """Return the error for a lost process of a trained role."""
     return LostProcess(
         f"{member.group.name} {member.number}, which holds weights that have changed, is gone "
         f"({member.process.describe_end()}); go on from the last checkpoint"
@@ -224,15 +224,15 @@ def lost_trainer(member: Member) -> LostProcess:
 
 
 def failure_of(member: Member) -> Failure | None:
-    """Return what a process that has ended has raised."""
+    """Return the error that ended a process."""
     outcome = None if member.process.alive else member.process.outcome
     return outcome.failure if outcome else None
 
 
 def work(arguments: Mapping[str, Any]) -> None:
-    """Run one process of a worker group: build what the group needs, then do what the queue has for it until the run ends.
+    """Run one process of a worker group: build what the group needs, then do the queue's work until the run ends.
 
-    `arguments` are plain data, as `Processes` makes them.
+    `arguments` are plain data from `Processes`.
     """
     config, group = parse_config(arguments["config"]), Group(**arguments["group"])
     set_up_torch(config)
@@ -267,7 +267,7 @@ def work(arguments: Mapping[str, Any]) -> None:
 
 
 def make_rows(config: Config, arguments: Mapping[str, Any]) -> None:
-    """Be the process that makes and writes rows."""
+    """Run the process that makes and writes rows."""
     data = data_plane(Place(*arguments["place"]), arguments["holder"], config.cluster.wait_limit_s, arguments["secret"])
     client = Client(arguments["queue"], arguments["holder"], data)
     try:
@@ -278,7 +278,7 @@ def make_rows(config: Config, arguments: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class OneOf(DataParallel):
-    """One of several processes that generate for a role and know nothing of each other."""
+    """One of several independent processes that generate for a role."""
 
     number: int = 0
     processes: int = 1
@@ -293,7 +293,7 @@ class OneOf(DataParallel):
 
 
 def join_ranks(group: Group, arguments: Mapping[str, Any], cuda: bool) -> World:
-    """Return the processes of a worker, which meet at a store; a world of its own for one that is alone."""
+    """Return the ranks of a worker, which meet at a store; a world of one for a single process."""
     if group.ranks == 1:
         return World()
     host, port = arguments["meeting"]
@@ -304,7 +304,7 @@ def join_ranks(group: Group, arguments: Mapping[str, Any], cuda: bool) -> World:
 
 
 def run_loop(context: WorkerContext, world: World, arguments: Mapping[str, Any]) -> None:
-    """Run the loop of the worker's group; ranks that do not lead take nothing from the queue themselves."""
+    """Run the loop of the worker's group; only leading ranks take from the queue."""
     if not world.first:
         StageLoop(context, world, None).follow()
         return
@@ -320,7 +320,7 @@ def run_loop(context: WorkerContext, world: World, arguments: Mapping[str, Any])
 
 
 def orphaned(arguments: Mapping[str, Any]) -> None:
-    """Remove what the run has in shared memory: its main program was killed, and nobody else does."""
+    """Remove the run's shared memory after its main process was killed; no other process does."""
     place = Place(*arguments["place"])
     remove_run(shared_folder(), place.run, place.storage)
     remove_weights(place.run)

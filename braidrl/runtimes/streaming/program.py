@@ -1,8 +1,8 @@
-"""The controller of a streaming run: opens the queue, admits prompts, lets optimizer steps be made, and reports finished iterations.
+"""The controller of a streaming run: opens the queue, admits prompts, permits optimizer steps, and reports finished iterations.
 
 loader ──admit──▶ queue ◀──take, done── workers
                     │
-                    └──finished iteration──▶ rows as recorded, metrics ──▶ whoever writes the run's files
+                    └──finished iteration──▶ rows as recorded, metrics ──▶ files of the run
 """
 
 import secrets
@@ -44,19 +44,19 @@ from braidrl.weights.versions import LoadingSchedule
 
 
 class StreamingProgram:
-    """Drives iterations by what it admits and allows; which stage runs when is decided by who has rows."""
+    """Drives iterations by admission and permits; the available rows decide which stage runs when."""
 
     def __init__(self, prepared: Prepared, loader: PromptLoader, folder: Path, progress: Progress) -> None:
         """Start the queue and all workers.
 
         Args:
-            prepared: the checked configuration, with flow, data and models.
-            loader: the training prompts.
-            folder: the run's, for what workers write.
-            progress: shows how far an iteration is.
+            prepared: The checked configuration, with flow, data and models.
+            loader: The training prompts.
+            folder: The run's folder, for files of workers.
+            progress: Shows the progress of an iteration.
 
         Raises:
-            UserError: before anything starts, for what cannot stream.
+            UserError: Streaming is not supported; nothing has started.
         """
         config, flow = prepared.config, prepared.flow
         check_streaming(config, flow)
@@ -67,7 +67,7 @@ class StreamingProgram:
         )
         self.stream = self.new_stream()
         self.opening: dict[int, Position] = {}
-        """For each iteration that was begun and not finished, where the run stood just before."""
+        """The run's position just before each iteration that was started and not finished."""
         self.seen = 0
         with ExitStack() as resources:
             self._start(prepared, folder, resources)
@@ -80,7 +80,7 @@ class StreamingProgram:
         config, streaming = prepared.config, prepared.config.streaming
         launcher = worker_launcher(config)
         resources.callback(launcher.close)
-        # Whoever connects, from this machine too, must know what only this run's processes are told.
+        # A client, also on this machine, needs a secret that only this run's processes know.
         secret = secrets.token_hex(32)
         node = StorageNode(launcher.node, launcher.ip, secret, streaming.storage)
         resources.callback(node.close)
@@ -91,7 +91,7 @@ class StreamingProgram:
         self.server = QueueServer(self.control.handle, self.control.tick, f"tcp://{launcher.ip}:*", secret)
         resources.callback(self.server.close)
         self.control.notify = self.server.changed
-        # From here on payload that this process reads or writes is an error.
+        # From here on it is an error if this process reads or writes payload.
         node.data.refuses_payload = True
         self.processes = Processes(
             config, folder, self.control, launcher, self.server.address, node, secret, prepared.kept
@@ -127,19 +127,19 @@ class StreamingProgram:
         finished = self.control.finished.popleft()
         assert finished.iteration == iteration
         self.opening.pop(iteration, None)
-        # Generation of the next goes on while this one is written down.
+        # Generation of the next iteration continues while this one is recorded.
         self._admit()
         return self._result(finished)
 
     def position(self) -> Position:
-        """Return where a run resumes from after the last finished iteration; what was begun of the next one is done again then."""
+        """Return the resume position after the last finished iteration; started work of the next one is repeated then."""
         following = self.stream.schedule.published + 1
         with self.control.changed:
             begun = self.opening.get(following) or self._current()
         return begun._replace(stages=self.stream.states_before(following))
 
     def begun_ahead(self) -> list[BegunBatch]:
-        """Wait until rows are drawn that older weights have begun, and return their batches; what newer ones begin goes on."""
+        """Wait for rows started on older versions and return their batches; rows started on newer versions continue."""
         stream, loading = self.stream, self.control.loading
         with self.progress.stage("generation") as bar:
             while True:
@@ -152,7 +152,7 @@ class StreamingProgram:
                 self.wait()
 
     def _begun(self, number: int) -> BegunBatch:
-        """Return a batch whose rows have come through the recorded stages, as a checkpoint keeps it."""
+        """Return a batch after its recorded stages, in the form of a checkpoint."""
         stream = self.stream
         uids, record = stream.schedule.batches[number].uids, stream.record_of(number)
         table = stream.table.stored(uids, stream.recorded_writers)
@@ -165,9 +165,9 @@ class StreamingProgram:
         return BegunBatch(number, table, left_out, record.outcome, reports, after)
 
     def begin_again(self, version: int) -> Restart:
-        """Replace the processes that train. Rows are kept where the checkpoint is of the last published version, and else forgotten.
+        """Replace the training processes. Rows are kept if the checkpoint is of the last published version, else forgotten.
 
-        Rows that weights drew which are newer than the checkpoint's would be trained by a run that has not made those weights.
+        Otherwise rows drawn by versions newer than the checkpoint would be trained by a run that never made those versions.
         """
         self.control.unloaded = frozenset(group.name for group in self.groups if group.trained)
         self.processes.replace_trainers()
@@ -182,7 +182,7 @@ class StreamingProgram:
         return Restart.FROM_CHECKPOINT
 
     def restore(self, position: Position) -> None:
-        """Go on from a checkpoint's loader, selection, surplus rows and stages' states; `load` says after which iteration."""
+        """Resume from a checkpoint's loader, selection, surplus rows and stages' states; `load` names the iteration."""
         begun = self._usable(position.begun)
         befores = [position, *(batch.after for batch in begun)]
         self.opening = {batch.iteration: before for batch, before in zip(begun, befores, strict=False)}
@@ -194,7 +194,7 @@ class StreamingProgram:
         known |= {name: dict(state) for name, state in position.stages.items() if name in known}
 
     def _usable(self, begun: Sequence[BegunBatch]) -> list[BegunBatch]:
-        """Return batches of a checkpoint with their rows, up to one that is too old for a run that was given less staleness."""
+        """Return batches of a checkpoint with their rows, up to one too stale for the run's new limit."""
         found: list[BegunBatch] = []
         for batch in begun:
             table, left_out, *surplus = (
@@ -210,20 +210,20 @@ class StreamingProgram:
         return found
 
     def wait(self) -> None:
-        """Wait until something changes at the queue, or shortly; raise what a worker, or the queue itself, has raised."""
+        """Wait for a change of the queue, with a short limit; raise the error of a worker or of the queue."""
         if self.control.refused is not None:
             raise self.control.refused
         self._wait_for(None)
 
     def _wait_for(self, group: str | None) -> None:
-        """Wait as `wait` does, and look after one group alone: rows are written also when a trainer has failed."""
+        """Wait as `wait` does, but watch only one group: rows are written also after a trainer's failure."""
         self.processes.watch(group)
         if self.server.failure is not None:
             raise WorkerError(f"the queue's server failed:\n{self.server.failure}")
         self.seen = self.control.wait(self.seen, LOOK_EVERY_S)
 
     def _admit(self, may_begin: bool = True) -> None:
-        """Admit the groups that are wanted now, of a new iteration only if one may begin."""
+        """Admit the groups wanted now, for a new iteration only if `may_begin`."""
         schedule, version = self.stream.schedule, self.control.loading.target
         with self.control.changed:
             begins = not schedule.is_open
@@ -239,14 +239,14 @@ class StreamingProgram:
             numbers = tuple(self.loader.advance(count))
         if count:
             self.control.admit(self.stream, self.rows.make(Admission(numbers)))
-        # A change wakes everybody who waits, this process too.
+        # A change wakes all waiting threads, including this one.
         if changed:
             self.control.change(lambda: None)
 
     def _current(self) -> Position:
-        """Return the state of selection and loader between two batches, with the rows of kept surplus; what went ahead is done again.
+        """Return the state of selection and loader between two batches, with the kept surplus; groups admitted ahead are repeated.
 
-        Where rows may be set aside, all that are in work are kept, with what they had drawn then.
+        If rows may be suspended, all rows in work are kept with their tokens.
         """
         schedule, surplus = self.stream.schedule, list[StoredRows]()
         sampling = schedule.sampling.settled(schedule.sizes.sets_aside)
@@ -258,7 +258,7 @@ class StreamingProgram:
         return Position({**self.loader.state(), "admitted": sampling.admitted + 1}, sampling.state(), surplus, {})
 
     def _show(self, generation: Bar, training: Bar | None = None) -> None:
-        """Show how many of the rows in work are generated, how many engines have, and how many are trained on."""
+        """Show the progress of rows in work: generated, on engines, and trained on."""
         schedule, seen = self.stream.schedule, self.control.seen_now()
         generation.rows, rows = len(schedule.versions), sum(map(len, schedule.rows_of.values()))
         generation.name = f"generation, from version {seen['streaming/oldest_version']:.0f} on"
@@ -268,7 +268,7 @@ class StreamingProgram:
             training.update(total_rows=planned)
 
     def _unfinished(self, iteration: int) -> tuple[StoredRows, StoredRows]:
-        """Return the batch of an iteration that trains, as it is recorded, and with the columns that its rows have by now."""
+        """Return the training batch of an iteration: as recorded, and with the columns that exist so far."""
         stream = self.stream
         with self.control.changed:
             uids = sorted(stream.schedule.batches[iteration].uids, key=lambda uid: uid[1:])
@@ -289,16 +289,16 @@ class StreamingProgram:
 
 
 def iteration_result(flow: Flow, surplus: str, finished: IterationRecord) -> IterationResult[StoredRows]:
-    """Return a finished iteration as every runtime reports it.
+    """Convert a finished iteration to the common result of all runtimes.
 
     Args:
-        flow: the stages.
-        surplus: what becomes of groups that are over.
-        finished: what the queue and its workers noted.
+        flow: The stages.
+        surplus: What happens to surplus groups.
+        finished: The record of the queue and its workers.
     """
     index, final = finished.table.index, finished.final.index
     assert finished.outcome is not None, "it is published"
-    # As in serial order: scores as selection saw them, or where nothing is selected as they were in the end.
+    # As in serial order: scores as selection saw them, or without selection the final ones.
     parts = [*finished.generated, index] if flow.sampling_segment else [final]
     common = [name for name in parts[-1] if all(name in part for part in parts)]
     sums = Sums.merged(Sums(report["sums"]) for report in finished.reports)
@@ -310,7 +310,7 @@ def iteration_result(flow: Flow, surplus: str, finished: IterationRecord) -> Ite
 
 
 def stage_seconds(flow: Flow, groups: Sequence[Group], reports: Sequence[Report]) -> dict[str, float]:
-    """Return for each stage the seconds that its workers were busy with it, on average."""
+    """Return for each stage the mean busy seconds of its workers."""
     seconds = dict.fromkeys((stage.name for stage in flow.stages), 0.0)
     workers = {name: group.processes // group.ranks for group in groups for name in group.stages}
     for report in reports:
@@ -319,7 +319,7 @@ def stage_seconds(flow: Flow, groups: Sequence[Group], reports: Sequence[Report]
 
 
 def sizes_of(config: Config, epoch_groups: int) -> Sizes:
-    """Return the sizes that mean something for the result; `epoch_groups` are the prompts of an epoch."""
+    """Return the sizes that the result depends on; `epoch_groups` are the prompts of an epoch."""
     trainer, samples = config.trainer, config.rollout.samples_per_prompt
     rows = check_update_size(trainer.prompts_per_step, samples, trainer.rows_per_update)
     return Sizes(

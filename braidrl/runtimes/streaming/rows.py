@@ -1,8 +1,8 @@
-"""The process that makes a run's rows and writes them to files, so that the main program never has their payload.
+"""The rows process: makes a run's rows and writes them to files, so that the main process never has their payload.
 
-main program ──make: admission numbers, a held-out set, a checkpoint's file──▶ rows process ──payload──▶ storage
-             ◀──index columns, where the payload lies─────────────────────────      │
-             ──record, keep: index columns, where the payload lies──▶ rows process ──┴──read──▶ parquet, checkpoint's file
+main process ──make: admission numbers, a held-out set, a checkpoint's file──▶ rows process ──payload──▶ storage
+             ◀──index columns, payload locations──────────────────────────────      │
+             ──record, keep: index columns, payload locations──▶ rows process ──────┴──read──▶ parquet, checkpoint's file
 """
 
 from collections.abc import Callable, Mapping
@@ -23,14 +23,14 @@ from braidrl.runtimes.streaming.control import ControlPlane
 
 
 def stored(data: DataPlane, rows: Rows) -> StoredRows:
-    """Put the payload of rows where others can read it."""
+    """Put the payload of rows into storage."""
     part = write_columns(data, rows.uids(), dict(rows.items()))
     pieces = [piece(part, part.columns, list(range(len(rows))), rows.uids())] if part.block else []
     return StoredRows(part.index, pieces)
 
 
 def as_order(origin: Origin) -> dict[str, Any]:
-    """Return what names rows as a message holds it."""
+    """Encode an origin of rows for a message."""
     match origin:
         case Admission(numbers):
             return {"numbers": list(numbers)}
@@ -43,35 +43,35 @@ def as_order(origin: Origin) -> dict[str, Any]:
 
 
 def origin_of(order: Mapping[str, Any]) -> Origin:
-    """Return what `as_order` was given."""
+    """Decode an origin of rows."""
     if "numbers" in order:
         return Admission(order["numbers"])
     return HeldOut(order["set"]) if "set" in order else Surplus(Path(order["file"]))
 
 
 class RowsProcess:
-    """The main program's side: asks the process, and asks the next one again where it was killed."""
+    """The main process's side: sends requests to the process, and repeats them after a restart."""
 
     def __init__(self, control: ControlPlane, holder: Callable[[], str], wait: Callable[[], None]) -> None:
-        """Ask over the queue.
+        """Use the queue for requests.
 
         Args:
-            control: the queue's control plane.
-            holder: returns the process's name at the queue, another one each time that it is started.
-            wait: waits until something changes at the queue, or shortly; raises what ends the run.
+            control: The queue's control plane.
+            holder: Returns the process's name at the queue, a new one after each start.
+            wait: Waits for a change of the queue, with a short limit; raises the error that ends the run.
         """
         self.control, self.holder, self.wait = control, holder, wait
 
     def make(self, origin: Origin) -> StoredRows:
-        """Return the rows that `origin` names, whose payload lies in the queue. Raises UserError for a file that is not there."""
+        """Return the rows of `origin`, with payload in the queue. Raises UserError if a file is missing."""
         _, made = self._ask({"do": "make", **as_order(origin)})
         assert made is not None
         return made
 
     def write(self, do: str, path: Path, rows: StoredRows) -> None:
-        """Have rows written to a file: `record` them for people and replays, or `keep` them for a checkpoint.
+        """Write rows to a file: `record` for people and replays, or `keep` for a checkpoint.
 
-        Raises OSError where the disk is full or gone.
+        Raises OSError if the disk is full or gone.
         """
         result, _ = self._ask({"do": do, "path": str(path.resolve()), "payload": rows.payload}, rows)
         check_written(result["trouble"])
@@ -91,7 +91,7 @@ class RowsProcess:
 
 
 def serve_rows(client: Client, config: Config, kept: Mapping[str, Any], wait_s: float) -> None:
-    """Make and write rows until the run ends; `kept` are the examples that the main program has found short enough."""
+    """Make and write rows until the run ends; `kept` are the examples that passed the length limit in the main process."""
     store = with_data(without_data(config), True, kept).store()
     while (work := client.take([], 0, wait_s)).kind != "stop":
         if work.kind == "order":
@@ -99,7 +99,7 @@ def serve_rows(client: Client, config: Config, kept: Mapping[str, Any], wait_s: 
 
 
 def carry_out(client: Client, store: RowStore, work: WorkItem) -> None:
-    """Do one order of the main program."""
+    """Execute one order of the main process."""
     order = work.message
     if order["do"] == "make":
         made = stored(client.data, store.make(origin_of(order)))

@@ -1,4 +1,4 @@
-"""The streaming runtime's decisions as one state machine: who may admit, take, step and publish now. No clock, no socket, no payload.
+"""The decisions of the streaming runtime as one state machine: admission, leases, steps, publications. No clock, no socket, no payload.
 
     groups_wanted ─▶ admit ─▶ [rows: written, consumed, leased] ◀─ take, acknowledge, select ─ workers
           ▲                        │ close: the batch is known
@@ -21,25 +21,25 @@ from braidrl.queue.tasks import Lease, Tasks
 from braidrl.runtimes.streaming.training_schedule import OWN_VERSION, Taken, TrainingBatch, TrainingSchedule
 
 SET_ASIDE = 4
-"""The number of a table whose rows go on once the batch of their iteration is open."""
+"""Table number of rows that continue once the batch of their iteration is open."""
 
 
 class UnfinishedRow(NamedTuple):
-    """What a checkpoint knows of a row in work: the oldest version among its tokens, None without any, and whether it has ended."""
+    """A checkpoint's entry of a row in work: the oldest version among its tokens (None without tokens), and whether it has ended."""
 
     version: int | None
     has_ended: bool
 
 
 class StreamSchedule(TrainingSchedule):
-    """What is decided in streaming, over all rows in work.
+    """The schedule of all rows in work.
 
-    A stage, or an epoch of one that trains, is a task. Its rows lie in the table (iteration, 0) while their batch is open, then in
-    (iteration, 1); those of a train stage in one table for each optimizer step, (iteration, 1 + steps that are left). Rows that only an
-    engine with the batch's own version may begin lie in (iteration, 2), then in (iteration, 3).
+    A stage, or an epoch of a train stage, is a task. Its rows are in the table (iteration, 0) while their batch is open, then in
+    (iteration, 1); those of a train stage are in one table per optimizer step, (iteration, 1 + remaining steps). Rows that need an
+    engine with the batch's own version are in (iteration, 2), then in (iteration, 3).
 
-    Where rows are set aside, a group with one that has drawn what a batch gives it goes on with the next batch, in (iteration, 4), as
-    long as it is young enough for that one; others are drawn to their ends. Its place in the open batch is another group's.
+    A group with a suspended row continues with the next batch, in (iteration, 4), as long as it is fresh enough for that batch;
+    other groups are drawn to their ends. Another group takes its place in the open batch.
     """
 
     def __init__(self, flow: Flow, sizes: Sizes, samplers: Mapping[str, Sampler] | None = None) -> None:
@@ -51,35 +51,35 @@ class StreamSchedule(TrainingSchedule):
         self.generating = [stage.name for stage in flow.stages if stage.kind is Kind.GENERATE]
         self.selects = [stage.name for stage in flow.stages if stage.kind is Kind.SELECT]
         self.segment = flow.stages[: flow.recorded_stages] if sizes.sets_aside else flow.sampling_segment
-        """The stages that run for groups of which it is not known whether they are in the batch."""
+        """Stages of groups that may not be in the batch."""
         self.rows_of: dict[int, list[Uid]] = {}
         self.iteration_of: dict[int, int] = {}
-        """Of each group: the batch that it was admitted for, then the one that it is in."""
+        """By group: the batch of its admission, later the batch that contains it."""
         self.versions: dict[Uid, int] = {}
         """The oldest version among a row's tokens, once it is generated."""
         self.tokens: dict[Uid, int] = {}
-        """Length of what is known of a row."""
+        """The known length of a row."""
         self.begun: dict[tuple[str, Uid], int] = {}
-        """For each generate stage and row what the engine held that it was given to."""
+        """By generate stage and row: the version of the engine that got it."""
         self.set_aside_rows: dict[Uid, int] = {}
-        """The oldest version among the tokens of rows that were set aside."""
+        """The oldest version among the tokens of suspended rows."""
         self.going_on: set[int] = set()
-        """Groups with rows that were set aside in an earlier batch, or in the open one."""
+        """Groups with rows suspended in an earlier batch, or in the open one."""
         self.ending: set[int] = set()
-        """Those of them whose rows are drawn to their ends since the open batch lacks them."""
+        """Groups among them that must finish because the open batch lacks them."""
         self.opened = 0
         self.horizon = 1
-        """How many batches groups are admitted for: the open one, and those after it for which engines may begin rows."""
+        """Number of batches to admit groups for: the open one, and later ones whose rows engines may start."""
         self.is_open = self.decided = False
         self.released: dict[int, list[Uid]] = {}
-        """Rows of the groups that were let go with the batch that was closed last."""
+        """Rows of the groups released with the last closed batch."""
         self.max_staleness_seen = 0
 
     def resume(
         self, done: int, sampling: GroupSelector, surplus: Mapping[Uid, int],
         unfinished: Mapping[Uid, UnfinishedRow] | None = None,
     ) -> None:  # fmt: skip
-        """Go on after `done` iterations, with the selection's state, the versions of surplus rows that wait, and rows that go on."""
+        """Resume after `done` iterations, with the selection's state, the versions of waiting surplus rows, and unfinished rows."""
         self.published = self.opened = done
         self.trained = dict.fromkeys(self.trained, done)
         self.sampling = sampling
@@ -93,7 +93,7 @@ class StreamSchedule(TrainingSchedule):
         self._go_on_with(unfinished or {})
 
     def _go_on_with(self, rows: Mapping[Uid, UnfinishedRow]) -> None:
-        """Let rows of a checkpoint be born that are generated, or were set aside, in groups that are awaited."""
+        """Admit rows of a checkpoint that are generated, or suspended, in pending groups."""
         self._be_born(list(rows), self.opened + 1)
         for uid, known in rows.items():
             self.rows_of.setdefault(uid[1], []).append(uid)
@@ -110,7 +110,7 @@ class StreamSchedule(TrainingSchedule):
         self._decide_generated(self.going_on)
 
     def put_back(self, versions: Mapping[Uid, int]) -> None:
-        """Let the next batch of a checkpoint be known, whose rows, of these versions, have come through the recorded stages."""
+        """Restore the next batch of a checkpoint, whose rows, of these versions, have passed the recorded stages."""
         self.opened += 1
         batch = self.batches[self.opened] = TrainingBatch.planned(self.flow, self.sizes, self.opened)
         uids = sorted(versions, key=lambda uid: uid[1:])
@@ -126,7 +126,7 @@ class StreamSchedule(TrainingSchedule):
             self._leave_out(stage.name, [uid for uid in uids if uid not in written])
 
     def older_batches(self) -> list[int]:
-        """Return the batches from the next one to the last that is open or known and has rows which older weights have begun."""
+        """Return the batches from the next to the last open or known one with rows started on an older version."""
         begun = (self._begun_with(group) for group in self.iteration_of)
         older = [
             iteration
@@ -138,7 +138,7 @@ class StreamSchedule(TrainingSchedule):
     # Admission
 
     def groups_wanted(self, engine_version: int) -> int:
-        """Return how many groups to admit now, while engines begin rows with `engine_version` or later."""
+        """Return the number of groups to admit now, while engines start rows with `engine_version` or later."""
         if not self.is_open:
             opening = self.opened + 1
             if opening > self.sizes.iterations or not admissible(opening, engine_version, self.sizes.ahead):
@@ -155,11 +155,11 @@ class StreamSchedule(TrainingSchedule):
 
     @property
     def next_group(self) -> int:
-        """Return the number of the group to admit next; it falls when groups that were admitted ahead have been returned."""
+        """Return the number of the next group to admit; it falls when groups admitted ahead are returned."""
         return self.sampling.admitted + 1
 
     def admit(self, uids: Sequence[Uid]) -> None:
-        """Let the rows of a wave be born; group numbers rise."""
+        """Admit the rows of a wave; group numbers rise."""
         groups = list(dict.fromkeys(group for _, group, _ in uids))
         for uid in uids:
             self.rows_of.setdefault(uid[1], []).append(uid)
@@ -174,7 +174,7 @@ class StreamSchedule(TrainingSchedule):
             self.sampling.decide({group: Verdict() for group in groups})
 
     def close(self) -> Selection | None:
-        """Let groups join the open batch that are sure to be in it; if it is complete end its selection, and forget what was let go."""
+        """Add groups guaranteed to be selected to the open batch. When it is complete, close it and release the rest."""
         if not self.is_open or not self.decided:
             return None
         self.decided = False
@@ -199,19 +199,19 @@ class StreamSchedule(TrainingSchedule):
         return outcome
 
     def is_generation_over(self, engine_version: int | None = None) -> bool:
-        """Return whether nothing is being generated or could be with this version: then all engines can load weights at once.
+        """Return True if nothing is, or can be, generated with this version: all engines can load weights at once.
 
-        So it is between two batches, and while the open one waits for rows that only a newer version may begin.
+        This holds between two batches, and while the open batch waits for rows that only a newer version may start.
         """
         if self.is_open and not self._awaits_newer(engine_version):
             return False
-        # Rows that were carried over to the next batch and are not begun may wait for weights that engines are yet to load.
+        # Rows carried over to the next batch and not yet started may wait for weights that engines have not loaded.
         tables = [table for name in self.generating for table in self.tasks.tasks[Consumer(name)].undone.items()]
         waits = any(n for table, n in tables if table[0] <= self.opened and self._may_begin(table, engine_version))
         return not waits and not any(lease.task.stage in self.generating for lease in self.tasks.leases.held.values())
 
     def is_done(self, stage: str) -> bool:
-        """Return whether a stage that does not train is done with all rows in work."""
+        """Return True if a stage that does not train is done with all rows in work."""
         return not any(self.tasks.tasks[Consumer(stage)].undone.values())
 
     # Work
@@ -220,17 +220,17 @@ class StreamSchedule(TrainingSchedule):
         self, stage: str, holder: str, now: float, seconds: float, most: int,
         whole_update: bool = False, engine_version: int | None = None, ranks: int = 1,
     ) -> Lease | None:  # fmt: skip
-        """Lease rows that are ready, or return None.
+        """Lease ready rows, or return None.
 
         Args:
-            stage: what they are ready for.
-            holder: who takes them.
-            now: the time in seconds, on whatever clock.
-            seconds: how long the holder keeps them without renewing.
-            most: rows at most.
-            whole_update: a train stage gets all rows of its next optimizer step at once, as some losses need them.
-            engine_version: of an engine whose weights may lag behind: it gets no rows that would be too old when they are trained.
-            ranks: the processes that share the rows.
+            stage: The stage that takes them.
+            holder: The worker that takes them.
+            now: Time in seconds, on any clock.
+            seconds: Duration of the lease without renewal.
+            most: Limit of rows.
+            whole_update: A train stage gets all rows of its next optimizer step at once, as some losses need.
+            engine_version: Version of a possibly stale engine: it gets no rows that would be too stale for training.
+            ranks: Processes that share the rows.
         """
         known = self.flow[stage]
         found = self._table_for(known, engine_version)
@@ -251,7 +251,7 @@ class StreamSchedule(TrainingSchedule):
     def take_each(
         self, stage: str, holder: str, now: float, seconds: float, most: int, engine_version: int | None = None
     ) -> list[Lease]:
-        """Lease up to `most` ready rows of one table to an engine, each under a lease of its own, as each ends by itself."""
+        """Lease up to `most` ready rows of one table to an engine, each under its own lease, as each ends by itself."""
         known = self.flow[stage]
         found = self._table_for(known, engine_version) if most > 0 else None
         if found is None:
@@ -262,7 +262,7 @@ class StreamSchedule(TrainingSchedule):
         return leases
 
     def _note_begun(self, stage: Stage, rows: Sequence[Uid], engine_version: int | None) -> None:
-        """Note what the engine holds that begins rows, or check that rows to train on are young enough."""
+        """Record the version of the engine that starts rows, or check that rows to train on are fresh enough."""
         if stage.kind is Kind.GENERATE and engine_version is not None:
             oldest = ((row, self.set_aside_rows.get(row, engine_version)) for row in rows)
             self.begun.update({(stage.name, row): min(version, engine_version) for row, version in oldest})
@@ -280,15 +280,15 @@ class StreamSchedule(TrainingSchedule):
     def acknowledge_all(
         self, numbers: Sequence[int], now: float, versions: Mapping[Uid, int]
     ) -> tuple[list[Lease], list[int]]:
-        """Note that the rows of leases of one stage are done and written.
+        """Record that the rows of leases of one stage are done and written.
 
         Args:
-            numbers: the leases'.
-            now: the time in seconds.
-            versions: the oldest version that generated each row, of a generate stage.
+            numbers: Lease numbers.
+            now: Time in seconds.
+            versions: For a generate stage the oldest version that generated each row.
 
         Returns:
-            The leases, and the numbers of those that were lost.
+            The leases, and the numbers of lost ones.
         """
         leases, lost = self.tasks.acknowledge_all(numbers, now)
         if not leases:
@@ -304,13 +304,13 @@ class StreamSchedule(TrainingSchedule):
         return leases, lost
 
     def may_set_aside(self, lease: Lease) -> bool:
-        """Return whether the rows of a generate stage's lease may go on with the next batch, or are to be drawn to their ends."""
+        """Return True if the rows of a generate stage's lease may continue with the next batch, False if they must finish."""
         return self.sizes.sets_aside and all(self._may_go_on(row[1]) for row in lease.rows)
 
     def set_aside(self, number: int, now: float, version: int) -> Lease:
-        """Note that a lease's rows have drawn what a batch gives them, the oldest token with `version`. Raises LeaseLost.
+        """Suspend a lease's rows after their token budget, the oldest token with `version`. Raises LeaseLost.
 
-        They go on with the next batch; those that have become too old for it meanwhile go on at once.
+        They resume with the next batch; rows that have become too stale for it resume at once.
         """
         lease = self.tasks.leases.current(number, now)
         self.tasks.give_up([lease])
@@ -331,7 +331,7 @@ class StreamSchedule(TrainingSchedule):
         reasons: dict[int, str | None],
         scores: Mapping[int, tuple[float, float]] | None = None,
     ) -> Lease:
-        """Note a select stage's verdicts (None keeps) on the groups of a lease, and scores of dropped ones. Raises LeaseLost."""
+        """Record a select stage's verdicts (None keeps) on the groups of a lease, and scores of dropped ones. Raises LeaseLost."""
         lease = self.tasks.acknowledge(number, now)
         name = lease.task.stage
         self.tasks.write(name, [row for row in lease.rows if reasons[row[1]] is None])
@@ -344,29 +344,29 @@ class StreamSchedule(TrainingSchedule):
         return lease
 
     def fail_holder(self, holder: str) -> None:
-        """Free what a worker that is gone has held."""
+        """Release the leases of a dead worker."""
         self.tasks.give_up(self.tasks.leases.of(holder))
 
     def publish(self) -> TrainingBatch:
-        """Publish the due version; its batch is over and its rows are forgotten."""
+        """Publish the due version; its batch is complete and its rows are forgotten."""
         batch = super().publish()
         self._forget(dict.fromkeys(uid[1] for uid in batch.uids))
         return batch
 
     def _table_for(self, stage: Stage, engine_version: int | None) -> Taken | None:
-        """Return the task of a stage, the table to take from, and the rows of the update or batch that this is if all are known."""
+        """Return the task of a stage, the table to take from, and the rows of this update or batch if all are known."""
         if stage.kind is Kind.TRAIN:
             return self.update_to_take(stage)
         if stage.scope is Scope.BATCH or stage.state:
             return self.batch_to_take(stage)
         consumer = Consumer(stage.name)
         ready = self.tasks.tasks[consumer].ready
-        # What comes after the selection is done for rows of a batch alone.
+        # Stages after the selection run only for rows of a batch.
         after = self.segment and stage not in self.segment
         tables = sorted(
             table for table in ready if (not after or table[1] % 2) and self._may_begin(table, engine_version)
         )
-        # Inference with weights that change belongs to the version that the batch is trained on, and to its place in the list.
+        # Inference with changing weights uses the version that the batch trains on, at its position in the list.
         if stage.kind is Kind.INFER and stage.role in self.flow.changed_roles:
             has_weights = self.has_its_weights(stage)
             tables = [table for table in tables if has_weights and table[0] == self.published + 1]
@@ -383,12 +383,12 @@ class StreamSchedule(TrainingSchedule):
         self.batches[iteration] = TrainingBatch.planned(self.flow, self.sizes, iteration)
 
     def _join(self, batch: TrainingBatch) -> None:
-        """Add groups to a batch that are sure to be in it, and to updates that are sure to be theirs."""
+        """Add groups guaranteed to be selected to a batch, and to updates that are certain."""
         self._join_groups(batch, self.sampling.members())
         self._hold_back(batch.iteration)
 
     def _join_groups(self, batch: TrainingBatch, members: Iterable[tuple[int, int, int]]) -> None:
-        """Add groups to a batch, and to updates where they are the same for every place from the least to the largest."""
+        """Add groups to a batch, and to updates that are the same for every position from the least to the largest."""
         joined, moved = list[Uid](), defaultdict[tuple[Consumer, tuple[int, int]], list[Uid]](list)
         for group, least, largest in members:
             if group not in batch.joined:
@@ -408,7 +408,7 @@ class StreamSchedule(TrainingSchedule):
             self.tasks.move(consumer, uids, table)
 
     def _expected(self, groups: Sequence[int]) -> dict[int, Sequence[int]]:
-        """Return for each iteration those of the next groups that it should need: their rows must be young enough for it."""
+        """Return by iteration the next groups that it should need: their rows must be fresh enough for it."""
         ends = [min(self.sampling.groups_wanted(batches), len(groups)) for batches in range(1, self.horizon)]
         expected, start = {}, 0
         for ahead, end in enumerate([*ends, len(groups)]):
@@ -417,37 +417,37 @@ class StreamSchedule(TrainingSchedule):
         return expected
 
     def _begun_with(self, group: int) -> int | None:
-        """Return the oldest version that a group's rows were begun with, or None while none is."""
+        """Return the oldest version on which a group's rows were started, or None before the start."""
         uids = self.rows_of[group]
         begun = [self.begun[stage, uid] for stage in self.generating for uid in uids if (stage, uid) in self.begun]
         return min((*begun, *(self.versions[uid] for uid in uids if uid in self.versions)), default=None)
 
     def _is_young(self, group: int) -> bool:
-        """Return whether a group's rows, as far as they were begun, may be in the batch after the open one."""
+        """Return True if a group's started rows may be in the batch after the open one."""
         version = self._begun_with(group)
         return version is None or admissible(self.opened + 1, version, self.sizes.max_staleness)
 
     # Rows that are set aside
 
     def _may_go_on(self, group: int) -> bool:
-        """Return whether a group may be trained with the batch after the open one, which it does not hold up."""
+        """Return True if a group may train with the batch after the open one, and so does not delay the open one."""
         return group not in self.ending and self._is_young(group)
 
     def _goes_on_in(self, group: int, iteration: int) -> None:
-        """Let a group be of an iteration, with which those of its rows go on that have not ended."""
+        """Move a group to an iteration; its unfinished rows continue there."""
         self.iteration_of[group] = iteration
         for consumer in self.tasks.tasks:
             number = SET_ASIDE if consumer.stage in self.generating else 0
             self.tasks.move(consumer, self.rows_of[group], (iteration, number))
 
     def _await_unfinished(self) -> None:
-        """Have the rows drawn to their ends that the open batch lacks where no more may be begun."""
+        """Finish the rows that the open batch lacks if no more groups may start."""
         for group in self.sampling.finish_now():
             self.ending.add(group)
             self._goes_on_in(group, self.opened)
 
     def _decide_generated(self, groups: Iterable[int]) -> None:
-        """Keep the groups all of whose rows are generated, in a flow that selects nothing."""
+        """Keep the groups whose rows are all generated, in a flow without selection."""
         written = [self.tasks.written[stage] for stage in self.generating]
         for group in [] if self.selects else groups:
             rows = self.rows_of[group]
@@ -458,7 +458,7 @@ class StreamSchedule(TrainingSchedule):
     # A share of rows of the batch's own version
 
     def _may_begin(self, table: tuple[int, int], engine_version: int | None) -> bool:
-        """Return whether an engine's version is young enough for the rows of a table; None is whoever is no engine."""
+        """Return True if an engine's version is fresh enough for the rows of a table; None stands for a worker that is no engine."""
         if table[1] == SET_ASIDE:
             is_open = table[0] <= self.opened
             return is_open and (
@@ -466,12 +466,12 @@ class StreamSchedule(TrainingSchedule):
             )
         bound = 0 if table[1] >= OWN_VERSION else self.sizes.ahead
         if self.sizes.older_groups is not None and self.selects and table[0] > self.opened:
-            # A group that went ahead may come into the open batch, and is not to be older than it.
+            # A group admitted ahead may come into the open batch, and must not be staler than it.
             bound = min(bound, 1)
         return engine_version is None or admissible(table[0], engine_version, bound)
 
     def _assign(self) -> None:
-        """Let as many undecided groups be of the open batch as it should need, and the others be ahead; hold back what has no place."""
+        """Assign undecided groups to the open batch as far as needed, and the others to later ones; hold back groups without a place."""
         if self.sizes.older_groups is None or not self.is_open:
             return
         needed = self.sampling.under_way() if self.horizon > 1 else len(self.sampling.pending)
@@ -481,7 +481,7 @@ class StreamSchedule(TrainingSchedule):
         self._hold_back(self.opened + 1)
 
     def _hold_back(self, iteration: int) -> None:
-        """Let groups of a batch wait for its own version, but for those that may be older."""
+        """Let groups of a batch wait for its own version, except those that may be stale."""
         if self.sizes.older_groups is None:
             return
         batch = self.batches.get(iteration)
@@ -494,19 +494,19 @@ class StreamSchedule(TrainingSchedule):
                 self.tasks.move(Consumer(stage), self.rows_of[group], table)
 
     def _begun(self, groups: Iterable[int]) -> dict[int, int | None]:
-        """Return for each of these groups that is not dropped what its rows were begun with."""
+        """Return, for each of these groups that is not dropped, the oldest version on which its rows were started."""
         verdicts = self.sampling.verdicts
         kept = (group for group in groups if group not in verdicts or verdicts[group].reason is None)
         return {group: self._begun_with(group) for group in kept}
 
     def _usable(self) -> Callable[[int], bool]:
-        """Return whether a group that was admitted ahead may be in the batch after the open one."""
+        """Return True if a group admitted ahead may be in the batch after the open one."""
         places = self.sizes.older_groups
         too_many = set[int]() if places is None else begun_too_many(self._begun(self.rows_of), places)
         return lambda group: group not in too_many and self._is_young(group)
 
     def _awaits_newer(self, engine_version: int | None) -> bool:
-        """Return whether all groups that the open batch lacks wait for a newer version."""
+        """Return True if all groups that the open batch lacks wait for a newer version."""
         lacking = [group for group in self.sampling.pending if self.iteration_of[group] == self.opened]
         table = self.tasks.tasks[Consumer(self.generating[0])].table if self.generating else {}
         tables = [table[uid] for group in lacking for uid in self.rows_of[group]]
@@ -517,13 +517,13 @@ class StreamSchedule(TrainingSchedule):
         self.tasks.write(ADMISSION, uids)
 
     def _skip(self, stages: Iterable[Stage], uids: Sequence[Uid]) -> None:
-        """Let stages that `when` leaves out of the open iteration leave out these rows."""
+        """Skip these rows in stages that `when` leaves out of the open iteration."""
         for stage in stages:
             if stage.kind is not Kind.TRAIN and not stage.when.includes(self.opened):
                 self._leave_out(stage.name, uids)
 
     def _leave_out(self, stage: str, uids: Sequence[Uid]) -> None:
-        """Leave rows out of a stage: nobody waits for it with them, and it takes none of them."""
+        """Skip rows in a stage: no task waits for it, and it takes none of them."""
         self.tasks.write(stage, uids)
         self.tasks.skip(Consumer(stage), uids)
 
@@ -544,7 +544,7 @@ class StreamSchedule(TrainingSchedule):
 
 
 def tasks_of(flow: Flow, epochs: int) -> Tasks:
-    """Return a task for each stage of a flow, and for each epoch where it trains, that waits for the stages before it."""
+    """Return a task for each stage of a flow, and for each epoch of a train stage, that waits for the stages before it."""
     waits, consumers = waits_for(flow), {}
     for stage in flow.stages:
         for epoch in range(epochs if is_optimized(stage) else 1):

@@ -1,6 +1,6 @@
-"""One flow's rows in the queue: the schedule that decides, the table that holds, and a record of each iteration.
+"""One flow's rows in the queue: the schedule that decides, the table that holds them, and a record of each iteration.
 
-admit ──▶ table ◀──take: index columns, where the payload lies──▶ acknowledge ──▶ close the batch ──▶ publish ──▶ record
+admit ──▶ table ◀──take: index columns, payload locations──▶ acknowledge ──▶ close the batch ──▶ publish ──▶ record
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -25,14 +25,14 @@ from braidrl.runtimes.interfaces import BegunBatch
 from braidrl.runtimes.streaming.schedule import StreamSchedule, UnfinishedRow
 
 Report = dict[str, Any]
-"""What a worker says of a piece of work: metric sums, seconds. The queue hands it on."""
+"""A worker's report on a piece of work: metric sums, seconds. The queue passes it on."""
 DRAWN = "drawn"
-"""Writes what rows that may be set aside have so far: the columns of their generate stage."""
+"""Writer name of the columns of suspended rows' generate stage."""
 
 
 @dataclass
 class IterationRecord:
-    """What happened in an iteration so far; once it is published also its rows, as recorded and with every column."""
+    """The record of an iteration so far; after its publication also its rows, as recorded and with every column."""
 
     iteration: int
     outcome: Selection | None = None
@@ -40,7 +40,7 @@ class IterationRecord:
     """Index columns of rows that were generated and dropped."""
     reports: list[Report] = field(default_factory=list)
     states: dict[str, State] = field(default_factory=dict)
-    """What stages with a state that are through had as their values."""
+    """The values of stages with a state that have completed."""
     table: StoredRows = field(default_factory=lambda: StoredRows(Rows({})))
     final: StoredRows = field(default_factory=lambda: StoredRows(Rows({})))
 
@@ -55,11 +55,11 @@ class Stream:
         """Begin without rows.
 
         Args:
-            flow: the stages.
-            sizes: batches and updates.
-            during: the training iteration that an evaluation's work is shown under.
-            samplers: of stages that do not take the oldest rows first.
-            held: counts the blocks of all streams of a run.
+            flow: The stages.
+            sizes: Sizes of batches and updates.
+            during: Training iteration under which an evaluation's work is shown.
+            samplers: Samplers of stages that do not take the oldest rows first.
+            held: Reference counts of the blocks of all streams of a run.
         """
         self.during = during
         self.flow, self.schedule, self.table = flow, StreamSchedule(flow, sizes, samplers), Table(held)
@@ -72,11 +72,11 @@ class Stream:
 
     @property
     def recorded_writers(self) -> list[str]:
-        """Return who has written a row when it is recorded."""
+        """Return the writers of a row when it is recorded."""
         return self.writers[: 1 + self.flow.recorded_stages]
 
     def admit(self, rows: StoredRows) -> None:
-        """Admit rows, of those that may be set aside with what they have drawn."""
+        """Admit rows; if they may be suspended, with their tokens."""
         uids, drawn = rows.uids(), self._drawn_columns(rows)
         self.schedule.admit(uids)
         self._note_lengths(uids, rows.index.without(drawn))
@@ -85,18 +85,18 @@ class Stream:
             self.table.add(rows.part(DRAWN, drawn))
 
     def _drawn_columns(self, rows: StoredRows) -> list[str]:
-        """Return the columns that rows which may be set aside have drawn."""
+        """Return the drawn columns of rows that may be suspended."""
         generates = [stage for stage in self.flow.stages if stage.name in self.schedule.generating]
         known = set(rows.columns)
         return [name for stage in generates for name in stage.writes if name in known] if self.sets_aside else []
 
     def resume(self, done: int, state: Mapping[str, Any], tables: Sequence[StoredRows]) -> None:
-        """Go on after `done` iterations.
+        """Resume after `done` iterations.
 
         Args:
-            done: iterations.
-            state: the selection's.
-            tables: rows of a checkpoint: of groups that wait for the next batch, and of those that are awaited.
+            done: Number of iterations.
+            state: State of the selection.
+            tables: Rows of a checkpoint: of groups that wait for the next batch, and of pending ones.
         """
         sampling = GroupSelector.restored(state)
         surplus, unfinished = list[StoredRows](), list[StoredRows]()
@@ -113,7 +113,7 @@ class Stream:
             self._go_on_with(rows)
 
     def unfinished(self, groups: Collection[int]) -> list[StoredRows]:
-        """Return what rows of groups that go on have: first those that have ended, then the others."""
+        """Return the rows of continuing groups: first the completed rows, then the others."""
         (stage,) = self.schedule.generating
         ended: dict[bool, list[Uid]] = {True: [], False: []}
         for uid in (uid for group in groups for uid in self.schedule.rows_of[group]):
@@ -122,13 +122,13 @@ class Stream:
         return [self.table.stored(uids, writers[was]) for was, uids in ended.items() if uids]
 
     def train_again(self) -> None:
-        """Forget what was trained towards the next version, and what its trainers have told of it."""
+        """Forget the training towards the next version, and its trainers' reports."""
         self.schedule.train_again()
         record = self.record_of(self.schedule.published + 1)
         record.reports = [told for told in record.reports if self.flow[told["stage"]].kind is not Kind.TRAIN]
 
     def restore(self, rows: StoredRows) -> None:
-        """Put rows of a checkpoint back as if their stages had written them here."""
+        """Restore rows of a checkpoint as if their stages had written them here."""
         recorded, names = self.flow.stages[: self.flow.recorded_stages], rows.columns
         checks = next((s.name for s in recorded if s.type == "verify"), ADMISSION)
         last: dict[str, str] = {name: ADMISSION if name in BORN_WITH else checks for name in names}
@@ -138,10 +138,11 @@ class Stream:
             self.table.add(rows.part(writer, [name for name, chosen in last.items() if chosen == writer]))
 
     def begun(self) -> list[int]:
-        """Return the batches that a checkpoint keeps: older weights have begun them, and what it does not keep is drawn again.
+        """Return the batches to save: started on older versions; all other rows are drawn again after a resume.
 
-        None of flows where a stage changes something for good, or waits for its turn, before rows are recorded, and none where rows
-        may be set aside: a checkpoint has all that are in work then.
+        Empty for flows where a stage changes something permanently, or waits for its turn, before rows are recorded. Empty also if
+        rows
+        may be suspended: the checkpoint then has all rows in work.
         """
         recorded = self.flow.stages[: self.flow.recorded_stages]
         waits = any(
@@ -151,7 +152,7 @@ class Stream:
         return [] if waits or self.sets_aside else self.schedule.older_batches()
 
     def put_back(self, batch: BegunBatch) -> None:
-        """Let the next batch be one of a checkpoint."""
+        """Restore a checkpoint's batch as the next one."""
         rows: StoredRows = batch.table
         self.schedule.put_back(dict(zip(rows.uids(), versions_of(rows.index), strict=True)))
         record = self.record_of(self.schedule.opened)
@@ -161,7 +162,7 @@ class Stream:
         self._note_lengths(rows.uids(), rows.index)
 
     def read(self, stage: str, uids: Sequence[Uid]) -> tuple[Rows, list[dict[str, Any]]]:
-        """Return what a stage works on: index columns, and where the payload that it declares lies."""
+        """Return the input of a stage: index columns, and the locations of the payload that it declares."""
         wanted = {column.name for column in self.flow.inputs[stage]}
         writers = self.readable[stage]
         index, payload = self.table.index(uids, writers), self.table.payload(uids, writers, wanted)
@@ -173,14 +174,14 @@ class Stream:
     def take(
         self, stage: Stage, request: Mapping[str, Any], now: float, seconds: float, version: int | None
     ) -> Answer | None:
-        """Return rows under leases as a worker asked for them, or None.
+        """Lease rows as a worker requested, or return None.
 
         Args:
-            stage: what they are ready for.
+            stage: The stage that takes them.
             request: `holder`, `most` rows, `single` leases for each row, stages that take `whole` updates, `ranks` that share them.
-            now: the time in seconds, on the controller's clock.
-            seconds: how long each lease lasts without renewing.
-            version: what the asking engine holds.
+            now: Time in seconds, on the controller's clock.
+            seconds: Duration of each lease without renewal.
+            version: Version that the engine holds.
         """
         if request["single"]:
             found = self.schedule.take_each(stage.name, request["holder"], now, seconds, request["most"], version)
@@ -206,9 +207,9 @@ class Stream:
     def acknowledge(
         self, leases: Sequence[int], parts: Sequence[StoredPart], now: float, totals: Mapping[str, float] | None = None
     ) -> list[int]:
-        """Note work that is done and written; return the numbers of leases that were lost, whose rows are left out.
+        """Record written work; return the numbers of lost leases, whose rows are left out.
 
-        `totals` are the sums of a lease's rows that the stage's state follows.
+        `totals` are the sums of a lease's rows for the stage's state.
         """
         held = self.schedule.tasks.leases.held
         rows = [uid for number in leases if number in held for uid in held[number].rows]
@@ -227,7 +228,7 @@ class Stream:
     def set_aside(
         self, leases: Sequence[int], parts: Sequence[StoredPart], now: float
     ) -> tuple[list[int], list[Block]]:
-        """Note what rows have that go on later; return the leases that were lost, and blocks that are free now."""
+        """Record the tokens of suspended rows; return the lost leases, and the blocks that are now free."""
         versions = {uid: version for part in parts for uid, version in oldest(part).items()}
         lost, kept = list[int](), set[Uid]()
         for number in leases:
@@ -248,7 +249,7 @@ class Stream:
         return lost, freed
 
     def select(self, number: int, reasons: Mapping[int, str | None], now: float) -> list[int]:
-        """Note a select stage's verdicts by group; return the lease's number if it was lost."""
+        """Record a select stage's verdicts by group; return the lease's number if it was lost."""
         held = self.schedule.tasks.leases.held.get(number)
         lost = [uid for uid in held.rows if reasons[uid[1]] is not None] if held else []
         scores = scores_by_group(self.read(held.task.stage, lost)[0]) if held and lost else {}
@@ -259,14 +260,14 @@ class Stream:
         return []
 
     def close(self) -> list[Block] | None:
-        """End selection if it is over; return the blocks that are free now, or None."""
+        """End selection if it is complete; return the blocks that are now free, or None."""
         outcome = self.schedule.close()
         if outcome is None:
             return None
         record, groups = self.record_of(self.schedule.opened), self.schedule.released
         released, iteration = [uid for rows in groups.values() for uid in rows], record.iteration
         record.outcome = outcome
-        # Of groups that nobody waited for only those count that came through the whole segment.
+        # Of groups outside the batch only those count that came through the whole segment.
         recorded = self.flow.stages[: self.flow.recorded_stages]
         writers = [s.name for s in recorded if s.kind is not Kind.SELECT and s.when.includes(iteration)]
         known = [self.table.parts.get(name, {}) for name in writers]
@@ -277,7 +278,7 @@ class Stream:
         return self.table.evict(released)
 
     def publish(self) -> tuple[IterationRecord, list[Block]]:
-        """Publish the due version; return the batch's record, and blocks that are free now that its rows have left."""
+        """Publish the due version; return the batch's record, and the blocks freed with its rows."""
         batch = self.schedule.batches[self.schedule.published + 1]
         record = self.records.pop(batch.iteration)
         assert record.outcome is not None
@@ -288,26 +289,26 @@ class Stream:
         return record, self.table.evict(uids)
 
     def leases(self) -> Collection[Lease]:
-        """Return all leases that are held."""
+        """Return all active leases."""
         return self.schedule.tasks.leases.held.values()
 
     def record_of(self, iteration: int) -> IterationRecord:
-        """Return what is noted of an iteration that is not over."""
+        """Return the record of an iteration in progress."""
         return self.records.setdefault(iteration, IterationRecord(iteration))
 
     def report(self, lease: Lease, report: Report) -> None:
-        """Note a report under the iteration that the lease's rows belong to."""
+        """Record a report under the iteration of the lease's rows."""
         iteration = self.schedule.iteration_of.get(lease.rows[0][1])
         if iteration is not None:
             self.record_of(iteration).reports.append(report)
 
     def states_before(self, iteration: int) -> dict[str, State]:
-        """Return the states that an iteration began with, or will begin with if it is the next one."""
+        """Return the states at the start of an iteration, which may be the next one."""
         ran = self.record_of(iteration).states
         return {name: dict(ran.get(name, values)) for name, values in self.states.values.items()}
 
     def _go_on_with(self, rows: StoredRows) -> None:
-        """Put rows of a checkpoint back whose groups go on: what those have that have ended is their stage's."""
+        """Restore rows of a checkpoint whose groups continue: the output of completed rows is their stage's."""
         (stage,) = self.schedule.generating
         drawn, over = self._drawn_columns(rows), (rows.index["finish_reason"] != FinishReason.ABORT).tolist()
         ended = [uid for uid, is_over in zip(rows.uids(), over, strict=True) if is_over]
@@ -324,7 +325,7 @@ class Stream:
             self.record_of(iteration).states[name] = self.states.advance(name)
 
     def _note_lengths(self, uids: Sequence[Uid], index: Rows) -> None:
-        """Tell samplers how long rows are, as soon as it is known."""
+        """Give samplers the lengths of rows as soon as they are known."""
         name = next((name for name in ("length", "prompt_length") if name in index), None)
         if name is not None:
             self.schedule.tokens.update(zip(uids, index[name].tolist(), strict=True))
@@ -344,7 +345,7 @@ BORN_WITH = (
 
 
 def writers_before(flow: Flow, stage: Stage) -> list[str]:
-    """Return everybody who has written a row when it is ready for a stage, in list order."""
+    """Return all writers of a row when it is ready for a stage, in list order."""
     waits, found, open_names = waits_for(flow), {ADMISSION}, [stage.name]
     while open_names:
         for name in waits[open_names.pop()]:
@@ -355,31 +356,31 @@ def writers_before(flow: Flow, stage: Stage) -> list[str]:
 
 
 def unfinished_rows(rows: Rows) -> dict[Uid, UnfinishedRow]:
-    """Return what the schedule is to know of rows of a checkpoint that go on."""
+    """Return the schedule's entries of a checkpoint's continuing rows."""
     ended = (rows["finish_reason"] != FinishReason.ABORT).tolist()
     known = zip(rows.uids(), rows["version"].tolist(), rows["action_tokens"].tolist(), ended, strict=True)
     return {uid: UnfinishedRow(version if drawn else None, is_over) for uid, version, drawn, is_over in known}
 
 
 def oldest(part: StoredPart) -> dict[Uid, int]:
-    """Return the `version` column of what a generate stage wrote, in whatever namespace; nothing of other stages."""
+    """Return the `version` column of a generate stage's output, in any namespace; empty for other stages."""
     name = next(filter(is_version, part.index), None)
     return dict(zip(part.rows, part.index[name].tolist(), strict=True)) if name else {}
 
 
 def versions_of(rows: Rows) -> list[int]:
-    """Return the oldest version that has generated each row."""
+    """Return the oldest version that generated each row."""
     versions: list[int] = torch.stack([rows[name] for name in rows.index if is_version(name)]).amin(0).tolist()
     return versions
 
 
 def is_version(name: str) -> bool:
-    """Return whether a column says which version has generated rows, in whatever namespace."""
+    """Return True if a column holds the version that generated rows, in any namespace."""
     return name.rsplit(".", 1)[-1] == "version"
 
 
 class StageStates:
-    """For each stage with a state the values for the batch that it is at, and the sums over those of its rows that are done."""
+    """The states of stages: the values for each stage's current batch, and the sums over its completed rows."""
 
     def __init__(self, flow: Flow) -> None:
         self.flow = flow
@@ -387,12 +388,12 @@ class StageStates:
         self.totals: dict[str, dict[str, float]] = {name: {} for name in self.values}
 
     def add(self, name: str, totals: Mapping[str, float]) -> None:
-        """Count some rows."""
+        """Add the sums of some rows."""
         known = self.totals[name]
         self.totals[name] = known | {sum_: known.get(sum_, 0.0) + total for sum_, total in totals.items()}
 
     def advance(self, name: str) -> State:
-        """Return the values that the batch was done with, all of whose rows are counted; they give way to the next batch's."""
+        """Move a stage to the next batch after all rows are counted; return the values of the previous one."""
         before, totals = self.values[name], self.totals[name]
         self.values[name], self.totals[name] = next_state(self.flow[name], before, totals), {}
         return before

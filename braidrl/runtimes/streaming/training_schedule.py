@@ -1,13 +1,13 @@
-"""What trains, and when a version is published: the half of the streaming schedule that knows batches and no selection.
+"""Training and publication: the half of the streaming schedule that knows batches and no selection.
 
 rows of a batch ──taken, acknowledged──▶ due_steps ──stepped──▶ ... last step ──▶ due_publication ──▶ publish ──▶ the next batch
                                              ▲                     │
                                              └──── train_again ────┘ a trainer was lost
 
-A batch grows while selection goes on. An update's rows follow from the places of groups among those of the batch, which are planned
+A batch grows while selection continues. The updates of rows follow from their groups' positions in the batch, which are planned
 before any group is known:
 
-kept group ── sure to be in the batch ──▶ its rows join ── place known well enough ──▶ their updates
+kept group ── certain to be in the batch ──▶ its rows join ── position known well enough ──▶ their updates
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,14 +20,14 @@ from braidrl.flow.stage import Kind, Scope, Stage
 from braidrl.queue.tasks import Tasks
 
 OWN_VERSION = 2
-"""Added to the number of a table whose rows only an engine with the batch's own version may begin."""
+"""Added to the table number of rows that need an engine with the batch's own version."""
 Taken = tuple[Consumer, tuple[int, int], Sequence[Uid]]
-"""A task, the table to take rows from, and the rows of the update or batch that this is if all are known."""
+"""A task, the table to take rows from, and the rows of this update or batch if all are known."""
 
 
 @dataclass
 class PlannedUpdate:
-    """An optimizer step: its epoch, the rows that are known to belong to it, and how many there will be."""
+    """An optimizer step: its epoch, its known rows, and their final number."""
 
     epoch: int
     size: int
@@ -35,33 +35,33 @@ class PlannedUpdate:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether all of its rows are known."""
+        """Return True if all of its rows are known."""
         return len(self.rows) == self.size
 
 
 @dataclass
 class TrainingBatch:
-    """A batch, and for each train stage that runs in its iteration the updates that are left."""
+    """A batch, and the remaining updates of each train stage that runs in its iteration."""
 
     iteration: int
     samples: int
     """Rows of a group."""
     uids: list[Uid] = field(default_factory=list)
     is_known: bool = False
-    """Whether all of its groups have joined."""
+    """True if all of its groups have joined."""
     updates: dict[str, list[PlannedUpdate]] = field(default_factory=dict)
     made: dict[str, list[PlannedUpdate]] = field(default_factory=dict)
-    """Those that were made."""
+    """Completed updates."""
     steps: int = 0
     """Optimizer steps of each stage with a loss."""
     plan: list[list[int]] = field(default_factory=list)
-    """For each row, by the place of its group and its sample, the updates that it belongs to."""
+    """The updates of each row, by the position of its group and its sample."""
     joined: dict[int, bool] = field(default_factory=dict)
-    """The groups that are in it, and whether their rows are in their updates."""
+    """The groups in it, with True if their rows are in their updates."""
 
     @staticmethod
     def planned(flow: Flow, sizes: Sizes, iteration: int) -> "TrainingBatch":
-        """Return a batch without rows, with the updates that its rows will make."""
+        """Return a batch without rows, with its planned updates."""
         batch = TrainingBatch(iteration, sizes.samples_per_prompt)
         stages = [stage for stage in flow.stages if stage.kind is Kind.TRAIN and stage.when.includes(iteration)]
         batch.updates = {stage.name: [] for stage in stages}
@@ -79,18 +79,18 @@ class TrainingBatch:
         return batch
 
     def make_update(self, stage: str) -> None:
-        """Note that the next update of a train stage is made; one without a loss has none."""
+        """Record that the next update of a train stage is made; a stage without a loss has none."""
         if self.updates[stage]:
             self.made.setdefault(stage, []).append(self.updates[stage].pop(0))
 
     def take_back(self) -> None:
-        """Let all updates be made again."""
+        """Repeat all updates."""
         for stage, made in self.made.items():
             self.updates[stage] = [*made, *self.updates[stage]]
         self.made = {}
 
     def sure_updates(self, least: int, largest: int) -> list[list[int]] | None:
-        """Return the updates of each row of a group, or None while they depend on which of these places it will have."""
+        """Return the updates of each row of a group, or None while they depend on which of these positions it will have."""
         if not self.plan:
             return None
         found = [self.plan[place * self.samples : (place + 1) * self.samples] for place in range(least, largest + 1)]
@@ -99,7 +99,7 @@ class TrainingBatch:
     def enter_updates(
         self, uids: Sequence[Uid], numbers: Sequence[Sequence[int]]
     ) -> Iterator[tuple[Consumer, Uid, tuple[int, int]]]:
-        """Put a group's rows into their updates; give for each the task and the table that it is taken from."""
+        """Put a group's rows into their updates; return the task and table of each row."""
         for name, left in self.updates.items():
             made = self.steps - len(left)
             for uid, own in zip(
@@ -112,7 +112,7 @@ class TrainingBatch:
 
 
 class TrainingSchedule:
-    """The batches that are open or known; one is trained at a time, and is over when its version is published."""
+    """The batches that are open or known. One trains at a time, and is complete when its version is published."""
 
     def __init__(self, flow: Flow, tasks: Tasks) -> None:
         """Begin without batches."""
@@ -120,35 +120,35 @@ class TrainingSchedule:
         self.weights_wait = weights_wait_for(flow)
         self.batches: dict[int, TrainingBatch] = {}
         self.trained = {stage.name: 0 for stage in flow.stages if stage.kind is Kind.TRAIN}
-        """The last iteration that each train stage is through with."""
+        """The last completed iteration of each train stage."""
         self.published = 0
 
     @property
     def coming(self) -> TrainingBatch | None:
-        """Return the batch that is trained next, as far as it is known."""
+        """Return the batch that trains next, as far as it is known."""
         return self.batches.get(self.published + 1)
 
     def turn(self, name: str) -> int:
-        """Return the first iteration that a stage is not through with; one with a state does the rows of no later one."""
+        """Return the first iteration that a stage has not completed; a stage with a state takes rows of no later one."""
         iteration = self.published + 1
         while (batch := self.batches.get(iteration)) is not None and self.is_through(name, batch):
             iteration += 1
         return iteration
 
     def is_drawn(self, iteration: int) -> bool:
-        """Return whether all rows of a batch have come through the stages at whose end they are recorded."""
+        """Return True if all rows of a batch have passed the recorded stages."""
         batch = self.batches[iteration]
         return all(self.is_through(stage.name, batch) for stage in self.flow.stages[: self.flow.recorded_stages])
 
     def is_through(self, name: str, batch: TrainingBatch) -> bool:
-        """Return whether a stage has done, or leaves out, all rows of a batch."""
+        """Return True if a stage has done, or skips, all rows of a batch."""
         if name in self.trained:
             return self.trained[name] >= batch.iteration or name not in batch.updates
         undone = self.tasks.tasks[Consumer(name)].undone
         return batch.is_known and not undone[batch.iteration, 1] and not undone[batch.iteration, 1 + OWN_VERSION]
 
     def rows_trained(self) -> tuple[int, int]:
-        """Return through how many rows the updates of the coming batch are, in all roles and epochs, and how many they will take."""
+        """Return the number of rows that the coming batch's updates have trained, over all roles and epochs, and their total."""
         batch, done, planned = self.coming, 0, 0
         if batch is None:
             return done, planned
@@ -163,7 +163,7 @@ class TrainingSchedule:
     def due_steps(self) -> list[str]:
         """Return the train stages that shall make their next optimizer step.
 
-        Every row of it is in, and whoever needs the weights is through. A train stage without a loss is due when its turn has come.
+        All its rows are acknowledged, and all readers of the weights are done. A train stage without a loss is due at its turn.
         """
         batch = self.coming
         if batch is None:
@@ -171,14 +171,14 @@ class TrainingSchedule:
         return [name for name in batch.updates if not self.is_through(name, batch) and self._is_due(name, batch)]
 
     def stepped(self, stage: str) -> None:
-        """Note that a step is made; after its last update a stage is through with the batch."""
+        """Record a step; after its last update a stage has completed the batch."""
         batch = self.batches[self.published + 1]
         batch.make_update(stage)
         if not batch.updates[stage]:
             self.trained[stage] = batch.iteration
 
     def train_again(self) -> None:
-        """Forget what was trained towards the next version; those who held rows to train on have been given up."""
+        """Forget the training towards the next version; its trainers' leases have been released."""
         self.trained = dict.fromkeys(self.trained, self.published)
         if (batch := self.coming) is not None:
             batch.take_back()
@@ -187,19 +187,19 @@ class TrainingSchedule:
                     self.tasks.reopen(consumer, batch.uids)
 
     def due_publication(self) -> int | None:
-        """Return the version to publish now, or None while a stage has rows of its batch, or steps, still to do."""
+        """Return the version to publish now, or None while rows or steps of its batch are pending."""
         batch = self.coming
         if batch is None:
             return None
         return batch.iteration if all(self.is_through(stage.name, batch) for stage in self.flow.stages) else None
 
     def publish(self) -> TrainingBatch:
-        """Publish the due version; its batch is over."""
+        """Publish the due version; its batch is complete."""
         self.published += 1
         return self.batches.pop(self.published)
 
     def update_to_take(self, stage: Stage) -> Taken | None:
-        """Return where a train stage takes the rows of its next update."""
+        """Return the source of rows for a train stage's next update."""
         batch = self.coming
         if batch is None or not batch.updates.get(stage.name):
             return None
@@ -208,7 +208,7 @@ class TrainingSchedule:
         return Consumer(stage.name, left[0].epoch), (batch.iteration, 1 + len(left)), rows
 
     def batch_to_take(self, stage: Stage) -> Taken | None:
-        """Return where a stage takes rows that needs a whole batch, or does one batch after the other."""
+        """Return the source of rows for a stage that needs a whole batch, or takes batches in order."""
         consumer, known = Consumer(stage.name), [batch for batch in self.batches.values() if batch.is_known]
         ready = self.tasks.tasks[consumer].ready
         batches = [b for b in known if not stage.state or b.iteration == self.turn(stage.name)]
@@ -216,7 +216,7 @@ class TrainingSchedule:
         return next(((consumer, (b.iteration, 1), b.uids) for b in complete), None)
 
     def has_its_weights(self, stage: Stage) -> bool:
-        """Return whether the updates have been made of the batch that is trained next which come before a stage in the list."""
+        """Return True if the next batch's updates listed before a stage have been made."""
         before, batch = self.weights_wait[stage.name], self.coming
         return not before or (batch is not None and all(self.is_through(name, batch) for name in before))
 
@@ -231,6 +231,6 @@ class TrainingSchedule:
 
 
 def taken_at_once(stage: Stage, batch: TrainingBatch) -> range:
-    """Return how many rows, or groups, of a batch must be ready for a stage to take some."""
+    """Return how many rows, or groups, of a batch must be ready before a stage takes some."""
     rows = len(batch.uids)
     return range(rows, rows + 1) if stage.scope is Scope.BATCH else range(1, rows + 1)

@@ -1,8 +1,8 @@
-"""New weights under streaming: the ranks that train write or offer a version beside the next batch; the control plane announces where.
+"""Weight publication under streaming: training ranks write or offer a version beside the next batch; the control plane announces it.
 
-trainer ranks ──file, collective──▶ control plane: role, version, where ──▶ an engine loads from there when the policy says so
+trainer ranks ──file, collective──▶ control plane: role, version, location ──▶ an engine loads from there when the policy allows
 
-A file in shared memory serves the engines of the machine; other machines, and other devices, ask the ranks for the slices that they hold.
+A file in shared memory serves the engines of a machine; other machines, and devices, request slices from the ranks that hold them.
 """
 
 import secrets
@@ -25,20 +25,22 @@ from braidrl.weights.file import WEIGHTS, WeightFile, WeightWriter, machine
 from braidrl.weights.shard_index import snapshot
 
 Place = dict[str, Any]
-"""Where a version lies, plain data: `path`, `machines` that see it (empty: all do), `offer`, `number` of it at the ranks, and `bytes`."""
+"""The location of a version as plain data: `path`, `machines` that see it (empty: all do), `offer`, its `number` at the ranks, and
+`bytes`.
+"""
 Weights = tuple[str, int, Place]
-"""A role, a version of it, and where it lies."""
+"""A role, its version, and the location."""
 
 
 def source_of(place: Place) -> WeightFile | OfferedWeights:
-    """Return what an engine of this process loads."""
+    """Return the weight source for an engine of this process."""
     if place["path"] and (not place["machines"] or machine() in place["machines"]):
         return WeightFile(place["path"])
     return OfferedWeights(**place["offer"])
 
 
 def free(places: Collection[Place]) -> None:
-    """Remove files of versions that no engine loads any more; those on other machines are removed by the ranks that wrote them."""
+    """Remove files of versions that no engine loads any more; on other machines the ranks that wrote them remove them."""
     for place in places:
         if place["path"]:
             path = Path(place["path"])
@@ -48,27 +50,27 @@ def free(places: Collection[Place]) -> None:
 
 
 def remove_weights(run: str, folder: Path | None = None) -> None:
-    """Remove what a run has left of its versions on this machine."""
+    """Remove a run's remaining version files on this machine."""
     for path in (folder or shared_folder()).glob(f"{PREFIX}{run}-weights*"):
         free([{"path": str(path / WEIGHTS if path.is_dir() else path)}])
 
 
 class VersionWriter:
-    """One rank's share of publishing a role's weights; all ranks of the role use theirs at the same time."""
+    """One rank's share of publishing a role's weights; all ranks of the role publish together."""
 
     def __init__(self, role: str, parts: Parts, world: World, config: Config, run: str, ip: str = LOOPBACK) -> None:
-        """Plan, and publish nothing yet.
+        """Plan the publication; publish nothing yet.
 
         Args:
             role: The role.
-            parts: Returns this rank's parts of the model.
+            parts: Returns this rank's shards of the model.
             world: The ranks.
-            config: The run's.
-            run: What files of the run are called.
+            config: The run's configuration.
+            run: Name of the run's files.
             ip: This machine's address, for engines on others.
         """
         self.role, self.parts, self.world, self.run = role, parts, world, run
-        # Beside what the ranks compute together: a thread uses it.
+        # A separate group, because a thread uses it beside other collectives.
         ranks = Ranks(background_group()) if world.size > 1 else Ranks()
         rollout, own = config.rollout, parts()
         device = next(part.device for part in own.values())
@@ -88,9 +90,9 @@ class VersionWriter:
         self._kept: dict[int, WeightFile | None] = {}
 
     def begin(self) -> Callable[[], Place]:
-        """Return a call that publishes the weights of now, which a thread can make while they are read, and not changed.
+        """Return a call that publishes the current weights; a thread may make it while they are read, but not changed.
 
-        What ranks must merge together is merged before this returns.
+        Collective merging is done before this returns.
         """
         number = int(self.world.share("a version", secrets.randbelow(1 << 48)))
         parts = self.parts()
@@ -122,7 +124,7 @@ class VersionWriter:
         return (self.folder or shared_folder()) / name / WEIGHTS if self.in_folder else shared_folder() / name
 
     def forget(self, numbers: Collection[int]) -> None:
-        """Free versions that no engine loads any more, with what lies of them on this machine."""
+        """Free versions that no engine loads any more, and their files on this machine."""
         for number in numbers:
             file = self._kept.pop(number, None)
             if file is not None and self.writer is not None and self.writer.is_leader:
@@ -132,7 +134,7 @@ class VersionWriter:
 
 
 def beside_computing(device: torch.device) -> AbstractContextManager[object]:
-    """Return the context in which a thread reads what a device has computed by now: on CUDA a stream beside that of what comes next."""
+    """Return the context in which a thread reads completed results of a device: on CUDA a stream beside the main one."""
     if device.type != "cuda":
         return nullcontext()
     stream = torch.cuda.Stream(device)
@@ -141,31 +143,31 @@ def beside_computing(device: torch.device) -> AbstractContextManager[object]:
 
 
 class Versions:
-    """The versions of some roles that may still be loaded; 0, the model's own, lies nowhere."""
+    """The versions of some roles that may still be loaded; version 0, the model's own, has no location."""
 
     def __init__(self, roles: Collection[str]) -> None:
         self._known: dict[str, dict[int, Place]] = {role: {} for role in roles}
 
     def add(self, role: str, version: int, place: Place) -> None:
-        """Note where a version lies, all of it."""
+        """Record the location of a version."""
         self._known[role][version] = place
 
     def has(self, role: str, version: int) -> bool:
-        """Return whether a version of a role is known."""
+        """Return True if a version of a role is known."""
         return version in self._known[role]
 
     @property
     def newest(self) -> int:
-        """Return the newest version of which there are weights; 0 where there are none."""
+        """Return the newest version with weights; 0 if there are none."""
         return max((version for known in self._known.values() for version in known), default=0)
 
     @property
     def outlive_trainers(self) -> bool:
-        """Return True where every version lies in a file that stays when the ranks that wrote it end."""
+        """Return True if every version is in a file that survives the ranks that wrote it."""
         return all(place["path"] for place in self.places())
 
     def between(self, held: int, wanted: int) -> list[Weights]:
-        """Return what takes an engine from one version to another: of each role that has changed since, the newest up to `wanted`."""
+        """Return the updates from one version to another: for each changed role its newest version up to `wanted`."""
         chosen: list[Weights] = []
         for role, known in self._known.items():
             version = newest_of(known, wanted)
@@ -174,7 +176,7 @@ class Versions:
         return chosen
 
     def outdated(self, wanted: Collection[int]) -> list[Place]:
-        """Forget what is older than everything that takes an engine to one of the `wanted` versions; return where it lies."""
+        """Forget versions older than those needed for one of the `wanted` versions; return their locations."""
         freed: list[Place] = []
         for known in self._known.values():
             needed = {newest_of(known, version) for version in wanted}
@@ -183,13 +185,13 @@ class Versions:
         return freed
 
     def places(self) -> Iterator[Place]:
-        """Return where each version lies that is kept."""
+        """Return the locations of all kept versions."""
         return (place for versions in self._known.values() for place in versions.values())
 
 
 @dataclass
 class Copy:
-    """The worker that was asked for its weights, and where they lie once they are given."""
+    """The worker that was asked for its weights, and their location once they are given."""
 
     giver: str
     place: Place | None = None
@@ -197,7 +199,7 @@ class Copy:
 
 @dataclass
 class Copies:
-    """Weights that updates without a loss move towards, by the stage that is due."""
+    """The source weights of updates without a loss (EMA or copy), by due stage."""
 
     _asked: dict[str, Copy] = field(default_factory=dict)
 
@@ -206,11 +208,11 @@ class Copies:
         return stage in self._asked
 
     def ask(self, stage: str, giver: str) -> None:
-        """Note the worker that is asked for the weights that a stage moves towards."""
+        """Record the worker that is asked for a stage's source weights."""
         self._asked[stage] = Copy(giver)
 
     def give(self, stage: str, giver: str, place: Place) -> list[Place]:
-        """Note where the weights lie; return the place if it is not read, as another worker was asked meanwhile."""
+        """Record the location of the weights; return it if it is not needed because another worker was asked meanwhile."""
         copy = self._asked.get(stage)
         if copy is None or copy.giver != giver:
             return [place]
@@ -218,24 +220,24 @@ class Copies:
         return []
 
     def given(self, stage: str) -> Place | None:
-        """Return where the weights lie; None until they are there."""
+        """Return the location of the weights; None until they are given."""
         copy = self._asked.get(stage)
         return copy.place if copy else None
 
     def taken(self, stage: str) -> list[Place]:
-        """Note that the update is made; return the place that it has read."""
+        """Record that the update is made; return the location that it has read."""
         copy = self._asked.pop(stage, None)
         return [copy.place] if copy and copy.place else []
 
     def lost(self, giver: str) -> None:
-        """Note that a worker is gone: what it was asked for and has not given, another is asked for."""
+        """Record the loss of a worker: another one is asked for weights that it has not given."""
         self._asked = {s: copy for s, copy in self._asked.items() if copy.giver != giver or copy.place is not None}
 
     def places(self) -> Iterator[Place]:
-        """Return where all lie that are kept."""
+        """Return the locations of all kept weights."""
         return (copy.place for copy in self._asked.values() if copy.place)
 
 
 def newest_of(known: Collection[int] | Mapping[int, Place], limit: int) -> int:
-    """Return the newest version up to a limit; 0, the model's own, where there is none."""
+    """Return the newest version up to a limit; 0, the model's own, if there is none."""
     return max((version for version in known if version <= limit), default=0)

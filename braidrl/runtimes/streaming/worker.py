@@ -1,12 +1,12 @@
-"""What every worker of the streaming runtime has at hand, and the loop of all that do not generate: one role's model, or compute stages.
+"""The common parts of all streaming workers, and the loop of those that do not generate: one role's model, or compute stages.
 
-The ranks of a role, in whatever layout, are one worker. The leader takes leases and orders; every rank does its part of a lease, by the
-partition function, and what its layout computes with others; the leader acknowledges.
+The ranks of a role, in any layout, are one worker. The leader takes leases and orders; every rank does its share of a lease, by
+the partition function, and the collective work of its layout; the leader acknowledges.
 
 leader: take ──▶ share ──▶ each rank: its rows ──executor──▶ columns in shared memory, loss sums ──▶ gather ──▶ leader: done, stepped
-                            thread:   its boxes of the new weights ──▶ shared memory ──▶ each rank, in the leader's name: weights
+                            thread:   its slices of the new weights ──▶ shared memory ──▶ each rank, in the leader's name: weights
 
-A worker whose role no other process shares leads nobody: its rows are the lease's, and nothing is gathered.
+A worker of a single process takes all rows of a lease itself, and nothing is gathered.
 """
 
 import time
@@ -47,23 +47,23 @@ from braidrl.training.roles.make import torch_worker
 from braidrl.weights.collective import Incoming, OfferedWeights
 
 SOON_S = 0.2
-"""How long a leader waits for work at most while others wait for what it writes."""
+"""Longest wait of a leader for work while other ranks wait for it."""
 
 
 class LeaseProgress(Progress):
-    """Reports progress to whoever has to know that this worker is alive."""
+    """Reports progress to stall detection."""
 
     def __init__(self) -> None:
         super().__init__()
         self.on_advance: Callable[[], object] = lambda: None
 
     def advanced(self) -> None:
-        """Note that somewhere in this process work has gone on."""
+        """Record progress of this process."""
         self.on_advance()
 
     @contextmanager
     def stage(self, name: str, total_rows: int | None = None) -> Iterator[Bar]:
-        """Show a bar to nobody."""
+        """Return a bar that is not displayed."""
         yield Bar(name, total_rows, time.monotonic(), self.advanced)
 
 
@@ -80,20 +80,20 @@ class WorkerContext:
     progress: LeaseProgress
     trace: WorkerTrace
     leader: str
-    """The name of the worker at the queue."""
+    """Name of the worker at the queue."""
     queue: str
-    """The queue's address."""
+    """Address of the queue."""
     run: str
-    """What files of the run on this node are called."""
+    """Name of the run's files on this node."""
     ip: str
     """This node's address."""
 
     def stage(self, name: str) -> Stage:
-        """Return a stage of the flow, or of the evaluation's."""
+        """Return a stage of the flow, or of the evaluation's flow."""
         return next(stage for stage in (*self.flow.stages, *self.evaluation.stages) if stage.name == name)
 
     def keep_leases(self, client: Client) -> None:
-        """Have the queue told now and then that this worker lives, while it computes."""
+        """Send the queue heartbeats while this worker computes."""
         self.progress.on_advance = lambda: client.renew(self.settings.lease_s / 3)
 
 
@@ -103,13 +103,13 @@ class StageLoop:
     def __init__(self, context: WorkerContext, world: World, client: Client | None) -> None:
         self.context, self.world, self.client = context, world, client
         self.losses: dict[str, dict[str, float]] = {}
-        """For each train stage the loss sums of the update that is being accumulated."""
+        """Loss sums of the update in progress, by train stage."""
         self.writing = BackgroundWriter()
         self.exports = BackgroundWriter("new weights")
         """Writes this rank's share of a version while the next rows are trained on; no step may change the weights meanwhile."""
         self.versions: VersionWriter | None = None
         self.asked: int | None = None
-        """The order to tell how writing has ended."""
+        """The order that waits for the result of the write."""
 
     @property
     def role(self) -> str:
@@ -121,7 +121,7 @@ class StageLoop:
         return self.world.size > 1 and self.context.executor.workers[self.role].ranks.forward_is_collective
 
     def lead(self) -> None:
-        """Take what there is until the run ends, for all ranks."""
+        """Take work until the run ends, for all ranks."""
         assert self.client is not None
         settings, stages = self.context.settings, self.context.group.stages
         self.context.keep_leases(self.client)
@@ -130,7 +130,7 @@ class StageLoop:
         stream = StreamLoader(self.client, stages, most, settings.wait_s, whole, self.world.size)
         with self.exports:
             for work in stream:
-                # Also when there is nothing to do: so the others know that the leader lives.
+                # Also without work, as a heartbeat of the leader for the others.
                 self._together(work)
                 if self.asked is not None and not self.writing.goes_on:
                     self._together(WorkItem("written", self.context.data, {}, Rows({})))
@@ -139,7 +139,7 @@ class StageLoop:
         self._told(msgpack.packb([{"kind": "stop"}, []]))
 
     def follow(self) -> None:
-        """Do what the leader says until the run ends."""
+        """Execute the leader's work until the run ends."""
         with self.exports:
             while (work := unpacked(self._told(), self.context)).kind != "stop":
                 self._do(work)
@@ -151,7 +151,7 @@ class StageLoop:
         self._do(work)
 
     def _told(self, message: bytes = b"") -> bytes:
-        """Return what the leader says, on every rank."""
+        """Broadcast the leader's message."""
         return bytes(self.world.gather("the leader's word", message)[0])
 
     def _needs_whole_updates(self, stage: Stage) -> bool:
@@ -179,14 +179,14 @@ class StageLoop:
             self._tell_of_writing()
 
     def _own_places(self, index: Rows) -> list[int]:
-        """Return the places of this rank's rows in a lease."""
+        """Return the positions of this rank's rows in a lease."""
         if self.world.size == 1:
             return list(range(len(index)))
         lengths = index["length"].tolist() if "length" in index else [1.0] * len(index)
         return balanced_partition(lengths, self.world.size)[self.world.rank]
 
     def _busy(self, stage: Stage, work: WorkItem, places: Sequence[int]) -> AbstractContextManager[BusySpan]:
-        """Record a piece of work on these rows, under the version of the weights that is used; a frozen role's have none."""
+        """Trace a piece of work on these rows, under the version of the weights; a frozen role has none."""
         uids = work.index.uids() if len(places) else []
         version = trained_on(work.iteration) if self.context.group.trained else None
         return self.context.trace.busy(stage.name, work.iteration, [uids[place] for place in places], version)
@@ -199,7 +199,7 @@ class StageLoop:
             self.client.done(stage.name, [number for number, _ in work.leases], written, report, totals)
 
     def _forward(self, stage: Stage, work: WorkItem) -> None:
-        """Give the rows of a lease the columns that an infer or compute stage writes."""
+        """Compute the columns of an infer or compute stage for the rows of a lease."""
         stage, places = with_state(stage, work.message["state"]), self._own_places(work.index)
         written: list[StoredPart] = []
         totals: dict[str, float] = {}
@@ -216,9 +216,9 @@ class StageLoop:
         self._done(stage, work, written, span.report(), totals)
 
     def _rows(self, stage: Stage, work: WorkItem, places: Sequence[int]) -> Rows | None:
-        """Return this rank's rows of a lease; None where one is gone, here or on a rank that computes together with this one.
+        """Return this rank's rows of a lease; None if one is gone, here or on a rank that computes together with this one.
 
-        Rows of a group that selection has dropped meanwhile are gone, and the lease with them.
+        If selection has dropped a group meanwhile, its rows are gone, and so is the lease.
         """
         rows: Rows | None = None
         with suppress(Evicted):
@@ -239,7 +239,7 @@ class StageLoop:
         places = self._own_places(work.index)
         losses: dict[str, float] = {}
         with self._busy(stage, work, places) as span:
-            # Ranks that have divided the model meet also where one has no row.
+            # Ranks that shard the model meet also if one has no row.
             if places or self._divided:
                 bar = Bar(stage.name, len(places), 0.0, self.context.progress.advanced)
                 rows = work.rows(places) if places else Rows({})
@@ -253,7 +253,7 @@ class StageLoop:
         self._done(stage, work, [], span.report())
 
     def _gathered(self, losses: dict[str, float], span: BusySpan) -> list[dict[str, float]]:
-        """Return the loss sums of every rank, and give the span what all of them have added to their metrics."""
+        """Gather the loss sums of all ranks, and add all metric sums to the span."""
         parts = self.world.gather("loss sums", msgpack.packb([losses, span.sums.pairs()]))
         found = [msgpack.unpackb(part) for part in parts]
         span.sums = Sums.merged(Sums(pairs) for _, pairs in found)
@@ -263,7 +263,7 @@ class StageLoop:
         self.exports.wait()
         with self._busy(stage, work, ()) as span:
             if is_optimized(stage):
-                # Every rank has the sums of all: the first one tells of them.
+                # Every rank has the global sums: the first one reports them.
                 losses, first = self.losses.pop(stage.name, {}), self.world.first
                 counts = UpdateCounts.of(work.index)
                 self.context.executor.optim_step(
@@ -295,7 +295,7 @@ class StageLoop:
                 source.put_into(parts)
         except ValueError as error:
             raise UserError(f"{self.role} cannot take weights from {name}: {error}") from error
-        # They are freed once the leader says that the step is made: by then every rank must have them.
+        # They are freed after the leader reports the step: by then every rank has them.
         self.world.gather("weights of another role", b"")
 
     def _give(self, work: WorkItem) -> None:
@@ -306,13 +306,13 @@ class StageLoop:
             self.client.ask("given", stage=work.stage, place=place)
 
     def _obey(self, order: Mapping[str, Any]) -> None:
-        """Save or load a checkpoint, or begin to write one, with all ranks; the leader says when it is done."""
+        """Save or load a checkpoint, or start to write one, with all ranks; the leader reports the result."""
         executor, writes = self.context.executor, self.world.first
         if order["do"] == "load":
             self.exports.wait()
             executor.load(Path(order["folder"]))
             if order["version"] is not None:
-                # Engines may be told to load it at once.
+                # Engines may be ordered to load it at once.
                 self._begin_export(order["version"])
                 self.exports.wait()
                 self.world.gather("weights are there", b"")
@@ -328,7 +328,7 @@ class StageLoop:
             self.client.ask("ordered", order=order["order"], result={})
 
     def _tell_of_writing(self) -> None:
-        """Say how writing has ended on all ranks."""
+        """Report the result of the write on all ranks."""
         troubles = [
             bytes(part).decode() for part in self.world.gather("what is written", self.writing.trouble().encode())
         ]
@@ -337,12 +337,12 @@ class StageLoop:
         self.asked = None
 
     def _begin_export(self, version: int) -> None:
-        """Have this version published while the next rows are trained on."""
+        """Start to publish this version while the next rows are trained on."""
         versions, start = self._versions(), time.monotonic()
         self.exports.begin([partial(self._publish, version, versions.begin(), start)])
 
     def _publish(self, version: int, publish: Callable[[], Place], start: float) -> None:
-        """Publish with the other ranks; the first tells the queue, in the leader's name, where the version lies."""
+        """Publish with the other ranks; the first reports the version's location to the queue, in the leader's name."""
         place = publish()
         if not self.world.first:
             return
@@ -363,26 +363,26 @@ class StageLoop:
 
 
 def packed(work: WorkItem) -> bytes:
-    """Return a piece of work as the other ranks get it: what the queue said, and the index columns."""
+    """Encode a piece of work for the other ranks: the queue's answer, and the index columns."""
     frames = [bytes(frame) for frame in encode(work.index)] if len(work.index) else []
     answer: bytes = msgpack.packb([dict(work.message) | {"kind": work.kind}, frames])
     return answer
 
 
 def unpacked(message: bytes, context: WorkerContext) -> WorkItem:
-    """Return the piece of work that `packed` was given."""
+    """Decode a piece of work."""
     answer, frames = msgpack.unpackb(message)
     return WorkItem(answer["kind"], context.data, answer, decode(frames) if frames else Rows({}))
 
 
 def packed_part(part: StoredPart) -> bytes:
-    """Return where a rank's columns lie, for the leader to acknowledge."""
+    """Encode the location of a rank's columns, for the leader to acknowledge."""
     frames: list[Frame] = []
     result: bytes = msgpack.packb([part.message(frames), [bytes(frame) for frame in frames]])
     return result
 
 
 def unpacked_part(stage: str, packed: Frame) -> StoredPart:
-    """Return what `packed_part` was given."""
+    """Decode the location of a rank's columns."""
     message, frames = msgpack.unpackb(packed)
     return StoredPart.received(stage, message, frames)
