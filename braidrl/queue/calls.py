@@ -1,4 +1,4 @@
-"""Requests that a queue's own processes make to one another, without waiting, from the threads that serve them.
+"""Requests between a queue's own processes, sent without waiting from the threads that serve them.
 
 server ──calls.ask──▶ another server ──▶ then(answer)      repeated until answered, one at a time on each line
 """
@@ -14,18 +14,18 @@ from braidrl.queue.requests import Handler
 from braidrl.queue.transport import QueueServer, asking_socket, pack, send, unpack
 
 CALL_AGAIN_S = 0.2
-"""How long one server waits for another before it repeats what it asked: it is soon known who was started again."""
+"""Seconds before an unanswered request between servers is repeated; short, so that a restarted server is found soon."""
 
 
 class Server(Protocol):
-    """What those that answer may ask of their server."""
+    """The parts of a server that its handlers use."""
 
     @property
     def calls(self) -> "Calling":
-        """Return what asks other servers."""
+        """Return the requests to other servers."""
 
     def wake(self, key: Hashable) -> None:
-        """Have requests asked again that wait for a key."""
+        """Retry requests that wait for a key."""
 
 
 class Calling(Protocol):
@@ -35,11 +35,11 @@ class Calling(Protocol):
         self, line: Hashable, address: str, request: dict[str, Any], frames: Sequence[Frame],
         then: Callable[[dict[str, Any]], None],
     ) -> None:  # fmt: skip
-        """Send a request; `then` is given its answer."""
+        """Send a request; `then` receives its answer."""
 
 
 class Calls:
-    """Requests that a server's thread makes to other servers without waiting. One at a time on each line, repeated until answered."""
+    """Requests of a server's thread to other servers, without waiting. One at a time on each line, repeated until answered."""
 
     def __init__(self, poller: zmq.Poller, secret: str | None) -> None:
         self._poller, self._secret = poller, secret
@@ -52,14 +52,14 @@ class Calls:
         self, line: Hashable, address: str, request: dict[str, Any], frames: Sequence[Frame],
         then: Callable[[dict[str, Any]], None],
     ) -> None:  # fmt: skip
-        """Send a request; `then` is given its answer by the server's thread.
+        """Send a request; the server's thread calls `then` with its answer.
 
         Args:
-            line: names the conversation; the last request on it must have been answered.
-            address: the other server's.
-            request: a map of plain values.
-            frames: raw bytes that go with it.
-            then: what to do with the answer.
+            line: Name of the conversation; its previous request must have been answered.
+            address: Address of the other server.
+            request: A map of plain values.
+            frames: Raw bytes of the request.
+            then: Handler of the answer.
         """
         assert line not in self._open, f"{line} is still waiting for an answer"
         if line not in self._lines:
@@ -71,7 +71,7 @@ class Calls:
         send(self._lines[line], message)
 
     def receive(self, ready: dict[Any, int]) -> None:
-        """Take in answers, and repeat what has waited too long for one."""
+        """Read answers, and repeat overdue requests."""
         for line, socket in list(self._lines.items()):
             while socket in ready and socket.poll(0):
                 answer = unpack(socket.recv_multipart(copy=False)[0].buffer)
@@ -91,7 +91,7 @@ class Calls:
 
 
 class CallingServer(QueueServer):
-    """A server whose thread also asks others."""
+    """A server whose thread also sends requests to others."""
 
     def __init__(
         self, handle: Handler, tick: Callable[[], None] | None, address: str, secret: str | None,
@@ -102,12 +102,12 @@ class CallingServer(QueueServer):
         super().__init__(handle, tick, address, secret)
 
     def begin(self) -> None:
-        """Let those that answer know their server."""
+        """Pass the server to its handlers."""
         self.calls = Calls(self.poller, self._secret)
         self._begin(self)
 
     def receive(self, ready: dict[Any, int]) -> None:
-        """Take in answers."""
+        """Read answers."""
         self.calls.receive(ready)
 
     def end(self) -> None:

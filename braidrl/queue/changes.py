@@ -1,7 +1,7 @@
-"""What storage units and controllers tell one another: changes, in the order of a log, which are facts once every controller has heard.
+"""The log of changes from storage units to controllers. A change is final once every controller has read it.
 
-unit ──note──▶ log: change, change, ... ──after(what a controller has heard)──▶ controller
-                └── is_heard(block)? then whoever put it is answered; left rows' blocks are free
+unit ──note──▶ log: change, change, ... ──after(number of changes read)──▶ controller
+                └── is_heard(block)? then the put is answered; blocks of removed rows are free
 """
 
 from collections import deque
@@ -12,32 +12,32 @@ from braidrl.data.rows import Rows
 from braidrl.queue.table import Block, Row, StoredPart, row_name
 
 CLOSED = 4096
-"""How many leases that are done are remembered, for clients that ask again."""
+"""Number of completed leases to remember, for repeated requests."""
 GONE = 16_384
-"""How many blocks whose rows have left are remembered, for clients that repeat a put."""
+"""Number of freed blocks to remember, for repeated puts."""
 
 
 class ChangeLog:
-    """The changes that some controller has not heard yet, and what waits until all have."""
+    """The changes that some controller has not read yet, and the actions that wait for all of them."""
 
     def __init__(self, tasks: Collection[str]) -> None:
         self.first = self.next = 0
-        """The number of the first change that is kept, and of the next one."""
+        """Numbers of the first kept change, and of the next one."""
         self.heard: dict[str, int] = dict.fromkeys(tasks, -1)
-        """For each task how many changes its controller has heard; -1 before it has asked for any."""
+        """Number of changes that each task's controller has read; -1 before its first request."""
         self._changes: deque[dict[str, Any]] = deque()
         self._noted: dict[str, int] = {}
         self._leaving: deque[tuple[int, list[Block]]] = deque()
         self.gone: dict[str, None] = {}
-        """The names of the last blocks whose rows have left, of earlier lives too: a put that is repeated does not bring its rows back."""
+        """Names of the last blocks whose rows were removed, also before a restart: a repeated put does not restore its rows."""
 
     def note(self, change: dict[str, Any], name: str = "", leaving: Sequence[Block] = ()) -> None:
         """Add a change.
 
         Args:
-            change: what happened.
-            name: a block or anything else by which it is asked whether all have heard of it.
-            leaving: blocks that nobody needs any more when all have heard of it.
+            change: The change.
+            name: A block or another name for `is_heard`.
+            leaving: Blocks that are free after every controller has read it.
         """
         self._changes.append(change)
         self.next += 1
@@ -47,11 +47,11 @@ class ChangeLog:
             self._leaving.append((self.next, list(leaving)))
 
     def after(self, since: int) -> list[dict[str, Any]]:
-        """Return the changes that follow the first `since`."""
+        """Return the changes after the first `since`."""
         return [self._changes[place] for place in range(since - self.first, self.next - self.first)]
 
     def hear(self, task: str, since: int) -> list[Block]:
-        """Note how many changes a controller has heard; return the blocks that are free by this."""
+        """Record the number of changes that a controller has read; return the blocks that are now free."""
         self.heard[task], freed = max(since, self.heard[task]), list[Block]()
         while self.first < min(self.heard.values()):
             self._changes.popleft()
@@ -62,51 +62,51 @@ class ChangeLog:
         return freed
 
     def is_heard(self, *names: str) -> bool:
-        """Return whether every controller has heard of everything that was noted under these names."""
+        """Return True if every controller has read all changes under these names."""
         least = min(self.heard.values(), default=self.next)
         return all(self._noted.get(name, 0) <= least for name in names)
 
     def knows(self, block: str) -> bool:
-        """Return whether a block was noted, also if it is gone."""
+        """Return True if a block was added, also if it is gone."""
         return block in self._noted or block in self.gone
 
     def forget(self, blocks: Iterable[Block]) -> None:
-        """Note that blocks are gone."""
+        """Record that blocks are gone."""
         for block in blocks:
             self._noted.pop(block.name, None)
             remember(self.gone, block.name, GONE)
 
     @property
     def is_over(self) -> bool:
-        """Return whether no block waits to be freed."""
+        """Return True if no block waits to be freed."""
         return not self._leaving
 
     def begin(self) -> None:
-        """Forget all changes: controllers will be told of everything that is here."""
+        """Forget all changes: controllers will receive the whole content."""
         self._changes.clear()
         self.first = self.next
 
 
 def grouped_rows(rows: Sequence[Row], message: Mapping[str, Any]) -> Iterable[tuple[Row, Any, int]]:
-    """Return each row with its group, which is itself where none is named, and its length, 0 where that is not known."""
+    """Return each row with its group (by default itself) and its length (0 if unknown)."""
     groups = [row_name(group) for group in message["groups"]] if message["groups"] else rows
     return zip(rows, groups, message["lengths"] or [0] * len(rows), strict=True)
 
 
 def born(table: Any, rows: Sequence[Row], groups: Sequence[Any], lengths: Sequence[int]) -> dict[str, Any]:
-    """Return rows of one table as a change says that they are born."""
+    """Return the change for newly admitted rows of one table."""
     return {"kind": "born", "rows": rows, "table": table, "groups": groups, "lengths": lengths}
 
 
 def remember(known: dict[Any, None], one: Any, most: int) -> None:
-    """Add one to what is known; the oldest is forgotten where there are more than so many."""
+    """Remember a name; the oldest is forgotten beyond `most`."""
     known[one] = None
     if len(known) > most:
         del known[next(iter(known))]
 
 
 def part_of(message: Mapping[str, Any]) -> StoredPart:
-    """Return what a put, a done or a change says was written."""
+    """Return the written part in a put, a done or a change."""
     names = [row_name(row) for row in message["rows"]]
     rows = dict(zip(names, message["places"] or range(len(names)), strict=True))
     return StoredPart(
@@ -115,7 +115,7 @@ def part_of(message: Mapping[str, Any]) -> StoredPart:
 
 
 def written(part: StoredPart) -> dict[str, Any]:
-    """Return a part as a change says it."""
+    """Return a part in the form of a change."""
     rows, places = list(part.rows), list(part.rows.values())
     whole = places == list(range(part.size))
     return {

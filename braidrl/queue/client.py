@@ -1,4 +1,4 @@
-"""A worker's side of the queue: take what is ready, read it as views, write columns, acknowledge.
+"""A worker's side of the queue: take ready rows, read them as views, write columns, acknowledge.
 
 for work in StreamLoader(client, ["actor.log_probs"], most=64):
     rows = work.rows()
@@ -22,24 +22,24 @@ from braidrl.queue.table import Block, Row, StoredPart, in_order
 
 @dataclass(frozen=True)
 class WorkItem:
-    """Something to do: `rows` of a stage, an optimizer `step`, weights to `load`, or an `order`."""
+    """A piece of work: `rows` of a stage, an optimizer `step`, weights to `load`, or an `order`."""
 
     kind: str
     data: DataPlane
     message: Mapping[str, Any]
     index: Rows
-    """Index columns of the leased rows; of all rows of the update in a `step`."""
+    """Index columns of the leased rows; for a `step` those of all rows of the update."""
     lost: tuple[int, ...] = ()
-    """Leases that this worker held and has lost."""
+    """Leases that this worker has lost."""
 
     @property
     def stage(self) -> str:
-        """Return the stage that is to be done."""
+        """Return its stage."""
         return str(self.message["stage"])
 
     @property
     def iteration(self) -> int:
-        """Return the iteration that the work belongs to."""
+        """Return its iteration."""
         return int(self.message["iteration"])
 
     @property
@@ -48,23 +48,23 @@ class WorkItem:
         return [(number, rows) for number, rows in self.message["leases"]]
 
     def rows(self, places: Sequence[int] | None = None) -> Rows:
-        """Return the leased rows with all columns that the stage reads, or those at some places. Raises Evicted."""
+        """Return the leased rows, or those at some positions, with all columns that the stage reads. Raises Evicted."""
         return assembled(self.data, self.index, self.message["payload"], places)
 
 
 class Client:
-    """One process at a controller. For several threads, each of which has a connection for itself while it asks."""
+    """One process as a client of a controller. Thread-safe: each request has its own connection."""
 
     def __init__(self, address: str, holder: str, data: DataPlane, generates: bool = False) -> None:
-        """Say hello, over the connections of `data`. Raises QueueTimeout where no queue is at the address."""
+        """Register, over the connections of `data`. Raises QueueTimeout if no queue answers at the address."""
         self.address, self.holder, self.data, self.generates = address, holder, data, generates
         self.held: dict[int, Sequence[Row]] = {}
-        """Leases, each with its rows where the controller asks for them when it is started again."""
+        """Leases, with their rows if a restarted controller will ask for them."""
         self._renewed = time.monotonic()
         self._hello()
 
     def ask(self, request: str, frames: Sequence[Frame] = (), wait_s: float = 0.0, **fields: Any) -> Answer:
-        """Send one request of this process and return its answer; `wait_s` is how long the queue may park it."""
+        """Send one request of this process and return its answer; the queue may hold it back for `wait_s` seconds."""
         message = {"request": request, "holder": self.holder, "wait_s": wait_s, **fields}
         while True:
             answer = self.data.connections.ask(self.address, message, frames, wait_s)
@@ -79,16 +79,16 @@ class Client:
         self, stages: Sequence[str], most: int, wait_s: float, single: bool = False, whole: Collection[str] = (),
         ranks: int = 1, **fields: Any,
     ) -> WorkItem:  # fmt: skip
-        """Return the next thing to do for one of the stages: of kind `stop` at the run's end, and `wait` if nothing came.
+        """Return the next work for one of the stages: of kind `stop` at the run's end, and `wait` after the time limit.
 
         Args:
-            stages: those that this worker does, the most urgent first.
-            most: rows at most.
-            wait_s: seconds to wait where there is nothing to do.
-            single: make each row a lease of its own.
-            whole: train stages that are given all rows of an update at once.
-            ranks: the processes that share the rows.
-            fields: what else the queue is told.
+            stages: Stages of this worker, the most urgent first.
+            most: Limit of rows.
+            wait_s: Seconds to wait for work.
+            single: Make a lease for each row.
+            whole: Train stages that need all rows of an update at once.
+            ranks: Processes that share the rows.
+            fields: Further fields of the request.
         """
         answer, frames = self.ask(
             "take", wait_s=wait_s, stages=list(stages), most=most, single=single, whole=list(whole), ranks=ranks,
@@ -102,25 +102,25 @@ class Client:
         return WorkItem(kind, self.data, answer, decode(frames) if frames else Rows({}), lost)
 
     def write(self, uids: Sequence[Row], columns: Mapping[str, Column]) -> StoredPart:
-        """Put the payload of new columns of these rows where others can read it; `done` tells the queue of it."""
+        """Put the payload of new columns into storage; `done` reports it to the queue."""
         return write_columns(self.data, uids, columns)
 
     def done(
         self, stage: str, leases: Sequence[int], written: Sequence[StoredPart], report: Mapping[str, Any],
         totals: Mapping[str, float] | None = None, **fields: Any,
     ) -> list[int]:  # fmt: skip
-        """Say that the leases' rows are done.
+        """Report that the leases' rows are done.
 
         Args:
-            stage: what was done.
-            leases: their numbers.
-            written: the columns that these rows have now.
-            report: what goes into the iteration's metrics.
-            totals: the sums over the rows that the stage's state follows.
-            fields: what else the queue is told.
+            stage: Name of the stage.
+            leases: Lease numbers.
+            written: The new columns of these rows.
+            report: Content for the iteration's metrics.
+            totals: Sums over the rows for the stage's state.
+            fields: Further fields of the request.
 
         Returns:
-            The numbers of leases that were lost, whose rows are somebody else's by now.
+            The numbers of lost leases, whose rows now belong to other workers.
         """
         frames: list[Frame] = []
         parts = [part.message(frames) for part in written]
@@ -129,11 +129,11 @@ class Client:
     def selected(
         self, stage: str, lease: int, reasons: Mapping[int, str | None], report: Mapping[str, Any]
     ) -> list[int]:
-        """Give a select stage's verdicts by group; None keeps."""
+        """Report a select stage's verdicts by group; None keeps."""
         return self._done(stage, [lease], {"reasons": list(reasons.items()), "parts": []}, report, ())
 
     def renew(self, every_s: float = 0.0) -> list[int]:
-        """Say that this worker is alive, if it has not for `every_s` seconds; return the leases that were lost nevertheless."""
+        """Send a heartbeat if the last request is `every_s` seconds old; return the leases that were lost nevertheless."""
         if time.monotonic() - self._renewed < every_s:
             return []
         self._renewed = time.monotonic()
@@ -146,7 +146,7 @@ class Client:
         self.data.close()
 
     def let_go(self, leases: Iterable[int]) -> None:
-        """Forget leases that are done or lost."""
+        """Forget completed or lost leases."""
         for number in leases:
             self.held.pop(number, None)
 
@@ -160,13 +160,13 @@ class Client:
 
 
 class StreamLoader:
-    """Iterates over what there is to do for some stages, until the run ends."""
+    """Iterates over the work of some stages until the run ends."""
 
     def __init__(
         self, client: Client, stages: Sequence[str], most: int, wait_s: float = 5.0, whole: Collection[str] = (),
         ranks: int = 1,
     ) -> None:  # fmt: skip
-        """Ask as `Client.take` does."""
+        """Request work as `Client.take` does."""
         self.client, self.stages, self.most, self.wait_s = client, stages, most, wait_s
         self.whole, self.ranks = whole, ranks
 
@@ -179,7 +179,7 @@ class StreamLoader:
 
 
 def write_columns(data: DataPlane, uids: Sequence[Row], columns: Mapping[str, Column]) -> StoredPart:
-    """Put the payload of new columns of these rows where others can read it."""
+    """Put the payload of new columns of these rows into storage."""
     rows = Rows(columns)
     places = {uid: place for place, uid in enumerate(uids)}
     return StoredPart("", rows.index, data.write_rows(rows), tuple(rows.payload), len(places), places)
@@ -188,16 +188,16 @@ def write_columns(data: DataPlane, uids: Sequence[Row], columns: Mapping[str, Co
 def assembled(
     data: DataPlane, index: Rows, payload: Sequence[Mapping[str, Any]], places: Sequence[int] | None = None
 ) -> Rows:
-    """Return index columns with payload from its blocks.
+    """Return index columns together with payload from its blocks.
 
     Args:
-        data: where blocks are read.
-        index: the index columns.
-        payload: pieces of blocks, as `Table.payload` names them.
-        places: the rows that are wanted, in this order; None is all.
+        data: Reads the blocks.
+        index: The index columns.
+        payload: Pieces of blocks, from `Table.payload`.
+        places: Positions of the wanted rows, in this order; None is all.
 
     Raises:
-        Evicted: a block is gone.
+        Evicted: A block is gone.
     """
     asked = range(len(index)) if places is None else places
     standing = {place: number for number, place in enumerate(asked)}

@@ -1,8 +1,8 @@
-"""Columns as programs have them: numpy arrays, torch tensors, lists and TensorDicts into the queue's form, and out of it.
+"""Conversion of columns: numpy arrays, torch tensors, lists and TensorDicts to the queue's form, and back.
 
 Tensor (B, ...), array                          ──▶ Tensor       one value, or one shape, per row
-jagged nested tensor, list of 1-d tensors       ──▶ Ragged       a number of values of its own for each row
-list of anything that is JSON                   ──▶ Objects
+jagged nested tensor, list of 1-d tensors       ──▶ Ragged       a different number of values per row
+list of JSON values                             ──▶ Objects
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,12 +17,12 @@ from braidrl.data.rows import Column, Objects, Rows
 
 
 def as_rows(columns: Any) -> Rows:
-    """Return columns by name, a mapping or a TensorDict, as rows. Raises ValueError where they differ in their number of rows."""
+    """Convert columns by name, a mapping or a TensorDict, to rows. Raises ValueError if their numbers of rows differ."""
     return Rows({str(name): as_column(value) for name, value in columns.items()})
 
 
 def as_column(value: Any) -> Column:
-    """Return one column, whatever holds it."""
+    """Convert one column of any supported type."""
     if isinstance(value, Ragged | Objects):
         return value
     if isinstance(value, np.ndarray) and value.dtype != object:
@@ -38,15 +38,15 @@ def as_column(value: Any) -> Column:
 
 
 def ragged(rows: Sequence[Tensor]) -> Ragged:
-    """Return rows of different lengths as one column."""
+    """Convert rows of different lengths to one column."""
     return Ragged.from_lengths(torch.cat(list(rows)), torch.tensor([len(row) for row in rows]))
 
 
 class Batch(Mapping[str, Any]):
-    """Rows that a task was given: their names, and columns as tensors, ragged columns or lists."""
+    """Rows given to a task: their names, and columns as tensors, ragged columns or lists."""
 
     def __init__(self, rows: Sequence[Any], columns: Rows, task: str, leases: Sequence[int]) -> None:
-        """Hold `columns` of the rows with these names, for a task that holds them under these leases."""
+        """Store `columns` of the rows with these names; `leases` hold them for the task."""
         self.rows, self.columns, self.task, self.leases = list(rows), columns, task, list(leases)
 
     def __getitem__(self, name: str) -> Any:
@@ -60,12 +60,12 @@ class Batch(Mapping[str, Any]):
         return len(list(self.columns))
 
     def torch(self) -> dict[str, Any]:
-        """Return tensors, and lists of tensors where rows have lengths of their own. They may lie in shared memory: do not write."""
+        """Return tensors, and lists of tensors for ragged columns. They may be in shared memory: do not write to them."""
         found = ((name, self[name]) for name in self)
         return {n: [c[row] for row in range(len(c))] if isinstance(c, Ragged) else c for n, c in found}
 
     def numpy(self) -> dict[str, Any]:
-        """Return the same as arrays, on the same memory."""
+        """Return arrays on the same memory."""
         found = self.torch()
         return {
             name: [plain(row) for row in column] if isinstance(column, list) else plain(column)
@@ -73,7 +73,7 @@ class Batch(Mapping[str, Any]):
         }
 
     def tensordict(self) -> Any:
-        """Return a TensorDict, with jagged nested tensors where rows have lengths of their own. Needs the package tensordict."""
+        """Return a TensorDict, with jagged nested tensors for ragged columns. Needs the package tensordict."""
         from tensordict import NonTensorStack, TensorDict
 
         columns = {}
@@ -86,7 +86,7 @@ class Batch(Mapping[str, Any]):
 
 
 def plain(value: Any) -> Any:
-    """Return a tensor as an array; bfloat16, which numpy does not have, as float32."""
+    """Convert a tensor to an array; bfloat16, which numpy lacks, becomes float32."""
     if not isinstance(value, Tensor):
         return value
     return (value.float() if value.dtype == torch.bfloat16 else value).numpy()

@@ -1,9 +1,9 @@
-"""Who owns the shared memory of a run on a node, serves it to other nodes, and leaves nothing of it.
+"""The owner of a run's shared memory on a node: serves it to other nodes, and frees all of it at the end.
 
-/dev/shm/braid-<run>.owner     locked by the run's main program for as long as it lives
+/dev/shm/braid-<run>.owner     locked by the run's main process for its lifetime
 
-A segment carries its run in its name, so that the owner can remove all of them at its end whoever wrote them; and a later run,
-finding an owner file that nobody locks, removes what a killed run left.
+The name of a segment contains its run, so the owner can remove all segments at the end, whichever process wrote them. A later
+run that finds an unlocked owner file removes the segments of the killed run.
 """
 
 import fcntl
@@ -19,10 +19,10 @@ from braidrl.queue.transport import QueueServer
 
 
 class Owner:
-    """Owns a run's shared memory on this node: makes the run's name, and at the end leaves nothing of it."""
+    """The owner of a run's shared memory on this node: chooses the run's name, and frees everything at the end."""
 
     def __init__(self, folder: Path | None = None, storage: str = "shared_memory") -> None:
-        """Remove what killed runs have left, first. `storage` is where the run's segments lie, `folder` where the lock does.
+        """First remove the remains of killed runs. `storage` holds the run's segments, `folder` the lock.
 
         Raises UserError for a storage that cannot be used.
         """
@@ -35,45 +35,45 @@ class Owner:
         self._path = owner_path(self.folder, self.run)
         self._handle = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         fcntl.flock(self._handle, fcntl.LOCK_EX)
-        # A later run that finds the file unlocked learns from it where the segments are.
+        # A later run that finds the file unlocked reads from it where the segments are.
         os.write(self._handle, self.storage.encode())
 
     def close(self) -> None:
-        """Free every segment of the run, whoever wrote it. The run's processes must have ended."""
+        """Free every segment of the run, whichever process wrote it. The run's processes must have ended."""
         self.segments.unlink(self.segments.names())
         self._path.unlink(missing_ok=True)
         os.close(self._handle)
 
 
 def owner_path(folder: Path, run: str) -> Path:
-    """Return the file whose lock says that a run lives."""
+    """Return the file whose lock marks a living run."""
     return folder / f"{PREFIX}{run}.owner"
 
 
 def remove_run(folder: Path, run: str, storage: str = "shared_memory") -> None:
-    """Free everything that carries the run's name."""
+    """Free everything with the run's name."""
     segments = Segments(run, "remover", folder) if storage == "shared_memory" else open_storage(storage, run, "remover")
     segments.unlink(segments.names())
     owner_path(folder, run).unlink(missing_ok=True)
 
 
 def remove_abandoned(folder: Path) -> list[str]:
-    """Free what runs have left whose owner is gone; return their names."""
+    """Free the remains of runs without an owner; return their names."""
     removed = []
     for path in folder.glob(f"{PREFIX}*.owner"):
         run = path.name.removeprefix(PREFIX).removesuffix(".owner")
         try:
             handle = os.open(path, os.O_RDWR)
         except FileNotFoundError:
-            continue  # The run has ended since it was listed, and removed what was its own.
+            continue  # The run has ended since the listing, and removed its own files.
         except PermissionError:
-            continue  # Another user's run: its files cannot be removed by this one, but by that user's next run.
+            continue  # Another user's run: only that user's next run can remove its files.
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            continue  # Its owner lives, and holds the lock as long as it does: nothing of it is abandoned.
+            continue  # Its owner lives and holds the lock, so nothing is abandoned.
         else:
-            with suppress(UserError):  # A storage that cannot be reached now is looked after when it can be.
+            with suppress(UserError):  # A storage that is unreachable now is cleaned up later.
                 remove_run(folder, run, os.read(handle, 4096).decode() or "shared_memory")
                 removed.append(run)
         finally:
@@ -84,22 +84,22 @@ def remove_abandoned(folder: Path) -> list[str]:
 class StorageNode:
     """The memory of a run on one node, and the thread that serves it to others; lives as long as the run.
 
-    Each node's memory has a name of its own, also where two of them are one machine.
+    Each node's memory has its own name, also if two nodes are on one machine.
     """
 
     def __init__(self, host: str, ip: str, secret: str | None = None, storage: str = "shared_memory") -> None:
-        """Serve a node; `host` is what the run calls it, `ip` where others reach it, who must know the secret."""
+        """Serve a node; `host` is its name in the run, `ip` its address for clients, which must know the secret."""
         self.owner = Owner(storage=storage)
         self.data = DataPlane(open_storage(storage, self.owner.run, "node"), "", host, secret=secret)
         self.server = QueueServer(self.data.answer, address=f"tcp://{ip}:*", secret=secret, remembers=False)
         self.data.address = self.server.address
 
     def place(self) -> Place:
-        """Return what processes of this node have to know."""
+        """Return the description of this node for its processes."""
         return Place(self.data.host, self.owner.run, self.server.address, self.owner.storage)
 
     def close(self) -> None:
-        """Leave neither memory nor port. The run's processes on this node must have ended."""
+        """Free the memory and the port. The run's processes on this node must have ended."""
         self.server.close()
         self.data.close()
         self.owner.close()

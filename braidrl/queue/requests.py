@@ -1,9 +1,9 @@
-"""What answers requests about rows: which are answered at once, which wait, which come again; and who takes rows under which leases.
+"""Request handling: immediate answers, parked and repeated requests, and the holders of leases.
 
-receive ──▶ handle ──▶ on_take, on_done, on_renew, ... ──▶ answer      the last one to each sender is kept, for a request that comes again
-              └── Wait(key) ──▶ parked[key] ──wake(key)──▶ handle again, the oldest first, until one must go on waiting
+receive ──▶ handle ──▶ on_take, on_done, on_renew, ... ──▶ answer      the last answer to each sender is kept, for repetitions
+              └── Wait(key) ──▶ parked[key] ──wake(key)──▶ handle again, the oldest first, until one must stay parked
 
-`Parking` has neither sockets nor a clock; `QueueController` is what streaming's control plane and a task's controller have in common.
+`Parking` has neither sockets nor a clock; `QueueController` is the common base of streaming's control plane and a task's controller.
 """
 
 import math
@@ -20,28 +20,28 @@ from braidrl.queue.tasks import Tasks
 
 Answer = tuple[dict[str, Any], Sequence[Frame]]
 REMEMBERED = 4096
-"""Senders whose last answer is kept."""
+"""Number of senders whose last answer is kept."""
 ASLEEP_S = 2.0
-"""A process that has not asked for the time for so long was stopped, or its machine was."""
+"""A process that has not read the clock for this many seconds was stopped, or its machine was."""
 LOOK_EVERY_S = 0.1
-"""How late it may be noticed that a request has waited long enough."""
+"""Tolerance in seconds for the time limits of parked requests."""
 
 
 class Wait(NamedTuple):
-    """What a handler says to park a request: until `wake` is called with this key; None is any change."""
+    """The result of a handler that parks a request until `wake` is called with this key; None is any change."""
 
     key: Hashable = None
     limited: bool = True
-    """Whether it waits as long as its sender said, or as long as it takes."""
+    """True if the sender's time limit applies, False without a limit."""
 
 
 Handler = Callable[[dict[str, Any], Sequence[Frame]], Answer | Wait]
 Send = Callable[[bytes, int, Answer], None]
-"""Gives a sender the answer to its request of this number."""
+"""Sends the answer to a sender's request, by its number."""
 
 
 class Parked(NamedTuple):
-    """A request that waits, and until when."""
+    """A parked request, and its deadline."""
 
     number: int
     request: dict[str, Any]
@@ -52,7 +52,7 @@ class Parking:
     """The requests of all senders, each of which waits for one answer at a time."""
 
     def __init__(self, handle: Handler, send: Send, remembers: bool = True) -> None:
-        """Begin without any; `remembers` is whether answers are kept, which they need not be where handling twice does no harm."""
+        """Start empty; `remembers` keeps answers for repetitions, which is not needed if handling twice does no harm."""
         self._handle, self._send, self._remembers = handle, send, remembers
         self._parked: dict[Hashable, dict[bytes, Parked]] = {None: {}}
         self._key_of: dict[bytes, Hashable] = {}
@@ -62,15 +62,15 @@ class Parking:
 
     @property
     def is_woken(self) -> bool:
-        """Return whether some that wait must be asked again."""
+        """Return True if some parked requests must be retried."""
         return bool(self._woken)
 
     def wake(self, key: Hashable) -> None:
-        """Have requests asked again that wait for a key."""
+        """Retry requests that wait for a key."""
         self._woken[key] = None
 
     def receive(self, sender: bytes, number: int, request: dict[str, Any], frames: Sequence[Frame], now: float) -> None:
-        """Answer a request or park it. One that comes again is given the answer that it was given, or goes on waiting."""
+        """Answer a request or park it. A repetition gets the same answer, or stays parked."""
         last = self._answered.get(sender)
         if last is not None and last[0] == number:
             self._send(sender, number, last[1])
@@ -81,12 +81,12 @@ class Parking:
             self._attempt(sender, Parked(number, request, now + float(request.get("wait_s", 0.0))), frames, now)
 
     def ask_parked(self, now: float) -> None:
-        """Ask again who was woken, or waits for any change; tell those that have waited long enough."""
+        """Retry woken requests and those that wait for any change; answer those whose time limit is over."""
         woken, self._woken = self._woken, {}
         for key in dict.fromkeys([*woken, None]):
             for sender, parked in list(self._parked.get(key, {}).items()):
                 self._attempt(sender, parked, (), now)
-                # Who waits longer for the same would not be answered either.
+                # Later requests for the same key would not be answered either.
                 if key is not None and self._key_of.get(sender) == key:
                     break
         if now >= self._look_at:
@@ -96,7 +96,7 @@ class Parking:
                 self._answer(sender, number, ({"waited": True}, ()))
 
     def _attempt(self, sender: bytes, parked: Parked, frames: Sequence[Frame], now: float) -> None:
-        """Ask the handler, and park the request where it says so."""
+        """Call the handler, and park the request if the handler says so."""
         try:
             answer = self._handle(parked.request, frames)
         except Exception as error:
@@ -126,7 +126,7 @@ class Parking:
         self._send(sender, number, answer)
 
     def _forget(self, sender: bytes) -> None:
-        """Let a request go that was parked."""
+        """Drop a parked request."""
         if sender in self._key_of:
             key = self._key_of.pop(sender)
             del self._parked[key][sender]
@@ -140,15 +140,15 @@ class Holder:
 
     name: str
     address: str
-    """Of its node's server."""
+    """Address of its node's server."""
     heard: float
-    """When it last asked for anything."""
+    """Time of its last request."""
 
 
 class AwakeClock:
-    """Seconds, but for those in which nobody asked: this process was stopped then, and could hear nobody's sign of life.
+    """Seconds of a clock that skips times when this process was stopped and could not receive heartbeats.
 
-    For a server's thread, which asks several times a second.
+    For a server's thread, which reads it several times a second.
     """
 
     def __init__(self, asked: Callable[[], float] = time.monotonic) -> None:
@@ -163,30 +163,30 @@ class AwakeClock:
 
 
 class QueueController(ABC):
-    """Answers requests. May be called by several threads: one lock guards all of it."""
+    """Answers requests. Thread-safe: one lock guards everything."""
 
     holders: Mapping[str, Any]
 
     def __init__(self, lease_s: float, clock: Callable[[], float] | None = None) -> None:
-        """Begin without holders; a lease lasts `lease_s` seconds of the clock without a sign of life."""
+        """Start without holders; a lease lasts `lease_s` seconds of the clock without a heartbeat."""
         self.lease_s, self.clock = lease_s, clock or AwakeClock()
         self.stopping = False
         self.changes = 0
-        """Counts what may interest whoever waits in this process."""
+        """Number of changes, for threads of this process that wait for one."""
         self.changed = threading.Condition(threading.RLock())
 
     @property
     @abstractmethod
     def queues(self) -> Collection[Tasks]:
-        """Return the tasks of everything that this controller hands out."""
+        """Return the task controllers of this controller."""
 
     def advance(self) -> None:
-        """Decide what can be decided now; called after every request that changes something."""
+        """Make all decisions possible now; called after every request that changes something."""
         self.changes += 1
         self.changed.notify_all()
 
     def handle(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
-        """Answer one request, or let its sender wait. Raises ValueError for a request that there is none of."""
+        """Answer one request, or park it. Raises ValueError for an unknown request."""
         handler = handler_of(self, request)
         with self.changed:
             if request.get("holder") in self.holders and not request.get("parked"):
@@ -197,7 +197,7 @@ class QueueController(ABC):
         return answer
 
     def on_renew(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Note that a holder is alive and slow: what it holds stays its own, but for what has run out already."""
+        """Extend the leases of a slow holder that sends heartbeats, except expired ones."""
         now = self.clock()
         self.tick()
         for tasks in self.queues:
@@ -206,31 +206,31 @@ class QueueController(ABC):
         return {"lost": self.lost(request["held"])}, ()
 
     def lost(self, held: Sequence[int]) -> list[int]:
-        """Return those of the leases that are not held any more."""
+        """Return those leases that are no longer held."""
         return [number for number in held if not any(number in tasks.leases.held for tasks in self.queues)]
 
     def silent(self, seconds: float) -> list[str]:
-        """Return holders that have said nothing for so long: they hang, for one that works or waits speaks up now and then."""
+        """Return holders without any request for this many seconds: they hang, since working and waiting ones send heartbeats."""
         now = self.clock()
         with self.changed:
             return [name for name, holder in self.holders.items() if now - holder.heard > seconds]
 
     def tick(self) -> None:
-        """Free what has been held for too long."""
+        """Release expired leases."""
         now = self.clock()
         with self.changed:
             for tasks in self.queues:
                 tasks.give_up(tasks.leases.expired(now))
 
     def wait(self, seen: int, seconds: float) -> int:
-        """Wait until there are more changes than `seen`, or for so long; return how many there are."""
+        """Wait until there are more changes than `seen`, or until the time limit; return their number."""
         with self.changed:
             self.changed.wait_for(lambda: self.changes != seen, seconds)
             return self.changes
 
 
 def handler_of(answering: object, request: Mapping[str, Any]) -> Callable[..., Answer | Wait]:
-    """Return the method `on_<request>` of an object. Raises ValueError where there is none."""
+    """Return the method `on_<request>` of an object. Raises ValueError if it is missing."""
     handler: Callable[..., Answer | Wait] | None = getattr(answering, f"on_{request['request']}", None)
     if handler is None:
         raise ValueError(f"there is no request {request['request']!r}")

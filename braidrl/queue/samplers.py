@@ -1,8 +1,8 @@
-"""Samplers: pure functions that choose, of the rows that are ready for a task, those that a consumer is given next.
+"""Samplers: pure functions that choose, among the rows ready for a task, those that a consumer gets next.
 
-rows that are ready, oldest first ──sampler(ready, most, ranks)──▶ positions of the chosen ones ──▶ a lease
+ready rows, oldest first ──sampler(ready, most, ranks)──▶ positions of the chosen ones ──▶ a lease
 
-A sampler changes which worker does a row and when, and so how fast a run is; without staleness it never changes a result.
+A sampler decides which worker does a row and when, and so affects speed; without staleness it never changes a result.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -13,23 +13,23 @@ from braidrl.importing import PluginRegistry
 
 
 class Candidate(NamedTuple):
-    """A row that is ready. Where a task takes whole groups it stands for its group."""
+    """A ready row. If a task takes whole groups it stands for its group."""
 
     row: Any
     group: Any = None
     group_rows: int = 1
-    """Rows of its group that are in work, ready or not."""
+    """Rows of its group in work, ready or not."""
     tokens: int = 0
-    """Length of what is known of it."""
+    """Its known length."""
     version: int = 0
-    """The oldest weights among its tokens."""
+    """The oldest version among its tokens."""
 
 
 Choose = Callable[[Sequence[Candidate], int, int], Sequence[int]]
 
 
 class Sampler(NamedTuple):
-    """A named function, and how many rows it is shown for each one that it may choose."""
+    """A named function, and the number of rows that it sees per row that it may choose."""
 
     name: str
     choose: Choose
@@ -42,7 +42,7 @@ def first_in(ready: Sequence[Candidate], most: int, ranks: int) -> list[int]:
 
 
 def whole_groups(ready: Sequence[Candidate], most: int, ranks: int) -> list[int]:
-    """Return the rows of groups of which every row is ready, oldest group first; the oldest rows where no group is and fits."""
+    """Return the rows of complete ready groups, oldest group first; the oldest rows if no group is complete and fits."""
     places: dict[Any, list[int]] = {}
     for place, candidate in enumerate(ready):
         places.setdefault(candidate.group, []).append(place)
@@ -54,7 +54,7 @@ def whole_groups(ready: Sequence[Candidate], most: int, ranks: int) -> list[int]
 
 
 def token_balanced(ready: Sequence[Candidate], most: int, ranks: int) -> list[int]:
-    """Return the oldest row and those nearest to it in length, a multiple of `ranks`, so that every rank gets as many tokens."""
+    """Return the oldest row and the rows closest to it in length, a multiple of `ranks`, so that ranks get similar numbers of tokens."""
     nearest = sorted(range(len(ready)), key=lambda place: (abs(ready[place].tokens - ready[0].tokens), place))
     rows = min(most, len(ready))
     return nearest[: max(rows - rows % ranks, min(rows, ranks))]
@@ -66,7 +66,7 @@ def shortest_first(ready: Sequence[Candidate], most: int, ranks: int) -> list[in
 
 
 def oldest_version(ready: Sequence[Candidate], most: int, ranks: int) -> list[int]:
-    """Return the rows whose tokens were drawn by the oldest weights."""
+    """Return the rows whose tokens have the oldest versions."""
     return sorted(range(len(ready)), key=lambda place: (ready[place].version, place))[:most]
 
 
@@ -83,13 +83,13 @@ SAMPLERS = PluginRegistry(
 def sampler_named(name: str) -> Sampler:
     """Return a built-in sampler, or the user's function `module:function` or `path.py:function`.
 
-    Raises UserError where there is neither.
+    Raises UserError if it does not exist.
     """
     return FIRST_IN if name == FIRST_IN.name else Sampler(name, SAMPLERS.find(name))
 
 
 def checked(sampler: Sampler, ready: Sequence[Candidate], most: int, ranks: int) -> list[int]:
-    """Return what a sampler chooses. Raises UserError unless it is 1 to `most` different positions in `ready`."""
+    """Return the choice of a sampler. Raises UserError unless it is 1 to `most` different positions in `ready`."""
     chosen = [int(place) for place in sampler.choose(ready, most, ranks)]
     if not 0 < len(chosen) <= most or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(len(ready))):
         raise UserError(
@@ -100,10 +100,10 @@ def checked(sampler: Sampler, ready: Sequence[Candidate], most: int, ranks: int)
 
 
 def check_sampler(name: str, sizes: Iterable[int] = range(1, 33)) -> None:
-    """Run the contract of samplers on one of them; what its own test calls.
+    """Contract test of a sampler; call it from the sampler's own test.
 
-    Every call must choose different rows that are ready, at most as many as wanted and at least one, must choose the same again, and
-    calls one after the other must choose every row.
+    Every call must choose different ready rows, at least one and at most `most`. A repeated call must choose the same rows, and
+    consecutive calls must choose every row.
 
     Args:
         name: A built-in sampler, `module:function` or `file.py:function`.

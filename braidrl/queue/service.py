@@ -1,7 +1,7 @@
-"""The processes of a queue: its storage units and a controller for each task, started, watched, and replaced where one is killed.
+"""The processes of a queue: storage units and a controller per task, started, watched, and replaced after a kill.
 
-serving process ──starts──▶ unit, unit │ controller, controller          each a thread at a socket, in a process of its own
-   └── directory: where everything is         one that is gone is started again at the same address, and asks the others
+serving process ──starts──▶ unit, unit │ controller, controller          each a thread at a socket, in its own process
+   └── directory: all addresses           a dead process restarts at the same address, and asks the others for its state
 """
 
 import atexit
@@ -28,13 +28,13 @@ from braidrl.queue.transport import QueueServer
 from braidrl.queue.unit import StorageUnit
 
 PORTS = range(20_000, 32_000)
-"""Below those that systems give to clients: one that looks for a killed server must not find itself at its address."""
+"""Ports below those that systems give to clients: a client that looks for a killed server must not connect to itself."""
 LOOK_EVERY_S = 0.02
 SILENT_S = 60.0
-"""A process that has said nothing for so long is replaced too."""
+"""A process without an answer for this many seconds is replaced too."""
 YOUNG_S = 1.0
 DEATHS = 5
-"""How often a process may end before it has lived for YOUNG_S: what ends it again and again is no accident."""
+"""Number of ends before YOUNG_S seconds of life after which a process is not restarted: they have a common cause."""
 
 
 @dataclass
@@ -56,17 +56,17 @@ class Service:
         self, tasks: Mapping[str, Collection[str]], samplers: Mapping[str, str], lease_s: float,
         budget_bytes: int | None, units: int, place: Place, ip: str, secret: str | None,
     ) -> None:  # fmt: skip
-        """Start them.
+        """Start the processes.
 
         Args:
-            tasks: for each task the columns that it waits for.
-            samplers: of tasks that do not take the oldest rows first.
-            lease_s: seconds without a sign of life after which rows are given to another.
-            budget_bytes: of payload in the queue, an equal share for each unit.
-            units: how many storage units there are.
-            place: of the queue's own node.
-            ip: where to listen.
-            secret: what everybody must know who connects.
+            tasks: By task the columns that it waits for.
+            samplers: Samplers of tasks that do not take the oldest rows first.
+            lease_s: Seconds without a heartbeat after which rows go to another consumer.
+            budget_bytes: Limit of payload in the queue, in equal shares for the units.
+            units: Number of storage units.
+            place: The queue's own node.
+            ip: Address to listen on.
+            secret: Needed by every client.
         """
         addresses = iter(free_addresses(ip, units + len(tasks)))
         unit_addresses = [next(addresses) for _ in range(units)]
@@ -92,10 +92,10 @@ class Service:
         self.server = QueueServer(self._answer, address=f"tcp://{ip}:*", secret=secret)
         self._closing = False
         self.failure: WorkerError | OSError | None = None
-        """Why a process is not started again."""
+        """The reason why a process is not restarted."""
         self._watch = threading.Thread(target=self._keep_alive, name="queue-watch", daemon=True)
         self._watch.start()
-        # A program that forgets to close the queue would wait for its processes when it ends.
+        # A program that forgets to close the queue would wait for its processes at its end.
         atexit.register(self.close)
 
     def close(self) -> None:
@@ -124,14 +124,14 @@ class Service:
             self.failure = error
 
     def _answer(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Return where everything is. Raises what keeps a process from living, which is asked for when one does not answer."""
+        """Return all addresses. Raises the error of a process that cannot live; a client asks for it after a time-out."""
         if self.failure is not None:
             raise self.failure
         return self.directory, ()
 
 
 def replace(member: QueueProcess) -> None:
-    """Start a process again that is gone. Raises WorkerError for one that does not live."""
+    """Restart a dead process. Raises WorkerError if it does not stay alive."""
     young = time.monotonic() - member.started < YOUNG_S
     member.died_young = member.died_young + 1 if young else 0
     outcome = member.process.outcome
@@ -144,12 +144,12 @@ def replace(member: QueueProcess) -> None:
 
 
 def start(name: str, entry: str, arguments: Mapping[str, Any]) -> Process:
-    """Return a process that serves a unit or a task."""
+    """Start a process that serves a unit or a task."""
     return from_server(ProcessSpec(f"queue {name}", f"{__name__}:{entry}", arguments, threads=1))
 
 
 def serve_unit(arguments: Mapping[str, Any]) -> None:
-    """Be a storage unit until the serving process ends."""
+    """Run a storage unit until the serving process ends."""
     data = data_plane(Place(*arguments["place"]), "unit", secret=arguments["secret"])
     unit = StorageUnit(
         arguments["tasks"], data, arguments["lease_s"], arguments["budget_bytes"], arguments["recovers"]
@@ -158,7 +158,7 @@ def serve_unit(arguments: Mapping[str, Any]) -> None:
 
 
 def serve_task(arguments: Mapping[str, Any]) -> None:
-    """Be a task's controller until the serving process ends."""
+    """Run a task's controller until the serving process ends."""
     controller = TaskController(
         arguments["name"], arguments["columns"], sampler_named(arguments["sampler"]), arguments["lease_s"],
         arguments["units"], arguments["recovers"],
@@ -168,7 +168,7 @@ def serve_task(arguments: Mapping[str, Any]) -> None:
 
 
 def free_addresses(ip: str, count: int) -> list[str]:
-    """Return addresses at which nobody listens now. Raises OSError where `ip` is not this machine's."""
+    """Return addresses that are free now. Raises OSError if `ip` is not this machine's."""
     with ExitStack() as sockets:
         sockets.enter_context(socket.socket()).bind((ip, 0))
         found: list[str] = []

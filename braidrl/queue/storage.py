@@ -1,11 +1,11 @@
-"""Payload in the storage of the node where it was written; readers on other nodes ask that node's server for their rows.
+"""Storage of payload on the node that wrote it; readers on other nodes get their rows from that node's server.
 
 same node     read ──▶ segment, as views
-another node  read ──▶ that node's server ──▶ the named columns of the rows that are asked for, as frames
+another node  read ──▶ that node's server ──▶ the named columns of the requested rows, as frames
 
-A segment is written once, whole, by whoever makes it, and can be read until it is unlinked. Its name, braid-<run>-<writer>-<n>, carries
-the run and the process that wrote it, so that all that either has left can be found. Segments are files in shared memory or on a
-disk (`Segments`), or what another backend makes of them (`storage_backends`).
+A segment is written once, whole, by one process, and can be read until it is unlinked. Its name, braid-<run>-<writer>-<n>, contains
+the run and the writing process, so that all segments of either can be found. Segments are files in shared memory or on a disk
+(`Segments`), or values of another backend (`storage_backends`).
 """
 
 import itertools
@@ -31,7 +31,7 @@ NAME = re.compile(r"braid-[0-9a-f]+-[A-Za-z0-9_.]+-[0-9]+")
 
 
 class Place(NamedTuple):
-    """What a process has to know of its node: its name, that of the run's segments, its server's address, and the storage."""
+    """The description of a node for its processes: its name, the run's name, its server's address, and the storage."""
 
     host: str
     run: str
@@ -40,29 +40,29 @@ class Place(NamedTuple):
 
 
 class Evicted(LookupError):
-    """A block is gone: its rows were dropped, so that whatever was to be made of them is not needed."""
+    """A missing block: its rows were dropped, so no stage needs them any more."""
 
 
 class StorageBackend(Protocol):
-    """The segments of one run. `check_storage` is its contract."""
+    """The segments of one run. `check_storage` is the contract test."""
 
     run: str
 
     def write(self, frames: Sequence[Frame]) -> tuple[str, int]:
-        """Write a new segment with these frames; return its name and size in bytes. Raises OSError where there is no room."""
+        """Write a new segment with these frames; return its name and size in bytes. Raises OSError if there is no room."""
 
     def read(self, name: str) -> Sequence[Frame]:
-        """Return the frames of a segment. Raises FileNotFoundError for one that was unlinked, ValueError for what is no name."""
+        """Return the frames of a segment. Raises FileNotFoundError after its removal, ValueError for an invalid name."""
 
     def unlink(self, names: Collection[str]) -> None:
-        """Free segments; those that are gone already are left at that. Raises ValueError for what is no name."""
+        """Free segments; missing ones are ignored. Raises ValueError for an invalid name."""
 
     def names(self, writer: str | None = None) -> list[str]:
-        """Return the names of all segments of the run, or those of one writer."""
+        """Return the names of the run's segments, of all writers or of one."""
 
 
 class DataPlane:
-    """A process's view of the payload of all nodes. `host` names its own one, whose server is at `address`."""
+    """A process's view of the payload of all nodes. `host` names its own node, whose server is at `address`."""
 
     def __init__(
         self, segments: StorageBackend, address: str, host: str = "here", limit_s: float = 60.0,
@@ -70,22 +70,22 @@ class DataPlane:
     ) -> None:  # fmt: skip
         self.segments, self.address, self.host, self.secret = segments, address, host, secret
         self.served = 0
-        """Bytes that this node's server has given to other nodes."""
+        """Bytes sent by this node's server to other nodes."""
         self.carried = 0
-        """Bytes of payload that this process has written or read."""
+        """Bytes of payload written or read by this process."""
         self.refuses_payload = False
-        """Whether this process must neither write nor read any."""
+        """True if this process must not read or write payload."""
         self.connections = Connections(limit_s, secret)
-        """To other nodes' servers, and to whoever else this process asks."""
+        """Connections to other nodes' servers, and to all servers that this process asks."""
 
     def write(self, frames: Sequence[Frame]) -> Block:
-        """Put frames into a segment of this node. Raises OSError where memory is full."""
+        """Write frames to a segment of this node. Raises OSError if memory is full."""
         self._carry(frames)
         name, size = self.segments.write(frames)
         return Block(self.host, self.address, name, size)
 
     def write_rows(self, rows: Rows) -> Block | None:
-        """Write the payload columns as a block; None where there are none."""
+        """Write the payload columns as a block; None if there are none."""
         payload = rows.payload
         return self.write(encode(payload)) if list(payload) else None
 
@@ -96,14 +96,14 @@ class DataPlane:
         return self._carry(self._from(block, {"request": "frames", "name": block.name}))
 
     def read_rows(self, block: Block, columns: Sequence[str], positions: Sequence[int] | None = None) -> Rows:
-        """Return the named payload columns of a block, of all its rows or of those at some positions. Raises Evicted."""
+        """Return the named payload columns of a block, for all rows or some positions. Raises Evicted."""
         if block.host == self.host:
             return chosen(self._carry(self._here(block.name)), columns, positions)
         wanted = {"columns": list(columns), "positions": positions}
         return decode(self._carry(self._from(block, {"request": "rows", "name": block.name, **wanted})))
 
     def free(self, blocks: Iterable[Block]) -> None:
-        """Free blocks, on whatever node they are; nobody waits for other nodes."""
+        """Free blocks on any node, without waiting for other nodes."""
         by_address: defaultdict[str, list[str]] = defaultdict(list)
         for block in blocks:
             if block.host == self.host:
@@ -114,12 +114,12 @@ class DataPlane:
             self.connections.tell(address, {"request": "free", "names": names})
 
     def missing(self, blocks: Iterable[Block]) -> set[str]:
-        """Return the names of those blocks that should be on this node and are not."""
+        """Return the names of blocks that should be on this node and are missing."""
         wanted = {block.name for block in blocks if block.host == self.host}
         return wanted - set(self.segments.names()) if wanted else wanted
 
     def abandon(self, address: str, writer: str, known: Collection[str]) -> None:
-        """Free what a process of the node at `address` has written, but for the segments that are `known`: it is gone."""
+        """Free the segments of a dead process of the node at `address`, except the `known` ones."""
         request = {"request": "abandon", "writer": writer, "known": sorted(known)}
         if address == self.address:
             self.answer(request)
@@ -127,13 +127,13 @@ class DataPlane:
             self.connections.tell(address, request)
 
     def served_by(self, address: str) -> int:
-        """Return the bytes that the node at `address` has given to others so far."""
+        """Return the bytes that the node at `address` has sent to other nodes so far."""
         if address == self.address:
             return self.served
         return int(self.connections.ask(address, {"request": "served"})[0]["bytes"])
 
     def answer(self, request: dict[str, Any], frames: Sequence[Frame] = ()) -> Answer:
-        """Answer another node: with frames or rows of a block, or that blocks are freed."""
+        """Answer another node: send frames or rows of a block, or free blocks."""
         if request["request"] == "served":
             return {"bytes": self.served}, ()
         if request["request"] == "free":
@@ -176,16 +176,16 @@ class DataPlane:
 
 
 def chosen(frames: Sequence[Frame], columns: Sequence[str], positions: Sequence[int] | None) -> Rows:
-    """Return the named columns of encoded rows, of all or of those at some positions."""
+    """Return the named columns of encoded rows, for all rows or some positions."""
     rows = decode(frames, columns)
     return rows if positions is None else rows.take(positions)
 
 
 class Named:
-    """Gives names to the segments of one process."""
+    """Names for the segments of one process."""
 
     def __init__(self, run: str, writer: str) -> None:
-        """Begin with number 0; `writer` tells the segments of processes apart."""
+        """Begin with number 0; `writer` separates the segments of processes."""
         self.run, self.writer = run, re.sub(r"[^A-Za-z0-9_.]", ".", writer)
         self._numbers = itertools.count()
 
@@ -199,7 +199,7 @@ class Named:
 
 
 class Segments(Named):
-    """Segments that are files of one folder."""
+    """Segments as files of one folder."""
 
     def __init__(self, run: str, writer: str, folder: Path | None = None) -> None:
         """Use shared memory, or another folder."""
@@ -211,7 +211,7 @@ class Segments(Named):
         name = self.next_name()
         handle = os.open(self.folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
         try:
-            # Not through a mapping: that fills every page with zeros first, and full memory ends the process by SIGBUS.
+            # Not through a mapping: that first fills every page with zeros, and full memory then ends the process by SIGBUS.
             os.ftruncate(handle, size)
             for start, piece in pieces:
                 written = 0
@@ -227,7 +227,7 @@ class Segments(Named):
         return name, size
 
     def read(self, name: str) -> list[memoryview]:
-        """Return read-only views, which keep the memory even when the segment is unlinked."""
+        """Return read-only views, which keep the memory even after the segment is unlinked."""
         handle = os.open(self.folder / allowed(name), os.O_RDONLY)
         try:
             return split(memoryview(mmap.mmap(handle, 0, access=mmap.ACCESS_READ)))
@@ -235,7 +235,7 @@ class Segments(Named):
             os.close(handle)
 
     def unlink(self, names: Collection[str]) -> None:
-        """Free segments once their last reader lets go; those that are gone already are left at that."""
+        """Free segments after their last reader; missing ones are ignored."""
         for name in names:
             (self.folder / allowed(name)).unlink(missing_ok=True)
 
@@ -244,14 +244,14 @@ class Segments(Named):
 
 
 def allowed(name: str) -> str:
-    """Return a segment's name, which came over the wire and must not lead anywhere else. Raises ValueError for any other."""
+    """Return a valid segment name. It came over the wire and must not lead outside the folder. Raises ValueError for any other."""
     if not NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no segment's name")
     return name
 
 
 def shared_folder() -> Path:
-    """Return where files live in memory: the folder that BRAID_SHARED_MEMORY names, else /dev/shm; without such a place, on disk."""
+    """Return the folder for files in memory: BRAID_SHARED_MEMORY, else /dev/shm; if neither is usable, a folder on disk."""
     folder = Path(os.environ.get("BRAID_SHARED_MEMORY", SHARED))
-    # A folder of a read-only file system is there, and nothing can be written to it.
+    # A folder on a read-only file system exists, but cannot be written to.
     return folder if folder.is_dir() and os.access(folder, os.W_OK) else Path(tempfile.gettempdir())

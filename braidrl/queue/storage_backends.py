@@ -1,7 +1,7 @@
-"""Storage by name: `open_storage` makes what keeps the segments of a run.
+"""Storage by name: `open_storage` makes the storage of a run's segments.
 
 shared_memory            files under /dev/shm, read as views                    the default
-file:/path               the same files on a disk: as much room as that has     spills what memory cannot hold
+file:/path               the same files on a disk                               holds what memory cannot
 redis://host:port/0      values of a Redis server, read as copies               needs the package redis
 """
 
@@ -18,11 +18,11 @@ def open_storage(storage: str, run: str, writer: str) -> StorageBackend:
 
     Args:
         storage: `shared_memory`, `file:/path` or `redis://host:port/0`.
-        run: the run's name, hexadecimal.
-        writer: the process's name.
+        run: The run's name, hexadecimal.
+        writer: The process's name.
 
     Raises:
-        UserError: no storage is called so, or it cannot be reached.
+        UserError: The storage is unknown, or it cannot be reached.
     """
     if storage == "shared_memory":
         return Segments(run, writer)
@@ -37,29 +37,29 @@ def open_storage(storage: str, run: str, writer: str) -> StorageBackend:
 
 
 def data_plane(place: Place, writer: str, limit_s: float = 60.0, secret: str | None = None) -> DataPlane:
-    """Return the view of payload that a process has at a place.
+    """Return a process's view of payload on its node.
 
     Args:
-        place: of the process's node.
-        writer: the process's name.
-        limit_s: how long other nodes may take to answer, in seconds.
-        secret: what they must be told.
+        place: The process's node.
+        writer: The process's name.
+        limit_s: Time limit for answers of other nodes, in seconds.
+        secret: Sent to other nodes.
 
     Raises:
-        UserError: as `open_storage` does.
+        UserError: As for `open_storage`.
     """
     segments = open_storage(place.storage, place.run, writer)
     return DataPlane(segments, place.address, place.host, limit_s, secret)
 
 
 class RedisStorage(Named):
-    """Segments that are values of a Redis server, which its processes reach by one connection each."""
+    """Segments as values of a Redis server; each process has one connection."""
 
     def __init__(self, run: str, writer: str, address: str) -> None:
-        """Connect. Raises UserError where the package, or a server at the address, is missing."""
+        """Connect. Raises UserError if the package, or a server at the address, is missing."""
         super().__init__(run, writer)
         try:
-            # Imported here: Redis is an extra.
+            # Imported here: Redis is optional.
             import redis
         except ImportError:
             raise UserError("storage redis:// needs the package redis; pip install 'braidrl[redis]'") from None
@@ -90,7 +90,7 @@ class RedisStorage(Named):
 
 
 def check_storage(storage: str) -> None:
-    """Run the contract of storage backends on one of them; what its own test calls. Raises AssertionError where it fails."""
+    """Contract test of a storage backend; call it from the backend's own test. Raises AssertionError if it fails."""
     one, two = (open_storage(storage, "c0ffee", writer) for writer in ("one", "two/slash"))
     frames = [b"", b"first", bytes(range(256)) * 300]
     try:

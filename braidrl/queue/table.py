@@ -1,7 +1,7 @@
-"""The queue's table: for each row and each stage that wrote it, the index columns themselves and where the payload lies.
+"""The queue's table: index columns and payload locations, by row and by the stage that wrote them.
 
-A column version is known by (name, writer), and a writer's columns of one row come together: so the table keeps *parts*, what one
-writer wrote for some rows at once, and looks columns up by writer. A part's memory is freed when its last row leaves.
+A column version is identified by (name, writer), and a writer writes its columns of a row together. So the table keeps *parts*,
+which one writer wrote for some rows at once, and finds columns by writer. A part's memory is freed with its last row.
 """
 
 import weakref
@@ -22,7 +22,7 @@ Row = Any
 
 
 class Block(NamedTuple):
-    """Where some frames lie: a segment of a node, and the address at which that node's server gives them to others."""
+    """The location of frames: a segment of a node, and the address of the server that sends them to other nodes."""
 
     host: str
     address: str
@@ -32,26 +32,26 @@ class Block(NamedTuple):
 
 @dataclass(eq=False)
 class StoredPart:
-    """What `writer` wrote for some rows: index columns, and a block with its payload columns."""
+    """The columns that `writer` wrote for some rows: index columns, and a block with payload columns."""
 
     writer: str
     index: Rows
     block: Block | None
     columns: tuple[str, ...]
     size: int
-    """Rows that were written, of which some may have left."""
+    """The written rows; some may have been removed since."""
     rows: dict[Row, int] = field(default_factory=dict)
-    """The place of each row that has not left."""
+    """The position of each remaining row."""
 
     def message(self, frames: list[Frame]) -> dict[str, Any]:
-        """Return the part as a message holds it; appends the index columns to the message's frames."""
+        """Encode the part for a message; append the index columns to the message's frames."""
         own, first = encode(self.index), len(frames)
         frames += own
         return {"uids": list(self.rows), "block": self.block, "columns": self.columns, "frames": [first, len(own)]}
 
     @staticmethod
     def received(writer: str, message: Mapping[str, Any], frames: Sequence[Frame]) -> "StoredPart":
-        """Return the part that a message with these frames holds."""
+        """Decode a part from a message with these frames."""
         first, count = message["frames"]
         rows = {row_name(uid): place for place, uid in enumerate(message["uids"])}
         block = Block(*message["block"]) if message["block"] else None
@@ -61,11 +61,11 @@ class StoredPart:
 
 @dataclass(eq=False)
 class StoredRows:
-    """Rows as a process knows them that never reads their payload: index columns, and pieces of blocks that hold the others."""
+    """Rows in a process that never reads their payload: index columns, and pieces of blocks with the rest."""
 
     index: Rows
     payload: list[dict[str, Any]] = field(default_factory=list)
-    """As `Table.payload` says it."""
+    """In the form of `Table.payload`."""
 
     def __len__(self) -> int:
         return len(self.index)
@@ -85,14 +85,14 @@ class StoredRows:
         return {Block(*piece["block"]) for piece in self.payload}
 
     def with_added(self, later: "StoredRows") -> "StoredRows":
-        """Return these rows with the columns that the same rows have under new names in `later`."""
+        """Return these rows with the new columns of `later`, which has the same rows."""
         known = set(self.columns)
         pieces = ({**p, "columns": [name for name in p["columns"] if name not in known]} for p in later.payload)
         index = self.index.with_columns({name: column for name, column in later.index.items() if name not in known})
         return StoredRows(index, [*self.payload, *(piece for piece in pieces if piece["columns"])])
 
     def part(self, writer: str, names: Iterable[str], rows: Iterable[Row] | None = None) -> StoredPart:
-        """Return some columns of all rows, or of those named, as what `writer` wrote. Of rows that were put into one block."""
+        """Return some columns of all rows, or of the named ones, as a part of `writer`. The rows must be in one block."""
         wanted, uids = set(names), self.uids()
         assert len(self.payload) <= 1, "rows that are put into the queue lie in one block"
         columns, block = tuple[str, ...](), None
@@ -107,7 +107,7 @@ class StoredRows:
 
 
 class HeldBlocks:
-    """Counts for each block what needs it: parts in tables, and `StoredRows` that live. A block that nothing needs is free."""
+    """Reference counts of blocks: parts in tables, and living `StoredRows`. A block without references is free."""
 
     def __init__(self) -> None:
         self._counts: Counter[Block] = Counter()
@@ -117,11 +117,11 @@ class HeldBlocks:
         return iter(self._counts)
 
     def hold(self, blocks: Iterable[Block]) -> None:
-        """Note one more need of each block."""
+        """Add a reference to each block."""
         self._counts.update(blocks)
 
     def let_go(self, blocks: Iterable[Block]) -> list[Block]:
-        """Note one need less of each block; return those that are free by it."""
+        """Remove a reference from each block; return those that are now free."""
         freed = []
         for block in blocks:
             self._counts[block] -= 1
@@ -131,15 +131,15 @@ class HeldBlocks:
         return freed
 
     def hold_for(self, rows: StoredRows) -> StoredRows:
-        """Hold the blocks of rows as long as the object lives."""
+        """Keep the blocks of rows as long as the object lives."""
         blocks = rows.blocks
         self.hold(blocks)
-        # The last reference may go in any thread, whatever that holds: `freed` does the rest.
+        # The last reference may go in any thread, whatever locks it holds: `freed` does the rest.
         weakref.finalize(rows, self._dropped.append, blocks).atexit = False
         return rows
 
     def freed(self) -> list[Block]:
-        """Return the blocks that are free since rows were dropped that held them."""
+        """Return the blocks freed since the objects of `hold_for` were deleted."""
         found: list[Block] = []
         while self._dropped:
             found += self.let_go(self._dropped.popleft())
@@ -147,45 +147,45 @@ class HeldBlocks:
 
 
 def row_name(name: Any) -> Row:
-    """Return a row's name from what came over the wire, where tuples are lists."""
+    """Convert a row's name from its wire form, in which tuples are lists."""
     return tuple(name) if isinstance(name, list) else name
 
 
 def home(row: Row, units: int) -> int:
-    """Return which of so many storage units a row belongs to; of names that are tuples the first part decides."""
+    """Return the storage unit of a row; for tuples the first part decides."""
     return crc32(msgpack.packb(row[0] if isinstance(row, tuple) else row)) % units if units > 1 else 0
 
 
 class Table:
-    """The parts that hold the columns of rows in work."""
+    """The parts with the columns of rows in work."""
 
     def __init__(self, held: HeldBlocks | None = None) -> None:
-        """Begin without rows; `held` counts the blocks of several tables."""
+        """Begin without rows; `held` has the reference counts of several tables."""
         self.parts: dict[str, dict[Row, StoredPart]] = {}
         self.held = held or HeldBlocks()
 
     def add(self, part: StoredPart, writers: Iterable[str] | None = None) -> None:
-        """Note what was written, under its writer's name or under several."""
+        """Add a part, under its writer's name or under several."""
         if part.block is not None:
             self.held.hold([part.block])
         for writer in writers or (part.writer,):
             self.parts.setdefault(writer, {}).update(dict.fromkeys(part.rows, part))
 
     def replace(self, part: StoredPart) -> list[Block]:
-        """Note what was written in place of what the same writer wrote before; return the blocks that held nothing else."""
+        """Replace the part of the same writer; return the blocks that are now free."""
         known = self.parts.get(part.writer, {})
         before = [(row, known[row]) for row in part.rows if row in known]
         self.add(part)
         return self._drop(before)
 
     def stored(self, uids: Sequence[Row], writers: Sequence[str]) -> StoredRows:
-        """Return rows with all that some writers have written, whose memory stays as long as the result lives."""
+        """Return rows with the parts of some writers; their memory stays as long as the result lives."""
         return self.held.hold_for(StoredRows(self.index(uids, writers), self.payload(uids, writers, None)))
 
     def index(self, uids: Sequence[Row], writers: Sequence[str]) -> Rows:
-        """Return the index columns of these rows in the order given; of one name, that of the last writer.
+        """Return the index columns of these rows in the order given; for one name, the last writer's.
 
-        A writer that has not written every one of the rows is left out.
+        A writer that has not written every row is left out.
         """
         columns: dict[str, Column] = {}
         for writer in self._writers_of(uids, writers):
@@ -193,7 +193,7 @@ class Table:
         return Rows(columns)
 
     def payload(self, uids: Sequence[Row], writers: Sequence[str], wanted: set[str] | None) -> list[dict[str, Any]]:
-        """Return where to read the wanted payload columns (None: all): pieces of blocks, with `places` among `uids`."""
+        """Return the locations of the wanted payload columns (None: all): pieces of blocks, with `places` among `uids`."""
         source: dict[str, str] = {}
         for writer in self._writers_of(uids, writers):
             columns = self.parts[writer][uids[0]].columns
@@ -206,7 +206,7 @@ class Table:
         return pieces
 
     def columns(self, rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]]:
-        """Return where to read columns that were noted under their own names, as `payload` does. Raises KeyError where one is missing."""
+        """Return the locations of columns stored under their own names, as `payload` does. Raises KeyError if one is missing."""
         found: dict[tuple[StoredPart, tuple[int, ...]], list[str]] = {}
         for name in names:
             for part, places in self._by_part(rows, name).items():
@@ -214,10 +214,10 @@ class Table:
         return [piece(part, columns, list(places), rows) for (part, places), columns in found.items()]
 
     def evict(self, uids: Iterable[Row]) -> list[Block]:
-        """Let rows leave; return the blocks that are free."""
+        """Remove rows; return the blocks that are now free."""
         uids, places = list(uids), dict[tuple[Row, StoredPart], None]()
         for known in self.parts.values():
-            # A writer of several names has noted one part under each.
+            # A writer of several names has stored the same part under each.
             places |= {(uid, part): None for uid in uids if (part := known.pop(uid, None)) is not None}
         return self._drop(places)
 
@@ -252,14 +252,14 @@ class Table:
 
 
 def piece(part: StoredPart, columns: Sequence[str], places: Sequence[int], rows: Sequence[Row]) -> dict[str, Any]:
-    """Return where columns of one part lie for those of `rows` that stand at `places`."""
+    """Return the location of a part's columns for the `rows` at `places`."""
     assert part.block is not None
     positions = [part.rows[rows[place]] for place in places]
     return {"columns": columns, "block": part.block, "rows": part.size, "positions": positions, "places": places}
 
 
 def in_order(rows: Rows, places: Sequence[int]) -> Rows:
-    """Return rows that stand for these places, from the first place to the last."""
+    """Return the rows at these positions, from the first position to the last."""
     if list(places) == sorted(places):
         return rows
     return rows.take(sorted(range(len(places)), key=places.__getitem__))

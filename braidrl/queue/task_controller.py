@@ -1,9 +1,8 @@
-"""The controller of one consuming task: which rows it can take, who holds them, what it is done with. One thread, one socket.
+"""The controller of one consuming task: its ready rows, leases and completed rows. One thread, one socket.
 
-units ──born, written, left, lost──▶ what is ready ──take──▶ a client's lease ──done──▶ told to the units, then answered
+units ──admitted, written, left, lost──▶ ready rows ──take──▶ a client's lease ──done──▶ reported to the units, then answered
 
-It owns nothing that others do not know: one that is started again learns from the units which rows there are and which the task is
-done with, and from clients which leases they hold.
+It has no state of its own: after a restart it learns the rows and completed work from the units, and the leases from clients.
 """
 
 import secrets
@@ -26,12 +25,12 @@ from braidrl.queue.tasks import LeaseLost, Tasks
 from braidrl.queue.transport import REPEAT_S
 
 HEARD = "heard"
-"""What waits until all units have said what they hold."""
+"""Key of requests that wait until all units have sent their content."""
 
 
 @dataclass
 class Unit:
-    """What is known of a storage unit: how much of which life was heard, and what it is to be told."""
+    """The state of a storage unit here: its life, the changes read, and reports to send."""
 
     address: str
     life: int = 0
@@ -40,15 +39,15 @@ class Unit:
     done: list[tuple[int, list[Row]]] = field(default_factory=list)
     parts: list[Mapping[str, Any]] = field(default_factory=list)
     freed: list[Block] = field(default_factory=list)
-    """Blocks that have left by what was heard last, which the unit may not know yet."""
+    """Blocks freed by the last changes, which the unit may not know yet."""
     gone: dict[str, None] = field(default_factory=dict)
-    """The names of the last blocks that have left, which the unit must know when it is started again."""
+    """Names of the last freed blocks, for a restarted unit."""
     telling: tuple[int, ...] | None = None
-    """Leases of which it is being told."""
+    """Leases with a report under way."""
 
 
 class TaskController(QueueController):
-    """One task's rows. Everything is called by its server's thread."""
+    """One task's rows. Only its server's thread calls it."""
 
     def __init__(
         self, name: str, columns: Collection[str], sampler: Sampler, lease_s: float, units: Sequence[str],
@@ -57,13 +56,13 @@ class TaskController(QueueController):
         """Begin without rows.
 
         Args:
-            name: the task.
-            columns: those that a row must have to be given to it.
-            sampler: which of the ready rows are given next.
-            lease_s: seconds without a sign of life after which rows are given to another.
-            units: the addresses of all storage units.
-            recovers: it replaces one that was killed, whose clients may hold rows.
-            clock: returns seconds.
+            name: Name of the task.
+            columns: Columns that a row needs before it is ready.
+            sampler: Chooses among ready rows.
+            lease_s: Seconds without a heartbeat after which rows go to another client.
+            units: Addresses of all storage units.
+            recovers: True for the replacement of a killed controller, whose clients may hold rows.
+            clock: Returns seconds.
         """
         super().__init__(lease_s, clock)
         self.name, self.sampler = name, sampler
@@ -74,19 +73,19 @@ class TaskController(QueueController):
         self.units = [Unit(address) for address in units]
         self.holders: dict[str, Holder] = {}
         self.closing: dict[int, list[Row]] = {}
-        """Leases that are done, with their rows, until the unit has confirmed it."""
+        """Completed leases, with their rows, until the unit has confirmed them."""
         self.closed: dict[int, None] = {}
-        """The last leases that are done, for clients that ask again."""
+        """The last completed leases, for repeated requests."""
         self.unit_closed: dict[int, None] = {}
-        """Those of which a unit has said so when this controller came to know it."""
+        """The completed leases that units named when this controller started."""
         self.waiting_for: set[Any] = set()
         self.quiet_until = clock() + 1.5 * REPEAT_S if recovers else 0.0
-        """Until when clients have time to say what they hold."""
+        """Until this time clients may still report their leases."""
         self.server: Server
 
     @property
     def queues(self) -> Collection[Tasks]:
-        """Return the one task's."""
+        """Return the single task."""
         return (self.tasks,)
 
     def begin(self, server: Server) -> None:
@@ -98,7 +97,7 @@ class TaskController(QueueController):
     # Requests
 
     def handle(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
-        """Answer one request, once it is known what the units hold; of a client that is not known ask first what it holds."""
+        """Answer one request, once the units' content is known; an unknown client is first asked for its leases."""
         if any(not unit.life for unit in self.units):
             return Wait(HEARD, limited=False)
         if request["request"] != "hello" and request.get("holder") not in self.holders:
@@ -106,21 +105,21 @@ class TaskController(QueueController):
         return super().handle(request, frames)
 
     def advance(self) -> None:
-        """Wake who waits for rows."""
+        """Wake requests that wait for rows."""
         super().advance()
         for table in self.waiting_for:
             self.server.wake(("rows", table))
         self.waiting_for = set()
 
     def on_hello(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Note a process that is there, and the leases that it says it holds."""
+        """Register a process, and the leases that it reports."""
         self.holders[request["holder"]] = Holder(request["holder"], request["address"], self.clock())
         for number, names in request["held"]:
             self._claim(number, [row_name(row) for row in names], request["holder"])
         return {}, ()
 
     def on_take(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
-        """Lease rows that are ready; of kind `stop` when all rows are done and no more will come."""
+        """Lease ready rows; answer `stop` when all rows are done and no more will come."""
         lost, table = self.lost(request["held"]), request.get("table")
         lease = None
         if not self.quiet_until:
@@ -142,9 +141,9 @@ class TaskController(QueueController):
         return Wait(("rows", table))
 
     def on_done(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
-        """Note leases that are done, with the columns that were written for their rows; return those that were lost.
+        """Record completed leases, with the columns written for their rows; return the lost ones.
 
-        It is answered when the units know: until then it may be asked again, of whoever replaces this controller.
+        The answer waits until the units know: until then the client may repeat the request to a replacement of this controller.
         """
         lost = []
         for number in request["leases"]:
@@ -160,18 +159,18 @@ class TaskController(QueueController):
         return {"lost": lost}, ()
 
     def on_give_back(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Free the rows of leases that their holder can do nothing with."""
+        """Release leases whose holder cannot use them."""
         held = self.tasks.leases.held
         self.tasks.give_up([held[number] for number in request["leases"] if number in held])
         return {}, ()
 
     def on_usage(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Return how many rows are left to do, and who holds how many of them."""
+        """Return the number of remaining rows, and how many each holder has."""
         held = Counter(lease.holder for lease in self.tasks.leases.held.values() for _ in lease.rows)
         return {"undone": sum(self.task.undone.values()), "held": list(held.items())}, ()
 
     def tick(self) -> None:
-        """Free what has been held for too long, and give rows again when clients have had time to speak."""
+        """Release expired leases, and lease rows again once clients have had time to report."""
         with self.changed:
             now = self.clock()
             ended, was_quiet = self.tasks.give_up(self.tasks.leases.expired(now)), self.quiet_until
@@ -181,7 +180,7 @@ class TaskController(QueueController):
                 self.advance()
 
     def _claim(self, number: int, rows: Sequence[Row], holder: str) -> None:
-        """Give a client back the lease that it says it holds, unless it is done or its rows are another's by now."""
+        """Restore a lease that a client reports, unless it is done or another client has its rows."""
         known = [row for row in rows if row in self.tasks.rows]
         if number in self.unit_closed or (known and all(self.rows.done_by.get(row) == number for row in known)):
             remember(self.closed, number, CLOSED)
@@ -203,7 +202,7 @@ class TaskController(QueueController):
             )
             return
         unit.life, unit.heard = answer["life"], answer["heard"]
-        # Asked at once: by this the unit knows that its changes are known here too.
+        # Requested at once: the request tells the unit that its changes are known here too.
         self._follow(number)
         with self.changed:
             unit.freed = []
@@ -241,7 +240,7 @@ class TaskController(QueueController):
     # What units are told
 
     def _finish(self, lease: int, rows: Sequence[Row], parts: Sequence[Mapping[str, Any]]) -> None:
-        """Have the unit of some rows told that they are done."""
+        """Report completed rows to their unit."""
         number = home(rows[0], len(self.units))
         for row in rows:
             self.rows.done_by[row] = lease
@@ -268,9 +267,9 @@ class TaskController(QueueController):
         self._tell(number)
 
     def _held(self, number: int) -> dict[str, Any]:
-        """Return all that is known of a unit, for one that was started again."""
+        """Return everything known of a unit, for the unit's restart."""
         unit = self.units[number]
-        # What is not confirmed is told again, with what was written.
+        # Unconfirmed reports are sent again, with what was written.
         closing = [[lease, many] for lease, many in self.closing.items() if home(many[0], len(self.units)) == number]
         changes, done = self.rows.of_unit(number)
         return {

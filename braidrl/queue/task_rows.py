@@ -1,6 +1,6 @@
-"""The rows of one consuming task as its controller knows them, from what storage units say. No clock, no socket.
+"""The rows of one consuming task in its controller, from the changes of storage units. No clock, no socket.
 
-changes: born, written, left, lost ──▶ tasks: what is ready; table: where columns lie; done_by: under which lease each row was done
+changes: admitted, written, left, lost ──▶ tasks: ready rows; table: locations of columns; done_by: the lease of each completed row
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from braidrl.queue.tasks import Tasks
 
 
 class TaskRows:
-    """All rows in work, which lie in tables (the name that a put gives, the number of the row's unit)."""
+    """All rows in work, in tables (the name given by a put, the number of the row's unit)."""
 
     def __init__(self, name: str, columns: Collection[str]) -> None:
         """Begin without rows for a task that waits for these columns."""
@@ -25,10 +25,10 @@ class TaskRows:
         self.group_rows: Counter[Any] = Counter()
         self.tokens: dict[Row, int] = {}
         self.done_by: dict[Row, int] = {}
-        """For each row in work that the task is done with, the lease under which."""
+        """The lease of each completed row in work."""
 
     def bear(self, number: int, rows: Sequence[Row], change: Mapping[str, Any]) -> None:
-        """Let rows of a unit be born that are not known."""
+        """Admit those rows of a unit that are new."""
         groups = {}
         for row, group, tokens in grouped_rows(rows, change):
             if tokens:
@@ -36,11 +36,11 @@ class TaskRows:
             if row not in self.tasks.rows:
                 groups[row] = group
         self.group_rows.update(groups.values())
-        # The rows of a lease are of one unit, which is told of all of them at once.
+        # The rows of a lease belong to one unit, which receives a single report.
         self.tasks.admit(groups, groups.__getitem__, (row_name(change["table"]), number))
 
     def write(self, number: int, change: Mapping[str, Any]) -> None:
-        """Note columns of rows of a unit."""
+        """Record columns of rows of a unit."""
         part = part_of(change)
         if "table" in change:
             self.bear(number, list(part.rows), change)
@@ -54,7 +54,7 @@ class TaskRows:
                     self.tasks.write(column, rows)
 
     def leave(self, rows: Sequence[Row]) -> list[Block]:
-        """Let rows leave; return the blocks that held no others."""
+        """Remove rows; return the blocks that are now free."""
         gone = [row for row in rows if row in self.tasks.rows]
         groups = [self.task.group[row] for row in gone]
         freed = self.table.evict(gone)
@@ -68,7 +68,7 @@ class TaskRows:
         return freed
 
     def lose(self, rows: Iterable[Row], columns: Sequence[str], by: str) -> None:
-        """Note that columns were lost; what this task itself had written it does again."""
+        """Record lost columns; this task repeats the rows for which it wrote them."""
         for row in rows:
             for column in columns:
                 if self.table.parts.get(column, {}).pop(row, None) is not None and column in self.columns:
@@ -77,7 +77,7 @@ class TaskRows:
                 self.task.reopen([row])
 
     def learn_done(self, row: Row, lease: int) -> None:
-        """Note that the task was done with a row before anything was known here."""
+        """Record that the task had completed a row before this controller started."""
         if row in self.tasks.rows and row not in self.done_by:
             held = self.task.lease.get(row)
             if held is not None:
@@ -86,7 +86,7 @@ class TaskRows:
             self.done_by[row] = lease
 
     def compare(self, number: int, changes: Sequence[Mapping[str, Any]]) -> None:
-        """Let go what was known of an earlier life of a unit and is not there any more."""
+        """Remove rows of an earlier life of a unit that the unit no longer has."""
         there: dict[str, set[Row]] = {}
         for change in changes:
             for name in change.get("columns", ("",)):
@@ -99,13 +99,13 @@ class TaskRows:
                 self.lose([row], [column], parts[row].writer)
 
     def place(self, table: Any) -> tuple[Any, int] | None:
-        """Return a table, by default the first one that has ready rows, and the unit of its oldest ready row."""
+        """Return a table, by default the first with ready rows, and the unit of its oldest ready row."""
         first = min((place[0] for place in self.task.ready), default=None) if table is None else table
         places = [place for place in self.task.ready if place[0] == first]
         return min(places, key=lambda place: self.task.numbers[self.task.ready[place].first(1)[0]], default=None)
 
     def of_unit(self, number: int) -> tuple[list[dict[str, Any]], list[tuple[int, Row]]]:
-        """Return all that is known of a unit as changes, and its rows that the task is done with, each after its lease."""
+        """Return all that is known of a unit as changes, and its completed rows, each after its lease."""
         rows = self._rows_of(number)
         mine, tables = set(rows), dict[Any, list[Row]]()
         for row in rows:
@@ -121,7 +121,7 @@ class TaskRows:
         return [row for row in self.tasks.rows if self.task.table[row][1] == number]
 
     def are_free(self, rows: Iterable[Row]) -> bool:
-        """Return whether all of these rows can be taken."""
+        """Return True if all of these rows can be taken."""
         rows = list(rows)
         return self.tasks.rows.keys() >= set(rows) and self.task.are_free(rows)
 

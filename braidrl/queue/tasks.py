@@ -1,11 +1,11 @@
-"""The tasks of a queue: for each what is ready, who holds what, and what is done. Rows are any names; time is an argument.
+"""The tasks of a queue: for each the ready rows, leases and completed rows. Any names serve as rows; time is an argument.
 
 write ──▶ the writers that the task waits for ──none left──▶ ready ──take──▶ lease ──acknowledge──▶ done
   ◀── unwrite: a column was lost                               ▲              │                      │
                                                                └── give back ─┴─────── reopen ───────┘
-                                              a lease is given back when it expires, its holder is gone, or one of its rows left
+                                      a lease is given back when it expires, its holder is gone, or one of its rows is removed
 
-What is ready is kept up as it changes and never searched for: one row costs the logarithm of the rows in work.
+Ready rows are indexed, never searched for: one row costs the logarithm of the number of rows in work.
 """
 
 from collections import Counter, defaultdict
@@ -19,11 +19,11 @@ from braidrl.queue.samplers import FIRST_IN, Candidate, Sampler, checked
 from braidrl.queue.table import Row
 
 PATIENCE = 8
-"""How often a sampler may pass over the oldest row that it is shown before that row is given anyway."""
+"""Number of times that a sampler may skip the oldest row it sees; then that row is leased."""
 
 
 class LeaseLost(RuntimeError):
-    """The lease expired or its holder was given up: its rows are someone else's, and what was made of them must not be used."""
+    """Raised for an expired or released lease: another holder may have its rows, and results for them must not be used."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Lease:
 
 
 class Leases:
-    """All leases of a queue by number, by holder and by deadline."""
+    """All active leases of a queue by number, by holder and by deadline."""
 
     def __init__(self) -> None:
         self.held: dict[int, Lease] = {}
@@ -49,14 +49,14 @@ class Leases:
     def take(
         self, task: Hashable, holder: str, rows: Sequence[Row], now: float, seconds: float, number: int | None = None
     ) -> Lease:
-        """Lease rows to a holder for so many seconds, under the next number or one that it was given before."""
+        """Lease rows to a holder for this many seconds, under the next number or a previous one."""
         lease = Lease(next(self.numbers) if number is None else number, task, holder, tuple(rows), now + seconds)
         self.by_holder[holder].add(lease.number)
         self._hold(lease)
         return lease
 
     def current(self, number: int, now: float) -> Lease:
-        """Return a lease that still holds. Raises LeaseLost if it has expired or was given up."""
+        """Return an active lease. Raises LeaseLost if it has expired or was released."""
         lease = self.held.get(number)
         if lease is None or lease.deadline < now:
             raise LeaseLost(
@@ -65,13 +65,13 @@ class Leases:
         return lease
 
     def renew(self, number: int, now: float, seconds: float) -> Lease:
-        """Move the deadline of a holder that is alive and slow. Raises LeaseLost as `current` does."""
+        """Extend the deadline of a holder that sends heartbeats. Raises LeaseLost as `current` does."""
         lease = replace(self.current(number, now), deadline=now + seconds)
         self._hold(lease)
         return lease
 
     def end(self, number: int) -> Lease:
-        """Remove a lease. Raises LeaseLost if there is none of this number."""
+        """Remove a lease. Raises LeaseLost if its number is unknown."""
         if number not in self.held:
             raise LeaseLost(f"lease {number} is not held")
         lease = self.held.pop(number)
@@ -85,7 +85,7 @@ class Leases:
         return [self.held[number] for number in sorted(self.by_holder.get(holder, ()))]
 
     def count(self, holder: str) -> int:
-        """Return how many leases a holder has."""
+        """Return the number of a holder's leases."""
         return len(self.by_holder.get(holder, ()))
 
     def expired(self, now: float) -> list[Lease]:
@@ -98,7 +98,7 @@ class Leases:
         return list(found.values())
 
     def next_deadline(self) -> float | None:
-        """Return when the first lease expires, or None."""
+        """Return the time at which the first lease expires, or None."""
         while self._deadlines:
             deadline, number = self._deadlines[0]
             if number in self.held and self.held[number].deadline == deadline:
@@ -112,7 +112,7 @@ class Leases:
 
 
 class Ordered:
-    """A set that gives its first members by number; adding or giving one costs the logarithm of its size."""
+    """A set that returns its members in order of their numbers; adding or removing one costs the logarithm of its size."""
 
     def __init__(self) -> None:
         self._numbers: dict[Row, int] = {}
@@ -125,13 +125,13 @@ class Ordered:
         return member in self._numbers
 
     def add(self, members: Iterable[Row], numbers: Mapping[Row, int]) -> None:
-        """Add members under numbers that no other member has."""
+        """Add members under unused numbers."""
         for member in members:
             number = self._numbers[member] = numbers[member]
             heappush(self._heap, (number, member))
 
     def discard(self, members: Iterable[Row]) -> None:
-        """Remove those members that are there."""
+        """Remove those members that are present."""
         for member in members:
             self._numbers.pop(member, None)
 
@@ -140,14 +140,14 @@ class Ordered:
         found: list[Row] = []
         while self._heap and len(found) < most:
             number, member = heappop(self._heap)
-            # What was discarded, or added again, is still in the heap.
+            # Removed members, and those added again, are still in the heap.
             if self._numbers.get(member) == number:
                 del self._numbers[member]
                 found.append(member)
         return found
 
     def first(self, most: int) -> list[Row]:
-        """Return up to `most` members with the lowest numbers, which stay in the set."""
+        """Return up to `most` members with the lowest numbers, without removing them."""
         found: dict[Row, int] = {}
         while self._heap and len(found) < most:
             number, member = heappop(self._heap)
@@ -159,33 +159,33 @@ class Ordered:
 
 
 class Task:
-    """The rows of one consumer. It takes from one table at a time, and whole groups at once where it is made so.
+    """The rows of one consumer. It takes from one table at a time, and whole groups at once if configured.
 
-    A row is ready when every awaited writer has written it and no lease holds it. All methods take many rows: what a row costs is what
-    the dictionaries and sets of the interpreter cost.
+    A row is ready when every awaited writer has written it and no lease holds it. All methods take many rows at once, so the cost per
+    row is that of the interpreter's dictionaries and sets.
     """
 
     def __init__(
         self, waits: Iterable[str], whole_groups: bool, numbers: Mapping[Row, int], group: Mapping[Row, Any],
         written: Mapping[str, set[Row]],
     ) -> None:  # fmt: skip
-        """Begin without rows; `numbers`, `group` and `written` are those of all tasks of a queue."""
+        """Begin without rows; `numbers`, `group` and `written` are shared by all tasks of a queue."""
         self.waits, self.whole_groups = frozenset(waits), whole_groups
         self.numbers, self.group = numbers, group
         self._written = [written[writer] for writer in self.waits]
         self.table: dict[Row, Any] = {}
         self.lease: dict[Row, int | None] = {}
-        """The number of the lease that holds a row; None once the task is done with it."""
+        """The lease number of a row; None once it is completed."""
         self.ready: dict[Any, Ordered] = {}
-        """For each table the rows that can be taken; where whole groups are, the first row of each complete group."""
+        """Ready rows by table; with whole groups, the first row of each complete group."""
         self.undone: Counter[Any] = Counter()
-        """For each table the rows that the task is not done with."""
+        """Rows by table that are not completed."""
         self._groups: dict[Any, dict[Row, bool]] = {}
-        """For each group its rows and which of them are ready."""
+        """The rows of each group, and the ready ones among them."""
         self._passed: Counter[Any] = Counter()
 
     def admit(self, rows: Sequence[Row], table: Any) -> None:
-        """Admit rows that no writer has written."""
+        """Admit rows without any columns."""
         self.table.update(dict.fromkeys(rows, table))
         self.undone[table] += len(rows)
         if self.whole_groups:
@@ -196,35 +196,35 @@ class Task:
             self._enter(rows)
 
     def write(self, rows: Iterable[Row]) -> None:
-        """Note that one of the awaited writers has written rows."""
+        """Record that one of the awaited writers has written rows."""
         self._enter([row for row in self._complete(rows) if row not in self.lease])
 
     def unwrite(self, rows: Iterable[Row]) -> None:
-        """Note that what one of the awaited writers wrote was lost. The holder of a row keeps it."""
+        """Record the loss of an awaited writer's columns. The holder of a row keeps it."""
         self._withdraw([row for row in rows if row not in self.lease])
 
     def finish(self, rows: Iterable[Row]) -> None:
-        """Note that the task is done with rows, some of which it may leave out without taking them."""
+        """Record completed rows; a task may also skip rows without taking them."""
         rows = list(rows)
         self._withdraw([row for row in rows if row not in self.lease])
         self.lease.update(dict.fromkeys(rows))
         self.undone.subtract(map(self.table.__getitem__, rows))
 
     def give_back(self, rows: Iterable[Row]) -> None:
-        """Make rows that were held free again."""
+        """Make leased rows available again."""
         rows = list(rows)
         for row in rows:
             del self.lease[row]
         self._enter(self._complete(rows))
 
     def reopen(self, rows: Iterable[Row]) -> None:
-        """Let those of the rows be done again that are done: what the task wrote for them was lost."""
+        """Repeat completed rows among these: what the task wrote for them was lost."""
         done = [row for row in rows if self.lease.get(row, 0) is None]
         self.undone.update(map(self.table.__getitem__, done))
         self.give_back(done)
 
     def move(self, rows: Iterable[Row], table: Any) -> None:
-        """Put rows into another table; those that are done stay done there."""
+        """Move rows to another table; completed ones stay completed."""
         rows = [row for row in rows if self.table[row] != table]
         left = [self.table[row] for row in rows if self.lease.get(row, 0) is not None]
         self.undone.subtract(left)
@@ -235,7 +235,7 @@ class Task:
         self._enter(ready)
 
     def forget(self, rows: Sequence[Row]) -> None:
-        """Let rows leave."""
+        """Remove rows."""
         left = [self.table[row] for row in rows if self.lease.get(row, 0) is not None]
         self.undone.subtract(left)
         self._withdraw(rows)
@@ -254,9 +254,9 @@ class Task:
                 del self.undone[table]
 
     def take(self, table: Any, most: int, ranks: int, sampler: Sampler, facts: Callable[[Row], Candidate]) -> list[Row]:
-        """Return the rows of a table that the sampler chooses: up to `most`, or where whole groups are taken at least one group.
+        """Return the rows of a table that the sampler chooses: up to `most`, or with whole groups at least one group.
 
-        They must be held at once: those that are taken in turn are not ready any more.
+        The caller must hold them at once: they are no longer ready.
         """
         ready = self.ready.get(table)
         if not ready:
@@ -277,7 +277,7 @@ class Task:
         return [row for first in rows for row in self._groups[self.group[first]]] if self.whole_groups else rows
 
     def hold(self, rows: Sequence[Row], number: int) -> None:
-        """Note the lease that holds some rows. Raises ValueError where one is not ready."""
+        """Record the lease of some rows. Raises ValueError if one is not ready."""
         if not self.are_free(rows):
             raise ValueError(f"a row of {list(rows)[:4]} is given for the second time, or before it is ready")
         self._withdraw(rows)
@@ -290,21 +290,21 @@ class Task:
             self.lease.update(zip(rows, numbers, strict=True))
 
     def are_free(self, rows: Sequence[Row]) -> bool:
-        """Return whether all of these rows, which are in work, can be taken."""
+        """Return True if all of these rows, which are in work, can be taken."""
         return self.lease.keys().isdisjoint(rows) and all(written.issuperset(rows) for written in self._written)
 
     def is_ready(self, table: Any, rows: int) -> bool:
-        """Return whether so many rows of a table can be taken; not for tasks that take whole groups."""
+        """Return True if this many rows of a table are ready; not for tasks that take whole groups."""
         return len(self.ready.get(table, ())) == rows
 
     def _complete(self, rows: Iterable[Row]) -> list[Row]:
-        """Return those of the rows that all awaited writers have written."""
+        """Return those rows that all awaited writers have written."""
         for written in self._written:
             rows = [row for row in rows if row in written]
         return list(rows)
 
     def _enter(self, rows: Sequence[Row]) -> None:
-        """Let rows be ready; where groups are taken, those groups that are complete by them."""
+        """Make rows ready; with whole groups, the groups that they complete."""
         if not self.whole_groups:
             self._add(rows)
             return
@@ -324,7 +324,7 @@ class Task:
             self.ready.setdefault(table, Ordered()).add(some, self.numbers)
 
     def _withdraw(self, rows: Sequence[Row]) -> None:
-        """Take rows out of what is ready; with them their whole groups where groups are taken."""
+        """Remove rows from the ready ones; with whole groups, their groups too."""
         if self.whole_groups:
             named: dict[Row, None] = {}
             for row in rows:
@@ -341,7 +341,7 @@ class Task:
 
 
 def by_value(rows: Sequence[Row], values: Mapping[Row, Any]) -> Iterable[tuple[Any, Sequence[Row]]]:
-    """Return rows by their value; mostly all have the same one."""
+    """Group rows by their value; mostly all have the same one."""
     found = set(map(values.__getitem__, rows))
     if len(found) <= 1:
         return [(value, rows) for value in found]
@@ -349,13 +349,13 @@ def by_value(rows: Sequence[Row], values: Mapping[Row, Any]) -> Iterable[tuple[A
 
 
 class Tasks:
-    """All tasks of a queue and the rows in work. A writer is a column, or whoever writes several columns at once."""
+    """All tasks of a queue and the rows in work. A writer is a column, or a name for several columns written at once."""
 
     def __init__(self, waits: Mapping[Any, Iterable[str]], whole_groups: Collection[Any] = ()) -> None:
-        """Make a task for each key of `waits`, which names the writers that it waits for."""
+        """Make a task for each key of `waits`; the values are the writers that it waits for."""
         self.leases = Leases()
         self.rows: dict[Row, int] = {}
-        """Each row in work with the number of its admission."""
+        """The admission number of each row in work."""
         self.group: dict[Row, Any] = {}
         self.written: defaultdict[str, set[Row]] = defaultdict(set)
         self.tasks = {
@@ -366,7 +366,7 @@ class Tasks:
         self._admitted = count()
 
     def admit(self, rows: Iterable[Row], group: Callable[[Row], Any], table: Any = 0) -> None:
-        """Admit rows to a table. Raises ValueError for one that is in work already."""
+        """Admit rows to a table. Raises ValueError for a row that is in work already."""
         rows = list(rows)
         if doubled := [row for row in rows if row in self.rows]:
             raise ValueError(f"row {doubled[0]} is admitted twice")
@@ -378,7 +378,7 @@ class Tasks:
             task.admit(rows, table)
 
     def write(self, writer: str, rows: Sequence[Row]) -> None:
-        """Note that rows are written. Raises ValueError where they were: columns do not change."""
+        """Record written rows. Raises ValueError for a second write: columns are immutable."""
         written = self.written[writer]
         if not written.isdisjoint(rows):
             doubled = next(row for row in rows if row in written)
@@ -389,7 +389,7 @@ class Tasks:
                 task.write(rows)
 
     def unwrite(self, writer: str, rows: Iterable[Row]) -> None:
-        """Note that what was written for rows was lost, and may be written again."""
+        """Record the loss of written columns, which may be written again."""
         rows = list(rows)
         for row in rows:
             self.written[writer].remove(row)
@@ -401,17 +401,17 @@ class Tasks:
         self, name: Any, holder: str, now: float, seconds: float, most: int,
         sampler: Sampler = FIRST_IN, ranks: int = 1, table: Any = None,
     ) -> Lease | None:  # fmt: skip
-        """Lease rows that are ready for a task, or None.
+        """Lease ready rows for a task, or return None.
 
         Args:
-            name: the task.
-            holder: who takes them.
-            now: the time in seconds, on whatever clock.
-            seconds: how long the holder keeps them without renewing.
-            most: rows at most; a task of whole groups gets one group at least.
-            sampler: which of the rows that are ready.
-            ranks: the processes that share them.
-            table: where to take from; None is the first table that has any.
+            name: Name of the task.
+            holder: Takes the rows.
+            now: Time in seconds, on any clock.
+            seconds: Duration of the lease without renewal.
+            most: Limit of rows; a task of whole groups gets at least one group.
+            sampler: Chooses among ready rows.
+            ranks: Processes that share the rows.
+            table: Table to take from; None is the first with ready rows.
         """
         task = self.tasks[name]
         if table is None:
@@ -421,7 +421,7 @@ class Tasks:
     def take_each(
         self, name: Any, holder: str, now: float, seconds: float, most: int, sampler: Sampler = FIRST_IN, table: Any = None,
     ) -> list[Lease]:  # fmt: skip
-        """Do as `take`, with a lease for each row; a sampler is asked for one row after the other."""
+        """Do as `take`, with a lease for each row; a sampler chooses one row after the other."""
         if sampler is not FIRST_IN:
             chosen = (self.take(name, holder, now, seconds, 1, sampler, 1, table) for _ in range(most))
             return [lease for lease in takewhile(lambda lease: lease is not None, chosen) if lease is not None]
@@ -434,7 +434,7 @@ class Tasks:
     def lease(
         self, name: Any, rows: Sequence[Row], holder: str, now: float, seconds: float, number: int | None = None
     ) -> Lease | None:
-        """Lease these rows, all of which must be ready, as `Leases.take` does; None where there are none."""
+        """Lease these rows, all of which must be ready, as `Leases.take` does; None without rows."""
         if not rows:
             return None
         lease = self.leases.take(name, holder, rows, now, seconds, number)
@@ -442,12 +442,12 @@ class Tasks:
         return lease
 
     def acknowledge(self, number: int, now: float) -> Lease:
-        """End a lease whose rows are done. Raises LeaseLost if it has expired or was given up."""
+        """End a lease with its rows completed. Raises LeaseLost if it has expired or was released."""
         self.leases.current(number, now)
         return self.acknowledge_all([number], now)[0][0]
 
     def acknowledge_all(self, numbers: Iterable[int], now: float) -> tuple[list[Lease], list[int]]:
-        """End leases whose rows are done; return them, and the numbers of those that were lost."""
+        """End leases with their rows completed; return them, and the numbers of lost ones."""
         done, lost, rows = list[Lease](), list[int](), defaultdict[Any, list[Row]](list)
         for number in numbers:
             lease = self.leases.held.get(number)
@@ -461,26 +461,26 @@ class Tasks:
         return done, lost
 
     def give_up(self, leases: Iterable[Lease]) -> list[Lease]:
-        """End leases whose rows are not done and free again; those."""
+        """End leases; their rows are available again."""
         ended = [self.leases.end(lease.number) for lease in list(leases)]
         for lease in ended:
             self.tasks[lease.task].give_back(lease.rows)
         return ended
 
     def skip(self, name: Any, rows: Iterable[Row]) -> None:
-        """Note that a task leaves rows out: it is done with them without taking them."""
+        """Skip rows in a task: they are completed without being taken."""
         self.tasks[name].finish(rows)
 
     def reopen(self, name: Any, rows: Iterable[Row]) -> None:
-        """Let those rows be done again that a task is done with: what it made of them was lost."""
+        """Repeat the completed rows of a task among these: what it wrote for them was lost."""
         self.tasks[name].reopen(rows)
 
     def move(self, name: Any, rows: Iterable[Row], table: Any) -> None:
-        """Put rows of one task into another table."""
+        """Move rows of one task to another table."""
         self.tasks[name].move(rows, table)
 
     def forget(self, rows: Iterable[Row]) -> list[Lease]:
-        """Let rows leave; leases that hold any of them are given up, with their other rows free again."""
+        """Remove rows; leases on any of them end, with their other rows available again."""
         gone = [row for row in dict.fromkeys(rows) if row in self.rows]
         held = {
             number for task in self.tasks.values() if task.lease for number in map(task.lease.get, gone) if number is not None

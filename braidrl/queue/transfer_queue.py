@@ -1,11 +1,11 @@
 """The transfer queue for any program: one process serves it, any number of others put columns and take rows.
 
-queue = TransferQueue.serve({"train": ["tokens", "reward"]})      # in one process; tell the others queue.address
-queue.put({"tokens": tokens, "reward": reward}, rows=[0, 1, 2])   # anybody; columns may come one by one, in any order
+queue = TransferQueue.serve({"train": ["tokens", "reward"]})      # in one process; pass queue.address to the others
+queue.put({"tokens": tokens, "reward": reward}, rows=[0, 1, 2])   # any process; columns may come one by one, in any order
 queue.finish()
 
-queue = TransferQueue.connect(address)                            # in another
-for batch in queue.stream("train", rows=32):                      # done with a batch when the next one is asked for
+queue = TransferQueue.connect(address)                            # in another process
+for batch in queue.stream("train", rows=32):                      # a batch is acknowledged by the request for the next one
     train(batch["tokens"], batch["reward"])
 """
 
@@ -35,25 +35,25 @@ from braidrl.queue.transport import Connection, QueueTimeout
 
 LOOPBACK = "127.0.0.1"
 ASK_AGAIN_S = 5.0
-"""How long one request for rows waits at the server; who waits longer asks again, and so is known to live."""
+"""Longest wait of one request for rows at the server; a longer wait repeats it, which serves as a heartbeat."""
 
 
 class QueueFull(TimeoutError):
-    """A put found no room within its limit; the text says who holds the rows that are in the way."""
+    """Raised by a put without room within its limit; the text names the holders of the blocking rows."""
 
 
 class TransferQueue:
-    """One process's view of a queue. May be used by several threads."""
+    """One process's view of a queue. Thread-safe."""
 
     def __init__(
         self, address: str, holder: str, directory: Mapping[str, Any], data: DataPlane, resources: ExitStack
     ) -> None:
-        """Hold a connection; use `serve` or `connect`.
+        """Store a connection; use `serve` or `connect`.
 
         Args:
-            address: Of the process that serves.
+            address: Address of the serving process.
             holder: This process's name at the queue.
-            directory: Where units and tasks are.
+            directory: Addresses of units and tasks.
             data: This process's view of payload.
             resources: Closed with this object.
         """
@@ -62,7 +62,7 @@ class TransferQueue:
         self._has_budget, self._resources = directory["budget"], resources
         self._clients: dict[str, Client] = {}
         self.service: Service | None = None
-        """The queue's processes, in the process that serves it."""
+        """The queue's processes, in the serving process."""
 
     @classmethod
     def serve(
@@ -70,20 +70,20 @@ class TransferQueue:
         budget_bytes: int | None = None, ip: str = LOOPBACK, storage: str = "shared_memory", units: int = 1,
         secret: str | None = None,
     ) -> "TransferQueue":  # fmt: skip
-        """Return a queue whose processes are started here, and end with this one.
+        """Start a queue; its processes end with this one.
 
         Args:
-            tasks: for each consuming task the columns that a row must have before it is given to it.
-            samplers: for each task the sampler by name, `module:function` or `path.py:function`; the oldest rows first by default.
-            lease_s: seconds without a sign of life after which a consumer's rows are given to another.
-            budget_bytes: payload that may lie in the queue; a put waits until there is room. None is as much as there is memory.
-            ip: the address to listen on; other machines reach any but the loopback.
-            storage: where payload lies: `shared_memory`, `file:/path` or `redis://host:port/0`.
-            units: storage units, which share the rows.
-            secret: what everybody must know who connects; all that travels is encrypted then. Needed off the loopback.
+            tasks: By consuming task the columns that a row needs before it is ready.
+            samplers: By task a sampler's name, `module:function` or `path.py:function`; the oldest rows first by default.
+            lease_s: Seconds without a heartbeat after which a consumer's rows go to another.
+            budget_bytes: Limit of payload in the queue; a put waits for room. None is no limit but memory.
+            ip: Address to listen on; other machines reach any but the loopback.
+            storage: Place of payload: `shared_memory`, `file:/path` or `redis://host:port/0`.
+            units: Number of storage units, which share the rows.
+            secret: Needed by every client, and encrypts all traffic. Required off the loopback.
 
         Raises:
-            UserError: a sampler or a storage that there is none of, or no secret where others can connect.
+            UserError: A sampler or storage is unknown, or the secret is missing on a public address.
         """
         chosen = dict(samplers or {})
         for name in chosen.values():
@@ -105,17 +105,17 @@ class TransferQueue:
     def connect(
         cls, address: str, name: str | None = None, ip: str = LOOPBACK, limit_s: float = 60.0, secret: str | None = None
     ) -> "TransferQueue":
-        """Return a queue that another process serves.
+        """Connect to a queue of another process.
 
         Args:
-            address: what the serving process's `address` says.
-            name: of this process, for messages; by default machine and process number.
-            ip: where others reach this machine, if it is not the server's.
-            limit_s: seconds to wait for an answer.
-            secret: the queue's, where it has one.
+            address: The serving process's `address`.
+            name: Name of this process in messages; by default machine and process number.
+            ip: Address of this machine for others, if it is not the server's.
+            limit_s: Seconds to wait for an answer.
+            secret: The queue's secret, if it has one.
 
         Raises:
-            QueueTimeout: no queue answers at the address, or it has another secret.
+            QueueTimeout: No queue answers at the address, or it has another secret.
         """
         holder = name or f"{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
         with ExitStack() as resources:
@@ -143,15 +143,15 @@ class TransferQueue:
         """Put columns of rows into the queue.
 
         Args:
-            columns: by name, each with a value for every row: numpy, torch, lists, or one TensorDict.
-            rows: their names, numbers or strings or tuples of these; a row is born with its first column.
-            table: which table rows that are new belong to, as a step or a source; tasks take from the first one that has rows.
-            groups: which group each row belongs to, for samplers that look at groups.
-            wait_s: seconds to wait for room.
+            columns: By name, each with a value for every row: numpy, torch, lists, or one TensorDict.
+            rows: Names of rows: numbers or strings or tuples of these. The first column of a row admits it.
+            table: Table of new rows, such as a step or a source; tasks take from the first one that has rows.
+            groups: Group of each row, for samplers of groups.
+            wait_s: Seconds to wait for room.
 
         Raises:
-            QueueFull: there was no room in time.
-            QueueError: a row has one of the columns already, or a process of the queue ends again and again.
+            QueueFull: There was no room in time.
+            QueueError: A row has one of the columns already, or a process of the queue ends repeatedly.
         """
         content = as_rows(columns)
         if len(content) != len(rows):
@@ -174,18 +174,18 @@ class TransferQueue:
         self, task: str, rows: int, *, columns: Sequence[str] | None = None, table: Any = None, ranks: int = 1,
         wait_s: float = 60.0,
     ) -> Batch | None:  # fmt: skip
-        """Return rows that are ready for a task, under a lease; None when no more will come.
+        """Return ready rows for a task, under a lease; None when no more will come.
 
         Args:
-            task: who consumes them.
-            rows: at most.
-            columns: those to read; by default what the task waits for.
-            table: where to take from; by default the first that has ready rows.
-            ranks: the processes that will share them, for samplers.
-            wait_s: seconds to wait for the first of them.
+            task: Name of the consuming task.
+            rows: Limit of rows.
+            columns: Columns to read; by default those that the task waits for.
+            table: Table to take from; by default the first with ready rows.
+            ranks: Processes that will share them, for samplers.
+            wait_s: Seconds to wait for the first row.
 
         Raises:
-            TimeoutError: nothing was ready in time.
+            TimeoutError: No row was ready in time.
         """
         client, until = self._client(task), time.monotonic() + wait_s
         while True:
@@ -200,14 +200,14 @@ class TransferQueue:
                 raise TimeoutError(f"no row was ready for task {task} within {wait_s:g} s")
 
     def done(self, batch: Batch, columns: Any = None) -> list[int]:
-        """Say that a batch's rows are done; those that every task is done with leave.
+        """Acknowledge a batch; rows that every task has completed are removed.
 
         Args:
-            batch: what `get` returned.
-            columns: further columns for these rows, as for `put`.
+            batch: A result of `get`.
+            columns: Further columns for these rows, as for `put`.
 
         Returns:
-            The leases that were lost: their rows are somebody else's by now, and what was written for them is not kept.
+            The lost leases: another consumer has their rows, and the columns written for them are discarded.
         """
         parts = []
         if columns is not None:
@@ -224,11 +224,11 @@ class TransferQueue:
         return lost
 
     def stream(self, task: str, rows: int, **options: Any) -> Iterator[Batch]:
-        """Yield batches until no more rows will come; each is done when the next is asked for.
+        """Yield batches until no more rows will come; the request for the next one acknowledges the previous.
 
         Args:
-            task: The task whose rows are wanted.
-            rows: Of a batch, at most.
+            task: Name of the consuming task.
+            rows: Limit of rows per batch.
             options: Further arguments of `get`.
         """
         while (batch := self.get(task, rows, **options)) is not None:
@@ -236,26 +236,26 @@ class TransferQueue:
             self.done(batch)
 
     def clear(self, rows: Sequence[Any] | None = None, table: Any = None) -> None:
-        """Let rows leave, done or not.
+        """Remove rows, completed or not.
 
         Args:
             rows: Their names; None is all.
-            table: The table whose rows leave; None is every table.
+            table: Table to remove from; None is every table.
         """
         for unit in range(len(self.units)):
             self._ask(unit, "clear", rows=None if rows is None else list(rows), table=table)
 
     def finish(self) -> None:
-        """Say that no more rows will come: whoever waits for some ends when those that are there are done."""
+        """Declare that no more rows will come: consumers end when the remaining rows are done."""
         for unit in range(len(self.units)):
             self._ask(unit, "finish")
 
     def renew(self) -> list[int]:
-        """Say that this process is alive and slow; return the leases that were lost nevertheless."""
+        """Send a heartbeat of this slow process; return the leases that were lost nevertheless."""
         return [lease for client in list(self._clients.values()) for lease in client.renew()]
 
     def usage(self) -> dict[str, Any]:
-        """Return bytes and rows in the queue, rows that each task is not done with, and who holds how many of them."""
+        """Return bytes and rows in the queue, remaining rows by task, and rows by holder."""
         units = [self._ask(unit, "usage") for unit in range(len(self.units))]
         tasks = {name: self._client(name).ask("usage")[0] for name in self.tasks}
         return {
@@ -265,7 +265,7 @@ class TransferQueue:
         }  # fmt: skip
 
     def lost(self) -> dict[Any, list[str]]:
-        """Return by row the columns whose payload is gone, with the machine or the file that held it; they may be put again."""
+        """Return by row the columns with lost payload, and the machine or file that held it; they may be put again."""
         units = [self._ask(unit, "usage") for unit in range(len(self.units))]
         return {row_name(row): columns for unit in units for row, columns in unit["lost"]}
 
@@ -307,7 +307,7 @@ class TransferQueue:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        """Around requests to the queue's processes: where one does not answer, the process that serves may know that it does not live."""
+        """Guard requests: if a process of the queue does not answer, the serving process may know why it cannot live."""
         try:
             yield
         except QueueTimeout:
@@ -315,19 +315,19 @@ class TransferQueue:
             raise
 
     def _shares(self, rows: Sequence[Any]) -> list[tuple[int, list[int]]]:
-        """Return each unit with the places of its rows."""
+        """Return each unit with the positions of its rows."""
         shares: dict[int, list[int]] = {}
         for place, row in enumerate(rows):
             shares.setdefault(home(row, len(self.units)), []).append(place)
         return list(shares.items())
 
     def _written(self, frames: Sequence[Frame], columns: Rows, rows: Sequence[Any]) -> dict[str, Any]:
-        """Put payload where others can read it; return what the queue is told of it."""
+        """Put payload into storage; return its description for the queue."""
         block = self.data.write(frames)
         return {"rows": rows, "places": None, "columns": list(columns), "block": block, "size": len(rows)}
 
     def _read(self, client: Client, work: WorkItem) -> Batch | None:
-        """Return the rows of a lease; None where their payload is gone, which the queue is told."""
+        """Return the rows of a lease; None if their payload is gone, which is reported to the queue."""
         names, leases = [row_name(row) for row in work.message["rows"]], [number for number, _ in work.leases]
         try:
             read = assembled(self.data, Rows({}), work.message["payload"], range(len(names)))
@@ -341,12 +341,12 @@ class TransferQueue:
 
 
 def chosen(values: Sequence[Any] | None, places: Sequence[int]) -> list[Any] | None:
-    """Return the values at some places, where there are any."""
+    """Return the values at some positions, or None without values."""
     return None if values is None else [values[place] for place in places]
 
 
 def described(usage: Mapping[str, Any]) -> str:
-    """Return in one line who keeps rows in the queue."""
+    """Describe in one line which holders keep rows in the queue."""
     held: dict[str, list[str]] = {}
     for task, holder, rows in usage["held"]:
         held.setdefault(task, []).append(f"{holder} holds {rows}")
@@ -359,6 +359,6 @@ def described(usage: Mapping[str, Any]) -> str:
 
 
 def node_name() -> str:
-    """Return what processes that share memory have in common: the machine since it was started."""
+    """Return a name shared by all processes that share memory: the machine since its boot."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{socket.gethostname()}-{boot.read_text().strip()[:8] if boot.exists() else ''}"

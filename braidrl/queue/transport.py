@@ -1,10 +1,10 @@
-"""The queue's sockets: a msgpack map, then raw frames; every request gets one answer, and is repeated until it has.
+"""The queue's sockets: a msgpack map, then raw frames; every request gets one answer, and is repeated until then.
 
            ┌───────────── request ────────────▶ handle ──▶ answer at once
-client ────┤    again after REPEAT_S, same number   └── Wait ──▶ parked until what it waits for has changed ──▶ answer
-           └◀──── {"waited": true} once it has waited as long as it said                          (requests.py)
+client ────┤    again after REPEAT_S, same number   └── Wait ──▶ parked until the awaited change ──▶ answer
+           └◀──── {"waited": true} after its own time limit                                   (requests.py)
 
-Nothing is unpickled. What is no request costs its sender the right to be read.
+Nothing is unpickled. A sender of malformed requests is no longer read.
 """
 
 import contextlib
@@ -25,39 +25,39 @@ from braidrl.data.frames import Frame
 from braidrl.queue.requests import Answer, Handler, Parking
 
 REPEAT_S = 1.0
-"""How long a request may be unanswered before it is sent again: its server may have been replaced."""
+"""Seconds before an unanswered request is repeated: its server may have been replaced."""
 FRAME_BYTES = 1 << 31
 """A server that answers with a larger frame loses the connection."""
 TICK_S = 0.1
-"""How late an expired lease or a reader's limit may be noticed."""
+"""Tolerance in seconds for expired leases and readers' limits."""
 REQUEST_BYTES = 1 << 28
-"""Whoever sends a larger frame loses the connection: requests name rows and say where payload lies, and hold none."""
+"""The sender of a larger frame loses the connection: requests name rows and locations of payload, and hold none."""
 REFUSED = 1024
-"""How many senders of malformed messages are remembered."""
+"""Number of senders of malformed messages to remember."""
 FRAMES = 4096
 """A message of more frames is malformed."""
 END_LIMIT_S = 10.0
-"""How long a server may take over the request that it is at when it is closed."""
+"""Seconds that a closing server may take for its current request."""
 AT_ONCE = 100
-"""How many requests are taken in before those that wait are looked at again."""
+"""Number of requests to read before parked ones are retried."""
 
 
 class QueueError(RuntimeError):
-    """The queue refused a request; the text is the queue's."""
+    """A refused request; the text is the queue's."""
 
 
 class QueueTimeout(TimeoutError):
-    """The queue did not answer."""
+    """Raised if the queue does not answer."""
 
 
 def pack(message: Mapping[str, Any]) -> bytes:
-    """Return a message as one frame."""
+    """Encode a message as one frame."""
     packed: bytes = msgpack.packb(dict(message))
     return packed
 
 
 def unpack(frame: Frame) -> dict[str, Any]:
-    """Return the message in a frame. Raises ValueError for bytes that are no map."""
+    """Decode the message in a frame. Raises ValueError for bytes that are no map."""
     message = msgpack.unpackb(frame, strict_map_key=False)
     if not isinstance(message, dict):
         raise ValueError(f"a message is a map, not {type(message).__name__}")
@@ -65,23 +65,23 @@ def unpack(frame: Frame) -> dict[str, Any]:
 
 
 def key_pair(secret: str) -> tuple[bytes, bytes]:
-    """Return the public and the private CURVE key of everybody who knows a secret."""
+    """Return the public and the private CURVE key derived from a secret."""
     private = z85.encode(blake2b(secret.encode(), digest_size=32, person=b"braid queue").digest())
     return zmq.curve_public(private), private
 
 
 def asking_socket(context: zmq.Context[Any], address: str, secret: str | None) -> zmq.Socket[Any]:
-    """Return a socket that is connected to a server, encrypted where there is a secret."""
+    """Return a socket that is connected to a server, encrypted with a secret."""
     socket = context.socket(zmq.DEALER)
-    # By this name a server knows a repeated request, also when it came over another connection.
+    # By this name a server recognizes a repeated request, also over another connection.
     socket.setsockopt(zmq.IDENTITY, b"c" + secrets.token_bytes(15))
     socket.setsockopt(zmq.LINGER, 0)
-    # What is told to a server that is gone must not block whoever tells it.
+    # Messages to a dead server must not block the sender.
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RECONNECT_IVL, 20)
     socket.setsockopt(zmq.MAXMSGSIZE, FRAME_BYTES)
     if secret is not None:
-        # The server's public key never travels in the clear: who has it has the secret.
+        # The server's public key never travels in the clear: knowing it proves knowledge of the secret.
         public, private = key_pair(secret)
         socket.curve_serverkey, socket.curve_publickey, socket.curve_secretkey = public, public, private
     socket.connect(address)
@@ -89,13 +89,13 @@ def asking_socket(context: zmq.Context[Any], address: str, secret: str | None) -
 
 
 def send(socket: zmq.Socket[Any], message: Sequence[Frame]) -> None:
-    """Send a message without waiting. Where no server can be spoken to, as one with another secret, it is dropped: it will be repeated."""
+    """Send a message without waiting. If the server is unreachable, or has another secret, it is dropped and repeated later."""
     with contextlib.suppress(zmq.Again):
         socket.send_multipart(message, zmq.NOBLOCK, copy=False)
 
 
 class Connection:
-    """One side of a conversation in which each request waits for its answer. For one thread at a time."""
+    """The client side of a conversation in which each request waits for its answer. For one thread at a time."""
 
     def __init__(self, address: str, limit_s: float, secret: str | None = None) -> None:
         self.address, self.limit_s = address, limit_s
@@ -104,16 +104,16 @@ class Connection:
         self._number = 0
 
     def ask(self, request: Mapping[str, Any], frames: Sequence[Frame] = (), wait_s: float = 0.0) -> Answer:
-        """Send a request, again when nothing comes, and return its answer.
+        """Send a request, repeat it if necessary, and return its answer.
 
         Args:
-            request: a map of plain values.
-            frames: raw bytes that go with it.
-            wait_s: how long the server may park it, in seconds, beyond the connection's own limit.
+            request: A map of plain values.
+            frames: Raw bytes of the request.
+            wait_s: Seconds that the server may park it, beyond the connection's own limit.
 
         Raises:
-            QueueError: the request was refused.
-            QueueTimeout: nothing came within the limits.
+            QueueError: The request was refused.
+            QueueTimeout: No answer arrived within the limits.
         """
         self._number += 1
         message, limit = [pack({**request, "number": self._number}), *frames], self.limit_s + wait_s
@@ -131,13 +131,13 @@ class Connection:
         while self._socket.poll(max(0, round((until - time.monotonic()) * 1000))):
             first, *rest = self._socket.recv_multipart(copy=False)
             answer = unpack(first.buffer)
-            # An answer to a request that was given up on, or the second one to a repeated request, is not this one's.
+            # The answer to an abandoned request, or the second one to a repeated request, belongs to an earlier call.
             if answer.pop("number") == self._number:
                 return answer, [frame.buffer for frame in rest]
         return None
 
     def tell(self, request: Mapping[str, Any]) -> None:
-        """Send a request whose answer nobody waits for."""
+        """Send a request without waiting for its answer."""
         while self._socket.poll(0):
             self._socket.recv_multipart(copy=False)
         self._number += 1
@@ -150,7 +150,7 @@ class Connection:
 
 
 class Connections:
-    """Connections to several servers, made when they are needed. For several threads: each that asks has one for itself meanwhile."""
+    """Connections to several servers, made on first use. Thread-safe: each thread has its own during a request."""
 
     def __init__(self, limit_s: float, secret: str | None = None) -> None:
         self.limit_s, self.secret = limit_s, secret
@@ -161,7 +161,7 @@ class Connections:
     def ask(
         self, address: str, request: Mapping[str, Any], frames: Sequence[Frame] = (), wait_s: float = 0.0
     ) -> Answer:
-        """Ask as `Connection.ask` does."""
+        """Do as `Connection.ask`."""
         try:
             connection = self._idle[address].pop()
         except IndexError:
@@ -172,14 +172,14 @@ class Connections:
             self._idle[address].append(connection)
 
     def tell(self, address: str, request: Mapping[str, Any]) -> None:
-        """Tell as `Connection.tell` does, in the order in which it is told."""
+        """Do as `Connection.tell`, in the order of calls."""
         with self._telling:
             if address not in self._told:
                 self._told[address] = Connection(address, self.limit_s, self.secret)
             self._told[address].tell(request)
 
     def close(self) -> None:
-        """Close all connections; nobody may be asking."""
+        """Close all connections; no request may be pending."""
         while self._told:
             self._told.popitem()[1].close()
         for idle in self._idle.values():
@@ -197,14 +197,14 @@ class QueueServer:
         """Serve from a thread.
 
         Args:
-            handle: answers a request, or says what it waits for.
-            tick: called several times a second.
-            address: where to listen.
-            secret: what everybody must know who connects; None is nothing.
-            remembers: keep answers for requests that are repeated; not where every request may be handled twice.
+            handle: Answers a request, or parks it.
+            tick: Called several times a second.
+            address: Address to listen on.
+            secret: Needed by every client; None for no secret.
+            remembers: Keep answers for repeated requests; not needed if every request may be handled twice.
 
         Raises:
-            zmq.ZMQError: the address cannot be bound.
+            zmq.ZMQError: The address cannot be bound.
         """
         self._tick, self.poller = tick, zmq.Poller()
         self._parking = Parking(handle, self._send, remembers)
@@ -223,39 +223,39 @@ class QueueServer:
         self._outside.connect("inproc://changed")
         self._outside_lock = threading.Lock()
         self._refused: OrderedDict[bytes, None] = OrderedDict()
-        """Senders of malformed messages, the last ones."""
+        """The last senders of malformed messages."""
         self._closing = False
         self.failure: str | None = None
         self._thread = threading.Thread(target=self._run, name="queue-server", daemon=True)
         self._thread.start()
 
     def begin(self) -> None:
-        """Called by the thread before it serves."""
+        """Prepare; called by the thread before it serves."""
 
     def receive(self, ready: dict[Any, int]) -> None:
-        """Called by the thread whenever something has come; `ready` are the sockets of `poller` that can be read."""
+        """Process incoming messages; called by the thread with the `ready` sockets of `poller`."""
 
     def end(self) -> None:
-        """Called by the thread before it ends."""
+        """Clean up; called by the thread before it ends."""
 
     def wake(self, key: Hashable) -> None:
-        """Have requests asked again that wait for a key; from the server's own thread."""
+        """Retry requests that wait for a key; for the server's own thread."""
         self._parking.wake(key)
 
     def changed(self) -> None:
-        """Have those asked again that wait for any change; for changes that came by other ways than a request."""
-        # Not waited for: the thread may have ended, or has more to read already than it needs to wake up.
+        """Retry requests that wait for any change; for changes that did not come by a request."""
+        # Without waiting: the thread may have ended, or has enough messages to wake it.
         with self._outside_lock, contextlib.suppress(zmq.Again):
             self._outside.send(b"", zmq.NOBLOCK)
 
     def join(self) -> None:
-        """Wait until the thread ends. Raises RuntimeError with its traceback where it has failed."""
+        """Wait until the thread ends. Raises RuntimeError with its traceback if it failed."""
         self._thread.join()
         if self.failure is not None:
             raise RuntimeError(self.failure)
 
     def close(self) -> None:
-        """End the thread and free the port. Raises QueueError where it does not end."""
+        """End the thread and free the port. Raises QueueError if it does not end."""
         self._closing = True
         self.changed()
         self._thread.join(END_LIMIT_S)
@@ -270,7 +270,7 @@ class QueueServer:
         try:
             self.begin()
             while not self._closing:
-                # What was woken by what was woken is looked at before anything else is waited for.
+                # Consequences of woken requests are handled before the next wait.
                 ready = dict(self.poller.poll(0 if self._parking.is_woken else round(TICK_S * 1000)))
                 while self._inside in ready and self._inside.poll(0):
                     self._inside.recv()
@@ -288,7 +288,7 @@ class QueueServer:
             self.end()
 
     def _take_in(self) -> None:
-        """Read what has come before those that wait are asked again, which may be many."""
+        """Read all incoming messages, which may be many, before parked requests are retried."""
         with contextlib.suppress(zmq.Again):
             for _ in range(AT_ONCE):
                 self._receive(self._router.recv_multipart(zmq.NOBLOCK, copy=False))
@@ -304,7 +304,7 @@ class QueueServer:
             if len(frames) > FRAMES or not isinstance(request["request"], str):
                 raise ValueError("no request")
         except (ValueError, TypeError, LookupError, RecursionError):
-            # Not from one of ours: it has no number to answer to, and nothing that it sends is read any more.
+            # Not one of our clients: it has no number to answer to, and its later messages are not read.
             self._refused[sender] = None
             if len(self._refused) > REFUSED:
                 self._refused.popitem(last=False)

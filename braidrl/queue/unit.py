@@ -1,10 +1,10 @@
-"""A storage unit: knows which columns of which rows lie where, and tells each task's controller of every change.
+"""A storage unit: knows the location of every column of its rows, and sends each task's controller every change.
 
-client ──put──▶ unit ──follow: born, written, left, lost──▶ a controller for each task ──done──▶ unit
-                  └── free: rows that every task is done with leave, and their memory with them
+client ──put──▶ unit ──follow: admitted, written, left, lost──▶ a controller for each task ──done──▶ unit
+                  └── free: rows that every task has completed, and their memory
 
-A change is a fact only when every controller has heard of it: until then who made it waits for the answer. So whoever of them is
-killed, the others know all that anybody was told. A unit that is started again asks the controllers what it held.
+A change is final only when every controller has read it: until then its sender waits for the answer. So after the kill of any one
+process, the others know everything that was answered. A restarted unit asks the controllers for its content.
 """
 
 import time
@@ -25,7 +25,7 @@ HEARD, ROOM, RECOVERED = "heard", "room", "recovered"
 
 @dataclass(slots=True)
 class RowState:
-    """A row in work: its table, its group, how long it is, and under which lease each task was done with it."""
+    """A row in work: its table, its group, its length, and the lease of each task that has completed it."""
 
     table: Any
     group: Any
@@ -34,7 +34,7 @@ class RowState:
 
 
 class StorageUnit:
-    """The rows of one unit. Everything is called by its server's thread."""
+    """The rows of one unit. Only its server's thread calls it."""
 
     def __init__(
         self, tasks: Collection[str], data: DataPlane, lease_s: float, budget_bytes: int | None, recovers: bool,
@@ -43,12 +43,12 @@ class StorageUnit:
         """Begin without rows.
 
         Args:
-            tasks: the names of all tasks.
-            data: frees what is not needed any more.
-            lease_s: seconds for which room is kept for a put that was announced.
-            budget_bytes: of payload in this unit; None is as much as there is memory.
-            recovers: it replaces one that was killed, and asks the controllers first.
-            clock: returns seconds.
+            tasks: Names of all tasks.
+            data: Frees blocks that are no longer needed.
+            lease_s: Seconds for which room is reserved for an announced put.
+            budget_bytes: Limit of payload in this unit; None is no limit but memory.
+            recovers: True for the replacement of a killed unit; it asks the controllers first.
+            clock: Returns seconds.
         """
         self.tasks, self.data, self.lease_s, self.budget_bytes = tuple(tasks), data, lease_s, budget_bytes
         self.clock = clock
@@ -56,25 +56,25 @@ class StorageUnit:
         self.table = Table()
         self.used_bytes = 0
         self.reserved: dict[str, tuple[int, float]] = {}
-        """For each holder that is about to put something its bytes, and until when they are kept free."""
+        """The reserved bytes of each holder that is about to put, and their deadline."""
         self.finished = False
         self.lost: dict[Row, list[str]] = {}
-        """Columns whose payload is gone, which whoever put them may put again."""
+        """Columns with lost payload, which may be put again."""
         self.life = 1
-        """How often it was started, as far as anybody knows; with the number of a change it says which of two views is newer."""
+        """Number of known starts; together with the number of a change it orders two views by age."""
         self.log = ChangeLog(self.tasks)
         self.closed: dict[str, dict[int, None]] = {task: {} for task in self.tasks}
-        """For each task the last leases that are done: a client that was not told asks for them again."""
+        """The last completed leases by task, for clients that repeat a request."""
         self.held: dict[str, Mapping[str, Any]] | None = {} if recovers else None
-        """What controllers say was here, as long as not all have said so."""
+        """Content reported by controllers, until all have reported."""
         self.server: Server
 
     def begin(self, server: Server) -> None:
-        """Note the server, which wakes who waits."""
+        """Store the server, which wakes parked requests."""
         self.server = server
 
     def handle(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
-        """Answer one request; all but controllers' wait while it is not known what was here."""
+        """Answer one request; during recovery all but controllers' requests wait."""
         if self.held is not None and request["request"] not in ("follow", "hold"):
             return Wait(RECOVERED, limited=False)
         return handler_of(self, request)(request, frames)
@@ -82,7 +82,7 @@ class StorageUnit:
     # Requests of clients
 
     def on_reserve(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
-        """Keep bytes free for a put that follows."""
+        """Reserve bytes for a put that follows."""
         now, size = self.clock(), request["bytes"]
         self.reserved = {name: kept for name, kept in self.reserved.items() if kept[1] > now}
         if self.budget_bytes is not None:
@@ -94,9 +94,9 @@ class StorageUnit:
         return {}, ()
 
     def on_put(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
-        """Note columns of rows, which are born with their first column. The same put again changes nothing.
+        """Record columns of rows; the first column of a row admits it. A repeated put changes nothing.
 
-        Refused with ValueError where a row has one of the columns already.
+        Refused with ValueError if a row has one of the columns already.
         """
         part = part_of(request)
         assert part.block is not None
@@ -112,14 +112,14 @@ class StorageUnit:
         return self._once_heard(part.block.name)
 
     def on_finish(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
-        """Note that no more rows will come."""
+        """Record that no more rows will come."""
         if not self.finished:
             self.finished = True
             self._note({"kind": "finished"}, "finish")
         return self._once_heard("finish")
 
     def on_clear(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
-        """Let rows leave, done or not: those named, those of a table, or all."""
+        """Remove rows, completed or not: the named ones, those of a table, or all."""
         chosen: Iterable[Row] = self.rows
         if request["rows"] is not None:
             chosen = [row for row in map(row_name, request["rows"]) if row in self.rows]
@@ -130,21 +130,21 @@ class StorageUnit:
         return self._once_heard("left")
 
     def on_missing(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
-        """Note that a reader did not find blocks: what was in them is lost, and is told by name."""
+        """Record blocks that a reader did not find: their columns are lost, and reported by name."""
         blocks = [Block(*block) for block in request["blocks"]]
-        # Another node's server is not asked, which may be gone with it.
+        # Another node's server is not asked: it may be gone with the blocks.
         gone = self.data.missing(blocks) | {block.name for block in blocks if block.host != self.data.host}
         self._lose([part for part in self._parts() if part.block and part.block.name in gone])
         return self._once_heard("lost")
 
     def on_usage(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Return bytes and rows in this unit, and the columns that were lost."""
+        """Return bytes and rows in this unit, and the lost columns."""
         return {"bytes": self.used_bytes, "rows": len(self.rows), "lost": list(self.lost.items())}, ()
 
     # Requests of controllers
 
     def on_follow(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
-        """Return all changes after those that a controller has heard; to one that knows another life of this unit, what is here."""
+        """Return all changes that a controller has not read; if it knows another life of this unit, the whole content."""
         task, since = request["task"], request["since"]
         if self.held is not None:
             return Wait(RECOVERED, limited=False) if task in self.held else ({"tell": True}, ())
@@ -158,7 +158,7 @@ class StorageUnit:
         return {"life": self.life, "heard": self.log.next, "changes": self.log.after(since)}, ()
 
     def on_done(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
-        """Note leases whose rows a task is done with, and what it wrote for them; rows that all tasks are done with leave."""
+        """Record the leases of rows that a task has completed, and its new columns; rows that all tasks have completed are removed."""
         task, through = request["task"], []
         for message in request["parts"]:
             part = part_of(message)
@@ -178,7 +178,7 @@ class StorageUnit:
         return self._once_heard("left", *(message["block"][2] for message in request["parts"]))
 
     def on_hold(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Note what a controller says was here; when all have said so, go on with it."""
+        """Record a controller's report on earlier content; resume when all controllers have reported."""
         if self.held is not None:
             self.held[request["task"]] = request
             if len(self.held) == len(self.tasks):
@@ -190,7 +190,7 @@ class StorageUnit:
     # Inside
 
     def _admit(self, part: StoredPart, message: Mapping[str, Any]) -> None:
-        """Let those rows be born that nobody has written; note lengths of all."""
+        """Admit new rows; record lengths of all."""
         for row, group, tokens in grouped_rows(list(part.rows), message):
             if row not in self.rows:
                 self.rows[row] = RowState(message["table"], group)
@@ -198,7 +198,7 @@ class StorageUnit:
                 self.rows[row].tokens = tokens
 
     def _store(self, part: StoredPart, new: Mapping[str, Any] | None = None) -> None:
-        """Note what was written for some rows, under the name of each column; with what is said of rows that may be new."""
+        """Record columns of some rows, under the name of each column, with the description of rows that may be new."""
         assert part.block is not None
         self.table.add(part, part.columns)
         self.used_bytes += part.block.size
@@ -214,11 +214,11 @@ class StorageUnit:
         for row in rows:
             del self.rows[row]
             self.lost.pop(row, None)
-        # Should this unit be killed now, whoever replaces it needs the blocks until it is told again.
+        # If this unit is killed now, its replacement needs the blocks until it is notified again.
         self._note({"kind": "left", "rows": rows}, "left", freed)
 
     def _lose(self, parts: Sequence[StoredPart]) -> None:
-        """Take columns off their rows; what a task wrote for rows it does again, anything else must be put again."""
+        """Remove lost columns; a task repeats the rows for which it wrote them, others must be put again."""
         for part in parts:
             assert part.block is not None
             for column in part.columns:
@@ -234,13 +234,13 @@ class StorageUnit:
             self._note({"kind": "lost", "rows": list(part.rows), "columns": part.columns, "by": part.writer}, "lost")
 
     def _note(self, change: dict[str, Any], name: str, leaving: Sequence[Block] = ()) -> None:
-        """Add a change to the log, and tell the controllers."""
+        """Add a change to the log, and notify the controllers."""
         self.log.note(change, name, leaving)
         for task in self.tasks:
             self.server.wake(("follow", task))
 
     def _once_heard(self, *names: str) -> Answer | Wait:
-        """Answer when every controller has heard what is noted under these names."""
+        """Answer when every controller has read the changes under these names."""
         return ({}, ()) if self.log.is_heard(*names) else Wait(HEARD, limited=False)
 
     def _free(self, blocks: Sequence[Block]) -> None:
@@ -257,7 +257,7 @@ class StorageUnit:
         return list({part: None for parts in self.table.parts.values() for part in parts.values()})
 
     def _everything(self, task: str) -> dict[str, Any]:
-        """Return what a controller has to know that knows nothing of this unit."""
+        """Return the whole content for a controller that knows nothing of this unit."""
         done = [[state.done[task], row] for row, state in self.rows.items() if task in state.done]
         tables: dict[Any, list[Row]] = {}
         for row, state in self.rows.items():
@@ -274,9 +274,9 @@ class StorageUnit:
         }  # fmt: skip
 
     def _recover(self, held: Mapping[str, Mapping[str, Any]]) -> None:
-        """Go on with what the controller knows that has heard most, and what each says that its task is done with.
+        """Restore the content of the most advanced controller, and each controller's completed rows.
 
-        Of what has no payload any more, say so.
+        Columns without payload are reported as lost.
         """
         newest = max(held.values(), key=lambda told: (told["life"], told["heard"]))
         self.life = newest["life"] + 1
@@ -291,14 +291,14 @@ class StorageUnit:
             for number, row in told["done"]:
                 if (state := self.rows.get(row_name(row))) is not None:
                     state.done[task] = number
-            # What was not confirmed and is not here any more was done.
+            # Rows that are unconfirmed and no longer here are done.
             gone = [number for number, rows in told["closing"] if not self.rows.keys() & {*map(row_name, rows)}]
             for number in (*told["closed"], *gone):
                 remember(self.closed[task], number, CLOSED)
             parts = [part_of(change) for change in told["changes"] if change["kind"] == "written"]
             blocks = [part.block for part in parts if part.block and not self._is_known(part)]
             self.data.free([*blocks, *(Block(*block) for block in told["freed"])])
-        # Only now: a controller that has not heard that a block is gone has it freed above.
+        # Only now: a controller that has not read of a block's removal has it freed above.
         for name in chain.from_iterable(told["gone"] for told in held.values()):
             remember(self.log.gone, name, GONE)
         here = {part.block.name: part for part in self._parts() if part.block}
