@@ -153,7 +153,7 @@ class FrozenWatch(AbstractContextManager["FrozenWatch"]):
         self.silence_s, self.say, self.folder = silence_s, say, folder
         self.killed: list[str] = []
         self._since: dict[int, float] = {}
-        self._told = False
+        self._reported = False
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="frozen", daemon=True)
         self._thread.start()
@@ -189,9 +189,9 @@ class FrozenWatch(AbstractContextManager["FrozenWatch"]):
         """Report a stall of this process's own work once; no other process watches it."""
         stall = WORK.stalled()
         if stall is None or stall.seconds < self.silence_s:
-            self._told = stall is not None and self._told
-        elif not self._told:
-            self._told = True
+            self._reported = stall is not None and self._reported
+        elif not self._reported:
+            self._reported = True
             where = ""
             if self.folder is not None:
                 path = stack_file(self.folder, stall.name, os.getpid())

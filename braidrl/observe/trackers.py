@@ -105,16 +105,16 @@ class Trackers:
             say: Prints a line.
             must_open: Raise UserError if a tracker cannot be opened, instead of printing a line.
         """
-        self._say, self._told = say, set[str]()
+        self._say, self._reported = say, set[str]()
         self._open: list[tuple[TrackerConfig, Tracker]] = []
         for one in chosen:
-            with self._errors_raised(one.name) if must_open else self._errors_told(one.name):
+            with self._errors_raised(one.name) if must_open else self._errors_printed(one.name):
                 self._open.append((one, TRACKERS.find(one.name)(run, **one.params)))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Pass a step's metrics to every tracker."""
         for one, tracker in self._open:
-            with self._errors_told(one.name):
+            with self._errors_printed(one.name):
                 tracker.write(step, metrics)
 
     def write_samples(self, step: int, read: Callable[[], Samples]) -> None:
@@ -122,7 +122,7 @@ class Trackers:
         samples: Samples | None = None
         for one, tracker in self._open:
             if one.samples_every and step % one.samples_every == 0 and isinstance(tracker, TakesSamples):
-                with self._errors_told(one.name):
+                with self._errors_printed(one.name):
                     samples = read() if samples is None else samples
                     if samples:
                         tracker.write_samples(step, samples)
@@ -131,13 +131,13 @@ class Trackers:
         """Pass the report to every tracker that keeps it."""
         for one, tracker in self._open:
             if isinstance(tracker, TakesReport):
-                with self._errors_told(one.name):
+                with self._errors_printed(one.name):
                     tracker.write_report(report)
 
     def close(self) -> None:
         """Close every tracker."""
         for one, tracker in self._open:
-            with self._errors_told(one.name):
+            with self._errors_printed(one.name):
                 tracker.close()
 
     @contextmanager
@@ -152,12 +152,12 @@ class Trackers:
             ) from error
 
     @contextmanager
-    def _errors_told(self, name: str) -> Iterator[None]:
+    def _errors_printed(self, name: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            if name not in self._told:
-                self._told.add(name)
+            if name not in self._reported:
+                self._reported.add(name)
                 what = " ".join(f"{type(error).__name__}: {error}".split())
                 self._say(f"tracker {name}: {what}; the run goes on, and metrics.jsonl has every number")
 

@@ -198,7 +198,7 @@ class Streaming:
             # A row that needs more seconds than an iteration allows is suspended (partial rollout).
             before, limit = self.drawn.get(lease.rows[0], 0.0), self.work.seconds_per_iteration
             shares = [shares[0] - before]
-            if shares[0] > limit and self.schedule.may_set_aside(lease):
+            if shares[0] > limit and self.schedule.may_suspend(lease):
                 shares, drawn = [limit], before + limit
         fate, seconds = self.work.fate(lease.number), max(shares) + self._until_begun(worker)
         late = self.work.lease_seconds if fate == "late" else 0.0
@@ -261,7 +261,7 @@ class Streaming:
                 reasons = {group: self.work.verdict(group) if decides else None for group in groups}
                 self.schedule.select(lease.number, self.clock.now, reasons)
             elif work.drawn is not None:
-                self.schedule.set_aside(lease.number, self.clock.now, work.version or 0)
+                self.schedule.suspend(lease.number, self.clock.now, work.version or 0)
                 self.drawn[lease.rows[0]] = work.drawn
             else:
                 self.schedule.acknowledge(lease.number, self.clock.now, work.version)

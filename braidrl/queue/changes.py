@@ -93,7 +93,7 @@ def grouped_rows(rows: Sequence[Row], message: Mapping[str, Any]) -> Iterable[tu
     return zip(rows, groups, message["lengths"] or [0] * len(rows), strict=True)
 
 
-def born(table: Any, rows: Sequence[Row], groups: Sequence[Any], lengths: Sequence[int]) -> dict[str, Any]:
+def admitted(table: Any, rows: Sequence[Row], groups: Sequence[Any], lengths: Sequence[int]) -> dict[str, Any]:
     """Return the change for newly admitted rows of one table."""
     return {"kind": "born", "rows": rows, "table": table, "groups": groups, "lengths": lengths}
 

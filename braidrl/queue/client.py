@@ -95,7 +95,7 @@ class Client:
             held=sorted(self.held), **fields,
         )  # fmt: skip
         lost = tuple(answer.get("lost", ()))
-        self.let_go(lost)
+        self.forget_leases(lost)
         kind = "wait" if answer.get("waited") else answer["kind"]
         if kind == "rows":
             self.held.update((number, answer.get("rows", ())) for number, _ in answer["leases"])
@@ -138,14 +138,14 @@ class Client:
             return []
         self._renewed = time.monotonic()
         lost = list(self.ask("renew", held=sorted(self.held))[0]["lost"])
-        self.let_go(lost)
+        self.forget_leases(lost)
         return lost
 
     def close(self) -> None:
         """Close all connections."""
         self.data.close()
 
-    def let_go(self, leases: Iterable[int]) -> None:
+    def forget_leases(self, leases: Iterable[int]) -> None:
         """Forget completed or lost leases."""
         for number in leases:
             self.held.pop(number, None)
@@ -155,7 +155,7 @@ class Client:
         frames: Sequence[Frame],
     ) -> list[int]:  # fmt: skip
         answer, _ = self.ask("done", frames, stage=stage, leases=list(leases), report=dict(report), **content)
-        self.let_go(leases)
+        self.forget_leases(leases)
         return list(answer["lost"])
 
 

@@ -120,7 +120,7 @@ class HeldBlocks:
         """Add a reference to each block."""
         self._counts.update(blocks)
 
-    def let_go(self, blocks: Iterable[Block]) -> list[Block]:
+    def release(self, blocks: Iterable[Block]) -> list[Block]:
         """Remove a reference from each block; return those that are now free."""
         freed = []
         for block in blocks:
@@ -142,7 +142,7 @@ class HeldBlocks:
         """Return the blocks freed since the objects of `hold_for` were deleted."""
         found: list[Block] = []
         while self._dropped:
-            found += self.let_go(self._dropped.popleft())
+            found += self.release(self._dropped.popleft())
         return found
 
 
@@ -226,7 +226,7 @@ class Table:
         for uid, part in places:
             del part.rows[uid]
             if not part.rows and part.block is not None:
-                freed += self.held.let_go([part.block])
+                freed += self.held.release([part.block])
         return freed
 
     def _writers_of(self, uids: Sequence[Row], writers: Sequence[str]) -> list[str]:

@@ -225,7 +225,7 @@ class TaskController(QueueController):
         if kind == "written":
             self.rows.write(number, change)
         elif kind == "born":
-            self.rows.bear(number, [row_name(row) for row in change["rows"]], change)
+            self.rows.admit(number, [row_name(row) for row in change["rows"]], change)
         elif kind == "left":
             freed = self.rows.leave([row_name(row) for row in change["rows"]])
             unit.freed += freed
@@ -254,9 +254,9 @@ class TaskController(QueueController):
         if unit.telling is None and unit.done:
             request = {"request": "done", "task": self.name, "done": unit.done, "parts": unit.parts}
             unit.telling, unit.done, unit.parts = tuple(lease for lease, _ in unit.done), [], []
-            self.server.calls.ask(("tell", number), unit.address, request, (), partial(self._told, number))
+            self.server.calls.ask(("tell", number), unit.address, request, (), partial(self._reported, number))
 
-    def _told(self, number: int, answer: dict[str, Any]) -> None:
+    def _reported(self, number: int, answer: dict[str, Any]) -> None:
         if "error" in answer:
             raise RuntimeError(f"{self.units[number].address}: {answer['error']}")
         for lease in self.units[number].telling or ():

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
-from braidrl.queue.changes import born, grouped_rows, part_of, written
+from braidrl.queue.changes import admitted, grouped_rows, part_of, written
 from braidrl.queue.samplers import Candidate
 from braidrl.queue.table import Block, Row, Table, row_name
 from braidrl.queue.tasks import Tasks
@@ -27,7 +27,7 @@ class TaskRows:
         self.done_by: dict[Row, int] = {}
         """The lease of each completed row in work."""
 
-    def bear(self, number: int, rows: Sequence[Row], change: Mapping[str, Any]) -> None:
+    def admit(self, number: int, rows: Sequence[Row], change: Mapping[str, Any]) -> None:
         """Admit those rows of a unit that are new."""
         groups = {}
         for row, group, tokens in grouped_rows(rows, change):
@@ -43,7 +43,7 @@ class TaskRows:
         """Record columns of rows of a unit."""
         part = part_of(change)
         if "table" in change:
-            self.bear(number, list(part.rows), change)
+            self.admit(number, list(part.rows), change)
         known = self.table.parts.get(part.columns[0], {})
         part.rows = {row: place for row, place in part.rows.items() if row in self.tasks.rows and row not in known}
         if part.rows:
@@ -111,7 +111,7 @@ class TaskRows:
         for row in rows:
             tables.setdefault(self.task.table[row][0], []).append(row)
         changes = [
-            born(table, many, [self.task.group[row] for row in many], [self.tokens.get(row, 0) for row in many])
+            admitted(table, many, [self.task.group[row] for row in many], [self.tokens.get(row, 0) for row in many])
             for table, many in tables.items()
         ]
         parts = {part: None for parts in self.table.parts.values() for row, part in parts.items() if row in mine}

@@ -218,7 +218,7 @@ class TransferQueue:
         client = self._client(batch.task)
         with self._explained():
             lost: list[int] = client.ask("done", leases=batch.leases, parts=parts)[0]["lost"]
-        client.let_go(batch.leases)
+        client.forget_leases(batch.leases)
         if lost:
             self.data.free([part["block"] for part in parts])
         return lost
@@ -335,7 +335,7 @@ class TransferQueue:
             for unit in range(len(self.units)):
                 self._ask(unit, "missing", blocks=[piece["block"] for piece in work.message["payload"]])
             client.ask("give_back", leases=leases)
-            client.let_go(leases)
+            client.forget_leases(leases)
             return None
         return Batch(names, read, work.stage, leases)
 
@@ -351,7 +351,7 @@ def described(usage: Mapping[str, Any]) -> str:
     for task, holder, rows in usage["held"]:
         held.setdefault(task, []).append(f"{holder} holds {rows}")
     tasks = [
-        f"task {task} has {left} rows to do ({', '.join(held.get(task, ['nobody holds any']))})"
+        f"task {task} has {left} rows to do ({', '.join(held.get(task, ['no holder']))})"
         for task, left in usage["undone"].items()
         if left
     ]

@@ -15,7 +15,7 @@ from typing import Any
 
 from braidrl.data.frames import Frame
 from braidrl.queue.calls import Server
-from braidrl.queue.changes import CLOSED, GONE, ChangeLog, born, grouped_rows, part_of, remember, written
+from braidrl.queue.changes import CLOSED, GONE, ChangeLog, admitted, grouped_rows, part_of, remember, written
 from braidrl.queue.requests import Answer, Wait, handler_of
 from braidrl.queue.storage import DataPlane
 from braidrl.queue.table import Block, Row, StoredPart, Table, row_name
@@ -263,7 +263,7 @@ class StorageUnit:
         for row, state in self.rows.items():
             tables.setdefault(state.table, []).append(row)
         changes = [
-            born(table, rows, [self.rows[row].group for row in rows], [self.rows[row].tokens for row in rows])
+            admitted(table, rows, [self.rows[row].group for row in rows], [self.rows[row].tokens for row in rows])
             for table, rows in tables.items()
         ]
         changes += map(written, self._parts())

@@ -156,9 +156,7 @@ class SerialController(Generic[T]):
                 elif stage.kind is Kind.SELECT:
                     reasons |= self.backend.select(stage, table)
                 elif stage.kind is Kind.GENERATE and self.config.rollout.tokens_per_iteration is not None:
-                    table = self.set_aside(
-                        self.backend.run(to_the_end(stage) if ends else stage, table, iteration, sums)
-                    )
+                    table = self.suspend(self.backend.run(to_the_end(stage) if ends else stage, table, iteration, sums))
                 else:
                     table = self.backend.run(stage, table, iteration, sums)
         index = self.backend.index(table) if table is not None else None
@@ -185,7 +183,7 @@ class SerialController(Generic[T]):
             tables.append(table)
         return self.backend.cat(tables) if len(tables) > 1 else tables[0]
 
-    def set_aside(self, table: T) -> T | None:
+    def suspend(self, table: T) -> T | None:
         """Keep groups with a suspended response for later, and return the rows of the others; None if there are none."""
         index = self.backend.index(table)
         ended = (index["finish_reason"] != FinishReason.ABORT).tolist()

@@ -137,7 +137,7 @@ def check_partial_responses(config: Config, flow: Flow) -> None:
     if rollout.tokens_per_iteration is None:
         if rollout.repeated_tokens is not None:
             raise UserError(
-                "rollout.repeated_tokens ends responses where they would be set aside; write rollout.tokens_per_iteration too"
+                "rollout.repeated_tokens ends responses where they would be suspended; write rollout.tokens_per_iteration too"
             )
         return
     given = f"rollout.tokens_per_iteration={rollout.tokens_per_iteration}"

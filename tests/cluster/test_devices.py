@@ -71,13 +71,11 @@ def test_every_process_gets_a_device_of_its_own(devices: int) -> None:
         (8, Devices((0, 1, 2, 3, 4), ((1, 2), (3, 4)))),
     ],
 )
-def test_engines_of_two_processes_get_two_and_share_with_the_trainer_only_where_they_have_to(
-    devices: int, table: Devices
-) -> None:
+def test_engines_share_trainer_devices_only_if_devices_are_short(devices: int, table: Devices) -> None:
     assert assign_devices([ENGINES], devices) == {"actor-0": table}
 
 
-def test_more_processes_than_devices_are_refused_with_both_numbers_and_the_setting() -> None:
+def test_too_few_devices_error_names_both_numbers_and_setting() -> None:
     with pytest.raises(UserError, match=r"need 4 CUDA devices \(actor: 4\) and this machine has 2; lower `workers`"):
         assign_devices([ENGINES], 2)
 
@@ -113,7 +111,7 @@ def test_a_rank_of_torchrun_takes_its_share_of_its_nodes_devices(monkeypatch: py
         own_devices(2)
 
 
-def test_a_process_sees_its_devices_by_the_names_that_its_starter_sees_them_by(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_sees_devices_under_its_parents_names(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = ProcessSpec("engine", "module:function", devices=(1, 2), threads=3)
     told = environment_of(spec, {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c", "OMP_NUM_THREADS": "8"})
     assert told == {"CUDA_VISIBLE_DEVICES": "GPU-b,GPU-c", "OMP_NUM_THREADS": "3"}

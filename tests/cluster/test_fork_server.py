@@ -47,7 +47,7 @@ def test_copies_have_what_the_command_imported_and_not_what_it_opened() -> None:
     assert copy["collects"] and copy["next"]["collects"], "a fresh server looks for no garbage, its copies do"
 
 
-def test_the_fork_server_of_a_copy_that_starts_engines_is_a_copy_too() -> None:
+def test_copy_that_starts_engines_forks_its_own_server() -> None:
     _, _, copy = run(engines=1)
     assert (copy["next"]["modules"], copy["next"]["holds"]) == (["told_apart", "json.tool"], False)
 

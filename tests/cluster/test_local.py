@@ -54,7 +54,7 @@ def test_a_process_whose_starter_hangs_up_cleans_up_and_ends(start: Start, tmp_p
     assert (tmp_path / "note").read_text() == "alone"
 
 
-def test_a_process_that_lives_and_does_not_come_further_is_named_with_its_stack(tmp_path: Path) -> None:
+def test_stalled_process_is_named_with_its_stack(tmp_path: Path) -> None:
     process = from_server(spec("stall"))
     wait_until(lambda: process.outcome is None and process.stall is not None and process.stall.seconds > 0.5)
     assert process.end_if_silent(0.5, tmp_path)
@@ -76,7 +76,7 @@ def test_what_a_fresh_process_has_started_is_killed_with_it(tmp_path: Path) -> N
     process.close()
 
 
-def test_groups_of_some_ranks_wait_as_long_as_the_group_of_all() -> None:
+def test_subgroups_inherit_time_limit_of_global_group() -> None:
     assert run_ranks("tests.cluster.ranks:limits", {}, 2, 123.0) == [123.0] * 5
 
 

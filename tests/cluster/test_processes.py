@@ -61,7 +61,7 @@ def test_ranks_gather_exchange_and_share() -> None:
         ("astray", WorkerError, ["came to another meeting"]),
     ],
 )
-def test_a_rank_that_fails_ends_all_and_its_own_words_are_what_is_seen(
+def test_failing_rank_ends_all_and_its_error_is_shown(
     tmp_path: Path, how: str, error: type[Exception], words: list[str]
 ) -> None:
     with pytest.raises(error) as caught:
@@ -75,7 +75,7 @@ def test_a_rank_that_fails_ends_all_and_its_own_words_are_what_is_seen(
     assert_gone(tmp_path)
 
 
-def test_a_librarys_collective_that_fails_says_who_was_missing_and_other_errors_pass() -> None:
+def test_failed_library_collective_names_missing_ranks_other_errors_pass() -> None:
     store = dist.HashStore()
     World(1, 2, None, store).at("step 3, reward.verify")
     world = World(0, 2, None, store)

@@ -168,7 +168,7 @@ def test_ctrl_c_saves_and_leaves_no_process_and_no_port(workshop: Workshop, mark
     assert {span.stage for span in spans} >= {"actor.generate", "reward.verify", "reference.log_probs", "actor.update"}
 
 
-def test_a_killed_worker_ends_the_run_and_leaves_no_process_and_no_port(workshop: Workshop, mark: str) -> None:
+def test_killed_worker_ends_run_without_leaving_process_or_port(workshop: Workshop, mark: str) -> None:
     process = start(workshop, 2)
     wait_for_steps(workshop.folder / "run", 1, process, STARTED)
     sockets = listening(marked(mark))

@@ -20,9 +20,7 @@ commands.main()
     ("own", "policy"),
     [({}, "PASSIVE"), ({"OMP_WAIT_POLICY": "active"}, "active"), ({"GOMP_SPINCOUNT": "1000"}, "None")],
 )
-def test_threads_of_a_command_sleep_at_barriers_unless_the_user_says_otherwise(
-    own: dict[str, str], policy: str
-) -> None:
+def test_threads_sleep_at_barriers_unless_user_sets_wait_policy(own: dict[str, str], policy: str) -> None:
     rest = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_WAIT", "GOMP_", "KMP_"))}
     done = subprocess.run(
         [sys.executable, "-c", WAITS], capture_output=True, text=True, env={**rest, **own}, check=True

@@ -110,7 +110,7 @@ def test_hybrid_evaluates_and_replays_as_eager_does(workshop: Workshop, warm_clu
 
 
 @pytest.mark.parametrize("runtime", ["hybrid", "eager"])
-def test_a_run_stopped_under_hybrid_goes_on_under_either_as_if_nothing_had_happened(
+def test_hybrid_run_resumes_exactly_under_either_runtime(
     workshop: Workshop, reference: Reference, warm_cluster: WarmCluster, runtime: str
 ) -> None:
     flow = FLOWS["dapo with surplus"]

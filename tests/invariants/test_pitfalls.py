@@ -45,7 +45,7 @@ def worker_of(folder: Path) -> DecoderWorker:
 
 
 @pytest.mark.parametrize("aggregate", ["token-mean", "seq-mean-token-sum", "seq-mean-token-mean"])
-def test_a_mean_is_over_the_global_count_and_not_over_the_means_of_its_parts(aggregate: str, folder: Path) -> None:
+def test_mean_divides_by_global_count(aggregate: str, folder: Path) -> None:
     rows, worker = random_rows(6), worker_of(folder)
     objective = Objective.of("actor", {"loss": "sft", "aggregate": aggregate})
     log_probs = worker.forward("log_probs", rows)
@@ -62,13 +62,13 @@ def test_a_mean_is_over_the_global_count_and_not_over_the_means_of_its_parts(agg
         assert fmean(-float(part.values.mean()) for part in local) != pytest.approx(float(per_row.mean()), rel=1e-3)
 
 
-def test_a_loss_that_is_a_mean_over_the_row_does_not_bypass_the_aggregation() -> None:
+def test_row_mean_loss_uses_configured_aggregation() -> None:
     for name in ("gmpo", "gspo"):
         with pytest.raises(UserError, match=f"{name} is defined for aggregate seq-mean-token-mean, not token-mean"):
             actor.update(loss={"name": name}, aggregate="token-mean")
 
 
-def test_the_baseline_of_remax_is_greedy_and_a_misspelt_switch_is_refused(folder: Path) -> None:
+def test_remax_baseline_is_greedy_and_unknown_switch_is_refused(folder: Path) -> None:
     stage = load_flow("remax")["actor.generate.greedy"]
     assert sampling_of(stage, make_config(folder, "remax", rollout__temperature=1.5)).takes_likeliest
     with pytest.raises(UserError, match=r"has no parameter 'greddy'\. Did you mean 'greedy'"):
@@ -76,7 +76,7 @@ def test_the_baseline_of_remax_is_greedy_and_a_misspelt_switch_is_refused(folder
 
 
 @pytest.mark.parametrize("name", list(registry.divergences))
-def test_every_kl_variant_that_can_be_named_works_in_the_loss_and_in_the_reward(name: str, folder: Path) -> None:
+def test_every_kl_variant_works_in_loss_and_reward(name: str, folder: Path) -> None:
     rows, worker = random_rows(3), worker_of(folder)
     log_probs = worker.forward("log_probs", rows)
     rows = rows.with_columns(
@@ -123,7 +123,7 @@ def test_a_column_that_nobody_has_heard_of_travels() -> None:
     assert there["odd"].tolist() == [[1.5], []] and there["note"].values == ({"a": 1}, None)
 
 
-def test_identities_never_restart_and_a_batch_is_full_though_groups_are_filtered(folder: Path) -> None:
+def test_group_numbers_never_restart_and_filtered_batches_are_full(folder: Path) -> None:
     algorithm = {"overlong_cache": 0}
     run = train(make_config(folder, "dapo", algorithm=algorithm, trainer__steps=3, output=str(folder / "runs")))
     seen: set[tuple[int, int, int]] = set()
@@ -139,7 +139,7 @@ def test_identities_never_restart_and_a_batch_is_full_though_groups_are_filtered
         assert line["rows/generated"] == 16 + 4 * sum(dropped.values())
 
 
-def test_the_reward_stands_at_the_end_of_the_row_and_not_of_each_of_its_sequences() -> None:
+def test_reward_is_at_end_of_row_not_of_each_sequence() -> None:
     rows = make_rows([[[2, 3, 4, 5], [6, 7, 8]]])
     values = Ragged.from_lengths(torch.zeros(3), rows["action_tokens"])
     advantages, _ = gae(values, torch.tensor([1.0]), gamma=0.5, lam=1.0)

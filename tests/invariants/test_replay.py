@@ -59,7 +59,7 @@ def test_rollouts_of_a_run_that_trained_nothing_can_be_trained_on(workshop: Work
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def test_a_run_that_recorded_too_little_is_refused_before_anything_is_made(workshop: Workshop) -> None:
+def test_incomplete_recording_is_refused_before_start(workshop: Workshop) -> None:
     made = workshop.run("made", trainer={"steps": 1})
     with pytest.raises(UserError, match=r"made has no recorded rollouts of step 2, .* write trainer.steps=1"):
         workshop.run("again", replay=made)

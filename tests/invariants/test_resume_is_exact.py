@@ -125,9 +125,7 @@ def test_surplus_that_no_batch_could_train_on_is_refused(workshop: Workshop) -> 
 
 
 @pytest.mark.parametrize(("verifier", "last_step"), [("always_right", 2), ("always_wrong", 4)])
-def test_a_run_ends_where_evaluation_finds_it_good_enough_and_stays_ended(
-    evaluated: Workshop, verifier: str, last_step: int
-) -> None:
+def test_run_stops_at_target_accuracy_and_stays_stopped(evaluated: Workshop, verifier: str, last_step: int) -> None:
     evaluation = {"every": 2, "samples": 2, "stop_at": 0.9, "before_first_step": False}
     data = {"eval": {"held_out": str(evaluated.folder / "held_out.jsonl")}}
     reward = {"verify": f"{evaluated.folder}/verifiers.py:{verifier}"}

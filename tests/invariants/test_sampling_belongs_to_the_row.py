@@ -14,7 +14,7 @@ from tests.tiny import MODELS, Workshop, eager_backend, recorded, settings
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("name", MODELS)
-def test_a_row_sampled_alone_and_among_64_has_the_same_tokens_bit_for_bit(
+def test_row_alone_and_among_64_has_equal_tokens(
     name: str, dtype: str, tmp_path: Path, tiny_models: dict[str, Path], sums_file: Path
 ) -> None:
     tree = settings(tmp_path, tiny_models[name], sums_file, flow="dapo", dtype=dtype, rollout={"slots": 64})
@@ -28,7 +28,7 @@ def test_a_row_sampled_alone_and_among_64_has_the_same_tokens_bit_for_bit(
             assert torch.equal(alone[column][0], together[column][number]), (number, column)
 
 
-def test_rows_of_a_run_do_not_depend_on_slots_or_on_how_many_prompts_a_step_has(workshop: Workshop) -> None:
+def test_rows_do_not_depend_on_slots_or_prompts_per_step(workshop: Workshop) -> None:
     few = recorded(workshop.run("few", trainer={"steps": 1}), 1)
     many = recorded(workshop.run("many", trainer={"steps": 1, "prompts_per_step": 8}, rollout={"slots": 32}), 1)
     both = many.take([i for i, uid in enumerate(many.uids()) if uid in few.uids()])

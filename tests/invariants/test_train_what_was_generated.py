@@ -34,7 +34,7 @@ def workshop(
     return shop
 
 
-def test_the_engines_log_probs_equal_training_ones_in_every_row_of_every_step(workshop: Workshop) -> None:
+def test_engine_log_probs_equal_trainer_log_probs(workshop: Workshop) -> None:
     largest = 0.0
     for step in range(1, STEPS + 1):
         rows = recorded(workshop.folder / "run", step)
@@ -57,7 +57,7 @@ def test_they_are_what_transformers_own_forward_says_of_the_recorded_ids(worksho
         torch.testing.assert_close(rows["rollout_log_probs"][row], expected, rtol=0, atol=1e-5)
 
 
-def test_recorded_ids_are_the_prompts_of_the_file_and_what_the_engine_drew(workshop: Workshop) -> None:
+def test_recorded_ids_are_prompt_and_generated_tokens(workshop: Workshop) -> None:
     rows = recorded(workshop.folder / "run", 1)
     config = workshop.config()
     (source,) = load_train(config.data, TOKENIZER)

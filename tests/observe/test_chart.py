@@ -47,7 +47,7 @@ def test_the_moving_mean_leaves_out_what_is_missing() -> None:
     assert moving_mean([1.0, None, 3.0, 5.0], 1) == [1.0, None, 4.0, 4.0]
 
 
-def test_bars_and_curves_of_a_chart_have_the_colours_and_last_values_of_its_legend() -> None:
+def test_chart_traces_match_legend_colours_and_last_values() -> None:
     series = [Series("generate", (1, 2), (2.0, 3.0)), Series("update", (1, 2, 3), (1.0, 1.0, 4.0))]
     for drawn in (chart("Seconds", series, stacked=True), chart("Seconds", series)):
         assert [(curve.name, curve.last) for curve in drawn.curves] == [("generate", "3"), ("update", "4")]

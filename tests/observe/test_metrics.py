@@ -25,7 +25,7 @@ def test_required_keys_are_those_of_the_documented_file() -> None:
 
 
 @pytest.mark.parametrize("key", REQUIRED_KEYS)
-def test_a_step_that_lacks_a_required_key_is_refused_by_its_name(key: str, tmp_path: Path) -> None:
+def test_missing_required_key_is_named(key: str, tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     metrics = metrics_of(1)
     del metrics[key]
@@ -35,7 +35,7 @@ def test_a_step_that_lacks_a_required_key_is_refused_by_its_name(key: str, tmp_p
     assert read_metrics(tmp_path) == []
 
 
-def test_numbers_of_all_kinds_are_written_and_what_is_not_finite_becomes_null(tmp_path: Path) -> None:
+def test_number_types_are_written_and_nonfinite_becomes_null(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     odd = {"actor/kl_old": math.nan, "actor/grad_norm": math.inf, "loss/actor": torch.tensor(0.5), "extra": 3}
     writer.write(metrics_of(1) | odd)
@@ -66,7 +66,7 @@ def test_a_step_is_written_only_once_and_in_order(tmp_path: Path) -> None:
     assert [line["step"] for line in read_metrics(tmp_path)] == [3]
 
 
-def test_a_line_cut_short_by_a_crash_is_ignored_and_then_written_over(tmp_path: Path) -> None:
+def test_incomplete_last_line_is_ignored_and_overwritten(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     for step in (1, 2):
         writer.write(metrics_of(step))

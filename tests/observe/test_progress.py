@@ -61,9 +61,7 @@ def test_short_stages_leave_no_line_in_a_log_file(clock: Clock) -> None:
     assert stream.getvalue() == ""
 
 
-def test_a_terminal_shows_nothing_before_two_seconds_and_then_rows_rate_and_what_is_in_flight(
-    clock: Clock, terminal: Terminal
-) -> None:
+def test_terminal_shows_rows_rate_and_in_flight_after_two_seconds(clock: Clock, terminal: Terminal) -> None:
     progress = Progress(10, terminal, clock)
     progress.step(7)
     with progress.stage("rollout", 64) as bar:
@@ -78,7 +76,7 @@ def test_a_terminal_shows_nothing_before_two_seconds_and_then_rows_rate_and_what
     assert terminal.getvalue().endswith("\x1b[?25h\r\x1b[1A\x1b[2K"), "the line is gone and the cursor is back"
 
 
-def test_nested_stages_have_a_line_each_and_the_cursor_returns_after_an_error(clock: Clock, terminal: Terminal) -> None:
+def test_nested_stages_have_own_lines_and_cursor_returns_after_error(clock: Clock, terminal: Terminal) -> None:
     progress = Progress(stream=terminal, clock=clock)
 
     def fail_inside() -> None:

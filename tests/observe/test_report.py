@@ -116,7 +116,7 @@ def test_a_metric_that_nobody_knew_of_is_shown_too(tmp_path: Path) -> None:
     assert "Other metrics (1)" in html and "my/own metric" in html
 
 
-def test_a_run_with_one_step_one_evaluation_or_none_has_a_report(tmp_path: Path) -> None:
+def test_report_works_with_one_step_one_evaluation_or_none(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     assert "No step has been written yet" in write_report(tmp_path).read_text()
     writer.write_evaluation(0, 0, {"eval/test/avg@8": 0.5})

@@ -128,7 +128,7 @@ def test_texts_stand_beside_the_rows_for_other_programs(tmp_path: Path) -> None:
     assert read_texts(path, ["score", "not there"])[0] == {"prompt_text": "a", "response_text": "é", "score": -1.0}
 
 
-def test_a_failed_write_leaves_the_earlier_file_whole_and_nothing_beside_it(tmp_path: Path) -> None:
+def test_failed_write_keeps_earlier_file_and_leaves_no_remains(tmp_path: Path) -> None:
     path = tmp_path / "step-1.parquet"
     write_rollouts(path, rows_of(1), list("abcd"), list("abcd"))
     unwritable = rows_of(1).with_columns({"odd": torch.zeros(4, dtype=torch.complex64)})

@@ -12,7 +12,7 @@ from braidrl.errors import UserError
 from braidrl.observe.trace import Span, TraceWriter, read_trace
 
 
-def test_a_span_holds_what_was_done_in_the_time_that_the_block_took(tmp_path: Path) -> None:
+def test_span_holds_counts_and_duration_of_block(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path, "actor/0")
     begun = time.monotonic()
     with writer.span("actor", "actor.generate", 3, rows=8, version=2) as done:
@@ -77,7 +77,7 @@ def test_threads_of_a_worker_write_whole_lines(tmp_path: Path) -> None:
     assert len(read_trace(tmp_path)) == 800
 
 
-def test_a_killed_worker_leaves_its_finished_spans_and_its_successor_goes_on(tmp_path: Path) -> None:
+def test_killed_worker_keeps_finished_spans_and_replacement_appends(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path, "actor/0")
     with writer.span("actor", "actor.update", 1):
         pass

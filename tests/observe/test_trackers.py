@@ -91,7 +91,7 @@ def test_tensorboard_keeps_its_contract_and_shows_configuration_and_samples(tmp_
     assert row == "| 1 | " + "∑ 😀 \\|<br> | " * 5 + " | True |"
 
 
-def test_a_run_hands_on_samples_of_the_steps_that_are_due_and_its_report(workshop: Workshop) -> None:
+def test_run_passes_due_samples_and_report_to_trackers(workshop: Workshop) -> None:
     chosen = [{"name": f"{__file__}:KeepingTracker", "samples_every": 2}]
     run = workshop.run("kept", trackers=chosen, trainer={"steps": 3})
     samples, report = map(json.loads, (run / "kept.jsonl").read_text().splitlines())
@@ -123,7 +123,7 @@ def test_what_a_library_has_written_can_be_read_back(names: list[str], tmp_path:
     assert json.loads((folder / "found.json").read_text()) == dict.fromkeys(names, expected)
 
 
-def test_a_library_that_is_not_installed_is_said_with_what_installs_it() -> None:
+def test_missing_library_names_install_command() -> None:
     with pytest.raises(
         UserError, match=r"trackers=swanlab: the package is not installed; write pip install 'braidrl\[swanlab\]'"
     ):
@@ -143,7 +143,7 @@ def test_tensorboard_shows_the_resumed_steps_once(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in board.Scalars("reward/mean")] == [(1, 1.0), (2, 1.0), (3, 9.0)]
 
 
-def test_a_tracker_that_fails_is_told_of_once_and_the_others_go_on(tmp_path: Path) -> None:
+def test_failing_tracker_is_reported_once_and_others_continue(tmp_path: Path) -> None:
     opened, said = trackers(tmp_path, own("ClosedTracker"), own("FailingTracker"), TrackerConfig(name="tensorboard"))
     writer = MetricsWriter(tmp_path, trackers=opened)
     for step in range(1, 4):
@@ -165,6 +165,6 @@ def test_a_setting_that_a_tracker_does_not_have_is_named(tmp_path: Path) -> None
         check_tracker("tensorboard", tmp_path, {"project": "braid"})
 
 
-def test_by_default_wandb_is_told_only_where_its_environment_says_of_what(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_project_comes_from_environment_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
     assert [tracker.name for tracker in default_trackers()] == ["tensorboard"]

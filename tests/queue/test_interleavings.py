@@ -21,9 +21,7 @@ HARMFUL_STEPS = 2_000
 @given(seed=st.integers(0, 1 << 30), units=st.integers(1, 2))
 # With shortest_first: rows left while the answer to their put was lost, the unit was killed again, and the put was repeated.
 @example(seed=37658, units=1)
-def test_whoever_is_killed_nothing_is_lost_or_done_twice_and_nothing_stands_still(
-    sampler: str, seed: int, units: int
-) -> None:
+def test_any_kill_loses_and_repeats_nothing_and_work_continues(sampler: str, seed: int, units: int) -> None:
     play(sampler, seed, units, kills=True)
 
 

@@ -106,9 +106,7 @@ def end(control: ControlPlane, server: QueueServer) -> None:
     # On a machine that does other things as well, what the queue itself takes shows in short times.
     [(10, 0.06, 0.25), (20, 0.25, 0.1)],
 )
-def test_one_version_of_staleness_is_half_again_as_fast_and_as_fast_as_the_simulator_says(
-    iterations: int, median_s: float, tolerance: float
-) -> None:
+def test_staleness_one_speedup_matches_simulator(iterations: int, median_s: float, tolerance: float) -> None:
     works = [workload(staleness, iterations, median_s) for staleness in (0, 1)]
     predicted = [Streaming(work).simulate().ends[-1] for work in works]
     seconds = [measured(work) for work in works]

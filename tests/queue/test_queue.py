@@ -91,7 +91,7 @@ def test_a_stage_gets_the_payload_that_it_reads_and_no_other() -> None:
         worker.close()
 
 
-def test_a_reader_that_waits_blocks_nobody_and_is_served_as_soon_as_there_is_something() -> None:
+def test_waiting_reader_does_not_block_and_is_served_promptly() -> None:
     with queue() as (control, server, node):
         reader, writer = client(server, node, "reader"), client(server, node, "writer", generates=True)
         got: list[tuple[str, float]] = []
@@ -110,7 +110,7 @@ def test_a_reader_that_waits_blocks_nobody_and_is_served_as_soon_as_there_is_som
         writer.close()
 
 
-def test_a_reader_is_answered_when_it_has_waited_as_long_as_it_said() -> None:
+def test_reader_is_answered_after_its_time_limit() -> None:
     with queue() as (_, server, node):
         worker = client(server, node, "worker")
         start = time.monotonic()
@@ -130,7 +130,7 @@ def set_clock(control: ControlPlane) -> Callable[[float], None]:
     return pass_by
 
 
-def test_a_lease_that_runs_out_goes_to_another_and_the_late_answer_is_refused() -> None:
+def test_expired_lease_moves_on_and_late_answer_is_refused() -> None:
     with queue(lease_s=30.0) as (control, server, node):
         passed = set_clock(control)
         slow, quick = client(server, node, "slow", generates=True), client(server, node, "quick", generates=True)
@@ -187,7 +187,7 @@ def test_a_worker_that_renews_too_late_hears_what_it_has_lost() -> None:
         slow.close()
 
 
-def test_what_a_dead_worker_held_is_given_on_and_what_it_wrote_untold_is_unlinked() -> None:
+def test_dead_worker_rows_are_leased_again_and_unreported_blocks_freed() -> None:
     with queue() as (control, server, node):
         dead, other = client(server, node, "dead", generates=True), client(server, node, "other", generates=True)
         control.training.schedule.groups_wanted(0)
@@ -253,7 +253,7 @@ def two_nodes() -> Iterator[tuple[ControlPlane, Client, Client, StorageNode]]:
     assert Segments(node.owner.run, "looker").names() == [] and not owner_path(shared_folder(), node.owner.run).exists()
 
 
-def test_two_nodes_exchange_the_rows_that_are_asked_for_and_no_others() -> None:
+def test_two_nodes_exchange_only_requested_rows() -> None:
     with two_nodes() as (control, near, far, node):
         work = far.take(["generate"], 2, 0.0)
         assert work.rows()["prompt"].values.tolist() == born([0])["prompt"].values.tolist()
@@ -278,7 +278,7 @@ def test_rows_that_lie_on_ones_own_node_do_not_travel() -> None:
         other.close()
 
 
-def test_memory_on_another_node_is_freed_also_that_of_a_worker_that_is_gone() -> None:
+def test_remote_memory_is_freed_even_of_dead_worker() -> None:
     with two_nodes() as (control, _, far, node):
         work = far.take(["generate"], 8, 0.0)
         known, names = far.data.write([b"x"]), Segments(node.owner.run, "looker").names
@@ -320,14 +320,14 @@ def test_a_bad_request_gets_an_answer_and_harms_nobody() -> None:
         connection.close()
 
 
-def test_a_queue_that_is_not_there_is_named_when_the_limit_is_over() -> None:
+def test_missing_queue_is_named_after_time_limit() -> None:
     connection = Connection("tcp://127.0.0.1:9", 0.2)
     with pytest.raises(QueueTimeout, match=r"127\.0\.0\.1:9 did not answer 'hello' within 0.2 s"):
         connection.ask({"request": "hello"})
     connection.close()
 
 
-def test_a_selected_group_goes_on_and_a_dropped_one_leaves_with_its_memory() -> None:
+def test_selected_group_continues_and_dropped_group_frees_memory() -> None:
     flow = Flow(
         "selecting", [GENERATE, stage("choose", Kind.SELECT, ("length",), (), Scope.GROUP), CHECK, NORMALISE, UPDATE]
     )
@@ -374,7 +374,7 @@ def context() -> multiprocessing.context.BaseContext:
 
 @settings(max_examples=6)
 @given(st.data())
-def test_with_workers_that_die_or_answer_late_each_row_is_trained_once(
+def test_rows_train_once_despite_dead_or_late_workers(
     context: multiprocessing.context.BaseContext, data: st.DataObject
 ) -> None:
     """A queue in a process of its own, several workers, and a fate for each piece of work."""
@@ -439,7 +439,7 @@ def play(
     return trained
 
 
-def test_columns_of_one_name_are_read_in_the_version_that_a_stage_asks_for() -> None:
+def test_stage_reads_requested_version_of_column() -> None:
     shaped = stage("shape", Kind.COMPUTE, ("reward",), ("reward",))
     flow = Flow("versions", [GENERATE, CHECK, shaped, NORMALISE, UPDATE])
     with queue(flow, iterations=1) as (control, server, node):

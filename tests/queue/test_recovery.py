@@ -34,7 +34,7 @@ def kill(queue: TransferQueue, name: str) -> None:
         time.sleep(0.005)
 
 
-def test_a_controller_that_is_killed_gives_each_row_once_and_clients_keep_what_they_hold() -> None:
+def test_restarted_controller_leases_once_and_clients_keep_leases() -> None:
     with TransferQueue.serve({"train": ["x"]}) as queue, TransferQueue.connect(queue.address, "other") as other:
         queue.put({"x": torch.arange(8)}, rows=list(range(8)))
         mine, others = queue.get("train", 2), other.get("train", 2)
@@ -68,7 +68,7 @@ def test_a_unit_that_is_killed_knows_afterwards_what_it_held() -> None:
         assert seen == {row: 2 * row for row in range(6)}
 
 
-def test_a_process_that_ends_again_and_again_is_named_to_everybody_who_asks() -> None:
+def test_repeatedly_failing_process_is_named_to_clients() -> None:
     with TransferQueue.serve({"train": ["x"]}) as queue, TransferQueue.connect(queue.address, limit_s=1.0) as other:
         assert queue.service is not None
         unit = queue.service.members[0]
@@ -80,7 +80,7 @@ def test_a_process_that_ends_again_and_again_is_named_to_everybody_who_asks() ->
             other.put({"x": torch.arange(1)}, rows=[0])
 
 
-def test_payload_that_is_gone_is_told_by_name_and_may_be_put_again_or_is_made_again() -> None:
+def test_lost_payload_is_named_and_put_or_computed_again() -> None:
     with TransferQueue.serve(TASKS) as queue:
         queue.put({"x": torch.arange(2)}, rows=["a", "b"])
         put = set(queue.data.segments.names())
@@ -103,7 +103,7 @@ def test_payload_that_is_gone_is_told_by_name_and_may_be_put_again_or_is_made_ag
         assert last is not None and last["score"].tolist() == [1, 2] and queue.lost() == {}
 
 
-def test_units_and_controllers_are_killed_while_rows_pass_and_counts_stay_exact() -> None:
+def test_counts_stay_exact_when_units_and_controllers_die() -> None:
     chance, done = random.Random(0), Counter[tuple[str, int]]()
     with TransferQueue.serve(TASKS, units=2) as queue, TransferQueue.connect(queue.address) as other:
         consumers = [threading.Thread(target=consume, args=(other, task, done)) for task in TASKS]

@@ -23,7 +23,7 @@ READY = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
 KINDS = 6
 
 
-def test_a_queue_that_others_can_reach_needs_a_secret_and_answers_nobody_without_it() -> None:
+def test_public_queue_requires_secret_and_refuses_others() -> None:
     with pytest.raises(UserError, match=r"serve\(ip=..., secret=...\)"):
         TransferQueue.serve({"train": ["x"]}, ip=ELSEWHERE)
     with TransferQueue.serve({"train": ["x"]}, ip=ELSEWHERE, secret="a long secret") as queue:

@@ -25,7 +25,7 @@ def test_every_storage_keeps_the_contract(storage: str) -> None:
     check_storage(storage)
 
 
-def test_a_queue_on_any_storage_gives_what_was_put_and_leaves_nothing(storage: str) -> None:
+def test_queue_returns_put_rows_on_any_storage_without_remains(storage: str) -> None:
     with TransferQueue.serve({"train": ["x"]}, storage=storage) as queue:
         run = queue.data.segments.run
         with TransferQueue.connect(queue.address) as other:
@@ -38,7 +38,7 @@ def test_a_queue_on_any_storage_gives_what_was_put_and_leaves_nothing(storage: s
     assert open_storage(storage, run, "looker").names() == []
 
 
-def test_what_a_killed_run_has_left_in_any_storage_the_next_one_removes(storage: str) -> None:
+def test_next_run_removes_remains_of_killed_run(storage: str) -> None:
     dead = Owner(storage=storage)
     dead.segments.write([b"left behind"])
     os.close(dead._handle)
@@ -46,7 +46,7 @@ def test_what_a_killed_run_has_left_in_any_storage_the_next_one_removes(storage:
     assert dead.segments.names() == []
 
 
-def test_a_storage_that_there_is_none_of_is_refused_with_what_there_is(tmp_path: Path) -> None:
+def test_unknown_storage_error_lists_known_ones(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="write shared_memory, file:/path or redis"):
         open_storage("shred_memory", "0", "test")
     with pytest.raises(UserError, match="there is no folder"):

@@ -161,7 +161,7 @@ def test_a_late_acknowledgement_is_refused_although_nobody_looked_at_the_clock()
     tasks.acknowledge(again.number, now=10.1)
 
 
-def test_a_group_is_given_when_its_last_row_is_there_and_no_row_of_another_with_it() -> None:
+def test_group_is_leased_alone_once_complete() -> None:
     tasks = begin()
     tasks.write("generate", [(0, 0), (1, 0), (1, 1)])
     lease = tasks.take("groups", "a", 0.0, 5.0, 1)

@@ -27,7 +27,7 @@ def segments(queue: TransferQueue) -> list[str]:
     return Segments(queue.data.segments.run, "looker").names()
 
 
-def test_a_row_is_given_when_its_last_column_has_come_whoever_wrote_it() -> None:
+def test_row_is_ready_after_last_column_from_any_writer() -> None:
     with TransferQueue.serve({"train": ["tokens", "reward"]}) as queue, TransferQueue.connect(queue.address) as other:
         queue.put({"tokens": [torch.arange(3), torch.arange(5)]}, rows=["a", "b"])
         with pytest.raises(TimeoutError, match="task train"):
@@ -40,7 +40,7 @@ def test_a_row_is_given_when_its_last_column_has_come_whoever_wrote_it() -> None
         assert other.done(batch) == [] and segments(queue) == [], "rows that every task is done with leave"
 
 
-def test_each_task_gets_every_row_once_and_may_write_what_another_waits_for() -> None:
+def test_tasks_get_rows_once_and_feed_each_other() -> None:
     with TransferQueue.serve({"score": ["x"], "train": ["x", "score"]}) as queue:
         queue.put({"x": torch.arange(10)}, rows=list(range(10)))
         queue.finish()
@@ -78,7 +78,7 @@ def test_rows_are_taken_table_by_table_and_by_a_tables_name() -> None:
         assert segments(queue) == []
 
 
-def test_a_column_cannot_be_written_twice_and_repeating_a_request_changes_nothing() -> None:
+def test_second_write_is_refused_but_repeated_request_is_harmless() -> None:
     with TransferQueue.serve({"train": ["x", "y"]}) as queue:
         queue.put({"x": torch.zeros(1)}, rows=[0])
         with pytest.raises(QueueError, match="has one of the columns x already"):
@@ -91,7 +91,7 @@ def test_a_column_cannot_be_written_twice_and_repeating_a_request_changes_nothin
         assert queue.usage()["rows"] == 1 and len(segments(queue)) == 1
 
 
-def test_a_put_without_room_waits_and_names_who_holds_the_rows_when_its_limit_is_over() -> None:
+def test_put_without_room_waits_then_names_row_holders() -> None:
     with (
         TransferQueue.serve({"train": ["x"]}, budget_bytes=15_000) as queue,
         TransferQueue.connect(queue.address, "reader") as reader,
@@ -115,9 +115,7 @@ def test_a_put_without_room_waits_and_names_who_holds_the_rows_when_its_limit_is
 
 
 @pytest.mark.parametrize(("batches", "pause_s"), [(40, 0.002), pytest.param(6_000, 0.01, marks=pytest.mark.soak)])
-def test_a_writer_ten_times_as_fast_as_its_reader_stays_within_the_budget_and_nothing_is_lost(
-    batches: int, pause_s: float
-) -> None:
+def test_fast_writer_stays_within_budget_without_loss(batches: int, pause_s: float) -> None:
     with TransferQueue.serve({"train": ["x"]}, budget_bytes=30_000) as queue:
         most, seen, rows, began = 0, Counter[int](), 100 * batches, time.monotonic()
 

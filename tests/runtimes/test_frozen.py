@@ -68,7 +68,7 @@ def still_there(processes: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", [pytest.param(k, marks=() if k in SOON else pytest.mark.soak) for k in KINDS])
-def test_a_stopped_process_is_named_and_the_run_goes_on_or_ends_in_a_line(workshop: Workshop, kind: str) -> None:
+def test_stopped_process_is_named_and_run_continues_or_ends(workshop: Workshop, kind: str) -> None:
     settings, name, goes_on = KINDS[kind]
     config = workshop.config_file(cluster={"silence_s": SILENCE_S}, trackers=[], trainer={"steps": 100_000}, **settings)
     folder = workshop.folder / "run"
@@ -127,7 +127,7 @@ def test_the_main_program_says_where_its_own_work_makes_no_progress(tmp_path: Pa
     assert "in test_the_main_program_says" in Path(line.partition("its stack is in ")[2]).read_text()
 
 
-def test_a_stopped_process_that_can_say_where_it_was_leaves_its_stack(tmp_path: Path) -> None:
+def test_stopped_process_leaves_its_stack(tmp_path: Path) -> None:
     code = (
         "from braidrl.cluster.watchdog import named\nimport time\nnamed('sleeper')\n"
         "def deeply():\n  print(1, flush=True)\n  time.sleep(600)\ndeeply()"
@@ -147,7 +147,7 @@ def test_a_stopped_process_that_can_say_where_it_was_leaves_its_stack(tmp_path: 
     assert "in deeply" in Path(line.partition("its stack is in ")[2]).read_text()
 
 
-def test_who_is_still_stopped_when_a_run_ends_goes_on_so_that_it_can_end_too() -> None:
+def test_stopped_process_is_continued_when_run_ends() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         with FrozenWatch(3600.0, print):
             process.send_signal(signal.SIGSTOP)

@@ -43,7 +43,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_ranks_that_generate_in_another_layout_make_the_run_of_one_process(workshop: Workshop, wide: Path) -> None:
+def test_generation_layout_equals_single_process(workshop: Workshop, wide: Path) -> None:
     workshop.model = wide
     ranks = {"runtime": "distributed", "workers": 2}
     run_in_ranks([workshop.tree(name, **merged(GRPO, own), **ranks) for name, own in ON_2.items()], 2)

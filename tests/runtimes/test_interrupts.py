@@ -26,14 +26,14 @@ def test_an_interrupt_waits_for_the_end_of_a_hold(number: signal.Signals) -> Non
     assert interrupts.reached_the_end and not interrupts.torn
 
 
-def test_without_a_hold_it_comes_at_once_and_the_handlers_are_put_back() -> None:
+def test_interrupt_without_hold_is_immediate_and_restores_handlers() -> None:
     before, interrupts = signal.getsignal(signal.SIGINT), Interrupts()
     with interrupts.active(), pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before and not interrupts.torn
 
 
-def test_a_second_one_breaks_into_the_hold_and_what_it_left_is_known_to_be_torn() -> None:
+def test_second_interrupt_breaks_hold_and_marks_state_torn() -> None:
     interrupts = Interrupts()
     with interrupts.active(), pytest.raises(KeyboardInterrupt):
         signals_in_a_hold(interrupts, signal.SIGINT, 2)
@@ -52,7 +52,7 @@ def test_ranks_stop_when_they_meet_and_not_before() -> None:
             interrupts.agree(True)
 
 
-def test_work_of_a_ranks_own_is_left_at_once_unless_it_is_held() -> None:
+def test_local_work_is_interrupted_at_once_unless_held() -> None:
     interrupts = AgreedInterrupts()
     with interrupts.active(), pytest.raises(KeyboardInterrupt), interrupts.local():
         signal.raise_signal(signal.SIGINT)
@@ -62,7 +62,7 @@ def test_work_of_a_ranks_own_is_left_at_once_unless_it_is_held() -> None:
     assert interrupts.asked and held.asked
 
 
-def test_a_rank_that_is_told_twice_of_one_interrupt_goes_on_to_the_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_duplicate_interrupt_still_waits_for_agreement(monkeypatch: pytest.MonkeyPatch) -> None:
     interrupts = AgreedInterrupts()
     with interrupts.active():
         signal.raise_signal(signal.SIGINT)

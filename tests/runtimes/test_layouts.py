@@ -31,7 +31,7 @@ FLOW: dict[str, Any] = merged(FEW, {"flow": str(DIAMOND)})
 REPLICA = {"actor": {"layout": {"tensor": 2, "shard": "optimizer"}}, "reference": {"layout": {"shard": "full"}}}
 
 
-def test_a_run_with_layouts_is_that_of_one_process_which_goes_on_from_its_checkpoint(workshop: Workshop) -> None:
+def test_run_with_layouts_equals_single_process_and_shares_checkpoint(workshop: Workshop) -> None:
     ranks = {"runtime": "distributed", "workers": 2}
     critic = {"trainer": {"layout": {"shard": "full"}}, "roles": {"critic": {"layout": {"tensor": 2}}}}
     full = workshop.tree("full", **merged(PPO, critic), **ranks)
@@ -53,7 +53,7 @@ def test_a_run_with_layouts_is_that_of_one_process_which_goes_on_from_its_checkp
     assert_same(trace(resumed), alone)
 
 
-def test_roles_infer_in_a_layout_of_their_own_and_engines_read_what_ranks_wrote_together(workshop: Workshop) -> None:
+def test_inference_layouts_and_engines_read_sharded_weights(workshop: Workshop) -> None:
     """The copy that infers has the weights of each moment: stale ones would show in values and log-probs of the second step."""
     ranks = {"runtime": "distributed", "workers": 2}
     copies = {

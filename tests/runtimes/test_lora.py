@@ -23,7 +23,7 @@ TRAINER: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_rollouts_are_drawn_with_the_merged_weights_and_a_stopped_run_goes_on_exactly(workshop: Workshop) -> None:
+def test_lora_rollouts_use_merged_weights_and_resume_exactly(workshop: Workshop) -> None:
     whole = workshop.run("whole", **FLOW, trainer=TRAINER)
     for step in range(1, TRAINER["steps"] + 1):
         rows = recorded(whole, step)
@@ -45,7 +45,7 @@ def test_rollouts_are_drawn_with_the_merged_weights_and_a_stopped_run_goes_on_ex
     assert metrics_without_times(stopped) == metrics_without_times(whole)
 
 
-def test_ranks_that_divide_the_model_train_its_adapters_as_one_process_does(workshop: Workshop) -> None:
+def test_sharded_adapter_training_equals_single_process(workshop: Workshop) -> None:
     trainer = {**TRAINER, "steps": 2}
     alone = workshop.run("alone", **FLOW, trainer=trainer)
     layouts: dict[str, Any] = {
@@ -77,7 +77,7 @@ def test_what_adapters_cannot_do_is_refused_before_a_model_loads(
     assert "\n" not in str(caught.value)
 
 
-def test_a_role_may_have_adapters_alone_and_bfloat16_ones_have_a_correction(workshop: Workshop) -> None:
+def test_single_role_adapters_and_bfloat16_correction(workshop: Workshop) -> None:
     """Merged into bfloat16 weights, adapters are rounded: the engine's numbers are not the trainer's."""
 
     def corrected(**sections: Any) -> bool:

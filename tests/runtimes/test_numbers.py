@@ -29,9 +29,7 @@ def runtime(request: pytest.FixtureRequest) -> dict[str, Any]:
     return {"runtime": request.param, **RUNTIMES.get(request.param, {"workers": 2})}
 
 
-def test_an_update_with_nan_ends_the_run_in_a_line_that_names_the_token_and_is_shown_again_by_a_replay(
-    workshop: Workshop, runtime: dict[str, Any]
-) -> None:
+def test_nan_update_names_token_and_replay_reproduces_it(workshop: Workshop, runtime: dict[str, Any]) -> None:
     with pytest.raises(UserError) as caught:
         train(workshop.config("nan", flow=FLOW, trainer={"steps": 3}, **runtime))
     said = str(caught.value)
@@ -49,9 +47,7 @@ def test_an_update_with_nan_ends_the_run_in_a_line_that_names_the_token_and_is_s
         train(workshop.config("nan-replay", flow=FLOW, trainer={"steps": 2}), replay=run)
 
 
-def test_such_an_update_is_left_out_and_counted_where_that_is_wanted(
-    workshop: Workshop, runtime: dict[str, Any]
-) -> None:
+def test_nan_update_is_skipped_and_counted_if_configured(workshop: Workshop, runtime: dict[str, Any]) -> None:
     trainer = {"steps": 3, "skip_bad_updates": True}
     run = train(workshop.config("skips", flow=FLOW, trainer=trainer, **runtime))
     lines = read_metrics(run)

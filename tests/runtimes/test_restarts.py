@@ -59,7 +59,7 @@ def test_a_lost_process_costs_no_word_of_the_user(workshop: Workshop, case: str)
 
 
 @pytest.mark.soak
-def test_where_a_node_is_lost_the_run_goes_on_with_the_devices_that_remain(workshop: Workshop) -> None:
+def test_lost_node_restarts_run_on_remaining_devices(workshop: Workshop) -> None:
     trainer = {"steps": 10, "checkpoint_every": 2, "deterministic": True}
     sections: dict[str, Any] = {"trackers": [], "dtype": "float64", "runtime": "hybrid", "workers": 2}
     quiet = workshop.run("quiet-nodes", **{**sections, "runtime": "eager", "trainer": trainer})

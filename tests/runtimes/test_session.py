@@ -99,7 +99,7 @@ def test_roles_that_are_not_there_or_not_trained_are_refused(workshop: Workshop)
 
 
 @pytest.mark.parametrize("runtime", ["eager", "hybrid"])
-def test_rows_can_be_read_as_text_and_a_mistake_says_what_is_missing(
+def test_session_rows_as_text_and_errors_name_missing_column(
     workshop: Workshop, warm_cluster: WarmCluster, runtime: str
 ) -> None:
     with Session(workshop.config(**settings(runtime))) as session:
@@ -223,9 +223,7 @@ def in_other_tokens(scorer: Path, folder: Path) -> Path:
     return folder
 
 
-def test_a_role_that_scores_reads_the_same_texts_with_a_tokenizer_of_its_own(
-    workshop: Workshop, warm_cluster: WarmCluster
-) -> None:
+def test_scoring_role_uses_its_own_tokenizer(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     same = write_scorer(workshop.folder / "same", workshop.model)
     other = in_other_tokens(same, workshop.folder / "other")
     sections = {**settings(), "flow": "ppo", "algorithm": {"reward": "score"}}
@@ -247,7 +245,7 @@ def test_a_role_that_scores_reads_the_same_texts_with_a_tokenizer_of_its_own(
     assert torch.allclose(scored(other, runtime="hybrid")[1], found, atol=1e-12)
 
 
-def test_a_role_whose_tokens_are_compared_has_no_tokenizer_of_its_own(workshop: Workshop) -> None:
+def test_role_with_compared_tokens_refuses_own_tokenizer(workshop: Workshop) -> None:
     other = in_other_tokens(write_scorer(workshop.folder / "same", workshop.model), workshop.folder / "other")
     with pytest.raises(
         UserError, match=r"roles.critic.model: .* another tokenizer .* unless one only scores and is not trained"

@@ -87,9 +87,7 @@ def memory() -> int:
 
 
 @pytest.mark.parametrize(("count", "steps"), [(2_000, 6), pytest.param(100_000, 60, marks=pytest.mark.soak)])
-def test_what_strangers_forge_replay_garble_or_blow_up_changes_nothing_in_a_run(
-    workshop: Workshop, count: int, steps: int
-) -> None:
+def test_forged_replayed_or_malformed_messages_change_nothing(workshop: Workshop, count: int, steps: int) -> None:
     """To every socket on which any process of the run listens: the queue, its memory, the ranks' store and their own; all on loopback."""
     sections: dict[str, Any] = {
         "runtime": "streaming", "streaming": {"workers": {"actor": 2}}, "dtype": "float64", "trainer": {"steps": steps},
@@ -125,7 +123,7 @@ def test_what_strangers_forge_replay_garble_or_blow_up_changes_nothing_in_a_run(
     assert metrics_agree(run.folder, quiet)
 
 
-def test_a_store_s_keys_are_not_those_that_a_stranger_would_write(tmp_path: Path) -> None:
+def test_store_keys_cannot_be_guessed(tmp_path: Path) -> None:
     """Ranks meet under keys that begin with their run's secret."""
     from braidrl.cluster.ranks import run_ranks
 

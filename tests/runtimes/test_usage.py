@@ -67,14 +67,14 @@ def test_ranks_and_engines_read_together_what_they_have(workshop: Workshop, roll
     assert sums.pairs()[BANDWIDTH][0] == decoding_bytes(sizes_of(workshop), 4, weights, 61)
 
 
-def test_of_rates_that_nobody_knows_and_of_servers_no_share_is_told(workshop: Workshop) -> None:
+def test_unknown_rates_and_servers_report_no_share(workshop: Workshop) -> None:
     sums, servers = Sums(), {"engine": "http", "servers": {"urls": ["http://localhost:1"]}}
     usage_of(workshop, None).decoded(GENERATE, DRAWN, 16, 2.0, sums)
     usage_of(workshop, rollout=servers).decoded(GENERATE, DRAWN, 16, 2.0, sums)
     assert sums.pairs() == {}
 
 
-def test_the_share_of_several_processes_is_all_they_did_over_all_they_could(workshop: Workshop) -> None:
+def test_share_over_processes_is_total_work_over_total_capacity(workshop: Workshop) -> None:
     parts, fast = [Sums(), Sums()], replace(RATES, bandwidth=3e9)
     usage_of(workshop).decoded(GENERATE, DRAWN, 16, 2.0, parts[0])
     usage_of(workshop, fast).decoded(GENERATE, DRAWN, 16, 4.0, parts[1])
@@ -82,7 +82,7 @@ def test_the_share_of_several_processes_is_all_they_did_over_all_they_could(work
     assert Sums.merged(parts).means()[BANDWIDTH] == pytest.approx(2 * read / (2e9 + 12e9))
 
 
-def test_a_row_of_one_turn_is_the_same_whether_it_was_played_or_drawn() -> None:
+def test_single_turn_episode_counts_like_plain_generation() -> None:
     trajectory = Trajectory((0, 0, 0))
     trajectory.append([5, 6, 7], opens=True)
     trajectory.append([1, 2], log_probs=torch.zeros(2), versions=torch.zeros(2, dtype=torch.int64))
@@ -100,7 +100,7 @@ def test_memory_is_told_of_stages_that_use_a_model(workshop: Workshop) -> None:
     assert sums.means()["memory/actor.generate/resident_max"] > 1 << 24
 
 
-def test_the_terminal_shows_shares_the_most_memory_and_the_seconds_of_weight_updates() -> None:
+def test_terminal_shows_shares_peak_memory_and_update_seconds() -> None:
     metrics: dict[str, float | int | None] = dict.fromkeys(REQUIRED_KEYS)
     metrics |= {
         "step": 3, "utilisation/operations/actor.update": 0.4321, BANDWIDTH: 0.5, "weights/actor/update_seconds": 0.25,

@@ -60,9 +60,7 @@ def prompts_of(run: Path) -> list[list[str]]:
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", RUNS)
-def test_a_runtime_trains_on_the_same_questions_with_the_tokens_that_were_drawn(
-    runs: dict[str, Path], name: str
-) -> None:
+def test_runtime_trains_on_same_prompts_and_generated_tokens(runs: dict[str, Path], name: str) -> None:
     lines, eager = read_metrics(runs[name]), read_metrics(runs["eager"])
     assert prompts_of(runs[name]) == prompts_of(runs["eager"])
     gap = max(line["train/rollout_log_prob_gap"] for line in lines)

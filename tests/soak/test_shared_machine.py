@@ -30,7 +30,7 @@ def step_seconds(folder: Path) -> float:
 
 
 @pytest.mark.soak
-def test_steps_beside_as_many_busy_programs_as_cores_take_at_most_three_times_the_quiet_ones(tmp_path: Path) -> None:
+def test_steps_on_busy_machine_take_at_most_three_times_longer(tmp_path: Path) -> None:
     quiet = step_seconds(tmp_path / "quiet")
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(usable_cores())]
     try:

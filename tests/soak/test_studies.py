@@ -28,9 +28,7 @@ def study(studies: ModuleType) -> Any:
     return studies.Study(ROOT / "build" / "studies", ROOT / "docs" / "results")
 
 
-def test_a_reward_model_tells_pairs_apart_and_ppo_with_it_raises_the_true_score(
-    studies: ModuleType, study: Any
-) -> None:
+def test_learned_reward_model_ranks_pairs_and_ppo_raises_true_score(studies: ModuleType, study: Any) -> None:
     found = studies.reward_model(study)
     assert found["pair accuracy"] >= 0.9
     assert found["score after"] > found["score before"] + 0.1

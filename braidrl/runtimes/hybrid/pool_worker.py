@@ -236,11 +236,11 @@ class PoolWorker:
         Raises:
             UserError: The run cannot use the data.
         """
-        readers = Readers(self.world.rank, self.world.size, self._told)
+        readers = Readers(self.world.rank, self.world.size, self._all_gather)
         self.prepared = with_data(self.prepared, self.trains, readers=readers)
         return [(len(source), source.report()) for source in self.prepared.sources] if self.spec.rank == 0 else []
 
-    def _told(self, said: Any) -> list[Any]:
+    def _all_gather(self, said: Any) -> list[Any]:
         """All-gather a message over the ranks of the pool."""
         return [unpack_message(words) for words in self.world.gather("data", pack_message(said))]
 

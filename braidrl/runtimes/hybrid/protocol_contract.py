@@ -58,7 +58,7 @@ def _check(protocol: TransferProtocol, mesh: Mesh, rows: Numbered, case: str) ->
     calls = protocol.distribute(mesh, rows, other)
     assert len(calls) == mesh.size, f"{case}: distribute has {len(calls)} entries; write one for each worker"
     called = [call for call in calls if call is not None]
-    assert called, f"{case}: distribute calls nobody"
+    assert called, f"{case}: distribute calls no rank"
     assert all(call[1:] == (other,) for call in called), f"{case}: distribute loses or changes what is not rows"
     given = [row for call in called for row in call[0]]
     assert set(given) == set(rows), f"{case}: distribute gives rows {given}; each has to be given"

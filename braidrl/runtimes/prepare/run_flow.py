@@ -1,4 +1,4 @@
-"""From a configuration to the flow that runs: a recipe's stages with every default made explicit.
+"""Resolution of the flow that runs: a recipe's stages with every default made explicit.
 
 Open parameters of a stage are decided here, once, before any model loads: the source of old log-probs, the correction of
 rollouts, and the scores for right and wrong.

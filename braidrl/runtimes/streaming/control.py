@@ -151,7 +151,7 @@ class ControlPlane(QueueController):
         if stream.flow[request["stage"]].kind is Kind.SELECT:
             return {"lost": stream.select(request["leases"][0], dict(request["reasons"]), now)}, ()
         if request.get("unfinished"):
-            lost, freed = stream.set_aside(request["leases"], parts, now)
+            lost, freed = stream.suspend(request["leases"], parts, now)
             self.data.free(freed)
             return {"lost": lost}, ()
         lost = stream.acknowledge(request["leases"], parts, now, request["totals"])

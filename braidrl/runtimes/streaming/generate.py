@@ -47,7 +47,7 @@ class Ended(NamedTuple):
     drawn: Drawn
 
     @property
-    def is_set_aside(self) -> bool:
+    def is_suspended(self) -> bool:
         """Return True if the row is suspended."""
         return isinstance(self.result, Response) and self.result.finish_reason is FinishReason.ABORT
 
@@ -172,7 +172,7 @@ class GenerateLoop:
         for lease in ended:
             # Raises the error of a row's generation.
             result = self.flight[lease].task.result()
-            alike.setdefault((self.flight[lease].work.stage, result.is_set_aside), []).append(lease)
+            alike.setdefault((self.flight[lease].work.stage, result.is_suspended), []).append(lease)
         for (name, unfinished), leases in alike.items():
             flights = [self.flight[lease] for lease in leases]
             results = [flight.task.result() for flight in flights]

@@ -129,7 +129,7 @@ class StreamingBackend:
         self.control.loading.target = self.control.allowed = version
         self.control.loading.pinned = False
         schedule = self.stream.schedule
-        self.control.activity.drawn_again += len(self.forgotten - {*schedule.versions, *schedule.set_aside_rows})
+        self.control.activity.drawn_again += len(self.forgotten - {*schedule.versions, *schedule.suspended_rows})
         self.forgotten = set()
 
     def close(self) -> None:

@@ -61,7 +61,7 @@ class StreamSchedule(TrainingSchedule):
         """The known length of a row."""
         self.begun: dict[tuple[str, Uid], int] = {}
         """By generate stage and row: the version of the engine that got it."""
-        self.set_aside_rows: dict[Uid, int] = {}
+        self.suspended_rows: dict[Uid, int] = {}
         """The oldest version among the tokens of suspended rows."""
         self.going_on: set[int] = set()
         """Groups with rows suspended in an earlier batch, or in the open one."""
@@ -90,15 +90,15 @@ class StreamSchedule(TrainingSchedule):
             self.rows_of.setdefault(uid[1], []).append(uid)
             self.iteration_of[uid[1]] = done
             self.versions[uid] = version
-        self._go_on_with(unfinished or {})
+        self._resume_rows(unfinished or {})
 
-    def _go_on_with(self, rows: Mapping[Uid, UnfinishedRow]) -> None:
+    def _resume_rows(self, rows: Mapping[Uid, UnfinishedRow]) -> None:
         """Admit rows of a checkpoint that are generated, or suspended, in pending groups."""
         self._be_born(list(rows), self.opened + 1)
         for uid, known in rows.items():
             self.rows_of.setdefault(uid[1], []).append(uid)
             if known.version is not None:
-                self.set_aside_rows[uid] = known.version
+                self.suspended_rows[uid] = known.version
                 self.begun.update({(stage, uid): known.version for stage in self.generating})
             if known.has_ended:
                 self.versions[uid] = known.version or 0
@@ -106,7 +106,7 @@ class StreamSchedule(TrainingSchedule):
                     self._leave_out(stage, [uid])
         self.going_on = {uid[1] for uid in rows}
         for group in self.going_on:
-            self._goes_on_in(group, self.opened + 1)
+            self._continue_in(group, self.opened + 1)
         self._decide_generated(self.going_on)
 
     def put_back(self, versions: Mapping[Uid, int]) -> None:
@@ -194,7 +194,7 @@ class StreamSchedule(TrainingSchedule):
         self.iteration_of.update(dict.fromkeys(outcome.carried, self.opened + 1))
         self._hold_back(self.opened + 1)
         for group in self.going_on.intersection(self.sampling.pending):
-            self._goes_on_in(group, self.opened + 1)
+            self._continue_in(group, self.opened + 1)
         self.ending.clear()
         return outcome
 
@@ -264,7 +264,7 @@ class StreamSchedule(TrainingSchedule):
     def _note_begun(self, stage: Stage, rows: Sequence[Uid], engine_version: int | None) -> None:
         """Record the version of the engine that starts rows, or check that rows to train on are fresh enough."""
         if stage.kind is Kind.GENERATE and engine_version is not None:
-            oldest = ((row, self.set_aside_rows.get(row, engine_version)) for row in rows)
+            oldest = ((row, self.suspended_rows.get(row, engine_version)) for row in rows)
             self.begun.update({(stage.name, row): min(version, engine_version) for row, version in oldest})
         if stage.kind is Kind.TRAIN:
             versions = [self.versions[row] for row in rows]
@@ -303,22 +303,22 @@ class StreamSchedule(TrainingSchedule):
             self._decide_generated({row[1] for row in rows})
         return leases, lost
 
-    def may_set_aside(self, lease: Lease) -> bool:
+    def may_suspend(self, lease: Lease) -> bool:
         """Return True if the rows of a generate stage's lease may continue with the next batch, False if they must finish."""
-        return self.sizes.sets_aside and all(self._may_go_on(row[1]) for row in lease.rows)
+        return self.sizes.sets_aside and all(self._may_continue(row[1]) for row in lease.rows)
 
-    def set_aside(self, number: int, now: float, version: int) -> Lease:
+    def suspend(self, number: int, now: float, version: int) -> Lease:
         """Suspend a lease's rows after their token budget, the oldest token with `version`. Raises LeaseLost.
 
         They resume with the next batch; rows that have become too stale for it resume at once.
         """
         lease = self.tasks.leases.current(number, now)
         self.tasks.give_up([lease])
-        self.set_aside_rows.update({row: min(version, self.set_aside_rows.get(row, version)) for row in lease.rows})
+        self.suspended_rows.update({row: min(version, self.suspended_rows.get(row, version)) for row in lease.rows})
         for group in {row[1] for row in lease.rows}:
             self.going_on.add(group)
-            if self._may_go_on(group):
-                self._goes_on_in(group, self.opened + 1)
+            if self._may_continue(group):
+                self._continue_in(group, self.opened + 1)
                 if self.is_open and group in self.sampling.pending:
                     self.sampling.decide({group: Verdict(UNFINISHED)})
         self.decided = True
@@ -427,13 +427,13 @@ class StreamSchedule(TrainingSchedule):
         version = self._begun_with(group)
         return version is None or admissible(self.opened + 1, version, self.sizes.max_staleness)
 
-    # Rows that are set aside
+    # Suspended rows
 
-    def _may_go_on(self, group: int) -> bool:
+    def _may_continue(self, group: int) -> bool:
         """Return True if a group may train with the batch after the open one, and so does not delay the open one."""
         return group not in self.ending and self._is_young(group)
 
-    def _goes_on_in(self, group: int, iteration: int) -> None:
+    def _continue_in(self, group: int, iteration: int) -> None:
         """Move a group to an iteration; its unfinished rows continue there."""
         self.iteration_of[group] = iteration
         for consumer in self.tasks.tasks:
@@ -444,7 +444,7 @@ class StreamSchedule(TrainingSchedule):
         """Finish the rows that the open batch lacks if no more groups may start."""
         for group in self.sampling.finish_now():
             self.ending.add(group)
-            self._goes_on_in(group, self.opened)
+            self._continue_in(group, self.opened)
 
     def _decide_generated(self, groups: Iterable[int]) -> None:
         """Keep the groups whose rows are all generated, in a flow without selection."""
@@ -531,7 +531,7 @@ class StreamSchedule(TrainingSchedule):
         groups = list(groups)
         uids = [uid for group in groups for uid in self.rows_of.pop(group)]
         self.tasks.forget(uids)
-        for known in (self.versions, self.tokens, self.set_aside_rows):
+        for known in (self.versions, self.tokens, self.suspended_rows):
             for uid in uids if known else ():
                 known.pop(uid, None)
         for stage in self.generating:

@@ -110,7 +110,7 @@ class Stream:
         for rows in surplus:
             self.restore(rows)
         for rows in unfinished:
-            self._go_on_with(rows)
+            self._resume_rows(rows)
 
     def unfinished(self, groups: Collection[int]) -> list[StoredRows]:
         """Return the rows of continuing groups: first the completed rows, then the others."""
@@ -201,7 +201,7 @@ class Stream:
             "payload": payload, "state": self.states.values.get(stage.name, {}),
         }  # fmt: skip
         if self.sets_aside and stage.kind is Kind.GENERATE:
-            answer["to_the_end"] = [lease.number for lease in found if not self.schedule.may_set_aside(lease)]
+            answer["to_the_end"] = [lease.number for lease in found if not self.schedule.may_suspend(lease)]
         return answer, encode(index)
 
     def acknowledge(
@@ -225,9 +225,7 @@ class Stream:
                 self.table.add(part)
         return lost
 
-    def set_aside(
-        self, leases: Sequence[int], parts: Sequence[StoredPart], now: float
-    ) -> tuple[list[int], list[Block]]:
+    def suspend(self, leases: Sequence[int], parts: Sequence[StoredPart], now: float) -> tuple[list[int], list[Block]]:
         """Record the tokens of suspended rows; return the lost leases, and the blocks that are now free."""
         versions = {uid: version for part in parts for uid, version in oldest(part).items()}
         lost, kept = list[int](), set[Uid]()
@@ -235,7 +233,7 @@ class Stream:
             try:
                 held = self.schedule.tasks.leases.held.get(number)
                 version = min(versions[uid] for uid in held.rows) if held else 0
-                kept.update(self.schedule.set_aside(number, now, version).rows)
+                kept.update(self.schedule.suspend(number, now, version).rows)
             except LeaseLost:
                 lost.append(number)
         freed = list[Block]()
@@ -307,7 +305,7 @@ class Stream:
         ran = self.record_of(iteration).states
         return {name: dict(ran.get(name, values)) for name, values in self.states.values.items()}
 
-    def _go_on_with(self, rows: StoredRows) -> None:
+    def _resume_rows(self, rows: StoredRows) -> None:
         """Restore rows of a checkpoint whose groups continue: the output of completed rows is their stage's."""
         (stage,) = self.schedule.generating
         drawn, over = self._drawn_columns(rows), (rows.index["finish_reason"] != FinishReason.ABORT).tolist()

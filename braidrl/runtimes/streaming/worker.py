@@ -69,7 +69,7 @@ class LeaseProgress(Progress):
 
 @dataclass
 class WorkerContext:
-    """What one process of a group works with."""
+    """The parts and connections of one process of a group."""
 
     group: Group
     settings: StreamingConfig
@@ -136,21 +136,21 @@ class StageLoop:
                     self._together(WorkItem("written", self.context.data, {}, Rows({})))
                 is_heard_soon = self.asked is not None or self.exports.goes_on
                 stream.wait_s = min(SOON_S, settings.wait_s) if is_heard_soon else settings.wait_s
-        self._told(msgpack.packb([{"kind": "stop"}, []]))
+        self._broadcast(msgpack.packb([{"kind": "stop"}, []]))
 
     def follow(self) -> None:
         """Execute the leader's work until the run ends."""
         with self.exports:
-            while (work := unpacked(self._told(), self.context)).kind != "stop":
+            while (work := unpacked(self._broadcast(), self.context)).kind != "stop":
                 self._do(work)
 
     def _together(self, work: WorkItem) -> None:
         """Do a piece of work with all ranks."""
         if self.world.size > 1:
-            self._told(packed(work))
+            self._broadcast(packed(work))
         self._do(work)
 
-    def _told(self, message: bytes = b"") -> bytes:
+    def _broadcast(self, message: bytes = b"") -> bytes:
         """Broadcast the leader's message."""
         return bytes(self.world.gather("the leader's word", message)[0])
 
@@ -176,7 +176,7 @@ class StageLoop:
         elif work.kind == "order":
             self._obey(work.message)
         elif work.kind == "written":
-            self._tell_of_writing()
+            self._report_writing()
 
     def _own_places(self, index: Rows) -> list[int]:
         """Return the positions of this rank's rows in a lease."""
@@ -327,7 +327,7 @@ class StageLoop:
         if self.client is not None:
             self.client.ask("ordered", order=order["order"], result={})
 
-    def _tell_of_writing(self) -> None:
+    def _report_writing(self) -> None:
         """Report the result of the write on all ranks."""
         troubles = [
             bytes(part).decode() for part in self.world.gather("what is written", self.writing.trouble().encode())

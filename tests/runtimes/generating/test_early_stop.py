@@ -57,7 +57,7 @@ def assert_same_runs(ours: Path, theirs: Path) -> None:
 
 
 @pytest.mark.parametrize("engines", [{}, pytest.param({"engines": 1}, marks=pytest.mark.soak)])
-def test_what_is_given_up_is_not_drawn_to_its_end_and_changes_nothing(
+def test_abandoned_groups_end_early_without_changing_result(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch, engines: dict[str, int]
 ) -> None:
     aborted: list[Uid] = []
@@ -106,7 +106,7 @@ def test_ranks_give_up_what_others_rows_make_needless(
     assert_same_batches(early, whole)
 
 
-def test_a_rank_learns_from_others_rows_which_of_its_own_are_needless(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_aborts_own_rows_using_other_ranks_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world, "HEAR_EVERY_S", 0.0)
     dapo = load_flow("dapo", {}, {"max_response_tokens": 8, "samples_per_prompt": 2})
     segment, sampling, store = segment_of(dapo, 1), GroupSelector(1, 9, over_sampling=3.0), dist.HashStore()
@@ -149,14 +149,14 @@ def row(group: int, sample: int) -> Rows:
     return Rows({name: torch.tensor([number]) for name, number in identity.items()})
 
 
-def test_groups_whose_selection_needs_more_than_rules_are_generated_to_their_ends() -> None:
+def test_groups_finish_if_selection_needs_more_than_rules() -> None:
     dapo = load_flow("dapo", {}, {"max_response_tokens": 8, "samples_per_prompt": 4})
     segment = segment_of(dapo, 1)
     assert segment is not None and [stage.type for stage in segment.verify] == ["verify"]
     assert segment_of(load_flow("grpo", {}, {"samples_per_prompt": 4}), 1) is None, "nothing is selected"
 
 
-def test_a_flow_that_selects_nothing_has_nothing_to_begin_more_groups_for(workshop: Workshop) -> None:
+def test_flow_without_selection_starts_no_extra_groups(workshop: Workshop) -> None:
     with pytest.raises(
         UserError, match=r"trainer.over_sampling=1.5 begins groups .* flow grpo selects none; remove it"
     ):

@@ -92,7 +92,7 @@ def test_a_run_trains_on_what_was_played_and_counts_what_failed(workshop: Worksh
         assert torch.equal(rows["score"], rows["reward"])
 
 
-def test_rows_longer_than_a_micro_batch_are_refused_before_a_model_loads(workshop: Workshop) -> None:
+def test_rows_longer_than_micro_batch_are_refused_before_loading(workshop: Workshop) -> None:
     rollout = {"environment": PLAYED, "max_sequence_tokens": 300}
     with pytest.raises(UserError, match=r"may have 300 tokens.* write trainer.max_tokens_per_device=300"):
         workshop.run("long", rollout=rollout, trainer={"max_tokens_per_device": 200})

@@ -84,7 +84,7 @@ def under(model: Any, rows: Any, i: int) -> torch.Tensor:
     return logits.log_softmax(-1).gather(1, tokens[start:, None])[:, 0]
 
 
-def test_each_token_has_the_log_prob_of_the_version_that_drew_it(eager: Path, versions: list[Any]) -> None:
+def test_each_token_keeps_log_prob_of_its_version(eager: Path, versions: list[Any]) -> None:
     for step in range(1, STEPS + 1):
         rows = recorded(eager, step)
         for i in range(len(rows)):
@@ -125,7 +125,7 @@ def test_every_runtime_sets_the_same_responses_aside(
     assert_same(trace(workshop.run(runtime, runtime=runtime, **merged(SECTIONS, more))), trace(eager))
 
 
-def test_a_resumed_run_goes_on_with_what_was_set_aside(workshop: Workshop, eager: Path) -> None:
+def test_resumed_run_continues_suspended_responses(workshop: Workshop, eager: Path) -> None:
     first = workshop.run("resumed", **merged(SECTIONS, {"trainer": {"steps": 2}}))
     config = run_config(first)
     trainer = config.trainer.model_copy(update={"steps": STEPS})
@@ -159,7 +159,7 @@ def test_streaming_sets_rows_aside_and_another_runtime_goes_on_with_them(worksho
         assert isinstance(backend, StreamingBackend)
 
         def goes_on(lease: Lease) -> bool:
-            return any(row in backend.stream.schedule.set_aside_rows for row in lease.rows)
+            return any(row in backend.stream.schedule.suspended_rows for row in lease.rows)
 
         killer = Thread(
             target=kill_when_it_holds_rows, args=(backend, "actor.generate", killed), kwargs={"chosen": goes_on}
@@ -181,7 +181,7 @@ def test_streaming_sets_rows_aside_and_another_runtime_goes_on_with_them(worksho
 
 @pytest.mark.soak
 @pytest.mark.parametrize("way", ["end", "delayed", "rolling", "interrupt"])
-def test_streaming_goes_on_with_rows_that_it_has_set_aside_in_each_way(workshop: Workshop, way: str) -> None:
+def test_streaming_resumes_suspended_rows_under_each_update_policy(workshop: Workshop, way: str) -> None:
     streaming = {"weights": way, "workers": {"actor.generate": 2}}
     sections = merged(SECTIONS, {"runtime": "streaming", "streaming": streaming, "rollout": {"slots": 4}})
     first = workshop.run(f"streamed-{way}", **merged(sections, {"trainer": {"steps": 3}}))
@@ -219,7 +219,7 @@ def test_a_response_that_repeats_itself_is_ended_and_counted(workshop: Workshop)
         ({"rollout": {"tokens_per_iteration": None, "repeated_tokens": 8}}, "write rollout.tokens_per_iteration too"),
     ],
 )
-def test_what_cannot_be_set_aside_is_refused_before_anything_starts(
+def test_unsupported_suspension_is_refused_before_start(
     workshop: Workshop, sections: dict[str, Any], message: str
 ) -> None:
     if "environment" in sections.get("rollout", {}):

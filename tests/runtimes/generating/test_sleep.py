@@ -26,7 +26,7 @@ def recorded(engine: Any, told: list[str], monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("rollout", [{}, {"engines": 1}], ids=["in this process", "in a process of its own"])
-def test_an_engine_sleeps_in_every_training_phase_and_wakes_with_the_right_version(
+def test_engine_sleeps_during_training_and_wakes_with_right_version(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch, rollout: dict[str, Any]
 ) -> None:
     backend = eager_backend(workshop.config(flow="grpo", algorithm={"kl_coef": 0.01}, rollout=rollout))

@@ -7,9 +7,7 @@ from tests.runtimes.hybrid.warm import WarmCluster
 from tests.tiny import Workshop
 
 
-def test_a_model_is_evaluated_as_under_eager_by_the_pool_that_generates(
-    workshop: Workshop, warm_cluster: WarmCluster
-) -> None:
+def test_generating_pool_evaluates_as_eager_does(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     settings = {
         "flow": "grpo", "data": {"train": str(workshop.data), "eval": {"held_out": str(workshop.data)}},
         "evaluation": {"samples": 2, "max_prompts": 4}, "dtype": "float64",

@@ -14,9 +14,7 @@ from tests.tiny import Workshop
 TWO = Flow("two", [data.join_response(), Role("first").log_probs(), Role("second").log_probs()])
 
 
-def test_rows_go_from_rank_to_rank_of_a_pool_by_their_process_group(
-    workshop: Workshop, warm_cluster: WarmCluster
-) -> None:
+def test_pool_ranks_exchange_rows_by_process_group(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     config = workshop.config(**given(workshop, 16), placement="colocate", workers=2)
     with hybrid_crew(config, warm_cluster, TWO) as backend:
         table = backend.admit(8)

@@ -28,9 +28,7 @@ def failure(backend: HybridBackend, **orders: tuple[str, float]) -> str:
     return str(caught.value)
 
 
-def test_an_exception_names_role_rank_stage_and_rows_and_brings_its_traceback(
-    workshop: Workshop, warm_cluster: WarmCluster
-) -> None:
+def test_worker_error_names_role_rank_stage_rows_with_traceback(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     config = workshop.config(**given(workshop, 16), placement="standalone")
     with hybrid_crew(config, warm_cluster, CHAIN) as backend:
         text = failure(backend, second__log_probs=("raise", 0.0))
@@ -48,9 +46,7 @@ def test_a_worker_that_dies_is_named(workshop: Workshop, warm_cluster: WarmClust
     assert text.startswith("first rank 0 died in first.log_probs on 4 rows (source, group, sample): (0, 0, 0)")
 
 
-def test_a_worker_is_lost_also_where_only_another_pool_asks_for_its_rows(
-    workshop: Workshop, warm_cluster: WarmCluster
-) -> None:
+def test_lost_worker_is_detected_when_another_pool_needs_rows(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     config = workshop.config(**given(workshop, 16), placement="standalone")
     with hybrid_crew(config, warm_cluster, CHAIN) as backend:
         rows = all_stages(backend, Flow("first", CHAIN.stages[:-1]), 4)

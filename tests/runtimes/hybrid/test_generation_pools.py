@@ -62,9 +62,7 @@ def test_generation_in_a_pool_of_its_own_changes_nothing(
     assert all((size > 0) is ("engines" not in sections.get("rollout", {})) for size in received)
 
 
-def test_a_stopped_run_goes_on_with_the_weights_of_its_checkpoint_in_both_pools(
-    workshop: Workshop, warm_cluster: WarmCluster
-) -> None:
+def test_resume_loads_checkpoint_weights_in_both_pools(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     placed = pools(("actor.generate", 1), ("actor reference", 1))
     trained(workshop, "run", {**GRPO, "trainer": {**GRPO["trainer"], "steps": 1}}, **placed)
     with TrainingRun(workshop.config("resumed", **GRPO, **placed), resume=workshop.folder / "run") as run:

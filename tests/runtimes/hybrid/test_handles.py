@@ -8,7 +8,7 @@ from torch import Tensor
 from braidrl.data.rows import merged_column
 
 
-def test_rows_that_one_worker_has_in_their_order_are_handed_on_and_others_are_put_in_order() -> None:
+def test_rows_are_reordered_only_if_workers_differ() -> None:
     column, other = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([7.0, 9.0])
     assert merged_column(3, [(torch.arange(3), column)]) is column, "it was copied"
     assert listed(merged_column(3, [(torch.tensor([2, 0, 1]), column)])) == [2, 3, 1]

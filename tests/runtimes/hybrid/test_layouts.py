@@ -22,9 +22,7 @@ def hybrid(workshop: Workshop, name: str, sections: dict[str, Any], placement: s
     )
 
 
-def test_ranks_of_pools_divide_their_models_and_the_run_is_that_of_one_process(
-    workshop: Workshop, warm_cluster: WarmCluster
-) -> None:
+def test_sharded_pools_equal_single_process(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     """With fewer rows than ranks in an update, so that some infer and train without any."""
     with TrainingRun(hybrid(workshop, "ppo", PPO, "split", **LAYOUTS)) as run:
         run.train()
@@ -32,9 +30,7 @@ def test_ranks_of_pools_divide_their_models_and_the_run_is_that_of_one_process(
     assert len(list((run.folder / "checkpoints/step-1/actor/optimizer").glob("*.distcp"))) == 2
 
 
-def test_ranks_of_a_pool_bring_weights_to_the_layout_that_they_infer_in_and_put_them_away(
-    workshop: Workshop, warm_cluster: WarmCluster
-) -> None:
+def test_pool_reshards_weights_for_inference_and_frees_them(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     """And decode together, all in room for five and a half models in float64: actor, critic and their optimizers would take more."""
     sections = {**RECOMPUTED, "data": {"max_prompt_tokens": 12}}
     trainer = {"inference_layout": {"tensor": 2}, "resident_gib": 5.5 * 8 * 17_000 / GIB}
@@ -53,9 +49,7 @@ def test_roles_of_one_pool_lie_in_it_in_different_ways(workshop: Workshop, warm_
     assert_same(trace(run.folder), trace(workshop.run("alone", **FLOW)))
 
 
-def test_ranks_of_a_pool_that_decode_together_select_what_one_process_selects(
-    workshop: Workshop, warm_cluster: WarmCluster
-) -> None:
+def test_joint_decoding_selects_same_rows_as_single_process(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     """Some waves have fewer groups than there are ranks."""
     rollout = {**SELECTED["rollout"], "tensor": 2}
     with TrainingRun(hybrid(workshop, "selected", SELECTED, "colocate", rollout=rollout)) as run:

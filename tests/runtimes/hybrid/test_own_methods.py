@@ -68,7 +68,7 @@ def own(workshop: Workshop) -> Path:
     return file
 
 
-def test_rows_go_to_workers_as_the_users_protocol_says_and_come_back_in_order(
+def test_user_protocol_distributes_rows_and_collects_in_order(
     workshop: Workshop, warm_cluster: WarmCluster, own: Path
 ) -> None:
     with Session(workshop.config(**settings(own, "Probe"))) as session:
@@ -107,9 +107,7 @@ def test_a_method_that_writes_columns_returns_before_its_rows_exist(
     assert index["surprise"].shape == (len(rows),) and bool((index["surprise"] > 0).all())
 
 
-def test_what_a_method_computes_does_not_depend_on_the_protocol_or_the_number_of_workers(
-    workshop: Workshop, warm_cluster: WarmCluster
-) -> None:
+def test_method_result_is_independent_of_protocol_and_workers(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     (shown,) = [
         b for b in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if b.lstrip().startswith("from") and "class" in b
     ]
@@ -135,7 +133,7 @@ stages:
 """
 
 
-def test_a_method_is_a_stage_of_a_flow_which_any_runtime_runs(workshop: Workshop, warm_cluster: WarmCluster) -> None:
+def test_user_method_runs_as_stage_under_every_runtime(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     """Under hybrid by its protocol, which deals the rows out in turn; in one process with all of them."""
     flow = workshop.folder / "surprised.yaml"
     flow.write_text(FLOW.replace("METHODS", str(EXAMPLE / "methods.py")))

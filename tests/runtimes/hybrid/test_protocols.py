@@ -66,7 +66,7 @@ def test_all_to_all_gives_each_rank_its_own() -> None:
         called("add", 3, [1, 2], [1, 2, 3])
 
 
-def test_data_parallel_divides_rows_among_all_ranks_and_joins_what_they_return() -> None:
+def test_data_parallel_protocol_splits_rows_and_joins_results() -> None:
     assert called("double", 2, Numbered([1, 2, 3]), 5) == (5, 10, 15)
     assert called("double", 4, Numbered([7]), 2) == (14,)
     assert PROTOCOLS.find("DP").distribute(Mesh(2), Numbered([7]), 2) == [((), 2), ((7,), 2)]
@@ -93,13 +93,13 @@ def kept_results(name: str, mesh: Mesh = MESH) -> Any:
     return PROTOCOLS.find(name).collect(mesh, calls, list(range(mesh.size)))
 
 
-def test_ranks_of_one_copy_get_the_same_rows_and_the_last_pipeline_ranks_answer() -> None:
+def test_ranks_of_one_copy_share_rows_and_last_pipeline_answers() -> None:
     first, second = (0, 1, 2, 3), (4, 5, 6, 7)
     assert given_rows("THREE_D") == [first, first, second, second] * 2
     assert kept_results("THREE_D") == [4, 6]
 
 
-def test_ranks_that_generate_together_get_the_same_rows_and_one_of_them_answers() -> None:
+def test_generation_group_shares_rows_and_one_rank_answers() -> None:
     mesh = Mesh(2, tensor=4, generation=((0, 2), (1, 3), (4, 6), (5, 7)))
     assert given_rows("THREE_D_MICRO_DP", mesh) == [(0, 1), (2, 3), (0, 1), (2, 3), (4, 5), (6, 7), (4, 5), (6, 7)]
     assert kept_results("THREE_D_MICRO_DP", mesh) == [0, 1, 4, 5]
@@ -116,7 +116,7 @@ def test_one_of_each_pipeline_rank_answers_what_all_were_asked() -> None:
     assert kept_results("PP_ONLY") == [0, 4]
 
 
-def test_a_protocol_of_your_own_is_named_by_its_file_and_keeps_the_contract() -> None:
+def test_user_protocol_from_file_keeps_contract() -> None:
     check_protocol(PROTOCOLS.find(f"{OWN}:IN_TURN"))
     with pytest.raises(UserError, match=r"no transfer protocol is called 'DB'.*DP.*Your own is written module:name"):
         register(protocol="DB")
@@ -150,7 +150,7 @@ def backwards(mesh: Mesh, calls: RankCalls, results: list[Numbered]) -> Numbered
         (twice, in_order_of_ranks, "WRONG of 1 rows on 2 workers: collect returns rows"),
         (without_the_last, in_order_of_ranks, "of 1 rows on 1 workers: distribute gives rows"),
         (one_call, in_order_of_ranks, "of 0 rows on 2 workers: distribute has 1 entries"),
-        (nobody, in_order_of_ranks, "distribute calls nobody"),
+        (nobody, in_order_of_ranks, "distribute calls no rank"),
         (lambda mesh, rows, *_: by_rows(mesh, rows), in_order_of_ranks, "loses or changes what is not rows"),
         (by_rows, backwards, "of 2 rows on 2 workers: collect returns rows .*in their order"),
     ],
@@ -160,7 +160,7 @@ def test_the_contract_says_what_a_protocol_gets_wrong(distribute: Any, collect: 
         check_protocol(TransferProtocol("WRONG", distribute, collect))
 
 
-def test_a_method_takes_a_protocol_of_ones_own_in_the_place_of_a_name() -> None:
+def test_register_accepts_protocol_object_instead_of_name() -> None:
     def to_last(mesh: Mesh, *arguments: Any) -> list[Arguments | None]:
         return [None] * (mesh.size - 1) + [arguments]
 

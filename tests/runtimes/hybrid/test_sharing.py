@@ -18,9 +18,7 @@ SECTIONS = {
 }  # fmt: skip
 
 
-def test_each_rank_records_its_own_rows_of_steps_and_held_out_sets_and_a_replay_reads_them_so(
-    workshop: Workshop, warm_cluster: WarmCluster
-) -> None:
+def test_ranks_record_own_rows_and_replay_reads_them(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     sections = {**SECTIONS, "data": {"train": str(workshop.data), "eval": {"held_out": str(workshop.data)}}}
     hybrid = {"runtime": "hybrid", "workers": 3, "placement": "colocate"}
     run, alone = workshop.run("together", **sections, **hybrid), workshop.run("alone", **sections)
@@ -50,9 +48,7 @@ def test_surplus_is_written_and_read_by_all_ranks(workshop: Workshop, warm_clust
         assert backend.index(read).ordered().uids() == index.ordered().uids()
 
 
-def test_each_rank_tokenises_its_own_part_and_all_draw_the_same_prompts(
-    workshop: Workshop, warm_cluster: WarmCluster
-) -> None:
+def test_ranks_tokenize_own_share_and_draw_same_prompts(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     long = workshop.folder / "long.jsonl"
     lines = [{"prompt": "1" * (n % 5 + 1) + "+2=", "answer": "3"} for n in range(17)]
     long.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -49,7 +49,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, frozenset[Asset]
     return seen
 
 
-def test_roles_leave_for_each_other_and_the_run_is_the_same_to_the_bit(
+def test_offloading_roles_keeps_run_bitwise_equal(
     workshop: Workshop, watched: list[tuple[str, frozenset[Asset], int]]
 ) -> None:
     free = workshop.run("free", **PPO)
@@ -122,7 +122,7 @@ def test_a_budget_that_no_stage_fits_is_refused_also_dry(workshop: Workshop) -> 
         assert "\n" not in str(caught.value)
 
 
-def test_a_dry_run_says_what_moves_and_that_the_peak_is_lower(workshop: Workshop) -> None:
+def test_dry_run_reports_moves_and_lower_peak(workshop: Workshop) -> None:
     shown, tight = StringIO(), StringIO()
     dry_run(workshop.config(**PPO), Console(file=shown, width=160))
     dry_run(workshop.config(**with_budget(PPO, 5.5)), Console(file=tight, width=160))

@@ -56,9 +56,7 @@ def follow(plan: ResidencyPlan, flow: Flow, sizes: dict[Asset, int], budget: int
 
 
 @given(st.lists(st.integers(1, 20), min_size=len(ASSETS), max_size=len(ASSETS)), st.integers(0, 60), st.booleans())
-def test_stages_find_their_assets_within_any_budget_that_holds_the_largest_stage(
-    bytes_of: list[int], spare: int, share: bool
-) -> None:
+def test_stages_have_assets_within_any_sufficient_budget(bytes_of: list[int], spare: int, share: bool) -> None:
     flow, sizes = ppo(), dict(zip(ASSETS, bytes_of, strict=True))
     shared = frozenset({"actor"} if share else ())
     largest = max(sum(sizes[a] for a in needed) for needed in needed_assets(flow, shared).values())
@@ -94,7 +92,7 @@ def test_a_reference_that_copies_the_actor_needs_both() -> None:
     }  # fmt: skip
 
 
-def test_a_role_that_infers_with_a_copy_of_its_weights_needs_both_to_infer_and_its_own_alone_to_train() -> None:
+def test_inference_copy_needs_both_weights_training_only_its_own() -> None:
     needs = needed_assets(ppo(), copied=frozenset({"critic"}))
     own, copy = Asset("critic", "weights"), Asset("critic", "inference")
     assert needs["critic.values"] == {own, copy} and needs["actor.log_probs"] == {Asset("actor", "weights")}
@@ -107,7 +105,7 @@ def test_a_stage_over_the_budget_is_named_with_what_it_needs() -> None:
         residency_plan(Flow("grpo", [actor.generate(), train("actor")]), sizes, 7_000)
 
 
-def test_an_engine_that_sleeps_leaves_its_room_for_keys_and_values_to_others() -> None:
+def test_sleeping_engine_frees_room_of_keys_and_values() -> None:
     flow = Flow("grpo", [actor.generate(), train("actor")])
     engine, weights, optimizer = Asset("actor", "engine"), Asset("actor", "weights"), Asset("actor", "optimizer")
     sizes = {engine: 6, weights: 2, optimizer: 6}

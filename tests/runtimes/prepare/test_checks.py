@@ -27,7 +27,7 @@ from tests.tiny import Workshop
         ({}, []),
     ],
 )
-def test_a_setting_that_a_runtime_does_not_use_is_named_in_a_line(
+def test_setting_ignored_by_runtime_is_reported(
     workshop: Workshop, sections: dict[str, Any], expected: list[str]
 ) -> None:
     lines = without_effect(parse_config(workshop.tree(**sections)))

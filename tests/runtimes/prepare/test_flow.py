@@ -39,7 +39,7 @@ def test_tokens_that_others_drew_are_corrected_for(sections: dict[str, Any], old
     assert ("actor.log_probs" in [stage.name for stage in flow.stages]) == (old == "recompute")
 
 
-def test_tokens_are_drawn_at_the_temperature_that_their_log_probs_are_computed_at(tmp_path: Path) -> None:
+def test_sampling_temperature_equals_log_prob_temperature(tmp_path: Path) -> None:
     path = tmp_path / "warm.yaml"
     path.write_text(to_yaml(Flow("warm", [actor.generate(temperature=0.7), *load_flow("grpo", {}, {}).stages[1:]])))
     tree = settings(tmp_path / "runs", tmp_path / "model", tmp_path / "data.jsonl", flow=str(path))

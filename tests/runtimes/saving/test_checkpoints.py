@@ -47,7 +47,7 @@ def saved(run: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors") | load_file(folder / checkpoint.OPTIMIZER)
 
 
-def test_steps_go_on_while_a_checkpoint_is_written_and_it_holds_the_step_it_was_begun_at(
+def test_checkpoint_written_during_later_steps_holds_its_own_step(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_once = workshop.run("at-once", **with_trainer(checkpoint_async=False))
@@ -72,9 +72,7 @@ def test_steps_go_on_while_a_checkpoint_is_written_and_it_holds_the_step_it_was_
     assert sorted(p.name for p in (beside / "checkpoints").iterdir()) == ["latest", "step-2", "step-4"]
 
 
-def test_an_error_in_the_background_ends_the_run_in_one_line_at_the_next_step(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_background_write_error_ends_run_at_next_step(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     write = checkpoint.write_tensors
 
     def full(tensors: Any, path: Path) -> None:
@@ -126,7 +124,7 @@ checkpoint.write_tensors = lambda tensors, path: time.sleep(600) if "step-4" in 
 """
 
 
-def test_killed_while_one_is_written_a_run_goes_on_from_the_one_before(workshop: Workshop) -> None:
+def test_kill_during_checkpoint_write_resumes_from_previous(workshop: Workshop) -> None:
     sections = with_trainer(steps=6, deterministic=False)
     config = workshop.config_file("killed", **sections)
     killed = workshop.folder / "killed"
@@ -175,9 +173,7 @@ def in_processes(runtime: str, **trainer: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("runtime", PROCESSES)
-def test_workers_write_beside_the_next_steps_and_killed_meanwhile_a_run_goes_on_from_the_one_before(
-    workshop: Workshop, runtime: str
-) -> None:
+def test_workers_killed_during_background_write_resume_from_previous(workshop: Workshop, runtime: str) -> None:
     sections = in_processes(runtime, checkpoint_every=1)
     config, killed = workshop.config_file(f"killed-{runtime}", **sections), workshop.folder / f"killed-{runtime}"
     held = workshop.folder / f"{killed.name}.step-2.held"
@@ -206,7 +202,7 @@ def test_workers_write_beside_the_next_steps_and_killed_meanwhile_a_run_goes_on_
 
 
 @pytest.mark.parametrize("runtime", PROCESSES)
-def test_what_a_worker_could_not_write_ends_the_run_in_one_line(workshop: Workshop, runtime: str) -> None:
+def test_failed_worker_write_ends_run_in_one_line(workshop: Workshop, runtime: str) -> None:
     config = workshop.config(f"full-{runtime}", **in_processes(runtime, steps=50, checkpoint_every=1))
     (workshop.folder / f"full-{runtime}.full").touch()
     message = r"the checkpoint of step 1 could not be written .*No space left"

@@ -21,7 +21,7 @@ FOLLOWING: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_a_role_moves_towards_another_by_its_decay_and_goes_on_from_there(workshop: Workshop) -> None:
+def test_ema_role_moves_by_decay_and_resumes(workshop: Workshop) -> None:
     steps = trace(workshop.run("whole", **FOLLOWING))
     before = {
         f"reference.{name}": tensor.double() for name, tensor in load_file(workshop.model / "model.safetensors").items()

@@ -75,7 +75,7 @@ DAMAGES: list[tuple[str, Callable[[Path], None]]] = [
 
 
 @pytest.mark.parametrize(("name", "do"), DAMAGES, ids=lambda part: getattr(part, "__name__", part))
-def test_a_damaged_checkpoint_is_named_with_the_whole_one_and_nothing_is_overwritten(
+def test_damaged_checkpoint_error_names_whole_one_and_overwrites_nothing(
     run: Path, name: str, do: Callable[[Path], None]
 ) -> None:
     do(run / "checkpoints" / "step-2" / name)
@@ -189,7 +189,7 @@ class Runs:
         return os.system, (f"touch {self.path}",)
 
 
-def test_a_pickle_in_place_of_an_index_of_tensors_does_not_run(tmp_path: Path) -> None:
+def test_pickle_instead_of_tensor_index_does_not_run(tmp_path: Path) -> None:
     tensors = {"steps": torch.tensor(3), "0.exp_avg": torch.randn(3, 4)}
     dcp.save(dict(tensors), checkpoint_id=tmp_path / "parts", no_dist=True)
     read = {"steps": torch.tensor(0), "0.exp_avg": torch.zeros(3, 4)}

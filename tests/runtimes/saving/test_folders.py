@@ -27,7 +27,7 @@ def config(folder: Path, flow: str = "grpo", name: str | None = None) -> Config:
     return Config(flow=flow, model=Path("model"), output=folder, name=name)
 
 
-def test_runs_of_one_second_get_folders_of_their_own_named_by_their_flow(tmp_path: Path) -> None:
+def test_runs_of_one_second_get_separate_folders(tmp_path: Path) -> None:
     folders = [new_run_folder(config(tmp_path, flow)) for flow in ("grpo", "grpo", "own/median.py:median")]
     assert len(set(folders)) == 3 and [folder.name.split("-")[0] for folder in folders] == ["grpo", "grpo", "median"]
     asked = config(tmp_path)
@@ -58,7 +58,7 @@ def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EEXIST, errno.ENOSPC, errno.EDQUOT])
-def test_a_folder_that_exists_and_a_full_disk_are_no_fault_of_the_output(tmp_path: Path, number: int) -> None:
+def test_existing_folder_and_full_disk_are_not_output_errors(tmp_path: Path, number: int) -> None:
     with pytest.raises(OSError) as found, named_output(tmp_path):
         raise OSError(number, os.strerror(number))
     assert found.value.errno == number

@@ -42,7 +42,7 @@ def in_a_mount(place: Path, size: str, *arguments: Any, shared_memory: bool = Fa
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if case == "streaming" else pytest.mark.soak) for case in CASES]
 )
-def test_a_full_disk_ends_a_run_of_several_processes_in_one_line(workshop: Workshop, case: str) -> None:
+def test_full_disk_ends_multiprocess_run_in_one_line(workshop: Workshop, case: str) -> None:
     disk = workshop.folder / "disk"
     trainer = {"steps": 6, "checkpoint_every": 1, "keep_checkpoints": 1}
     config = workshop.config_file(output=str(disk), trainer=trainer, trackers=[], **CASES[case])
@@ -57,9 +57,7 @@ def test_a_full_disk_ends_a_run_of_several_processes_in_one_line(workshop: Works
 
 
 @pytest.mark.parametrize(("size", "prompts"), [("64k", 1), pytest.param("16k", 4, marks=pytest.mark.soak)])
-def test_shared_memory_that_is_full_ends_a_streaming_run_in_one_line(
-    workshop: Workshop, size: str, prompts: int
-) -> None:
+def test_full_shared_memory_ends_streaming_run_in_one_line(workshop: Workshop, size: str, prompts: int) -> None:
     """64 kB hold a group's rows, a page for each column at most, and not the model's 68 kB, which a thread of the trainer writes."""
     config = workshop.config_file(runtime="streaming", trackers=[], trainer={"prompts_per_step": prompts})
     memory = workshop.folder / "memory"

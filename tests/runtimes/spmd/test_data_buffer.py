@@ -26,7 +26,7 @@ def answers() -> Answers:
     return found
 
 
-def test_columns_of_every_kind_and_rows_of_every_length_arrive_whole_also_from_and_at_ranks_without_rows(
+def test_all_column_kinds_arrive_whole_even_with_empty_ranks(
     answers: Answers,
 ) -> None:
     for rank, found in enumerate(answers["columns_of_every_kind"]):
@@ -69,7 +69,7 @@ owned = st.integers(1, 5).flatmap(
 
 
 @given(owned)
-def test_rows_move_only_for_balance_and_are_then_as_balanced_as_they_can_be(
+def test_rows_move_only_to_reach_best_balance(
     case: tuple[int, list[tuple[int, int]]],
 ) -> None:
     ranks, rows = case
@@ -83,13 +83,13 @@ def test_rows_move_only_for_balance_and_are_then_as_balanced_as_they_can_be(
         assert imbalance(costs, parts) == pytest.approx(best)
 
 
-def test_a_new_partition_leaves_rows_with_the_rank_that_has_most_of_them() -> None:
+def test_new_partition_keeps_rows_with_their_main_rank() -> None:
     target = balanced_owners([10, 7, 5, 1], torch.tensor([2, 2, 0, 0]), 4)
     assert target.tolist()[0] == 2 and target.tolist()[2] == 0 and sorted(target.tolist()) == [0, 1, 2, 3]
 
 
 @given(st.integers(0, 50), st.integers(1, 8))
-def test_equal_shares_differ_by_one_row_at_most_and_keep_neighbours_together(rows: int, ranks: int) -> None:
+def test_equal_shares_differ_by_one_row_and_keep_order(rows: int, ranks: int) -> None:
     shares = equal_shares(rows, ranks).tolist()
     counts = [shares.count(rank) for rank in range(ranks)]
     assert shares == sorted(shares) and sum(counts) == rows and max(counts) - min(counts) <= 1

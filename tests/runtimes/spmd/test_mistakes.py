@@ -53,7 +53,7 @@ def test_a_world_of_another_size_than_configured_is_refused(
         train(parse_config(workshop.tree("refused", runtime="distributed", workers=3)))
 
 
-def test_a_stage_that_fails_on_one_rank_is_named_with_its_rows_and_nothing_is_left(workshop: Workshop) -> None:
+def test_failed_stage_names_rows_and_leaves_nothing(workshop: Workshop) -> None:
     process = braid("train", workshop.config_file("failing", flow=str(FAILING), runtime="distributed", workers=2))
     _, said = process.communicate(timeout=240)
     assert process.returncode == 1, said
@@ -66,7 +66,7 @@ def test_a_stage_that_fails_on_one_rank_is_named_with_its_rows_and_nothing_is_le
     assert rest[-1] == "ValueError: no such luck", "the traceback is the worker's own, and the last thing said"
 
 
-def test_a_mistake_in_the_data_is_told_once_and_in_one_line(workshop: Workshop, tmp_path: Path) -> None:
+def test_data_error_is_printed_once_in_one_line(workshop: Workshop, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"question": "1+1="}\n')
     data = {"train": str(tmp_path / "bad.jsonl")}
     with pytest.raises(UserError, match=r"bad.jsonl") as caught:

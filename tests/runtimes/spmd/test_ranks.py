@@ -25,7 +25,7 @@ DAPO: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_rows_travel_once_to_the_rank_that_infers_and_trains_and_not_at_all_where_they_can_stay(
+def test_rows_move_at_most_once_to_their_rank(
     workshop: Workshop,
 ) -> None:
     away = workshop.tree("away", **DAPO, workers=3, roles={"actor": {"generate_workers": 1}})
@@ -62,7 +62,7 @@ def test_the_two_answers_of_a_preference_stay_on_one_rank(workshop: Workshop, tm
     assert_same_weights(weights(ranks / "checkpoints" / "step-2"), weights(alone / "checkpoints" / "step-2"))
 
 
-def test_answers_are_checked_where_their_rows_are_after_inference_has_moved_them(workshop: Workshop) -> None:
+def test_answers_are_verified_where_inference_moved_rows(workshop: Workshop) -> None:
     """Old log-probs come between generation and verification, and two updates have each to be balanced."""
     flow = {"flow": "grpo", "algorithm": {"old": "recompute"}, "trainer": {"steps": 1, "rows_per_update": 8}}
     run_in_ranks([workshop.tree("ranks", **merged(EVERY_STEP, flow), runtime="distributed", workers=2)], 2)

@@ -58,9 +58,7 @@ def copied(run: Path, name: str, runtime: str, step: int | None = None) -> Path:
     return copy
 
 
-def test_a_distributed_run_that_is_interrupted_goes_on_exactly_under_either_runtime(
-    shop: Workshop, uninterrupted: Path
-) -> None:
+def test_interrupted_distributed_run_resumes_exactly_under_either_runtime(shop: Workshop, uninterrupted: Path) -> None:
     run = shop.folder / "interrupted"
     path = shop.folder / "interrupted.yaml"
     path.write_text(yaml.safe_dump(tree(shop, "interrupted", runtime="distributed", workers=2)))

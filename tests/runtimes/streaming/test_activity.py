@@ -7,7 +7,7 @@ import pytest
 from braidrl.runtimes.streaming.activity import Activity
 
 
-def test_a_group_is_idle_for_the_share_of_its_workers_time_without_rows() -> None:
+def test_idle_share_is_worker_time_without_rows() -> None:
     activity = Activity()
     activity.note(10.0, [("actor.generate", True), ("actor.generate", False), ("actor", False)])
     activity.note(12.0, [("actor.generate", True), ("actor.generate", True), ("actor", True)])

@@ -98,7 +98,7 @@ def largest_gap(workshop: Workshop, run: Path) -> float:
     return gap
 
 
-def test_interrupted_rows_go_on_under_new_weights_and_each_token_has_the_log_prob_of_its_version(
+def test_interrupted_rows_keep_log_probs_of_each_tokens_version(
     workshop: Workshop,
 ) -> None:
     # A batch takes far longer to generate than to train on, so that new weights find rows under way.
@@ -112,7 +112,7 @@ def test_interrupted_rows_go_on_under_new_weights_and_each_token_has_the_log_pro
     assert largest_gap(workshop, run) < 1e-5
 
 
-def test_rolling_engines_take_turns_and_a_batch_has_rows_of_two_versions(workshop: Workshop) -> None:
+def test_rolling_updates_give_batches_of_two_versions(workshop: Workshop) -> None:
     slow = {"engine": f"{ROOT}/examples/plugins/engine.py:PlainEngine", "slots": 3}
     run, backend = streamed(workshop, "rolling", "rolling", rollout=slow)
     check_bounds(run)

@@ -159,9 +159,7 @@ def test_whichever_workers_are_killed_every_row_is_trained_once_or_counted(
 
 @pytest.mark.parametrize("budget", list(STALENESS))
 @pytest.mark.parametrize("weights", WAYS)
-def test_a_run_whose_main_program_is_killed_goes_on_with_exact_counts(
-    workshop: Workshop, weights: str, budget: int | None
-) -> None:
+def test_killed_main_process_resumes_with_exact_counts(workshop: Workshop, weights: str, budget: int | None) -> None:
     name, chance = f"main-{weights}-{budget}", random.Random(f"{weights}/{budget}")
     folder = workshop.folder / name
     process = braid("train", workshop.config_file(name, **sections_of(workshop, weights, budget=budget)))

@@ -91,9 +91,7 @@ def nothing_is_left(cluster: RayNodes) -> Iterator[None]:
     assert without_owner() <= before
 
 
-def test_on_two_nodes_with_a_worker_killed_amid_a_batch_the_result_is_eagers(
-    workshop: Workshop, cluster: RayNodes
-) -> None:
+def test_two_nodes_with_killed_worker_equal_eager(workshop: Workshop, cluster: RayNodes) -> None:
     sections = sections_of("grpo", 3)
     path = workshop.config_file("ours", **cluster.run(**sections))
     command = [sys.executable, "-m", "tests.runtimes.on_ray", str(path), "actor.generate"]
@@ -133,7 +131,7 @@ def test_ctrl_c_saves_and_leaves_nothing_on_any_node(workshop: Workshop, cluster
     assert (workshop.folder / "interrupted" / "checkpoints" / "latest").read_text() == f"step-{steps}\n"
 
 
-def test_doctor_looks_from_both_nodes_and_names_what_each_does_not_see(cluster: RayNodes, workshop: Workshop) -> None:
+def test_doctor_reports_missing_items_per_node(cluster: RayNodes, workshop: Workshop) -> None:
     missing = workshop.folder / "nowhere.jsonl"
     process = braid(
         "doctor", "--cluster", f"model={workshop.model}", f"data.train={missing}", f"output={workshop.folder / 'shared'}",

@@ -180,9 +180,7 @@ def test_half_of_a_batch_is_trained_on_before_its_generation_ends(workshop: Work
 
 
 @pytest.mark.parametrize("layout", [{"data": 2}, pytest.param({"data": 2, "shard": "full"}, marks=pytest.mark.soak)])
-def test_new_weights_are_copied_beside_the_next_batch_and_before_its_step(
-    workshop: Workshop, layout: dict[str, Any]
-) -> None:
+def test_weights_are_copied_during_next_batch_before_its_step(workshop: Workshop, layout: dict[str, Any]) -> None:
     """The copy of the first version would never end if training waited for it, and fails if a step changes what it reads."""
     run = workshop.run(
         "-".join(["held", *layout]), flow=str(workshop.folder / "held.yaml"), runtime="streaming",

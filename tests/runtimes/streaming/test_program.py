@@ -212,9 +212,7 @@ def test_dynamic_sampling_has_refilled_in_these_runs(eager: Callable[..., Path])
 
 
 @pytest.mark.parametrize(("weights", "share"), [("end", 0.5), ("delayed", 0.0)])
-def test_with_staleness_one_no_row_is_older_and_each_is_trained_once(
-    workshop: Workshop, weights: str, share: float
-) -> None:
+def test_staleness_one_is_kept_and_rows_train_once(workshop: Workshop, weights: str, share: float) -> None:
     streaming = {"weights": weights, "workers": {"actor.generate": 2}, "on_policy_share": share}
     run = stream(workshop, f"stale-{weights}", "dapo", streaming, trainer={"max_staleness": 1, "rows_per_update": 8})
     lines = read_metrics(run)
@@ -278,9 +276,7 @@ def is_saved(run: TrainingRun, lease: Lease) -> bool:
     return latest_checkpoint(run.folder) == checkpoint_folder(run.folder, run.backend.stream.schedule.published)
 
 
-def test_workers_and_a_trainer_killed_amid_a_batch_cost_no_row_and_no_step(
-    workshop: Workshop, eager: Callable[..., Path]
-) -> None:
+def test_killed_workers_and_trainer_lose_no_row_or_step(workshop: Workshop, eager: Callable[..., Path]) -> None:
     """The trainer dies while the last checkpoint is of the last published version: then rows in the queue are kept."""
     killed: dict[str, list[int]] = {group: [] for group in ("actor.generate", "compute", "reference", "actor")}
     with in_process(
@@ -320,9 +316,7 @@ def test_a_worker_that_hangs_is_replaced(workshop: Workshop, eager: Callable[...
     assert_same(eager("dapo"), run.folder)
 
 
-def test_where_a_trainers_death_ends_the_run_in_a_line_the_resumed_run_is_the_untouched_one(
-    workshop: Workshop, eager: Callable[..., Path]
-) -> None:
+def test_run_resumed_after_trainer_death_equals_undisturbed_run(workshop: Workshop, eager: Callable[..., Path]) -> None:
     killed: list[int] = []
     with in_process(workshop, "killed-trainer", **sections_of("ppo", trainer={"checkpoint_every": 1})) as run:
         assert isinstance(run.backend, StreamingBackend) and run.config.trainer.max_restarts == 0
@@ -362,7 +356,7 @@ def test_an_exception_in_a_worker_ends_the_run_with_its_traceback(workshop: Work
     assert isinstance(run.backend, StreamingBackend) and run.backend.processes.members == []
 
 
-def test_an_epoch_that_brings_nothing_is_the_same_error_as_in_one_process(workshop: Workshop) -> None:
+def test_empty_epoch_raises_same_error_as_eager(workshop: Workshop) -> None:
     verify = {"verify": [{"name": f"{workshop.folder}/verifiers.py:always_wrong"}]}
     with (
         in_process(workshop, "barren", **sections_of("dapo"), reward=verify) as run,
@@ -398,7 +392,7 @@ def test_a_run_begun_in_one_process_goes_on_as_a_stream(workshop: Workshop, eage
         pytest.param("ppo", {"max_staleness": 1}, marks=pytest.mark.soak),
     ],
 )
-def test_a_stale_run_goes_on_from_a_checkpoint_with_the_rows_that_older_weights_had_begun(
+def test_stale_run_resumes_with_rows_started_on_older_versions(
     workshop: Workshop, flow: str, stale: dict[str, Any]
 ) -> None:
     name = f"begun-{flow}-{'-'.join(map(str, stale.values()))}"
@@ -447,9 +441,7 @@ def wait_until_gone(pids: list[int], limit_s: float = 60.0) -> None:
 
 
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
-def test_a_run_that_is_interrupted_or_killed_leaves_no_process_no_memory_and_no_port(
-    workshop: Workshop, sent: signal.Signals, status: int
-) -> None:
+def test_interrupted_or_killed_run_leaves_nothing_behind(workshop: Workshop, sent: signal.Signals, status: int) -> None:
     name = f"ended-by-{sent.name}"
     path = workshop.config_file(name, runtime="streaming", **sections_of("grpo", 1000))
     process = braid("train", path)

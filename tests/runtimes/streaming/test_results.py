@@ -9,7 +9,7 @@ from braidrl.runtimes.streaming.groups import Group
 from braidrl.runtimes.streaming.program import stage_seconds
 
 
-def test_a_stages_seconds_are_those_of_one_worker_and_ranks_that_share_a_lease_are_one() -> None:
+def test_stage_seconds_count_ranks_of_one_lease_once() -> None:
     flow = Flow("timed", [actor.generate(), reward.verify(), actor.log_probs()])
     groups = [
         Group("actor.generate", "generate", "actor", ("actor.generate",), 2),

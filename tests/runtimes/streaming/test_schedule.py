@@ -46,7 +46,7 @@ def finish_iteration(schedule: StreamSchedule) -> None:
     schedule.publish()
 
 
-def test_the_first_step_waits_until_old_log_probs_of_the_whole_batch_are_there() -> None:
+def test_first_step_waits_for_old_log_probs_of_whole_batch() -> None:
     schedule = begin(PLAIN)
     uids = admit(schedule, 0)
     work(schedule, "actor.generate")
@@ -69,7 +69,7 @@ def test_the_first_step_waits_until_old_log_probs_of_the_whole_batch_are_there()
     assert schedule.publish().uids == uids and not schedule.tasks.rows
 
 
-def test_log_probs_of_the_next_batch_wait_for_the_version_that_it_is_trained_on() -> None:
+def test_next_batch_log_probs_wait_for_its_training_version() -> None:
     schedule = begin(PLAIN, staleness=1)
     first, second = admit(schedule, 0), admit(schedule, 2)
     assert len(work(schedule, "actor.generate", most=8)) == 4 and len(work(schedule, "actor.generate", most=8)) == 4
@@ -81,7 +81,7 @@ def test_log_probs_of_the_next_batch_wait_for_the_version_that_it_is_trained_on(
     assert schedule.published == 2 and schedule.max_staleness_seen == 1
 
 
-def test_a_batch_that_was_begun_before_a_checkpoint_is_trained_as_it_would_have_been() -> None:
+def test_batch_started_before_checkpoint_trains_unchanged() -> None:
     schedule, again = begin(PLAIN, staleness=1), begin(PLAIN, staleness=1)
     admit(schedule, 0)
     second = admit(schedule, 2)
@@ -138,7 +138,7 @@ def test_dropped_groups_leave_and_are_replaced_before_the_batch_is_known() -> No
     assert {uid[1] for uid in schedule.tasks.rows} == {1, 2}
 
 
-def test_a_batch_closes_while_surplus_is_still_generated_and_its_late_answer_is_refused() -> None:
+def test_batch_closes_before_surplus_and_late_answer_is_refused() -> None:
     schedule = begin(SELECTING)
     admit(schedule, 0)
     work(schedule, "actor.generate")
@@ -158,7 +158,7 @@ def test_a_batch_closes_while_surplus_is_still_generated_and_its_late_answer_is_
         schedule.acknowledge(generating.number, 1.0, 0)
 
 
-def test_what_a_dead_or_silent_worker_held_is_given_to_the_next() -> None:
+def test_rows_of_dead_or_hanging_worker_are_leased_again() -> None:
     schedule = begin(PLAIN)
     uids = admit(schedule, 0)
     lease = schedule.take("actor.generate", "dies", 0.0, 10.0, 2)
@@ -185,7 +185,7 @@ def test_engines_may_load_together_only_between_two_batches() -> None:
     assert schedule.close() is not None and schedule.is_generation_over()
 
 
-def test_group_stages_take_whole_groups_even_where_a_lease_holds_fewer_rows() -> None:
+def test_group_stages_take_whole_groups_beyond_row_limit() -> None:
     schedule = begin(SELECTING)
     uids = admit(schedule, 0)
     work(schedule, "actor.generate")
@@ -193,7 +193,7 @@ def test_group_stages_take_whole_groups_even_where_a_lease_holds_fewer_rows() ->
     assert lease is not None and list(lease.rows) == uids[:2]
 
 
-def test_rows_are_trained_on_again_by_who_replaces_a_trainer_that_is_lost() -> None:
+def test_replacement_trainer_trains_rows_again() -> None:
     schedule = begin(PLAIN, staleness=1)
     uids, second = admit(schedule, 0), admit(schedule, 2)
     assert len(work(schedule, "actor.generate", most=4)) == 4 and len(work(schedule, "actor.generate", most=4)) == 4
@@ -249,7 +249,7 @@ def trained(schedule: StreamSchedule) -> set[int]:
     return {uid[1] for uid in work(schedule, "actor.update")}
 
 
-def test_a_kept_group_is_trained_on_as_soon_as_it_is_sure_to_be_in_the_batch() -> None:
+def test_kept_group_trains_once_its_selection_is_certain() -> None:
     schedule = StreamSchedule(AT_ONCE, Sizes(3, 4, 2, 8))
     admit(schedule, 0)
     decided(schedule, {2: None})
@@ -266,7 +266,7 @@ def test_a_kept_group_is_trained_on_as_soon_as_it_is_sure_to_be_in_the_batch() -
     assert schedule.due_steps() == ["actor.update"]
 
 
-def test_of_several_updates_a_group_joins_the_one_of_its_place_once_that_is_sure() -> None:
+def test_group_joins_its_update_once_position_is_certain() -> None:
     sizes = Sizes(3, 4, 2, 2, seed=1)
     schedule, closed = StreamSchedule(AT_ONCE, sizes), StreamSchedule(PLAIN, sizes)
     admit(schedule, 0)
@@ -302,7 +302,7 @@ def test_with_staleness_groups_admitted_ahead_belong_to_the_next_batch() -> None
 
 
 @pytest.mark.parametrize("engine", [0, 1])
-def test_a_group_that_would_be_too_old_for_the_next_batch_is_surplus_of_this_one(engine: int) -> None:
+def test_group_too_stale_for_next_batch_is_surplus(engine: int) -> None:
     schedule = StreamSchedule(AT_ONCE, Sizes(4, 8, 1, 8, max_staleness=1))
     admit(schedule, 0, samples=1)
     decided(schedule, dict.fromkeys(range(8)))
@@ -319,7 +319,7 @@ def test_a_group_that_would_be_too_old_for_the_next_batch_is_surplus_of_this_one
     assert set(schedule.rows_of) == {*range(8), 10, 11, *range(12, 18)} | ({19} if engine else set())
 
 
-def test_engines_may_load_together_while_groups_wait_that_only_the_next_version_may_begin() -> None:
+def test_engines_load_together_while_groups_need_next_version() -> None:
     schedule = StreamSchedule(AT_ONCE, Sizes(4, 8, 1, 8, max_staleness=1))
     admit(schedule, 0, samples=1)
     decided(schedule, dict.fromkeys(range(8)))
@@ -342,7 +342,7 @@ def begun(schedule: StreamSchedule, version: int) -> list[int]:
     return groups
 
 
-def test_what_has_no_place_among_older_groups_waits_for_an_engine_with_the_batchs_version() -> None:
+def test_groups_beyond_stale_share_wait_for_batch_version() -> None:
     schedule = StreamSchedule(PLAIN, Sizes(5, 4, 1, 4, max_staleness=1, older_groups=1))
     admit(schedule, 0, samples=1)
     admit(schedule, 4, samples=1)
@@ -357,7 +357,7 @@ def test_what_has_no_place_among_older_groups_waits_for_an_engine_with_the_batch
     assert schedule.versions[0, 8, 0] == 1
 
 
-def test_a_dropped_group_gives_its_place_among_the_older_ones_to_the_next() -> None:
+def test_dropped_group_frees_place_in_stale_share() -> None:
     schedule = StreamSchedule(AT_ONCE, Sizes(5, 4, 1, 4, max_staleness=1, older_groups=2))
     admit(schedule, 0, samples=1)
     decided(schedule, dict.fromkeys(range(4)))
@@ -372,7 +372,7 @@ def test_a_dropped_group_gives_its_place_among_the_older_ones_to_the_next() -> N
     assert begun(schedule, 1) == [7], "whatever the batch still needs is of its own version"
 
 
-def test_groups_that_went_ahead_are_begun_for_the_open_batch_once_it_needs_them() -> None:
+def test_groups_admitted_ahead_start_when_open_batch_needs_them() -> None:
     schedule = StreamSchedule(AT_ONCE, Sizes(5, 4, 1, 4, max_staleness=1, older_groups=1))
     admit(schedule, 0, samples=1)
     assert begun(schedule, 0) == [0, 1, 2, 3, 4], "4 may be older in the next batch"
@@ -380,7 +380,7 @@ def test_groups_that_went_ahead_are_begun_for_the_open_batch_once_it_needs_them(
     assert begun(schedule, 0) == [5, 6], "4 and 5 should be needed for this one, and 6 has the place in the next"
 
 
-def test_groups_that_were_begun_and_have_no_place_in_the_next_batch_are_the_first() -> None:
+def test_started_groups_without_place_come_first() -> None:
     assert begun_too_many({3: 0, 4: None, 5: 0, 6: 1, 7: None}, 2) == {3}
     assert begun_too_many({3: 0, 5: 0}, 0) == {3, 5} and begun_too_many({3: 0}, 2) == set()
 
@@ -395,12 +395,12 @@ def leased(schedule: StreamSchedule, version: int) -> Lease:
     return lease
 
 
-def test_a_row_that_is_set_aside_goes_on_with_the_next_batch_and_is_drawn_to_its_end_there() -> None:
+def test_suspended_row_resumes_and_finishes_in_next_batch() -> None:
     schedule = setting_aside(2)
     admit(schedule, 0, samples=1)
     long, short = leased(schedule, 0), leased(schedule, 0)
-    assert schedule.may_set_aside(long)
-    schedule.set_aside(long.number, 0.0, version=0)
+    assert schedule.may_suspend(long)
+    schedule.suspend(long.number, 0.0, version=0)
     schedule.acknowledge(short.number, 0.0, 0)
     assert schedule.close() is None, "its place is another group's"
     assert admit(schedule, 2, samples=1) == work(schedule, "actor.generate") == [(0, 2, 0), (0, 3, 0)]
@@ -412,7 +412,7 @@ def test_a_row_that_is_set_aside_goes_on_with_the_next_batch_and_is_drawn_to_its
     finish_iteration(schedule)
     assert schedule.groups_wanted(1) == 0 and schedule.is_open and schedule.sampling.pending == [0]
     again = leased(schedule, 1)
-    assert again.rows == long.rows and not schedule.may_set_aside(again)
+    assert again.rows == long.rows and not schedule.may_suspend(again)
     schedule.acknowledge(again.number, 0.0, 0)
     outcome = schedule.close()
     assert outcome is not None and outcome.groups == (0, 3)
@@ -420,13 +420,13 @@ def test_a_row_that_is_set_aside_goes_on_with_the_next_batch_and_is_drawn_to_its
     assert schedule.max_staleness_seen == 1
 
 
-def test_where_as_many_groups_are_set_aside_as_staleness_has_room_for_the_first_are_awaited() -> None:
+def test_first_groups_finish_when_suspended_ones_fill_staleness() -> None:
     schedule = setting_aside(1)
     admit(schedule, 0, samples=1)
-    schedule.set_aside(leased(schedule, 0).number, 0.0, version=0)
+    schedule.suspend(leased(schedule, 0).number, 0.0, version=0)
     assert schedule.close() is None and schedule.groups_wanted(0) == 0
     to_its_end = leased(schedule, 0)
-    assert to_its_end.rows == ((0, 0, 0),) and not schedule.may_set_aside(to_its_end)
+    assert to_its_end.rows == ((0, 0, 0),) and not schedule.may_suspend(to_its_end)
     schedule.acknowledge(to_its_end.number, 0.0, 0)
     outcome = schedule.close()
     assert outcome is not None and outcome.groups == (0,)

@@ -17,14 +17,14 @@ def versions() -> Versions:
     return known
 
 
-def test_an_engine_is_given_what_has_changed_since_the_version_that_it_holds_and_no_later_one() -> None:
+def test_engine_receives_changes_since_its_version_only() -> None:
     assert versions().between(0, 2) == [("actor", 2, place("actor-2")), ("rival", 1, place("rival-1"))]
     assert versions().between(1, 2) == [("actor", 2, place("actor-2"))]
     assert versions().between(2, 2) == []
     assert versions().newest == 3 and Versions(["actor"]).newest == 0
 
 
-def test_a_version_is_kept_as_long_as_an_engine_may_need_it() -> None:
+def test_version_is_kept_while_an_engine_needs_it() -> None:
     known = versions()
     assert [p["name"] for p in known.outdated({2})] == ["actor-1"], "the rival's first is what its second was"
     assert known.between(0, 2)[1] == ("rival", 1, place("rival-1"))
@@ -33,14 +33,14 @@ def test_a_version_is_kept_as_long_as_an_engine_may_need_it() -> None:
     assert known.has("actor", 3) and not known.has("actor", 2)
 
 
-def test_versions_that_are_offered_end_with_their_trainers_and_files_do_not() -> None:
+def test_offered_versions_end_with_trainers_but_files_remain() -> None:
     known = versions()
     assert known.outlive_trainers
     known.add("actor", 4, place("offered", path=""))
     assert not known.outlive_trainers
 
 
-def test_weights_for_a_role_copy_are_given_once_by_the_worker_asked_last() -> None:
+def test_role_copy_uses_weights_of_last_asked_worker() -> None:
     copies = Copies()
     copies.ask("follow", "first")
     assert "follow" in copies and copies.given("follow") is None

@@ -74,7 +74,7 @@ def load(engine: PreTrainedModel, place: Place) -> None:
 
 @pytest.mark.parametrize("way", ["file", "collective"])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3"])
-def test_an_engine_has_every_tensor_of_the_version_and_not_of_later_steps(owner: Owner, name: str, way: str) -> None:
+def test_engine_holds_exactly_one_version_of_every_tensor(owner: Owner, name: str, way: str) -> None:
     trainer, engine = model(name, 1), model(name, 2)
     versions = writer(trainer, owner, weights=way)
     wanted, place = logits(trainer), versions.begin()()
@@ -109,9 +109,7 @@ def half(of: PreTrainedModel, own: bool) -> Mapping[str, WeightPart]:
     return found
 
 
-def test_ranks_that_have_halves_write_one_file_and_a_worker_receives_only_its_half(
-    owner: Owner, tmp_path: Path
-) -> None:
+def test_sharded_ranks_write_one_file_and_readers_get_slices(owner: Owner, tmp_path: Path) -> None:
     trainer, lower = model("qwen3", 1), model("qwen3", 3)
     halves = [half(trainer, True), half(trainer, False)]
     known = read_index([json.dumps(["", described(parts)]).encode() for parts in halves])
@@ -159,7 +157,7 @@ def test_another_models_weights_are_refused_before_anything_changes(owner: Owner
     assert torch.equal(logits(other), before)
 
 
-def test_a_version_lies_in_one_file_until_it_is_freed_or_its_run_ends(owner: Owner) -> None:
+def test_version_file_exists_until_freed_or_run_ends(owner: Owner) -> None:
     versions = writer(model("qwen2", 1), owner)
     first, second, third = (versions.begin()() for _ in range(3))
     assert all(Path(place["path"]).parent == shared_folder() for place in (first, second, third))
