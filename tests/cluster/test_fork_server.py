@@ -39,7 +39,7 @@ def run(before: str = "", engines: int = 0) -> list[Any]:
     return found
 
 
-def test_copies_have_what_the_command_imported_and_not_what_it_opened() -> None:
+def test_copies_share_imports_but_not_open_files() -> None:
     made, names, copy = run()
     assert made and "the fork server" in names
     assert (copy["modules"], copy["holds"]) == (["told_apart", "json.tool"], False)

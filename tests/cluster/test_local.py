@@ -23,7 +23,7 @@ def spec(how: str, path: Path | None = None) -> ProcessSpec:
 
 
 @both
-def test_what_a_process_returns_or_raises_is_its_outcome(start: Start) -> None:
+def test_return_value_or_error_is_process_outcome(start: Start) -> None:
     processes = {how: start(spec(how)) for how in ("return", "refuse", "raise", "die")}
     for process in processes.values():
         assert LocalLauncher().answered([process], 100.0) == [process]
@@ -45,7 +45,7 @@ def test_a_failure_is_the_exception_that_the_user_sees() -> None:
 
 
 @both
-def test_a_process_whose_starter_hangs_up_cleans_up_and_ends(start: Start, tmp_path: Path) -> None:
+def test_process_cleans_up_and_ends_when_parent_closes_connection(start: Start, tmp_path: Path) -> None:
     process = start(spec("sleep", tmp_path / "note"))
     wait_until(lambda: (tmp_path / "note").exists())
     process.hang_up()
@@ -66,7 +66,7 @@ def test_stalled_process_is_named_with_its_stack(tmp_path: Path) -> None:
     assert "in stall_in_work" in Path(stack).read_text()
 
 
-def test_what_a_fresh_process_has_started_is_killed_with_it(tmp_path: Path) -> None:
+def test_children_of_fresh_process_are_killed_with_it(tmp_path: Path) -> None:
     process = spawn(spec("sleep", tmp_path / "note"))
     wait_until(lambda: (tmp_path / "note").exists() and (tmp_path / "note").read_text() != "")
     own = int((tmp_path / "note").read_text())
@@ -80,7 +80,7 @@ def test_subgroups_inherit_time_limit_of_global_group() -> None:
     assert run_ranks("tests.cluster.ranks:limits", {}, 2, 123.0) == [123.0] * 5
 
 
-def test_who_did_not_come_to_a_group_is_named() -> None:
+def test_ranks_missing_from_group_are_named() -> None:
     process = spawn(ProcessSpec("alone", "tests.cluster.ranks:lonely", {}))
     assert LocalLauncher().answered([process], 100.0)
     outcome = process.outcome

@@ -42,7 +42,7 @@ def test_a_new_list_begins_empty_and_the_old_one_is_gone(two: tuple[Notices, Not
     assert list(other.hear()) == []
 
 
-def test_what_is_numbered_and_not_there_yet_is_not_waited_for(two: tuple[Notices, Notices]) -> None:
+def test_numbered_but_missing_notice_does_not_block(two: tuple[Notices, Notices]) -> None:
     one, other = two
     for each in two:
         each.begin("first")

@@ -52,7 +52,7 @@ def test_each_pool_has_devices_of_its_own_which_it_gives_back(ray_cluster: None)
     assert ray.is_initialized(), "a cluster that was there before goes on"
 
 
-def test_an_actor_that_answers_nothing_is_named_whoever_sees_its_process(ray_cluster: None) -> None:
+def test_unresponsive_actor_is_named(ray_cluster: None) -> None:
     import ray
 
     cluster = RayCluster(ClusterConfig(start_limit_s=60, silence_s=1), "cpu")

@@ -39,7 +39,7 @@ def test_replaying_recorded_rollouts_gives_the_same_weights_and_metrics_of_train
         assert of_training(mine) == of_training(theirs)
 
 
-def test_rollout_only_records_what_a_run_generates_and_trains_nothing(workshop: Workshop) -> None:
+def test_rollout_only_records_same_rows_without_training(workshop: Workshop) -> None:
     only = workshop.run("only", rollout_only=True, **RUNS["grpo"])
     lines = read_metrics(only)
     assert [(line["step"], line["version"]) for line in lines] == [(1, 0), (2, 0), (3, 0)]

@@ -100,7 +100,7 @@ def test_killed_before_the_first_checkpoint_begins_anew(evaluated: Workshop) -> 
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-def test_ctrl_c_saves_exits_130_and_the_run_can_go_on(evaluated: Workshop, steps: int) -> None:
+def test_ctrl_c_saves_exits_130_and_run_can_resume(evaluated: Workshop, steps: int) -> None:
     kind = sections(evaluated, "surplus")
     process = braid("train", evaluated.config_file("stopped", **kind))
     stopped = evaluated.folder / "stopped"

@@ -34,7 +34,7 @@ def test_a_run_with_shared_prompts_is_the_run_without(workshop: Workshop, monkey
             torch.testing.assert_close(tensor, theirs.weights[name], rtol=0, atol=1e-5)
 
 
-def test_every_switch_on_trains_what_was_generated_and_resumes_exactly(workshop: Workshop) -> None:
+def test_all_switches_together_train_generated_tokens_and_resume_exactly(workshop: Workshop) -> None:
     trainer = {"prompts_per_step": 4, "checkpoint_every": 5, "learning_rate": 3e-3, **FAST}
     whole = workshop.run("whole", **FLOW, trainer={**trainer, "steps": STEPS})
     for step in (1, STEPS):

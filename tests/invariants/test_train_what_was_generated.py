@@ -46,7 +46,7 @@ def test_engine_log_probs_equal_trainer_log_probs(workshop: Workshop) -> None:
     print(f"largest gap of a row: {largest:.1e} nats")
 
 
-def test_they_are_what_transformers_own_forward_says_of_the_recorded_ids(workshop: Workshop) -> None:
+def test_log_probs_equal_transformers_forward_on_recorded_ids(workshop: Workshop) -> None:
     rows = recorded(workshop.folder / "run", 1)
     model = AutoModelForCausalLM.from_pretrained(workshop.model, dtype=torch.float32)
     for row in range(len(rows)):

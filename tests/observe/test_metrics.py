@@ -95,7 +95,7 @@ def test_what_was_written_survives_a_kill(tmp_path: Path) -> None:
     assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3]
 
 
-def test_resuming_cuts_off_what_the_checkpoint_does_not_know(tmp_path: Path) -> None:
+def test_resume_cuts_off_lines_after_checkpoint(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     for step in range(1, 8):
         writer.write(metrics_of(step))

@@ -67,7 +67,7 @@ def outline(run: Path) -> Outline:
     return parser
 
 
-def test_the_page_is_whole_and_asks_for_nothing_outside(run: Path) -> None:
+def test_page_is_self_contained(run: Path) -> None:
     html = report(run)
     assert not re.search(r'(src|href)="|url\((?!#)|@import|https?://', html)
     assert outline(run).open == []
@@ -79,7 +79,7 @@ def test_the_reference_answer_stands_beside_each_sample(run: Path) -> None:
     assert "reference answer" in write_report(run).read_text()
 
 
-def test_what_a_response_says_is_shown_and_not_run(run: Path) -> None:
+def test_response_text_is_escaped(run: Path) -> None:
     html = report(run)
     assert "<script>alert" not in html
     assert html.count("&lt;script&gt;alert(&#39;owned&#39;)&lt;/script&gt;&lt;/pre&gt;&amp;amp; 7") >= MOST_STEPS
@@ -107,7 +107,7 @@ def test_headline_numbers_go_from_first_to_last(run: Path) -> None:
     assert f"{sum(rewards[:5]) / 5:.3g} → {sum(rewards[-5:]) / 5:.3g}" in html
 
 
-def test_a_metric_that_nobody_knew_of_is_shown_too(tmp_path: Path) -> None:
+def test_unknown_metric_is_shown_too(tmp_path: Path) -> None:
     writer = MetricsWriter(tmp_path)
     for step in (1, 2):
         writer.write(metrics_of(step) | {"my/own metric": step})

@@ -149,7 +149,7 @@ def test_recordings_are_found_by_step_and_evaluation(tmp_path: Path) -> None:
     assert recorded_steps(tmp_path, "gsm8k-step-1") == [5]
 
 
-def test_what_was_not_recorded_by_a_run_is_refused(tmp_path: Path) -> None:
+def test_file_not_recorded_by_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no recorded rollouts"):
         read_rollouts(tmp_path / "step-1.parquet")
     write_rollouts(tmp_path / "a.parquet", rows_of(1), list("abcd"), list("abcd"))

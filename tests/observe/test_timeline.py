@@ -42,7 +42,7 @@ def test_the_table_adds_up_a_trace_made_by_hand() -> None:
     ]
 
 
-def test_what_overlaps_in_one_worker_counts_once_for_the_role() -> None:
+def test_overlapping_spans_of_a_worker_count_once() -> None:
     spans = [
         Span("actor/0", "actor", "actor.generate", 1, 0.0, 8.0),
         Span("actor/0", "actor", "actor.log_probs", 1, 6.0, 10.0),
@@ -52,7 +52,7 @@ def test_what_overlaps_in_one_worker_counts_once_for_the_role() -> None:
     assert (generate.busy_seconds, log_probs.busy_seconds) == (8.0, 4.0)
 
 
-def test_the_time_between_a_stop_and_a_resume_belongs_to_nobody() -> None:
+def test_time_between_stop_and_resume_is_not_counted() -> None:
     first = Span("actor/0", "actor", "actor.update", 1, 0.0, 5.0)
     resumed = Span("actor/0", "actor", "actor.update", 2, 50_000.0, 50_005.0)
     (whole, _) = busy_table([first, resumed])

@@ -104,7 +104,7 @@ def test_run_passes_due_samples_and_report_to_trackers(workshop: Workshop) -> No
 @pytest.mark.parametrize(
     "names", [["trackio"], pytest.param(["trackio", "wandb", "swanlab", "mlflow"], marks=pytest.mark.soak)], ids=len
 )
-def test_what_a_library_has_written_can_be_read_back(names: list[str], tmp_path: Path) -> None:
+def test_tracker_output_can_be_read_back(names: list[str], tmp_path: Path) -> None:
     place = ROOT / "build" / "trackers-venv"
     if not (place / "installed").is_file():
         pytest.skip("the libraries are not installed; `make trackers` installs them")

@@ -176,7 +176,7 @@ def test_a_worker_that_renews_keeps_its_rows() -> None:
         quick.close()
 
 
-def test_a_worker_that_renews_too_late_hears_what_it_has_lost() -> None:
+def test_late_renewal_returns_lost_leases() -> None:
     with queue(lease_s=0.02) as (control, server, node):
         slow = client(server, node, "slow", generates=True)
         control.training.schedule.groups_wanted(0)
@@ -309,7 +309,7 @@ def test_a_name_from_the_network_cannot_lead_out_of_shared_memory() -> None:
         connection.close()
 
 
-def test_a_bad_request_gets_an_answer_and_harms_nobody() -> None:
+def test_bad_request_is_answered_and_harmless() -> None:
     with queue() as (_, server, node):
         connection = Connection(server.address, 5.0)
         for request in ({"request": "nonsense"}, {"request": "done", "stage": "generate"}, {"request": "stepped"}):
@@ -350,7 +350,7 @@ def test_selected_group_continues_and_dropped_group_frees_memory() -> None:
         worker.close()
 
 
-def test_a_later_run_removes_what_a_killed_one_has_left(tmp_path: Path) -> None:
+def test_later_run_removes_segments_of_killed_run(tmp_path: Path) -> None:
     dead = Owner(tmp_path)
     Segments(dead.run, "worker", tmp_path).write([b"left behind"])
     alive = Owner(tmp_path)

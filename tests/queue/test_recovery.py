@@ -48,7 +48,7 @@ def test_restarted_controller_leases_once_and_clients_keep_leases() -> None:
         assert sorted([*seen, *late]) == list(range(8))
 
 
-def test_a_unit_that_is_killed_knows_afterwards_what_it_held() -> None:
+def test_restarted_unit_restores_its_content() -> None:
     with TransferQueue.serve(TASKS, budget_bytes=1 << 20) as queue:
         queue.put({"x": torch.arange(4)}, rows=list(range(4)))
         batch = queue.get("score", 2)

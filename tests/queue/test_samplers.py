@@ -69,6 +69,6 @@ def test_a_sampler_that_breaks_the_contract_is_named(tmp_path: Path, body: str, 
         checked(sampler_named(f"{path}:broken"), rows([1, 1]), 1, 1)
 
 
-def test_a_name_that_there_is_none_of_gets_the_nearest() -> None:
+def test_unknown_name_error_suggests_nearest() -> None:
     with pytest.raises(UserError, match="first_in"):
         sampler_named("frist_in")

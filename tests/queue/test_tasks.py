@@ -147,7 +147,7 @@ class TaskMachine(RuleBasedStateMachine):
 TestTasks = TaskMachine.TestCase
 
 
-def test_a_late_acknowledgement_is_refused_although_nobody_looked_at_the_clock() -> None:
+def test_late_acknowledgement_is_refused_without_clock_tick() -> None:
     tasks = begin()
     lease = tasks.take("generate", "a", 0.0, 5.0, 2)
     assert lease is not None

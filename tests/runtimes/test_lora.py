@@ -69,7 +69,7 @@ def test_sharded_adapter_training_equals_single_process(workshop: Workshop) -> N
         ({"trainer": {"lora": {"targets": ["q_porj"]}}}, "no linear layer 'q_porj' in its layers. Did you mean 'q_proj'"),
     ],
 )  # fmt: skip
-def test_what_adapters_cannot_do_is_refused_before_a_model_loads(
+def test_unsupported_adapter_settings_are_refused_before_loading(
     workshop: Workshop, sections: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError, match=message) as caught:

@@ -65,9 +65,7 @@ def test_a_score_beyond_the_limit_is_its_rows_counted_failure(workshop: Workshop
     assert all(math.isfinite(line["reward/mean"]) and abs(line["reward/mean"]) <= 1 for line in lines)
 
 
-def test_a_learning_rate_that_nobody_means_is_remarked_on(
-    workshop: Workshop, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_implausible_learning_rate_is_reported(workshop: Workshop, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = {"steps": 1, "learning_rate": 100.0}
     workshop.run("fast", trainer=trainer)
     said = capsys.readouterr()

@@ -48,7 +48,7 @@ demands = st.builds(
 
 
 @given(st.integers(0, 1 << 40), demands)
-def test_what_is_chosen_fits_unless_the_least_does_not(free: int, demand: Demand) -> None:
+def test_chosen_sizes_fit_unless_minimum_does_not(free: int, demand: Demand) -> None:
     slots, tokens = fitting_sizes(free, demand)
     assert (slots is None, tokens is None) == (demand.slot == 0, demand.token == 0)
     room = int(free * (1 - RESERVE)) - demand.stays

@@ -38,9 +38,7 @@ def sizes_of(workshop: Workshop) -> MatrixSizes:
 
 
 @pytest.mark.parametrize(("slots", "steps"), [(16, 3), (2, 3), (1, 6)])
-def test_decoding_reads_weights_in_each_step_and_what_rows_have_seen(
-    workshop: Workshop, slots: int, steps: int
-) -> None:
+def test_decoding_reads_weights_and_context_each_step(workshop: Workshop, slots: int, steps: int) -> None:
     sums = Sums()
     usage_of(workshop).decoded(GENERATE, DRAWN, slots, 2.0, sums)
     assert sums.pairs() == {BANDWIDTH: (decoding_bytes(sizes_of(workshop), 4, steps, 61), 2e9)}
@@ -92,7 +90,7 @@ def test_single_turn_episode_counts_like_plain_generation() -> None:
     assert Drawn.of(torch.tensor([5, 6, 7]), Episode(trajectory)) == Drawn(3, 3 + 4 + 1)
 
 
-def test_memory_is_told_of_stages_that_use_a_model(workshop: Workshop) -> None:
+def test_memory_is_reported_for_stages_with_a_model(workshop: Workshop) -> None:
     sums, usage = Sums(), usage_of(workshop)
     with usage.memory_of(GENERATE, sums), usage.memory_of(VERIFY, sums):
         pass

@@ -70,7 +70,7 @@ def test_an_environment_that_is_none_is_refused_before_a_model_loads(name: str, 
         build_flow(config_of("grpo", rollout={"environment": name}))
 
 
-def test_a_run_trains_on_what_was_played_and_counts_what_failed(workshop: Workshop) -> None:
+def test_run_trains_on_episodes_and_counts_failures(workshop: Workshop) -> None:
     run = workshop.run(
         "played", algorithm={"kl_coef": 0.0}, rollout={"max_response_tokens": 4, "environment": FAILING},
         trainer={"rows_per_update": 8},

@@ -109,7 +109,7 @@ def test_an_update_weighs_each_token_by_the_version_that_drew_it(eager: Path, ve
     assert min(sizes) < 1 - 1e-4, "with one version for all of them nothing would be shown"
 
 
-def test_with_weights_that_stay_the_rows_are_those_of_whole_responses(workshop: Workshop) -> None:
+def test_suspension_with_constant_weights_equals_whole_responses(workshop: Workshop) -> None:
     still = merged(SECTIONS, {"trainer": {"learning_rate": 1e-30, "checkpoint_every": 0}})
     whole = responses(workshop.run("whole", **merged(still, {"rollout": {"tokens_per_iteration": 40}})), STEPS)
     parts = responses(workshop.run("parts", **still), STEPS)
@@ -150,7 +150,7 @@ def check_each_row(run: Path, steps: int) -> int:
     return most
 
 
-def test_streaming_sets_rows_aside_and_another_runtime_goes_on_with_them(workshop: Workshop) -> None:
+def test_rows_suspended_by_streaming_resume_under_another_runtime(workshop: Workshop) -> None:
     """Though an engine is killed with rows that others have begun."""
     sections = merged(SECTIONS, {"trainer": {"steps": 2}, "rollout": {"tokens_per_iteration": 4}})
     killed = list[int]()

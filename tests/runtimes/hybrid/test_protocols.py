@@ -111,7 +111,7 @@ def test_pipeline_ranks_take_rows_as_data_ranks_do() -> None:
     assert kept_results("PP_AS_DP") == [0, 4, 2, 6]
 
 
-def test_one_of_each_pipeline_rank_answers_what_all_were_asked() -> None:
+def test_one_rank_per_pipeline_stage_answers() -> None:
     assert PROTOCOLS.find("PP_ONLY").distribute(MESH, 3) == [(3,)] * 8
     assert kept_results("PP_ONLY") == [0, 4]
 

@@ -94,7 +94,7 @@ def test_ranks_that_divide_a_model_put_their_parts_away(workshop: Workshop) -> N
     assert metrics_without_times(workshop.folder / "tight") == metrics_without_times(workshop.folder / "free")
 
 
-def test_a_checkpoint_beside_a_stage_leaves_the_stage_what_it_needs(workshop: Workshop) -> None:
+def test_checkpoint_during_stage_keeps_its_assets_loaded(workshop: Workshop) -> None:
     """As under runtime=hybrid, where an interrupt saves while rows are being generated."""
     with TrainingRun(workshop.config(**with_budget(PPO, 5.5))) as run:
         executor: StageExecutor = run.backend.executor

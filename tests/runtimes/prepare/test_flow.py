@@ -52,7 +52,7 @@ def test_sampling_temperature_equals_log_prob_temperature(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", list(RECIPES))
-def test_what_is_evaluated_is_a_model_that_is_trained(name: str) -> None:
+def test_evaluation_uses_a_trained_role(name: str) -> None:
     """DPO's first stage infers with the reference, which stays as it is."""
     scorers = {"reward": {"model": "reward"}, "cost": {"model": "cost"}}
     tree = settings("runs", "model", "data.jsonl", flow=name, roles=scorers)  # type: ignore[arg-type]

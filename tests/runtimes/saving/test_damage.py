@@ -90,7 +90,7 @@ def test_damaged_checkpoint_error_names_whole_one_and_overwrites_nothing(
         export_model(run, run.parent / "exported")
 
 
-def test_the_newest_whole_checkpoint_goes_on_to_the_undisturbed_end(run: Path, whole_run: Path) -> None:
+def test_resume_from_newest_whole_checkpoint_equals_undisturbed_run(run: Path, whole_run: Path) -> None:
     garble(run / "checkpoints" / "step-2" / "actor" / "model.safetensors")
     train(run_config(run), resume=run, newest_whole=True)
     undisturbed = Path(shutil.copytree(whole_run, run.parent / "undisturbed"))

@@ -64,9 +64,7 @@ def test_existing_folder_and_full_disk_are_not_output_errors(tmp_path: Path, num
     assert found.value.errno == number
 
 
-def test_a_run_begun_with_relative_paths_goes_on_from_any_folder(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_with_relative_paths_resumes_from_any_folder(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, source in (("model", workshop.model), ("train.jsonl", workshop.data)):
         (workshop.folder / name).symlink_to(source)
     (workshop.folder / "flow.yaml").write_text((ROOT / "tests" / "runtimes" / "diamond.yaml").read_text())

@@ -35,9 +35,7 @@ FAILING = Path(__file__).parents[1] / "failing.yaml"
         ({"flow": "grop"}, "grpo"),
     ],
 )
-def test_what_cannot_be_placed_is_one_line_before_anything_starts(
-    workshop: Workshop, sections: dict[str, Any], words: str
-) -> None:
+def test_impossible_placement_is_refused_before_start(workshop: Workshop, sections: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=re.escape(words)) as caught:
         train(parse_config(workshop.tree("refused", **{"runtime": "distributed", **sections})))
     assert "\n" not in str(caught.value)

@@ -365,7 +365,7 @@ def test_empty_epoch_raises_same_error_as_eager(workshop: Workshop) -> None:
         run.train()
 
 
-def test_a_run_goes_on_in_one_process_where_it_stopped(workshop: Workshop, eager: Callable[..., Path]) -> None:
+def test_run_resumes_in_one_process(workshop: Workshop, eager: Callable[..., Path]) -> None:
     first = stream(workshop, "resumed", "ppo", steps=2)
     config = run_config(first)
     trainer = config.trainer.model_copy(update={"steps": 5})
@@ -374,7 +374,7 @@ def test_a_run_goes_on_in_one_process_where_it_stopped(workshop: Workshop, eager
     assert_same(eager("ppo"), first)
 
 
-def test_a_run_begun_in_one_process_goes_on_as_a_stream(workshop: Workshop, eager: Callable[..., Path]) -> None:
+def test_eager_run_resumes_under_streaming(workshop: Workshop, eager: Callable[..., Path]) -> None:
     first = workshop.run("begun-eager", **sections_of("dapo", 2))
     config = run_config(first)
     trainer = config.trainer.model_copy(update={"steps": 5})
@@ -460,7 +460,7 @@ def test_interrupted_or_killed_run_leaves_nothing_behind(workshop: Workshop, sen
         assert (workshop.folder / name / "report.html").is_file()
 
 
-def test_every_worker_leaves_a_trace_of_what_it_did(workshop: Workshop) -> None:
+def test_every_worker_writes_a_trace(workshop: Workshop) -> None:
     run = stream(workshop, "traced", "grpo", {"workers": {"actor.generate": 2}, "dispatch_rows": 4}, steps=3)
     spans = read_trace(run)
     busy = [span for span in spans if span.state == "busy"]

@@ -181,7 +181,7 @@ def test_servers_read_a_folder_with_every_name(owner: Owner, tmp_path: Path) -> 
     assert not list(tmp_path.iterdir())
 
 
-def test_what_is_written_needs_no_second_copy_in_host_memory(owner: Owner) -> None:
+def test_weight_file_needs_no_second_host_copy(owner: Owner) -> None:
     trainer = model("qwen2", 1)
     parts = weight_parts(trainer)
     file_writer = WeightWriter(parts, Ranks())
