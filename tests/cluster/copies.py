@@ -1,4 +1,4 @@
-"""What a copy of the fork server finds, for the tests of it; with few imports, as fresh interpreters make them again."""
+"""Code for copies of the fork server under test; it imports little, since fresh interpreters import it again."""
 
 from __future__ import annotations
 

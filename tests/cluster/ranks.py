@@ -1,4 +1,4 @@
-"""What ranks do in the tests of how they start and end; each is told what by its task."""
+"""Code of ranks in the tests of start and end; the task of each rank says what it does."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def words(world: World, task: dict[str, Any]) -> dict[str, Any]:
 
 
 def devices(world: World, task: dict[str, Any]) -> list[str]:
-    """What each rank was told of its devices before it imported torch."""
+    """Return the devices of each rank as set before it imported torch."""
     return [bytes(seen).decode() for seen in world.gather("devices", os.environ["CUDA_VISIBLE_DEVICES"].encode())]
 
 
@@ -43,7 +43,7 @@ def limits(world: World, task: dict[str, Any]) -> list[float]:
 
 
 def keys_of_strangers(world: World, task: dict[str, Any]) -> list[bool]:
-    """Whether the keys under which ranks would meet without a secret are in their store."""
+    """Return True if the store has keys under which ranks would meet without a secret."""
     store = connect_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 10.0)
     return [store.check([f"{prefix}came/{world.rank}"]) for prefix in ("", "/worker/attempt_0/")]
 
@@ -91,7 +91,7 @@ def left_alone(arguments: dict[str, Any]) -> None:
 
 
 def device_of_a_worker(arguments: dict[str, Any]) -> str:
-    """What a worker sees."""
+    """Return the devices that a worker sees."""
     return os.environ["CUDA_VISIBLE_DEVICES"]
 
 

@@ -1,4 +1,4 @@
-"""Who gets which device: every process its own, whoever starts it, and too few are refused by name."""
+"""Assignment of devices: every process has its own under every launcher, and too few are refused by name."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ TABLES: list[tuple[int, list[Pool], list[str]]] = [
     (4, [GENERATES, TRAINS], ["0,1,2", "3"]),
     (8, [replace(GENERATES, workers=2), replace(TRAINS, workers=2)], ["0,1,2", "3,4,5", "6", "7"]),
 ]
-"""Of some invented devices, the processes that share them, and what each then sees."""
+"""Numbers of devices, the processes that share them, and the devices that each process sees."""
 
 
 @pytest.mark.parametrize(("devices", "pools", "seen"), TABLES)

@@ -1,4 +1,4 @@
-"""Processes of this machine, however they are started: their last word, their end, and that of what they started."""
+"""Processes of this machine, for every way of starting one: outcome, end, and end of their children."""
 
 from __future__ import annotations
 

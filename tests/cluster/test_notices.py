@@ -1,4 +1,4 @@
-"""What ranks tell each other in passing: everybody hears everything once, in one order, and nobody waits."""
+"""Notices between ranks: every rank reads every message once, in the same order, without waiting."""
 
 from __future__ import annotations
 

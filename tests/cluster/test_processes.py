@@ -1,4 +1,4 @@
-"""Ranks start together and end together, and whoever waits in vain says for whom."""
+"""Ranks start together and end together; after a timeout the error names the missing ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ray as a user meets it: a clear word where it is missing, real placement groups, and nothing left behind."""
+"""Ray as a user meets it: a clear message if it is missing, real placement groups, and no remains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many threads processes compute with, and how these wait."""
+"""Number of threads per process, and their wait policy."""
 
 import os
 import subprocess

@@ -75,7 +75,7 @@ Reference = Callable[[str], list[Step]]
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory, tiny_models: dict[str, Path], sums_file: Path) -> Reference:
-    """What the eager runtime does with each of the flows; each is run once."""
+    """Return the eager runtime's result for each flow; each runs once."""
     known: dict[str, list[Step]] = {}
 
     def steps(flow: str) -> list[Step]:

@@ -1,4 +1,4 @@
-"""What went wrong in other systems' algorithms must not happen here: one test for each known mistake about correctness."""
+"""Known mistakes of other systems' algorithms: one test for each."""
 
 from __future__ import annotations
 

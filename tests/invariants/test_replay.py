@@ -17,7 +17,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "grpo": {"flow": "grpo", "trainer": {"steps": STEPS, "rows_per_update": 8}},
     "dapo": {"flow": "dapo", "algorithm": {"overlong_cache": 2}, "trainer": {"steps": STEPS}},
 }
-# What only who generates can know.
+# Metrics that exist only with generation.
 OF_SAMPLING = ("groups/", "rows/generated", "tokens/generated", "score/", "response/", "reward/failures")
 
 

@@ -1,4 +1,4 @@
-"""Invariant 7: kill at any step, resume: metrics and weights go on as in the run that nobody touched."""
+"""Invariant 7: kill at any step and resume: metrics and weights continue as in an undisturbed run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def deterministic_for_this_test() -> Iterator[None]:
 
 @pytest.fixture
 def evaluated(workshop: Workshop) -> Workshop:
-    """With a held-out set, so that evaluation lies on both sides of the interruption."""
+    """Run with a held-out set, so that there are evaluations on both sides of the interruption."""
     lines = workshop.data.read_text().splitlines(keepends=True)[:4]
     (workshop.folder / "held_out.jsonl").write_text("".join(lines))
     return workshop
@@ -106,7 +106,7 @@ def test_ctrl_c_saves_exits_130_and_run_can_resume(evaluated: Workshop, steps: i
     stopped = evaluated.folder / "stopped"
     wait_for_steps(stopped, steps + 1, process)
     time.sleep(0.05)
-    # As a terminal does: everybody in the group is told, the reward processes too.
+    # As a terminal does: the signal goes to the whole process group, including the reward processes.
     os.killpg(process.pid, signal.SIGINT)
     _, said = process.communicate(timeout=180)
     assert process.returncode == 130, said

@@ -1,4 +1,4 @@
-"""Invariant 2: random numbers depend on (seed, purpose, stage, group, sample, position), not on who else is generated."""
+"""Invariant 2: random numbers depend on (seed, purpose, stage, group, sample, position), not on other rows."""
 
 from __future__ import annotations
 

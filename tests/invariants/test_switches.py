@@ -49,7 +49,7 @@ def test_all_switches_together_train_generated_tokens_and_resume_exactly(worksho
 
 
 def test_ranks_that_divide_a_float32_model_train_as_one_process_does(workshop: Workshop) -> None:
-    """Where ranks divide weights these are no plain tensors, and kernels and the library of products must leave them to torch."""
+    """Train with sharded weights, which are not plain tensors: our kernels must leave them to torch."""
     trainer = {"prompts_per_step": 4, "steps": 2, **FAST}
     alone = metrics_without_times(workshop.run("alone", **FLOW, trainer=trainer))
     layouts: list[dict[str, Any]] = [{"tensor": 2}, {"shard": "full"}]

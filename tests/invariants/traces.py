@@ -1,4 +1,4 @@
-"""What a run did, read from its folder: the same for every runtime."""
+"""Facts of a run read from its folder, in the same form for every runtime."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def trace(folder: Path) -> list[Step]:
 
 
 def weights(checkpoint: Path) -> dict[str, Tensor]:
-    """Of all trained roles."""
+    """Return the weights of all trained roles."""
     found = {}
     for file in sorted(checkpoint.glob("*/model.safetensors")):
         found |= {f"{file.parent.name}.{name}": tensor for name, tensor in load_file(file).items()}
@@ -98,7 +98,7 @@ def assert_same(ours: list[Step], theirs: list[Step]) -> None:
 
 
 def assert_same_weights(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    """To 1e-7."""
+    """Assert equality to 1e-7."""
     assert ours.keys() == theirs.keys() != set()
     for name, tensor in ours.items():
         torch.testing.assert_close(tensor, theirs[name], atol=TOLERANCE, rtol=0)

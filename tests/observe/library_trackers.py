@@ -1,10 +1,4 @@
-"""Writes a run to the trackers that are named, by their libraries, goes on with it as a resumed run does, and prints what they hold.
-
-    build/trackers-venv/bin/python -m tests.observe.library_trackers FOLDER wandb trackio mlflow swanlab
-
-Each `read_` function reads what its library has written and returns the points of one metric, the configuration's flow, the responses of
-the table of samples, and the text of the report, as JSON.
-"""
+"""Writes a run to the named trackers through their libraries, continues as a resumed run does, and prints their content."""
 
 from __future__ import annotations
 

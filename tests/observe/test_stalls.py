@@ -1,4 +1,4 @@
-"""Work that does not come further is told by its own history, and nothing else is."""
+"""Stall detection: work that makes no progress is found from its own history, and nothing else is."""
 
 from __future__ import annotations
 

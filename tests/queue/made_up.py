@@ -30,7 +30,7 @@ from braidrl.weights.versions import LoadingSchedule
 
 SAMPLES = 2
 LOADED: dict[str, int] = {}
-"""What each worker that plays an engine has loaded."""
+"""Versions loaded by each worker that plays an engine."""
 
 
 def stage(name: str, kind: Kind, reads: Sequence[str], writes: Sequence[str] = (), scope: Scope = Scope.ROW) -> Stage:
@@ -46,7 +46,7 @@ FLOW = Flow("made-up", [GENERATE, CHECK, NORMALISE, UPDATE])
 
 
 def born(groups: Sequence[int]) -> Rows:
-    """Rows of some groups; the prompt of group 7 is 7, 7, ... of 7 + 1 tokens."""
+    """Make rows of some groups; the prompt of group 7 is 7, 7, ... of 7 + 1 tokens."""
     numbers = [group for group in groups for _ in range(SAMPLES)]
     return Rows(
         {
@@ -65,7 +65,7 @@ def admit(control: ControlPlane, groups: Sequence[int]) -> None:
 
 
 def made_from(name: str, rows: Rows, version: int = 0) -> dict[str, Any]:
-    """What a stage writes: always the same of the same rows, so that a reader can tell whether it has the right ones."""
+    """Compute a stage's columns: a function of the rows, so that a reader can check them."""
     if name == "generate":
         tokens = rows["prompt"].with_values(rows["prompt"].values * 2)
         return {"tokens": tokens, "length": tokens.lengths, "version": torch.full((len(rows),), version)}
@@ -78,7 +78,7 @@ class AdmittingPlane(ControlPlane):
     """Lets a process of its own admit prompts, which in a run the main program does."""
 
     def on_admit(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Let rows be born; a batch is opened where one may be. Refused with ValueError for groups that are known."""
+        """Admit rows, and open a batch if possible. Refuse known groups with ValueError."""
         self.training.schedule.groups_wanted(self.loading.target)
         self.training.admit(StoredRows(decode([bytes(frame) for frame in frames]), request["payload"]))
         return {}, ()

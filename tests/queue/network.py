@@ -1,7 +1,4 @@
-"""A queue's units, controllers and clients in one thread: chance decides which message comes next, and who is killed; a clock that is set.
-
-What answers is the real thing: `StorageUnit`, `TaskController` and `Parking`. Only sockets, memory and time are made up.
-"""
+"""A queue's units, controllers and clients in one thread: chance chooses the next message and the next kill, and the clock is simulated."""
 
 from __future__ import annotations
 
@@ -174,7 +171,7 @@ class Network:
             self.join(task)
         self.done: Counter[tuple[str, int]] = Counter()
         self.uncertain: set[tuple[str, int]] = set()
-        """What a client that died was about to say: it may or may not have been heard."""
+        """The last message of a dead client, which may or may not arrive."""
         self.untold: set[str] = set()
         """Blocks that it had written for this; they stay until the queue ends."""
 
@@ -270,7 +267,7 @@ class Network:
                 client.asking.repeat()
 
     def is_settled(self) -> bool:
-        """Whether the last one that was killed is back, and all know of it: one at a time may be killed."""
+        """Return True if the last killed process is back and known to all: only one at a time may be killed."""
         units = [self.nodes[name].answering for name in self.unit_names]
         controllers = [self.nodes[name].answering for name in TASKS]
         return all(unit.held is None for unit in units) and all(

@@ -1,4 +1,4 @@
-"""What ranks do with a data buffer: functions of a world that say what came of it, run by `answers`."""
+"""Code of ranks with a data buffer: functions of a world that return the outcome, run by `answers`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def same(one: Rows, other: Rows) -> bool:
 
 
 def columns_of_every_kind(world: World) -> dict[str, Any]:
-    """From and to all kinds of owners."""
+    """Move all kinds of columns from all kinds of owners to all others."""
     rows, found = table(), {}
     for source in ("first two", "last two", "all", "second"):
         for target in ("first two", "last two", "all", "second"):
@@ -78,7 +78,7 @@ def two_edges(world: World) -> dict[str, Any]:
 
 
 def bytes_of_an_exchange(world: World) -> dict[str, Any]:
-    """What came over the wire, and how large the rows that had to come are."""
+    """Return the bytes received, and the size of the rows that had to move."""
     rows, source, target = table(300), owners("first two", 300), owners("all", 300)
     buffer, before = DataBuffer(world), world.received.exchanged
     buffer.put(EdgeKey(1, "update"), held(rows, source, world.rank), source, target)

@@ -43,7 +43,7 @@ def test_restarted_controller_leases_once_and_clients_keep_leases() -> None:
         assert queue.done(mine) == []
         queue.finish()
         seen = [*mine.rows, *(row for batch in queue.stream("train", 3) for row in batch.rows)]
-        # Who said nothing in time has lost its rows to who asked.
+        # The rows of a late client went to a client that asked.
         late = others.rows if other.done(others) == [] else []
         assert sorted([*seen, *late]) == list(range(8))
 
@@ -133,7 +133,7 @@ def test_a_hundred_kills_of_every_kind_of_process_leave_exact_counts(tmp_path: P
         processes = {kind: program(queue.address, kind, tmp_path, 0) for kind in kinds}
         while sum(kills.values()) < 100:
             time.sleep(chance.uniform(0.1, 1.5))
-            # One at a time: whoever was killed last has been told by the others what it held.
+            # One kill at a time: the last killed process has recovered its content from the others.
             queue.usage()
             name = chance.choice(["unit 0", "unit 1", "controller score", "controller train", *kinds])
             kills[name] += 1
@@ -183,7 +183,7 @@ def main(address: str, kind: str, folder: Path, number: str) -> None:
 
 
 def produce(queue: TransferQueue, folder: Path) -> None:
-    """Go on after the rows that were about to be put last: they may have been, or not."""
+    """Resume after the rows of the last put, which may or may not have been stored."""
     log = folder / "put.log"
     lines = [line.split() for line in log.read_text().splitlines()] if log.exists() else []
     first = 8 * sum(kind == "begin" for kind, _ in lines)

@@ -1,4 +1,4 @@
-"""Whoever knows no secret cannot connect where others could, and nothing that anybody sends harms the queue or its clients."""
+"""A client without the secret cannot connect to a public queue, and no message harms the queue or its clients."""
 
 from __future__ import annotations
 

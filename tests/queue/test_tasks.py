@@ -1,4 +1,4 @@
-"""Rows are given once to each task when they are ready, and are done once each, whoever dies, expires or answers late."""
+"""Each task gets ready rows once and completes them once, despite dead holders, expired leases and late answers."""
 
 import itertools
 

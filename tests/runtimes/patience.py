@@ -15,7 +15,7 @@ from tests.runtimes.spmd.ranks import run_all
 
 
 def at_once(check: Pending) -> bool:
-    """In place of `Pending.done`: checks are waited for."""
+    """Replace `Pending.done`: wait for the checks."""
     check.result()
     return True
 

@@ -25,7 +25,7 @@ from braidrl.queue.transport import asking_socket
 GREETING = b"\xff" + b"\0" * 7 + b"\x01\x7f\x03\0" + b"NULL".ljust(20, b"\0") + b"\0" * 32
 READY = b"\x05READY\x0bSocket-Type" + struct.pack(">I", 6) + b"DEALER"
 ANYBODY = GREETING + b"\x04" + bytes([len(READY)]) + READY
-"""How a conversation of ZeroMQ begins that is not authenticated."""
+"""First bytes of an unauthenticated ZeroMQ conversation."""
 REQUESTS = ("take", "done", "stepped", "ordered", "weights", "given", "hello", "renew", "unlink", "read", "selected")
 FULL = 0.01
 """Pause after a connection that was refused."""
@@ -65,7 +65,7 @@ KINDS: tuple[Callable[[random.Random, bytes], bytes], ...] = (forged, replayed, 
 
 
 def shout(address: tuple[str, int], content: bytes) -> None:
-    """Send bytes over a connection of their own; whoever listens may refuse them at any time."""
+    """Send bytes over a new connection; the server may close it at any time."""
     try:
         with socket.create_connection(address, timeout=5) as line:
             line.settimeout(0.2)

@@ -1,4 +1,4 @@
-"""A process of a run that is stopped, of whatever kind: noticed, named, and the run goes on or ends in a line."""
+"""A stopped process of a run, of any kind: it is noticed and named, and the run continues or ends with one line."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEFT_S = 60.0
 """So long after a run's end nothing of it is left."""
 STREAMING = {"runtime": "streaming", "streaming": {"workers": {"actor": 2}, "wait_s": 0.5}}
 KINDS: dict[str, tuple[dict[str, Any], str, bool]] = {
-    # A run's settings, whom to stop, and whether the run goes on.
+    # A run's settings, the process to stop, and whether the run continues.
     "streaming trainer": (STREAMING, "actor-0", False),
     "streaming trainer's second rank": (STREAMING, "actor-1", False),
     "streaming generator": (STREAMING, "actor.generate-", True),
@@ -59,7 +59,7 @@ def stop(run: subprocess.Popen[str], name: str) -> int:
 
 
 def still_there(processes: list[int]) -> list[str]:
-    """Return who of these is there yet; agents of Ray's look only now and then whether their raylet is gone."""
+    """Return the processes that still exist; Ray's agents check only now and then whether their raylet is gone."""
     limit, left = time.monotonic() + LEFT_S, processes
     while left and time.monotonic() < limit:
         time.sleep(0.05)

@@ -60,7 +60,7 @@ def test_generation_layout_equals_single_process(workshop: Workshop, wide: Path)
 
 @pytest.mark.parametrize("name", ["interval", "pipeline"])
 def test_compiled_decoding_has_the_weights_of_each_version(workshop: Workshop, wide: Path, name: str) -> None:
-    """In float32 compiled kernels decode, which lay the projections of a layer side by side."""
+    """Use float32, in which compiled kernels decode and place the projections of a layer side by side."""
     workshop.model = wide
     own = {**merged(GRPO, merged(ON_2[name], {"trainer": {"learning_rate": 0.05}})), "dtype": "float32"}
     run_in_ranks([workshop.tree("compiled", **own, runtime="distributed", workers=2)], 2)

@@ -1,4 +1,4 @@
-"""A run that loses a process which it cannot go on without: it starts again from its newest whole checkpoint, so often and no oftener."""
+"""Restarts after the loss of a process: from the newest complete checkpoint, up to the limit."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_lost_process_costs_no_word_of_the_user(workshop: Workshop, case: str)
             process.kill()
     assert process.returncode == 0 and said.count("starts again by itself") == len(moments), said
     assert metrics_agree(folder, quiet)
-    # Before the first checkpoint there is nothing for the others to go on with; ranks without a driver all work together.
+    # Before the first checkpoint the others have no state to resume; ranks without a driver all work together.
     assert said.count("the others go on") == {"streaming": 1, "distributed": 0, "hybrid": 1}[case]
 
 

@@ -1,4 +1,4 @@
-"""What listens during a run: on its own interface alone, and only for those who know its secret."""
+"""Sockets of a run: each listens only on its own interface, and only for clients that know the secret."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def memory() -> int:
 
 @pytest.mark.parametrize(("count", "steps"), [(2_000, 6), pytest.param(100_000, 60, marks=pytest.mark.soak)])
 def test_forged_replayed_or_malformed_messages_change_nothing(workshop: Workshop, count: int, steps: int) -> None:
-    """To every socket on which any process of the run listens: the queue, its memory, the ranks' store and their own; all on loopback."""
+    """Attack every socket of the run: the queue, its memory, and the stores of ranks; all on loopback."""
     sections: dict[str, Any] = {
         "runtime": "streaming", "streaming": {"workers": {"actor": 2}}, "dtype": "float64", "trainer": {"steps": steps},
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What stages are said to have done: by hand for a few rows, over one process and over several."""
+"""Device usage of stages: counted by hand for a few rows, over one process and over several."""
 
 from __future__ import annotations
 

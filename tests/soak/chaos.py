@@ -37,7 +37,7 @@ TRACEBACK = "Traceback"
 STACKS = "import faulthandler, signal; faulthandler.register(signal.SIGUSR2)"
 """A main program that hangs says where."""
 OF_EACH = 2
-"""How many faults of each kind a run meets: to start one costs more than all its steps."""
+"""Number of faults of each kind per run: a start costs more than all its steps."""
 RUNTIMES: dict[str, dict[str, Any]] = {
     "eager": {"rollout": {"engines": 1}},
     "distributed": {"runtime": "distributed", "workers": 2},
@@ -49,7 +49,7 @@ RUNTIMES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one fault."""
+    """The outcome of one fault."""
 
     seed: int
     number: int
@@ -59,7 +59,7 @@ class Row:
     resumes: int
     seconds: float
     trouble: str
-    """What was not as it must be, or nothing."""
+    """The violated expectation, or an empty string."""
 
 
 class Chaos:
@@ -147,7 +147,7 @@ class Disturbed:
         self.process = chaos.run("train", self.config)
         self.seen, self.resumes, self.troubles = set[int](), 0, list[str]()
         self.fruitless = 0
-        """How often it was resumed since the last fault, or since it made a step after that."""
+        """Number of resumes since the last fault, or since the last step after it."""
 
     @property
     def steps(self) -> int:
@@ -196,7 +196,7 @@ class Disturbed:
         return said
 
     def resume(self) -> None:
-        """Go on with the run that has ended."""
+        """Resume the run after its end."""
         said = self.said()
         self.resumes, self.fruitless = self.resumes + 1, self.fruitless + 1
         assert self.fruitless <= RESUMES, f"did not come through: {said[-300:]!r}"
@@ -211,7 +211,7 @@ def victim_of(draw: random.Random, process: subprocess.Popen[str]) -> int:
 
 
 def called(process: subprocess.Popen[str], victim: int) -> str:
-    """Return who a process of a run is."""
+    """Return a name for a process of a run."""
     if victim == process.pid:
         return "main program"
     name, command = name_of(victim), ""
@@ -301,7 +301,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def write_summary(page: Path, rows: Sequence[Row]) -> None:
-    """Write between the page's marks how many faults were seen, and who was killed and frozen."""
+    """Write between the page's marks the number of faults, and the processes killed and frozen."""
     before, _, rest = page.read_text().partition("<!-- faults -->\n")
     _, _, after = rest.partition("<!-- end -->")
     hit = {did: sorted({row.victim for row in rows if row.fault == fault}) for fault, did in DONE_TO.items()}

@@ -1,4 +1,4 @@
-"""Responses set aside when an iteration's budget is spent, and gone on with later: the same draws, each row once, never too old."""
+"""Partial rollout: suspended responses resume with the same draws, each row counts once, and staleness is bounded."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_each_token_keeps_log_prob_of_its_version(eager: Path, versions: list[An
 
 
 def test_an_update_weighs_each_token_by_the_version_that_drew_it(eager: Path, versions: list[Any]) -> None:
-    """What the correction of an update counted, beside a loop over rows, and in them over tokens and who drew each."""
+    """Compare the correction of an update with a loop over rows, their tokens and the version of each token."""
     sizes = []
     for step, line in enumerate(read_metrics(eager), 1):
         rows, ratios = recorded(eager, step), list[float]()

@@ -1,4 +1,4 @@
-"""Where payload goes from worker to worker: by the process group inside a pool, by Ray in chunks between pools."""
+"""Transfer of payload between workers: by the process group inside a pool, by Ray in chunks between pools."""
 
 from __future__ import annotations
 

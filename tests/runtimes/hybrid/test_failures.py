@@ -1,4 +1,4 @@
-"""A worker that fails, dies or goes silent: the run ends with one error that says who, at what and on which rows."""
+"""A worker that fails, dies or hangs: the run ends with one error that names the worker, the stage and the rows."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def hybrid(workshop: Workshop, name: str, sections: dict[str, Any], placement: s
 
 
 def test_sharded_pools_equal_single_process(workshop: Workshop, warm_cluster: WarmCluster) -> None:
-    """With fewer rows than ranks in an update, so that some infer and train without any."""
+    """Use fewer rows than ranks in an update, so that some ranks infer and train without rows."""
     with TrainingRun(hybrid(workshop, "ppo", PPO, "split", **LAYOUTS)) as run:
         run.train()
     assert_same(trace(run.folder), trace(workshop.run("alone", **PPO)))

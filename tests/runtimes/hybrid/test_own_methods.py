@@ -96,7 +96,7 @@ def test_a_method_that_writes_columns_returns_before_its_rows_exist(
     config = workshop.config(**settings(EXAMPLE / "methods.py", "Surprise", placement="colocate"))
     with Session(config) as session:
         rows = session.prompts()
-        # Nobody can have computed them when the calls return.
+        # They cannot have been computed when the calls return.
         workers = [process for pool in told(session.backend, "process") for process in pool]
         send(signal.SIGSTOP, workers)
         try:

@@ -88,7 +88,7 @@ def given_rows(name: str, mesh: Mesh = MESH) -> list[Any]:
 
 
 def kept_results(name: str, mesh: Mesh = MESH) -> Any:
-    """What is returned where each rank returns its own number."""
+    """Return the collected result when each rank returns its own number."""
     calls = PROTOCOLS.find(name).distribute(mesh, Numbered(range(8)))
     return PROTOCOLS.find(name).collect(mesh, calls, list(range(mesh.size)))
 

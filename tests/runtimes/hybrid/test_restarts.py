@@ -1,4 +1,4 @@
-"""A pool that loses a worker starts again, and the others go on."""
+"""A pool restarts after the loss of a worker, and the other pools continue."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def test_offloading_roles_keeps_run_bitwise_equal(
 def test_engines_with_weights_of_their_own_come_and_go_too(
     workshop: Workshop, watched: list[tuple[str, frozenset[Asset], int]]
 ) -> None:
-    """Adapters are merged into a copy for the engine, which is in nobody's way while the actor trains."""
+    """Merge adapters into a copy for the engine, which is offloaded while the actor trains."""
     trainer = {"steps": 2, "prompts_per_step": 2, "lora": {"rank": 4}}
     sections = {**PPO, "flow": "grpo", "algorithm": {}, "trainer": trainer}
     free = workshop.run("free", **sections)

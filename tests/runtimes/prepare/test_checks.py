@@ -1,4 +1,4 @@
-"""Settings that a runtime does not look at are expected of, and hinder nobody."""
+"""Settings that a runtime ignores are accepted and reported."""
 
 from __future__ import annotations
 

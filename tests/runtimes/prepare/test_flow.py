@@ -1,4 +1,4 @@
-"""What a configuration fills in of a flow's updates: where old log-probs come from, and when the loss is corrected."""
+"""Defaults of a flow's updates: the source of old log-probs, and the correction of the loss."""
 
 from __future__ import annotations
 

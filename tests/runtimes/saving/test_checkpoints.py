@@ -1,4 +1,4 @@
-"""Checkpoints that are written while the run goes on: whole or not at all, waited for, and never failing in silence."""
+"""Checkpoints written while the run continues: whole or not at all, waited for, with reported errors."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_checkpoint_written_during_later_steps_holds_its_own_step(
     write, beside, threads = checkpoint.write_tensors, workshop.folder / "beside", []
 
     def slow(tensors: Any, path: Path) -> None:
-        """Goes on only when a later step is done: a run that waited for it would never get there."""
+        """Write only after a later step has ended: a run that waited for the write would hang."""
         step = int(path.parent.parent.name.split("-")[1].split(".")[0])
         threads.append(threading.current_thread() is threading.main_thread())
         if step == 2:
@@ -155,7 +155,7 @@ def test_ranks_write_their_parts_beside_the_next_steps_too(workshop: Workshop) -
     assert not list((beside / "checkpoints").glob(".*"))
     for run in (beside, at_once):
         assert latest_checkpoint(run) == run / "checkpoints" / "step-4"
-        # One process goes on from it, with the optimizer's parts of both ranks.
+        # A single process resumes from it, with the optimizer shards of both ranks.
         further = workshop.config(run.name, **with_trainer(steps=5))
         with TrainingRun(further, resume=run) as resumed:
             resumed.train()

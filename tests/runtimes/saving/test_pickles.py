@@ -17,7 +17,7 @@ from tests.tiny import Workshop, write_model
 
 
 class Bomb:
-    """What leaves a mark when it is unpickled."""
+    """An object that leaves a mark when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -75,7 +75,7 @@ def test_pickles_in_the_parts_that_ranks_write_do_nothing(workshop: Workshop, tm
     run, mark, whole = workshop.folder / "run", tmp_path / "mark", tmp_path / "whole"
     config = run / "config.yaml"
     config.write_text(config.read_text().replace("  steps: 1\n", "  steps: 2\n", 1))
-    # Without a manifest nobody compares the files before they are read.
+    # Without a manifest no check compares the files before they are read.
     (state := run / "checkpoints" / "step-1" / "state.json").write_text(
         state.read_text().replace('"format": 2', '"format": 1')
     )

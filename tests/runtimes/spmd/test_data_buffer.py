@@ -21,7 +21,7 @@ Answers = dict[str, list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def answers() -> Answers:
-    """What three ranks say, all started once."""
+    """Return the results of three ranks, all started once."""
     found: Answers = run_ranks("tests.queue.ranks:answers", {}, RANKS, 200.0)
     return found
 

@@ -1,4 +1,4 @@
-"""What ranks cannot run is refused in one line before any of them starts; what goes wrong in one ends all."""
+"""Configurations that ranks cannot run are refused in one line before the start; an error in one rank ends all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What travels between ranks: rows once, each rank's own, and nothing where rows can stay."""
+"""Transfer between ranks: each row moves once, to its own rank, and not at all if it can stay."""
 
 from __future__ import annotations
 

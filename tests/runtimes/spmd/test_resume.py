@@ -1,4 +1,4 @@
-"""A run that is stopped goes on as if it had not been, under its own runtime and under another."""
+"""A stopped run resumes as if it had not been stopped, under its own runtime and under another."""
 
 from __future__ import annotations
 

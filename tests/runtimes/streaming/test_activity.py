@@ -1,4 +1,4 @@
-"""What a user sees of a run's workers."""
+"""Activity of a run's workers as the user sees it."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def check_bounds(run: Path) -> None:
 
 
 def versions_within_rows(run: Path) -> Counter[int]:
-    """How many rows have tokens of so many versions."""
+    """Count rows by their number of versions."""
     rows = [row for step in steps_of(run) for row in recorded(run, step)["rollout_versions"].tolist()]
     return Counter(len(set(row)) for row in rows)
 
@@ -78,10 +78,7 @@ def weights_at(workshop: Workshop, run: Path, version: int) -> Path:
 
 
 def largest_gap(workshop: Workshop, run: Path) -> float:
-    """How far the log-prob of a token is at most from that under the weights that drew it, computed by the model's own forward.
-
-    Of all rows with tokens of several versions, and some of the others.
-    """
+    """Return the largest difference between a token's log-prob and the model's own forward under the weights that drew it."""
     gap = 0.0
     for step in steps_of(run):
         rows = recorded(run, step)

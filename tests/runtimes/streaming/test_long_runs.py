@@ -26,7 +26,7 @@ WAYS = ["end", "delayed", "rolling", "interrupt"]
 KINDS = ["actor.generate", "compute", "reference", "actor"]
 STEPS, PROMPTS, SAMPLES = 16, 4, 4
 STALENESS = {None: 1, 8: 2}
-"""By the tokens that a row draws for a batch; one of the versions is for going on with a row that is set aside."""
+"""Staleness by token budget; one of the versions is for the resumption of suspended rows."""
 LONG, SETTLED = 200, 40
 """Iterations of the run whose memory is watched, and after how many of them it has been through everything that there is."""
 
@@ -52,7 +52,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 def sections_of(
     workshop: Workshop, weights: str, steps: int = STEPS, tokens: int = 40, budget: int | None = None, every: int = 1
 ) -> dict[str, Any]:
-    """A flow that selects and has a reference, with two engines and one version of staleness, or where rows are set aside two."""
+    """A flow with selection and a reference, two engines and a staleness of one, or of two if rows may be suspended."""
     (workshop.folder / "watched.yaml").write_text(FLOW)
     return {
         "flow": str(workshop.folder / "watched.yaml"), "runtime": "streaming",

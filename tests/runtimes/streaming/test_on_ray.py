@@ -47,7 +47,7 @@ class RayNodes:
             [sys.executable, "-c", CLUSTER, *map(str, cpus)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         assert self.process.stdout is not None
-        # Ray speaks too; the address is the last word.
+        # Ray prints too; the address is the last token.
         self.address = next(line.strip() for line in self.process.stdout if line.count(":") == 1 and line[0].isdigit())
 
     def run(self, **sections: Any) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""What overlaps in real processes, and nobody counts on time: rows are trained on while the longest of their batch are still generated,
-and while the weights that trained the batch before are copied.
+"""Overlap in real processes, proven without timing: rows train while the longest of their batch still generate, and while the weights of
+the previous batch are copied.
 
-The longest answer goes on only when half of its batch has been through `forward_backward`, as the trainer's trace says: where training
-waited for the end of generation, or episodes for each other, it would never end.
+The longest answer continues only when half of its batch has been through `forward_backward`, according to the trainer's trace. If
+training waited for the end of generation, or episodes for each other, it would never end.
 """
 
 import json

@@ -271,7 +271,7 @@ def kill_when_it_holds_rows(
 
 
 def is_saved(run: TrainingRun, lease: Lease) -> bool:
-    """Whether a lease comes while the newest checkpoint is of the version that was published last."""
+    """Return True if a lease comes while the newest checkpoint has the last published version."""
     assert isinstance(run.backend, StreamingBackend)
     return latest_checkpoint(run.folder) == checkpoint_folder(run.folder, run.backend.stream.schedule.published)
 
@@ -310,7 +310,7 @@ def test_a_worker_that_hangs_is_replaced(workshop: Workshop, eager: Callable[...
         killer.start()
         run.train()
         killer.join()
-        # The main program, which waits for a batch meanwhile, must not wake everybody all the time.
+        # The main process, which waits for a batch meanwhile, must not wake all waiting threads continuously.
         assert run.backend.control.changes < MANY
         assert [m.starts for m in run.backend.processes.members if m.group.name == "compute"] == [1]
     assert_same(eager("dapo"), run.folder)

@@ -1,4 +1,4 @@
-"""What workers say of their work, as the run's metrics have it."""
+"""Workers' reports in the metrics of the run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which weights are kept, which engine loads which, and when they are freed."""
+"""Versions of weights: which are kept, which an engine loads, and when they are freed."""
 
 from __future__ import annotations
 
