@@ -99,7 +99,7 @@ def failing(world: World, task: dict[str, Any]) -> None:
     """One rank ends as the task says, the others wait for it."""
     world.at("step 3, reward.verify")
     Path(task["folder"], f"rank-{world.rank}").write_text(str(os.getpid()))
-    world.gather("everybody is there", b"")
+    world.gather("all ranks are here", b"")
     if world.rank == 1:
         world.rows = " on rows (0, 7, 1)"
         match task["how"]:

@@ -18,7 +18,7 @@ from braidrl.cluster.watchdog import descendants, name_of
 from braidrl.cluster.pools import Pool
 
 kept = open(sys.argv[1])
-sys.modules["told_apart"] = sys  # what only the command has, and whoever was copied from it
+sys.modules["told_apart"] = sys  # what only the command has, and its copies
 {before}
 made = copy_as_fork_server(["json.tool"])
 launcher = LocalLauncher()

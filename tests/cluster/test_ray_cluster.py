@@ -64,7 +64,7 @@ def test_unresponsive_actor_is_named(ray_cluster: None) -> None:
         cluster.actors = asked
         time.sleep(1.1)
         cluster.look()
-        assert cluster.beats.silence(actor) < 2, "the time in which nobody asked counts as silence"
+        assert cluster.beats.silence(actor) < 2, "time without requests counts as silence"
     assert cluster.ready([actor.node.remote()], 60)
     os.kill(process, signal.SIGSTOP)
     try:

@@ -75,7 +75,7 @@ def test_stopped_process_is_named_and_run_continues_or_ends(workshop: Workshop, 
     with braid("train", config, folder=workshop.folder) as process:
         try:
             wait_for_steps(folder, 2, process)
-            everybody = [process.pid, *descendants(process.pid)]
+            processes = [process.pid, *descendants(process.pid)]
             stopped, begun = stop(process, name), time.monotonic()
             steps = (folder / "metrics.jsonl").read_text().count("\n")
             if goes_on:
@@ -90,7 +90,7 @@ def test_stopped_process_is_named_and_run_continues_or_ends(workshop: Workshop, 
     assert "Traceback" not in said, said
     assert process.returncode == (130 if goes_on else 1), said
     assert goes_on or any(line.startswith("braid: ") or "go on with" in line for line in said.splitlines()), said
-    assert not still_there(everybody)
+    assert not still_there(processes)
 
 
 @pytest.mark.soak

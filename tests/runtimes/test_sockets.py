@@ -112,7 +112,7 @@ def test_forged_replayed_or_malformed_messages_change_nothing(workshop: Workshop
         with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}) as stranger:
             try:
                 run.train()
-                assert stranger.wait(1800) == 0, "somebody answered"
+                assert stranger.wait(1800) == 0, "a server answered"
             finally:
                 stranger.kill()
         assert not {"recorded", "stranger"} & set(program.control.holders)

@@ -89,7 +89,7 @@ class WorkerSpec:
         return WorkerSpec(number, pool, rank, order.folder, limit_s, peers, order.family)
 
 
-NOBODY = WorkerSpec(-1, Pool(("worker",), 1), 0)
+UNJOINED = WorkerSpec(-1, Pool(("worker",), 1), 0)
 """The state of a worker before it has joined a run."""
 
 
@@ -136,7 +136,7 @@ class PoolWorker:
     """One rank of all roles of a pool."""
 
     def __init__(self) -> None:
-        self.spec = NOBODY
+        self.spec = UNJOINED
         self.kept: dict[int, Rows] = {}
         self.world = World()
         self.notices: Notices | None = None
@@ -169,7 +169,7 @@ class PoolWorker:
         self.resources.close()
         self.trace = None
         self.kept, self.peers, self.exchanges = {}, {}, {}
-        self.world, self.notices, self.meeting, self.spec = World(), None, None, NOBODY
+        self.world, self.notices, self.meeting, self.spec = World(), None, None, UNJOINED
         self.store = self.beside = None
 
     @register(protocol="ONE_TO_ALL")

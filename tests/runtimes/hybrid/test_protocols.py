@@ -136,7 +136,7 @@ def one_call(mesh: Mesh, rows: Numbered, *arguments: Any) -> RankCalls:
     return [(rows, *arguments)]
 
 
-def nobody(mesh: Mesh, rows: Numbered, *arguments: Any) -> RankCalls:
+def no_rank(mesh: Mesh, rows: Numbered, *arguments: Any) -> RankCalls:
     return [None] * mesh.size
 
 
@@ -150,7 +150,7 @@ def backwards(mesh: Mesh, calls: RankCalls, results: list[Numbered]) -> Numbered
         (twice, in_order_of_ranks, "WRONG of 1 rows on 2 workers: collect returns rows"),
         (without_the_last, in_order_of_ranks, "of 1 rows on 1 workers: distribute gives rows"),
         (one_call, in_order_of_ranks, "of 0 rows on 2 workers: distribute has 1 entries"),
-        (nobody, in_order_of_ranks, "distribute calls no rank"),
+        (no_rank, in_order_of_ranks, "distribute calls no rank"),
         (lambda mesh, rows, *_: by_rows(mesh, rows), in_order_of_ranks, "loses or changes what is not rows"),
         (by_rows, backwards, "of 2 rows on 2 workers: collect returns rows .*in their order"),
     ],

@@ -51,10 +51,10 @@ def test_rows_that_stay_where_they_are_are_not_touched(answers: Answers) -> None
 
 
 def test_a_key_is_put_once_and_taken_once() -> None:
-    buffer, nobody = DataBuffer(World()), torch.zeros(0, dtype=torch.int64)
-    buffer.put(EdgeKey(1, "update"), Rows({}), nobody, nobody)
+    buffer, none = DataBuffer(World()), torch.zeros(0, dtype=torch.int64)
+    buffer.put(EdgeKey(1, "update"), Rows({}), none, none)
     with pytest.raises(ValueError, match="has not been taken"):
-        buffer.put(EdgeKey(1, "update"), Rows({}), nobody, nobody)
+        buffer.put(EdgeKey(1, "update"), Rows({}), none, none)
     buffer.take(EdgeKey(1, "update"))
     with pytest.raises(KeyError):
         buffer.take(EdgeKey(1, "update"))

@@ -18,4 +18,4 @@ def test_idle_share_is_worker_time_without_rows() -> None:
         {"streaming/idle/actor.generate": 0.25, "streaming/idle/actor": 0.5, **sums}
     )
     activity.note(20.0, [])
-    assert activity.told() == dict.fromkeys(sums, 0.0), "nobody was there"
+    assert activity.told() == dict.fromkeys(sums, 0.0), "no worker was there"
