@@ -26,6 +26,9 @@ EXAMPLES = {
     f"examples/{path.parent.name}/README.md": f"examples/{path.parent.name}.md"
     for path in ROOT.glob("examples/*/README.md")
 }
+DEVICES = {
+    f"benchmarks/results/{path.name}": f"results/{path.name}" for path in ROOT.glob("benchmarks/results/gpu-*.md")
+}
 PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
@@ -44,7 +47,7 @@ def on_config(config: MkDocsConfig) -> None:
     """Fill the parts of the navigation that follow from the files: results, examples, the reference of the package."""
     assert config.nav is not None
     parts = {name: pages for part in config.nav for name, pages in part.items()}
-    parts["Results"] += sorted(f"results/{path.name}" for path in DOCS.glob("results/*.md"))
+    parts["Results"] += sorted([*DEVICES.values(), *(f"results/{path.name}" for path in DOCS.glob("results/*.md"))])
     parts["Examples"] += sorted(EXAMPLES.values())
     parts["Reference"].append({"braidrl": contents(PACKAGE)})
 
