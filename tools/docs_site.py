@@ -34,6 +34,7 @@ PAGES = {
     "CHANGELOG.md": "changelog.md",
     "benchmarks/README.md": "benchmarks.md",
     **EXAMPLES,
+    **DEVICES,
 }
 LANDING = {"README.md": "index.md"}
 """The site has a landing page of its own in place of the README."""
