@@ -12,11 +12,8 @@ HEAD = """# Catalogue
     braid list                # everything that a flow or a configuration can name
     braid list losses         # one kind, with settings, columns and sources
 
-Your own things stand beside these: [an algorithm](add-an-algorithm.md), [a reward](add-a-reward.md),
-[an environment](add-an-environment.md), [an engine](add-an-engine.md), [a training backend](add-a-training-backend.md),
-[an optimizer](add-an-optimizer.md), [a tracker](add-a-tracker.md), [a sampler](add-a-sampler.md), [a protocol](add-a-protocol.md).
-B are rows and N action tokens; a column in brackets is read where an earlier stage writes it. This page is written by
-`docs/write_catalogue.py`.
+B are rows and N action tokens; a column in brackets is read where an earlier stage writes it.
+Your own: [extend](extend.md). This page is written by `docs/write_catalogue.py`.
 """
 
 

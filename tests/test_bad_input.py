@@ -193,7 +193,7 @@ def test_what_this_machine_lacks_ends_a_run_in_one_line_and_is_said_by_a_dry_run
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     bare.chmod(0o755)
     config = workshop.config_file(rollout={"engine": "vllm", "python": str(bare)})
-    missing = f"rollout.engine=vllm: {bare} has no package vllm; name an interpreter that has it by rollout.python, or see docs/rollout.md"
+    missing = f"rollout.engine=vllm: {bare} has no package vllm; name an interpreter that has it by rollout.python, or see docs/engines.md"
     assert refusal("train", config) == missing
     assert "is no interpreter that can be run" in refusal("train", config, "rollout.python=/nowhere/python")
     code, shown, errors = command("train", config, "--dry-run", "device=cuda")

@@ -1,6 +1,6 @@
-"""Put into the documentation site what is not in docs/: the README and pages like it, and a page for each module of the package.
+"""Add to the documentation site what is not in docs/: CONTRIBUTING.md and pages like it, and a page for each module of the package.
 
-README.md, CONTRIBUTING.md, examples/*/README.md, ... ──links turned──▶ pages
+CONTRIBUTING.md, examples/*/README.md, ... ──links rewritten──▶ pages
 braidrl/**/*.py ──▶ reference/braidrl/**.md ──mkdocstrings, drawings kept──▶ pages
 
 mkdocs calls the functions that begin with `on_` (hooks in mkdocs.yml), griffe the extension.
@@ -26,8 +26,18 @@ EXAMPLES = {
     f"examples/{path.parent.name}/README.md": f"examples/{path.parent.name}.md"
     for path in ROOT.glob("examples/*/README.md")
 }
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-PAGES |= {"benchmarks/README.md": "benchmarks.md", **EXAMPLES}
+DEVICES = {
+    f"benchmarks/results/{path.name}": f"results/{path.name}" for path in ROOT.glob("benchmarks/results/gpu-*.md")
+}
+PAGES = {
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "benchmarks/README.md": "benchmarks.md",
+    **EXAMPLES,
+    **DEVICES,
+}
+LANDING = {"README.md": "index.md"}
+"""The site has a landing page of its own in place of the README."""
 LINK = re.compile(r"\]\(([^):#]+)(?=[)#])")
 """A link to a file; not one with a scheme, nor one within its page."""
 DRAWN = re.compile(r"[─│▲▼◀▶┌┐└┘├┤┬┴┼]|\S {3,}\S")
@@ -35,20 +45,12 @@ DRAWN = re.compile(r"[─│▲▼◀▶┌┐└┘├┤┬┴┼]|\S {3,}\S")
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Complete the navigation: pages that mkdocs.yml does not put into an order of its own come after those."""
+    """Fill the parts of the navigation that follow from the files: results, examples, the reference of the package."""
     assert config.nav is not None
-    start, use, develop = config.nav
-    extend = sorted(path.name for path in DOCS.glob("add-*.md"))
-    rest = {path.name for path in DOCS.glob("*.md")} - {*use["Use"], *develop["Develop"], *extend}
-    config.nav = [
-        start,
-        {"Use": [*use["Use"], *sorted(rest)]},
-        {"Extend": extend},
-        {"Examples": sorted(EXAMPLES.values())},
-        {"Results": sorted(f"results/{path.name}" for path in DOCS.glob("results/*.md"))},
-        develop,
-        {"Reference": contents(PACKAGE)},
-    ]
+    parts = {name: pages for part in config.nav for name, pages in part.items()}
+    parts["Results"] += sorted([*DEVICES.values(), *(f"results/{path.name}" for path in DOCS.glob("results/*.md"))])
+    parts["Examples"] += sorted(EXAMPLES.values())
+    parts["Reference"].append({"braidrl": contents(PACKAGE)})
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
@@ -58,14 +60,14 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
     for module in modules(PACKAGE):
         files.append(File.generated(config, reference_page(module), content=reference(module)))
     linked = {target for path in documents() for target in targets(path)}
-    for target in sorted(linked - set(PAGES)):
+    for target in sorted(linked - {*PAGES, *LANDING}):
         # mkdocs names the page of a link that leads nowhere.
         if not target.startswith("docs/") and (ROOT / target).is_file():
             files.append(File(target, str(ROOT), config.site_dir, config.use_directory_urls))
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Return the text with its links, which lead through the repository, leading through the site."""
+    """Return the text with links to files of the repository replaced by links to pages of the site."""
     place = page.file.src_uri
     path = next((path for path, known in PAGES.items() if known == place), f"docs/{place}")
     start = posixpath.dirname(place) or "."
@@ -88,7 +90,7 @@ def linked(path: str, target: str) -> str:
 
 def in_site(path: str) -> str:
     """Return where a file of the repository is in the site."""
-    return PAGES.get(path, path.removeprefix("docs/"))
+    return (PAGES | LANDING).get(path, path.removeprefix("docs/"))
 
 
 def modules(package: Path) -> list[Path]:

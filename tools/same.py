@@ -30,7 +30,7 @@ ROOT = Path(__file__).parent.parent
 WORK = ROOT / "build" / "same"
 LIMIT_S = 900.0
 # Not compared, because a clock or the machine wrote them: seconds, what is divided by them, memory, what was seen while it ran.
-TIMED = ("time/", "throughput/", "utilisation/", "memory/", "weights/", "streaming/")
+TIMED = ("time/", "throughput/", "utilisation/", "memory/", "weights/", "streaming/", "checks/")
 SYMBOLS = ["<pad>", "<end>", *"0123456789+= "]
 VERIFIER = 'def starts_even(response: str) -> bool:\n    return response[:1] in set("02468")\n'
 # The recipe, except that the critic waits for the whitening, and that the target is so far off that the coefficient always takes its

@@ -22,7 +22,7 @@ REQUIRED_KEYS = (
     "throughput/tokens_per_second", "staleness/max",
 )  # fmt: skip
 """Keys of every line. `time/<stage>` and, on evaluation steps, `eval/<set>/avg@k` are added."""
-MEASURED = ("time/", "throughput/", "utilisation/", "memory/", "weights/", "streaming/")
+MEASURED = ("time/", "throughput/", "utilisation/", "memory/", "weights/", "streaming/", "checks/")
 """Prefixes of metrics that depend on the clock or the machine; they differ between two equal runs."""
 
 

@@ -39,7 +39,7 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
         EVALUATION,
         Picture("Evaluation, best of k", (r"eval/.+/pass@\d+",), "share of prompts with a right answer among k"),
         Picture("Reward and score", ("reward/mean", "score/mean"), "training batch; reward is the score as shaped"),
-        Picture("Score of each verifier", (r"reward/.+/score_mean",), "mean over the rows that it checked"),
+        Picture("Score of each verifier", (r"checks/.+/score_mean",), "mean over all rows that it checked"),
         Picture("Failures", (r"(reward|environment)/failures/.+",), "checks and trajectories that failed, by kind"),
     ),
     "What it writes": (

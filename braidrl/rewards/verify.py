@@ -96,10 +96,10 @@ class Pending:
         ]
 
     def metrics(self) -> Iterator[tuple[str, float]]:
-        """Wait, and yield the score of each check and each of a verifier's own numbers, as `NAME/number`."""
+        """Wait, and yield the score of each check, `checks/NAME/score_mean`, and a verifier's own numbers, `reward/NAME/number`."""
         for weighted, outcome in ((w, future.result()) for row in self._checks for w, future in row):
-            yield f"{weighted.label}/score_mean", self._rewards.judge(outcome)[0]
-            yield from ((f"{weighted.label}/{name}", value) for name, value in outcome.metrics.items())
+            yield f"checks/{weighted.label}/score_mean", self._rewards.judge(outcome)[0]
+            yield from ((f"reward/{weighted.label}/{name}", value) for name, value in outcome.metrics.items())
 
     def failure_counts(self) -> Counter[str]:
         """Wait, and count the failed checks by `name/reason`."""

@@ -21,7 +21,7 @@ from tests.tiny import Workshop, braid
 
 ROWS, STEPS = int(os.environ.get("HOSTILE_ROWS", 2000)), 10
 SLOW = ("sleep(8)", "sleep(60)", "1 << 30")
-KEYS = ("reward/mean", "reward/verdict/score_mean", "reward/failed_fraction", "loss", "grad_norm")
+KEYS = ("reward/mean", "checks/verdict/score_mean", "reward/failed_fraction", "loss", "grad_norm")
 
 
 def drawn_tries() -> list[str]:
@@ -101,5 +101,5 @@ def test_honest_rows_get_undisturbed_rewards_and_nothing_is_left_behind(workshop
         f"{runtime}: {ROWS} rows in {seconds:.0f} s, hostile in {hostile_seconds:.0f} s; memory {half:.0f} then {end:.0f} MiB; disk {used} MiB"
     )
     assert len(hostile) == STEPS and hostile == quiet
-    assert all("reward/mean" in step or "reward/verdict/score_mean" in step for step in hostile)
+    assert all("reward/mean" in step or "checks/verdict/score_mean" in step for step in hostile)
     assert not left and end < half + 600

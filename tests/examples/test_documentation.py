@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
 
 import braidrl.flow
 from braidrl.agents.endpoint import PROTOCOLS
-from braidrl.agents.environments import environments
 from braidrl.agents.openai_api import LIMITS, MOST_STOPS, UNSUPPORTED, USUAL
 from braidrl.cli.commands import app
 from braidrl.data.rows import FinishReason
 from braidrl.flow.recipes import load_flow
 from braidrl.observe.metrics import REQUIRED_KEYS, read_metrics
 from braidrl.observe.rollouts import rollout_path
-from braidrl.rewards.verifier import resolve
 from braidrl.rewards.verifiers import VERIFIERS
 from tests.tiny import ROOT, Workshop, load_module
 
@@ -32,6 +28,11 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md")), *sorted((ROOT /
 def test_a_page_made_from_the_code_is_what_its_script_writes(name: str) -> None:
     script = load_module(DOCS / f"{name}.py")
     assert script.PAGE.read_text() == script.page(), f"run: python docs/{name}.py"
+
+
+def section(page: Path, title: str) -> str:
+    """Return the part of a page below a heading of the second level."""
+    return re.split(r"^## ", page.read_text().partition(f"\n## {title}\n")[2], maxsplit=1, flags=re.MULTILINE)[0]
 
 
 PLACEHOLDERS = {"K": r"\d+", "STAGE": ".+", "SET": ".+", "REASON": ".+", "NAME": ".+", "ROLE": "[a-z_]+"}
@@ -70,14 +71,14 @@ def test_the_readmes_install_has_what_its_runtimes_and_data_need() -> None:
     assert {re.split("[^a-z]", package)[0] for package in asked} == {"ray"}
 
 
-def test_the_endpoints_page_has_every_field_that_is_refused() -> None:
-    page = (DOCS / "endpoint.md").read_text()
+def test_the_page_of_agents_has_every_path_and_every_refused_field() -> None:
+    page = (DOCS / "agents.md").read_text()
     assert all(f"`{name}`" in page for name in (*UNSUPPORTED, *USUAL, *LIMITS)) and f"up to {MOST_STOPS}" in page
     assert all(f"`POST {path}`" in page for path in PROTOCOLS)
 
 
 def test_every_verifier_and_command_is_named_where_one_looks_for_it() -> None:
-    rewards = (DOCS / "add-a-reward.md").read_text()
+    rewards = (DOCS / "rewards.md").read_text()
     assert all(f"`{name}`" in rewards for name in VERIFIERS)
     readme = (ROOT / "README.md").read_text()
     names = [
@@ -97,31 +98,6 @@ def test_the_flow_that_the_readme_shows_is_the_recipe() -> None:
         assert mine == theirs
     # The recipe spells out that there is no dual clip.
     assert {**flow.stages[-1].params["loss"], "dual": None} == recipe.stages[-1].params["loss"]
-
-
-def test_the_reward_of_the_documentation_works_as_it_stands_there(tmp_path: Path) -> None:
-    code, _ = re.findall(r"```python\n(.*?)```", (DOCS / "add-a-reward.md").read_text(), re.DOTALL)
-    (tmp_path / "rewards.py").write_text(code)
-    counts = resolve(f"{tmp_path}/rewards.py:counts_steps", {"at_most": 2})
-    judged = resolve(f"{tmp_path}/rewards.py:judged", {"url": "http://localhost"})
-    assert (counts.reads, judged.reads, judged.asynchronous) == (("response", "answer"), ("prompt", "response"), True)
-    completion = {"response": "a\nb\nc\nd\n12", "answer": "12"}
-    assert counts(completion) == 0.5 and counts({**completion, "answer": "13"}) == 0.0
-
-
-def test_the_environment_of_the_documentation_works_as_it_stands_there(tmp_path: Path) -> None:
-    code, *_ = re.findall(r"```python\n(.*?)```", (DOCS / "add-an-environment.md").read_text(), re.DOTALL)
-    (tmp_path / "countdown.py").write_text(code)
-
-    async def play() -> list[tuple[object, float, bool]]:
-        game: Any = environments(f"{tmp_path}/countdown.py:Countdown", {"start": 5})()
-        said = [(await game.reset({}), 0.0, False)]
-        for text in ("4", " 2 "):
-            observation = await game.step(text)
-            said.append((observation.said, observation.reward, observation.done))
-        return said
-
-    assert asyncio.run(play()) == [("Count down with me. 5", 0.0, False), ("3", 1.0, False), ("1", 1.0, True)]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -1,4 +1,4 @@
-"""What docs/add-an-algorithm.md says works as it stands there: a user's advantage, loss and recipe, in Python and in YAML."""
+"""The algorithm of docs/extend.md runs as it is written there: a user's advantage, loss and recipe, in Python and in YAML."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.prepare.run_flow import build_flow, flow_by_name
 from braidrl.runtimes.run import train
+from tests.examples.test_documentation import section
 from tests.tiny import ROOT, Workshop, weights_of
 
-PAGE = (ROOT / "docs" / "add-an-algorithm.md").read_text()
+SECTION = section(ROOT / "docs" / "extend.md", "An algorithm")
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+    return re.findall(rf"```{language}\n(.*?)```", SECTION, re.DOTALL)
 
 
 @pytest.fixture(scope="module")

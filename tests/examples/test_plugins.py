@@ -34,21 +34,18 @@ from braidrl.training.optimizer_contract import CHECKS as OPTIMIZER_CHECKS
 from braidrl.training.optimizer_contract import OptimizerUnderTest
 from braidrl.weights.publisher import ModelWeights
 from tests.engines.tiny import END, make_model, make_tokenizer, training_log_probs
+from tests.examples.test_documentation import section
 from tests.tiny import ROOT, Workshop, recorded, weights_of
 from tests.training.parallel.laid_out import OBJECTIVE, config_of, make_rows
 
 PLUGINS = ROOT / "examples" / "plugins"
-PAGES = {
-    "add-an-engine.md": "engine.py", "add-a-training-backend.md": "backend.py", "add-an-optimizer.md": "optimizer.py",
-    "add-a-tracker.md": "tracker.py", "add-a-reward.md": "verifier.py", "add-an-environment.md": "environment.py",
-}  # fmt: skip
-"""Each page shows its example as it is."""
+SHOWN = {"A verifier": "verifier", "An environment": "environment", "An optimizer": "optimizer", "A tracker": "tracker"}
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_the_page_shows_the_example(page: str) -> None:
-    shown = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
-    assert shown[0].strip() in (PLUGINS / PAGES[page]).read_text()
+@pytest.mark.parametrize("title", SHOWN)
+def test_the_page_shows_the_example_that_is_tested_here(title: str) -> None:
+    (shown,) = re.findall(r"```python\n(.*?)```", section(ROOT / "docs" / "extend.md", title), re.DOTALL)
+    assert shown.strip() in (PLUGINS / f"{SHOWN[title]}.py").read_text()
 
 
 def test_the_tracker_does_what_a_run_needs_and_a_run_writes_to_it(workshop: Workshop, tmp_path: Path) -> None:

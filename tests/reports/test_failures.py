@@ -30,9 +30,9 @@ def test_metrics_and_report_have_each_verifiers_mean_and_failures_by_kind(worksh
     reward = {"verify": verify, "sandbox": "none", "wrong_score": -1.0, "max_failed_fraction": 1, "processes": 0}
     run = workshop.run(reward=reward)
     lines = read_metrics(run)
-    assert [line["reward/half/score_mean"] for line in lines] == [0.5, 0.5]
-    assert all(-1 < line["reward/starts_even/score_mean"] < 1 for line in lines)
-    assert [line["reward/often/score_mean"] for line in lines] == [-1.0, -1.0]
+    assert [line["checks/half/score_mean"] for line in lines] == [0.5, 0.5]
+    assert all(-1 < line["checks/starts_even/score_mean"] < 1 for line in lines)
+    assert [line["checks/often/score_mean"] for line in lines] == [-1.0, -1.0]
     assert [line["reward/failures/often/exception"] for line in lines] == [16, 16]
     report = (run / "report.html").read_text()
     assert "Score of each verifier" in report and "reward/failures/often/exception" in report.replace(
@@ -76,7 +76,7 @@ def test_a_saved_run_resumes_after_its_verifier_is_fixed(workshop: Workshop) -> 
     changed = config.model_copy(update={"trainer": config.trainer.model_copy(update={"accept_changes": ["code"]})})
     with TrainingRun(changed, resume=run.folder) as resumed:
         resumed.train()
-    assert [line["reward/score/score_mean"] for line in read_metrics(run.folder)] == [0.0, 1.0]
+    assert [line["checks/score/score_mean"] for line in read_metrics(run.folder)] == [0.0, 1.0]
 
 
 def test_an_evaluation_whose_every_check_fails_is_no_result(workshop: Workshop) -> None:

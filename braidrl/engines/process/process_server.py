@@ -61,7 +61,7 @@ def vllm_engine(spec: EngineSpec) -> SteppingEngine:
         from braidrl.engines.vllm.vllm_engine import VllmEngine
     except ImportError as error:
         raise UserError(
-            f"rollout.engine=vllm: {sys.executable} cannot import it ({error}); see docs/rollout.md"
+            f"rollout.engine=vllm: {sys.executable} cannot import it ({error}); see docs/engines.md"
         ) from error
     return VllmEngine(
         Path(spec.model), load_tokenizer(spec.model), spec.slots, spec.max_sequence_tokens, spec.seed, spec.dtype,

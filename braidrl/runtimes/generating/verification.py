@@ -59,7 +59,7 @@ class Checks:
                 for name, count in pending.failure_counts().items():
                     sums.add(f"reward/failures/{name}", count)
                 for name, value in pending.metrics():
-                    sums.add(f"reward/{name}", value)
+                    sums.add(name, value)
                 failures = pending.failures()
                 sums.add("reward/failed_fraction", len({failure.row for failure in failures}), len(part))
                 for words, count in Counter(failure.words for failure in failures).most_common(NOTED):

@@ -4,7 +4,7 @@
 driver ── f(x) ──▶ rank 0: f(x0)   rank 1: f(x1)   ... ──▶ one result
 
 A protocol is a pair of pure functions of the group's mesh. `@register(protocol=...)` above a worker's method names the protocol of
-its calls; `docs/add-a-protocol.md` shows how to write one.
+its calls; `docs/extend.md` shows how to write one.
 """
 
 from collections.abc import Callable, Sequence

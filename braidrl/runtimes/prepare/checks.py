@@ -101,7 +101,7 @@ def lacking(config: Config) -> list[str]:
     if config.rollout.engine == "vllm" and not has_package("vllm", config.rollout.python):
         lines.append(
             f"rollout.engine=vllm: {config.rollout.python or sys.executable} has no package vllm; name an interpreter that has it by "
-            "rollout.python, or see docs/rollout.md"
+            "rollout.python, or see docs/engines.md"
         )
     if config.runtime == "hybrid" and not has_package("ray"):
         lines.append("runtime=hybrid needs Ray, which is not installed; run `pip install 'braidrl[ray]'`")

@@ -15,12 +15,13 @@ from braidrl.errors import UserError
 from braidrl.importing import import_function
 from braidrl.runtimes.hybrid.protocol_contract import check_protocol
 from braidrl.runtimes.session import Session
+from tests.examples.test_documentation import section
 from tests.runtimes.hybrid.backends import told
 from tests.runtimes.hybrid.warm import WarmCluster
 from tests.tiny import ROOT, Workshop, load_module, recorded
 
 EXAMPLE = ROOT / "examples" / "own_protocol"
-PAGE = (ROOT / "docs" / "add-a-protocol.md").read_text()
+SECTION = section(ROOT / "docs" / "extend.md", "A protocol, and worker methods")
 PIDS = """
 import os
 import torch
@@ -62,7 +63,7 @@ def settings(methods: Path, name: str, **more: Any) -> dict[str, Any]:
 @pytest.fixture
 def own(workshop: Workshop) -> Path:
     """A user's file, with the protocol that the page shows."""
-    protocol = next(block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "IN_TURN =" in block)
+    protocol = next(block for block in re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL) if "IN_TURN =" in block)
     file = workshop.folder / "probe.py"
     file.write_text(PIDS.replace("PROTOCOL", protocol))
     return file
@@ -109,7 +110,9 @@ def test_a_method_that_writes_columns_returns_before_its_rows_exist(
 
 def test_method_result_is_independent_of_protocol_and_workers(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     (shown,) = [
-        b for b in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if b.lstrip().startswith("from") and "class" in b
+        b
+        for b in re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
+        if b.lstrip().startswith("from") and "class" in b
     ]
     page = workshop.folder / "methods_of_the_page.py"
     page.write_text(shown)
