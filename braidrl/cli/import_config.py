@@ -232,7 +232,9 @@ def engine(one: Imported, key: str, value: Any, to: str) -> None:
 
 
 def vllm(one: Imported, key: str, value: Any, to: str) -> None:
-    if one.given.get(f"{ROLLOUT}.name") == "vllm" and not (to.endswith("parallel_size") and int(value) == 1):
+    if one.given.get(f"{ROLLOUT}.name") == "vllm" and not (
+        to in ("rollout.tensor", "rollout.pipeline") and int(value) == 1
+    ):
         one.made[to] = value
 
 

@@ -167,17 +167,21 @@ class RolloutConfig(Section):
     or your own `module:name` or `file.py:name`."""
     engine_settings: dict[str, Any] = {}
     """Settings of your own engine, which receives them in its spec's `options`."""
+    reproducible: bool | Literal["auto"] = "auto"
+    """True: a row's own random numbers draw its tokens in every engine, so that all engines draw the same ones. False: vLLM and servers
+    draw by their own numbers, at full speed; the loss is corrected for what their log-probs differ from the trainer's. `auto`: true with
+    the embedded engine, which cannot do otherwise, and your own; false with vLLM and servers."""
     servers: ServersConfig = ServersConfig()
     """External servers; an address or a list of addresses is short for `urls`."""
     engines: int | None = Field(None, ge=0, le=MOST_PROCESSES)
     """Number of engine processes, each with a replica of the weights; a router distributes rows over them and restarts one that ends.
     By default 1 for vLLM, and 0 for the embedded engine and your own: the process that trains also generates."""
     tensor: int = Field(1, ge=1, le=MOST_PROCESSES)
-    """Tensor parallelism of an embedded engine: number of processes that shard its weights, heads and vocabulary. It must divide the
-    model's heads and key/value heads. With `engines` 0, under `runtime: distributed` or `hybrid`, groups of so many training ranks
-    decode together; see `grouping`."""
+    """Tensor-parallel ranks of an engine, embedded, of vLLM or a server: they shard its weights, heads and vocabulary, for a model
+    that is too large for one device. A number that divides the model's attention heads, and key/value heads where the engine is embedded.
+    With `engines` 0, under `runtime: distributed` or `hybrid`, so many of the ranks that train decode together; see `grouping`."""
     pipeline: int = Field(1, ge=1, le=MOST_PROCESSES)
-    """Pipeline parallelism of training ranks that also generate: the layers are sharded over so many ranks, each sharded by `tensor`."""
+    """Pipeline-parallel ranks of an engine of vLLM or a server, each with `tensor` ranks; or of ranks that train and generate."""
     grouping: Literal["interval", "neighbour", "gather"] | None = None
     """Groups of training ranks that generate together, and the weights that they receive. `interval`: ranks at equal distances; the
     shard that a rank trains is part of the one that it generates with, and it receives the rest (HybridFlow). `neighbour`: the ranks of
@@ -187,7 +191,7 @@ class RolloutConfig(Section):
     python: Path | None = None
     """Python interpreter of the engine processes, if vLLM is installed in another virtual environment; by default Braid's."""
     vllm: dict[str, Any] = {}
-    """Further arguments of vLLM's engine, as in `{gpu_memory_utilization: 0.5}`."""
+    """Further arguments of vLLM's engine, as in `{gpu_memory_utilization: 0.5}`. Its shape is `tensor`, `pipeline` and `engines`."""
     weights: Literal["file", "collective"] | None = None
     """Transfer of weights from training ranks to engine processes: `file` in shared memory, or `collective` from device to device over a
     process group (NCCL on CUDA, where each process needs its own device; gloo on a CPU). The default is collective between CUDA
@@ -199,6 +203,38 @@ class RolloutConfig(Section):
         if value == "handles":
             raise ValueError("handles are not supported any more; write collective between CUDA devices, or file")
         return value
+
+    @property
+    def is_reproducible(self) -> bool:
+        """Return True where a row's own random numbers draw its tokens."""
+        return self.engine not in ("vllm", "http") if self.reproducible == "auto" else self.reproducible
+
+    @model_validator(mode="after")
+    def _has_one_shape(self) -> "RolloutConfig":
+        """Take vLLM's own words for an engine's shape as that shape. Raises ValueError where the two contradict."""
+        if self.engine != "vllm":
+            return self
+        if self.vllm.get("data_parallel_size", 1) != 1:
+            copies = self.vllm["data_parallel_size"]
+            raise ValueError(
+                f"vllm.data_parallel_size={copies}: copies of an engine are engines; write rollout.engines={copies}"
+            )
+        for axis in ("tensor", "pipeline"):
+            key = f"{axis}_parallel_size"
+            if key not in self.vllm:
+                continue
+            ranks = self.vllm[key]
+            if not isinstance(ranks, int) or ranks < 1:
+                raise ValueError(f"vllm.{key}={ranks} is no number of ranks; write rollout.{axis}=2")
+            if axis in self.model_fields_set and getattr(self, axis) != ranks:
+                raise ValueError(
+                    f"vllm.{key}={ranks} contradicts rollout.{axis}={getattr(self, axis)}; write rollout.{axis} alone"
+                )
+            self.__dict__[axis] = ranks
+            self.model_fields_set.add(axis)
+        shape = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+        self.__dict__["vllm"] = {key: value for key, value in self.vllm.items() if key not in shape}
+        return self
 
     check_weights: bool = False
     """Compare a checksum of the weights in each engine process, or in servers that receive weights over the network."""

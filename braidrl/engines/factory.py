@@ -26,8 +26,9 @@ from braidrl.engines.divided.spmd import SpmdEngine
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.embedded.sharded_decoding import join_generation_groups, load_for_decoding
 from braidrl.engines.engine import ENGINES, RoleEngine, ServedEngine
-from braidrl.engines.http.dialects import DIALECTS
+from braidrl.engines.http.dialects import DIALECTS, ServerNeeds, vllm_log_prob_modes
 from braidrl.engines.process.process_engine import EngineProcess
+from braidrl.engines.requests import SamplingParams
 from braidrl.engines.routing.service import EngineService
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.engines.wire import EngineSpec
@@ -157,7 +158,7 @@ def is_collective(config: Config) -> bool:
     if config.runtime == "streaming":
         # Each process has a device of its own, unless the machine has only one.
         return rollout.weights == "collective" or available > 1
-    devices = own_devices(available, engine_processes(config), rollout.tensor)
+    devices = own_devices(available, engine_processes(config), generation_layout(config).ranks)
     shared = any(set(own) & set(devices.every[:1]) for own in devices.engines)
     if rollout.weights == "collective" and shared:
         raise UserError(
@@ -179,13 +180,22 @@ def engine_spec(role: str, config: Config) -> EngineSpec:
     rollout, path = config.rollout, model_path(role, config).expanduser()
     longest, dtype = config.max_sequence_tokens, DTYPES[rollout.dtype] if rollout.dtype else dtype_of(role, config)
     longest = min(longest, getattr(read_model_config(path), "max_position_embeddings", None) or longest)
-    processes = max(1, engine_processes(config)) * rollout.tensor
+    processes = max(1, engine_processes(config)) * generation_layout(config).ranks
     options = {"embedded": {"compile": rollout.compile}, "vllm": rollout.vllm}
+    if not rollout.is_reproducible and (modes := vllm_log_prob_modes(training_sampling(config))):
+        options["vllm"] = {"logprobs_mode": modes[0], **rollout.vllm}
     return EngineSpec(
         rollout.engine, str(path), slots_of(config), longest, config.seed, str(dtype).removeprefix("torch."),
-        choose_device(config.device).type, default_threads(processes), rollout.tensor, config.cluster.wait_limit_s,
-        options.get(rollout.engine, rollout.engine_settings),
+        choose_device(config.device).type, default_threads(processes), rollout.tensor, rollout.pipeline,
+        config.cluster.wait_limit_s, options.get(rollout.engine, rollout.engine_settings),
+        reproducible=rollout.is_reproducible,
     )  # fmt: skip
+
+
+def training_sampling(config: Config) -> SamplingParams:
+    """Return how the tokens that are trained on are drawn."""
+    rollout = config.rollout
+    return SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_response_tokens)
 
 
 def start_processes(role: str, config: Config, specs: Sequence[EngineSpec]) -> EngineService:
@@ -225,7 +235,7 @@ def spmd_engine(worker: Generated, config: Config, tokenizer: PreTrainedTokenize
 
 
 def generation_layout(config: Config) -> GenerationLayout:
-    """Return the layout in which the training ranks generate."""
+    """Return the shape of an engine: of one in processes of its own, or of ranks that train and generate together."""
     return GenerationLayout(config.rollout.pipeline, config.rollout.tensor, config.rollout.grouping)
 
 
@@ -234,12 +244,12 @@ def on_devices(spec: EngineSpec, count: int) -> list[EngineSpec]:
     available = device_count(spec.device)
     if available is None:
         return [spec] * count
-    return [replace(spec, devices=devices) for devices in own_devices(available, count, spec.tensor).engines]
+    return [replace(spec, devices=devices) for devices in own_devices(available, count, spec.ranks).engines]
 
 
 def with_engines(pools: Sequence[Pool], config: Config) -> tuple[Pool, ...]:
     """Return the pools; each generating pool has the number of engine processes that it starts."""
-    engines, each = own_engines(config), config.rollout.tensor
+    engines, each = own_engines(config), generation_layout(config).ranks
     return tuple(replace(pool, engines=engines, engine_devices=each) if pool.generating else pool for pool in pools)
 
 
@@ -264,8 +274,9 @@ def reach_servers(worker: Generated, config: Config, tokenizer: PreTrainedTokeni
     sent = rollout.servers.weights == "network"
     store = stored_in_memory if sent else partial(stored_in_folder, within=rollout.servers.folder)
     sending = NetworkSettings(device, rollout.check_weights) if sent else None
+    needs = ServerNeeds(longest, rollout.is_reproducible, training_sampling(config), rollout.tensor, rollout.pipeline)
     spec = ServerSpec(
-        tokenizer, end_ids_of(model, tokenizer), shapes_of(model), slots_of(config), longest, config.seed, store,
+        tokenizer, end_ids_of(model, tokenizer), shapes_of(model), slots_of(config), needs, config.seed, store,
     )  # fmt: skip
     limit_s, dialect = config.cluster.wait_limit_s, DIALECTS[rollout.servers.dialect]
     engines = [HttpEngine(GenerationServer(url, dialect, limit_s, sending), spec) for url in urls]

@@ -205,10 +205,19 @@ class EngineSpec:
     threads: int | None = 1
     """CPU threads of each of its processes; None keeps the environment's setting."""
     tensor: int = 1
-    """Number of tensor-parallel processes."""
+    """Tensor-parallel ranks that shard the weights, each a process."""
+    pipeline: int = 1
+    """Pipeline-parallel ranks, each of them `tensor` processes."""
     limit_s: float = 600.0
     """Seconds that these processes wait for one another."""
     options: dict[str, Any] = field(default_factory=dict)
     """Settings of this kind of engine; `rollout.engine_settings` for a user's engine."""
     devices: tuple[int, ...] | None = None
     """The CUDA devices that its processes see, one each, by index among the run's devices; None for all."""
+    reproducible: bool = True
+    """True where a row's own random numbers must draw its tokens."""
+
+    @property
+    def ranks(self) -> int:
+        """Return how many processes hold a part of the weights."""
+        return self.tensor * self.pipeline

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from braidrl.cluster.pools import GENERATE, place
 from braidrl.config.layout import ParallelLayout
+from braidrl.engines.factory import generation_layout
 from braidrl.flow import Kind, Stage
 from braidrl.plan.choices import Choice
 from braidrl.plan.problem import Problem
@@ -70,7 +71,9 @@ def deployment(problem: Problem, stage: Stage, devices: int) -> Deployment:
     use = problem.use(role, layout, max_tokens_of(role, config), checkpoints_activations(role, config))
     if stage.kind is not Kind.GENERATE:
         return use
-    engine = problem.engine(problem.models[role], slots_of(config), config.rollout.tensor, not layout.is_replicated)
+    engine = problem.engine(
+        problem.models[role], slots_of(config), generation_layout(config).ranks, not layout.is_replicated
+    )
     return replace(use, engine=engine)
 
 

@@ -263,7 +263,8 @@ def groups_with_engines(prepared: Prepared) -> list[DeviceGroup]:
     groups = device_groups(prepared)
     generating = dict.fromkeys(use.role for group in groups for use in group.uses if use.generates)
     found = [replace(g, uses=tuple(replace(use, generates=False) for use in g.uses if not use.apart)) for g in groups]
-    return [*found, *(DeviceGroup(1, (RoleUse(role, False, True, apart=True),)) for role in generating)]
+    ranks = generation_layout(prepared.config).ranks
+    return [*found, *(DeviceGroup(ranks, (RoleUse(role, False, True, apart=True),)) for role in generating)]
 
 
 def beside_vllm(prepared: Prepared) -> list[int]:

@@ -13,7 +13,7 @@ from braidrl.cluster.ray_cluster import import_ray
 from braidrl.cluster.world import World
 from braidrl.config import Config
 from braidrl.data.loader import PromptLoader
-from braidrl.engines.factory import own_engines
+from braidrl.engines.factory import generation_layout, own_engines
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind
 from braidrl.flow.selecting import GroupSelector
@@ -174,7 +174,7 @@ def check_runtime(config: Config, flow: Flow, generates: bool, trains: bool, pla
         check_machine(config)
     devices = device_count(config.device)
     if config.runtime == "eager" and devices is not None and not (planned and devices == 0):
-        own_devices(devices, own_engines(config), config.rollout.tensor)
+        own_devices(devices, own_engines(config), generation_layout(config).ranks)
     if config.runtime == "streaming":
         check_streaming(config, flow)
         if not (generates and trains):

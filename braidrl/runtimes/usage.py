@@ -163,7 +163,7 @@ class DeviceUsage:
         if not (count := engine_processes(config)):
             ranks = generation_layout(config).ranks if pools_ranks(config) else 1
             return Engines(1, ranks, self.rates.bandwidth)
-        processes = count * config.rollout.tensor
+        processes = count * generation_layout(config).ranks
         threads = default_threads(processes) or int(os.environ["OMP_NUM_THREADS"])
         each = own_rates(self.device, threads)
         return None if each is None else Engines(count, 1, processes * each.bandwidth)

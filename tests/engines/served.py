@@ -45,12 +45,12 @@ def write_served_model(folder: Path) -> Path:
     return folder
 
 
-def spec(kind: str, model: Path, **options: Any) -> EngineSpec:
+def spec(kind: str, model: Path, tensor: int = 1, reproducible: bool = True, **options: Any) -> EngineSpec:
     """`tensor-parallel` is the embedded engine divided between two processes."""
     divided = kind == "tensor-parallel"
     return EngineSpec(
-        "embedded" if divided else kind, str(model), slots=16, max_sequence_tokens=LIMIT, tensor=1 + divided,
-        options=options,
+        "embedded" if divided else kind, str(model), slots=16, max_sequence_tokens=LIMIT, tensor=2 if divided else tensor,
+        options=options, reproducible=reproducible,
     )  # fmt: skip
 
 

@@ -10,6 +10,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from braidrl.cluster.devices import Devices, assign_devices
+from braidrl.cluster.pools import Pool
+from braidrl.config.config import RolloutConfig
+from braidrl.engines.factory import engine_spec, on_devices, with_engines
 from braidrl.engines.routing.service import EngineService
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
@@ -75,7 +79,9 @@ def test_a_vllm_run_has_the_trainers_log_probs_and_sleeps_between_steps(
     python = vllm_python()
     own: dict[str, Any] = {"python": str(python)} if python else {}
     settings = {"model": str(workshop.folder / "wide"), "trainer": TRAINER, "algorithm": {"old": "recompute"}}
-    run = workshop.run("vllm", **settings, rollout={"engine": "vllm", "vllm": {"enable_sleep_mode": True}, **own})
+    run = workshop.run(
+        "vllm", **settings, rollout={"engine": "vllm", "reproducible": True, "vllm": {"enable_sleep_mode": True}, **own}
+    )
     said = "".join(capfd.readouterr())
     lines = read_metrics(run)
     assert [line["step"] for line in lines] == [1, 2, 3]
@@ -125,7 +131,30 @@ def test_a_log_prob_gap_that_jumps_or_exceeds_its_limit_ends_the_run() -> None:
             {"rollout": {"tensor": 2}},
             "rollout.tensor=2 divides engines in processes of their own, or among the ranks",
         ),
-        ({"rollout": {"engine": "vllm", "tensor": 2}}, "divides the embedded engine, and rollout.engine is vllm"),
+        (
+            {"rollout": {"engine": "vllm", "reproducible": True, "vllm": {"async_scheduling": True}}},
+            "rollout.vllm.async_scheduling=true draws a token before",
+        ),
+        (
+            {"rollout": {"engine": "vllm", "temperature": 0.7, "top_p": 0.9}},
+            "rollout.reproducible=false: vLLM gives log-probs of temperature 0.7",
+        ),
+        (
+            {"rollout": {"engine": "vllm", "tensor": 3}},
+            "rollout.tensor=3 does not divide the model's 4 attention heads",
+        ),
+        (
+            {"rollout": {"engine": "vllm", "tensor": 2, "grouping": "interval"}},
+            "rollout.grouping=interval is for ranks",
+        ),
+        (
+            {"rollout": {"engine": "vllm", "tensor": 2, "vllm": {"tensor_parallel_size": 4}}},
+            "vllm.tensor_parallel_size=4 contradicts rollout.tensor=2; write rollout.tensor alone",
+        ),
+        (
+            {"rollout": {"engine": "vllm", "vllm": {"data_parallel_size": 2}}},
+            "copies of an engine are engines; write rollout.engines=2",
+        ),
         ({"rollout": {"engines": 1, "tensor": 4}}, "does not divide the model's 2 key/value heads"),
         ({"rollout": {"engine": "http"}}, "name them, as in rollout.servers=http://"),
         ({"rollout": {"servers": SERVER}}, "rollout.servers are asked with rollout.engine=http"),
@@ -147,3 +176,46 @@ def test_what_cannot_be_is_refused_before_a_model_loads(
 ) -> None:
     with pytest.raises(UserError, match=hint):
         workshop.run("refused", **settings)
+
+
+def test_vllms_own_words_for_an_engines_shape_are_that_shape() -> None:
+    own = {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "gpu_memory_utilization": 0.5}
+    taken = RolloutConfig(engine="vllm", vllm=own)
+    assert (taken.tensor, taken.pipeline, taken.vllm) == (2, 3, {"gpu_memory_utilization": 0.5})
+    assert RolloutConfig(**taken.model_dump()) == taken
+    assert RolloutConfig(engine="vllm", tensor=2, vllm={"tensor_parallel_size": 2}).tensor == 2
+    assert RolloutConfig(vllm=own).tensor == 1, "the embedded engine has the shape that Braid's key gives it"
+
+
+@pytest.mark.parametrize(
+    ("available", "rollout", "expected"),
+    [
+        (3, {"tensor": 2}, Devices((0, 1, 2), ((1, 2),))),
+        (3, {"vllm": {"tensor_parallel_size": 2}}, Devices((0, 1, 2), ((1, 2),))),
+        (5, {"tensor": 2, "pipeline": 2}, Devices((0, 1, 2, 3, 4), ((1, 2, 3, 4),))),
+        (5, {"tensor": 2, "engines": 2}, Devices((0, 1, 2, 3, 4), ((1, 2), (3, 4)))),
+        (2, {"tensor": 2}, Devices((0, 1), ((0, 1),))),
+    ],
+)
+def test_vllm_gets_the_devices_of_its_shape(
+    workshop: Workshop,
+    monkeypatch: pytest.MonkeyPatch,
+    available: int,
+    rollout: dict[str, Any],
+    expected: Devices,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: available)
+    config = workshop.config(device="cuda", rollout={"engine": "vllm", **rollout})
+    assert assign_devices(with_engines([Pool(("rank",), 1, generating=("actor",))], config), available) == {
+        "rank-0": expected
+    }
+    specs = on_devices(engine_spec("actor", config), len(expected.engines))
+    assert [spec.devices for spec in specs] == list(expected.engines)
+    assert {spec.ranks for spec in specs} == {len(expected.engines[0])}
+
+
+def test_vllm_without_devices_for_its_shape_is_refused(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    config = workshop.config(device="cuda", rollout={"engine": "vllm", "tensor": 2})
+    with pytest.raises(UserError, match=r"need 2 CUDA devices \(rank: 2\) and this machine has 1; .* `rollout.tensor`"):
+        on_devices(engine_spec("actor", config), 1)

@@ -73,7 +73,7 @@ def test_a_grpo_configuration_keeps_every_value_that_has_a_counterpart(tmp_path:
     assert config.algorithm["kl_coef"] == 0.001 and config.algorithm["kl_estimator"] == "k3"
     assert (config.algorithm["clip_low"], config.algorithm["clip_high"]) == (0.2, 0.28)
     assert (rollout.engine, rollout.samples_per_prompt, rollout.top_k, rollout.slots) == ("vllm", 8, 0, 256)
-    assert rollout.vllm["tensor_parallel_size"] == 2 and rollout.temperature == 0.9
+    assert rollout.tensor == 2 and "tensor_parallel_size" not in rollout.vllm and rollout.temperature == 0.9
     assert config.reward.verify[0].name == "my_reward.py:compute_score"
     assert [tracker.name for tracker in config.trackers] == ["wandb"]
     assert not config.evaluation.before_first_step and config.name == "first"

@@ -22,7 +22,7 @@ RUNS = {
     "hybrid": ["runtime=hybrid", "workers=2"],
     "distributed": ["runtime=distributed", "workers=2"],
     "streaming": ["runtime=streaming"],
-    "vllm": ["rollout.engine=vllm", "rollout.engines=1"],
+    "vllm": ["rollout.engine=vllm", "rollout.engines=1", "rollout.reproducible=true"],
 }
 
 

@@ -4,10 +4,10 @@ request ──▶ Dialect.generate ──JSON──▶ server ──JSON──�
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from braidrl.engines.requests import Request, row_draws
+from braidrl.engines.requests import Request, SamplingParams, row_draws
 
 Json = Mapping[str, Any]
 ServerCall = tuple[str, Json]
@@ -27,6 +27,24 @@ class ReplyPart:
     seed: int
     weights: str
     """Name of the server's weights; caches of other weights are not used."""
+    reproducible: bool = True
+    """True where the row's own random numbers draw its tokens; else the server draws by its own."""
+
+
+@dataclass(frozen=True)
+class ServerNeeds:
+    """What a run needs of a server, which was started before."""
+
+    tokens: int
+    """Of the longest row, prompt included."""
+    reproducible: bool = True
+    """A row's own random numbers must draw its tokens."""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    """How the tokens are drawn that are trained on."""
+    tensor: int = 1
+    """Tensor-parallel ranks; 1 leaves them to the server."""
+    pipeline: int = 1
+    """Pipeline-parallel ranks; 1 leaves them to the server."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +83,8 @@ class Dialect:
     """The path that returns the label of the server's weights, and the field of its answer."""
     settings: str
     """The path that returns the options of a server's start."""
-    missing: Callable[[Json, int], str | None]
-    """The option that a server with these settings must be started with, if any, for rows of so many tokens."""
+    missing: Callable[[Json, ServerNeeds], str | None]
+    """The option that a server with these settings must be started with, if any."""
     start: str
     """The option with which a server returns its settings."""
     network: Network | None = None
@@ -74,14 +92,21 @@ class Dialect:
 
 
 def vllm_generate(part: ReplyPart) -> ServerCall:
-    """Make the call that asks vLLM for tokens; `DrawByRow` draws them in the server, so vLLM's own sampling settings are neutral."""
+    """Ask vLLM for tokens. Where `DrawByRow` draws them in the server, vLLM's own sampling settings are neutral."""
+    sampling = part.request.sampling
+    drawn: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+    if part.reproducible:
+        drawn["vllm_xargs"] = row_draws(part.request, part.seed).arguments()
+    elif sampling.takes_likeliest:
+        drawn["temperature"] = 0.0
+    else:
+        drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     return "/v1/completions", {
         "request_id": part.name, "prompt": part.request.prompt.tolist(), "cache_salt": part.weights,
-        "max_tokens": part.request.sampling.max_tokens, "stop_token_ids": list(part.stop_token_ids), "ignore_eos": True,
-        "temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0,
-        "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
-        "stop": list(part.request.sampling.stop), "include_stop_str_in_output": True, "skip_special_tokens": False,
-        "logprobs": 0, "return_token_ids": True, "vllm_xargs": row_draws(part.request, part.seed).arguments(),
+        "max_tokens": sampling.max_tokens, "stop_token_ids": list(part.stop_token_ids), "ignore_eos": True,
+        "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+        "stop": list(sampling.stop), "include_stop_str_in_output": True, "skip_special_tokens": False,
+        "logprobs": 0, "return_token_ids": True, **drawn,
     }  # fmt: skip
 
 
@@ -93,16 +118,31 @@ def vllm_read(answer: Json) -> ServerAnswer:
     return ServerAnswer(tokens, (choice["logprobs"] or {"token_logprobs": []})["token_logprobs"])
 
 
-def vllm_missing(info: Json, tokens: int) -> str | None:
+def vllm_log_prob_modes(sampling: SamplingParams) -> tuple[str, ...]:
+    """Return vLLM's modes whose log-probs are log-softmax(logits / temperature) of all tokens, when vLLM itself draws so."""
+    if sampling.top_p < 1 or sampling.top_k:
+        # One mode renormalizes over the tokens that are kept, the other one leaves the temperature out.
+        return ("raw_logprobs",) if sampling.log_prob_temperature == 1 else ()
+    return ("processed_logprobs", *(("raw_logprobs",) if sampling.log_prob_temperature == 1 else ()))
+
+
+def vllm_missing(info: Json, needs: ServerNeeds) -> str | None:
     model, scheduler = info["vllm_config"]["model_config"], info["vllm_config"]["scheduler_config"]
-    processors = [str(name) for name in model["logits_processors"] or ()]
-    if not any("DrawByRow" in name for name in processors):
+    parallel = info["vllm_config"].get("parallel_config", {})
+    draws_by_row = any("DrawByRow" in str(name) for name in model["logits_processors"] or ())
+    if needs.reproducible and not draws_by_row:
         return "--logits-processors braidrl.engines.vllm.logits_processor:DrawByRow"
-    if model["logprobs_mode"] != "processed_logits":
-        return "--logprobs-mode processed_logits"
-    if scheduler["async_scheduling"]:
+    if draws_by_row and not needs.reproducible:
+        return "no --logits-processors, or write rollout.reproducible=true"
+    modes = ("processed_logits",) if needs.reproducible else vllm_log_prob_modes(needs.sampling)
+    if model["logprobs_mode"] not in modes:
+        return f"--logprobs-mode {modes[0]}"
+    if needs.reproducible and scheduler["async_scheduling"]:
         return "--no-async-scheduling"
-    return f"--max-model-len {tokens}" if model["max_model_len"] < tokens else None
+    for axis, ranks in (("tensor", needs.tensor), ("pipeline", needs.pipeline)):
+        if ranks > 1 and parallel[f"{axis}_parallel_size"] != ranks:
+            return f"--{axis}-parallel-size {ranks}"
+    return f"--max-model-len {needs.tokens}" if model["max_model_len"] < needs.tokens else None
 
 
 RECEIVES = "braidrl.engines.vllm.vllm_worker.TakesWeights"
@@ -138,7 +178,7 @@ VLLM = Dialect(
 
 
 def sglang_generate(part: ReplyPart) -> ServerCall:
-    """Make the call that asks SGLang for tokens; it draws by the row's seed and the token's position in the sequence."""
+    """Ask SGLang for tokens; where it was started so, it draws by the row's seed and the token's place in the sequence."""
     sampling = part.request.sampling
     return "/generate", {
         "rid": part.name, "input_ids": part.request.prompt.tolist(), "return_logprob": True,
@@ -159,11 +199,14 @@ def sglang_read(answer: Json) -> ServerAnswer:
     return ServerAnswer([token for _, token, *_ in drawn], [log_prob for log_prob, *_ in drawn])
 
 
-def sglang_missing(info: Json, tokens: int) -> str | None:
-    if not info.get("enable_deterministic_inference"):
+def sglang_missing(info: Json, needs: ServerNeeds) -> str | None:
+    if needs.reproducible and not info.get("enable_deterministic_inference"):
         return "--enable-deterministic-inference"
+    for key, option, ranks in (("tp_size", "--tp-size", needs.tensor), ("pp_size", "--pp-size", needs.pipeline)):
+        if ranks > 1 and info.get(key) != ranks:
+            return f"{option} {ranks}"
     room = info.get("context_length")
-    return f"--context-length {tokens}" if room is not None and room < tokens else None
+    return f"--context-length {needs.tokens}" if room is not None and room < needs.tokens else None
 
 
 SGLANG = Dialect(

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from braidrl.data.rows import Uid
 from braidrl.engines.engine import EngineError, Load
-from braidrl.engines.http.dialects import ReplyPart, ServerAnswer
+from braidrl.engines.http.dialects import ReplyPart, ServerAnswer, ServerNeeds
 from braidrl.engines.http.servers import GenerationServer
 from braidrl.engines.requests import Request, Response, remaining_request
 from braidrl.engines.row_request import RemoteRow, row_of
@@ -45,7 +45,7 @@ class ServerSpec:
     shapes: Mapping[str, torch.Size]
     """Shape of every tensor, a tied one under each of its names."""
     slots: int
-    max_sequence_tokens: int
+    needs: ServerNeeds
     seed: int = 0
     store: Callable[[Iterable[tuple[str, Tensor]]], WeightFile] = stored_in_folder
     """The writer of weights, to where the server reads them or they are sent from."""
@@ -67,7 +67,7 @@ class HttpEngine:
 
     def __init__(self, server: GenerationServer, spec: ServerSpec) -> None:
         self.server, self.spec = server, spec
-        self.version, self.max_sequence_tokens = 0, spec.max_sequence_tokens
+        self.version, self.max_sequence_tokens = 0, spec.needs.tokens
         self._flights: dict[Uid, HttpRow] = {}
         self._paused = self._asleep = self._updating = False
         self._failure: EngineError | None = None
@@ -75,7 +75,7 @@ class HttpEngine:
 
     async def start(self) -> None:
         """Connect to the server. Raises UserError if it does not answer, or was started with options that Braid cannot train with."""
-        await self.server.connect(self.spec.max_sequence_tokens)
+        await self.server.connect(self.spec.needs)
 
     async def close(self) -> None:
         await self.server.close()
@@ -83,7 +83,7 @@ class HttpEngine:
     async def submit(self, request: Request) -> Response:
         if request.uid in self._flights:
             raise ValueError(f"row {request.uid} is under way already")
-        row = row_of(request, self.spec.tokenizer, self.spec.end_ids, self.spec.max_sequence_tokens)
+        row = row_of(request, self.spec.tokenizer, self.spec.end_ids, self.max_sequence_tokens)
         flight = self._flights[request.uid] = HttpRow(row)
         try:
             with WORK.waiting():
@@ -178,7 +178,9 @@ class HttpEngine:
         flight.row.versions.append((len(flight.tokens), self.version))
         limit = min(rest.sampling.max_tokens, flight.row.limit - len(flight.tokens))
         asked = replace(rest, sampling=replace(rest.sampling, max_tokens=limit))
-        part = ReplyPart(flight.name, asked, flight.row.stop_token_ids, self.spec.seed, self.server.weights)
+        part = ReplyPart(
+            flight.name, asked, flight.row.stop_token_ids, self.spec.seed, self.server.weights, self.spec.needs.reproducible,
+        )  # fmt: skip
         path, body = self.server.dialect.generate(part)
         flight.call = asyncio.ensure_future(self.server.ask("POST", path, body))
         try:

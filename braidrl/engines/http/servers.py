@@ -13,7 +13,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout, TCPConnector
 from braidrl.cluster.process_groups import address_towards
 from braidrl.cluster.world import Ranks
 from braidrl.engines.engine import EngineError
-from braidrl.engines.http.dialects import Dialect
+from braidrl.engines.http.dialects import Dialect, ServerNeeds
 from braidrl.errors import UserError
 from braidrl.weights.collective import OfferedWeights, WeightOffer
 from braidrl.weights.file import WeightFile
@@ -49,7 +49,7 @@ class GenerationServer:
         connector = TCPConnector(limit=0, keepalive_timeout=IDLE_S)
         self._session = ClientSession(connector=connector, timeout=ClientTimeout(total=self.limit_s))
 
-    async def connect(self, max_sequence_tokens: int) -> None:
+    async def connect(self, needs: ServerNeeds) -> None:
         """Connect to the server. Raises UserError if it does not answer, or was started with options that Braid cannot train with."""
         self.open()
         setting = f"rollout.servers: {self.url}"
@@ -61,7 +61,7 @@ class GenerationServer:
             ) from None
         except EngineError as error:
             raise UserError(f"{error}; start it, or correct rollout.servers") from error
-        missing = self.dialect.missing(info, max_sequence_tokens)
+        missing = self.dialect.missing(info, needs)
         if missing is None and self.sending is not None and self.dialect.network is not None:
             missing = self.dialect.network.missing(info)
         if missing is not None:

@@ -7,7 +7,6 @@ submit, abort, ... ──message──▶ process
 import asyncio
 import contextlib
 import itertools
-import math
 import os
 import shutil
 import socket
@@ -135,7 +134,7 @@ class EngineProcess:
         elif isinstance(source, WeightFile):
             await self._ask(UpdateWeights(next(self._numbers), version, path=str(source.path)))
         elif isinstance(source, OfferedWeights):
-            with source.asked(workers_of(self.spec)) as notice:
+            with source.asked(self.spec.ranks) as notice:
                 await self._ask(UpdateWeights(next(self._numbers), version, notice=notice))
         else:
             with contextlib.closing(stored_in_memory(source.tensors())) as file:
@@ -230,12 +229,6 @@ class EngineProcess:
         for answer in answers.values():
             if not answer.done():
                 answer.set_exception(EngineError(f"{self.name} {self._end}"))
-
-
-def workers_of(spec: EngineSpec) -> int:
-    """Return the number of an engine's processes that hold weights."""
-    asked = (spec.options.get(f"{axis}_parallel_size", 1) for axis in ("tensor", "pipeline"))
-    return math.prod(asked) if spec.kind == "vllm" else spec.tensor
 
 
 def process_spec(spec: EngineSpec, name: str, python: str) -> ProcessSpec:

@@ -65,7 +65,8 @@ def vllm_engine(spec: EngineSpec) -> SteppingEngine:
         ) from error
     return VllmEngine(
         Path(spec.model), load_tokenizer(spec.model), spec.slots, spec.max_sequence_tokens, spec.seed, spec.dtype,
-        spec.options,
+        {**spec.options, "tensor_parallel_size": spec.tensor, "pipeline_parallel_size": spec.pipeline},
+        spec.reproducible,
     )  # fmt: skip
 
 
@@ -163,7 +164,8 @@ def main(handle: int) -> None:
     except EOFError:
         return
     connection = socket.socket(fileno=handle)
-    followers = ForkedFollowers(spec, handle) if spec.tensor > 1 else None
+    # vLLM starts its ranks itself.
+    followers = ForkedFollowers(spec, handle) if spec.kind == "embedded" and spec.ranks > 1 else None
     try:
         asyncio.run(serve(connection, spec, followers))
     finally:

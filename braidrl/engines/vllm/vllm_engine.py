@@ -1,7 +1,7 @@
-"""vLLM as an engine of this process: vLLM computes the steps; Braid keeps the rows and draws their tokens.
+"""vLLM as an engine of this process: it computes the steps, Braid keeps the rows, and where it is reproducible draws their tokens.
 
 add ──▶ waiting ──free slot──▶ vLLM ──step──▶ tokens, log-probs ──▶ Response
-                               └── with tensor_parallel_size=2: two workers in processes of their own
+                               └── with rollout.tensor=2: two workers in processes of their own
 
 Only this file and `logits_processor` import vLLM; `vllm_worker` is Braid's part of vLLM's workers.
 """
@@ -9,7 +9,10 @@ Only this file and `logits_processor` import vLLM; `vllm_worker` is Braid's part
 import gc
 import itertools
 import os
+import secrets
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,12 +21,13 @@ import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 from vllm import EngineArgs, SamplingParams
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.core_client import SyncMPClient
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from braidrl.data.endings import end_ids_of
 from braidrl.data.rows import Uid
 from braidrl.engines.engine import EngineError
-from braidrl.engines.requests import Response, row_draws
+from braidrl.engines.requests import Draws, Response, row_draws
 from braidrl.engines.row_request import EngineRow, RemoteRow
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.engines.vllm.logits_processor import DrawByRow
@@ -34,7 +38,7 @@ from braidrl.weights.file import WeightFile
 from braidrl.weights.in_place import shapes_of
 from braidrl.weights.publisher import WeightSource, check_shapes
 
-SETTINGS = {
+REPRODUCIBLE_SETTINGS = {
     # The engine core runs in the process that holds the rows, so that a step is one call.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     # The newer runner does not support logits processors.
@@ -52,17 +56,24 @@ class VllmEngine(SteppingEngine):
 
     def __init__(
         self, folder: Path, tokenizer: PreTrainedTokenizerBase, slots: int, max_sequence_tokens: int, seed: int = 0,
-        dtype: str = "float32", options: dict[str, Any] | None = None,
+        dtype: str = "float32", options: dict[str, Any] | None = None, reproducible: bool = True,
     ) -> None:  # fmt: skip
-        """Start vLLM. Raises UserError if it does not support the model."""
+        """Start vLLM. Raises UserError where it does not take the model.
+
+        Args:
+            reproducible: Draw tokens by the row's own random numbers; else vLLM draws by its own, and its core computes ahead in a
+                process of its own.
+        """
         super().__init__(tokenizer, end_ids_of(folder, tokenizer), max_sequence_tokens, seed)
-        self._slots = slots
+        self._slots, self._reproducible = slots, reproducible
         self._expected = shapes_of(folder)
-        self._engine = start(folder, slots, max_sequence_tokens, dtype, options or {})
+        self._engine = start(folder, slots, max_sequence_tokens, dtype, options or {}, reproducible)
         self._memory = VllmMemory(self._engine, bool((options or {}).get("enable_sleep_mode")))
         self._waiting: deque[EngineRow] = deque()
         self._flights: dict[str, RemoteRow] = {}
         self._names = itertools.count()
+        self._ended: list[Response] = []
+        """Responses that ended while weights were published; the next step returns them."""
         self._failure: EngineError | None = None
         """The error after which no token may be drawn, because the version of the weights is unknown."""
 
@@ -91,7 +102,8 @@ class VllmEngine(SteppingEngine):
         self._memory.bring("weights")
         try:
             if call is not None:
-                self._engine.collective_rpc(call[0], args=(call[1],))
+                with self._core_stopped():
+                    self._engine.collective_rpc(call[0], args=(call[1],))
         except Exception as error:
             self._failure = EngineError(f"vLLM could not take the weights of version {version}: {error}")
             raise self._failure from error
@@ -108,13 +120,33 @@ class VllmEngine(SteppingEngine):
         """Fill free slots, then run a step of vLLM."""
         while self._waiting and self.in_flight < self._slots:
             self._begin(self._waiting.popleft())
+        ended, self._ended = self._ended, []
+        if self._flights:
+            ended += self._step_of_vllm()
+        return self._done(ended)
+
+    def _step_of_vllm(self) -> list[Response]:
         ended = []
         for output in self._engine.step():
             flight = self._flights.get(output.request_id)
             # vLLM may still return a token for a row that was ended here.
             if flight is not None and self._take(flight, output):
                 ended.append(flight.finished())
-        return self._done(ended)
+        return ended
+
+    @contextmanager
+    def _core_stopped(self) -> Iterator[None]:
+        """Stop a core that computes ahead, and take the tokens that it has drawn: they are those of the weights before."""
+        core = self._engine.engine_core
+        if not isinstance(core, SyncMPClient) or not self._flights:
+            yield
+            return
+        # Answered when the core has sent all of its tokens.
+        core.call_utility("pause_scheduler", "keep", False)
+        while not core.outputs_queue.empty():
+            self._ended += self._step_of_vllm()
+        yield
+        core.call_utility("resume_scheduler")
 
     def abort(self, uid: Uid) -> Response:
         for flight in self._flights.values():
@@ -125,6 +157,10 @@ class VllmEngine(SteppingEngine):
             if row.request.uid == uid:
                 self._waiting.remove(row)
                 return self._done([RemoteRow(row).finished(aborted=True)])[0]
+        for ended in self._ended:
+            if ended.uid == uid:
+                self._ended.remove(ended)
+                return self._done([ended])[0]
         raise KeyError(f"row {uid} is not under way")
 
     def recover(self) -> int:
@@ -140,6 +176,7 @@ class VllmEngine(SteppingEngine):
         for flight in list(self._flights.values()):
             self._leave(flight)
         self._waiting.clear()
+        self._ended.clear()
         self._under_way.clear()
 
     def sleep(self) -> None:
@@ -157,7 +194,8 @@ class VllmEngine(SteppingEngine):
         row.versions = [(0, self.version)]
         # The salt keeps prompts computed with other weights from being reused.
         prompt = {"prompt_token_ids": request.prompt.tolist(), "cache_salt": str(self.version)}
-        self._engine.add_request(name, prompt, params_of(row, self.seed))
+        params = params_of(row, row_draws(request, self.seed) if self._reproducible else None)
+        self._engine.add_request(name, prompt, params)
         self._flights[name] = RemoteRow(row, name)
 
     def _leave(self, flight: RemoteRow) -> None:
@@ -178,8 +216,24 @@ class VllmEngine(SteppingEngine):
         return bool(output.finished)
 
 
-def start(folder: Path, slots: int, max_sequence_tokens: int, dtype: str, options: dict[str, Any]) -> LLMEngine:
-    """Start vLLM with the model in this process. Raises UserError for settings that it does not accept."""
+def start(
+    folder: Path, slots: int, max_sequence_tokens: int, dtype: str, options: dict[str, Any], reproducible: bool
+) -> LLMEngine:
+    """Start vLLM with the model. Raises UserError for what it does not take."""
+    arguments = arguments_of(folder, slots, max_sequence_tokens, dtype, options, reproducible)
+    if reproducible:
+        os.environ.update(REPRODUCIBLE_SETTINGS)
+    gc.freeze()  # vLLM looks for garbage four times while it starts, a quarter of the work that starting is; what was imported is none.
+    try:
+        return LLMEngine.from_engine_args(EngineArgs(**arguments))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"rollout.engine=vllm: {' '.join(str(error).split())}") from error
+
+
+def arguments_of(
+    folder: Path, slots: int, max_sequence_tokens: int, dtype: str, options: dict[str, Any], reproducible: bool
+) -> dict[str, Any]:
+    """Return the arguments of vLLM's engine: Braid's, then the user's `options` in their place."""
     on_cpu = {
         "kv_cache_memory_bytes": cpu_cache_bytes(folder, slots, max_sequence_tokens, dtype),
         "enforce_eager": True,
@@ -188,24 +242,29 @@ def start(folder: Path, slots: int, max_sequence_tokens: int, dtype: str, option
     refused = set() if torch.cuda.is_available() else {"enable_sleep_mode"}
     taken = {name: value for name, value in options.items() if name not in refused}
     arguments = {
-        "model": str(folder), "skip_tokenizer_init": True, "dtype": dtype, "seed": 0, "max_num_seqs": slots,
-        "max_model_len": max_sequence_tokens, "logits_processors": [DrawByRow], "logprobs_mode": "processed_logits",
+        "model": str(folder), "skip_tokenizer_init": True, "dtype": dtype, "max_num_seqs": slots, "max_model_len": max_sequence_tokens,
         "worker_extension_cls": "braidrl.engines.vllm.vllm_worker.TakesWeights",
-        "disable_log_stats": True, "async_scheduling": False, **({} if torch.cuda.is_available() else on_cpu),
+        "disable_log_stats": True, **({} if torch.cuda.is_available() else on_cpu),
     }  # fmt: skip
-    os.environ.update(SETTINGS)
-    gc.freeze()  # vLLM runs four garbage collections while it starts, a quarter of its start time; imported modules are no garbage.
-    try:
-        return LLMEngine.from_engine_args(EngineArgs(**{**arguments, **taken}))
-    except (ValueError, TypeError) as error:
-        raise UserError(f"rollout.engine=vllm: {' '.join(str(error).split())}") from error
+    by_row = {
+        "seed": 0, "logits_processors": [DrawByRow], "logprobs_mode": "processed_logits", "async_scheduling": False,
+    }  # fmt: skip
+    # Engines with one seed would draw the samples of a prompt alike.
+    own = by_row if reproducible else {"seed": secrets.randbits(31)}
+    return {**arguments, **own, **taken}
 
 
-def params_of(row: EngineRow, seed: int) -> SamplingParams:
-    """Return vLLM's parameters for a row; `DrawByRow` draws its tokens."""
+def params_of(row: EngineRow, draws: Draws | None) -> SamplingParams:
+    """Return vLLM's parameters for a row; `DrawByRow` draws its tokens by `draws`, without these vLLM does."""
+    asked = row.request.sampling
+    drawn: dict[str, Any] = {"temperature": 0.0}
+    if draws is not None:
+        drawn = {"extra_args": draws.arguments()}
+    elif not asked.takes_likeliest:
+        drawn = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
     return SamplingParams(
         max_tokens=row.limit, stop_token_ids=list(row.stop_token_ids), ignore_eos=True, detokenize=False,
-        logprobs=0, output_kind=RequestOutputKind.DELTA, extra_args=row_draws(row.request, seed).arguments(),
+        logprobs=0, output_kind=RequestOutputKind.DELTA, **drawn,
     )  # fmt: skip
 
 

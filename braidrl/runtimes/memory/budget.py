@@ -9,6 +9,7 @@ from functools import cache
 
 from braidrl.config import Config
 from braidrl.config.layout import ParallelLayout
+from braidrl.engines.factory import engine_processes, generation_layout
 from braidrl.flow import Flow, Kind
 from braidrl.runtimes.memory.residency import GIB, Asset, needed_assets, residency_plan, sizes_during
 from braidrl.training.memory.footprint import (
@@ -150,10 +151,15 @@ def footprint(use: RoleUse, config: Config, flow: Flow, devices: int, decoding_r
     plain = shape_of(model_path(role, config), dtype, scalar)
     lora = lora_of(role, config) if use.trained else None
     shape = model_shape(model_path(role, config), dtype, scalar, lora) if lora else plain
-    decodes = ParallelLayout(pipeline=rollout.pipeline, tensor=decoding_ranks // rollout.pipeline)
-    layout = (decodes if use.apart else layout_of(role, config)).resolve(devices)
-    sizes = shape.sizes
-    layout.check_model(sizes.num_attention_heads, sizes.num_key_value_heads, sizes.num_hidden_layers)
+    layout = layout_of(role, config)
+    if use.apart and engine_processes(config):
+        # Each process that generates starts engines of its own.
+        devices = decoding_ranks = generation_layout(config).ranks
+    if use.apart:
+        layout = ParallelLayout(pipeline=rollout.pipeline, tensor=decoding_ranks // rollout.pipeline)
+    layout, sizes = layout.resolve(devices), shape.sizes
+    if rollout.engine != "vllm" or not use.apart:
+        layout.check_model(sizes.num_attention_heads, sizes.num_key_value_heads, sizes.num_hidden_layers)
     other = inference_layouts(config, flow).get(role) if use.trained else None
     engine = None
     # Servers have their own devices.

@@ -18,8 +18,8 @@ from braidrl.config.layout import ParallelLayout
 from braidrl.config.section import SandboxConfig
 from braidrl.engines.embedded.sharded_decoding import check_heads
 from braidrl.engines.engine import ENGINES
-from braidrl.engines.factory import engine_processes, generation_layout, pools_ranks
-from braidrl.engines.http.dialects import DIALECTS
+from braidrl.engines.factory import engine_processes, generation_layout, pools_ranks, training_sampling
+from braidrl.engines.http.dialects import DIALECTS, vllm_log_prob_modes
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.observe.trackers import TRACKERS, check_installed
@@ -62,6 +62,7 @@ def check_names(config: Config) -> None:
     # Another interpreter may have packages that this one lacks.
     ENGINES.check(engine, load=config.rollout.python is None)
     check_servers(config)
+    check_engines_own_draws(config)
     for key, sandbox, _ in own_code(config):
         check_walls(key, sandbox)
     if engine == "vllm" and config.rollout.engines == 0:
@@ -129,8 +130,11 @@ def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
     if layout == GenerationLayout():
         return
     key = f"rollout.tensor={layout.tensor}" if layout.tensor > 1 else f"rollout.pipeline={layout.pipeline}"
+    if rollout.engine in ("vllm", "http"):
+        check_shape_of_foreign_engines(config, key, generating)
+        return
     if rollout.engine != "embedded":
-        raise UserError(f"{key} divides the embedded engine, and rollout.engine is {rollout.engine}")
+        raise UserError(f"{key} shards the embedded engine, vLLM and servers, and rollout.engine is {rollout.engine}")
     if engine_processes(config) and (layout.pipeline > 1 or layout.grouping):
         raise UserError(
             "rollout.pipeline and rollout.grouping are for ranks that train and generate, and rollout.engines="
@@ -147,6 +151,22 @@ def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
             raise UserError(
                 f"rollout.pipeline={layout.pipeline} does not divide the model's {settings['num_hidden_layers']} layers; "
                 f"write a number that divides {settings['num_hidden_layers']}"
+            )
+
+
+def check_shape_of_foreign_engines(config: Config, key: str, generating: Iterable[str]) -> None:
+    """Raise UserError for a shape that vLLM or a server cannot have."""
+    rollout = config.rollout
+    if rollout.grouping:
+        raise UserError(
+            f"rollout.grouping={rollout.grouping} is for ranks that train and generate, and rollout.engine={rollout.engine} "
+            "generates in processes of its own; remove it"
+        )
+    for role in generating:
+        heads = model_settings(model_path(role, config)).get("num_attention_heads", rollout.tensor)
+        if heads % rollout.tensor:
+            raise UserError(
+                f"{key} does not divide the model's {heads} attention heads; write a number that divides {heads}"
             )
 
 
@@ -184,6 +204,24 @@ def check_generating_ranks(config: Config, pool: Pool) -> None:
         for role in pool.generating:
             layout = layout_of(role, config) if role in pool.models else ParallelLayout()
             generation_layout(config).check(layout.resolve(pool.workers, layout_key(role, config)), pool.workers)
+
+
+def check_engines_own_draws(config: Config) -> None:
+    """Raise UserError where vLLM cannot draw as `rollout.reproducible` and the sampling say."""
+    rollout = config.rollout
+    if rollout.engine != "vllm" and (rollout.engine != "http" or rollout.servers.dialect != "vllm"):
+        return
+    if rollout.is_reproducible:
+        if rollout.vllm.get("async_scheduling"):
+            raise UserError(
+                "rollout.vllm.async_scheduling=true draws a token before the one before it is known, and rollout.reproducible=true "
+                "counts them; remove one of the two"
+            )
+    elif not vllm_log_prob_modes(training_sampling(config)):
+        raise UserError(
+            f"rollout.reproducible=false: vLLM gives log-probs of temperature {rollout.temperature:g} of the tokens alone that top_p and "
+            "top_k keep; write rollout.temperature=1, remove top_p and top_k, or write rollout.reproducible=true"
+        )
 
 
 def check_servers(config: Config) -> None:

@@ -27,7 +27,7 @@ MAY_CHANGE = (
     "trainer.steps", "trainer.checkpoint_every", "trainer.keep_checkpoints", "trainer.max_tokens_per_device",
     "trainer.activation_checkpointing", "trainer.layout", "trainer.inference_layout", "trainer.resident_gib", "trainer.learning_rate",
     "trainer.max_staleness", "trainer.skip_bad_updates", "trainer.max_skipped_updates", "trainer.accept_changes",
-    "rollout.engine", "rollout.engines", "rollout.servers", "rollout.slots",
+    "rollout.engine", "rollout.engines", "rollout.reproducible", "rollout.servers", "rollout.slots",
     "rollout.tensor", "rollout.pipeline", "rollout.grouping", "rollout.vllm", "reward.processes", "reward.timeout_s", "reward.max_abs",
     "reward.max_failed_fraction", "reward.max_failed_steps",
     "reward.sandbox", "rollout.environment.sandbox",

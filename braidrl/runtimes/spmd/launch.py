@@ -14,7 +14,7 @@ from braidrl.cluster.ranks import rank_failure, run_ranks
 from braidrl.cluster.ray_processes import RayLauncher
 from braidrl.cluster.world import World, join
 from braidrl.config import Config, PlacementConfig
-from braidrl.engines.factory import own_engines
+from braidrl.engines.factory import generation_layout, own_engines
 from braidrl.errors import LostPeers, UserError, WorkerError
 from braidrl.flow import Flow, Kind
 from braidrl.flow.selecting import GroupSelector
@@ -55,7 +55,7 @@ def launcher_of(config: Config) -> str:
 
 def rank_pool(config: Config, size: int) -> Pool:
     """Return the pool of ranks, with the engine processes that each of them starts."""
-    return Pool(("rank",), size, engines=own_engines(config), engine_devices=config.rollout.tensor)
+    return Pool(("rank",), size, engines=own_engines(config), engine_devices=generation_layout(config).ranks)
 
 
 def joined_world(config: Config) -> World:
@@ -70,7 +70,7 @@ def joined_world(config: Config) -> World:
         raise UserError(f"workers={config.workers}, but torchrun has started {size}; leave `workers` out")
     check_ranks(config, build_flow(config), size)
     cuda = choose_device(config.device).type == "cuda"
-    return join(config.cluster.wait_limit_s, cuda, own_engines(config), config.rollout.tensor)
+    return join(config.cluster.wait_limit_s, cuda, own_engines(config), generation_layout(config).ranks)
 
 
 def joined(config: Config, entry: str, task: dict[str, Any]) -> Any:

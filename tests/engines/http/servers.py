@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,12 @@ from braidrl.weights.file import WeightFile
 from tests.engines.served import LIMIT, vllm_python
 from tests.tiny import ROOT, free_port
 
-ARGUMENTS = (
+STOCK = (
     "--enforce-eager", "--dtype", "float32", "--max-model-len", str(LIMIT), "--max-num-seqs", "16",
-    "--kv-cache-memory-bytes", str(8 << 20), "--logprobs-mode", "processed_logits",
-    "--logits-processors", "braidrl.engines.vllm.logits_processor:DrawByRow",
+    "--kv-cache-memory-bytes", str(8 << 20),
+)  # fmt: skip
+ARGUMENTS = (
+    *STOCK, "--logprobs-mode", "processed_logits", "--logits-processors", "braidrl.engines.vllm.logits_processor:DrawByRow",
     "--worker-extension-cls", "braidrl.engines.vllm.vllm_worker.TakesWeights",
 )  # fmt: skip
 SETTINGS = {
@@ -41,11 +43,11 @@ SETTINGS = {
 class VllmServer:
     """vLLM's server in a process of its own, as a user starts it."""
 
-    def __init__(self, model: Path, limit_s: float = 500.0) -> None:
+    def __init__(self, model: Path, limit_s: float = 500.0, arguments: Sequence[str] = ARGUMENTS) -> None:
         self.model, port, python = model, free_port(), vllm_python()
         self.url = f"http://127.0.0.1:{port}"
         self._process = subprocess.Popen(
-            [str(python or sys.executable), "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server", *ARGUMENTS,
+            [str(python or sys.executable), "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server", *arguments,
              "--model", str(model), "--host", "127.0.0.1", "--port", str(port)],
             env={**os.environ, **SETTINGS}, start_new_session=True,
         )  # fmt: skip

@@ -25,16 +25,16 @@ from braidrl.engines.engine_contract import (
     requests,
     weights_that_lack_a_tensor_are_refused,
 )
-from braidrl.engines.http.dialects import RECEIVES, SGLANG, VLLM, Dialect
+from braidrl.engines.http.dialects import RECEIVES, SGLANG, VLLM, Dialect, ReplyPart, ServerNeeds
 from braidrl.engines.http.http_engine import HttpEngine, ServerSpec
 from braidrl.engines.http.servers import GenerationServer, NetworkSettings
-from braidrl.engines.requests import Request, Response
+from braidrl.engines.requests import Request, Response, SamplingParams
 from braidrl.engines.stepping import EngineReplica
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
 from braidrl.weights.file import stored_in_folder, stored_in_memory
 from braidrl.weights.publisher import ModelWeights
-from tests.engines.http.servers import SglangSpeaker, VllmServer, in_a_thread
+from tests.engines.http.servers import STOCK, SglangSpeaker, VllmServer, in_a_thread
 from tests.engines.served import (
     LIMIT,
     LONG,
@@ -52,7 +52,7 @@ from tests.tiny import Workshop, recorded
 pytestmark = pytest.mark.timeout(600)
 MODEL = served_model()
 TOKENIZER = make_tokenizer()
-SPEC = ServerSpec(TOKENIZER, (END,), {name: t.shape for name, t in MODEL.state_dict().items()}, 16, LIMIT)
+SPEC = ServerSpec(TOKENIZER, (END,), {name: t.shape for name, t in MODEL.state_dict().items()}, 16, ServerNeeds(LIMIT))
 # A reward that a random model gets every other time.
 EVEN = """
 def even(response: str) -> bool:
@@ -166,7 +166,7 @@ def test_a_run_with_a_server_trains_like_a_run_without(
     }  # fmt: skip
     room = {"max_sequence_tokens": 100}
     servers = {"urls": vllm_server.url, "weights": weights}
-    run = workshop.run("http", **settings, rollout={"engine": "http", "servers": servers, **room})
+    run = workshop.run("http", **settings, rollout={"engine": "http", "reproducible": True, "servers": servers, **room})
     lines = read_metrics(run)
     assert [line["step"] for line in lines] == [1, 2]
     assert all(line["actor/grad_norm"] > 0 for line in lines)
@@ -288,7 +288,68 @@ def test_a_vllm_server_without_the_worker_extension_is_refused_with_its_option()
     ],
 )
 def test_a_vllm_server_is_told_which_argument_it_lacks(settings: dict[str, Any], missing: str | None) -> None:
-    assert VLLM.missing(settings, 9) == missing
+    assert VLLM.missing(settings, ServerNeeds(9)) == missing
+
+
+@pytest.mark.parametrize(
+    ("settings", "sampling", "missing"),
+    [
+        (vllm_settings([], "raw_logprobs", 9, True), SamplingParams(), None),
+        (vllm_settings([], "processed_logprobs", 9, True), SamplingParams(0.7), None),
+        (vllm_settings([], "raw_logprobs", 9, True), SamplingParams(top_p=0.9), None),
+        (vllm_settings([], "raw_logprobs", 9, True), SamplingParams(0.7), "--logprobs-mode processed_logprobs"),
+        (vllm_settings([], "processed_logprobs", 9, True), SamplingParams(top_k=5), "--logprobs-mode raw_logprobs"),
+        (
+            vllm_settings(["a:DrawByRow"], "processed_logits", 9, False),
+            SamplingParams(),
+            "no --logits-processors, or write rollout.reproducible=true",
+        ),
+    ],
+)
+def test_a_stock_vllm_server_needs_log_probs_of_the_sampling_alone(
+    settings: dict[str, Any], sampling: SamplingParams, missing: str | None
+) -> None:
+    assert VLLM.missing(settings, ServerNeeds(9, reproducible=False, sampling=sampling)) == missing
+
+
+@pytest.mark.parametrize("dialect", [VLLM, SGLANG], ids=["vllm", "sglang"])
+def test_a_server_has_the_shape_that_the_run_gives_an_engine(dialect: Dialect) -> None:
+    settings = vllm_settings([], "raw_logprobs", 9, True) | {"tp_size": 2, "pp_size": 1, "context_length": 9}
+    settings["vllm_config"]["parallel_config"] = {"tensor_parallel_size": 2, "pipeline_parallel_size": 1}
+    told = [
+        dialect.missing(settings, ServerNeeds(9, False, tensor=tensor, pipeline=pipeline))
+        for tensor, pipeline in ((1, 1), (2, 1), (4, 1), (2, 2))
+    ]
+    assert told[:2] == [None, None]
+    assert told[2:] == (
+        ["--tensor-parallel-size 4", "--pipeline-parallel-size 2"]
+        if dialect is VLLM
+        else ["--tp-size 4", "--pp-size 2"]
+    )
+
+
+def test_a_stock_vllm_server_is_asked_to_draw_as_the_run_samples() -> None:
+    request = Request((0, 1, 2), torch.tensor([5, 6]), SamplingParams(0.7, 0.9, 20, 8))
+    part = ReplyPart("row", request, (END,), 3, "first", reproducible=False)
+    _, body = VLLM.generate(part)
+    assert (body["temperature"], body["top_p"], body["top_k"]) == (0.7, 0.9, 20)
+    assert "vllm_xargs" not in body and "seed" not in body
+    greedy = replace(request, sampling=replace(request.sampling, greedy=True))
+    assert VLLM.generate(replace(part, request=greedy))[1]["temperature"] == 0.0
+    _, body = VLLM.generate(replace(part, reproducible=True))
+    assert (body["temperature"], body["top_p"], body["top_k"]) == (1.0, 1.0, 0) and "braid" in body["vllm_xargs"]
+
+
+@pytest.mark.soak
+def test_a_stock_vllm_server_has_the_trainers_log_probs_after_each_update(tmp_path: Path) -> None:
+    server = VllmServer(write_served_model(tmp_path / "model"), arguments=STOCK)
+    spec = replace(SPEC, needs=ServerNeeds(LIMIT, reproducible=False))
+    engine = HttpEngine(GenerationServer(server.url, VLLM, 120.0), spec)
+    wanted = requests(EngineUnderTest(lambda: engine, END, LIMIT, in_training, other_weights), 4)
+    with closing(server), asyncio.Runner() as runner:
+        runner.run(engine.start())
+        assert runner.run(largest_gap(engine, wanted)) < 1e-5
+        runner.run(engine.close())
 
 
 def test_weights_in_a_folder_hold_every_name_and_are_gone_when_closed(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ CHECKS = (
 @pytest.fixture(scope="module")
 def divided(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     model = write_served_model(tmp_path_factory.mktemp("served") / "model")
-    divided = Served("vllm", model, limit_s=500.0, tensor_parallel_size=2)
+    divided = Served("vllm", model, limit_s=500.0, tensor=2)
     yield divided
     divided.close()
 

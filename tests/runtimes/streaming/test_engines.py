@@ -82,7 +82,7 @@ def check(workshop: Workshop, alone: Callable[[bool], Path], engine: str, layout
         return
     if engine == "vllm":
         python = vllm_python()
-        own = {"engine": "vllm", **({"python": str(python)} if python else {})}
+        own = {"engine": "vllm", "reproducible": True, **({"python": str(python)} if python else {})}
         run = streamed(workshop, name, layout, merged(served(workshop), {"rollout": own}))
         assert recorded(run, 1)["tokens"].tolist() == recorded(alone(False), 1)["tokens"].tolist()
     else:
@@ -120,7 +120,7 @@ def test_a_server_of_vllms_own_draws_the_tokens_of_one_process(
 ) -> None:
     server = VllmServer(workshop.folder / "served")
     try:
-        own = {"engine": "http", "servers": server.url}
+        own = {"engine": "http", "reproducible": True, "servers": server.url}
         run = streamed(workshop, "http-vllm", "shard", merged(served(workshop), {"rollout": own}))
     finally:
         server.close()
