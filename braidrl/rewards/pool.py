@@ -255,6 +255,7 @@ class RewardPool(AbstractContextManager["RewardPool"]):
                 await self._in_thread(host.kill)
                 failed = {"failure": "timeout", "detail": f"it was not imported within {LOAD_LIMIT_S:g} s"}
             except (WorkerError, OSError) as error:
+                await self._in_thread(host.kill)  # the next attempt starts another
                 failed = {"failure": "died", "detail": f"the verifier's process died: {error}", "again": True}
             if not failed:
                 host.loaded.add(key)

@@ -304,6 +304,9 @@ class FileLayout:
             # Allocate all pages now: a write to a mapped page without memory would kill the process by SIGBUS.
             os.posix_fallocate(handle, 0, self._size(header))
             os.pwrite(handle, header, 0)
+        except OSError as error:
+            os.unlink(path)
+            raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from None
         finally:
             os.close(handle)
 

@@ -59,7 +59,7 @@ def test_nan_update_is_skipped_and_counted_if_configured(workshop: Workshop, run
 @pytest.mark.parametrize("score", ["1e39", "-2e6", "float('inf')"])
 def test_a_score_beyond_the_limit_is_its_rows_counted_failure(workshop: Workshop, score: str) -> None:
     (workshop.folder / "far.py").write_text(f"def far(response: str) -> float:\n    return {score}\n")
-    run = workshop.run("far", reward={"verify": f"{workshop.folder}/far.py:far"})
+    run = workshop.run("far", reward={"verify": f"{workshop.folder}/far.py:far", "max_failed_fraction": 1.0})
     lines = read_metrics(run)
     assert [line["reward/failures/far/result"] for line in lines] == [16, 16]
     assert all(math.isfinite(line["reward/mean"]) and abs(line["reward/mean"]) <= 1 for line in lines)

@@ -211,12 +211,12 @@ class StreamingProgram:
 
     def wait(self) -> None:
         """Wait for a change of the queue, with a short limit; raise the error of a worker or of the queue."""
-        if self.control.refused is not None:
-            raise self.control.refused
         self._wait_for(None)
 
     def _wait_for(self, group: str | None) -> None:
         """Wait as `wait` does, but watch only one group: rows are written also after a trainer's failure."""
+        if self.control.refused is not None:
+            raise self.control.refused
         self.processes.watch(group)
         if self.server.failure is not None:
             raise WorkerError(f"the queue's server failed:\n{self.server.failure}")

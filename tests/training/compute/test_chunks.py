@@ -28,7 +28,7 @@ def found_with(kernels: ChunkKernels | None, dtype: torch.dtype, with_entropy_gr
     hidden, weight, targets = drawn(dtype)
     parts = chunks(TOKENS, VOCABULARY, VOCABULARY * 17)
     log_probs, entropy = _LinearLogProbs.apply(
-        hidden, weight, targets, TEMPERATURE, with_entropy_grad, parts, Vocabulary(), kernels
+        hidden, weight, targets, TEMPERATURE, with_entropy_grad, parts, Vocabulary(), kernels, None
     )
     factors = torch.linspace(-1, 2, TOKENS)
     loss = (log_probs * factors).sum()
