@@ -21,8 +21,8 @@ from hypothesis import settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadFileScheduling
 
+from braidrl.cluster.shared_memory import shared_folder
 from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS
-from braidrl.queue.storage import shared_folder
 from braidrl.training.device_rates import DeviceRates, keep_rates
 
 if TYPE_CHECKING:

@@ -99,6 +99,10 @@ def stand_in() -> None:
         return
     module: Any = types.ModuleType("pydantic")
     module.BaseModel, module.Field, module.ConfigDict = BaseModel, field, dict
-    module.BeforeValidator, module.ValidationError = unchecked, type("ValidationError", (ValueError,), {})
+    module.AfterValidator, module.BeforeValidator, module.ValidationError = (
+        unchecked,
+        unchecked,
+        type("ValidationError", (ValueError,), {}),
+    )
     module.field_validator = module.model_validator = unchecked
     sys.modules["pydantic"] = module

@@ -12,8 +12,9 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
+from braidrl.cluster.shared_memory import PREFIX, shared_folder
 from braidrl.errors import UserError
-from braidrl.queue.storage import PREFIX, DataPlane, Place, Segments, shared_folder
+from braidrl.queue.storage import DataPlane, Place, Segments
 from braidrl.queue.storage_backends import open_storage
 from braidrl.queue.transport import QueueServer
 

@@ -12,12 +12,12 @@ import itertools
 import mmap
 import os
 import re
-import tempfile
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from braidrl.cluster.shared_memory import PREFIX, shared_folder
 from braidrl.data.codec import decode, encode
 from braidrl.data.frames import Frame, laid_out, split
 from braidrl.data.rows import Rows
@@ -25,8 +25,6 @@ from braidrl.queue.requests import Answer
 from braidrl.queue.table import Block
 from braidrl.queue.transport import Connections
 
-SHARED = "/dev/shm"
-PREFIX = "braid-"
 NAME = re.compile(r"braid-[0-9a-f]+-[A-Za-z0-9_.]+-[0-9]+")
 
 
@@ -248,10 +246,3 @@ def allowed(name: str) -> str:
     if not NAME.fullmatch(name):
         raise ValueError(f"{name!r} is no segment's name")
     return name
-
-
-def shared_folder() -> Path:
-    """Return the folder for files in memory: BRAID_SHARED_MEMORY, else /dev/shm; if neither is usable, a folder on disk."""
-    folder = Path(os.environ.get("BRAID_SHARED_MEMORY", SHARED))
-    # A folder on a read-only file system exists, but cannot be written to.
-    return folder if folder.is_dir() and os.access(folder, os.W_OK) else Path(tempfile.gettempdir())

@@ -22,8 +22,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from braidrl.cluster.process_groups import all_gather_bytes
+from braidrl.cluster.shared_memory import shared_folder
 from braidrl.cluster.world import Ranks
-from braidrl.queue.storage import shared_folder
 from braidrl.weights.collective import Parts, WeightTransfer
 from braidrl.weights.publisher import PublishedEngine, TransferVolume
 from braidrl.weights.reshard_plan import TensorGroup, shared_blocks

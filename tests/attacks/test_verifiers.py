@@ -126,6 +126,7 @@ def test_other_verifiers_and_their_workers_cannot_be_killed() -> None:
 
     with RewardPool(RewardConfig(processes=2, timeout_s=20)) as pool:
         assert all(each.result(60).correct for each in [submitted("ok", []) for _ in range(8)])
+        time.sleep(1.0)  # the processes of single calls end behind their answers
         workers = {child.pid for child in set(psutil.Process().children(recursive=True)) - before}
         rows = [submitted(word, sorted(workers)) for word in ("ok", "kills_the_run", "ok", "kills_the_run", "ok")]
         found = [row.result(60) for row in rows]

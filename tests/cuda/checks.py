@@ -30,10 +30,11 @@ from braidrl.training.compute import cuda_layers as layers
 from braidrl.training.compute import log_probs
 from braidrl.training.compute.chunks import ChunkKernels, chunk_gradient, chunk_statistics
 from braidrl.training.compute.cuda_kernels import LayerKernels, rms_norm, rotary, silu_gate
-from braidrl.training.memory.offload import OffloadableTensors, empty, occupy, storages
+from braidrl.training.memory.offload import OffloadableTensors
 from braidrl.training.roles.make import DecoderWorker
 from braidrl.weights.file import WeightWriter
 from braidrl.weights.shard_index import full_parts
+from braidrl.weights.shards import empty, occupy, storages
 from tests.cuda.allowed import DOUBLES, WAITS
 from tests.cuda.twin import CudaTwin, cuda_twin
 from tests.recipes.test_training import SETTINGS, placed

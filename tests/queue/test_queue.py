@@ -21,12 +21,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braidrl.algorithms.ragged import Ragged
+from braidrl.cluster.shared_memory import shared_folder
 from braidrl.data.rows import Rows
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.stage import Signature
 from braidrl.queue.client import Client, assembled
 from braidrl.queue.owner import Owner, StorageNode, owner_path, remove_abandoned
-from braidrl.queue.storage import Evicted, Place, Segments, shared_folder
+from braidrl.queue.storage import Evicted, Place, Segments
 from braidrl.queue.storage_backends import data_plane
 from braidrl.queue.transport import Connection, QueueError, QueueTimeout
 from braidrl.runtimes.streaming.control import ControlPlane

@@ -16,7 +16,7 @@ import tempfile, time
 from pathlib import Path
 from braidrl.cluster.process_groups import open_store
 from braidrl.errors import UserError
-from braidrl.queue.storage import shared_folder
+from braidrl.cluster.shared_memory import shared_folder
 
 assert shared_folder() == Path(tempfile.gettempdir()), shared_folder()
 begin = time.monotonic()

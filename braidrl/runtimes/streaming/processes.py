@@ -18,6 +18,7 @@ from braidrl.cluster.process import END_LIMIT_S, LOOPBACK, Failure, Launcher, Pr
 from braidrl.cluster.process_groups import connect_store, join_group, open_store
 from braidrl.cluster.ranks import tell
 from braidrl.cluster.ray_processes import RayLauncher
+from braidrl.cluster.shared_memory import shared_folder
 from braidrl.cluster.watchdog import mute_after
 from braidrl.cluster.world import World
 from braidrl.config import Config, parse_config
@@ -25,7 +26,7 @@ from braidrl.errors import LostProcess, WorkerError
 from braidrl.observe.trace import WorkerTrace
 from braidrl.queue.client import Client
 from braidrl.queue.owner import StorageNode, remove_run
-from braidrl.queue.storage import Place, shared_folder
+from braidrl.queue.storage import Place
 from braidrl.queue.storage_backends import data_plane
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow

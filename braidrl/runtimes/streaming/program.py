@@ -40,6 +40,7 @@ from braidrl.runtimes.streaming.orders import LOOK_EVERY_S, StreamingBackend
 from braidrl.runtimes.streaming.processes import Processes, worker_launcher
 from braidrl.runtimes.streaming.rows import RowsProcess
 from braidrl.runtimes.streaming.stream import IterationRecord, Report, Stream, versions_of
+from braidrl.runtimes.streaming.weights import remove_weights
 from braidrl.weights.versions import LoadingSchedule
 
 
@@ -84,6 +85,7 @@ class StreamingProgram:
         secret = secrets.token_hex(32)
         node = StorageNode(launcher.node, launcher.ip, secret, streaming.storage)
         resources.callback(node.close)
+        resources.callback(remove_weights, node.place().run)
         exported = [role for role in prepared.generating if role in prepared.flow.changed_roles]
         loading = LoadingSchedule(streaming.weights, most_out(config, self.groups))
         episodes = config.rollout.environment.at_once

@@ -16,10 +16,10 @@ import torch
 
 from braidrl.cluster.process import LOOPBACK
 from braidrl.cluster.process_groups import background_group
+from braidrl.cluster.shared_memory import PREFIX, shared_folder
 from braidrl.cluster.world import Ranks, World
 from braidrl.config import Config
 from braidrl.engines.factory import is_collective
-from braidrl.queue.storage import PREFIX, shared_folder
 from braidrl.weights.collective import OfferedWeights, Parts, WeightOffer
 from braidrl.weights.file import WEIGHTS, WeightFile, WeightWriter, machine
 from braidrl.weights.shard_index import snapshot

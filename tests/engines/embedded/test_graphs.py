@@ -77,7 +77,7 @@ def test_steps_are_recorded_once_for_several_generations_and_see_new_weights() -
     requests = make_requests(4, 4, SamplingParams(max_tokens=12, ends=False), apart=7)
     engine, graphs = recording_engine("qwen3")
     plain, recorded = plain_engine("qwen3"), []
-    for version in range(1, 4):
+    for version in range(1, 5):
         assert same(engine.generate(requests), plain.generate(requests))
         recorded.append((len(graphs), {read: id(graph) for read, graph in graphs._graphs.items()}))
         for changed in (engine, plain):
@@ -85,7 +85,8 @@ def test_steps_are_recorded_once_for_several_generations_and_see_new_weights() -
                 for parameter in changed._weights.model.parameters():
                     parameter.mul_(1.01)
             changed.publish(version)
-    assert recorded[0] == recorded[1] == recorded[2]
+    # The first generation makes the cache, layer by layer.
+    assert recorded[1] == recorded[2] == recorded[3]
 
 
 def test_steps_are_recorded_anew_where_memory_moved() -> None:

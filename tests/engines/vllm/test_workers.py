@@ -61,7 +61,11 @@ def subject(divided: Served) -> EngineUnderTest:
 
 def workers_of(divided: Served) -> list[psutil.Process]:
     """The processes that hold parts of the model."""
-    found = [child for child in psutil.Process(divided.engine.pid).children() if b"Worker_TP" in command_of(child)]
+    found = [
+        child
+        for child in psutil.Process(divided.engine.pid).children(recursive=True)
+        if b"Worker_TP" in command_of(child)
+    ]
     assert len(found) == 2, found
     return found
 

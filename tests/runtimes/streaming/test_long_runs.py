@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from braidrl.cluster.shared_memory import PREFIX, shared_folder
 from braidrl.observe.metrics import read_metrics
-from braidrl.queue.storage import PREFIX, shared_folder
 from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.saving.folders import latest_checkpoint, read_state
 from braidrl.runtimes.streaming.orders import StreamingBackend

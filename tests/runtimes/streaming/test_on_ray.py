@@ -13,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
+from braidrl.cluster.shared_memory import PREFIX, shared_folder
 from braidrl.observe.metrics import read_metrics
 from braidrl.queue.owner import remove_abandoned
-from braidrl.queue.storage import PREFIX, shared_folder
 from tests.runtimes.streaming.test_program import assert_same, faulty, sections_of, without_owner
 from tests.tiny import ROOT, Workshop, braid, recorded, sums, wait_for_steps, write_jsonl, write_model
 
@@ -98,7 +98,7 @@ def test_two_nodes_with_killed_worker_equal_eager(workshop: Workshop, cluster: R
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
-    assert told["starts"] == {"actor.generate": 1, "compute": 0, "reference": 0, "actor": 0}
+    assert told["starts"] == {"actor.generate": 1, "compute": 0, "reference": 0, "actor": 0, "rows": 0}
     assert len(told["runs"]) == 2
     assert not [path for run in told["runs"] for path in shared_folder().glob(f"{PREFIX}{run}*")]
     ours = workshop.folder / "ours"

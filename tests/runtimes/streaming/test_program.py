@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from braidrl.algorithms.shaping import next_kl_coefficient
+from braidrl.cluster.shared_memory import PREFIX, shared_folder
 from braidrl.errors import UserError, WorkerError
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.trace import read_trace
 from braidrl.queue.owner import remove_abandoned
-from braidrl.queue.storage import PREFIX, shared_folder
 from braidrl.queue.tasks import Lease
 from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.saving.folders import checkpoint_folder, latest_checkpoint, read_state, run_config
