@@ -266,13 +266,15 @@ def enter_namespaces(limits: SandboxLimits) -> None:
     for place in limits.fresh:
         checked(LIBC.mount(b"none", place.encode(), b"tmpfs", MS_RESTRICTED, size))
     for place, descriptor in kept:
+        source = f"/proc/self/fd/{descriptor}"
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             os.makedirs(place, exist_ok=True)
+            checked(LIBC.mount(source.encode(), place.encode(), None, MS_BIND | MS_RECURSIVE, None))
         else:
+            # A file of code lies in memory and has no name any more, so it cannot be mounted: the call gets a copy.
             os.makedirs(os.path.dirname(place), exist_ok=True)
-            os.close(os.open(place, os.O_CREAT | os.O_WRONLY))
-        source = f"/proc/self/fd/{descriptor}".encode()
-        checked(LIBC.mount(source, place.encode(), None, MS_BIND | MS_RECURSIVE, None))
+            with open(source, "rb") as kept_file, open(place, "wb") as copy:
+                copy.write(kept_file.read())
         os.close(descriptor)
     os.chdir(os.getcwd())  # otherwise it stays in the folder below the mount
     if not limits.network:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from concurrent.futures import CancelledError
@@ -183,3 +184,12 @@ def test_without_processes_a_verifier_runs_here_and_fails_only_its_row():
         assert pool.submit(completion(str(os.getpid())), own("runs_in")).result(0).correct
     assert [outcome.failure for outcome in outcomes] == [None, "exception", None]
     assert [outcome.correct for outcome in (outcomes[0], outcomes[2])] == [True, False]
+
+
+def test_a_verifier_in_the_temporary_folder_itself_is_called() -> None:
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        file.write("def one(response):\n    return 1.0\n")
+        file.flush()
+        with RewardPool(RewardConfig(processes=1)) as pool:
+            found = pool.submit(Completion("p", "a", "b", {}), resolve(f"{file.name}:one")).result(60)
+    assert found.failure is None and found.score == 1.0
