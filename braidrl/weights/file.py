@@ -196,7 +196,7 @@ class WeightWriter:
                 said = {"path": str(named)}
                 self.layout.make(named, 0o644 if self.in_folder else 0o600)
         except OSError as error:
-            said = {"number": error.errno, "error": f"{error.filename or self.within}: {error.strerror}"}
+            said = {"number": error.errno, "error": f"{error.filename or named or self.within}: {error.strerror}"}
         of_all = self._all_gather("creation of the weight file", said)
         for failed in of_all:
             if "error" in failed:

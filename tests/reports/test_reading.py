@@ -208,4 +208,4 @@ def test_a_reward_file_imports_its_neighbour_and_not_that_of_another(workshop: W
     config = workshop.config(reward={"verify": names[0], "sandbox": "process"}, trainer={"steps": 1})
     assert build_flow(config).name == "grpo"
     folder = train(config)
-    assert '"reward/score/score_mean": 0.25' in (folder / "metrics.jsonl").read_text()
+    assert '"checks/score/score_mean": 0.25' in (folder / "metrics.jsonl").read_text()

@@ -39,7 +39,7 @@ def test_a_name_is_taken_once_a_run_has_begun(tmp_path: Path) -> None:
     folder = new_run_folder(config(tmp_path, name="mine"))
     assert new_run_folder(config(tmp_path, flow="dapo", name="mine")) == folder
     assert run_config(folder).flow == "dapo"
-    (folder / "metrics.jsonl").touch()
+    (folder / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(UserError, match="mine exists; resume it with `--resume"):
         new_run_folder(config(tmp_path, name="mine"))
     (tmp_path / "file").touch()
