@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 WAITS = {
+    "training/optimizer.py:all_finite": "once an optimizer step the host learns whether the weights are finite",
     "engines/embedded/batch.py:SlotBatch.step": "once a step the host learns which rows have ended, and fills their slots",
     "engines/embedded/batch.py:SlotBatch.take": "finished responses go to the host",
     "engines/sampling.py:_nucleus_threshold": "the vocabulary is sorted only where its likeliest tokens do not reach top-p",
@@ -10,9 +11,9 @@ WAITS = {
     "training/roles/base.py:RoleWorker._forward_backward": "once for each micro-batch: whether its loss is finite",
     "observe/metrics.py:Sums.add_per_token": "once for each micro-batch: all of its metrics",
     "training/optimizer.py:MasterOptimizer._clip": "once an optimizer step: the norm of its gradient",
-    "training/checkpoint.py:copied": "a checkpoint is copied to host memory",
-    "training/checkpoint.py:full_state_dict": "merged weights go to host memory",
-    "algorithms/groups.py:Groups.of": "pairs are found anew in each micro-batch",
+    "training/roles/checkpoint.py:copied": "a checkpoint is copied to host memory",
+    "training/roles/checkpoint.py:full_state_dict": "merged weights go to host memory",
+    "algorithms/group_statistics.py:Groups.of": "pairs are found anew in each micro-batch",
     "algorithms/row_losses.py:pair_loss": "pairs are checked in each micro-batch",
 }
 DOUBLES = {
