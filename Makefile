@@ -38,9 +38,7 @@ format: .venv/installed
 test: .venv/installed
 	-$(MAKE) --keep-going --jobs 3 --output-sync=target lint vllm environments
 	$(MAKE) lint
-	$(BIN)/pytest -m "not soak" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder || \
-	  { test $$? -eq 1 && echo "what failed beside other tests is run again, alone; passing now is a fault of the test, to be mended" && \
-	    $(BIN)/pytest -m "not soak" --last-failed --last-failed-no-failures none --maxfail 1; }
+	$(BIN)/pytest -m "not soak" -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 
 # The documentation as a site, in build/site; a warning is an error.
 docs: .venv/installed

@@ -42,18 +42,13 @@ gc.enable()
 # The one fork server of this process imports at its start whatever any test's ranks and workers run.
 FORK_SERVER = multiprocessing.get_context("forkserver")
 FORK_SERVER.set_forkserver_preload(["tests.preloaded"])
-# By how long they take, the longest first: where several processes share the files they begin with these, so that no process is left
-# with a long one at the end.
-LONGEST = (
-    "cluster/test_ray_cluster.py", "invariants/test_one_flow_one_result.py", "runtimes/streaming/test_program.py",
-    "runtimes/streaming/test_on_ray.py", "rollout/http/test_engine.py", "cuda/test_without_cuda.py", "runtimes/prepare/test_plan.py",
-    "models/parallel/test_layouts.py", "invariants/test_resume_is_exact.py", "rollout/episodes/test_sandboxed.py",
-    "runtimes/test_frozen.py", "rollout/vllm/test_workers.py", "rollout/episodes/test_libraries.py", "runtimes/saving/test_full_disk.py",
-    "rollout/test_served_engines.py", "test_hub.py", "runtimes/test_restarts.py", "runtimes/streaming/test_engines.py",
-    "runtimes/saving/test_checkpoints.py", "tools/test_docs_site.py", "models/weights/test_table_2.py", "runtimes/test_layouts.py",
-    "runtimes/prepare/test_dry_run.py", "examples/test_smollm2.py", "runtimes/streaming/test_loading.py", "examples/test_plugins.py",
-    "runtimes/distributed/test_resume.py", "cluster/test_processes.py",
-)  # fmt: skip
+# The files that take longest come first, so that no process is left with a long one at the end.
+LONGEST = tuple(f"tests/{file}" for file in (
+    "engines/http/test_http_engine.py", "runtimes/streaming/test_program.py", "runtimes/streaming/test_loading.py",
+    "engines/test_served_engines.py", "recipes/test_training.py", "attacks/test_verifiers.py", "attacks/test_environments.py",
+    "training/parallel/test_layouts.py", "runtimes/test_layouts.py", "rewards/test_pool.py", "test_bad_input.py", "examples/test_plugins.py",
+))  # fmt: skip
+assert all((Path(__file__).parent.parent / file).exists() for file in LONGEST), "a file of LONGEST has moved"
 # These share one Ray cluster and the workers on it, so that one process of the tests runs them all.
 ON_RAY = tuple(f"tests/{place}" for place in (
     "cluster/test_devices.py", "cluster/test_ray_", "examples/test_placements.py", "invariants/test_one_flow_one_result.py",
@@ -90,7 +85,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Schedul
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put the files that take longest first, in a process that shares them with others; those on Ray before them."""
     if hasattr(config, "workerinput"):
-        places = {f"tests/{file}": place for place, file in enumerate(LONGEST)}
+        places = {file: place for place, file in enumerate(LONGEST)}
         items.sort(
             key=lambda item: (
                 not item.nodeid.startswith(ON_RAY),

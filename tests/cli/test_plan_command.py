@@ -94,6 +94,7 @@ def test_plans_for_two_cores_and_more_train_as_they_are(workshop: Workshop, runt
     assert f"runtime: {runtime}" in (workshop.folder / "run" / "config.yaml").read_text()
 
 
+@pytest.mark.soak
 def test_a_process_uses_the_memory_in_its_plan(tmp_path: Path) -> None:
     # In a process of its own: what this one has taken before would count.
     file = tmp_path / "memory.json"

@@ -131,9 +131,10 @@ TABLES: list[tuple[int, list[Pool], list[str]]] = [
     (8, [replace(GENERATES, workers=2), replace(TRAINS, workers=2)], ["0,1,2", "3,4,5", "6", "7"]),
 ]
 """Numbers of devices, the processes that share them, and the devices that each process sees."""
+FIRST_TABLE = [TABLES[0], *(pytest.param(*table, marks=pytest.mark.soak) for table in TABLES[1:])]
 
 
-@pytest.mark.parametrize(("devices", "pools", "seen"), TABLES)
+@pytest.mark.parametrize(("devices", "pools", "seen"), FIRST_TABLE)
 def test_processes_of_this_machine_report_the_devices_that_they_were_given(
     monkeypatch: pytest.MonkeyPatch, devices: int, pools: list[Pool], seen: list[str]
 ) -> None:
@@ -188,7 +189,7 @@ def ray_devices(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         ray.util.remove_placement_group(group)
 
 
-@pytest.mark.parametrize(("devices", "pools", "seen"), [*TABLES[:2], pytest.param(*TABLES[2], marks=pytest.mark.soak)])
+@pytest.mark.parametrize(("devices", "pools", "seen"), FIRST_TABLE)
 def test_processes_on_ray_report_the_devices_that_they_were_given(
     ray_devices: Callable[[int], None], devices: int, pools: list[Pool], seen: list[str]
 ) -> None:

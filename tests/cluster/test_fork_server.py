@@ -7,6 +7,8 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
+
 from tests.tiny import ROOT
 
 COMMAND = """
@@ -47,6 +49,7 @@ def test_copies_share_imports_but_not_open_files() -> None:
     assert copy["collects"] and copy["next"]["collects"], "a fresh server looks for no garbage, its copies do"
 
 
+@pytest.mark.soak
 def test_copy_that_starts_engines_forks_its_own_server() -> None:
     _, _, copy = run(engines=1)
     assert (copy["next"]["modules"], copy["next"]["holds"]) == (["told_apart", "json.tool"], False)

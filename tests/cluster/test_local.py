@@ -14,7 +14,7 @@ from braidrl.errors import LostProcess, UserError, WorkerError
 from tests.cluster.test_processes import running, wait_until
 
 Start = Callable[[ProcessSpec], LocalProcess]
-both = pytest.mark.parametrize("start", [spawn, from_server])
+both = pytest.mark.parametrize("start", [pytest.param(spawn, marks=pytest.mark.soak), from_server])
 
 
 def spec(how: str, path: Path | None = None) -> ProcessSpec:
@@ -66,6 +66,7 @@ def test_stalled_process_is_named_with_its_stack(tmp_path: Path) -> None:
     assert "in stall_in_work" in Path(stack).read_text()
 
 
+@pytest.mark.soak
 def test_children_of_fresh_process_are_killed_with_it(tmp_path: Path) -> None:
     process = spawn(spec("sleep", tmp_path / "note"))
     wait_until(lambda: (tmp_path / "note").exists() and (tmp_path / "note").read_text() != "")

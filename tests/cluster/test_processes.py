@@ -99,7 +99,8 @@ def test_a_function_that_is_not_there_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak), signal.SIGKILL]
+    "number",
+    [*(pytest.param(mild, marks=pytest.mark.soak) for mild in (signal.SIGINT, signal.SIGTERM)), signal.SIGKILL],
 )
 def test_no_rank_outlives_its_launcher(tmp_path: Path, number: signal.Signals) -> None:
     launcher = subprocess.Popen([sys.executable, "-c", LAUNCH, str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE)

@@ -52,6 +52,7 @@ def test_each_pool_has_devices_of_its_own_which_it_gives_back(ray_cluster: None)
     assert ray.is_initialized(), "a cluster that was there before goes on"
 
 
+@pytest.mark.soak
 def test_unresponsive_actor_is_named(ray_cluster: None) -> None:
     import ray
 
@@ -168,6 +169,7 @@ def test_ctrl_c_saves_and_leaves_no_process_and_no_port(workshop: Workshop, mark
     assert {span.stage for span in spans} >= {"actor.generate", "reward.verify", "reference.log_probs", "actor.update"}
 
 
+@pytest.mark.soak
 def test_killed_worker_ends_run_without_leaving_process_or_port(workshop: Workshop, mark: str) -> None:
     process = start(workshop, 2)
     wait_for_steps(workshop.folder / "run", 1, process, STARTED)

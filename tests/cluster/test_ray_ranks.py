@@ -30,6 +30,7 @@ def test_ranks_on_ray_do_what_eager_does(workshop: Workshop, ray_cluster: None) 
     assert_same(trace(ours), trace(workshop.run("eager", **sections)))
 
 
+@pytest.mark.soak
 def test_a_rank_that_fails_ends_all_and_devices_are_free_again(tmp_path: Path, ray_cluster: None) -> None:
     import ray
 

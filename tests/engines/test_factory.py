@@ -44,7 +44,10 @@ def gaps_of(run: Path, steps: int) -> list[float]:
 
 @pytest.mark.parametrize(
     ("runtime", "processes", "weights"),
-    [("eager", 2, {"weights": "collective"}), ("hybrid", 1, {"check_weights": True})],
+    [
+        ("eager", 2, {"weights": "collective"}),
+        pytest.param("hybrid", 1, {"check_weights": True}, marks=pytest.mark.soak),
+    ],
 )
 def test_engines_in_processes_train_what_the_trainers_own_engine_trains(
     workshop: Workshop, warm_cluster: WarmCluster, runtime: str, processes: int, weights: dict[str, Any]
@@ -67,6 +70,7 @@ def test_an_engine_that_two_processes_divide_trains_what_one_does(workshop: Work
     assert all(torch.allclose(found[name], tensor, rtol=0, atol=1e-5) for name, tensor in expected.items())
 
 
+@pytest.mark.soak
 def test_a_vllm_run_has_the_trainers_log_probs_and_sleeps_between_steps(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,7 +39,7 @@ from tests.engines.served import (
 from tests.engines.tiny import END, make_tokenizer, training_log_probs
 
 MODEL = served_model()
-KINDS = ("embedded", "tensor-parallel", "vllm")
+KINDS = ("embedded", "tensor-parallel", pytest.param("vllm", marks=pytest.mark.soak))
 
 
 @pytest.fixture(scope="module")

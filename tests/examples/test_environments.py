@@ -54,7 +54,9 @@ def environment_of(name: str) -> str:
     return own if own.startswith("gem:") else f"{scheme}{EXAMPLES.parent / place}"
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "guess_number" else pytest.mark.soak) for name in FILES]
+)
 def test_two_steps_of_each_example_train_on_exactly_what_was_generated(name: str, tmp_path: Path) -> None:
     if name == "guess_number" and importlib.util.find_spec("gem") is None:
         pytest.skip("gem-llm is not installed")

@@ -96,6 +96,7 @@ def test_the_demo_deletes_nothing_that_it_did_not_make(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.tex").read_text() == "precious"
 
 
+@pytest.mark.soak
 def test_ctrl_c_ends_the_demo_in_a_line(tmp_path: Path) -> None:
     """Whatever it is at, and however often it is asked: after a run's own lines comes no traceback."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

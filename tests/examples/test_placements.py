@@ -18,7 +18,6 @@ from tests.tiny import ROOT
 
 PLACEMENTS = ROOT / "examples" / "placements"
 NAMES = ("deepspeed-chat", "openrlhf", "nemo-aligner", "verl")
-SOON = ("openrlhf",)
 """Those that `make test` runs: pools of their own; the others are for soak."""
 ALONE = (
     "runtime=eager",
@@ -59,7 +58,8 @@ def alone(made: Path) -> dict[str, list[Step]]:
     return found
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in SOON else pytest.mark.soak) for name in NAMES])
+@pytest.mark.soak
+@pytest.mark.parametrize("name", NAMES)
 def test_each_runs_and_does_what_one_process_does(
     name: str, made: Path, alone: dict[str, list[Step]], warm_cluster: WarmCluster
 ) -> None:

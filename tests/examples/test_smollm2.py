@@ -226,6 +226,7 @@ def test_a_conversation_goes_on_with_the_very_text_that_the_template_would_write
     assert tokenizer.decode(tokens) == tokenizer.decode(tokenizer(expected, add_special_tokens=False)["input_ids"])
 
 
+@pytest.mark.soak
 def test_vllm_draws_by_new_weights_after_an_update(smollm2: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32, attn_implementation=ATTENTION)
     prompt = torch.tensor(PromptTemplate(tokenizer).encode("Name a colour."))

@@ -36,6 +36,7 @@ def write_pairs(path: Path, numbers: range) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
+@pytest.mark.soak
 def test_a_reward_model_learns_preferences_and_ppo_with_it_raises_the_true_score(folder: Path) -> None:
     write_pairs(folder / "pairs.jsonl", range(200))
     write_pairs(folder / "held_out.jsonl", range(200, 260))

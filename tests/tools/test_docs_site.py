@@ -44,6 +44,7 @@ def public_names(body: list[ast.stmt], place: str) -> Iterator[str]:
                     yield from public_names(node.body, f"{place}.{name}")
 
 
+@pytest.mark.soak
 def test_every_public_name_of_the_package_is_on_a_page(site: Path) -> None:
     inventory = zlib.decompress((site / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode()
     shown = {line.split()[0] for line in inventory.splitlines()}
@@ -55,6 +56,7 @@ def test_every_public_name_of_the_package_is_on_a_page(site: Path) -> None:
     assert not wanted - shown
 
 
+@pytest.mark.soak
 def test_every_page_written_by_hand_is_in_the_site(site: Path) -> None:
     written = [pages.in_site(path) for path in pages.documents()]
     assert all((site / path).with_suffix(".html").exists() for path in written)

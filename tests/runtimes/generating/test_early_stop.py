@@ -87,7 +87,7 @@ def drawn_in(run: Path) -> int:
     return sum(span.tokens for span in read_trace(run) if span.stage == "actor.generate")
 
 
-@pytest.mark.parametrize("runtime", ["distributed", "hybrid"])
+@pytest.mark.parametrize("runtime", [pytest.param("distributed", marks=pytest.mark.soak), "hybrid"])
 def test_ranks_give_up_what_others_rows_make_needless(
     workshop: Workshop, warm_cluster: WarmCluster, monkeypatch: pytest.MonkeyPatch, runtime: str
 ) -> None:

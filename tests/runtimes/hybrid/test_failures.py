@@ -58,6 +58,7 @@ def test_lost_worker_is_detected_when_another_pool_needs_rows(workshop: Workshop
             backend.index(asked)
 
 
+@pytest.mark.soak
 def test_a_worker_that_is_silent_for_too_long_is_named(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     # Long enough that the other workers answer on a machine with much to do.
     config = workshop.config(**given(workshop, 16), placement="standalone", cluster={"wait_limit_s": 4.0})

@@ -41,7 +41,10 @@ def obeyed(*arguments: str) -> None:
         app(list(arguments), standalone_mode=False)
 
 
-@pytest.mark.parametrize("manifest", [True, False], ids=["checked", "of the first format"])
+@pytest.mark.parametrize(
+    "manifest",
+    [pytest.param(True, id="checked"), pytest.param(False, id="of the first format", marks=pytest.mark.soak)],
+)
 def test_pickles_in_every_file_of_a_run_do_nothing(workshop: Workshop, manifest: bool, tmp_path: Path) -> None:
     run = workshop.run(trainer={"steps": 1, "surplus": "keep", "max_staleness": 1}, trackers=[])
     if not manifest:

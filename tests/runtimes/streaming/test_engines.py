@@ -38,7 +38,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "divided": {"tensor": 2},
 }
 """Engines that decode in the run's float64."""
-PAIRS = [("embedded", "tensor"), ("divided", "shard"), ("vllm", "pipeline"), ("http", "data")]
+PAIRS = [("embedded", "tensor"), ("divided", "shard"), ("http", "data")]
 ALL = [(engine, layout) for engine in (*EXACT, "vllm", "http") for layout in LAYOUTS]
 
 

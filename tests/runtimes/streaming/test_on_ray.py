@@ -91,6 +91,7 @@ def nothing_is_left(cluster: RayNodes) -> Iterator[None]:
     assert without_owner() <= before
 
 
+@pytest.mark.soak
 def test_two_nodes_with_killed_worker_equal_eager(workshop: Workshop, cluster: RayNodes) -> None:
     sections = sections_of("grpo", 3)
     path = workshop.config_file("ours", **cluster.run(**sections))
@@ -131,6 +132,7 @@ def test_ctrl_c_saves_and_leaves_nothing_on_any_node(workshop: Workshop, cluster
     assert (workshop.folder / "interrupted" / "checkpoints" / "latest").read_text() == f"step-{steps}\n"
 
 
+@pytest.mark.soak
 def test_doctor_reports_missing_items_per_node(cluster: RayNodes, workshop: Workshop) -> None:
     missing = workshop.folder / "nowhere.jsonl"
     process = braid(

@@ -88,6 +88,7 @@ def test_two_ranks_compute_what_one_process_does(models: dict[str, str], tmp_pat
     assert found == {name: [] for name in found} and len(found) == len(cases) + len(copied) + len(shared) + len(kept)
 
 
+@pytest.mark.soak
 def test_four_ranks_agree_and_resume_checkpoints_of_other_layouts(models: dict[str, str], tmp_path: Path) -> None:
     model, everything = models["qwen2"], torch.arange(len(make_rows()))
     cases = {f"{n} {layout}": (models[n], layout, "float64") for n, layout in PAIRWISE[4] if layout not in LEFT_OUT}
