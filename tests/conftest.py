@@ -46,7 +46,7 @@ FORK_SERVER.set_forkserver_preload(["tests.preloaded"])
 LONGEST = tuple(f"tests/{file}" for file in (
     "engines/http/test_http_engine.py", "runtimes/streaming/test_program.py", "runtimes/streaming/test_loading.py",
     "engines/test_served_engines.py", "recipes/test_training.py", "attacks/test_verifiers.py", "attacks/test_environments.py",
-    "training/parallel/test_layouts.py", "runtimes/test_layouts.py", "rewards/test_pool.py", "test_bad_input.py", "examples/test_plugins.py",
+    "training/parallel/test_layouts.py", "runtimes/test_layouts.py", "rewards/test_pool.py", "test_bad_input.py",
 ))  # fmt: skip
 assert all((Path(__file__).parent.parent / file).exists() for file in LONGEST), "a file of LONGEST has moved"
 # These share one Ray cluster and the workers on it, so that one process of the tests runs them all.
