@@ -29,7 +29,8 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.parametrize("which", ["not soak", pytest.param("soak", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("which", ["not soak", "soak"])
 def test_runs_on_a_cuda_device_that_is_not_there(device: Path, which: str) -> None:
     unused = ["-p", "no:cacheprovider", "-p", "no:xdist", "--noconftest"]
     done = subprocess.run(
