@@ -105,7 +105,7 @@ build/bench-venv/installed: benchmarks/requirements.txt benchmarks/install_peers
 bench: .venv/installed build/bench-venv/installed
 	env -u OMP_NUM_THREADS PYTHONPATH=. $(BIN)/python -m benchmarks $(ONLY) $(ARGS)
 
-# Which model types of the installed transformers train right: writes docs/models.md, in some minutes.
+# Measure the model types of the installed transformers: writes docs/models.md, in some minutes.
 models: .venv/installed
 	PYTHONPATH=. $(BIN)/python tools/models.py $(ONLY)
 

@@ -32,9 +32,9 @@ BENCHMARKS: dict[str, Callable[[], list[Case]]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHMARKS)}; all by default")
+    parser.add_argument("names", nargs="*", help=f"default: all of {', '.join(BENCHMARKS)}")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--rounds", type=int, help="turns of each side; by default the case's")
+    parser.add_argument("--rounds", type=int, help="turns of each side; default: the case's")
     parser.add_argument("--profile", action="store_true", help="say where each side's time goes instead of comparing")
     arguments = parser.parse_args()
     names = arguments.names or list(BENCHMARKS)

@@ -41,9 +41,9 @@ Run = dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, help="by default the configuration's")
+    parser.add_argument("--steps", type=int, help="default: the configuration's")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--prompts", type=int, help="of a step, by default the configuration's")
+    parser.add_argument("--prompts", type=int, help="prompts of a step; default: the configuration's")
     arguments = parser.parse_args()
     fetch()
     write_tasks()

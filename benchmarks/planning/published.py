@@ -174,7 +174,7 @@ def testbed(devices: int) -> Cluster:
 
 
 def megatron(pipeline: int) -> Callable[[Choice], bool]:
-    """Return whether a choice matches HybridFlow's runs: Megatron-core 0.6, with tensor parallelism over a node's eight devices in training.
+    """Return whether a choice matches HybridFlow's runs: Megatron-core 0.6, with training matrices over a node's eight devices.
 
     Args:
         pipeline: the most pipeline ranks (figure 14 has 1 for 7B and 13B, 4 for 34B, 8 for 70B).

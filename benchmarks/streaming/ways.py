@@ -183,7 +183,7 @@ def predicted(kind: Kind, scale: Scale) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(kind.name for kind in KINDS)}; all by default")
+    parser.add_argument("names", nargs="*", help=f"default: all of {', '.join(kind.name for kind in KINDS)}")
     parser.add_argument("--unit", type=float, default=2.0)
     parser.add_argument("--rows", type=int, default=3072)
     parser.add_argument("--predict", action="store_true", help="simulate only")

@@ -1,4 +1,4 @@
-"""Studies of recipes: seven of them from one start, and DAPO's techniques one by one."""
+"""Studies of recipes: seven of them from one initial model, and DAPO's techniques one by one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TWICE = "GSPO, two updates a step"
 
 
 def algorithms(study: Study) -> Numbers:
-    """Seven recipes from the same start, over the seeds."""
+    """Train seven recipes from the same initial model, over the seeds."""
     found = {
         name: over_seeds(study, flow, partial(study.policy, flow, algorithm))
         for name, (flow, algorithm) in RECIPES.items()
@@ -56,7 +56,7 @@ def algorithms(study: Study) -> Numbers:
 
 
 def updated_twice(tree: Tree) -> Tree:
-    """The run, with two optimizer steps on each batch."""
+    """Return the configuration with two optimizer steps on each batch."""
     rows = tree["trainer"]["prompts_per_step"] * tree["rollout"]["samples_per_prompt"]
     return {**tree, "trainer": {**tree["trainer"], "rows_per_update": rows // 2}}
 
@@ -75,7 +75,7 @@ ADDED: tuple[tuple[str, Tree], ...] = (
 
 
 def ablation(study: Study) -> Numbers:
-    """DAPO's table: each row adds a technique to the one above it, over the seeds."""
+    """Make DAPO's table: each row adds a technique to the one above it, over the seeds."""
     algorithm, found = dict(PLAIN), {}
     for number, (name, technique) in enumerate(ADDED):
         algorithm = {**algorithm, **technique}
@@ -107,7 +107,7 @@ def ablation(study: Study) -> Numbers:
 
 
 def ablated(study: Study, algorithm: Tree, seed: int) -> Tree:
-    """A run of the ablation."""
+    """Return the configuration of a run of the ablation."""
     trainer = {
         "steps": STEPS, "prompts_per_step": 32, "rows_per_update": 64, "learning_rate": 2e-4, "checkpoint_every": 20,
     }  # fmt: skip
@@ -116,18 +116,18 @@ def ablated(study: Study, algorithm: Tree, seed: int) -> Tree:
 
 
 def gains(found: Mapping[str, Sequence[Lines]]) -> dict[str, Mean]:
-    """What each row's final score is above that of the row before it."""
+    """Return each row's gain in the final score over the row before it."""
     return {name: gain(found[above], found[name]) for above, name in pairwise(found)}
 
 
 def gain(before: Sequence[Lines], after: Sequence[Lines]) -> Mean:
-    """How much higher the final scores of the second runs are, seed by seed."""
+    """Return the gains in the final score of the second runs, seed by seed."""
     scores = ([curve(lines, SCORE)[-1][1] for lines in runs] for runs in (before, after))
     return Mean.of([second - first for first, second in zip(*scores, strict=True)])
 
 
 def middle(runs: Sequence[Lines]) -> list[str]:
-    """Three cells of a table, means over the seeds at the last step: entropy, length, and the share of responses that were cut off."""
+    """Return three cells of a table, means over the seeds at the last step: entropy, length, share of truncated responses."""
     entropy, length, cut = (
         fmean(lines[-1][key] for lines in runs)
         for key in ("actor/entropy", "response/length_mean", "response/truncated_fraction")
@@ -136,7 +136,7 @@ def middle(runs: Sequence[Lines]) -> list[str]:
 
 
 def reached(runs: Sequence[Lines], goals: Sequence[float]) -> list[str]:
-    """Three cells of a table: how many runs came to the goal of their seed, and the medians of the steps and responses until then."""
+    """Return three cells: the number of runs that reached their seed's goal, and the median steps and responses until then."""
     steps, responses = [], []
     for lines, goal in zip(runs, goals, strict=True):
         first = next((step for step, score in curve(lines, SCORE) if score >= goal), None)
@@ -148,7 +148,7 @@ def reached(runs: Sequence[Lines], goals: Sequence[float]) -> list[str]:
 
 
 def what_reproduces(gained: Mapping[str, Mean], seeds: int) -> str:
-    """Which techniques raised or lowered the accuracy by more than seeds explain."""
+    """Return the techniques that changed the accuracy by more than the seeds explain."""
     ways: dict[str, list[str]] = {"raises": [], "lowers": [], "does not show": []}
     for name, gain in gained.items():
         way = "does not show" if abs(gain.mean) <= gain.half else "raises" if gain.mean > 0 else "lowers"

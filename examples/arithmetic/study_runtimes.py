@@ -1,4 +1,4 @@
-"""The study of runtimes: one recipe from one start under each of them."""
+"""Study of runtimes: one recipe from one initial model under each of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pages import mean_curve, seconds, table
 from study import SCORE, Numbers, Study, Tree, final_scores, over_seeds
 
 LATE_LEARNING_RATE = 2.5e-4
-"""Half the others': with gradients that come a step late theirs overshoots, and accuracy falls before it rises."""
+"""Half of the others': with gradients that arrive a step late their rate overshoots, and accuracy falls before it rises."""
 RUNTIMES: dict[str, Tree] = {
     "eager": {"runtime": "eager"},
     "hybrid": {"runtime": "hybrid", "workers": 2},
@@ -20,7 +20,7 @@ RUNTIMES: dict[str, Tree] = {
 
 
 def runtimes(study: Study) -> Numbers:
-    """DAPO under every runtime, over the seeds."""
+    """Train DAPO under every runtime, over the seeds."""
     rows, curves = [], {}
     for name in RUNTIMES:
         runs = over_seeds(study, f"runtime-{name.replace(', ', '-').replace(' ', '-')}", partial(under, study, name))
@@ -42,7 +42,7 @@ def runtimes(study: Study) -> Numbers:
 
 
 def under(study: Study, name: str, seed: int) -> Tree:
-    """A run of DAPO under one of the runtimes. Processes that share two cores have one thread each."""
+    """Return the configuration of DAPO under a runtime. Processes that share two cores have one thread each."""
     tree = study.policy("dapo", {"overlong_cache": 8}, seed, threads=1, **RUNTIMES[name])
     if name.endswith("staleness 1"):
         tree["trainer"] |= {"max_staleness": 1, "learning_rate": LATE_LEARNING_RATE}

@@ -1,8 +1,8 @@
-"""What the real model learns, and the page that shows it: `python -m examples.smollm2.learn sums`.
+"""Training of the real model, and its pages of results: `python -m examples.smollm2.learn sums`.
 
 model and questions ──braid train, for each seed──▶ metrics, responses before and after ──▶ docs/results/smollm2-NAME.md
 
-A run that is done is not repeated.
+A finished run is not repeated.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from examples.smollm2.tasks import FOLDER, write_tasks
 
 HERE, PAGES = Path(__file__).parent, Path("docs/results")
 SHOWN = 6
-"""Responses before and after on a page."""
+"""Number of samples before and after on a page."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train on a task: a configuration beside this file, what is changed in it, and a run for each seed."""
+    """A way to train on a task: a configuration beside this file, overrides, and a run for each seed."""
 
     config: str
     changed: tuple[str, ...] = ()
     seeds: tuple[int, ...] = (0,)
     exported: str = ""
-    """Where the model goes that was learned, for a way after it to begin with."""
+    """Folder of the trained model, as the initial model of a later way."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """A task's page: its title, what it says first, the metric that counts, and the ways that are compared."""
+    """A task's page: its title, its introduction, the compared metric, and the compared ways."""
 
     title: str
     text: str
     score: str
     ways: dict[str, Way]
     prepare: Callable[[], None] | None = None
-    """Makes what the ways begin with, beside the model and the questions."""
+    """Makes the files that the ways need beside the model and the questions."""
 
 
 GSM8K_SCORE = (
@@ -149,7 +149,7 @@ def main() -> None:
 
 
 def run(way: Way, seed: int, name: str, overrides: list[str]) -> Path:
-    """Return the folder of a finished run, which also says in `measured.json` how long it took and how much memory."""
+    """Return the folder of a finished run; its `measured.json` holds its duration and its peak memory."""
     folder = FOLDER / name
     if not (folder / "measured.json").is_file():
         command = [
@@ -171,10 +171,10 @@ def run(way: Way, seed: int, name: str, overrides: list[str]) -> Path:
 
 
 def peak_gib(command: list[str]) -> float:
-    """Run a command and return the most memory that its process had, in GiB. Raises CalledProcessError where it fails.
+    """Run a command and return the peak memory of its process, in GiB. Raises CalledProcessError if it fails.
 
-    `os.wait4` tells it of this one child, where `getrusage` has the maximum over all that there were. Less than this process has itself
-    cannot be seen: a child begins as a copy of it.
+    `os.wait4` reports this one child, while `getrusage` reports the maximum over all children. The result is never below this process's
+    own memory, because a child begins as a copy of it.
     """
     child = subprocess.Popen(command)
     _, status, used = os.wait4(child.pid, 0)
@@ -185,7 +185,7 @@ def peak_gib(command: list[str]) -> float:
 
 
 def write_page(study: str, page: Page, runs: dict[tuple[str, int], Path]) -> None:
-    """Write the page of a study: a table and curves of all runs, and what the first one said before and after."""
+    """Write a study's page: a table and curves of all runs, and samples of the first run before and after."""
     rows: list[list[Any]] = []
     curves: dict[str, Curve] = {}
     for (name, seed), folder in runs.items():
@@ -205,7 +205,7 @@ def write_page(study: str, page: Page, runs: dict[tuple[str, int], Path]) -> Non
 
 
 def row(name: str, seed: int, points: Curve, measured: dict[str, float]) -> list[Any]:
-    """Return a run's line of the table; one that was evaluated once has a score at the end alone."""
+    """Return a run's line of the table; a run with one evaluation has a final score only."""
     (_, start), (steps, end) = points[0], points[-1]
     scores = ["", f"{end:.3f}", ""] if len(points) == 1 else [f"{start:.3f}", f"{end:.3f}", f"{end - start:+.3f}"]
     return [name, seed, *scores, steps, f"{measured['minutes']:.0f}", f"{measured['peak_gib']:.1f}"]
@@ -230,7 +230,7 @@ def first_responses(path: Path) -> dict[str, str]:
 
 
 def as_cell(text: str) -> str:
-    """Return a text as a table's cell, in one line."""
+    """Return a text as a one-line table cell."""
     line = " ".join(text.split()).replace("|", "¦").replace("`", "'")
     return f"`{line or ' '}`"
 
