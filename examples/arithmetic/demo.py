@@ -74,7 +74,8 @@ def across_cores() -> list[str]:
     """Return overrides that run one rank per core, up to `RANKS`; the result is that of one rank.
 
     With so few weights most of a step is not arithmetic, and a second thread hardly helps. On two cores two ranks reached
-    18,500 tokens per second; one rank reached 11,100 with one thread and 13,200 with two."""
+    18,500 tokens per second; one rank reached 11,100 with one thread and 13,200 with two.
+    """
     ranks = min(usable_cores(), RANKS)
     return ["device=cpu", "runtime=distributed", f"workers={ranks}"] if ranks > 1 else ["device=cpu"]
 

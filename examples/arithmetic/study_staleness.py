@@ -38,6 +38,7 @@ class Result:
     seeds: Sequence[int]
     scores: Sequence[float]
     """The last held-out score of each seed."""
+    steps: Sequence[int]
     seconds: float
     curve: Curve
 

@@ -1,4 +1,4 @@
-"""An agent that knows nothing but HTTP is recorded token by token, and what it was served is what is trained."""
+"""An agent that only speaks HTTP is recorded token by token, and its rows are trained on exactly those tokens."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def post(url: str, messages: list[Any], **more: Any) -> tuple[int, Any]:
 
 
 async def chatting(url: str, example: dict[str, Any]) -> float:
-    """Three turns of one conversation, and then another one."""
+    """Hold a conversation of three turns, then a second conversation."""
     messages: list[Any] = [{"role": "user", "content": example["prompt"]}]
     for number in range(3):
         status, body = await post(url, messages, max_tokens=6 + number)
@@ -261,7 +261,7 @@ def test_a_client_finds_the_model_and_gets_errors_for_other_paths() -> None:
 
 
 async def streamed(url: str, path: str, key: str = "-", **body: Any) -> list[Any]:
-    """The events of a turn: kind and data of each."""
+    """Return kind and data of each event of a turn."""
     headers = {"Authorization": f"Bearer {key}"}
     async with (
         aiohttp.ClientSession() as client,
@@ -275,7 +275,7 @@ async def streamed(url: str, path: str, key: str = "-", **body: Any) -> list[Any
 
 
 class PausedAmidATurn(EngineReplica):
-    """Draws the rest of a turn when its client has some pieces of it."""
+    """Engine that finishes a turn only after its client received some pieces of it."""
 
     client_has_some: asyncio.Event
 
@@ -295,7 +295,7 @@ class PausedAmidATurn(EngineReplica):
 
 
 async def pieces(engine: PausedAmidATurn, url: str, path: str, **body: Any) -> list[str]:
-    """The pieces of a streamed turn's text."""
+    """Return the pieces of a streamed turn's text."""
     found, engine.client_has_some = [], asyncio.Event()
     async with (
         aiohttp.ClientSession() as client,

@@ -1,4 +1,4 @@
-"""Environments of gem-llm play by their own rules and draw random numbers of their own."""
+"""Environments of gem-llm play by their own rules and use their own random numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments of other libraries: their own servers are spoken to, and what a model does there is trained on."""
+"""Environments of other libraries run on their own servers, and training uses the trajectories that result."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LIMITS = Limits(at_once=3, timeout_s=60, max_turns=4, max_sequence_tokens=4000)
 
 
 def played(config: EnvironmentConfig, says: list[str], prompts: list[str]) -> list[Episode]:
-    """The episodes of rows that all say the same."""
+    """Return the episodes of rows that all give the same responses."""
     tokenizer = make_chat_tokenizer("chatml")
     hosts = EnvironmentHosts(config)
     try:
@@ -50,13 +50,13 @@ def played(config: EnvironmentConfig, says: list[str], prompts: list[str]) -> li
 
 
 def failures(run: Path) -> list[str]:
-    """Why environments ended trajectories."""
+    """Return the reasons why environments ended trajectories."""
     return [name for name in read_metrics(run)[-1] if name.startswith("environment/failures/")]
 
 
 @pytest.fixture
 def mcp_address() -> Iterator[str]:
-    """The calculator served over HTTP."""
+    """Serve the calculator over HTTP and return its address."""
     pytest.importorskip("mcp", reason="mcp is not installed")
     import uvicorn
 
@@ -103,7 +103,7 @@ def test_a_step_trains_on_episodes_with_the_tools_of_a_server(mcp_address: str, 
 
 @pytest.fixture
 def openenv_address() -> Iterator[str]:
-    """The example's server, in the environment of its library."""
+    """Serve the example's environment with its library and return the address."""
     if not OPENENV.parents[1].joinpath("installed").exists():
         pytest.skip("make environments has not installed openenv")
     port = free_port()

@@ -1,4 +1,4 @@
-"""Many trajectories at once: slow environments delay no other, and failing ones end their own trajectory and are counted."""
+"""Many trajectories at once: slow environments do not delay others, and a failing environment ends only its own trajectory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIMITS = Limits(at_once=64, timeout_s=30, max_turns=8, max_sequence_tokens=300)
 
 
 class Turns:
-    """So many turns, of which each takes `seconds`; keeps account of when it was busy."""
+    """An environment of several turns of `seconds` each; it records when it was busy."""
 
     def __init__(self, turns: int = 4, seconds: float = 0.0, log: list[tuple[float, float]] | None = None) -> None:
         self.left, self.seconds, self.log = turns, seconds, [] if log is None else log
@@ -44,7 +44,7 @@ class Turns:
 
 
 class Faulty:
-    """Fails as its row's prompt says, in its second turn."""
+    """Fails in the second turn, in the way that the row's prompt names."""
 
     def __init__(self) -> None:
         self.turn = 0
@@ -73,13 +73,13 @@ class Faulty:
 
 
 def is_long(texts: list[str], example: dict[str, Any], length: int = 3) -> Observation:
-    """An environment that is a plain function."""
+    """Check whether a response is long; an environment in the form of a plain function."""
     return Observation("longer", reward=float(len(texts[-1])), done=len(texts) == length)
 
 
 RELEASED = threading.Event()
 LATE: list[bool] = []
-"""For each hanging call, True if it was released before it gave up."""
+"""For each hanging call, True if it was released before its own timeout."""
 
 
 def play_slowly(texts: list[str], example: dict[str, Any]) -> Observation:
@@ -89,7 +89,7 @@ def play_slowly(texts: list[str], example: dict[str, Any]) -> Observation:
 
 
 def script_play(make: Any, rows: Any, limits: Limits = LIMITS, seconds: float = 0.0) -> tuple[list[Episode], float]:
-    """Episodes in virtual time, and how long they took."""
+    """Play episodes in virtual time; return them and their duration."""
     tokenizer = make_chat_tokenizer(None)
 
     async def made() -> Any:
@@ -198,7 +198,7 @@ def test_an_aborted_trajectory_keeps_what_there_is() -> None:
         task = asyncio.ensure_future(episodes.play(make_rows(make_tokenizer(), ["a", "b"])))
         while not task.done():
             await asyncio.sleep(0)
-            # between two turns the row is not with the engine
+            # Between two turns the engine does not have the row.
             if engine.engine.tokens_generated >= 80 and (0, 0, 0) in engine._answers:
                 await engine.abort((0, 0, 0))
                 break

@@ -1,4 +1,4 @@
-"""Calls are read as Hermes and Qwen write them, made all at once, and answered in their order."""
+"""Tool calls in the format of Hermes and Qwen are executed together and answered in order."""
 
 from __future__ import annotations
 

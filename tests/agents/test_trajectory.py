@@ -1,4 +1,4 @@
-"""Only what is whole is appended, and several sequences become one row."""
+"""A trajectory contains only complete turns, and several sequences become one row."""
 
 from __future__ import annotations
 

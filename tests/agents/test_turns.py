@@ -1,4 +1,4 @@
-"""An environment's text continues the conversation as the chat template would, and the engine sees exactly the row."""
+"""An environment's text continues the conversation by the chat template, and the engine sees exactly the row."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LIMITS = Limits(at_once=8, timeout_s=30, max_turns=6, max_sequence_tokens=LIMIT)
 
 @cache
 def engine_parts(style: str | None) -> tuple[Any, Any]:
-    """A tokenizer and a random model for it."""
+    """Return a tokenizer and a random model for it."""
     tokenizer = make_chat_tokenizer(style)
     torch.manual_seed(0)
     config = Qwen3Config(

@@ -1,4 +1,4 @@
-"""`braid check` proves a model from its config.json alone, and what it refuses no run loads."""
+"""`braid check` proves a model from its config.json alone, and runs refuse what it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`braid plan`: what it writes runs as it is, holds what the dry run says, and mistakes end in one line."""
+"""`braid plan` writes configurations that run unchanged and match the dry run; mistakes end in one line."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_plans_for_two_cores_and_more_train_as_they_are(workshop: Workshop, runt
 
 
 def test_a_process_uses_the_memory_in_its_plan(tmp_path: Path) -> None:
-    # In a process of its own: what this one has taken before would count.
+    # In a separate process, because memory that this one has used would count.
     file = tmp_path / "memory.json"
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-m", "benchmarks.planning.memory", str(file)], cwd=root, check=True, timeout=600)
@@ -126,7 +126,7 @@ def test_least_squares_is_optimal_among_nonnegative_costs(data: st.DataObject) -
     b = np.array(data.draw(st.lists(numbers, min_size=len(a), max_size=len(a))))
     x = nonnegative(a, b)
     assert (x >= 0).all()
-    # The nearest among all sets of numbers that are not zero, each solved without a bound.
+    # The best of all sets of non-zero numbers, each solved without bounds.
     others = [np.zeros(3)]
     for kept in itertools.chain.from_iterable(itertools.combinations(range(3), n) for n in (1, 2, 3)):
         one = np.zeros(3)

@@ -1,4 +1,4 @@
-"""Assignment of devices: every process has its own under every launcher, and too few are refused by name."""
+"""Every process gets its own devices under every launcher, and a shortage is refused with both numbers."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_processes_of_this_machine_report_the_devices_that_they_were_given(
 
 
 def test_ranks_that_torchrun_starts_report_the_devices_that_they_take(tmp_path: Path) -> None:
-    """Each rank has an engine of two processes, where there are devices enough for that."""
+    """Each rank has an engine of two processes, if there are enough devices."""
     tables = {
         2: [Devices((0,), ((0,),)), Devices((1,), ((1,),))],
         4: [Devices((0, 1), ((1,),)), Devices((2, 3), ((3,),))],
@@ -171,7 +171,7 @@ def test_ranks_of_this_machine_report_the_devices_that_they_were_given(monkeypat
 
 @pytest.fixture
 def ray_devices(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """Leaves so many devices of the Ray cluster, which then says that it has no more."""
+    """Return a function that limits the devices of the Ray cluster."""
     import ray
 
     held: list[Any] = []
@@ -192,7 +192,7 @@ def ray_devices(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 def test_processes_on_ray_report_the_devices_that_they_were_given(
     ray_devices: Callable[[int], None], devices: int, pools: list[Pool], seen: list[str]
 ) -> None:
-    """Ray chooses which devices they are."""
+    """Ray chooses the devices."""
     ray_devices(devices)
     found = seen_by(RayLauncher(ClusterConfig(start_limit_s=100), "cuda"), pools)
     assert [len(own.split(",")) for own in found] == [len(own.split(",")) for own in seen]

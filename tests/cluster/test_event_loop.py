@@ -1,4 +1,4 @@
-"""Ctrl-C in an event loop: what is under way is cancelled, and nothing of it is reported with a traceback."""
+"""Ctrl-C in an event loop cancels the running tasks without a traceback."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fork server that a command is copied into: what its copies have of the command, and what they do not."""
+"""Copies of a command's fork server share exactly the intended state with the command."""
 
 from __future__ import annotations
 

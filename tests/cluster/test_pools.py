@@ -1,4 +1,4 @@
-"""Placement by role: names and partitions, and what is refused before any worker starts."""
+"""Placement by role: pools get their names and partitions, and wrong placements are refused before any worker starts."""
 
 from __future__ import annotations
 

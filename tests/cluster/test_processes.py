@@ -30,7 +30,7 @@ run_ranks("tests.cluster.ranks:waiting", {"folder": sys.argv[1]}, 2, 200.0)
 
 @pytest.fixture(autouse=True)
 def no_port_is_left() -> Iterator[None]:
-    """Fails a test after which this process, or what it has started, listens on a port that it did not listen on before."""
+    """Fail a test after which this process, or a child of it, listens on a new port."""
     before = listening(family())
     yield
     assert listening(family()) <= before
@@ -107,7 +107,7 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path, number: signal.Signals) -
     opened = open_sockets(family(launcher.pid))
     assert opened and {host for host, _ in opened} == {LOOPBACK}, "the store at which the ranks met"
     sockets = listening(family(launcher.pid))
-    if number == signal.SIGKILL:  # One that is stopped at that moment ends too.
+    if number == signal.SIGKILL:  # A rank that is stopped at that moment ends too.
         os.kill(int(next(tmp_path.iterdir()).read_text()), signal.SIGSTOP)
     launcher.send_signal(number)
     _, words = launcher.communicate(timeout=200)
@@ -118,7 +118,7 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path, number: signal.Signals) -
 
 
 def assert_gone(folder: Path) -> None:
-    """The processes whose numbers the ranks wrote down have ended."""
+    """Assert that the processes whose ids the ranks wrote have ended."""
     numbers = [int(path.read_text()) for path in folder.iterdir()]
     assert len(numbers) == 2
     wait_until(lambda: not any(running(number) for number in numbers))

@@ -1,4 +1,4 @@
-"""Ray as a user meets it: a clear message if it is missing, real placement groups, and no remains."""
+"""Ray from a user's view: a clear message if it is missing, real placement groups, and no leftovers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.leftovers import listening
 from tests.tiny import Workshop, braid, wait_for_steps
 
 STARTED, ENDED = 400, 150
-"""Seconds for a cluster to start on a machine that has other work, and within which everything must be gone."""
+"""Time limit in seconds for a cluster to start, and to disappear, on a busy machine."""
 
 
 def test_without_ray_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +84,7 @@ def test_more_workers_than_devices_are_refused_before_any_starts(ray_cluster: No
 
 @pytest.fixture
 def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A variable in the environment of every process that the test starts, by which they are found again."""
+    """Mark the environment of every process that the test starts, so that the test can find them."""
     name = f"BRAID_TEST_{uuid.uuid4().hex}"
     monkeypatch.setenv(name, "1")
     yield name
@@ -93,7 +93,7 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def marked(name: str) -> list[int]:
-    """Processes of which the environment has the mark, but for this one."""
+    """Return the other processes whose environment has the mark."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and int(folder.name) != os.getpid():
@@ -114,7 +114,7 @@ def eventually(what: Callable[[], bool]) -> bool:
 
 
 def settled(what: Callable[[], float | None], seconds: float = 1.0) -> float | None:
-    """Return a value once it has stayed the same for a while: Ray gives devices of ended actors back a moment later."""
+    """Return a value once it has been stable for a while; Ray frees devices of ended actors with a delay."""
     value, since = what(), time.monotonic()
     while time.monotonic() - since < seconds:
         time.sleep(0.1)
@@ -134,9 +134,9 @@ def worker_processes(name: str) -> list[int]:
 
 
 def assert_nothing_is_left(mark: str, sockets: set[int]) -> None:
-    """No process of those that were marked, nor any of the sockets that they have listened on."""
+    """Assert that no marked process is left, and none of the sockets that they listened on."""
     assert eventually(lambda: not marked(mark)), marked(mark)
-    # A process that ends gives back its environment, by which it is found, before its sockets.
+    # An ending process frees its environment, which identifies it, before its sockets.
     assert sockets and eventually(lambda: not sockets & listening())
 
 

@@ -1,4 +1,4 @@
-"""Ranks that Ray has placed do what ranks of this machine do, and leave as little behind."""
+"""Ranks placed by Ray behave like ranks of this machine, and leave as little behind."""
 
 from __future__ import annotations
 

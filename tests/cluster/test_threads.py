@@ -1,4 +1,4 @@
-"""Number of threads per process, and their wait policy."""
+"""Each process gets its number of threads and a sleeping wait policy."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Layouts: numbers that multiply to the devices and divide the model, or one line that says which do not."""
+"""Layouts must multiply to the number of devices and divide the model; otherwise one line names the mismatch."""
 
 from __future__ import annotations
 

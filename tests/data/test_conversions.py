@@ -1,4 +1,4 @@
-"""Data sets that many train on: rows of their published forms become examples, and those that cannot be are counted by reason."""
+"""Rows of popular data sets become examples, and rows that cannot are counted by reason."""
 
 from __future__ import annotations
 

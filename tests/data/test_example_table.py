@@ -1,4 +1,4 @@
-"""Sources larger than memory: the same examples in the same order as from memory, read once, found again, and refused alike."""
+"""Sources larger than memory give the same examples in the same order as from memory; they are read once and cached."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RECORDS = [{"prompt": "x" * (i % 7 + 1), "answer": i, "response": str(i), "level
 
 
 def config(path: Path, cache: Path, **settings: Any) -> DataConfig:
-    """A source that is kept in a cache."""
+    """Return a source that is kept in a cache."""
     return DataConfig(
         train=[SourceConfig(path=path)],
         max_prompt_tokens=5,
@@ -75,7 +75,7 @@ def test_a_temporary_table_is_removed_after_the_run(write_jsonl: Write, plain_to
 
 
 def load_in_child(path: Path, tokenizer: Any, kept: Any) -> None:
-    """Load a source in a process that multiprocessing has started, and say where its table is."""
+    """Load a source in a process started by multiprocessing, and return the path of its table."""
     (source,) = load_train(DataConfig(train=[SourceConfig(path=path)]), tokenizer)
     kept.send(source.kept)
     if kept.recv() == "die":

@@ -1,4 +1,4 @@
-"""Messages arrive as they were sent, of the type that the reader names."""
+"""Messages arrive unchanged, with the type that the reader names."""
 
 from __future__ import annotations
 

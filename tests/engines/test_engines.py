@@ -1,4 +1,4 @@
-"""Every engine passes the contract; rows survive engines that die, and replicas draw what one engine draws."""
+"""Every engine passes the contract; rows survive the death of engines, and replicas sample the same tokens as one engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT = 128
 
 
 def replica(slots: int = 16) -> EngineReplica:
-    """Make an engine with a module of its own, so that weights can change."""
+    """Return an engine with its own module, so that weights can change."""
     return EngineReplica(EmbeddedEngine(deepcopy(MODEL), TOKENIZER, slots, LIMIT))
 
 
@@ -78,7 +78,7 @@ def test_four_replicas_draw_the_tokens_of_one_in_any_order() -> None:
 
 
 def break_after(dying: EngineReplica, steps: int) -> None:
-    """Lets the engine's forward pass raise once, after so many of them."""
+    """Makes the engine's forward pass raise once, after a number of passes."""
     left = [steps]
 
     def forward(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""Runs whose engines are processes of their own: the same rows, the trainer's weights after every step, and an end when these part."""
+"""Runs with engines in separate processes: the same rows, the trainer's weights after every step, and an error if weights diverge."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_vllm_run_has_the_trainers_log_probs_and_sleeps_between_steps(
 ) -> None:
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     torch.manual_seed(0)
-    # the narrowest heads that vLLM computes with on a CPU
+    # The narrowest heads that vLLM supports on a CPU.
     config = Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True)
     AutoModelForCausalLM.from_config(config).save_pretrained(workshop.folder / "wide")
     TOKENIZER.save_pretrained(workshop.folder / "wide")
@@ -88,7 +88,7 @@ def test_a_vllm_run_has_the_trainers_log_probs_and_sleeps_between_steps(
     assert all(line["actor/grad_norm"] > 0 for line in lines)
     assert max(gaps_of(run, 3)) < 1e-5
     assert [recorded(run, step)["version"].unique().tolist() for step in (1, 2, 3)] == [[0], [1], [2]]
-    # vLLM's own words: asleep once rows are generated, its weights awake for the next ones, its caches for the next rows.
+    # vLLM's own calls: sleep after generation, wake weights for the next rows, wake caches for the next rows.
     waking = re.findall(r"seconds to (fall asleep|wake up tags \['weights'\]|wake up tags \['kv_cache'\])", said)
     step = ["fall asleep", "wake up tags ['weights']", "wake up tags ['kv_cache']"]
     assert waking == (3 * step)[:-1]
@@ -99,7 +99,7 @@ def test_a_vllm_run_has_the_trainers_log_probs_and_sleeps_between_steps(
 def test_a_run_ends_with_an_explanation_when_weights_do_not_arrive(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch, staleness: int
 ) -> None:
-    """Also where the configuration would allow stale rows, and the runtime makes none."""
+    """Even where the configuration would allow stale rows, because this runtime produces none."""
     monkeypatch.setattr(EngineService, "publish", lambda service, version, source: None)
     trainer = {"steps": 4, "learning_rate": 3e-2, "max_staleness": staleness}
     with pytest.raises(

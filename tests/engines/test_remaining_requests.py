@@ -1,4 +1,4 @@
-"""Rows that end early go on as if they had not."""
+"""Interrupted rows resume as if they had not been interrupted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines in processes of their own, alone, in twos and vLLM: the contract, weight updates, and what happens when one is killed."""
+"""Engines in separate processes (single, sharded, vLLM): the contract, weight updates, and the death of an engine."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def in_training(asked: Sequence[Request], finished: Sequence[Response]) -> list[
 
 
 def all_alone(wanted: Sequence[Request]) -> dict[Uid, list[int]]:
-    """The tokens that one engine of this process draws."""
+    """Return the tokens that one engine in this process samples."""
     engine = EmbeddedEngine(MODEL, make_tokenizer(), 16, LIMIT)
     return {row.uid: row.tokens.tolist() for row in engine.generate(wanted)}
 

@@ -1,4 +1,4 @@
-"""An engine that several ranks divide draws what one with the whole model draws, with the same bits on every rank."""
+"""A sharded engine samples the same tokens as an engine with the whole model, with the same bits on every rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.engines.tiny import CONFIGS, SIZES
 WAIT_S = 200.0
 MODELS: dict[str, PreTrainedConfig] = {
     **CONFIGS,
-    # a vocabulary that two do not divide, and biases that only one of them may add
+    # A vocabulary with an odd size, and biases that only one of the two ranks may add.
     "llama with biases": LlamaConfig(**{**SIZES, "vocab_size": 261}, attention_bias=True, mlp_bias=True),
 }
 

@@ -30,7 +30,7 @@ from tests.tiny import ROOT
 MODEL = served_model()
 LIMIT_S = 120.0
 WAIT_S = 8.0
-"""Seconds that the processes of an engine wait for one another."""
+"""Seconds that the processes of an engine wait for each other."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def service(model: Path) -> Iterator[EngineService]:
-    """Two engines of two processes each, with the weights of version 4."""
+    """Return two engines of two processes each, with the weights of version 4."""
     divided = spec("tensor-parallel", model)
     engines = [EngineProcess(divided, f"engine {number}", limit_s=LIMIT_S) for number in range(2)]
     service = EngineService(engines, limit_s=LIMIT_S)
@@ -64,7 +64,7 @@ def test_rows_of_an_engine_that_lost_a_process_move_and_it_recovers(service: Eng
     assert isinstance(dying, EngineProcess)
     before = members(dying)
     assert len(before) == 2
-    # Of different lengths, so that both engines have rows left when the first have ended.
+    # Different lengths, so that both engines still have rows when the first rows end.
     wanted = [
         replace(request, sampling=replace(request.sampling, max_tokens=5 + 7 * number % 40))
         for number, request in enumerate(requests(subject(service), 40))
@@ -102,7 +102,7 @@ def test_who_waits_for_a_lost_follower_is_told_which(service: EngineService) -> 
 
 @pytest.mark.soak
 def test_a_silent_follower_is_waited_for_until_the_limit(model: Path) -> None:
-    """Twice as long, the run would give up its leader too, and not know for whom that waited."""
+    """At twice this limit the run would also give up the leader, without knowing the process that the leader waits for."""
     engine = EngineProcess(replace(spec("tensor-parallel", model), limit_s=2 * WAIT_S), limit_s=LIMIT_S)
     service = EngineService([engine], limit_s=LIMIT_S)
     with closing(service):

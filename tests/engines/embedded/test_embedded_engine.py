@@ -32,7 +32,7 @@ def same(first: Response, second: Response) -> bool:
 @pytest.mark.parametrize("shrink", [True, False])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_row_is_bitwise_equal_alone_and_among_64(name: str, shrink: bool, dtype: torch.dtype) -> None:
-    # prompts of 1 to 92 tokens: in company a short row's step reads many more positions than alone
+    # Prompts of 1 to 92 tokens: in a batch, the step of a short row reads many more positions than alone.
     requests = make_requests(groups=8, samples=8, sampling=SAMPLED, apart=13)
     engine = make_engine(name, dtype, shrink=shrink)
     together = engine.generate(requests)

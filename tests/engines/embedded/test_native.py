@@ -1,4 +1,4 @@
-"""Compiled decoding draws what the model says, in every dtype; where it cannot be had the model's own forward does."""
+"""Compiled decoding samples from the model in every dtype; where it is unavailable, the model's own forward pass does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers over HTTP as engines: the contract before a real vLLM server and SGLang's words, weights, and servers that will not do."""
+"""HTTP servers as engines: the engine contract on a real vLLM server and on SGLang's protocol, weights, and refusals."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ pytestmark = pytest.mark.timeout(600)
 MODEL = served_model()
 TOKENIZER = make_tokenizer()
 SPEC = ServerSpec(TOKENIZER, (END,), {name: t.shape for name, t in MODEL.state_dict().items()}, 16, ServerNeeds(LIMIT))
-# A reward that a random model gets every other time.
+# A reward that a random model gets half of the time.
 EVEN = """
 def even(response: str) -> bool:
     return sum(response.encode()) % 2 == 0
@@ -65,7 +65,7 @@ def speaker_of(model: PreTrainedModel) -> SglangSpeaker:
 
 
 class Asked:
-    """An engine before a server, and the loop that it belongs to."""
+    """An engine in front of a server, and its event loop."""
 
     def __init__(self, dialect: Dialect, url: str | None = None, sending: NetworkSettings | None = None) -> None:
         self.runner = asyncio.Runner()
