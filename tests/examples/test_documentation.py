@@ -1,4 +1,4 @@
-"""The documentation says what the code does."""
+"""The documentation matches the code."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_the_flow_that_the_readme_shows_is_the_recipe() -> None:
     assert flow.edges == recipe.edges
     for mine, theirs in zip(flow.stages[:-1], recipe.stages[:-1], strict=True):
         assert mine == theirs
-    # The recipe spells out that there is no dual clip.
+    # The recipe states explicitly that there is no dual clip.
     assert {**flow.stages[-1].params["loss"], "dual": None} == recipe.stages[-1].params["loss"]
 
 

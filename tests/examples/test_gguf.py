@@ -1,4 +1,4 @@
-"""A GGUF file becomes the directory that it was made from."""
+"""A GGUF file is converted back to the directory that it was made from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The placements of other frameworks as configurations: each runs as it is, and does what one process does."""
+"""The placements of other frameworks run as configurations, with the result of a single process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.tiny import ROOT
 PLACEMENTS = ROOT / "examples" / "placements"
 NAMES = ("deepspeed-chat", "openrlhf", "nemo-aligner", "verl")
 SOON = ("openrlhf",)
-"""Those that `make test` runs: pools of their own; the others are for soak."""
+"""Placements of `make test`, which have separate pools; the others are soak tests."""
 ALONE = (
     "runtime=eager",
     "trainer.layout.shard=none",
@@ -31,7 +31,7 @@ ALONE = (
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that the page's first command fills."""
+    """Return the folder that the page's first command fills."""
     sys.path.insert(0, str(ROOT))
     from examples.placements.models import write
 
@@ -50,7 +50,7 @@ def configuration(name: str, made: Path, *more: str) -> Config:
 
 @pytest.fixture(scope="module")
 def alone(made: Path) -> dict[str, list[Step]]:
-    """What one process does, by where old log-probabilities come from."""
+    """Return the result of a single process, by the source of old log-probabilities."""
     found = {}
     for old in ("rollout", "recompute"):
         with TrainingRun(configuration("deepspeed-chat", made, *ALONE, f"name={old}", f"algorithm.old={old}")) as run:

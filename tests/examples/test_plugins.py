@@ -1,4 +1,4 @@
-"""What users write outside the package: each thing of examples/plugins keeps its contract, and a run chooses it by its name."""
+"""User code outside the package: each plug-in of examples/plugins passes its contract, and a run selects it by name."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_run_trains_with_the_optimizer(workshop: Workshop) -> None:
     run = workshop.run("lion", trainer={"optimizer": LION.name, "learning_rate": 1e-3})
     before = load_file(workshop.model / "model.safetensors")
     moved = {name: (tensor - before[name]).abs().max().item() for name, tensor in weights_of(run).items()}
-    # Two steps of the size of the rate: a sign has no other.
+    # Two steps with the size of the learning rate: a sign has no other size.
     assert max(moved.values()) == pytest.approx(2e-3, rel=1e-3)
 
 
@@ -130,7 +130,7 @@ def test_the_engine_keeps_the_contract(
 def test_a_run_on_the_engine_draws_and_trains_what_the_embedded_engine_does(
     workshop: Workshop, runtime: str, engines: int | None
 ) -> None:
-    """In the process that trains, in one of its own, and in a worker that the queue feeds."""
+    """The engine runs in the training process, in a separate process, and in a worker of the queue."""
     common: dict[str, Any] = {"algorithm": {"old": "rollout"}, "trainer": {"learning_rate": 3e-3}}
     ours = workshop.run("embedded", **common)
     mine = workshop.run("mine", **common, runtime=runtime, rollout={"engine": ENGINE, "engines": engines})

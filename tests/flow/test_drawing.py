@@ -1,4 +1,4 @@
-"""The drawings hold everything."""
+"""The drawings contain every stage and edge."""
 
 import xml.etree.ElementTree as ElementTree
 
@@ -10,7 +10,7 @@ from tests.flow.flows import filtered, grpo, ppo
 
 
 def crowded() -> Flow:
-    """Many roles side by side, two namespaces, every kind of edge."""
+    """Return a flow with many roles side by side, two namespaces, and every kind of edge."""
     generate, score, ref, values, *rest = ppo(old="recompute").stages[:1] + ppo().stages[1:]
     value_loss = {"loss": loss.squared_value(), "aggregate": "mean-of-all"}
     stages = [

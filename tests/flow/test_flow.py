@@ -1,4 +1,4 @@
-"""What a flow derives from its stages, and what it refuses."""
+"""A flow derives its graph from its stages, and refuses inconsistent stages."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A user's own functions, in files outside the package, from Python and from YAML."""
+"""A user's functions in files outside the package work from Python and from YAML."""
 
 import importlib
 import json

@@ -1,4 +1,4 @@
-"""Waves end with the first kept groups by number, whatever arrives when, and account for every group."""
+"""Waves end with the first kept groups by number, for any order of arrival, and account for every group."""
 
 import json
 import random
@@ -17,7 +17,7 @@ policies = st.sampled_from(["drop", "keep"])
 
 
 def judge(group: int, rate: float, seed: int) -> str | None:
-    """A verdict that depends on the group alone, as a real one does."""
+    """Return a verdict that depends on the group alone, as a real one does."""
     draw = random.Random(f"{seed}/{group}").random()
     return None if draw < rate else ("all_correct" if draw > (1 + rate) / 2 else "all_wrong")
 
@@ -29,7 +29,7 @@ def run(
     arrival: random.Random,
     shuffled: bool,
 ) -> tuple[list[Selection], int]:
-    """Drives `sampling` through several batches; groups arrive in portions and, if `shuffled`, in any order."""
+    """Run `sampling` through several batches; groups arrive in portions and, if `shuffled`, in any order."""
     outcomes: list[Selection] = []
     admitted = 0
     for version in range(batches):
@@ -259,7 +259,7 @@ def test_unfinished_groups_stay_pending_and_other_groups_start() -> None:
     sampling.decide({1: Verdict(version=0), 3: Verdict(UNFINISHED)})
     sampling.admit(range(4, 4 + sampling.next_wave()))
     sampling.decide(dict.fromkeys(sampling.pending, Verdict(UNFINISHED)))
-    # Two batches' worth are not set aside: what is lacking is finished, the first first.
+    # Two batches' worth are not suspended: the missing rows are finished, the first group first.
     assert sampling.next_wave() == 0 and sampling.finish_now() == [3]
     sampling.decide({3: Verdict(version=0)})
     assert sampling.finish().groups == (1, 3)
@@ -276,5 +276,5 @@ def test_groups_admitted_ahead_never_change_the_batch() -> None:
     sampling.admit(range(8, 12))
     sampling.decide({group: Verdict() for group in range(4, 12)})
     assert sampling.members() == [(group, group - 4, group - 4) for group in range(4, 12)]
-    # In waves eight more would have been begun after the first eight.
+    # In waves, eight more would have been started after the first eight.
     assert sampling.next_wave() == 4 and not sampling.is_complete()

@@ -1,4 +1,4 @@
-"""Making one stage: names, parameters, state, and the errors of each."""
+"""Stages: names, parameters, state, and the errors of each."""
 
 import inspect
 import pickle
@@ -183,7 +183,7 @@ WHENS = st.builds(
 
 @given(WHENS, WHENS)
 def test_one_when_covers_another_if_it_includes_its_every_iteration(one, other):
-    # Starts are at most 12 and steps at most 6: 120 iterations hold every phase that two of them can have.
+    # Starts are at most 12 and steps at most 6, so 120 iterations contain every phase that two of them can have.
     really = all(one.includes(k) for k in range(1, 121) if other.includes(k))
     assert one.covers(other) == really
 

@@ -1,4 +1,4 @@
-"""Membership of optimizer steps: complete, exact, and blind to the order of arrival."""
+"""Optimizer steps contain all of their rows and no others, for any order of arrival."""
 
 import pytest
 from hypothesis import given

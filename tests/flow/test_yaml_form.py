@@ -1,4 +1,4 @@
-"""The YAML form and the Python form are one thing."""
+"""The YAML form and the Python form are equal."""
 
 import pytest
 from hypothesis import given

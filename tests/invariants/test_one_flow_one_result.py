@@ -50,21 +50,21 @@ FLOWS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 PLACEMENTS = ("colocate", "standalone", "split")
 WORKERS = (1, 2, 4)
-# Every two of flow, placement and number of workers meet at least once, but for the largest standalone one.
+# Every pair of flow, placement and number of workers occurs at least once, except with the largest standalone placement.
 PAIRWISE = [
     ("grpo", "colocate", 2), ("grpo", "standalone", 2), ("ppo", "standalone", 1), ("ppo", "split", 2),
     ("diamond", "standalone", 2), ("episodes", "split", 2), ("following", "colocate", 2),
     ("dapo with refills", "colocate", 4), ("dapo with refills", "split", 2), ("dapo with surplus", "colocate", 2),
     ("dapo with more than it needs", "colocate", 2),
 ]  # fmt: skip
-# A role that takes its weights from another one lives in the same pool.
+# A role that takes its weights from another role lives in the same pool.
 EVERYTHING = [
     (flow, placement, workers)
     for flow, placement, workers in itertools.product(FLOWS, PLACEMENTS, WORKERS)
     if flow != "following" or placement == "colocate"
 ]
 
-# Ranks, how many of them generate, and the flows that they run one after the other.
+# The ranks, the number of them that generate, and the flows that they run one after the other.
 WORLDS: list[tuple[int, int | None, list[str]]] = [
     (2, None, ["grpo", "diamond", "dapo with surplus", "episodes", "following"]),
     (4, 2, ["ppo", "dapo with refills", "dapo with more than it needs"]),
@@ -135,7 +135,7 @@ def test_hybrid_does_what_eager_does_in_every_placement(
 def test_ranks_do_what_eager_does(
     workshop: Workshop, reference: Reference, ranks: int, generating: int | None, flows: list[str]
 ) -> None:
-    """All flows of a world on the same processes."""
+    """Run all flows of a world on the same processes."""
     roles = {"actor": {"generate_workers": generating}} if generating else {}
     trees = [
         workshop.tree(

@@ -1,4 +1,4 @@
-"""Charts: gaps where there is no number, thinning that keeps means, a legend with the last values."""
+"""Charts have gaps where a number is missing, thinning that keeps means, and a legend with the last values."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""metrics.jsonl: exact keys, whole lines, and a resume that leaves one line per step."""
+"""metrics.jsonl has exact keys and whole lines, and after a resume still one line per step."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The report shows the run's curves and responses, and nothing that a response says is taken for HTML."""
+"""The report shows the run's curves and responses, and never takes a response for HTML."""
 
 import json
 import re
@@ -21,7 +21,7 @@ EVIL = "<script>alert('owned')</script></pre>&amp; 7"
 
 
 class Outline(HTMLParser):
-    """Elements that are opened and never closed, scripts, and visible text."""
+    """Collects unclosed elements, scripts and visible text."""
 
     VOID = frozenset({"meta", "br"})
 
@@ -54,7 +54,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def report(run: Path) -> str:
-    """Return the page without plotly.js, which is in it as a whole."""
+    """Return the page without plotly.js, which is embedded completely."""
     html = (run / "report.html").read_text()
     assert get_plotlyjs() in html
     return html.replace(get_plotlyjs(), "")

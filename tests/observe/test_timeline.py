@@ -1,4 +1,4 @@
-"""The busy table's arithmetic, lanes without overlap, a valid Chrome trace, and a page that needs nothing else."""
+"""The busy table is correct, lanes do not overlap, the Chrome trace is valid, and the page is self-contained."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Checks and trajectories that fail: counted by verifier and kind, shown in the report, and an end of the run where too many do."""
+"""Failing checks and trajectories are counted by verifier and kind, shown in the report, and end the run if there are too many."""
 
 from __future__ import annotations
 

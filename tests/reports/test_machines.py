@@ -1,4 +1,4 @@
-"""Machines that lack something usual: a loopback interface, a /dev/shm that can be written."""
+"""Machines without something usual: a loopback interface, a writable /dev/shm."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files and words as users write them: YAML, encodings, code beside the configuration, values on the command line."""
+"""Files and words in the forms that users write: YAML, encodings, code beside the configuration, values on the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`braid train --dry-run` ends with a verdict, and names everything that is wrong and not the first thing alone."""
+"""`braid train --dry-run` ends with a verdict, and names all faults, not only the first."""
 
 from __future__ import annotations
 

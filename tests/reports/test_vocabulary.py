@@ -1,4 +1,4 @@
-"""A tokenizer with more tokens than the model's embedding: said with both sizes, refused where such a token occurs."""
+"""A tokenizer with more tokens than the model's embedding is reported with both sizes, and refused where such a token occurs."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_tokens_that_do_not_occur_are_a_line_of_the_run_and_the_dry_run(
 
 
 def beyond(texts: list[str], example: dict[str, object]) -> object:
-    """An environment whose answer has a token that the model does not have."""
+    """An environment whose answer has a token that the model lacks."""
     from braidrl.agents.turns import Observation
 
     return Observation(WORD, done=False)

@@ -1,4 +1,4 @@
-"""Flows with environments: any recipe can be played, what is played is trained on, and failures are in the metrics."""
+"""Flows with environments: any recipe runs with episodes, episodes are trained on, and failures appear in the metrics."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_stages_own_environment_wins() -> None:
 
 
 class Nothing:
-    """An environment by its methods alone."""
+    """An environment defined only by its methods."""
 
     def reset(self, example: object) -> None: ...
 
