@@ -1,4 +1,4 @@
-"""A user's mistake ends with exit code 2 and one line: what is wrong, where, and what to write instead."""
+"""A user's mistake ends with exit code 2 and one line that names the mistake, its place and the remedy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Braid = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Braid:
-    """Runs `braid ...` in this process; exit code, and what it said on both streams."""
+    """Return a function that runs `braid ...` in this process and returns exit code, stdout and stderr."""
 
     def run(*arguments: Any) -> tuple[int, str, str]:
         monkeypatch.setattr("sys.argv", ["braid", *map(str, arguments)])
@@ -46,7 +46,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 @pytest.fixture
 def refusal(command: Braid) -> Callable[..., str]:
-    """The one line that `braid ...` ends with."""
+    """Return the one line that `braid ...` ends with."""
 
     def run(*arguments: Any) -> str:
         code, _, errors = command(*arguments)
@@ -113,7 +113,7 @@ CONFIGURATION = {
 def test_a_mistake_in_the_configuration_is_named(
     workshop: Workshop, refusal: Refusal, monkeypatch: pytest.MonkeyPatch, override: str
 ) -> None:
-    # Also where there is one.
+    # Even where one exists.
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     found = refusal("train", workshop.config_file(), override)
     assert re.search(CONFIGURATION[override], found), found
@@ -367,7 +367,7 @@ def test_a_verifier_that_raises_is_counted_and_said_once(workshop: Workshop, com
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """Writing more to any one file fails as on a full disk."""
+    """Make writes of more than this to any file fail, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -384,7 +384,7 @@ def test_a_full_disk_during_a_checkpoint_leaves_the_one_before_whole_and_the_run
     before = {path: path.read_bytes() for path in files}
     settings = run / "config.yaml"
     settings.write_text(settings.read_text().replace("  steps: 1\n", "  steps: 3\n", 1))
-    # Room for metrics and rollouts, and too little for the optimizer's state.
+    # Room for metrics and rollouts, but too little for the optimizer's state.
     with files_of_at_most(max(len(content) for content in before.values()) - 1):
         found = refusal("train", "--resume", run)
     assert found.startswith("the checkpoint of step 2 could not be written ("), found

@@ -1,4 +1,4 @@
-"""Models and data by their names on a hub: fetched once by the real client, found in the cache without a network, refused in one line."""
+"""Models and data by hub names: fetched once by the real client, found in the cache without a network, refused in one line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.hub import COMMIT, TOKEN, Hub, serving
 from tests.tiny import ROOT, Workshop, recorded, sums, write_model
 
 NOBODY = "http://127.0.0.1:1"
-# Commands one after the other in one process, whose import takes longer than all of them; an object is environment of those after it.
+# Commands run one after the other in one process, because the import takes longest; an object sets the environment of later commands.
 COMMANDS = """
 import json, os, sys
 from braidrl import cli
@@ -36,11 +36,11 @@ for line in map(json.loads, sys.argv[1:]):
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
-    """Has the models tiny/sums, small/sums, gated/sums and private/sums, and the data set openai/gsm8k with some sums in it."""
+    """Serve the models tiny/sums, small/sums, gated/sums and private/sums, and the data set openai/gsm8k with some sums in it."""
     folder = tmp_path_factory.mktemp("hub")
     for organisation in ("tiny", "small", "gated", "private"):
         write_model(folder / "models" / organisation / "sums")
-        # What other programs need of a model is left where it is.
+        # Files that only other programs need stay on the hub.
         (folder / "models" / organisation / "sums" / "model.onnx").write_bytes(b"large")
     gsm8k = folder / "datasets" / "openai" / "gsm8k"
     for subset, prompts in {"main": sums(40), "socratic": sums(3)}.items():
@@ -60,7 +60,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
 
 
 def braid(hub: str, cache: Path, *commands: list[str] | dict[str, str], **environment: str) -> list[tuple[int, str]]:
-    """The exit code of each command and what it said on standard error."""
+    """Return the exit code and stderr of each command."""
     ended = subprocess.run(
         [sys.executable, "-c", COMMANDS, *map(json.dumps, commands)], text=True, capture_output=True, timeout=280,
         env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(cache), "HF_ENDPOINT": hub, **environment},
@@ -72,7 +72,7 @@ def braid(hub: str, cache: Path, *commands: list[str] | dict[str, str], **enviro
 
 
 def refused(said: tuple[int, str]) -> str:
-    """The one line of a refusal."""
+    """Return the one line of a refusal."""
     code, text = said
     lines = [line for line in text.splitlines() if line.startswith("braid: ")]
     assert code == 2 and len(lines) == 1 and "Traceback" not in text, text
@@ -96,7 +96,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def said(hub: Hub, workshop: Workshop, configuration: str, cache: Path) -> dict[str, tuple[int, str]]:
-    """What all commands said that reach the hub."""
+    """Return the output of all commands that reach the hub."""
     page = [str(ROOT / "examples" / "gsm8k" / "config.yaml"), "model=small/sums", "data.train=openai/gsm8k"]
     held_out, small = "data.eval={test: openai/gsm8k}", ["data.system_prompt=null", "rollout.max_response_tokens=8"]
     sizes = [

@@ -1,4 +1,4 @@
-"""Runs that train adapters: engines decode with what training has, a run resumes exactly, and ranks do as one process does."""
+"""Runs that train adapters: engines decode with the trained adapters, a run resumes exactly, and several ranks equal one process."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_unsupported_adapter_settings_are_refused_before_loading(
 
 
 def test_single_role_adapters_and_bfloat16_correction(workshop: Workshop) -> None:
-    """Merged into bfloat16 weights, adapters are rounded: the engine's numbers are not the trainer's."""
+    """Merging into bfloat16 weights rounds the adapters, so the engine's log-probs differ from the trainer's."""
 
     def corrected(**sections: Any) -> bool:
         flow = build_flow(workshop.config(flow="grpo", **sections))

@@ -1,4 +1,4 @@
-"""`make gpu`: every part runs on a CPU in a small size, with torch and transformers alone."""
+"""Every part of `make gpu` runs on a CPU at a small size, with only torch and transformers."""
 
 from __future__ import annotations
 

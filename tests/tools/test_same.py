@@ -1,4 +1,4 @@
-"""The comparison of two versions' results notices what it should."""
+"""The comparison of two versions' results finds every difference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ same = load_module(ROOT / "tools" / "same.py")
 
 
 def a_run(folder: Path, loss: float = 0.5, weight: float = 1.0, **more: Any) -> dict[str, Any]:
-    """The results of a run of two steps with these numbers in its last one, read from its folder."""
+    """Return the results of a two-step run with these numbers in its last step, read from its folder."""
     checkpoint = folder / "checkpoints" / "step-2" / "actor"
     checkpoint.mkdir(parents=True)
     lines: list[dict[str, Any]] = [{"step": 1, "loss/actor": 0.25}, {"step": 2, "loss/actor": loss, **more}]

@@ -1,4 +1,4 @@
-"""Device rates: CUDA devices by name, CPUs by measurement."""
+"""Device rates are looked up for CUDA devices and measured for CPUs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the path of this test's rates, which do not exist yet."""
+    """Return the path of this test's rates file, which does not exist yet."""
     monkeypatch.setenv("BRAID_RATES", str(tmp_path / "braidrl" / "rates.json"))
     return tmp_path / "braidrl" / "rates.json"
 

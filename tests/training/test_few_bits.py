@@ -1,4 +1,4 @@
-"""Weights of 4 bits under adapters and moments of 8 bits: values, memory, and exact resume."""
+"""4-bit weights under adapters and 8-bit moments have the right values, memory and exact resume."""
 
 from __future__ import annotations
 

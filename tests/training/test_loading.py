@@ -1,4 +1,4 @@
-"""A decoder directory loads as it was saved; one that is incomplete is refused in one line that says what is missing."""
+"""A decoder directory loads as it was saved; an incomplete one is refused in one line that names the missing part."""
 
 from __future__ import annotations
 

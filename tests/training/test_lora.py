@@ -1,4 +1,4 @@
-"""LoRA: gradients of the adapters, what is merged from them, and what a checkpoint keeps of them."""
+"""LoRA: the adapters' gradients, their merged weights, and their checkpoints."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def gradients(worker: DecoderWorker) -> dict[str, torch.Tensor]:
 def test_gradients_are_the_chain_rule_on_the_merged_weights_gradient(
     tiny_models: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
-    """dL/dA = α/r · Bᵀ dL/dW and dL/dB = α/r · dL/dW Aᵀ, with dL/dW of a plain model that has the merged weights."""
+    """Check dL/dA = α/r · Bᵀ dL/dW and dL/dB = α/r · dL/dW Aᵀ, with dL/dW of a plain model that has the merged weights."""
     worker = started(adapted(tiny_models[name]))
     save_worker(worker, tmp_path / "merged")
     plain = DecoderWorker("actor", config_of(str(tmp_path / "merged")), train=True)

@@ -1,4 +1,4 @@
-"""The optimizer: sums divided once, masters that hold small steps, schedules, clipping, and a state that comes back."""
+"""The optimizer divides sums once, keeps small steps in master weights, applies schedules and clipping, and restores its state."""
 
 from __future__ import annotations
 

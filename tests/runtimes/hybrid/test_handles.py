@@ -1,4 +1,4 @@
-"""Columns that lie in pieces become one."""
+"""A column in several pieces is joined into one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transfer protocols: what each rank is called with, and what comes back."""
+"""Transfer protocols call each rank with the right rows, and collect the right results."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Worker:
 
 
 def called(method: str, ranks: int, *arguments: Any) -> Any:
-    """Call methods as a driver would, on one worker in this process for all ranks."""
+    """Call methods as a driver does, on one worker in this process for all ranks."""
     protocol, mesh, worker = registered(Worker, method).protocol, Mesh(ranks), Worker()
     calls = protocol.distribute(mesh, *arguments)
     assert len(calls) == ranks

@@ -1,4 +1,4 @@
-"""Checkpoints written while the run continues: whole or not at all, waited for, with reported errors."""
+"""Checkpoints are written while the run continues, completely or not at all; the run waits for them and reports their errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def saved(run: Path, step: int) -> dict[str, torch.Tensor]:
-    """Weights and optimizer of a checkpoint."""
+    """Return the weights and the optimizer of a checkpoint."""
     folder = run / "checkpoints" / f"step-{step}" / "actor"
     return load_file(folder / "model.safetensors") | load_file(folder / checkpoint.OPTIMIZER)
 
@@ -54,7 +54,7 @@ def test_checkpoint_written_during_later_steps_holds_its_own_step(
     write, beside, threads = checkpoint.write_tensors, workshop.folder / "beside", []
 
     def slow(tensors: Any, path: Path) -> None:
-        """Write only after a later step has ended: a run that waited for the write would hang."""
+        """Write only after a later step has ended, so that a run that waited for the write would hang."""
         step = int(path.parent.parent.name.split("-")[1].split(".")[0])
         threads.append(threading.current_thread() is threading.main_thread())
         if step == 2:

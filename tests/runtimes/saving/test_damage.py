@@ -1,4 +1,4 @@
-"""Damaged files of a run: each is noticed and named before anything is written, and the newest whole checkpoint can be taken."""
+"""Damaged files of a run are found and named before anything is written, and the newest intact checkpoint can be used."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from tests.tiny import ROOT, Workshop, metrics_without_times
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory: pytest.TempPathFactory, tiny_models: dict[str, Path], sums_file: Path) -> Path:
-    """A run with checkpoints of steps 1 and 2, whose configuration says 3."""
+    """Return a run with checkpoints of steps 1 and 2, whose configuration says 3."""
     workshop = Workshop(tmp_path_factory.mktemp("whole"), tiny_models["qwen3"], sums_file)
     run = workshop.run(trainer={"steps": 2, "checkpoint_every": 1, "keep_checkpoints": 3})
     settings = run / "config.yaml"
@@ -36,7 +36,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory, tiny_models: dict[str, P
 
 @pytest.fixture
 def run(whole_run: Path, tmp_path: Path) -> Path:
-    """A copy to be damaged."""
+    """Return a copy that tests may damage."""
     return Path(shutil.copytree(whole_run, tmp_path / "run"))
 
 
@@ -56,7 +56,7 @@ def empty(path: Path) -> None:
 
 
 def widen(path: Path) -> None:
-    """Tensors of a wider model, in a file that can be read."""
+    """Write tensors of a wider model into a readable file."""
     save_file({name: torch.cat([t, t]) if t.dim() else t for name, t in load_file(path).items()}, path)
 
 
@@ -180,7 +180,7 @@ def test_a_run_that_lives_is_not_resumed_a_second_time(run: Path) -> None:
 
 
 class Runs:
-    """Makes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""Rows get to the ranks that need them, whole, each to its own, and nothing else travels."""
+"""Rows arrive complete at the ranks that need them, and no other rows travel."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def test_ranks_evaluate_as_one_process_does(workshop: Workshop) -> None:
 
 
 def processes_of_ranks() -> list[psutil.Process]:
-    """Those that this process has started and that are still there."""
+    """Return the processes that this one has started and that still exist."""
     children = psutil.Process().children(recursive=True)
     running = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
     return [child for child in running if "braidrl.cluster.child" in " ".join(child.cmdline())]

@@ -1,4 +1,4 @@
-"""Memory counted without storage equals what a model with storage takes."""
+"""Memory counted without storage equals that of a model with storage."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_layout_divides_what_its_axes_divide(tiny_models: dict[str, Path]) -> 
     hybrid = resident_bytes(shape, True, ParallelLayout(data=4, nodes=2, shard="full"))
     assert hybrid == {part: pytest.approx(size / 2, abs=8) for part, size in whole.items()}
     stages = ParallelLayout(data=1, pipeline=4)
-    # Two of eight layers, and of embedding and head one.
+    # Two of eight layers, and one of embedding and head.
     own = 2 * shape.layer_parameters + deeper.config.vocab_size * deeper.config.hidden_size + deeper.config.hidden_size
     assert resident_bytes(deeper, False, stages) == {"weights": 2 * own}
     sharded = ParallelLayout(data=2, pipeline=4, shard="full")

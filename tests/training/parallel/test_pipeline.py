@@ -45,7 +45,7 @@ def test_stages_have_equal_layers_and_the_names_of_the_whole_model(name: str, ti
     whole = shapes_of(DecoderWorker("actor", config_of(str(tiny_models[name])), train=False).model)
     parts = [shapes_of(stage_of(tiny_models[name], stage).model) for stage in (0, 1)]
     assert parts[0] | parts[1] == whole
-    # A weight that embedding and output layer share is on both.
+    # Both have the weight that embedding and output layer share.
     assert parts[0].keys() & parts[1].keys() == ({"model.embed_tokens.weight"} if name == "qwen2" else set())
     assert [sum(".layers." in key for key in part) for part in parts] == [
         sum(".layers." in key for key in whole) // 2
