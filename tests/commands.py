@@ -43,7 +43,7 @@ class Command:
             self._process.start()
         for descriptor in (told, complained):
             os.close(descriptor)
-        assert self._process.pid is not None, "it was started"
+        assert self._process.pid is not None, "the command was not started"
         self.pid = self._process.pid
         self.stdout: TextIO = os.fdopen(out)
         self.stderr: TextIO = os.fdopen(err)

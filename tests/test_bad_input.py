@@ -134,7 +134,7 @@ def test_a_run_that_was_refused_can_be_started_again_under_its_name(workshop: Wo
 
 
 @pytest.mark.parametrize("processes", [["runtime=eager"], ["runtime=distributed", "workers=2"]])
-def test_a_run_whose_every_check_fails_ends_with_the_commonest_failure_and_is_saved(
+def test_a_run_with_only_failed_checks_saves_and_names_the_commonest_failure(
     workshop: Workshop, command: Braid, processes: list[str]
 ) -> None:
     raises = [
@@ -175,9 +175,7 @@ def test_a_model_that_cannot_be_trained_is_named_before_it_loads(
     assert line.startswith(f"model: {other}, bert, is not proven to train correctly: ")
 
 
-def test_a_run_whose_every_trajectory_fails_twice_ends_with_the_commonest_failure(
-    workshop: Workshop, command: Braid
-) -> None:
+def test_a_run_with_only_failed_trajectories_names_the_commonest_failure(workshop: Workshop, command: Braid) -> None:
     (workshop.folder / "broken.py").write_text("def board(texts, example):\n    raise KeyError('no board')\n")
     config = workshop.config_file(rollout={"environment": "broken.py:board"}, reward={"max_failed_steps": 2})
     code, _, said = command("train", config)
@@ -185,7 +183,7 @@ def test_a_run_whose_every_trajectory_fails_twice_ends_with_the_commonest_failur
     assert "no board" in said.splitlines()[-1]
 
 
-def test_what_this_machine_lacks_ends_a_run_in_one_line_and_is_said_by_a_dry_run(
+def test_run_and_dry_run_report_what_this_machine_lacks(
     workshop: Workshop, refusal: Refusal, command: Braid, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -222,7 +220,7 @@ def test_a_model_folder_without_a_tokenizer_is_named(workshop: Workshop, refusal
 
 
 FLOWS = {
-    "a column nobody writes": (
+    "a column without a writer": (
         [{"role": "actor", "type": "generate"}, {"type": "advantage.group_normalized"}],
         r"stage advantage.group_normalized reads 'reward', which no earlier stage writes",
     ),
@@ -355,7 +353,7 @@ def test_a_reward_that_is_always_the_same_ends_dynamic_sampling_with_that_explan
     assert "whose answers all have the same score teaches nothing" in found and "check reward.verify" in found
 
 
-def test_a_verifier_that_raises_is_counted_and_said_once(workshop: Workshop, command: Braid) -> None:
+def test_a_raising_verifier_is_counted_and_reported_once(workshop: Workshop, command: Braid) -> None:
     reward = {"verify": f"{workshop.folder}/verifiers.py:unfinished", "max_failed_fraction": 1}
     code, _, errors = command("train", workshop.config_file(reward=reward))
     assert code == 0
@@ -376,7 +374,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_during_a_checkpoint_leaves_the_one_before_whole_and_the_run_can_go_on(
+def test_a_full_disk_during_a_checkpoint_leaves_the_previous_one_resumable(
     workshop: Workshop, refusal: Refusal, command: Braid
 ) -> None:
     run = workshop.run(trainer={"steps": 1, "checkpoint_every": 1})

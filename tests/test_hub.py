@@ -17,7 +17,7 @@ import yaml
 from tests.hub import COMMIT, TOKEN, Hub, serving
 from tests.tiny import ROOT, Workshop, recorded, sums, write_model
 
-NOBODY = "http://127.0.0.1:1"
+UNREACHABLE = "http://127.0.0.1:1"
 # Commands run one after the other in one process, because the import takes longest; an object sets the environment of later commands.
 COMMANDS = """
 import json, os, sys
@@ -131,19 +131,19 @@ def test_the_first_page_is_followed_with_names_alone(said: dict[str, tuple[int, 
     assert (source["convert"], source["subset"]) == ("gsm8k", "main")
 
 
-def test_a_model_is_fetched_by_its_name_and_found_in_the_cache_without_a_network(
+def test_a_fetched_model_is_found_in_the_cache_without_a_network(
     said: dict[str, tuple[int, str]], hub: Hub, workshop: Workshop, configuration: str, cache: Path
 ) -> None:
     assert (said["by name"][0], said["resumed"][0]) == (0, 0), said
     folder = cache / "hub" / "models--tiny--sums" / "snapshots" / COMMIT
     assert (folder / "model.safetensors").is_file() and not (folder / "model.onnx").exists()
     assert yaml.safe_load((workshop.folder / "run" / "config.yaml").read_text())["model"] == str(folder), (
-        "a run keeps to the commit"
+        "a run stays on its commit"
     )
     files = [asked for asked in hub.asked if asked.startswith("GET /tiny")]
     assert files and len(files) == len(set(files)), "each file was fetched once"
     there, missing = braid(
-        NOBODY, cache,
+        UNREACHABLE, cache,
         ["train", configuration, "model=tiny/sums@v1", "name=another"], ["train", configuration, "model=tiny/other"],
         HF_HUB_OFFLINE="1",
     )  # fmt: skip
@@ -166,15 +166,15 @@ def test_what_the_hub_does_not_have_or_give_is_one_line(said: dict[str, tuple[in
     assert [said[f"{name} with a token"][0] for name in ("gated/sums", "private/sums")] == [0, 0]
 
 
-def test_without_a_network_one_line_says_how_to_fetch_it(configuration: str, tmp_path: Path) -> None:
+def test_without_a_network_one_line_explains_how_to_fetch_a_model(configuration: str, tmp_path: Path) -> None:
     model, data = braid(
-        NOBODY,
+        UNREACHABLE,
         tmp_path,
         ["train", configuration, "model=tiny/sums@v1"],
         ["train", configuration, "data.train=tiny/data"],
     )
     assert refused(model) == (
-        f"model: there is no file or folder tiny/sums here, the cache {tmp_path}/hub does not have all of it, and {NOBODY} cannot be "
+        f"model: there is no file or folder tiny/sums here, the cache {tmp_path}/hub does not have all of it, and {UNREACHABLE} cannot be "
         "reached; where there is a network, `hf download tiny/sums --revision v1` fills a cache, which HF_HOME names here"
     )
     assert "`hf download tiny/data --repo-type dataset` fills a cache" in refused(data)

@@ -128,7 +128,7 @@ def test_slow_environments_do_not_hold_up_the_trajectories_beside_them() -> None
 
     limits = Limits(at_once=64, timeout_s=1000, max_turns=8, max_sequence_tokens=300)
     _, seconds = script_play(make, rows_of(["?"] * 64), limits, seconds=1.0)
-    assert max(end for _, end in log) == pytest.approx(4 * 1.1), "the fast ones run as if alone"
+    assert max(end for _, end in log) == pytest.approx(4 * 1.1), "fast environments are not delayed"
     assert seconds == pytest.approx(4 * 101.0)
 
 
@@ -159,7 +159,7 @@ def test_a_hanging_plain_function_delays_neither_other_rows_nor_the_end() -> Non
     make = environments(f"{HERE}:play_slowly", {})
     episodes = Episodes(Script(tokenizer, ["ab"]), make, turn_template(tokenizer), SamplingParams(), limits)  # type: ignore[arg-type]
     played = asyncio.run(episodes.play(rows_of(["?"], samples=4)))
-    assert not LATE, "the call hangs yet"
+    assert not LATE, "the call is still hanging"
     RELEASED.set()
     assert [episode.failure for episode in played] == ["timeout", None, None, None]
 
@@ -182,14 +182,14 @@ def test_trajectories_end_at_their_turns_and_where_a_sequence_has_no_room() -> N
         assert episode.finish_reason is FinishReason.LENGTH
         assert len(episode.trajectory.tokens) <= limit
         assert episode.trajectory.tokens == by_turns.trajectory.tokens[: len(episode.trajectory.tokens)]
-        assert episode.trajectory.actions[-1], "nothing is appended that no action follows"
+        assert episode.trajectory.actions[-1], "an observation without a following action is not appended"
     with pytest.raises(
         UserError, match=r"a first context of 3 tokens leaves no room .* raise rollout.max_sequence_tokens"
     ):
         script_play(Turns, rows_of(["???"]), Limits(1, 30, 8, 3))
 
 
-def test_an_aborted_trajectory_keeps_what_there_is() -> None:
+def test_an_aborted_trajectory_keeps_its_tokens_so_far() -> None:
     engine = EngineReplica(EmbeddedEngine(make_model(), make_tokenizer(), 16, 300))
     sampling = SamplingParams(max_tokens=30, ends=False)
     episodes = Episodes(engine, Turns, turn_template(make_tokenizer()), sampling, LIMITS)  # type: ignore[arg-type]
@@ -254,12 +254,12 @@ def test_rows_of_a_group_are_given_the_same_seed_and_groups_others() -> None:
 
 
 @pytest.mark.parametrize("said", [None, 3, ["text"], [{"content": "no role"}]])
-def test_what_is_neither_text_nor_messages_cannot_be_said(said: Any) -> None:
+def test_an_observation_must_be_text_or_messages(said: Any) -> None:
     with pytest.raises(TypeError, match="says text or messages"):
         Observation(said)
 
 
-def test_names_that_are_no_environment_are_refused() -> None:
+def test_an_unknown_environment_name_is_refused() -> None:
     with pytest.raises(UserError, match="Limits is no environment: it lacks reset and step"):
         environments("braidrl.agents.player:Limits", {})
     with pytest.raises(UserError, match="has no function 'Turn'"):

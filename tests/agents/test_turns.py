@@ -156,7 +156,7 @@ def test_a_cut_turn_is_closed_and_an_ended_turn_only_once() -> None:
     assert cut == "<|im_end|>" + ended
 
 
-def test_an_extended_context_is_appended_and_another_opens_a_sequence() -> None:
+def test_an_extended_context_is_appended_and_a_new_context_starts_a_sequence() -> None:
     tokenizer = make_chat_tokenizer(None)
 
     def play(contexts: list[str]) -> tuple[list[int], str]:

@@ -64,7 +64,7 @@ def test_a_permutation_holds_every_number_once_and_repeats_with_its_seed(seed: i
     assert n < 20 or not order.equal(permutation((seed + 1, "shuffle"), n))
 
 
-def test_keys_are_integers() -> None:
+def test_random_keys_must_be_integers() -> None:
     with pytest.raises(TypeError, match="integers"):
         hashed(torch.tensor([0.5]))
 

@@ -34,7 +34,7 @@ def test_every_algorithm_of_the_table_is_registered_by_its_name(family: str) -> 
 
 
 @pytest.mark.parametrize("family", TABLE)
-def test_every_registered_function_says_what_it_computes(family: str) -> None:
+def test_every_registered_function_has_a_description(family: str) -> None:
     for entry in built_in(getattr(registry, family)).values():
         if family != "divergences":
             assert entry.function.__doc__, entry.name

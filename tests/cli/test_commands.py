@@ -172,14 +172,14 @@ def test_each_listed_name_has_a_description(kind: str) -> None:
     assert all(len(listed.about.split()) >= 3 and listed.about.endswith(".") for listed in catalogue(kind))
 
 
-def test_report_is_written_again(workshop: Workshop, braid: Any) -> None:
+def test_report_command_rewrites_the_report(workshop: Workshop, braid: Any) -> None:
     run = workshop.run()
     (run / "report.html").unlink()
     out, _ = braid("report", run)
     assert out.strip() == str(run / "report.html") and "Reward" in (run / "report.html").read_text()
 
 
-def test_timeline_is_drawn(workshop: Workshop, braid: Any) -> None:
+def test_timeline_command_draws_a_page(workshop: Workshop, braid: Any) -> None:
     run = workshop.run()
     out, _ = braid("timeline", run)
     assert (run / "timeline.html").is_file() and "actor.generate" in (run / "timeline.html").read_text() and out

@@ -47,7 +47,7 @@ def written(workshop: Workshop, name: str, found: Any, problem: Any) -> Path:
     return overlay
 
 
-def test_every_plan_is_a_configuration_that_holds_what_the_plan_says(workshop: Workshop) -> None:
+def test_every_plan_is_a_configuration_with_the_plans_settings(workshop: Workshop) -> None:
     config = workshop.config(**PPO)
     problem = problem_of(config, Wanted("1x4xcpu", max_staleness=1))
     plans = best_plans(problem, Wanted("1x4xcpu", max_staleness=1))
@@ -108,7 +108,7 @@ def test_the_predicted_timeline_has_every_timed_stage(workshop: Workshop) -> Non
         assert {span.stage for span in spans_of(found)} >= {"actor.generate", "actor.update", "critic.update"}
 
 
-def test_least_squares_finds_the_costs_that_made_the_seconds_and_none_below_zero() -> None:
+def test_least_squares_recovers_nonnegative_costs_from_their_seconds() -> None:
     rows = [(1.0, 10.0, 3.0), (2.0, 10.0, 1.0), (4.0, 20.0, 7.0), (1.0, 40.0, 2.0), (3.0, 5.0, 9.0)]
     samples = [dict(zip("abc", row, strict=True)) for row in rows]
     found = least_squares(samples, [2 * a + 0.5 * b for a, b, _ in rows])

@@ -42,7 +42,7 @@ def seen_by(launcher: Any, pools: list[Pool]) -> list[str]:
             for number in range(pool.workers)
         ]
         for process in started:
-            assert launcher.answered([process], 100.0), "it said nothing"
+            assert launcher.answered([process], 100.0), "the process printed nothing"
         found = [process.outcome.result for process in started]
         for process in started:
             process.close()
@@ -201,7 +201,7 @@ def test_processes_on_ray_report_the_devices_that_they_were_given(
     assert [own == "" for own in found] == [own == "" for own in seen]
 
 
-def test_the_table_is_told_in_lines() -> None:
+def test_the_device_table_is_printed_in_lines() -> None:
     assert device_lines(assign_devices([ENGINES, Pool(("critic",), 1)], 6)) == [
         "actor-0: cuda:0", "actor-0, engine 0: cuda:1 cuda:2", "actor-0, engine 1: cuda:3 cuda:4", "critic-0: cuda:5",
     ]  # fmt: skip

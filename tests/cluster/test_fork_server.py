@@ -43,8 +43,12 @@ def test_copies_share_imports_but_not_open_files() -> None:
     made, names, copy = run()
     assert made and "the fork server" in names
     assert (copy["modules"], copy["holds"]) == (["told_apart", "json.tool"], False)
-    assert (copy["next"]["modules"], copy["next"]["holds"]) == ([], False), "its own server is a fresh interpreter"
-    assert copy["collects"] and copy["next"]["collects"], "a fresh server looks for no garbage, its copies do"
+    assert (copy["next"]["modules"], copy["next"]["holds"]) == ([], False), (
+        "the copy's own server is a fresh interpreter"
+    )
+    assert copy["collects"] and copy["next"]["collects"], (
+        "garbage collection is off in a fresh server and on in its copies"
+    )
 
 
 def test_copy_that_starts_engines_forks_its_own_server() -> None:

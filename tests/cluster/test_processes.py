@@ -105,7 +105,7 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path, number: signal.Signals) -
     launcher = subprocess.Popen([sys.executable, "-c", LAUNCH, str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE)
     wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
     opened = open_sockets(family(launcher.pid))
-    assert opened and {host for host, _ in opened} == {LOOPBACK}, "the store at which the ranks met"
+    assert opened and {host for host, _ in opened} == {LOOPBACK}, "the store of the rendezvous"
     sockets = listening(family(launcher.pid))
     if number == signal.SIGKILL:  # A rank that is stopped at that moment ends too.
         os.kill(int(next(tmp_path.iterdir()).read_text()), signal.SIGSTOP)
@@ -134,5 +134,5 @@ def running(number: int) -> bool:
 def wait_until(true: Callable[[], bool], seconds: float = 200.0) -> None:
     deadline = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < deadline, "this did not happen in time"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.05)

@@ -26,7 +26,7 @@ STARTED, ENDED = 400, 150
 """Time limit in seconds for a cluster to start, and to disappear, on a busy machine."""
 
 
-def test_without_ray_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_ray_is_reported_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "ray" else found(name))
     with pytest.raises(
@@ -35,12 +35,12 @@ def test_without_ray_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch
         import_ray()
 
 
-def test_each_pool_has_devices_of_its_own_which_it_gives_back(ray_cluster: None) -> None:
+def test_each_pool_has_its_own_devices_and_returns_them(ray_cluster: None) -> None:
     import ray
 
     cluster = RayCluster(ClusterConfig(start_limit_s=60), "cpu")
     free = settled(lambda: ray.available_resources().get("CPU"))
-    assert not cluster.started, "the cluster that is there was not used"
+    assert not cluster.started, "the running cluster was not used"
     pools = [Pool(("actor",), 2), Pool(("critic",), 1)]
     seats = cluster.reserve(pools)
     actors = [[cluster.start(Seated, seat) for seat in pool] for pool in seats]
@@ -49,7 +49,7 @@ def test_each_pool_has_devices_of_its_own_which_it_gives_back(ray_cluster: None)
     assert eventually(lambda: ray.available_resources().get("CPU") == free - 3)
     cluster.close()
     assert eventually(lambda: ray.available_resources().get("CPU") == free)
-    assert ray.is_initialized(), "a cluster that was there before goes on"
+    assert ray.is_initialized(), "a cluster that ran before keeps running"
 
 
 def test_unresponsive_actor_is_named(ray_cluster: None) -> None:
@@ -59,12 +59,14 @@ def test_unresponsive_actor_is_named(ray_cluster: None) -> None:
     actor = cluster.start(Seated, cluster.reserve([Pool(("actor",), 1)])[0][0])
     cluster.names[actor._actor_id.hex()] = "actor rank 0"
     process = ray.get(actor.process.remote(), timeout=60)
-    assert os.getpriority(os.PRIO_PROCESS, process) == os.getpriority(os.PRIO_PROCESS, 0), "workers give way to others"
+    assert os.getpriority(os.PRIO_PROCESS, process) == os.getpriority(os.PRIO_PROCESS, 0), (
+        "workers run at a lower priority"
+    )
     for asked in [[actor], [actor], [], [], [actor], [actor], [actor]]:
         cluster.actors = asked
         time.sleep(1.1)
         cluster.look()
-        assert cluster.beats.silence(actor) < 2, "time without requests counts as silence"
+        assert cluster.beats.silence(actor) < 2, "time without requests triggers the watchdog"
     assert cluster.ready([actor.node.remote()], 60)
     os.kill(process, signal.SIGSTOP)
     try:

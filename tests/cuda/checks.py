@@ -112,7 +112,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_a_run_with_its_settings_trains(name: str, folder: Path, tmp_path: Path, twin: CudaTwin) -> None:
     metrics = run(folder, tmp_path, **VARIANTS[name])
     gap = metrics["train/rollout_log_prob_gap"]
-    assert gap is None or gap < 0.05, "the engine computes what training does"
+    assert gap is None or gap < 0.05, "the engine's log-probs equal those of training"
     check_places(twin)
 
 
@@ -124,7 +124,7 @@ def test_numbers_are_those_of_the_cpu(folder: Path, tmp_path: Path, twin: CudaTw
         assert there[key] == pytest.approx(here[key], rel=1e-4, abs=1e-6), key
 
 
-def test_fused_layers_compute_what_torch_does(
+def test_fused_layers_match_torch(
     folder: Path, tmp_path: Path, twin: CudaTwin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The functions before compilation: Triton needs the device itself."""
@@ -149,7 +149,7 @@ def test_fused_layers_compute_what_torch_does(
     check_places(twin)
 
 
-def test_a_run_goes_on_from_a_checkpoint(folder: Path, tmp_path: Path, twin: CudaTwin) -> None:
+def test_a_run_resumes_from_a_checkpoint(folder: Path, tmp_path: Path, twin: CudaTwin) -> None:
     settings: dict[str, Any] = {
         "device": "cuda", "dtype": "bfloat16", "output": str(tmp_path), "rollout__compile": False, "name": "run",
         "trainer__checkpoint_async": True, "trainer__prompts_per_step": 2,
@@ -274,7 +274,7 @@ def test_a_dtype_that_cuda_has_no_kernel_for_is_found(twin: CudaTwin) -> None:
         torch.nn.attention.varlen.varlen_attn(states_of, states_of, states_of, offsets, offsets, 4, 4)
 
 
-def test_every_place_that_is_allowed_is_one_that_there_is() -> None:
+def test_every_allowed_place_occurs_in_a_run() -> None:
     """Check, as the last test, that every allowed place was needed by a run."""
     assert set(WAITS) - SEEN["waits"] == set()
     assert set(DOUBLES) - SEEN["doubles"] == set()

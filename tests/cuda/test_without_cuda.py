@@ -30,7 +30,7 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("which", ["not soak", pytest.param("soak", marks=pytest.mark.soak)])
-def test_runs_on_a_cuda_device_that_is_not_there(device: Path, which: str) -> None:
+def test_runs_pass_on_a_simulated_cuda_device(device: Path, which: str) -> None:
     unused = ["-p", "no:cacheprovider", "-p", "no:xdist", "--noconftest"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *unused, "-m", which, "tests/cuda/checks.py"],

@@ -106,7 +106,7 @@ def test_damaged_bytes_raise_or_give_rows_of_the_same_form(rows: Rows, data: st.
 
 
 @given(tables(), st.data())
-def test_truncated_bytes_raise(rows: Rows, data: st.DataObject) -> None:
+def test_truncated_codec_bytes_raise_an_error(rows: Rows, data: st.DataObject) -> None:
     buffer = join(encode(rows))
     with pytest.raises(CodecError):
         split(buffer[: data.draw(st.integers(0, len(buffer) - 1))])

@@ -88,7 +88,7 @@ async def largest_gap(engine: Engine, wanted: Sequence[Request], updates: int = 
             assert set(response.versions.tolist()) == {version}
         drawn.add(tuple(finished[0].tokens.tolist()))
     print(f"largest gap: {largest:.1e} nats")
-    assert len(drawn) > 1, "weights that change draw other tokens"
+    assert len(drawn) > 1, "new weights sample other tokens"
     return largest
 
 

@@ -143,7 +143,7 @@ def test_a_dead_engine_recovers_with_the_weights_that_it_missed() -> None:
     assert recovered == other
 
 
-def test_without_a_living_engine_those_who_wait_are_told_why() -> None:
+def test_pending_calls_fail_with_the_reason_when_no_engine_is_left() -> None:
     async def run() -> None:
         dying = replica()
         break_after(dying, 1)

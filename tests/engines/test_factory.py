@@ -46,7 +46,7 @@ def gaps_of(run: Path, steps: int) -> list[float]:
     ("runtime", "processes", "weights"),
     [("eager", 2, {"weights": "collective"}), ("hybrid", 1, {"check_weights": True})],
 )
-def test_engines_in_processes_train_what_the_trainers_own_engine_trains(
+def test_engine_processes_give_the_result_of_the_trainers_own_engine(
     workshop: Workshop, warm_cluster: WarmCluster, runtime: str, processes: int, weights: dict[str, Any]
 ) -> None:
     alone = workshop.run("alone", trainer=TRAINER)
@@ -56,7 +56,7 @@ def test_engines_in_processes_train_what_the_trainers_own_engine_trains(
     assert all(line[GAP] < 1e-5 for line in read_metrics(served))
 
 
-def test_an_engine_that_two_processes_divide_trains_what_one_does(workshop: Workshop) -> None:
+def test_a_sharded_engine_gives_the_result_of_one_process(workshop: Workshop) -> None:
     settings: dict[str, Any] = {"trainer": TRAINER, "algorithm": {"old": "recompute"}}
     whole = workshop.run("whole", **settings, rollout={"engines": 1})
     divided = workshop.run("divided", **settings, rollout={"engines": 1, "tensor": 2, "check_weights": True})
@@ -92,7 +92,9 @@ def test_a_vllm_run_has_the_trainers_log_probs_and_sleeps_between_steps(
     waking = re.findall(r"seconds to (fall asleep|wake up tags \['weights'\]|wake up tags \['kv_cache'\])", said)
     step = ["fall asleep", "wake up tags ['weights']", "wake up tags ['kv_cache']"]
     assert waking == (3 * step)[:-1]
-    assert tokens_of(run, 1) == tokens_of(workshop.run("embedded", **settings), 1), "the row decides, not the engine"
+    assert tokens_of(run, 1) == tokens_of(workshop.run("embedded", **settings), 1), (
+        "sampling depends on the row, not on the engine"
+    )
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -178,7 +180,7 @@ def test_what_cannot_be_is_refused_before_a_model_loads(
         workshop.run("refused", **settings)
 
 
-def test_vllms_own_words_for_an_engines_shape_are_that_shape() -> None:
+def test_vllms_own_shape_settings_equal_braids_keys() -> None:
     own = {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "gpu_memory_utilization": 0.5}
     taken = RolloutConfig(engine="vllm", vllm=own)
     assert (taken.tensor, taken.pipeline, taken.vllm) == (2, 3, {"gpu_memory_utilization": 0.5})

@@ -59,7 +59,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("dtype", "vocabulary", "top_k", "top_p"), CASES)
-def test_sampled_tokens_are_as_frequent_as_the_model_says(
+def test_sampled_tokens_have_the_models_frequencies(
     dtype: torch.dtype, vocabulary: int, top_k: int, top_p: float
 ) -> None:
     torch.manual_seed(vocabulary)
@@ -78,7 +78,7 @@ def test_sampled_tokens_are_as_frequent_as_the_model_says(
     torch.testing.assert_close(log_probs, expected, rtol=0, atol=1e-5)
 
 
-def test_each_row_has_its_own_temperature_cuts_and_greed() -> None:
+def test_each_row_has_its_own_temperature_and_cuts_and_may_be_greedy() -> None:
     torch.manual_seed(0)
     logits = torch.randn(6, 50)
     choice = BatchSampling(
@@ -113,7 +113,7 @@ def test_no_token_without_weight_is_ever_drawn(weights: list[float], part: float
     assert row[0, token] > 0
 
 
-def test_a_flat_tail_is_drawn_as_often_as_its_weight_says() -> None:
+def test_a_flat_tail_is_sampled_by_its_weight() -> None:
     weights = torch.full((1, 40_064), 1e-8)
     weights[0, 0] = 1.0
     # The tail holds 0.0004 of the total, half of the examined range.
@@ -122,7 +122,7 @@ def test_a_flat_tail_is_drawn_as_often_as_its_weight_says() -> None:
     assert len(drawn.unique()) > 200
 
 
-def test_the_engines_first_tokens_are_as_frequent_as_the_model_says() -> None:
+def test_the_engines_first_tokens_have_the_models_frequencies() -> None:
     model = make_model()
     prompt = torch.tensor([5, 99, 31])
     requests = [

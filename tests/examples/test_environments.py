@@ -70,9 +70,9 @@ def test_two_steps_of_each_example_train_on_exactly_what_was_generated(name: str
         print(f"{name}: largest gap of a row {max(worst):.1e} nats")
         assert all(gap <= 1e-5 for gap in worst), worst
         if name == "summaries":
-            assert (rows["sequence_lengths"].lengths == 4).all(), "three parts and the question, a sequence each"
+            assert (rows["sequence_lengths"].lengths == 4).all(), "three parts and the question are a sequence each"
         elif name == "outside_agent":
             tries = torch.where(rows["reward"] == 1, 1, 2)
-            assert torch.equal(rows["sequence_lengths"].lengths, tries), "a conversation is a sequence"
+            assert torch.equal(rows["sequence_lengths"].lengths, tries), "a conversation is one sequence"
         else:
             assert (rows["sequence_lengths"].lengths == 1).all()

@@ -76,7 +76,7 @@ def test_the_demos_path_warm_start_then_dapo_ends_with_scores_and_a_report(
     shown = capsys.readouterr().out
     assert "advantage.group_normalized" in shown and "step   2  eval/held_out/avg@2" in shown and "=' → '" in shown
     warm = [line["loss/actor"] for line in read_metrics(folder / "warm-start")]
-    assert warm[-1] < 0.8 * warm[0], "imitation must have begun to work"
+    assert warm[-1] < 0.8 * warm[0], "imitation must show an effect"
     lines = read_metrics(run)
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert [line.get("eval/held_out/avg@2") is None for line in lines] == [False, True, False]
@@ -88,7 +88,7 @@ def test_the_demos_path_warm_start_then_dapo_ends_with_scores_and_a_report(
     )
 
 
-def test_the_demo_deletes_nothing_that_it_did_not_make(tmp_path: Path) -> None:
+def test_the_demo_deletes_only_its_own_files(tmp_path: Path) -> None:
     demo = load_module(ARITHMETIC / "demo.py")
     (tmp_path / "thesis.tex").write_text("precious")
     with pytest.raises(SystemExit, match="choose another one with --folder"):
@@ -144,7 +144,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_example_that_streams_divides_eight_devices(tmp_path: Path) -> None:
+def test_the_streaming_example_splits_eight_devices(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     config = load_config(ROOT / "examples" / "gsm8k" / "streaming.yaml", overrides(model=model))
     flow = build_flow(config)
@@ -165,9 +165,7 @@ def test_two_steps_of_grpo_on_the_real_prompts_of_gsm8k(small_model: Path, tmp_p
     lines = read_metrics(run)
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert lines[-1]["rows/generated"] == 16 and lines[-1]["eval/test/avg@1"] is not None
-    assert not any(name.startswith("reward/failures") for line in lines for name in line), (
-        "every answer can be compared with"
-    )
+    assert not any(name.startswith("reward/failures") for line in lines for name in line), "every answer is comparable"
     with (GSM8K / "train.jsonl").open() as file:
         answers = {example["question"]: example["answer"] for example in map(json.loads, file)}
     rows = recorded(run, 1)

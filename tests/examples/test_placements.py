@@ -60,7 +60,7 @@ def alone(made: Path) -> dict[str, list[Step]]:
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in SOON else pytest.mark.soak) for name in NAMES])
-def test_each_runs_and_does_what_one_process_does(
+def test_each_placement_gives_the_result_of_one_process(
     name: str, made: Path, alone: dict[str, list[Step]], warm_cluster: WarmCluster
 ) -> None:
     config = configuration(name, made, f"name={name}")

@@ -64,7 +64,7 @@ def test_a_careful_teacher_makes_fewer_mistakes_where_it_rambles(studies: Module
     assert sum(wrong[True]) / len(wrong[True]) < 0.15 < 0.4 < sum(wrong[False]) / len(wrong[False])
 
 
-def test_a_technique_shows_only_the_way_that_its_argument_says(studies: ModuleType) -> None:
+def test_a_technique_counts_only_with_the_predicted_sign(studies: ModuleType) -> None:
     verdict, mean = load_module(ARITHMETIC / "study_techniques.py").verdict, load_module(ARITHMETIC / "pages.py").Mean
     assert verdict(mean(0.2, 0.1), True) == verdict(mean(-0.2, 0.1), False) == "yes"
     assert verdict(mean(-0.2, 0.1), True) == "the opposite" and verdict(mean(0.1, 0.2), True) == "no"

@@ -73,5 +73,5 @@ def message_of(make: Callable[[], object]) -> str:
     """Return the text of the expected UserError."""
     with pytest.raises(UserError) as caught:
         make()
-    assert "\n" not in str(caught.value), "an error is one line"
+    assert "\n" not in str(caught.value), "an error must be one line"
     return str(caught.value)

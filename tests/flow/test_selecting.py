@@ -118,7 +118,7 @@ def test_a_batch_is_known_before_later_groups_but_waits_for_kept_surplus() -> No
         sampling.decide({0: Verdict("all_wrong"), 1: Verdict()})
         sampling.admit([2, 3])
         sampling.decide({3: Verdict()})
-        assert sampling.batch() is None, "group 2 could still come before group 3"
+        assert sampling.batch() is None, "group 2 can still be kept before group 3"
         sampling.admit([4])
         sampling.decide({2: Verdict()})
         assert sampling.batch() == (1, 2)
@@ -215,7 +215,7 @@ def test_groups_after_a_full_batch_are_needless_unless_surplus_is_kept() -> None
         sampling = GroupSelector(2, 100, policy, 1, over_sampling=2.5)  # type: ignore[arg-type]
         sampling.begin(0)
         sampling.admit(range(sampling.next_wave()))
-        assert sampling.needless({1: True, 2: True}) == [], "group 0 may still be kept"
+        assert sampling.needless({1: True, 2: True}) == [], "group 0 can still be kept"
         assert sampling.needless({0: False, 1: True, 2: True}) == expected
 
 
@@ -239,8 +239,8 @@ def test_the_batch_does_not_depend_on_completion_order_or_aborts(
         assert groups_to_abort(range(len(kept), len(kept) + 3), decided, wanted) == [len(kept) + n for n in range(3)]
 
 
-def test_a_fast_group_never_takes_the_place_of_a_slow_one_before_it() -> None:
-    assert groups_to_abort([0, 1, 2, 3], {1: True, 2: True}, 2) == [], "group 0 may still be kept"
+def test_a_fast_group_never_replaces_a_slow_earlier_group() -> None:
+    assert groups_to_abort([0, 1, 2, 3], {1: True, 2: True}, 2) == [], "group 0 can still be kept"
     assert groups_to_abort([0, 1, 2, 3], {0: False, 1: True, 2: True}, 2) == [3]
 
 
@@ -272,7 +272,7 @@ def test_groups_admitted_ahead_never_change_the_batch() -> None:
     assert sampling.groups_wanted() == 8
     sampling.admit(range(8))
     sampling.decide({group: Verdict("all_wrong") for group in range(4)})
-    assert sampling.next_wave() == 0 and sampling.groups_wanted() == 4, "four are sure to be lacking"
+    assert sampling.next_wave() == 0 and sampling.groups_wanted() == 4, "four groups are certain to be missing"
     sampling.admit(range(8, 12))
     sampling.decide({group: Verdict() for group in range(4, 12)})
     assert sampling.members() == [(group, group - 4, group - 4) for group in range(4, 12)]

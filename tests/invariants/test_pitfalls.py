@@ -169,7 +169,7 @@ def test_every_action_token_of_every_micro_batch_has_its_gradient(folder: Path) 
     assert norms[0] != pytest.approx(norms[1])
 
 
-def test_tied_embeddings_reach_an_engine_with_weights_of_its_own() -> None:
+def test_tied_embeddings_reach_an_engine_with_separate_weights() -> None:
     model = make_model("qwen2-tied")
     engine = EngineWeights(model, torch.float64)
     with torch.no_grad():

@@ -48,7 +48,7 @@ def test_all_switches_together_train_generated_tokens_and_resume_exactly(worksho
     assert_goes_on_as(stopped, whole)
 
 
-def test_ranks_that_divide_a_float32_model_train_as_one_process_does(workshop: Workshop) -> None:
+def test_ranks_that_shard_a_float32_model_train_like_one_process(workshop: Workshop) -> None:
     """Train with sharded weights, which are not plain tensors: our kernels must leave them to torch."""
     trainer = {"prompts_per_step": 4, "steps": 2, **FAST}
     alone = metrics_without_times(workshop.run("alone", **FLOW, trainer=trainer))

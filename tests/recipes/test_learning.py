@@ -48,7 +48,7 @@ def test_a_reward_model_learns_preferences_and_ppo_with_it_raises_the_true_score
     accuracy = [
         line["eval/pairs/pair_accuracy"] for line in read_metrics(learned) if "eval/pairs/pair_accuracy" in line
     ]
-    assert accuracy[0] == 0.0, "a fresh head tells nothing apart"
+    assert accuracy[0] == 0.0, "a new head gives equal scores"
     assert accuracy[-1] >= 0.9
     export_model(learned, folder / "reward", "reward")
     roles = {"reward": {"model": str(folder / "reward")}, "critic": {"model": str(folder / "reward")}}

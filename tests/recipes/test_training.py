@@ -168,7 +168,9 @@ def test_metrics_include_the_ones_in_the_papers(folder: Path, tmp_path: Path) ->
         line["actor/clip_fraction"]
     )
     assert 0 < line["actor/clip_high_probability"] < line["actor/clip_high_probability_max"] <= 1
-    assert line["actor/effective_sample_size"] == pytest.approx(1.0, abs=1e-4), "engine and trainer agree here"
+    assert line["actor/effective_sample_size"] == pytest.approx(1.0, abs=1e-4), (
+        "engine and trainer have equal numerics here"
+    )
     assert line["actor/kl_reference_k2"] > 0 and line["actor/kl_reference_k3"] > 0
     assert line["critic/explained_variance"] <= 1 and "critic/error_squared" not in line
     correct = rows["correct"].reshape(4, 4)

@@ -264,7 +264,7 @@ def test_arguments_of_the_template_are_of_the_run_the_source_and_the_row(write: 
 
 @needs_cases
 @pytest.mark.parametrize("name", ["timestamp", "images", "decimal"])
-def test_columns_that_are_no_json_do_no_harm_in_the_shared_cases(made: Path, tmp_path: Path, name: str) -> None:
+def test_non_json_columns_do_no_harm_in_the_shared_cases(made: Path, tmp_path: Path, name: str) -> None:
     file = made / f"{name}.parquet"
     folder = tmp_path / name
     folder.mkdir()
@@ -292,7 +292,7 @@ def test_columns_that_are_no_json_do_no_harm_in_the_shared_cases(made: Path, tmp
         ({"a": [b"x", None], "b": b"y", "c": 1}, {"a": [None, None], "c": 1}),
     ],
 )
-def test_other_values_that_are_no_json_are_kept_as_far_as_json_can(write: Write, value: Any, kept: Any) -> None:
+def test_other_non_json_values_are_kept_as_far_as_json_allows(write: Write, value: Any, kept: Any) -> None:
     (example,) = read_examples(SourceConfig(path=write([{"prompt": "a", "extra": value}], "data.parquet")))
     assert example.metadata == {"extra": kept}
 
@@ -486,7 +486,7 @@ def test_every_form_of_a_conversation_trains_on_the_same_turns(write: Write, tok
         assert whole == text + ("" if text.endswith(end) else end)
 
 
-def test_the_tokens_of_a_conversation_are_those_that_it_would_have_had_at_each_turn(write: Write) -> None:
+def test_a_conversations_tokens_equal_its_incremental_tokenization(write: Write) -> None:
     tokenizer = qwen()
     template = PromptTemplate(tokenizer)
     source = load(write([{"messages": CONVERSATION}]), tokenizer, responses=True)

@@ -128,7 +128,7 @@ class InReadOnlyFolder:
 def test_a_tracker_that_cannot_be_opened_ends_a_new_run_in_a_line(workshop: Workshop) -> None:
     said = refused(workshop, trackers=f"{__file__}:InReadOnlyFolder")
     assert "InReadOnlyFolder cannot be opened (FileNotFoundError" in said and "leave it out of trackers" in said
-    assert len(read_metrics(workshop.run(trackers=[]))) == 2, "the run can be started again under its name"
+    assert len(read_metrics(workshop.run(trackers=[]))) == 2, "the run can be restarted under its name"
 
 
 LATER = {"every": 100, "before_first_step": False, "samples": 1}

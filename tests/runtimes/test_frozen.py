@@ -112,7 +112,7 @@ def test_a_main_program_that_was_paused_loses_nothing(workshop: Workshop) -> Non
     assert metrics_agree(workshop.folder / "run", undisturbed)
 
 
-def test_the_main_program_says_where_its_own_work_makes_no_progress(tmp_path: Path) -> None:
+def test_the_main_program_reports_its_own_stalled_work(tmp_path: Path) -> None:
     said: list[str] = []
     for _ in range(ENOUGH):
         with WORK.on("reward.verify"):

@@ -37,7 +37,7 @@ def kill(run: int, victim: str, known: list[int]) -> int:
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.soak if "ray" in str(CASES[case]) else ()) for case in CASES]
 )
-def test_a_lost_process_costs_no_word_of_the_user(workshop: Workshop, case: str) -> None:
+def test_a_lost_process_is_replaced_without_user_action(workshop: Workshop, case: str) -> None:
     settings, victim, moments = CASES[case]
     trainer = {"steps": 14, "checkpoint_every": 2, "deterministic": True}
     sections: dict[str, Any] = {**settings, "trackers": [], "dtype": "float64"}

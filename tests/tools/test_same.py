@@ -57,5 +57,5 @@ def test_signs_of_zero_shapes_and_types_count(before: Any, after: Any) -> None:
     assert same.difference({"it": before}, {"it": after}) is not None
 
 
-def test_the_same_bits_are_equal_also_where_they_are_no_numbers() -> None:
+def test_equal_bits_are_equal_even_for_nan() -> None:
     assert same.difference({"it": np.array([np.nan])}, {"it": np.array([np.nan])}) is None

@@ -65,7 +65,7 @@ def test_gradients_are_the_chain_rule_on_the_merged_weights_gradient(
     of_weights, of_adapters = gradients(plain), gradients(worker)
     tensors, scaling = dict(worker.model.named_parameters()), LORA["alpha"] / LORA["rank"]
     layers = [n.removesuffix(".lora_A.default.weight") for n in of_adapters if n.endswith("lora_A.default.weight")]
-    assert len(layers) == 2 * 7 and len(of_adapters) == 2 * len(layers), "nothing but adapters has a gradient"
+    assert len(layers) == 2 * 7 and len(of_adapters) == 2 * len(layers), "only adapters have a gradient"
     for layer in layers:
         down, up, of_weight = (
             tensors[f"{layer}.lora_A.default.weight"], tensors[f"{layer}.lora_B.default.weight"],
@@ -207,7 +207,7 @@ def test_publishing_only_adapters_moves_only_their_bytes(tiny_models: dict[str, 
         ),
     ],
 )
-def test_ranks_that_divide_the_model_train_the_same_adapters(
+def test_ranks_that_shard_the_model_train_the_same_adapters(
     name: str, ranks: int, layouts: list[dict[str, Any]], tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     model = tiny_models[name]
@@ -217,7 +217,7 @@ def test_ranks_that_divide_the_model_train_the_same_adapters(
     assert found == {str(layout): [] for layout in layouts}
 
 
-def test_adapters_divide_with_the_matrices_beside_them(tiny_models: dict[str, Path]) -> None:
+def test_adapters_are_sharded_with_their_matrices(tiny_models: dict[str, Path]) -> None:
     shape = model_shape(tiny_models["qwen3"], torch.float64, lora=LoraConfig(**LORA))
     whole, half = (resident_bytes(shape, True, ParallelLayout(data=1, tensor=n))["gradients"] for n in (1, 2))
     # Of q, k, v, gate and up the first factor is whole, (4, 32) of each; of o and down the second one, (32, 4).

@@ -103,7 +103,7 @@ def test_a_term_without_tokens_is_left_out_and_the_others_trained(folder: Path) 
     assert norm is not None and norm > 0
 
 
-def test_an_aggregation_of_ones_own_is_divided_by_what_it_registered(folder: Path) -> None:
+def test_a_users_aggregation_is_divided_by_its_registered_count(folder: Path) -> None:
     rows, worker = make_rows(), make_worker(folder)
     objective = Objective.of("actor", {**PARAMS, "aggregate": "per-row-tokens"})
     losses = worker.forward_backward(objective, rows, Sums())

@@ -76,7 +76,7 @@ def test_rows_of_an_engine_that_lost_a_process_move_and_it_recovers(service: Eng
             before[lost].kill()
 
     finished = service.generate(wanted, kill)
-    assert sorted(answered) == [row.uid for row in wanted], "every row once"
+    assert sorted(answered) == [row.uid for row in wanted], "every row exactly once"
     whole = EmbeddedEngine(MODEL, make_tokenizer(), 16, LIMIT).generate(wanted)
     assert [row.tokens.tolist() for row in finished] == [row.tokens.tolist() for row in whole]
     assert service.run(lambda router: router.recover()) == 4 and service.router.alive == 2
@@ -86,7 +86,7 @@ def test_rows_of_an_engine_that_lost_a_process_move_and_it_recovers(service: Eng
     assert set(again.versions.tolist()) == {4} and again.tokens.tolist() == whole[0].tokens.tolist()
 
 
-def test_who_waits_for_a_lost_follower_is_told_which(service: EngineService) -> None:
+def test_a_call_waiting_for_a_lost_follower_names_it(service: EngineService) -> None:
     engine = service.engines[1]
     assert isinstance(engine, EngineProcess)
     _, follower = members(engine)
@@ -139,6 +139,6 @@ asyncio.run(main())
     assert len(processes) == 2 and not psutil.wait_procs(processes, timeout=LIMIT_S)[1]
 
 
-def test_a_model_that_does_not_divide_is_the_users_mistake(model: Path) -> None:
+def test_a_model_with_an_indivisible_size_is_a_user_error(model: Path) -> None:
     with pytest.raises(UserError, match=r"rollout.tensor=3 does not divide the model's 4 attention heads"):
         EngineService([EngineProcess(replace(spec("embedded", model), tensor=3))])

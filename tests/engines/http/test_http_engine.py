@@ -174,7 +174,7 @@ def test_a_run_with_a_server_trains_like_a_run_without(
     assert recorded(run, 2)["version"].unique().tolist() == [1]
     alone = workshop.run("alone", **settings, rollout=room)
     assert recorded(run, 1)["tokens"].tolist() == recorded(alone, 1)["tokens"].tolist(), (
-        "the row decides, not the engine"
+        "sampling depends on the row, not on the engine"
     )
 
 
@@ -287,7 +287,9 @@ def test_a_vllm_server_without_the_worker_extension_is_refused_with_its_option()
         (vllm_settings(["a:DrawByRow"], "processed_logits", 8, False), "--max-model-len 9"),
     ],
 )
-def test_a_vllm_server_is_told_which_argument_it_lacks(settings: dict[str, Any], missing: str | None) -> None:
+def test_a_vllm_server_without_a_needed_argument_is_refused_by_name(
+    settings: dict[str, Any], missing: str | None
+) -> None:
     assert VLLM.missing(settings, ServerNeeds(9)) == missing
 
 

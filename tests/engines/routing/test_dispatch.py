@@ -132,7 +132,7 @@ def test_rows_go_to_the_engine_with_their_prefix_unless_load_is_uneven() -> None
         dispatcher.done(uid, 100)
     for uid in reversed(list(engines)):
         dispatcher.add(uid, PROMPT + 100)
-        assert dispatcher.assign() == [(uid, engines[uid])], "alone, a next turn goes where the last one was"
+        assert dispatcher.assign() == [(uid, engines[uid])], "without load, the next turn goes to the same engine"
         dispatcher.done(uid, 100)
     many = [(0, group, 0) for group in range(2, 9)]
     for uid in many:

@@ -72,10 +72,10 @@ def test_abandoned_groups_end_early_without_changing_result(
     sections = {**SECTIONS, "rollout": {**SECTIONS["rollout"], **engines}}
     early = workshop.run("early", **sections)
     if not engines:
-        assert aborted, "no group was given up"
+        assert aborted, "no group was aborted"
         last = recorded(early, 1)["group"].max()
         assert all(group > last for _, group, _ in aborted if group < 9), (
-            "a group was given up that came before the batch's last"
+            "an aborted group precedes the batch's last group"
         )
     assert any(line.get("groups/dropped/surplus", 0) for line in read_metrics(early))
     monkeypatch.setattr("braidrl.runtimes.controller.segment_of", lambda flow, iteration: None)
@@ -88,7 +88,7 @@ def drawn_in(run: Path) -> int:
 
 
 @pytest.mark.parametrize("runtime", ["distributed", "hybrid"])
-def test_ranks_give_up_what_others_rows_make_needless(
+def test_ranks_abort_rows_that_other_ranks_make_unnecessary(
     workshop: Workshop, warm_cluster: WarmCluster, monkeypatch: pytest.MonkeyPatch, runtime: str
 ) -> None:
     # Each rank decodes 16 of its 54 rows at once, so most rows wait while the first groups are decided.
@@ -153,7 +153,7 @@ def test_groups_finish_if_selection_needs_more_than_rules() -> None:
     dapo = load_flow("dapo", {}, {"max_response_tokens": 8, "samples_per_prompt": 4})
     segment = segment_of(dapo, 1)
     assert segment is not None and [stage.type for stage in segment.verify] == ["verify"]
-    assert segment_of(load_flow("grpo", {}, {"samples_per_prompt": 4}), 1) is None, "nothing is selected"
+    assert segment_of(load_flow("grpo", {}, {"samples_per_prompt": 4}), 1) is None, "the flow has no selection"
 
 
 def test_flow_without_selection_starts_no_extra_groups(workshop: Workshop) -> None:

@@ -24,7 +24,7 @@ def test_groups_stay_whole_at_the_price_of_balance() -> None:
     assert sorted(tokens[1]) in ([11, 23], [12, 22]) and not groups[1][0] & groups[1][1]
 
 
-def test_pairs_divided_among_ranks_train_as_in_one_process(
+def test_pairs_distributed_over_ranks_train_as_in_one_process(
     workshop: Workshop, warm_cluster: WarmCluster, tmp_path: Path
 ) -> None:
     """Return five pairs on two ranks: single rows could be split equally, pairs cannot."""

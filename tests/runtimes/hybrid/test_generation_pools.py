@@ -44,7 +44,7 @@ def trained(workshop: Workshop, name: str, sections: dict[str, Any], **more: Any
     ],
     ids=["two engines", "sharded trainer", "engine of two ranks", "engine process"],
 )  # fmt: skip
-def test_generation_in_a_pool_of_its_own_changes_nothing(
+def test_generation_in_a_separate_pool_gives_the_same_result(
     workshop: Workshop,
     warm_cluster: WarmCluster,
     sections: dict[str, Any],

@@ -43,7 +43,7 @@ def test_pool_reshards_weights_for_inference_and_frees_them(workshop: Workshop, 
     assert_same(trace(run.folder), trace(workshop.run("alone", **sections)))
 
 
-def test_roles_of_one_pool_lie_in_it_in_different_ways(workshop: Workshop, warm_cluster: WarmCluster) -> None:
+def test_roles_of_one_pool_may_have_different_layouts(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     with TrainingRun(hybrid(workshop, "mixed", FLOW, "colocate", roles=REPLICA)) as run:
         run.train()
     assert_same(trace(run.folder), trace(workshop.run("alone", **FLOW)))

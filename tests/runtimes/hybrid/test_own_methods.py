@@ -82,7 +82,7 @@ def test_user_protocol_distributes_rows_and_collects_in_order(
         assert session.index(session.reward.verify(rows))["pid"].tolist() == index["pid"].tolist()
         before = told(session.backend, "exchanged")
         assert session.actor.count(rows) == (len(rows), int(index["length"].sum()))
-        assert told(session.backend, "given_out") == [[[], []]], "payload went by Ray"
+        assert told(session.backend, "given_out") == [[[], []]], "payload passed through Ray"
         assert told(session.backend, "exchanged")[0][0] > before[0][0]
 
 
@@ -121,7 +121,7 @@ def test_method_result_is_independent_of_protocol_and_workers(workshop: Workshop
         with Session(workshop.config(**settings(methods, "Surprise", workers=workers))) as session:
             rows = session.actor.surprise(session.actor.generate(session.prompts()), 1.0)
             found.append(session.index(rows)["surprise"])
-            assert told(session.backend, "given_out") == [[[]] * workers], "payload went by Ray"
+            assert told(session.backend, "given_out") == [[[]] * workers], "payload passed through Ray"
     assert torch.allclose(found[0], found[1], atol=1e-12) and torch.allclose(found[0], found[2], atol=1e-12)
 
 
@@ -161,9 +161,7 @@ def test_mistakes_are_named_in_one_line(workshop: Workshop, warm_cluster: WarmCl
             session.index(session.actor.forget(session.prompts()))
 
 
-def test_a_file_that_is_not_there_is_refused_before_anything_starts(
-    workshop: Workshop, warm_cluster: WarmCluster
-) -> None:
+def test_a_missing_file_is_refused_before_anything_starts(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     with pytest.raises(UserError, match=r"no file .*nothing.py"):
         Session(workshop.config(**settings(workshop.folder / "nothing.py", "Probe")))
     assert not warm_cluster.actors

@@ -53,7 +53,7 @@ def test_offloading_roles_keeps_run_bitwise_equal(
     workshop: Workshop, watched: list[tuple[str, frozenset[Asset], int]]
 ) -> None:
     free = workshop.run("free", **PPO)
-    assert not any(size for *_, size in watched), "without a budget nothing is in charge of anything"
+    assert not any(size for *_, size in watched), "without a budget there is no residency plan"
     watched.clear()
     tight = with_budget(PPO, 5.5)
     found = workshop.run("tight", **{**tight, "trainer": {**tight["trainer"], "steps": 2}})
@@ -86,7 +86,7 @@ def test_engines_with_weights_of_their_own_come_and_go_too(
     assert Asset("actor", "engine") not in here["actor.update"]
 
 
-def test_ranks_that_divide_a_model_put_their_parts_away(workshop: Workshop) -> None:
+def test_ranks_that_shard_a_model_offload_their_parts(workshop: Workshop) -> None:
     sections = {**PPO, "trainer": {**PPO["trainer"], "layout": {"shard": "full"}, "steps": 2}}
     more = {"runtime": "distributed", "workers": 2}
     tight = with_budget(sections, 3.5)
@@ -133,6 +133,6 @@ def test_dry_run_reports_moves_and_lower_peak(workshop: Workshop) -> None:
     assert float(peaks[1].split()[-3]) < float(peaks[0].split()[-3])
 
 
-def test_streaming_says_that_it_has_no_use_for_it(workshop: Workshop) -> None:
+def test_streaming_reports_that_a_memory_budget_has_no_effect(workshop: Workshop) -> None:
     (line,) = without_effect(workshop.config(**with_budget(PPO, 1.0), runtime="streaming"))
     assert line.startswith("trainer.resident_gib has no effect")

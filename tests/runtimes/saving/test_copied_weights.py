@@ -53,7 +53,7 @@ def test_in_a_stream_the_weights_travel_to_the_role_that_follows(workshop: Works
         ({"runtime": "streaming", "flow": "UNMODELLED"}, "no process but engines has the weights of rival"),
     ],
 )
-def test_where_the_weights_cannot_travel_it_is_refused_before_anything_starts(
+def test_impossible_weight_transfer_is_refused_before_anything_starts(
     workshop: Workshop, sections: dict[str, Any], message: str
 ) -> None:
     # A flow in which one role only generates, and takes the weights of another role.

@@ -97,10 +97,10 @@ def test_resume_from_newest_whole_checkpoint_equals_undisturbed_run(run: Path, w
     train(run_config(undisturbed), resume=undisturbed)
     assert [line["step"] for line in read_metrics(run)] == [1, 2, 3]
     assert metrics_without_times(run) == metrics_without_times(undisturbed)
-    assert not checkpoint_damage(run / "checkpoints" / "step-2"), "it was made again"
+    assert not checkpoint_damage(run / "checkpoints" / "step-2"), "the folder was made again"
 
 
-def test_where_no_checkpoint_is_whole_it_says_so(run: Path) -> None:
+def test_a_run_without_an_intact_checkpoint_is_reported(run: Path) -> None:
     for step in (1, 2):
         cut(run / "checkpoints" / f"step-{step}" / "actor" / "optimizer.safetensors")
     with pytest.raises(UserError, match="no other checkpoint of the run is whole"):
@@ -128,7 +128,7 @@ def test_a_damaged_configuration_is_one_line(run: Path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("lost", [["1"], ["1", "2"]])
-def test_metrics_that_lost_lines_are_said(run: Path, lost: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_lines_of_metrics_are_reported(run: Path, lost: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     path = run / "metrics.jsonl"
     kept = [line for line in path.read_text().splitlines() if str(json.loads(line)["step"]) not in lost]
     path.write_text("".join(line + "\n" for line in kept))

@@ -61,7 +61,7 @@ def test_failed_stage_names_rows_and_leaves_nothing(workshop: Workshop) -> None:
         "rank 1 failed in step 1, fails_on_rank_1 on 8 rows (source, group, sample): (0, 2, 0) (0, 2, 1) (0, 2, 2) (0, 2, 3)"
     )
     assert first.endswith("ValueError: no such luck") and any("failing.py" in line for line in rest)
-    assert rest[-1] == "ValueError: no such luck", "the traceback is the worker's own, and the last thing said"
+    assert rest[-1] == "ValueError: no such luck", "the worker's own traceback is printed last"
 
 
 def test_data_error_is_printed_once_in_one_line(workshop: Workshop, tmp_path: Path) -> None:

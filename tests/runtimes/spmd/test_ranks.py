@@ -43,7 +43,7 @@ def test_rows_move_at_most_once_to_their_rank(
     assert len(read_rollouts(rollout_path(workshop.folder / "away", 1))) == ROWS
 
 
-def test_more_ranks_than_rows_do_what_eager_does(workshop: Workshop) -> None:
+def test_more_ranks_than_rows_give_the_result_of_eager(workshop: Workshop) -> None:
     few = {"flow": str(DIAMOND), "rollout": {"samples_per_prompt": 2}, "trainer": {"steps": 2, "prompts_per_step": 1}}
     settings = merged(EVERY_STEP, few)
     run_in_ranks([workshop.tree("ranks", **settings, runtime="distributed", workers=3)], 3)

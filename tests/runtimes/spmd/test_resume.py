@@ -70,7 +70,7 @@ def test_interrupted_distributed_run_resumes_exactly_under_either_runtime(shop: 
     assert process.returncode == 130, words
     assert "go on with: braid train --resume" in words and "Traceback" not in words and len(ranks) >= 2
     assert psutil.wait_procs(ranks, timeout=10)[1] == []
-    assert len(read_metrics(run)) <= STEPS, "it was over before it was interrupted"
+    assert len(read_metrics(run)) <= STEPS, "the run ended before the interrupt"
 
     under_eager = copied(run, "interrupted-eager", "eager")
     with TrainingRun(run_config(under_eager), resume=under_eager) as resumed:
@@ -83,10 +83,10 @@ def test_interrupted_distributed_run_resumes_exactly_under_either_runtime(shop: 
     assert (run / "report.html").exists()
 
 
-def test_a_checkpoint_of_eager_goes_on_in_ranks(shop: Workshop, uninterrupted: Path) -> None:
+def test_a_checkpoint_of_eager_resumes_on_ranks(shop: Workshop, uninterrupted: Path) -> None:
     kept = sorted(path.parent.name for path in uninterrupted.glob("checkpoints/step-*/surplus-*.rows"))
     step = int(kept[0].removeprefix("step-"))
-    assert step < STEPS, "no rows were kept, this would prove less"
+    assert step < STEPS, "the checkpoint must hold kept rows"
     run = copied(uninterrupted, "continued", "distributed", step)
     assert train(run_config(run), resume=run) == run
     assert_same(trace(run), trace(uninterrupted))

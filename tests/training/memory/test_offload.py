@@ -29,14 +29,14 @@ def test_offload_frees_memory_and_onload_restores_every_view() -> None:
     movable = OffloadableTensors(lambda: [whole, view])
     before = resident()
     movable.offload()
-    assert movable.away_bytes == 32 * MIB, "two tensors of one storage"
+    assert movable.away_bytes == 32 * MIB, "two tensors share one storage"
     away = resident()
     assert away < before - SEEN
     movable.onload()
     assert movable.away_bytes == 0 and resident() > away + SEEN
     assert torch.equal(whole, copy) and torch.equal(view.flatten(), copy[8:24])
     view.zero_()
-    assert not whole[8:24].any(), "it is a view still"
+    assert not whole[8:24].any(), "it is still a view"
 
 
 def test_moves_that_were_broken_off_are_completed(monkeypatch: pytest.MonkeyPatch) -> None:

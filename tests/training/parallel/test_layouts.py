@@ -72,7 +72,7 @@ def in_ranks(size: int, cases: dict[str, Any], **more: Any) -> dict[str, list[st
     return found
 
 
-def test_two_ranks_compute_what_one_process_does(models: dict[str, str], tmp_path: Path) -> None:
+def test_two_ranks_give_the_result_of_one_process(models: dict[str, str], tmp_path: Path) -> None:
     cases = {f"{n} {layout}": (models[n], layout, "float64") for n, layout in PAIRWISE[2]}
     # The contract of training backends too, with an optimizer whose state has other names.
     momentum = {"optimizer": "sgd", "optimizer_settings": {"momentum": 0.9}}
@@ -178,7 +178,7 @@ def test_one_process_keeps_the_contract_of_training_backends(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_every_product_of_axes_and_shards_computes_what_one_process_does(size: int, models: dict[str, str]) -> None:
+def test_every_product_of_axes_and_shards_gives_the_result_of_one_process(size: int, models: dict[str, str]) -> None:
     cases, kinds, dtypes = {}, list(MODELS), ["float64"] if size > 2 else ["float64", "float32"]
     for number, (layout, dtype) in enumerate(itertools.product(every_layout(size), dtypes)):
         # With four and eight processes each layout uses one of the models, and each kind of shard uses all of them.

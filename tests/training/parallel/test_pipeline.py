@@ -61,7 +61,7 @@ def test_a_scorers_head_is_on_its_last_stage(tiny_models: dict[str, Path]) -> No
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_tokens_that_fill_up_change_nothing_for_the_rows(shared: bool, tiny_models: dict[str, Path]) -> None:
+def test_padding_tokens_do_not_change_the_rows(shared: bool, tiny_models: dict[str, Path]) -> None:
     rows: Rows = rows_of() if shared else make_rows()
     rows = rows.with_columns({"tokens": rows["tokens"].with_values(rows["tokens"].values % len(TOKENIZER))})
     assert saves_enough(rows) == shared

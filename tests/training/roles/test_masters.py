@@ -45,6 +45,6 @@ def test_masters_of_a_whole_model_are_the_files_weights(tiny_models: dict[str, P
     assert all(p.dtype == torch.bfloat16 for p in worker.model.parameters())
 
 
-def test_masters_of_a_divided_model_are_the_files_weights_too(tiny_models: dict[str, Path]) -> None:
+def test_masters_of_a_sharded_model_are_the_files_weights_too(tiny_models: dict[str, Path]) -> None:
     found = run_ranks("tests.training.roles.test_masters:of_layouts", {"model": str(tiny_models["qwen3"])}, 2, 120.0)
     assert [off for off, _ in found] == [0, 0, 0]
