@@ -85,7 +85,7 @@ build/trackers-venv/installed: trackers-requirements.txt | .venv/installed
 	build/trackers-venv/bin/pip $(INSTALL) -r trackers-requirements.txt
 	touch $@
 
-# Runs under random faults, compared with undisturbed ones: `make chaos FAULTS=20 SEED=1`; each is added to a file of results.
+# Runs under random faults, compared with undisturbed ones: `make chaos FAULTS=20 SEED=1`. Each fault is appended to a results file.
 FAULTS ?= 300
 SEED ?= 0
 chaos: .venv/installed

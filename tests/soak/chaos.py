@@ -281,7 +281,7 @@ DONE_TO = {"kill -9": "Killed", "freeze": "Frozen"}
 
 def table(rows: Iterable[Row]) -> str:
     """Return the faults as a Markdown table."""
-    lines = ["| seed | fault | runtime | what | on whom | resumed | seconds | not as it must be |", "|" + "---|" * 8]
+    lines = ["| seed | number | runtime | fault | victim | resumed | seconds | violation |", "|" + "---|" * 8]
     lines += [
         f"| {r.seed} | {r.number} | {r.runtime} | {r.fault} | {r.victim} | {r.resumes} | {r.seconds:.0f} | {r.trouble} |"
         for r in rows
@@ -291,7 +291,7 @@ def table(rows: Iterable[Row]) -> str:
 
 def summary(rows: Sequence[Row]) -> str:
     """Return the number of faults of each kind and runtime, and the number of violations after them."""
-    lines = [f"| what | {' | '.join(RUNTIMES)} | all |", "|" + "---|" * (len(RUNTIMES) + 2)]
+    lines = [f"| fault | {' | '.join(RUNTIMES)} | all |", "|" + "---|" * (len(RUNTIMES) + 2)]
     for fault in (*FAULTS, "all"):
         kinds = [row for row in rows if fault in (row.fault, "all")]
         cells = [[row for row in kinds if row.runtime == runtime] for runtime in RUNTIMES] + [kinds]
@@ -321,14 +321,14 @@ def main() -> None:
         "--first",
         type=int,
         default=0,
-        help="number of the first one, to go on with a seed: a multiple of those of a run",
+        help="number of the first fault, to continue a seed: a multiple of the faults of a run",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further one is begun")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="time after which no further run starts")
     parser.add_argument("--runtimes", nargs="+", default=list(RUNTIMES), choices=RUNTIMES)
-    parser.add_argument("--folder", type=Path, help="kept with its undisturbed runs, which the next call uses again")
-    parser.add_argument("--file", type=Path, help="to which each fault is added as a line of JSON, over many calls")
-    parser.add_argument("--page", type=Path, help="in which the table of all faults of the file is written anew")
+    parser.add_argument("--folder", type=Path, help="keep this folder; the next call reuses its undisturbed runs")
+    parser.add_argument("--file", type=Path, help="append each fault as a line of JSON")
+    parser.add_argument("--page", type=Path, help="page whose table of all faults in the file is rewritten")
     given = parser.parse_args()
     rows = list[Row]()
     with tempfile.TemporaryDirectory(prefix="braid-chaos-") as folder:
@@ -346,7 +346,7 @@ def main() -> None:
                     lines.writelines(json.dumps(asdict(row)) + "\n" for row in made)
     seen = [Row(**json.loads(line)) for line in given.file.read_text().splitlines()] if given.file else rows
     bad = sum(bool(row.trouble) for row in rows)
-    print(f"\nseed {given.seed}: {bad} of {len(rows)} not as they must be\n\n{summary(seen)}")
+    print(f"\nseed {given.seed}: {bad} of {len(rows)} with a violation\n\n{summary(seen)}")
     if given.page:
         write_summary(given.page, seen)
     raise SystemExit(any(row.trouble for row in rows))
