@@ -153,11 +153,11 @@ def write_page(config: Config, runs: dict[int, Run]) -> None:
         f"# {title}\n",
         f"    python -m benchmarks.learning --prompts {trainer.prompts_per_step} --threads 1 --seeds {' '.join(map(str, sorted(runs)))}\n",
         f"GRPO without a KL term, {trainer.prompts_per_step} prompts with {rollout.samples_per_prompt} responses of up to "
-        f"{rollout.max_response_tokens} tokens a step, {trainer.steps} steps, float32. Scores: held-out sums, four samples at "
-        f"temperature 1; at the end they are {' and '.join(finals)}, means with 95% intervals (Student). Braid makes "
-        f"{ratios.mean:.1f} times the tokens per second of TRL 1.16, which generates with transformers: response tokens over the "
-        "seconds of whole steps, medians per run, evaluation apart. Both sides of a seed ran on the same machine, where other work "
-        "took some of the time.\n",
+        f"{rollout.max_response_tokens} tokens a step, {trainer.steps} steps, float32. Scores are those of held-out sums, with four "
+        f"samples at temperature 1. The final scores are {' and '.join(finals)}, means with 95% intervals (Student's t).\n\nBraid makes "
+        f"{ratios.mean:.1f} times the tokens per second of TRL 1.16, which generates with transformers. The rate is response tokens over "
+        "the seconds of whole steps, a median per run, without evaluation. Both sides of a seed ran on the same machine, beside some "
+        "other load.\n",
         table(header, rows), f"![{title}](smollm2-trl.svg)\n",
     ]))  # fmt: skip
 

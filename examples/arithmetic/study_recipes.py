@@ -41,15 +41,15 @@ def algorithms(study: Study) -> Numbers:
     ]  # fmt: skip
     start = next(iter(curves.values()))[0][1]
     text = (
-        f"All begin with the same model, which answers {start:.0%} of the held-out sums right, and train on "
+        f"All recipes start from the same model, which answers {start:.0%} of the held-out sums right. They train on "
         "32 prompts with 8 responses per step.\n\n"
         + table(header, rows)
         + "\n"
         + study.curves("algorithms", "Held-out avg@4, mean of the seeds", curves)
-        + "\nWhat is above GRPO is paired by seed, and ± is half of a 95% interval of the mean (Student's t). "
-        "A step is one update but in the last row, so that GSPO's ratios are 1 and its gradient is GRPO's; clipping tells them apart "
-        "only where a batch makes several updates. DAPO samples until every group teaches something, which costs it the tokens. Seconds "
-        "are those of one thread, and grow with what else the machine does.\n"
+        + "\nThe column *above GRPO* is paired by seed, and ± is half of a 95% interval of the mean (Student's t). "
+        "A step is one update, except in the last row. With one update GSPO's ratios are 1 and its gradient is GRPO's; clipping makes a "
+        "difference only with several updates per batch. DAPO samples until every group has a signal, and therefore uses more tokens. "
+        "Seconds are for one thread. Other load on the machine raises them.\n"
     )
     study.page("algorithms", "Seven recipes on sums", text)
     return {"start": start, **{name: points[-1][1] for name, points in curves.items()}}
@@ -92,17 +92,17 @@ def ablation(study: Study) -> Numbers:
         "seeds that reached GRPO's accuracy", "steps to it", "responses",
     ]  # fmt: skip
     text = (
-        "The model imitates a teacher who writes its working down several times in "
-        f"{RAMBLING.rambling:.0%} of its answers, so that some do not end within the limit of {RESPONSE_TOKENS} tokens. Each row adds a "
-        "technique to the one above it; four updates per step. Gains are paired by seed, and ± is half of a 95% interval of the mean "
-        "(Student's t). The last three columns say how many seeds came to plain GRPO's final accuracy with the same seed, and the median "
-        "of what those needed; responses are counted up to a batch's last group.\n\n"
+        f"The model imitates a teacher that repeats its working in {RAMBLING.rambling:.0%} of its answers. Some answers "
+        f"therefore exceed the limit of {RESPONSE_TOKENS} tokens. Each row adds a technique to the row above; a step makes four updates. "
+        "Gains are paired by seed, and ± is half of a 95% interval of the mean (Student's t). The last three columns count the seeds that "
+        "reached plain GRPO's final accuracy with the same seed, and give the median of what they needed. Responses are counted up to a "
+        "batch's last group.\n\n"
         + table(header, rows)
         + "\n"
         + study.curves("ablation", "Held-out avg@4, mean of the seeds", curves)
         + f"\n{what_reproduces(gained, len(study.seeds))}\n"
     )
-    study.page("ablation", "DAPO's techniques, added one after the other", text)
+    study.page("ablation", "DAPO's techniques, added one by one", text)
     return {name: points[-1][1] for name, points in curves.items()}
 
 
@@ -154,7 +154,8 @@ def what_reproduces(gained: Mapping[str, Mean], seeds: int) -> str:
         way = "does not show" if abs(gain.mean) <= gain.half else "raises" if gain.mean > 0 else "lowers"
         ways[way].append(name)
     return (
-        f"The accuracy is raised, with a 95% interval above 0, by: {', '.join(ways['raises']) or 'none of them'}; lowered, with one "
-        f"below 0, by: {', '.join(ways['lowers']) or 'none'}. What does not show at this size, with {seeds} seeds, 0.6 million weights "
-        f"and answers of twenty tokens: {', '.join(ways['does not show']) or 'nothing'}."
+        f"With {seeds} seeds, 0.6 million weights and answers of twenty tokens:\n\n"
+        f"* Accuracy rises, with a 95% interval above 0: {', '.join(ways['raises']) or 'none'}.\n"
+        f"* Accuracy falls, with a 95% interval below 0: {', '.join(ways['lowers']) or 'none'}.\n"
+        f"* No effect shows: {', '.join(ways['does not show']) or 'none'}."
     )

@@ -106,7 +106,7 @@ def scorer_run(study: Study) -> Lines:
 
 
 def policy_run(study: Study) -> Path:
-    """Return the configuration of PPO with the reward model."""
+    """Train PPO with the reward model; return the run folder."""
     sums = str(study.folder / "digits" / "sums.jsonl")
     return study.run("reward-model-ppo", {
         "flow": "ppo", "model": str(digits_model(study)), "reward": {"verify": "gsm8k"},
@@ -124,19 +124,19 @@ def reward_model_page(study: Study, pairs: Lines, steps: Lines) -> None:
     learned = [line["reward/mean"] for line in steps if line.get("reward/mean") is not None]
     held_out = len((study.folder / "digits" / "pairs_held_out.jsonl").read_text().splitlines())
     text = (
-        "Pairs of one right and one wrong answer to a sum of two digits train a reward model "
-        f"(Bradley-Terry, {pairs[-1]['step']} steps of 64 pairs, none of them the same as one of the {held_out} held-out ones). PPO then "
-        "trains the policy, with a critic that begins as the policy with a fresh head; the reward model alone rewards it, and the share "
-        "of right answers, over all 81 sums, is only watched.\n\n"
+        "The reward model trains on pairs of a right and a wrong answer to a sum of two digits (Bradley-Terry, "
+        f"{pairs[-1]['step']} steps of 64 pairs). No pair equals one of the {held_out} held-out pairs. Then PPO trains the policy. Its "
+        "critic starts as the policy with a new head. The only reward is the reward model's; the share of right answers, over all 81 "
+        "sums, is only measured.\n\n"
         + table(
             ["", "before", "after"],
             [
-                ["held-out pairs told apart", f"{accuracy[0][1]:.2f}", f"{accuracy[-1][1]:.2f}"],
+                ["held-out pairs ranked correctly", f"{accuracy[0][1]:.2f}", f"{accuracy[-1][1]:.2f}"],
                 ["learned reward of the responses", f"{learned[0]:.2f}", f"{learned[-1]:.2f}"],
                 ["sums answered right (avg@4)", f"{score[0][1]:.2f}", f"{score[-1][1]:.2f}"],
             ],
         )
-        + "\nBefore, a fresh head gives every answer the same score and tells nothing apart.\n\n"
+        + "\nBefore training, a new head gives every answer the same score.\n\n"
         + study.curves(
             "reward-model-accuracy", "Held-out pair accuracy by step of the reward model", {"accuracy": accuracy}
         )
@@ -162,7 +162,7 @@ def safe_rlhf(study: Study) -> Numbers:
 
 
 def limited_run(study: Study, name: str, multiplier: float, learning_rate: float) -> Path:
-    """Return a run with an initial multiplier and its learning rate."""
+    """Train with an initial multiplier and its learning rate; return the run folder."""
     functions, model, sums = HERE / "limits.py", study.folder / "small", study.folder / "sums.jsonl"
     if not model.is_dir():
         write_model(model, seed=0, layers=2, width=64)
@@ -186,9 +186,9 @@ def safe_rlhf_page(study: Study, lines: Mapping[str, Lines]) -> None:
         {name: curve(found, key) for name, found in lines.items()} for key in ("cost/mean", "reward/mean")
     )
     text = (
-        "The reward is 4·√(sevens in the response), the cost is the response's length in tokens, and the limit is a "
-        f"mean cost of {LIMIT:g}; responses may have 16 tokens. The best response for the reward alone has 16. The multiplier "
-        f"settles where the mean cost equals its limit, so it is given one {MARGIN:g} lower.\n\n"
+        "The reward is 4·√(sevens in the response). The cost is the response's length in tokens, and the limit is a "
+        f"mean cost of {LIMIT:g}. Responses may have 16 tokens, and the reward alone is highest at 16. The multiplier settles where the "
+        f"mean cost equals its limit. Its limit is therefore {MARGIN:g} lower.\n\n"
         + table(
             ["", "reward, first step", "reward, last quarter", "cost, last quarter", "multiplier, last quarter"],
             [

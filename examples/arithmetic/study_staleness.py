@@ -86,16 +86,16 @@ def write_page(study: Study, results: Sequence[Result]) -> None:
         for way in ways
     ]  # fmt: skip
     text = (
-        f"DAPO, 32 prompts with 8 responses per step, {ENGINES} processes that generate, {SLOTS} rows at once each. "
-        f"Seeds: {', '.join(map(str, ways[0].seeds))}. All but the first are trained with rows of one "
-        "version before, and learn at half the rate: with gradients that come a step late the full one overshoots.\n\n"
+        f"DAPO, 32 prompts with 8 responses per step, {ENGINES} generating processes with {SLOTS} slots each. "
+        f"Seeds: {', '.join(map(str, ways[0].seeds))}. All ways except the first train on rows of the previous version. They use half the "
+        "learning rate: with gradients that arrive a step late, the full rate overshoots.\n\n"
         + table(["way", "held-out avg@4, mean of seeds", "each seed", "steps", "seconds"], rows)
         + "\n"
         + study.curves("staleness", "Held-out avg@4, mean of the seeds", {way.way: way.curve for way in ways})
-        + f"\nPartial rollout sets a response aside after {TOKENS_PER_ITERATION} tokens for a batch, and begins rows without staleness. "
-        "Seconds grow with what else the machine does. `staleness.json` keeps what each run found: a seed that is in it is not run again.\n"
+        + f"\nPartial rollout suspends a response after {TOKENS_PER_ITERATION} tokens per batch, and starts rows without staleness. Other "
+        "load on the machine raises the seconds. `staleness.json` keeps the results; a seed in it is not run again.\n"
     )
-    study.page("staleness", "What staleness costs on sums", text)
+    study.page("staleness", "The cost of staleness on sums", text)
 
 
 def under(study: Study, name: str, seed: int) -> Tree:

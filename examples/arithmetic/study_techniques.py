@@ -80,28 +80,28 @@ def score_with_room(study: Study, name: str, tree: Tree, runs: Sequence[Lines]) 
 SETTINGS = (
     Setting(
         "Clip-Higher",
-        "the bound above keeps an unlikely token from becoming likely while the one below lets likely ones stay, so that entropy falls",
+        "the upper bound keeps unlikely tokens unlikely, the lower bound lets likely tokens stay likely, so entropy falls",
         RAMBLING, 40, "entropy at the end", final_entropy, True, {"clip_high": 0.28},
     ),
     Setting(
         "overlong filtering",
-        "a response that is cut off is counted as wrong whatever its working is worth: so long working is given up",
-        CAREFUL, 30, "share of long working, which is cut off, over all steps", share_cut_off, True, {"overlong_filter": True},
+        "a truncated response counts as wrong even if its working is good, so the policy gives up long working",
+        CAREFUL, 30, "share of (truncated) long working, over all steps", share_cut_off, True, {"overlong_filter": True},
     ),
     Setting(
         "overlong filtering",
-        "what long working knows is lost when it is given up: here it has fewer mistakes",
+        "here long working has fewer mistakes, which is lost when it is given up",
         CAREFUL, 30, f"held-out avg@4 with {ROOM} tokens", score_with_room, True, {"overlong_filter": True},
     ),
     Setting(
         "soft overlong punishment",
-        "where cut-off responses are left out nothing says that they are too long",
-        RAMBLING, 30, f"share cut off, steps 1 to {EARLY}", partial(early_mean, "response/truncated_fraction"), False,
+        "if truncated responses are masked, no reward says that they are too long",
+        RAMBLING, 30, f"share truncated, steps 1 to {EARLY}", partial(early_mean, "response/truncated_fraction"), False,
         {"overlong_cache": 8}, {"overlong_filter": True},
     ),
     Setting(
         "token-level loss",
-        "a mean over each response gives a token of a long one less weight than one of a short one, and rambling is long",
+        "a mean over each response gives tokens of long responses less weight, and rambling responses are long",
         RAMBLING, ROOM, f"length, steps 1 to {EARLY}", partial(early_mean, "response/length_mean"), False, {"aggregate": "token-mean"},
     ),
 )  # fmt: skip
@@ -127,8 +127,8 @@ def techniques(study: Study) -> Numbers:
         found[f"{setting.name}: {setting.measured}"] = change.mean
     header = ["", "argument", "measured", "without", "with", "change", "shows"]
     text = (
-        f"Every run has {STEPS} steps of 32 prompts with 8 responses and four updates. All without is plain GRPO, but for the "
-        "punishment's: that leaves cut-off responses out. Changes are paired by seed; ± is half of a 95% interval of the mean "
+        f"Every run has {STEPS} steps of 32 prompts with 8 responses and four updates. *Without* is plain GRPO; for the "
+        "punishment it also masks truncated responses. Changes are paired by seed; ± is half of a 95% interval of the mean "
         f"(Student's t) over {len(study.seeds)} seeds.\n\n" + table(header, rows)
     )
     study.page("techniques", "DAPO's techniques, each where its argument applies", text)

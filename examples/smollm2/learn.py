@@ -54,16 +54,16 @@ class Page:
 
 
 GSM8K_SCORE = (
-    "Score: the share of right answers to all 1,319 test questions, the likeliest token each time; an answer counts that is marked as the "
-    "training text does. Where the share is 0.03 its standard error is half a hundredth."
+    "The score is the share of right answers to all 1,319 test questions, with greedy decoding. An answer needs the "
+    "training text's answer mark to count. At a share of 0.03 the standard error is 0.005."
 )
 ONLY_AFTERWARDS = ("trainer.steps=84", "evaluation.every=84", "evaluation.before_first_step=false")
 FEW_STEPS = "data.train={path: openai/gsm8k, convert: 'examples/smollm2/tasks.py:few_steps'}"
 STUDIES = {
     "sums": Page(
         "SmolLM2-135M-Instruct learns sums",
-        "Sums of two numbers from one to twenty, asked in words; 80 of the 400 pairs are held out. "
-        "Score: the share of right answers on them, four sampled at temperature 1 for each.",
+        "Sums of two numbers from one to twenty, asked in words. 80 of the 400 pairs are held out. The score is the share of "
+        "right answers on them, with four samples each at temperature 1.",
         "eval/held_out/avg@4",
         {
             "GRPO": Way("sums", seeds=(0, 1, 2)),
@@ -75,52 +75,53 @@ STUDIES = {
     ),
     "sums-dapo": Page(
         "SmolLM2-135M-Instruct learns sums by DAPO",
-        "The same sums: Clip-Higher, groups with a right and a wrong answer only, a loss by token, and a bonus taken from responses that "
-        "are cut off. Score: the share of right answers on the 80 pairs that are held out, four sampled at temperature 1 for each.",
+        "The same sums, with Clip-Higher, only groups that have right and wrong answers, a token-level loss, and a penalty for "
+        "truncated responses. The score is the share of right answers on the 80 held-out pairs, with four samples each at "
+        "temperature 1.",
         "eval/held_out/avg@4",
         {"DAPO": Way("sums_dapo")},
     ),
     "told": Page(
-        "SmolLM2-135M-Instruct does as it is told",
-        "Two instructions with each question, of four kinds: answer in JSON, in exactly n words, in capitals, with a given word. "
-        "Score: the share of instructions that are followed, about eight things that were not asked about in training.",
+        "SmolLM2-135M-Instruct follows instructions",
+        "Each question has two instructions, of four kinds: answer in JSON, in exactly n words, in capitals, with a given word. "
+        "The score is the share of followed instructions, on eight topics that do not occur in training.",
         "eval/held_out/score_mean",
         {"GRPO": Way("told")},
     ),
     "letters": Page(
         "SmolLM2-135M-Instruct counts letters, in several tries",
-        "A question of reasoning-gym, through gem: how often a letter stands in a text. It may be answered four times, and is worth 1 the "
-        "first time and a quarter less with each try. Score: the mean worth of 48 questions that were not trained on.",
+        "A question of reasoning-gym, through gem: how often does a letter occur in a text? Four answers are allowed. The first "
+        "is worth 1, each later one a quarter less. The score is the mean worth of 48 held-out questions.",
         "eval/held_out/score_mean",
         {"GRPO": Way("letters")},
     ),
     "products": Page(
         "SmolLM2-135M-Instruct calls a calculator",
-        "Products of two numbers of two digits, which the model cannot tell by itself: it has to call a tool with the two numbers, read "
-        "the result and say it. Score: the share of right answers to 80 questions that were not trained on.",
+        "Products of two two-digit numbers, which the model cannot compute by itself. It must call a tool with the two numbers, "
+        "read the result and repeat it. The score is the share of right answers to 80 held-out questions.",
         "eval/held_out/avg@4",
         {"GRPO": Way("products")},
     ),
     "brevity": Page(
         "SmolLM2-135M-Instruct learns from preferences to be brief",
-        "Of eight responses of its own to a question, the shortest is preferred to the longest. DPO learns that from the pairs; PPO from a "
-        "reward model that has learned it from them, and never sees the rule. "
-        "Score: 1 for one word, less by a fortieth for each word more, about eight things that were not asked about in training.",
+        "The model answers each question eight times; the shortest response is preferred to the longest. DPO learns from these "
+        "pairs. PPO learns from a reward model trained on them, and never sees the rule. The score is 1 for one word, and a "
+        "fortieth less for each further word, on eight topics that do not occur in training.",
         "eval/held_out/score_mean",
         {"DPO": Way("brevity_dpo"), "PPO with the reward model": Way("brevity_ppo")},
         prepare,
     ),
     "gsm8k": Page(
         "SmolLM2-135M-Instruct is fine-tuned on GSM8K",
-        "Grade-school mathematics: supervised fine-tuning on the training text, once through. " + GSM8K_SCORE,
+        "Grade-school mathematics: one epoch of supervised fine-tuning on the training text. " + GSM8K_SCORE,
         "eval/test/avg@1",
         {"SFT": Way("gsm8k_sft", exported="gsm8k-sft")},
     ),
     "gsm8k-dapo": Page(
         "SmolLM2-135M-Instruct and GSM8K by DAPO",
-        "Grade-school mathematics: supervised fine-tuning once through the worked answers of at most two calculations, then DAPO on the "
-        "same questions. What the model scores before is on the page of `learn gsm8k`; what DAPO does to sampled answers is told below the "
-        "samples. " + GSM8K_SCORE,
+        "Grade-school mathematics: one epoch of supervised fine-tuning on worked answers with at most two calculations, then "
+        "DAPO on the same questions. The page of `learn gsm8k` has the model's score before. The effect of DAPO on sampled "
+        "answers stands below the samples. " + GSM8K_SCORE,
         "eval/test/avg@1",
         {
             "SFT": Way("gsm8k_sft", (FEW_STEPS, *ONLY_AFTERWARDS), exported="gsm8k-sft-few"),
