@@ -61,7 +61,7 @@ build/environments-venv/installed: environments-requirements.txt | .venv/install
 	build/environments-venv/bin/pip $(INSTALL) --no-deps openenv==0.10.0
 	touch $@
 
-# vLLM for CPUs, in an environment of its own on top of .venv: its pins hold nobody else, and no second torch is fetched.
+# vLLM for CPUs, in an environment of its own on top of .venv: its version pins affect nothing else, and torch is not installed twice.
 vllm: build/vllm-venv/installed
 
 build/vllm-venv/installed: vllm-requirements.txt | .venv/installed
@@ -83,7 +83,7 @@ build/trackers-venv/installed: trackers-requirements.txt | .venv/installed
 	build/trackers-venv/bin/pip $(INSTALL) -r trackers-requirements.txt
 	touch $@
 
-# Runs under random faults, compared with undisturbed ones: `make chaos FAULTS=20 SEED=1`; each is added to a file of results.
+# Runs under random faults, compared with undisturbed ones: `make chaos FAULTS=20 SEED=1`. Each fault is appended to a results file.
 FAULTS ?= 300
 SEED ?= 0
 chaos: .venv/installed
@@ -103,7 +103,7 @@ build/bench-venv/installed: benchmarks/requirements.txt benchmarks/install_peers
 bench: .venv/installed build/bench-venv/installed
 	env -u OMP_NUM_THREADS PYTHONPATH=. $(BIN)/python -m benchmarks $(ONLY) $(ARGS)
 
-# Which model types of the installed transformers train right: writes docs/models.md, in some minutes.
+# Measure the model types of the installed transformers: writes docs/models.md, in some minutes.
 models: .venv/installed
 	PYTHONPATH=. $(BIN)/python tools/models.py $(ONLY)
 

@@ -1,6 +1,6 @@
-"""`make bench`: runs the named benchmarks, or all, prints a table each, and writes benchmarks/results/NAME.json.
+"""Run the named benchmarks, or all, print a table for each, and write benchmarks/results/NAME.json: `make bench`.
 
-Another kind of processor than that file's has a file of its own, NAME-PROCESSOR.json.
+If that file holds results of another kind of processor, write NAME-PROCESSOR.json instead.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ BENCHMARKS: dict[str, Callable[[], list[Case]]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(BENCHMARKS)}; all by default")
+    parser.add_argument("names", nargs="*", help=f"default: all of {', '.join(BENCHMARKS)}")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--rounds", type=int, help="turns of each side; by default the case's")
+    parser.add_argument("--rounds", type=int, help="turns of each side; default: the case's")
     parser.add_argument("--profile", action="store_true", help="say where each side's time goes instead of comparing")
     arguments = parser.parse_args()
     names = arguments.names or list(BENCHMARKS)
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def run(name: str, threads: int, rounds: int | None) -> None:
-    """One benchmark. Results are written after each case, so that a long one may be broken off."""
+    """Run one benchmark. Results are written after each case, so that a long benchmark can be interrupted."""
     head = {"benchmark": name, "date": datetime.date.today().isoformat(), **measured_machine(threads)}
     cases: list[dict[str, Any]] = []
     for case in BENCHMARKS[name]():
@@ -66,7 +66,7 @@ def run(name: str, threads: int, rounds: int | None) -> None:
 
 
 def result_file(name: str, machine: Mapping[str, Any], folder: Path = RESULTS) -> Path:
-    """Return where a benchmark's results of this machine go: results of another kind of processor are not written over."""
+    """Return the results file for this machine; results of another kind of processor are not overwritten."""
     file = folder / f"{name}.json"
     if not file.is_file() or kind(json.loads(file.read_text())["machine"]) == kind(machine):
         return file
@@ -74,20 +74,20 @@ def result_file(name: str, machine: Mapping[str, Any], folder: Path = RESULTS) -
 
 
 def kind(machine: Mapping[str, Any]) -> str:
-    """Return a processor's name, family and widest units as a part of a file's name."""
+    """Return a processor's name, family and widest vector unit as part of a file name."""
     words = re.sub(r"\(\w+\)", "", machine["processor"]).lower().split()
     return "-".join([*words, str(machine["family"]), *machine["vector_units"][-1:]])
 
 
 def measured_machine(threads: int) -> dict[str, Any]:
-    """What the machine is and can do, found by a process that has the threads that the sides have."""
+    """Return the machine's description and rates, measured by a process with as many threads as the sides have."""
     done = start(OURS, "benchmarks.machine", str(threads), threads=threads, stdout=subprocess.PIPE, text=True)
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
 def profile(name: str, threads: int) -> None:
-    """Operators and functions by their own time, of Braid's sides and of the peers'."""
+    """Print operators and functions by their own time, for Braid's sides and the peers' sides."""
     for case in BENCHMARKS[name]():
         for side in case.sides:
             print(f"\n{case.name}: {side.name}", flush=True)
@@ -99,7 +99,7 @@ def profile(name: str, threads: int) -> None:
 def start(
     python: Path, module: str, *arguments: str, threads: int, **settings: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a module in the environment of `python`."""
+    """Run a module in the environment of `python`."""
     environment = {**os.environ, "PYTHONPATH": ".", "OMP_NUM_THREADS": str(threads)}
     return subprocess.run([str(python), "-m", module, *arguments], check=True, env=environment, **settings)
 

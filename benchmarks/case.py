@@ -1,4 +1,4 @@
-"""What a benchmark compares: sides that do the same work, and how their numbers are read."""
+"""Benchmark cases: several sides that do the same work, and how their numbers are summarized."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from typing import Any
 from benchmarks.duel import Side
 
 Found = Mapping[str, Mapping[str, Any]]
-"""By side: the medians of what its turns reported, and the turns."""
+"""Maps a side's name to the medians of its turns' numbers, and to the turns themselves."""
 Rates = Mapping[str, float]
-"""What the machine can do in a second; see `machine.measure`."""
+"""Operations and bytes per second that the machine can do; see `machine.measure`."""
 
 
 @dataclass(frozen=True)
 class Case(ABC):
-    """Sides that take turns, A B A B; or, unless `at_once`, one after the other, each alone with the machine's memory."""
+    """Sides that take turns, A B A B. Without `at_once` they run one after the other, and each has the machine's memory alone."""
 
     name: str
     sides: list[Side]
     rounds: int = 3
     threads: int | None = None
-    """By default as many as there are cores."""
+    """Defaults to the number of cores."""
     at_once: bool = True
 
     @abstractmethod
     def summary(self, found: Found, rates: Rates) -> dict[str, Any]:
-        """What goes into the file of results."""
+        """Return what is written to the results file."""
 
     @abstractmethod
     def table(self, summary: Mapping[str, Any]) -> str:
-        """The summary for people."""
+        """Return the summary as a table to print."""

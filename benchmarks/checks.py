@@ -1,12 +1,12 @@
-"""What checks cost: a step of the arithmetic example with the sandbox and the watch, a checkpoint with its manifest; A B A B.
+"""Benchmark of the safety checks: a training step with sandbox and watchdog, and a checkpoint with manifest; A B A B.
 
     python -m benchmarks.checks                         # on a quiet machine; writes benchmarks/results/checks.json
-    python -m benchmarks.checks --rounds 1 --steps 3    # whether it runs; writes nothing
+    python -m benchmarks.checks --rounds 1 --steps 3    # a smoke test; writes nothing
 
-Steps: `reward.sandbox=none` and a watch that never looks, against the defaults, each time a run of its own from the same start, a model
-that has imitated its teacher, as in the demo: one that knows less draws groups for a minute at each step. Checkpoints: a model of 30
-million parameters with its optimizer, with and without checksums, in one process in turn, each until it is on disk. It takes some
-minutes: each round makes two runs.
+Steps: `reward.sandbox=none` and a watchdog that never checks, against the defaults. Each run starts from the same model, which has
+imitated its teacher as in the demo; an untrained model would draw groups for a minute at each step. Checkpoints: a model of 30 million
+parameters with its optimizer, with and without checksums, alternating in one process, each until it is on disk. Takes some minutes:
+each round makes two runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.tiny import TOKENIZER, Workshop, sums, write_jsonl
 RESULT = Path("benchmarks/results/checks.json")
 ARITHMETIC = Path("examples/arithmetic")
 ROUNDS, STEPS, UNCOUNTED = 4, 6, 2
-"""Rounds, steps of each run, and how many of the first steps and checkpoints warm caches."""
+"""Rounds, steps of each run, and the number of first steps and checkpoints that only warm caches."""
 WITHOUT = ("reward.sandbox=none", "cluster.silence_s=86400")
 WITH = ("reward.sandbox=process", "cluster.silence_s=60")
 PREPARE = """
@@ -61,13 +61,13 @@ def main() -> None:
 
 
 def compared(seconds: Mapping[str, list[float]]) -> dict[str, Any]:
-    """Return the medians of both sides, what the checks add in parts of one, and every measured value."""
+    """Return the medians of both sides, the relative cost of the checks, and every measured value."""
     without, checked = median(seconds["without"]), median(seconds["with"])
     return {"without_s": without, "with_s": checked, "added": checked / without - 1, "every": dict(seconds)}
 
 
 def step_seconds(folder: Path, rounds: int, count: int) -> dict[str, list[float]]:
-    """Return for each side the median seconds of a step of each of its runs, the sides in turn."""
+    """Return the median step time of each run, by side; the sides alternate."""
     subprocess.run([sys.executable, "-c", PREPARE, str(folder.resolve())], cwd=ARITHMETIC, check=True)
     found: dict[str, list[float]] = {"without": [], "with": []}
     for turn in range(rounds):
@@ -92,7 +92,7 @@ def step_seconds(folder: Path, rounds: int, count: int) -> dict[str, list[float]
 
 
 def checkpoint_seconds(folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Return for each side the seconds of each checkpoint, the sides in turn."""
+    """Return the seconds of each checkpoint, by side; the sides alternate."""
     model = folder / "model"
     write_model(model)
     TOKENIZER.save_pretrained(model)
@@ -108,7 +108,7 @@ def checkpoint_seconds(folder: Path, rounds: int) -> dict[str, list[float]]:
                 begun = time.perf_counter()
                 run.checkpoints.save(run._snapshot(), run.backend)
                 run.checkpoints.wait()
-                if turn >= UNCOUNTED:  # the first ones find no memory in the file system's cache
+                if turn >= UNCOUNTED:  # The first checkpoints find no memory in the file system's cache.
                     found[side].append(time.perf_counter() - begun)
         checkpoints.write_manifest = checked
     return found

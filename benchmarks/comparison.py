@@ -1,4 +1,4 @@
-"""Sides compared by one number: how many times Braid is ahead, and what part of the floor each side reaches."""
+"""Cases compared by one number: the ratio of Braid to each peer, and each side's share of the floor."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ COLUMNS = [
 
 @dataclass(frozen=True)
 class Comparison(Case):
-    """`goals` say by how many times the first of a pair of sides is to be ahead of the second."""
+    """A case with `goals`: (side, other side, the ratio that the first must reach over the second)."""
 
     goals: list[tuple[str, str, float]] = field(default_factory=list)
     floor: Callable[[str, Rates], float] | None = None
-    """The least seconds for a dtype, from the machine's rates."""
+    """Returns the least possible seconds for a dtype, from the machine's rates."""
     measure: str = "tokens_per_second"
-    """What is compared; of `peak_mebibytes` less is better."""
+    """Name of the compared number. For `peak_mebibytes` less is better, for all others more."""
 
     def summary(self, found: Found, rates: Rates) -> dict[str, Any]:
         sides = {name: dict(numbers) for name, numbers in found.items()}

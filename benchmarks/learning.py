@@ -3,9 +3,9 @@
     make build/bench-venv/installed
     python -m benchmarks.learning --seeds 0 1 2
 
-Both train with as many threads as are given, for `--steps` of `--prompts` prompts, by default the configuration's. Seeds that
-benchmarks/results/learning.json has of the same steps and prompts are not repeated, so that they may come from several days and
-machines; a run of build/smollm2 that is done is not repeated either. Writes that file and docs/results/smollm2-trl.md.
+Both sides train `--steps` steps of `--prompts` prompts with `--threads` threads; steps and prompts default to the configuration's.
+Seeds that benchmarks/results/learning.json already holds for these sizes are not repeated, so they may come from several days and
+machines. Finished runs in build/smollm2 are not repeated either. Writes that file and docs/results/smollm2-trl.md.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ RESULT = Path("benchmarks/results/learning.json")
 SCORE = "eval/held_out/avg@4"
 SIDES = ("Braid", "TRL")
 BATCH_ROWS = 64
-"""Rows that TRL computes with at once, so that their logits fit."""
+"""Rows per forward pass of TRL; chosen so that their logits fit in memory."""
 Run = dict[str, Any]
-"""A seed: its date, its machine, and what was measured of each side."""
+"""A seed's date, machine, and measurements of each side."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, help="by default the configuration's")
+    parser.add_argument("--steps", type=int, help="default: the configuration's")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--prompts", type=int, help="of a step, by default the configuration's")
+    parser.add_argument("--prompts", type=int, help="prompts of a step; default: the configuration's")
     arguments = parser.parse_args()
     fetch()
     write_tasks()
@@ -61,19 +61,19 @@ def main() -> None:
 
 
 def sizes(config: Config) -> dict[str, int]:
-    """Return what runs that are compared have in common."""
+    """Return the settings that must be equal for runs to be comparable."""
     return {"steps": config.trainer.steps, "prompts_per_step": config.trainer.prompts_per_step}
 
 
 def recorded(config: Config) -> dict[int, Run]:
-    """Return the runs in the file of results, by their seeds; none where they are of other sizes."""
+    """Return the runs in the results file by seed, or none if they have other sizes."""
     found = json.loads(RESULT.read_text()) if RESULT.is_file() else {}
     same = all(found.get(name) == size for name, size in sizes(config).items())
     return {int(seed): run for seed, run in found["runs"].items()} if same else {}
 
 
 def sides(config: Config, own: str, overrides: list[str], seed: int, threads: int) -> Run:
-    """Train both sides with a seed, and return what each of them did."""
+    """Train both sides with a seed and return the measurements of each."""
     ours = run(Way("sums"), seed, f"sums{own}-grpo-{seed}", overrides)
     theirs = peer(config, FOLDER / f"sums{own}-trl-{seed}.jsonl", seed, threads)
     both = {"Braid": measured(read_metrics(ours), config), "TRL": measured(theirs, config)}
@@ -81,7 +81,7 @@ def sides(config: Config, own: str, overrides: list[str], seed: int, threads: in
 
 
 def measured(lines: Lines, config: Config) -> dict[str, Any]:
-    """Return a run's scores by steps, and the medians of the seconds of a step and of its response tokens per second."""
+    """Return a run's scores by step, and the medians of seconds and of response tokens per second."""
     rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
     steps = [line for line in lines if line.get("time/step")]
     return {
@@ -92,7 +92,7 @@ def measured(lines: Lines, config: Config) -> dict[str, Any]:
 
 
 def peer(config: Config, metrics: Path, seed: int, threads: int) -> Lines:
-    """Return TRL's metrics of a seed, which a run writes to a file that is not there yet."""
+    """Return TRL's metrics of a seed; train first if its metrics file does not exist."""
     if not metrics.is_file() or read_lines(metrics)[-1]["step"] < config.trainer.steps:
         metrics.unlink(missing_ok=True)
         settings = metrics.with_suffix(".settings.json")
@@ -104,7 +104,7 @@ def peer(config: Config, metrics: Path, seed: int, threads: int) -> Lines:
 
 
 def task(config: Config, seed: int, threads: int, metrics: Path) -> dict[str, Any]:
-    """Return what TRL is given: the settings of the run, by names of ours."""
+    """Return the settings for TRL's side, by our names."""
     trainer, rollout = config.trainer, config.rollout
     return {
         "model": str(config.model), "train": "build/smollm2/sums.jsonl", "held_out": "build/smollm2/sums_held_out.jsonl",
@@ -120,7 +120,7 @@ def read_lines(path: Path) -> Lines:
 
 
 def write_results(config: Config, runs: dict[int, Run]) -> None:
-    """Write the file of results, all seeds in it."""
+    """Write the results file with all seeds."""
     content = {"benchmark": "learning", **sizes(config), "runs": {str(seed): runs[seed] for seed in sorted(runs)}}
     RESULT.write_text(json.dumps(content, indent=1) + "\n")
 
@@ -153,11 +153,11 @@ def write_page(config: Config, runs: dict[int, Run]) -> None:
         f"# {title}\n",
         f"    python -m benchmarks.learning --prompts {trainer.prompts_per_step} --threads 1 --seeds {' '.join(map(str, sorted(runs)))}\n",
         f"GRPO without a KL term, {trainer.prompts_per_step} prompts with {rollout.samples_per_prompt} responses of up to "
-        f"{rollout.max_response_tokens} tokens a step, {trainer.steps} steps, float32. Scores: held-out sums, four samples at "
-        f"temperature 1; at the end they are {' and '.join(finals)}, means with 95% intervals (Student). Braid makes "
-        f"{ratios.mean:.1f} times the tokens per second of TRL 1.16, which generates with transformers: response tokens over the "
-        "seconds of whole steps, medians per run, evaluation apart. Both sides of a seed ran on the same machine, where other work "
-        "took some of the time.\n",
+        f"{rollout.max_response_tokens} tokens a step, {trainer.steps} steps, float32. Scores are those of held-out sums, with four "
+        f"samples at temperature 1. The final scores are {' and '.join(finals)}, means with 95% intervals (Student's t).\n\nBraid makes "
+        f"{ratios.mean:.1f} times the tokens per second of TRL 1.16, which generates with transformers. The rate is response tokens over "
+        "the seconds of whole steps, a median per run, without evaluation. Both sides of a seed ran on the same machine, beside some "
+        "other load.\n",
         table(header, rows), f"![{title}](smollm2-trl.svg)\n",
     ]))  # fmt: skip
 

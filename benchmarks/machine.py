@@ -1,4 +1,4 @@
-"""What the machine can do: its description, its matrix rate and its memory's bandwidth, measured in the same run as the rest."""
+"""Description of the machine, its matrix rate and its memory bandwidth, measured in the same run as the benchmark."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from braidrl.training.device_rates import measured_rates
 
 
 def describe(threads: int) -> dict[str, Any]:
-    """Processor, memory and versions; neither host names nor paths."""
+    """Return processor, memory and versions, but neither host names nor paths."""
     import transformers
 
     facts = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines())
@@ -32,7 +32,7 @@ def describe(threads: int) -> dict[str, Any]:
 
 
 def measure(threads: int) -> dict[str, float]:
-    """Floating-point operations per second by dtype, the faster of torch's two libraries, and bytes per second of reading."""
+    """Return floating-point operations per second by dtype (the faster of torch's two libraries) and bytes read per second."""
     torch.set_num_threads(threads)
     rates = measured_rates()
     named = {f"{dtype}_operations_per_second": rate for dtype, rate in rates.operations.items()}

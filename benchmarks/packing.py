@@ -1,4 +1,4 @@
-"""Packing against padding on real and on long-tailed lengths, how evenly rows are divided among ranks, and the log-probs' memory."""
+"""Packing against padding on real and long-tailed lengths, the balance of rows over ranks, and the memory of log-probs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.duel import Side
 from benchmarks.shapes import Shape, long_tail, model_folder
 from braidrl.data.packing import balanced_partition, imbalance
 
-# Tokens of question and answer in GSM8K's training set, by a byte-level BPE of 8,192 tokens trained on it: every 32nd part of its rows.
+# Quantiles, in steps of 1/32, of question plus answer tokens in GSM8K's training set, under a byte-level BPE of 8,192 tokens trained on it.
 GSM8K_QUANTILES = [
     47, 75, 83, 88, 93, 98, 102, 106, 109, 113, 117, 120, 124, 129, 133, 137, 141,
     146, 150, 155, 161, 166, 171, 177, 183, 189, 197, 207, 218, 231, 248, 276, 443,
@@ -25,7 +25,7 @@ ROWS_PER_RANK = 32
 
 
 def packing() -> list[Case]:
-    """A training step packed and padded; the balance over ranks; the memory of log-probs."""
+    """Return the cases: a training step packed and padded, the balance over ranks, the memory of log-probs."""
     return [
         packing_case("GSM8K's lengths", gsm8k_lengths(ROWS)),
         packing_case("log-normal lengths, the longest ten times the median", long_tail(ROWS, 64, 10)),
@@ -44,7 +44,7 @@ def packing_case(name: str, lengths: list[int]) -> Comparison:
 
 
 def gsm8k_lengths(rows: int) -> list[int]:
-    """Lengths distributed as GSM8K's, in random order."""
+    """Return lengths distributed as in GSM8K, in random order."""
     parts = len(GSM8K_QUANTILES) - 1
     lengths = []
     for row in range(rows):
@@ -57,7 +57,7 @@ def gsm8k_lengths(rows: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Balance(Case):
-    """The fullest rank's tokens over the mean, by the way in which rows are dealt out. Nothing is timed."""
+    """Tokens of the fullest rank over the mean, for each way to partition rows. Nothing is timed."""
 
     ranks: int = 1
     lengths: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -88,7 +88,7 @@ def balance_case(ranks: int) -> Balance:
 
 
 def log_prob_memory() -> Comparison:
-    """Inference of log-probs of 8,192 tokens at a vocabulary of 152,064."""
+    """Return the case that computes log-probs of 8,192 tokens at a vocabulary of 152,064."""
     shape = Shape(152_064)
     case = {
         "model": str(model_folder(shape)), "rows": 64, "tokens": 128, "vocabulary": shape.vocabulary, "dtype": "float32",

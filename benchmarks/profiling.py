@@ -1,4 +1,4 @@
-"""Where one turn of a side spends its time: `python -m benchmarks.profiling MODULE CASE`."""
+"""Profile one turn of a side: `python -m benchmarks.profiling MODULE CASE`."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ OPERATORS = 20
 
 
 class ProfiledTurn(Channel):
-    """What a side whose loop is its library's own gets in place of the one that measures: of its turns the first is looked at.
+    """Channel for a side whose library owns the loop; it profiles the first turn instead of measuring.
 
-    Of a side of several processes that is the one that gives the orders.
+    If a side has several processes, only the controlling one is profiled.
     """
 
     def __init__(self) -> None:
         self._operators: torch_profile | None = None
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Say nothing: nobody waits for it."""
+        """Ignore the message: no process is waiting for it."""
 
     def wait_for_turn(self) -> bool:
         if self._operators is None:
@@ -48,13 +48,13 @@ def main() -> None:
         side.run(case, ProfiledTurn())
         return
     turn = side.prepare(case)
-    turn()  # The memory that a turn needs is the process's own from now on.
+    turn()  # From here on the peak is the memory that the turn itself needs.
     with torch_profile(activities=[ProfilerActivity.CPU]) as operators:
         turn()
     show(operators)
     functions = cProfile.Profile()
     functions.runcall(turn)
-    # compiled kernels are no operators of torch: they show here, under the functions that call them
+    # Compiled kernels are not torch operators: they show up here, under the functions that call them.
     pstats.Stats(functions).sort_stats("tottime").print_stats(OPERATORS)
 
 

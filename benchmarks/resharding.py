@@ -1,4 +1,4 @@
-"""What planning a change of layout takes one rank of 1,024, for the 771 tensors of a 32B model; see `sides/resharding_braid.py`."""
+"""Cost of planning a change of layout for one rank of 1,024, with the 771 tensors of a 32B model; see `sides/resharding_braid.py`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RANKS = (0, 517)
 
 @dataclass(frozen=True)
 class PlanningCase(Case):
-    """Ranks of one pair of layouts, each played by a process of its own."""
+    """Several ranks of one pair of layouts, each in a separate process."""
 
     def summary(self, found: Found, rates: Rates) -> dict[str, Any]:
         return {
@@ -33,7 +33,7 @@ class PlanningCase(Case):
 
 
 def planning() -> list[Case]:
-    """Plan from each layout to slices among 8 or 4 ranks."""
+    """Return the cases: from each training layout to slices over 8 or 4 ranks."""
     return [
         PlanningCase(
             layouts, [Side(f"rank {rank}", "resharding_braid", {"layouts": layouts, "rank": rank}) for rank in RANKS], 3, 1,

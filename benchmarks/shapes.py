@@ -1,4 +1,4 @@
-"""The models, prompts and lengths that all sides share, and the operations and bytes that they cannot do without."""
+"""Models, prompts and lengths that all sides share, and the least operations and bytes that they need."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ class Shape:
 
     @property
     def body(self) -> int:
-        """Parameters in the layers' matrix products."""
+        """Return the number of parameters in the layers' matrix products."""
         attention = self.width * self.head_width * (2 * self.heads + 2 * self.key_heads)
         return self.layers * (attention + 3 * self.width * self.intermediate)
 
     @property
     def head(self) -> int:
-        """Parameters of the output layer."""
+        """Return the number of parameters in the output layer."""
         return self.width * self.vocabulary
 
     def attention(self, keys: int) -> int:
-        """Operations of all layers for queries that see `keys` keys in all."""
+        """Return the operations of all layers for queries that attend to `keys` keys in total."""
         return 4 * self.layers * self.heads * self.head_width * keys
 
     def key_bytes(self, positions: int, size: int) -> int:
-        """Keys and values of so many positions."""
+        """Return the bytes of the keys and values of some positions."""
         return 2 * self.layers * self.key_heads * self.head_width * positions * size
 
 
 def model_folder(shape: Shape) -> Path:
-    """A randomly initialised model with its tokenizer, made once."""
+    """Return the directory of a randomly initialised model with its tokenizer; it is made once."""
     folder = MODELS / "-".join(str(size) for size in asdict(shape).values())
     if (folder / "tokenizer.json").is_file():
         return folder
@@ -73,13 +73,13 @@ def word(token: int) -> str:
 
 
 def prompts(groups: int, tokens: int, vocabulary: int) -> list[list[int]]:
-    """Random ids, the same in every process; never the end of sequence."""
+    """Return random ids, the same in every process, without the end-of-sequence token."""
     generator = torch.Generator().manual_seed(1)
     return torch.randint(1, vocabulary, (groups, tokens), generator=generator).tolist()
 
 
 def write_prompts(path: Path, ids: Sequence[Sequence[int]]) -> None:
-    """As text, one JSON object a line."""
+    """Write the prompts as text, one JSON object a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps({"prompt": " ".join(word(i) for i in row), "answer": word(1)}) for row in ids]
     path.write_text("\n".join(lines) + "\n")
@@ -90,7 +90,7 @@ def equal_lengths(rows: int, tokens: int) -> list[int]:
 
 
 def long_tail(rows: int, median: int, times: int) -> list[int]:
-    """Log-normal lengths with this median, scaled in their logarithm so that the longest is `times` the median."""
+    """Return log-normal lengths with this median, scaled in their logarithm so that the longest is `times` the median."""
     quantiles = (torch.arange(rows, dtype=torch.float64) + 0.5) / rows
     normal = torch.special.ndtri(quantiles)
     spread = torch.log(torch.tensor(float(times))) / normal[-1]

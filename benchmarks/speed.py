@@ -15,12 +15,12 @@ PROMPT = 16
 
 
 def decode() -> list[Case]:
-    """Generation: every row a prompt of 16 tokens, groups of 8."""
+    """Return the generation cases: every row has a prompt of 16 tokens, in groups of 8."""
     return decode_cases(128)
 
 
 def decode_vocabulary() -> list[Case]:
-    """The same with a long vocabulary, where drawing tokens costs as much as the layers."""
+    """Return generation cases with a long vocabulary, where sampling costs as much as the layers."""
     return decode_cases(32768)
 
 
@@ -52,7 +52,7 @@ def decode_case(vocabulary: int, rows: int, tail: bool, goal: float) -> Comparis
 
 
 def decode_floor(shape: Shape, lengths: list[int], dtype: str, rates: Rates) -> float:
-    """Operations of the products and of attention, and the bytes of keys and values read once per token."""
+    """Return the operations of products and attention, and the bytes of keys and values read once per token."""
     size = 4 if dtype == "float32" else 2
     seen = sum(n * PROMPT + n * (n + 1) // 2 for n in lengths)
     operations = 2 * (shape.body + shape.head) * sum(lengths)
@@ -64,13 +64,13 @@ def decode_floor(shape: Shape, lengths: list[int], dtype: str, rates: Rates) -> 
 
 
 def grpo() -> list[Case]:
-    """A whole step: 64 rows generated, scored and trained on in one optimizer step."""
+    """Return the cases of a whole step: 64 rows generated, scored and trained on in one optimizer step."""
     short, up_to = equal_lengths(64, 128), [min(128, n) for n in long_tail(64, 64, 4)]
     return [grpo_case(Shape(128), short), grpo_case(Shape(128), up_to), grpo_case(Shape(32768), up_to)]
 
 
 def grpo_smollm2() -> list[Case]:
-    """The same at the size of a real model, SmolLM2-135M: 64 rows of 100 tokens. One side after the other: each takes some 10 GiB."""
+    """Return the same at the size of a real model, SmolLM2-135M: 64 rows of 100 tokens. The sides run one by one, about 10 GiB each."""
     return [grpo_case(Shape(49152, 30, 576, 1536, 9, 3, 64), equal_lengths(64, 100), at_once=False)]
 
 
@@ -90,7 +90,7 @@ def grpo_case(shape: Shape, lengths: list[int], at_once: bool = True) -> Compari
     ]  # fmt: skip
 
     def floor(dtype: str, rates: Rates) -> float:
-        # forward and backward: three products per weight; the output layer's only where a token is predicted
+        # Forward and backward: three products per weight. The output layer's count only where a token is predicted.
         tokens = sum(lengths) + PROMPT * len(lengths)
         training = 6 * (shape.body * tokens + shape.head * sum(lengths))
         return decode_floor(shape, lengths, dtype, rates) + training / rates[f"{dtype}_operations_per_second"]
@@ -101,7 +101,7 @@ def grpo_case(shape: Shape, lengths: list[int], at_once: bool = True) -> Compari
 
 
 def shared_prompt() -> list[Case]:
-    """Training on 64 rows of groups of 16, prompts of 1,024 tokens and responses of 32: with and without the prompt shared."""
+    """Return the case of training on 64 rows in groups of 16 (prompts of 1,024 tokens, responses of 32) with and without shared prompts."""
     shape = Shape(128)
     sides = [
         Side(
@@ -116,7 +116,7 @@ def shared_prompt() -> list[Case]:
 
 
 def memory() -> list[Case]:
-    """Peak memory of a training step at a vocabulary of 151,936; fewer than 8,192 tokens where all logits do not fit three times."""
+    """Return the cases of a training step's peak memory at a vocabulary of 151,936; fewer than 8,192 tokens where memory is short."""
     shape = Shape(151_936)
     available = next(
         int(line.split()[1]) * 1024

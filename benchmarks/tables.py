@@ -1,4 +1,4 @@
-"""The tables that every side of the transport benchmarks moves, and how it proves that all of their bytes have arrived."""
+"""Tables that every side of the transport benchmarks moves, and the check that all of their bytes arrive."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ DISPATCHED = 256
 WORKERS = (2, 8)
 TOKENS = (128, 8192)
 QUEUED = {"512 rows x 8192": (512, 8192), "128 ragged rows": (128, 0), "10000 rows x 64": (10_000, 64)}
-"""Rows and float32 values per row and column; 0 for rows of lengths of their own, 16 to 4,096."""
+"""Rows, and float32 values per row and column; 0 stands for ragged rows of 16 to 4,096 values."""
 SMALL = (8, 64)
 SMALL_REPEATS = 100
 AT_ONCE = (1, 4, 16)
-"""How many threads put and get at the same time."""
+"""Number of threads that put and get at the same time."""
 BATCHES, BATCH = 10, (64, 64)
-"""What each of them passes through."""
+"""Number of tables that each thread passes through."""
 
 
 def dispatched(tokens: int) -> dict[str, Tensor]:
-    """Four columns (256, `tokens`) int64, the same in every process."""
+    """Return four columns (256, `tokens`) of int64, the same in every process."""
     generator = torch.Generator().manual_seed(tokens)
     return {name: torch.randint(0, 50_000, (DISPATCHED, tokens), generator=generator) for name in COLUMNS}
 
 
 def queued(rows: int, tokens: int) -> dict[str, Tensor]:
-    """Four columns of float32 whole numbers, whose sums are exact in double precision: (`rows`, `tokens`), or jagged."""
+    """Return four float32 columns of whole numbers, whose sums are exact in float64: (`rows`, `tokens`), or jagged."""
     generator = torch.Generator().manual_seed(tokens)
     if tokens:
         return {name: torch.randint(0, 100, (rows, tokens), generator=generator).float() for name in COLUMNS}
@@ -49,12 +49,12 @@ def queued(rows: int, tokens: int) -> dict[str, Tensor]:
 
 
 def values(column: Tensor) -> Tensor:
-    """The values of a column, jagged or not."""
+    """Return the values of a column, jagged or dense."""
     return column.values() if column.is_nested else column
 
 
 def many_threads(threads: int, passage: Callable[[int], object]) -> float:
-    """Seconds in which so many threads, each with a number, do something at the same time."""
+    """Return the seconds that numbered threads need when they run `work` at the same time."""
     workers = [threading.Thread(target=passage, args=(number,)) for number in range(threads)]
     start = time.perf_counter()
     for worker in workers:
@@ -65,12 +65,12 @@ def many_threads(threads: int, passage: Callable[[int], object]) -> float:
 
 
 def percentile(times: Sequence[float], share: float) -> float:
-    """The least of some seconds that so large a share of them does not exceed."""
+    """Return the least of the given seconds that at least this share of them does not exceed."""
     return sorted(times)[min(len(times) - 1, math.ceil(share * len(times)) - 1)]
 
 
 def turn(once: Callable[[str, tuple[int, int]], tuple[float, float]]) -> dict[str, float]:
-    """What a queue's side does in a turn; `once` passes a table through and returns seconds of its put and of its get."""
+    """Measure one turn of a queue's side; `once` passes a table through and returns the seconds of its put and its get."""
     found: dict[str, float] = {}
     for name, shape in QUEUED.items():
         times = [once(name, shape) for _ in range(3)]
@@ -86,12 +86,12 @@ def turn(once: Callable[[str, tuple[int, int]], tuple[float, float]]) -> dict[st
 
 
 def read(columns: Iterable[Tensor]) -> list[float]:
-    """The sum of each column: every byte is read, in the same way on every side."""
+    """Return the sum of each column. This reads every byte, in the same way on every side."""
     return [float(column.sum()) for column in columns]
 
 
 def timed(work: Callable[[], Any], repeats: int) -> float:
-    """Seconds that `work` takes, the median of several times."""
+    """Return the median seconds of `work` over several runs."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -101,5 +101,5 @@ def timed(work: Callable[[], Any], repeats: int) -> float:
 
 
 def repeats(tokens: int) -> int:
-    """How often a turn does one thing: what is short more often."""
+    """Return how often a turn repeats one thing; short things are repeated more often."""
     return 2 if tokens > 1000 else 8

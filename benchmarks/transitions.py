@@ -1,9 +1,9 @@
-"""How long eight processes take from training to generation under each grouping, and what that makes of larger models on more ranks.
+"""Seconds of the transition from training to generation on eight processes by grouping, and an estimate for larger models and more ranks.
 
 python -m benchmarks.transitions              # measures, and writes benchmarks/results/transitions.json with the model fitted to it
 
-A transition takes `seconds` to begin, and `seconds_per_byte` for each byte that a rank receives: fitted to the medians.
-The processes share the machine's cores, so that the second is a machine's, not a network's: what carries over are the ratios.
+The model fitted to the medians: a transition takes `seconds` to begin, and `seconds_per_byte` for each byte that a rank receives.
+The processes share the machine's cores, so the second figure describes a machine, not a network. The ratios carry over.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.weights.transitions import GROUPINGS, LAYOUTS
 RESULT = Path("benchmarks/results/transitions.json")
 RANKS, TURNS, LIMIT_BYTES, WAIT_S = 8, 5, 8 << 20, 600.0
 DRAWN = {"7B": (7e9, 1, 8, 1, 2), "13B": (13e9, 1, 8, 1, 4), "34B": (34e9, 2, 8, 1, 4), "70B": (70e9, 4, 8, 1, 8)}
-"""Parameters, and pipeline and tensor of training and of generation, on 1,024 ranks."""
+"""Parameters; pipeline and tensor ranks of training and of generation, on 1,024 ranks."""
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def main() -> None:
 
 
 def write_model(folder: Path) -> None:
-    """Write a model of 30 million parameters that eight ranks divide without a rest."""
+    """Write a model of 30 million parameters whose tensors divide evenly over eight ranks."""
     config = Qwen3Config(
         vocab_size=4096, hidden_size=512, intermediate_size=1408, num_hidden_layers=8, num_attention_heads=8,
         num_key_value_heads=8, head_dim=64, tie_word_embeddings=False, max_position_embeddings=256,
@@ -63,7 +63,7 @@ def write_model(folder: Path) -> None:
 
 
 def measure(world: World, task: Mapping[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
-    """On a rank: the slowest rank's seconds, the most bytes of a rank and the rounds, by layouts and grouping."""
+    """Return, on each rank, the slowest rank's seconds, the most bytes of a rank, and the rounds, by layouts and grouping."""
     torch.set_num_threads(1)
     found: dict[str, dict[str, dict[str, float]]] = {}
     for name, ((p, t, d), generation) in LAYOUTS.items():
@@ -75,7 +75,7 @@ def measure(world: World, task: Mapping[str, Any]) -> dict[str, dict[str, dict[s
 
 
 def transitions(world: World, model: str, training: dict[str, Any], layout: GenerationLayout) -> dict[str, float]:
-    """Return the median over turns; the first, in which memory is touched first, is left out."""
+    """Return the median over turns. The first turn, which touches memory first, is left out."""
     world.at(f"{training} {layout}")
     weights = made(world, model, training, layout)
     turns = []
@@ -117,7 +117,7 @@ def fit(cases: list[dict[str, float]]) -> dict[str, float]:
 
 
 def drawn(parameters: float, p: int, t: int, p_g: int, t_g: int, fitted: Mapping[str, float]) -> dict[str, float]:
-    """Return bytes that a rank of 1,024 receives in bfloat16 by each formula, and by what share intervals are faster."""
+    """Return the bytes that a rank of 1,024 receives in bfloat16 by each formula, and the relative gain of intervals."""
     model, ranks = 2 * parameters, 1024
     shares = {
         "interval": (t * p - t_g * p_g) / (t_g * p_g * t * p), "neighbour": (t * p - 1) / (t * p), "gather": (ranks - 1) / ranks,

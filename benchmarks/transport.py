@@ -1,6 +1,6 @@
-"""Dispatch and collect against verl's single controller, and the transfer queue against TransferQueue; a copy in memory beside them.
+"""Dispatch and collect against verl's single controller, and the transfer queue against TransferQueue, beside a copy in memory.
 
-Two runs of turns, A B A B: of dispatch, with 2 and 8 workers, and of the queues. Medians of the turns' medians.
+Two sets of turns, A B A B: dispatch with 2 and 8 workers, and the queues. Figures are medians of the turns' medians.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROUNDS = 5
 
 
 def transport() -> list[Case]:
-    """Dispatch with 2 and 8 workers, and the queues."""
+    """Return the cases: dispatch with 2 and 8 workers, and the queues."""
     return [
         transport_case(
             "dispatch and collect", ["dispatch_braid", "dispatch_verl", "copy_braid"], {"workers": list(WORKERS)}, dispatch_rows
@@ -29,7 +29,7 @@ def transport() -> list[Case]:
 
 @dataclass(frozen=True)
 class TransportCase(Case):
-    """`rows` reads the sides' numbers, one row for each size and way."""
+    """A transport case; `rows` turns the sides' numbers into one row for each size and way."""
 
     rows: Callable[[Found], list[dict[str, Any]]] = field(kw_only=True)
 
@@ -42,7 +42,7 @@ class TransportCase(Case):
 
 @dataclass(frozen=True)
 class QueueControlCase(Case):
-    """What the queue's bookkeeping takes of one core, with no peer beside it."""
+    """Cost of the queue's bookkeeping on one core, without a peer."""
 
     def summary(self, found: Found, rates: Rates) -> dict[str, Any]:
         (side,) = found.values()
@@ -57,7 +57,7 @@ class QueueControlCase(Case):
 
 
 def queue_control() -> list[Case]:
-    """Take and done of one row with 1,024 to 1,000,000 rows in work, and rows per second through one process's socket."""
+    """Return the case: take and done of one row with 1,024 to 1,000,000 rows in work, and rows per second through one socket."""
     return [QueueControlCase("bookkeeping", [Side("queue", "queue_control_braid", {})], 3, 1)]
 
 
@@ -68,7 +68,7 @@ def transport_case(
 
 
 def dispatch_rows(found: Found) -> list[dict[str, Any]]:
-    """One row for each size and way."""
+    """Return one row for each size and way."""
     rows = []
     for size in WORKERS:
         for tokens in TOKENS:
@@ -88,7 +88,7 @@ def dispatch_rows(found: Found) -> list[dict[str, Any]]:
 
 
 def queue_rows(found: Found) -> list[dict[str, Any]]:
-    """Each shape put and got, small ones with their percentiles, and many threads at once."""
+    """Return a row for each shape put and got, with percentiles for small ones, and one for many threads at once."""
     cells = [(f"{way} {name}", name, shape, 1) for name, shape in QUEUED.items() for way in ("put", "get")]
     for way in ("put", "get"):
         cells += [(f"{way} small, {which}", "small", SMALL, 1) for which in ("median", "99th percentile")]
@@ -112,7 +112,7 @@ def row(
     theirs: tuple[str, str],
     copy: str,
 ) -> dict[str, Any]:
-    """Seconds of both sides and of a copy of the same `size` bytes, with every turn's."""
+    """Return the seconds of both sides and of a copy of `size` bytes, with every turn's."""
     (our_side, our_key), (their_side, their_key) = ours, theirs
     our_seconds, their_seconds = found[our_side][our_key], found[their_side][their_key]
     return {
@@ -129,7 +129,7 @@ def row(
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """For people: milliseconds, and how many times faster Braid is."""
+    """Return a table in milliseconds, with the ratio of the peer to Braid."""
     lines = [f"{'':58}{'Braid ms':>10}{'peer ms':>10}{'times':>8}{'copy ms':>10}"]
     for r in rows:
         cells = "".join(f"{1000 * r[key]:10.2f}" for key in ("braid_seconds", "peer_seconds"))

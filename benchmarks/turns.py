@@ -1,8 +1,8 @@
-"""One side of a comparison as a process of its own, which takes one measured turn whenever it is told to.
+"""One side of a comparison in a process of its own; it takes one measured turn for each line on its input.
 
 duel:  start A, start B, ... ──▶ each prepares and warms up ──▶ A B A B A B, one turn at a time
 
-Imports, compilation and warm-up are over before the first turn; while one side runs, the others wait for a line on their input.
+Imports, compilation and warm-up end before the first turn. While one side runs, the others wait for a line on their input.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Turn = Callable[[], Mapping[str, float]]
 
 
 class Channel:
-    """Lines to and from the process that measures; what libraries print to standard output goes to standard error."""
+    """Lines to and from the measuring process; what libraries print to stdout goes to stderr."""
 
     def __init__(self) -> None:
         self._output = os.fdopen(os.dup(1), "w")
@@ -32,19 +32,19 @@ class Channel:
         self._output.flush()
 
     def wait_for_turn(self) -> bool:
-        """Blocks until the next turn, and starts its clock; False when there is none."""
+        """Block until the next turn and start its clock. Return False if there is no further turn."""
         going = bool(sys.stdin.readline())
         self._start, self._cpu = time.perf_counter(), time.process_time()
         return going
 
     def report(self, found: Mapping[str, float]) -> None:
-        """Ends the turn. `seconds` and `cpu_seconds` are those since it began, where the turn did not measure itself."""
+        """End the turn. `seconds` and `cpu_seconds` are measured since it began, unless the turn reports them."""
         measured = {"seconds": time.perf_counter() - self._start, "cpu_seconds": time.process_time() - self._cpu}
         self.send({**measured, **found})
 
 
 def peak_mebibytes() -> float:
-    """The process's greatest resident memory so far."""
+    """Return the process's peak resident memory."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
@@ -52,7 +52,7 @@ def main() -> None:
     module, case = sys.argv[1], json.loads(sys.argv[2])
     channel = Channel()
     side = importlib.import_module(f"benchmarks.sides.{module}")
-    if hasattr(side, "run"):  # a side whose loop is a library's own, such as a Trainer
+    if hasattr(side, "run"):  # A side whose library owns the loop, such as a Trainer.
         side.run(case, channel)
         return
     turn: Turn = side.prepare(case)

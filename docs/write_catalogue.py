@@ -1,4 +1,4 @@
-"""Writes catalogue.md from what is registered: python docs/write_catalogue.py"""
+"""Write catalogue.md from the registries: python docs/write_catalogue.py"""
 
 from __future__ import annotations
 

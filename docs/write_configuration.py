@@ -1,4 +1,4 @@
-"""Writes configuration.md from the docstrings of braidrl/config and of the recipes: python docs/write_configuration.py"""
+"""Write configuration.md from the docstrings of braidrl/config and of the recipes: python docs/write_configuration.py"""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Parameters of the recipe that `flow` names. `max_response_tokens` and `samples_p
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [HEAD, "\n## At the top\n\n", table(Config)]
     places: dict[type[BaseModel], list[str]] = {}
     for path, section in sections(Config):
@@ -63,12 +63,12 @@ def page() -> str:
 
 
 def differs(shared: dict[str, FieldInfo], name: str, field: FieldInfo) -> bool:
-    """True for a parameter that is not among the shared ones, or has another default."""
+    """Return True for a parameter that is not shared by all recipes, or has another default."""
     return name not in shared or shared[name].default != field.default
 
 
 def sections(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, type[BaseModel]]]:
-    """Each section below a model with its dotted name; `NAME` stands for a name of the user's, `N` for a place in a list."""
+    """Yield each section below a model with its dotted name; `NAME` stands for a name of the user's, `N` for an index in a list."""
     for name, field in model.model_fields.items():
         for section, path in found_sections(field.annotation, prefix + name):
             yield path, section
@@ -90,7 +90,7 @@ def table(model: type[BaseModel]) -> str:
 
 
 def meanings(model: type[BaseModel]) -> dict[str, str]:
-    """The docstring under each field. That pydantic collects them would cost every process of a run a tenth of a second."""
+    """Return the docstring under each field. If pydantic collected them, every process of a run would start 0.1 s later."""
     found: dict[str, str] = {}
     for kind in reversed(model.__mro__):
         if issubclass(kind, BaseModel) and kind is not BaseModel:
@@ -104,7 +104,7 @@ def meanings(model: type[BaseModel]) -> dict[str, str]:
 
 
 def rows(fields: dict[str, FieldInfo], meanings: dict[str, str]) -> str:
-    """One line per key. Raises ValueError for a key without a docstring."""
+    """Return one line per key. Raises ValueError for a key without a docstring."""
     lines = ["| key | default | meaning |", "|---|---|---|"]
     for name, field in fields.items():
         if name not in meanings:
@@ -124,7 +124,7 @@ def default(field: FieldInfo) -> str:
 
 
 def plain(value: Any) -> str:
-    """As one writes it in YAML."""
+    """Return a value in YAML."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -137,7 +137,7 @@ def plain(value: Any) -> str:
 
 
 def choices(field: FieldInfo) -> str:
-    """The values of a choice, in front of what it means."""
+    """Return the values of a choice, for the text in front of its meaning."""
     for part in (field.annotation, *typing.get_args(field.annotation)):
         if typing.get_origin(part) is typing.Literal:
             optional = isinstance(field.annotation, types.UnionType)

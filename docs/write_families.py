@@ -1,4 +1,4 @@
-"""Writes braidrl/flow/families.pyi from what is registered: python docs/write_families.py"""
+"""Write braidrl/flow/families.pyi from the registries: python docs/write_families.py"""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def page() -> str:
 
 
 def class_name(family: str) -> str:
-    """Return the name of the class that a family has in the stub."""
+    """Return the name of a family's class in the stub."""
     return f"{family.capitalize()}Names"
 
 
 def class_of(name: str, family: RegisteredNames) -> str:
-    """Return the class of a family, with a method for each name; a name of a user's own is any function."""
+    """Return a family's class, with a method for each name; a user's own name may be any function."""
     methods = [method(entry, family) for entry in family.registered if belongs(entry, family)]
     returns = annotated(family.signature(next(iter(family.registered))).return_annotation)
     own = f"    def __getattr__(self, name: str) -> Callable[..., {returns}]: ...\n"
@@ -41,7 +41,7 @@ def class_of(name: str, family: RegisteredNames) -> str:
 
 
 def belongs(name: str, family: RegisteredNames) -> bool:
-    """Return False for what another program has registered, and for names such as `k3+`, which are no attributes."""
+    """Return False for entries of other programs, and for names such as `k3+`, which cannot be attributes."""
     return name.isidentifier() and family.registered[name].function.__module__.startswith("braidrl.")
 
 
@@ -61,7 +61,7 @@ def method(name: str, family: RegisteredNames) -> str:
 
 
 def default_of(parameter: inspect.Parameter) -> str:
-    """Return what stands behind a parameter's type: its default where that is a plain value."""
+    """Return the text after a parameter's type: its default, if that is a plain value."""
     if parameter.default is parameter.empty:
         return ""
     if isinstance(parameter.default, str):
@@ -70,7 +70,7 @@ def default_of(parameter: inspect.Parameter) -> str:
 
 
 def annotated(annotation: object) -> str:
-    """Return a type as the stub writes it."""
+    """Return a type in the stub's notation."""
     return re.sub(
         r"\b(typing|collections\.abc|braidrl\.flow\.stage)\.", "", inspect.formatannotation(annotation)
     ).replace("'", '"')

@@ -1,4 +1,4 @@
-"""Writes the tables of coming-from-verl.md and coming-from-trl.md from the lists of keys: python docs/write_migration.py"""
+"""Write the tables of coming-from-verl.md and coming-from-trl.md from the lists of keys: python docs/write_migration.py"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHORT = {"actor_rollout_ref.": "a."}
 
 
 def table(keys: Path) -> str:
-    """Return the rows of a list, a table for each of its headings."""
+    """Return the rows of a list, one table for each heading."""
     rows: dict[str, dict[str, Any]] = yaml.safe_load(keys.read_text(encoding="utf-8"))
     headings = {}
     heading = ""

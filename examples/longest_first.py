@@ -1,4 +1,4 @@
-"""A sampler of one's own: the longest rows first, so that a worker is not left with a long one at the end.
+"""A user-defined sampler: the longest rows first, so that no worker ends with a long row.
 
 braid train run.yaml runtime=streaming streaming.sampler=examples/longest_first.py:longest_first
 """

@@ -1,4 +1,4 @@
-"""Algorithms as plain loops, in place of a recipe: PPO, and what ReMax and Safe-RLHF change of it (figure 6 of arXiv 2409.19256).
+"""Algorithms as plain loops instead of recipes: PPO, and the changes for ReMax and Safe-RLHF (figure 6 of arXiv 2409.19256).
 
 python examples/arithmetic/demo.py                            # makes the model and the data
 python examples/session.py ppo                                # one process
@@ -32,7 +32,7 @@ def ppo(session: Session) -> Iterator[Any]:
 
 
 def remax(session: Session) -> Iterator[Any]:
-    """No critic: the baseline of a response is the reward of its prompt's greedy one."""
+    """Train by ReMax, without a critic: a response's baseline is the reward of its prompt's greedy response."""
     for rows in session.batches():
         rows = session.actor.generate(rows)
         rows = session.actor.generate(rows, into="greedy", greedy=True)
@@ -46,7 +46,7 @@ def remax(session: Session) -> Iterator[Any]:
 
 
 def safe_rlhf(session: Session) -> Iterator[Any]:
-    """A cost model and a critic of costs: five lines more than PPO, and a penalty that both advantages share."""
+    """Train by Safe-RLHF: PPO plus five lines for a cost model, a critic of costs, and a penalty shared by both advantages."""
     for rows in session.batches():
         rows = session.actor.generate(rows)
         rows = session.reward.verify(rows)

@@ -1,4 +1,4 @@
-"""What the examples learn with: a tokenizer whose tokens are whole words and phrases, and a small model with random weights."""
+"""Tokenizer and model of the examples: the tokens are whole words and phrases, the model is small and has random weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WORD = r"\w+|[^\w\s]"
 def make_tokenizer(
     phrases: Sequence[str], text: str = "", template: str | None = None, marks: Sequence[str] = ()
 ) -> PreTrainedTokenizerFast:
-    """One token for each phrase, and for each other word and sign of `text`; a space between two tokens is none itself.
+    """Return a tokenizer with one token for each phrase, and for each other word and sign of `text`; spaces between tokens have none.
 
     `marks` are the special tokens of the chat template.
     """
@@ -37,7 +37,7 @@ def make_tokenizer(
 
 
 def write_model(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int, layers: int = 2, width: int = 64) -> None:
-    """A small Qwen3 and its tokenizer as a Hugging Face directory."""
+    """Write a small Qwen3 and its tokenizer as a Hugging Face directory."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer), hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,

@@ -1,4 +1,4 @@
-"""What demos have in common that imitate a teacher first and learn by themselves then."""
+"""Shared code of the demos that imitate a teacher first and then learn by reinforcement."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from braidrl.runtimes.saving.export import export_model
 
 
 def imitate_then_learn(settings: Path, folder: Path) -> Path:
-    """The run of `config.yaml` in `settings`, begun with the model that `warm_start.yaml` there left in `folder`."""
+    """Run `warm_start.yaml` of `settings`, then its `config.yaml` from the resulting model in `folder`; return the second run."""
     export_model(train(load_config(settings / "warm_start.yaml")), folder / "model")
     return train(load_config(settings / "config.yaml"))
 
 
 def first_and_last(run: Path, metric: str) -> tuple[float, float]:
-    """A metric's first and last value in a run that wrote it."""
+    """Return a metric's first and last value in a run's metrics."""
     values = [line[metric] for line in read_metrics(run) if line.get(metric) is not None]
     return values[0], values[-1]

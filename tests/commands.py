@@ -1,4 +1,4 @@
-"""`braid ...` for tests, as a copy of the fork server, which has imported it: a fresh interpreter takes seconds to do so, for each command.
+"""`braid ...` for tests, as a copy of the fork server, which has imported it; a fresh interpreter would need seconds per command.
 
 test ──arguments, folder, environment, pipes──▶ fork server ──fork──▶ command, in a session of its own
 """
@@ -25,11 +25,11 @@ from braidrl.cluster.local import STARTING, main_module_hidden
 
 LOOK_S = 0.01
 COMMAND = ("braidrl.cli.commands", "braidrl.runtimes.evaluation", "braidrl.engines.process.process_server")
-"""What commands import when they need it, for the fork server to import before."""
+"""Modules that commands import on demand; the fork server imports them in advance."""
 
 
 class Command:
-    """A command that runs, with what tests use of `subprocess.Popen`."""
+    """A running command, with the part of the interface of `subprocess.Popen` that tests use."""
 
     def __init__(self, arguments: Sequence[str], folder: Path, environment: Mapping[str, str]) -> None:
         self.args = ["braid", *arguments]
@@ -43,7 +43,7 @@ class Command:
             self._process.start()
         for descriptor in (told, complained):
             os.close(descriptor)
-        assert self._process.pid is not None, "it was started"
+        assert self._process.pid is not None, "the command was not started"
         self.pid = self._process.pid
         self.stdout: TextIO = os.fdopen(out)
         self.stderr: TextIO = os.fdopen(err)
@@ -72,7 +72,7 @@ class Command:
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Return what it has said until both its outputs were closed and it has ended."""
+        """Wait until both outputs are closed and the command has ended; return the outputs."""
         end = None if timeout is None else time.monotonic() + timeout
         files = (self.stdout, self.stderr)
         if not self._readers:
@@ -102,7 +102,7 @@ class Command:
 
 
 class Descriptor:
-    """A file descriptor of the starter's, which the copy gets too."""
+    """A file descriptor of the starter that the copy also gets."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -117,7 +117,7 @@ def received(sent: Any) -> int:
 
 
 def become(arguments: list[str], folder: str, environment: dict[str, str], told: int, complained: int) -> NoReturn:
-    """Be `braid` with these arguments from now on, and end as an interpreter does."""
+    """Run `braid` with these arguments in this process, and end as an interpreter does."""
     os.setsid()
     for descriptor, standard in ((told, 1), (complained, 2)):
         os.dup2(descriptor, standard)
@@ -127,7 +127,7 @@ def become(arguments: list[str], folder: str, environment: dict[str, str], told:
     os.environ.clear()
     os.environ.update(environment)
     sys.argv, sys.path[0] = ["braid", *arguments], ""
-    # What it starts is its own: nothing of the tests' fork server, nor of the process that frees what others left.
+    # Its children are independent of the tests' fork server and of its cleanup process.
     multiprocessing.set_start_method(None, force=True)
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
     for module in (resource_tracker, forkserver):

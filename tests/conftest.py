@@ -1,4 +1,4 @@
-"""Shared by all tests: one thread per process, and a fixed hypothesis profile."""
+"""Shared settings of all tests: one thread per process, and a fixed hypothesis profile."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-gc.disable()  # While what follows is imported: nothing of it is garbage.
+gc.disable()  # No garbage collection during the imports below.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 from tests.redis_server import redis_server  # noqa: F401 (a fixture for every test)
 from tests.tiny import MODELS, Workshop, sums, write_jsonl, write_model
 
-# Runs of other tests, and of whoever else uses this machine, have their shared memory elsewhere.
+# Keep shared memory apart from that of other test runs and other users of this machine.
 OWN_MEMORY = tempfile.TemporaryDirectory(prefix="braid-tests-", dir=shared_folder())
 os.environ["BRAID_SHARED_MEMORY"] = OWN_MEMORY.name
 os.environ["BRAID_RATES"] = f"{OWN_MEMORY.name}/rates.json"
 keep_rates(DeviceRates(dict.fromkeys(("float32", "bfloat16", "float64"), 1e15), 1e15))
 torch.set_num_threads(1)
-gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)  # As in the command and its processes.
+gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)  # Same settings as in the command and its processes.
 gc.enable()
-# The one fork server of this process imports at its start whatever any test's ranks and workers run.
+# The fork server of this process imports at its start whatever the ranks and workers of tests need.
 FORK_SERVER = multiprocessing.get_context("forkserver")
 FORK_SERVER.set_forkserver_preload(["tests.preloaded"])
 # The files that take longest come first, so that no process is left with a long one at the end.
@@ -49,7 +49,7 @@ LONGEST = tuple(f"tests/{file}" for file in (
     "training/parallel/test_layouts.py", "runtimes/test_layouts.py", "rewards/test_pool.py", "test_bad_input.py",
 ))  # fmt: skip
 assert all((Path(__file__).parent.parent / file).exists() for file in LONGEST), "a file of LONGEST has moved"
-# These share one Ray cluster and the workers on it, so that one process of the tests runs them all.
+# These share one Ray cluster and its workers, so that a single process runs them all.
 ON_RAY = tuple(f"tests/{place}" for place in (
     "cluster/test_devices.py", "cluster/test_ray_", "examples/test_placements.py", "invariants/test_one_flow_one_result.py",
     "runtimes/generating/", "runtimes/hybrid/", "runtimes/test_numbers.py", "runtimes/test_session.py",
@@ -59,18 +59,18 @@ settings.load_profile("suite")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Start the fork server, except where other processes run the tests."""
+    """Start the fork server, unless worker processes run the tests."""
     if config.getoption("dist", "no") == "no":
         forkserver.ensure_running()
 
 
 def pytest_collection_finish() -> None:
-    """Keep what was imported out of every search for garbage, which would take a tenth of the time of the tests."""
+    """Exclude imported modules from garbage collection, which would otherwise take a tenth of the tests' time."""
     gc.freeze()
 
 
 class Scheduling(LoadFileScheduling):
-    """A process gets all tests of a file, and of those on Ray all files."""
+    """Assign all tests of a file to one process, and all files that use Ray to one process."""
 
     def _split_scope(self, nodeid: str) -> str:
         return "on Ray" if nodeid.startswith(ON_RAY) else super()._split_scope(nodeid)
@@ -78,12 +78,12 @@ class Scheduling(LoadFileScheduling):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> Scheduling | None:
-    """Return who divides tests among processes."""
+    """Return the scheduler that distributes tests over processes."""
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the files that take longest first, in a process that shares them with others; those on Ray before them."""
+    """Put the longest files first in a shared run, and the files that use Ray before them."""
     if hasattr(config, "workerinput"):
         places = {file: place for place, file in enumerate(LONGEST)}
         items.sort(
@@ -96,27 +96,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A Hugging Face directory for each of the tiny models."""
+    """Return a Hugging Face directory for each of the tiny models."""
     folder = tmp_path_factory.mktemp("models")
     return {name: write_model(folder / name, name) for name in MODELS}
 
 
 @pytest.fixture(scope="session")
 def sums_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Forty one-digit sums with answers and responses."""
+    """Return forty one-digit sums with answers and responses."""
     return write_jsonl(tmp_path_factory.mktemp("data") / "sums.jsonl", sums(40))
 
 
 @pytest.fixture
 def workshop(tmp_path: Path, tiny_models: dict[str, Path], sums_file: Path) -> Workshop:
-    """Runs on the tiny Qwen3, in a folder of the test's own."""
+    """Return a workshop for runs on the tiny Qwen3 in the test's folder."""
     return Workshop(tmp_path, tiny_models["qwen3"], sums_file)
 
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """One Ray cluster for all tests; it has as many CPUs, and devices, as they ask for, whatever this machine has."""
-    # Imported here: it takes a second, which tests without Ray do not have to wait.
+    """Start one Ray cluster for all tests, with as many CPUs and devices as they request, whatever this machine has."""
+    # Imported here, because the import takes a second that tests without Ray need not spend.
     from braidrl.cluster.ray_cluster import import_ray
 
     ray = import_ray()
@@ -135,7 +135,7 @@ def ray_cluster() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def warm_workers(ray_cluster: None) -> WarmCluster:
-    """Workers that backends of several tests share."""
+    """Return workers that backends of several tests share."""
     from tests.runtimes.hybrid.warm import WarmCluster
 
     return WarmCluster()
@@ -143,6 +143,6 @@ def warm_workers(ray_cluster: None) -> WarmCluster:
 
 @pytest.fixture
 def warm_cluster(warm_workers: WarmCluster, monkeypatch: pytest.MonkeyPatch) -> WarmCluster:
-    """What backends of this test start on, in place of processes of their own."""
+    """Make this test's backends start on shared workers instead of new processes."""
     monkeypatch.setattr("braidrl.runtimes.hybrid.start_workers.RayCluster", lambda config, device: warm_workers)
     return warm_workers

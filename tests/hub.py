@@ -1,4 +1,4 @@
-"""A small model hub on loopback that speaks the hub's protocol to the real client: information, file tree, files with their hashes.
+"""A small model hub on loopback, with the protocol of the real client: information, file tree, files with their hashes.
 
 folder/models/ORG/NAME/..., folder/datasets/ORG/NAME/...   served under one commit each, which `main` and the tag v1 name
 """
@@ -18,11 +18,11 @@ from urllib.parse import unquote, urlsplit
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_of_the_tests"
 GATED, PRIVATE = "gated", "private"
-"""Organisations whose repositories ask for a token, and say so or look as if they were not there."""
+"""Organisations whose repositories need a token; they answer with that reason, or as if they did not exist."""
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves the repositories in a folder; `asked` is what was asked of it."""
+    """Serves the repositories in a folder; `asked` records the requests."""
 
     daemon_threads = True
 
@@ -94,11 +94,11 @@ class Answer(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, *_: Any) -> None:
-        """Say nothing."""
+        """Write no log."""
 
 
 def described(file: Path, folder: Path) -> dict[str, Any]:
-    """What the tree says of a file: its git hash, and of weights that they are kept apart."""
+    """Return a file's entry in the tree: its git hash, and a marker that weights are stored separately."""
     content = file.read_bytes()
     git = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
     about = {"type": "file", "path": str(file.relative_to(folder)), "size": len(content), "oid": git}

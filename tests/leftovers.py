@@ -1,4 +1,4 @@
-"""Sockets that processes listen on: after a run none of its own may be left."""
+"""Listening sockets of processes: a run must not leave any behind."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import psutil
 from braidrl.cluster.watchdog import descendants
 
 STATE, INODE, LISTEN = 3, 9, "0A"
-"""Columns of the kernel's table of TCP sockets, and how it writes the state of one that listens."""
+"""Columns of the kernel's table of TCP sockets, and its code for a listening socket."""
 
 
 def open_sockets(processes: Iterable[int]) -> set[tuple[str, int]]:
-    """Addresses and ports that these processes listen on."""
+    """Return the addresses and ports that these processes listen on."""
     chosen = set(processes)
     return {
         (connection.laddr.ip, connection.laddr.port)
@@ -26,9 +26,9 @@ def open_sockets(processes: Iterable[int]) -> set[tuple[str, int]]:
 
 
 def listening(processes: Iterable[int] | None = None) -> set[int]:
-    """Inodes of the sockets that these processes listen on; without `processes` those of the whole machine.
+    """Return the inodes of the sockets that these processes listen on; without `processes`, of the whole machine.
 
-    A port that a run has left may be another program's a moment later; an inode is not given to another socket so soon.
+    Another program may soon reuse a port that a run has left, but an inode is not reused so soon.
     """
     tables = [Path("/proc/net/tcp"), Path("/proc/net/tcp6")]
     sockets = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
@@ -47,9 +47,9 @@ def sockets_of(process: int) -> Iterator[int]:
 
 
 def family(process: int | None = None) -> list[int]:
-    """A process and all that it has started; by default this one, without the Ray cluster that tests share.
+    """Return a process and all of its descendants; by default of this process, without the Ray cluster that tests share.
 
-    That starts and ends workers at any time.
+    The cluster starts and ends workers at any time.
     """
     root = psutil.Process(process or os.getpid())
     children = [child for child in root.children() if process or not is_rays(child)]
@@ -57,7 +57,7 @@ def family(process: int | None = None) -> list[int]:
 
 
 def is_rays(process: psutil.Process) -> bool:
-    """Whether a process is one of those that a Ray cluster consists of."""
+    """Return whether a process belongs to a Ray cluster."""
     with suppress(psutil.NoSuchProcess):
         return any("/ray/" in word for word in process.cmdline())
     return False

@@ -1,4 +1,4 @@
-"""What the fork server of the tests imports at its start: whatever any test's ranks, workers and commands run, which are copies of it."""
+"""Imports of the tests' fork server at its start: everything that the tests' ranks, workers and commands need, which are its copies."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import importlib
 from tests.commands import COMMAND
 from tests.tiny import MODELS
 
-gc.disable()  # Nothing of what is imported is garbage.
+gc.disable()  # No garbage collection during the imports.
 for name in (
     "braidrl.runtimes.streaming.processes", "braidrl.runtimes.spmd.launch", "braidrl.runtimes.spmd.rank_backend",
-    # What these import when they need it.
+    # These modules are imported on demand.
     "braidrl.runtimes.run", "braidrl.flow.recipes.parameters", "braidrl.rewards.verifier", "datasets", "pyarrow.compute",
     "peft", "torch.utils.tensorboard", *(f"braidrl.flow.recipes.{name}" for name in ("grpo", "dapo", "ppo")),
     *(f"transformers.models.{name}.modeling_{name}" for name in MODELS), *COMMAND,

@@ -1,4 +1,4 @@
-"""A real Redis server for tests, installed where it is missing and that is possible."""
+"""A real Redis server for tests, installed if it is missing and apt-get can install it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.tiny import free_port
 
 @pytest.fixture(scope="session")
 def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Serve on a free port of this machine for the whole session; yields the address."""
+    """Serve on a free local port for the whole session, and yield the address."""
     pytest.importorskip("redis")
     if shutil.which("redis-server") is None and os.geteuid() == 0 and shutil.which("apt-get"):
         install = ["apt-get", "install", "-y", "-q", "--no-install-recommends", "redis-server"]

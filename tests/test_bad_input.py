@@ -1,4 +1,4 @@
-"""A user's mistake ends with exit code 2 and one line: what is wrong, where, and what to write instead."""
+"""A user's mistake ends with exit code 2 and one line that names the mistake, its place and the remedy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Braid = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Braid:
-    """Runs `braid ...` in this process; exit code, and what it said on both streams."""
+    """Return a function that runs `braid ...` in this process and returns exit code, stdout and stderr."""
 
     def run(*arguments: Any) -> tuple[int, str, str]:
         monkeypatch.setattr("sys.argv", ["braid", *map(str, arguments)])
@@ -46,7 +46,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 @pytest.fixture
 def refusal(command: Braid) -> Callable[..., str]:
-    """The one line that `braid ...` ends with."""
+    """Return the one line that `braid ...` ends with."""
 
     def run(*arguments: Any) -> str:
         code, _, errors = command(*arguments)
@@ -113,7 +113,7 @@ CONFIGURATION = {
 def test_a_mistake_in_the_configuration_is_named(
     workshop: Workshop, refusal: Refusal, monkeypatch: pytest.MonkeyPatch, override: str
 ) -> None:
-    # Also where there is one.
+    # Even where one exists.
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     found = refusal("train", workshop.config_file(), override)
     assert re.search(CONFIGURATION[override], found), found
@@ -134,7 +134,7 @@ def test_a_run_that_was_refused_can_be_started_again_under_its_name(workshop: Wo
 
 
 @pytest.mark.parametrize("processes", [["runtime=eager"], ["runtime=distributed", "workers=2"]])
-def test_a_run_whose_every_check_fails_ends_with_the_commonest_failure_and_is_saved(
+def test_a_run_with_only_failed_checks_saves_and_names_the_commonest_failure(
     workshop: Workshop, command: Braid, processes: list[str]
 ) -> None:
     raises = [
@@ -175,9 +175,7 @@ def test_a_model_that_cannot_be_trained_is_named_before_it_loads(
     assert line.startswith(f"model: {other}, bert, is not proven to train correctly: ")
 
 
-def test_a_run_whose_every_trajectory_fails_twice_ends_with_the_commonest_failure(
-    workshop: Workshop, command: Braid
-) -> None:
+def test_a_run_with_only_failed_trajectories_names_the_commonest_failure(workshop: Workshop, command: Braid) -> None:
     (workshop.folder / "broken.py").write_text("def board(texts, example):\n    raise KeyError('no board')\n")
     config = workshop.config_file(rollout={"environment": "broken.py:board"}, reward={"max_failed_steps": 2})
     code, _, said = command("train", config)
@@ -185,7 +183,7 @@ def test_a_run_whose_every_trajectory_fails_twice_ends_with_the_commonest_failur
     assert "no board" in said.splitlines()[-1]
 
 
-def test_what_this_machine_lacks_ends_a_run_in_one_line_and_is_said_by_a_dry_run(
+def test_run_and_dry_run_report_what_this_machine_lacks(
     workshop: Workshop, refusal: Refusal, command: Braid, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -222,7 +220,7 @@ def test_a_model_folder_without_a_tokenizer_is_named(workshop: Workshop, refusal
 
 
 FLOWS = {
-    "a column nobody writes": (
+    "a column without a writer": (
         [{"role": "actor", "type": "generate"}, {"type": "advantage.group_normalized"}],
         r"stage advantage.group_normalized reads 'reward', which no earlier stage writes",
     ),
@@ -355,7 +353,7 @@ def test_a_reward_that_is_always_the_same_ends_dynamic_sampling_with_that_explan
     assert "whose answers all have the same score teaches nothing" in found and "check reward.verify" in found
 
 
-def test_a_verifier_that_raises_is_counted_and_said_once(workshop: Workshop, command: Braid) -> None:
+def test_a_raising_verifier_is_counted_and_reported_once(workshop: Workshop, command: Braid) -> None:
     reward = {"verify": f"{workshop.folder}/verifiers.py:unfinished", "max_failed_fraction": 1}
     code, _, errors = command("train", workshop.config_file(reward=reward))
     assert code == 0
@@ -367,7 +365,7 @@ def test_a_verifier_that_raises_is_counted_and_said_once(workshop: Workshop, com
 
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """Writing more to any one file fails as on a full disk."""
+    """Make writes of more than this to any file fail, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -376,7 +374,7 @@ def files_of_at_most(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_disk_during_a_checkpoint_leaves_the_one_before_whole_and_the_run_can_go_on(
+def test_a_full_disk_during_a_checkpoint_leaves_the_previous_one_resumable(
     workshop: Workshop, refusal: Refusal, command: Braid
 ) -> None:
     run = workshop.run(trainer={"steps": 1, "checkpoint_every": 1})
@@ -384,7 +382,7 @@ def test_a_full_disk_during_a_checkpoint_leaves_the_one_before_whole_and_the_run
     before = {path: path.read_bytes() for path in files}
     settings = run / "config.yaml"
     settings.write_text(settings.read_text().replace("  steps: 1\n", "  steps: 3\n", 1))
-    # Room for metrics and rollouts, and too little for the optimizer's state.
+    # Room for metrics and rollouts, but too little for the optimizer's state.
     with files_of_at_most(max(len(content) for content in before.values()) - 1):
         found = refusal("train", "--resume", run)
     assert found.startswith("the checkpoint of step 2 could not be written ("), found

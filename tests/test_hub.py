@@ -1,4 +1,4 @@
-"""Models and data by their names on a hub: fetched once by the real client, found in the cache without a network, refused in one line."""
+"""Models and data by hub names: fetched once by the real client, found in the cache without a network, refused in one line."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import yaml
 from tests.hub import COMMIT, TOKEN, Hub, serving
 from tests.tiny import ROOT, Workshop, recorded, sums, write_model
 
-NOBODY = "http://127.0.0.1:1"
-# Commands one after the other in one process, whose import takes longer than all of them; an object is environment of those after it.
+UNREACHABLE = "http://127.0.0.1:1"
+# Commands run one after the other in one process, because the import takes longest; an object sets the environment of later commands.
 COMMANDS = """
 import json, os, sys
 from braidrl import cli
@@ -36,11 +36,11 @@ for line in map(json.loads, sys.argv[1:]):
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
-    """Has the models tiny/sums, small/sums, gated/sums and private/sums, and the data set openai/gsm8k with some sums in it."""
+    """Serve the models tiny/sums, small/sums, gated/sums and private/sums, and the data set openai/gsm8k with some sums in it."""
     folder = tmp_path_factory.mktemp("hub")
     for organisation in ("tiny", "small", "gated", "private"):
         write_model(folder / "models" / organisation / "sums")
-        # What other programs need of a model is left where it is.
+        # Files that only other programs need stay on the hub.
         (folder / "models" / organisation / "sums" / "model.onnx").write_bytes(b"large")
     gsm8k = folder / "datasets" / "openai" / "gsm8k"
     for subset, prompts in {"main": sums(40), "socratic": sums(3)}.items():
@@ -60,7 +60,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
 
 
 def braid(hub: str, cache: Path, *commands: list[str] | dict[str, str], **environment: str) -> list[tuple[int, str]]:
-    """The exit code of each command and what it said on standard error."""
+    """Return the exit code and stderr of each command."""
     ended = subprocess.run(
         [sys.executable, "-c", COMMANDS, *map(json.dumps, commands)], text=True, capture_output=True, timeout=280,
         env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(cache), "HF_ENDPOINT": hub, **environment},
@@ -72,7 +72,7 @@ def braid(hub: str, cache: Path, *commands: list[str] | dict[str, str], **enviro
 
 
 def refused(said: tuple[int, str]) -> str:
-    """The one line of a refusal."""
+    """Return the one line of a refusal."""
     code, text = said
     lines = [line for line in text.splitlines() if line.startswith("braid: ")]
     assert code == 2 and len(lines) == 1 and "Traceback" not in text, text
@@ -96,7 +96,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def said(hub: Hub, workshop: Workshop, configuration: str, cache: Path) -> dict[str, tuple[int, str]]:
-    """What all commands said that reach the hub."""
+    """Return the output of all commands that reach the hub."""
     page = [str(ROOT / "examples" / "gsm8k" / "config.yaml"), "model=small/sums", "data.train=openai/gsm8k"]
     held_out, small = "data.eval={test: openai/gsm8k}", ["data.system_prompt=null", "rollout.max_response_tokens=8"]
     sizes = [
@@ -131,19 +131,19 @@ def test_the_first_page_is_followed_with_names_alone(said: dict[str, tuple[int, 
     assert (source["convert"], source["subset"]) == ("gsm8k", "main")
 
 
-def test_a_model_is_fetched_by_its_name_and_found_in_the_cache_without_a_network(
+def test_a_fetched_model_is_found_in_the_cache_without_a_network(
     said: dict[str, tuple[int, str]], hub: Hub, workshop: Workshop, configuration: str, cache: Path
 ) -> None:
     assert (said["by name"][0], said["resumed"][0]) == (0, 0), said
     folder = cache / "hub" / "models--tiny--sums" / "snapshots" / COMMIT
     assert (folder / "model.safetensors").is_file() and not (folder / "model.onnx").exists()
     assert yaml.safe_load((workshop.folder / "run" / "config.yaml").read_text())["model"] == str(folder), (
-        "a run keeps to the commit"
+        "a run stays on its commit"
     )
     files = [asked for asked in hub.asked if asked.startswith("GET /tiny")]
     assert files and len(files) == len(set(files)), "each file was fetched once"
     there, missing = braid(
-        NOBODY, cache,
+        UNREACHABLE, cache,
         ["train", configuration, "model=tiny/sums@v1", "name=another"], ["train", configuration, "model=tiny/other"],
         HF_HUB_OFFLINE="1",
     )  # fmt: skip
@@ -166,15 +166,15 @@ def test_what_the_hub_does_not_have_or_give_is_one_line(said: dict[str, tuple[in
     assert [said[f"{name} with a token"][0] for name in ("gated/sums", "private/sums")] == [0, 0]
 
 
-def test_without_a_network_one_line_says_how_to_fetch_it(configuration: str, tmp_path: Path) -> None:
+def test_without_a_network_one_line_explains_how_to_fetch_a_model(configuration: str, tmp_path: Path) -> None:
     model, data = braid(
-        NOBODY,
+        UNREACHABLE,
         tmp_path,
         ["train", configuration, "model=tiny/sums@v1"],
         ["train", configuration, "data.train=tiny/data"],
     )
     assert refused(model) == (
-        f"model: there is no file or folder tiny/sums here, the cache {tmp_path}/hub does not have all of it, and {NOBODY} cannot be "
+        f"model: there is no file or folder tiny/sums here, the cache {tmp_path}/hub does not have all of it, and {UNREACHABLE} cannot be "
         "reached; where there is a network, `hf download tiny/sums --revision v1` fills a cache, which HF_HOME names here"
     )
     assert "`hf download tiny/data --repo-type dataset` fills a cache" in refused(data)

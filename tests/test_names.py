@@ -1,4 +1,4 @@
-"""What `from braidrl import ...` offers, and that a class's name says which one it is."""
+"""`from braidrl import ...` offers the public names, and class names are unique."""
 
 from __future__ import annotations
 

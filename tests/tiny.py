@@ -1,4 +1,4 @@
-"""Tiny models, data files and runs that the tests of several folders share. Everything is made on the spot."""
+"""Tiny models, data files and runs shared by the tests of several folders. Everything is made on the spot."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from braidrl.runtimes.start import RunContext, start_backend
 from tests.commands import Command
 
 logging.disable_progress_bar()
-get_checkpoint_conversion_mapping("qwen3")  # Made once, and not in each copy of the fork server that loads a model.
+get_checkpoint_conversion_mapping("qwen3")  # Made once, not in each copy of the fork server that loads a model.
 ROOT = Path(__file__).parent.parent
 ARITHMETIC = ROOT / "examples" / "arithmetic"
 
 
 def load_module(path: Path) -> ModuleType:
-    """A Python file outside the package, as a module under its own name."""
+    """Return a Python file outside the package as a module under its own name."""
     if getattr(sys.modules.get(path.stem), "__file__", None) != str(path):
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec and spec.loader
@@ -65,7 +65,7 @@ MODELS: dict[str, PreTrainedConfig] = {
 
 
 def write_model(folder: Path, name: str = "qwen3", seed: int = 0) -> Path:
-    """A random model with a tokenizer that knows digits, `+`, `=` and `####`, as a Hugging Face directory."""
+    """Write a random model with a tokenizer for digits, `+`, `=` and `####`, as a Hugging Face directory."""
     torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(deepcopy(MODELS[name])).save_pretrained(folder)
     TOKENIZER.save_pretrained(folder)
@@ -79,12 +79,12 @@ def write_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
 
 
 def sums(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Prompts such as `4+7=`, each with a worked response and its answer."""
+    """Return prompts such as `4+7=`, each with a worked response and its answer."""
     pairs = task.problems(count, 1, seed)
     return list(task.demonstrations(pairs, mistakes=0.0, seed=seed))
 
 
-# A reward that a random model gets right now and then, so that groups differ: its answer has an even digit first.
+# A reward that a random model gets occasionally, so that groups differ: the answer's first digit is even.
 LENIENT = """
 def starts_even(response: str) -> bool:
     return response[:1] in set("02468")
@@ -104,11 +104,11 @@ def unfinished(response: str) -> bool:
 
 
 def settings(folder: Path, model: Path, data: Path, /, **sections: Any) -> dict[str, Any]:
-    """A run of a few steps on a tiny model; `trainer={...}` and the like are laid over what is here, section by section."""
+    """Return the configuration of a few steps on a tiny model; `trainer={...}` and others override it section by section."""
     tree: dict[str, Any] = {
         "flow": "grpo", "model": str(model), "output": str(folder), "name": "run", "threads": 1, "device": "cpu",
         "data": {"train": str(data)},
-        # The sandbox, which costs some milliseconds for each row, has tests of its own.
+        # The sandbox, which costs some milliseconds per row, has its own tests.
         "reward": {"verify": "gsm8k", "sandbox": "none"},
         "rollout": {"samples_per_prompt": 4, "max_response_tokens": 8, "slots": 16},
         "trainer": {"steps": 2, "prompts_per_step": 4, "learning_rate": 1e-3, "checkpoint_every": 0},
@@ -123,7 +123,7 @@ def settings(folder: Path, model: Path, data: Path, /, **sections: Any) -> dict[
 
 
 class Workshop:
-    """A folder with a model, data and verifiers in it, and runs made there."""
+    """A folder with a model, data and verifiers, and its runs."""
 
     def __init__(self, folder: Path, model: Path, data: Path) -> None:
         self.folder, self.model, self.data = folder, model, data
@@ -145,19 +145,19 @@ class Workshop:
     def run(
         self, name: str = "run", *, replay: Path | None = None, rollout_only: bool = False, **sections: Any
     ) -> Path:
-        """Trains to the end in this process; the run folder."""
+        """Train to the end in this process; return the run folder."""
         with TrainingRun(self.config(name, **sections), replay=replay, rollout_only=rollout_only) as run:
             run.train()
         return run.folder
 
 
 def metrics_without_times(run: Path) -> list[dict[str, Any]]:
-    """What `metrics.jsonl` says, without seconds, rates and weights' ways, which differ from run to run."""
+    """Return `metrics.jsonl` without seconds, rates and weight transfers, which differ from run to run."""
     return [{k: v for k, v in line.items() if not k.startswith(MEASURED)} for line in read_metrics(run)]
 
 
 def metrics_agree(one: Path, other: Path, tolerance: float = 1e-6) -> bool:
-    """Whether two runs have the same metrics up to rounding: gradients may have been added in another order."""
+    """Return whether two runs have the same metrics up to rounding: gradients may have been added in another order."""
     pairs = [metrics_without_times(run) for run in (one, other)]
     if [line.keys() for line in pairs[0]] != [line.keys() for line in pairs[1]]:
         return False
@@ -169,18 +169,18 @@ def metrics_agree(one: Path, other: Path, tolerance: float = 1e-6) -> bool:
 
 
 def weights_of(run: Path, role: str = "actor") -> dict[str, torch.Tensor]:
-    """The model in the latest checkpoint."""
+    """Return the model in the latest checkpoint."""
     latest = (run / "checkpoints" / "latest").read_text().strip()
     return load_file(run / "checkpoints" / latest / role / "model.safetensors")
 
 
 def recorded(run: Path, step: int) -> Any:
-    """The rows of a training step."""
+    """Return the rows of a training step."""
     return read_rollouts(rollout_path(run, step))
 
 
 def eager_backend(config: Config) -> EagerBackend:
-    """Everything that a run executes stages with, without the run: loader, workers, engines."""
+    """Return the objects that execute a run's stages, without the run: loader, workers, engines."""
     prepared = prepare(config)
     backend = start_backend(RunContext(prepared, Progress(0)))
     assert isinstance(backend, EagerBackend)
@@ -188,7 +188,7 @@ def eager_backend(config: Config) -> EagerBackend:
 
 
 def braid(*arguments: Any, folder: Path | None = None, prefix: str = "") -> subprocess.Popen[str]:
-    """`braid ...` as a process of its own, in a process group of its own; `prefix` is Python that a fresh interpreter runs before it."""
+    """Start `braid ...` in a new process and process group; a fresh interpreter runs the Python code `prefix` before it."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     if not prefix:
         return Command([*map(str, arguments)], folder or Path.cwd(), environment)  # type: ignore[return-value]
@@ -199,7 +199,7 @@ def braid(*arguments: Any, folder: Path | None = None, prefix: str = "") -> subp
 
 
 def free_port() -> int:
-    """Return a port of this machine for a server that is about to start, and that nobody else is given by the kernel meanwhile."""
+    """Return a local port for a server that is about to start; the kernel gives it to no other process in the meantime."""
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     while True:
         with socket.socket() as found, suppress(OSError):
@@ -208,7 +208,7 @@ def free_port() -> int:
 
 
 def wait_for_steps(run: Path, steps: int, process: subprocess.Popen[str], limit_s: float = 400) -> None:
-    """Returns as soon as so many steps are in the run's metrics, while the process goes on."""
+    """Return as soon as the run's metrics have this many steps, while the process continues."""
     deadline = time.monotonic() + limit_s
     path = run / "metrics.jsonl"
     while not path.is_file() or path.read_text().count("\n") < steps:

@@ -1,9 +1,9 @@
-"""Add to the documentation site what is not in docs/: CONTRIBUTING.md and pages like it, and a page for each module of the package.
+"""Add pages from outside docs/ to the documentation site: CONTRIBUTING.md and others, and a page for each module of the package.
 
 CONTRIBUTING.md, examples/*/README.md, ... ──links rewritten──▶ pages
 braidrl/**/*.py ──▶ reference/braidrl/**.md ──mkdocstrings, drawings kept──▶ pages
 
-mkdocs calls the functions that begin with `on_` (hooks in mkdocs.yml), griffe the extension.
+mkdocs calls the functions that begin with `on_` (hooks in mkdocs.yml). griffe loads the extension.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ PAGES = {
     **DEVICES,
 }
 LANDING = {"README.md": "index.md"}
-"""The site has a landing page of its own in place of the README."""
+"""The site has its own landing page instead of the README."""
 LINK = re.compile(r"\]\(([^):#]+)(?=[)#])")
-"""A link to a file; not one with a scheme, nor one within its page."""
+"""Matches a link to a file, but not a link with a scheme or within the page."""
 DRAWN = re.compile(r"[─│▲▼◀▶┌┐└┘├┤┬┴┼]|\S {3,}\S")
-"""What a paragraph of a drawing or a table has: lines and arrows, or columns."""
+"""Matches a paragraph of a drawing or a table: lines and arrows, or columns."""
 
 
 def on_config(config: MkDocsConfig) -> None:
-    """Fill the parts of the navigation that follow from the files: results, examples, the reference of the package."""
+    """Fill the navigation sections that depend on the files: results, examples, the reference of the package."""
     assert config.nav is not None
     parts = {name: pages for part in config.nav for name, pages in part.items()}
     parts["Results"] += sorted([*DEVICES.values(), *(f"results/{path.name}" for path in DOCS.glob("results/*.md"))])
@@ -54,14 +54,14 @@ def on_config(config: MkDocsConfig) -> None:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> None:
-    """Add the pages, and the files outside docs/ that any page links to."""
+    """Add the generated pages, and the files outside docs/ that any page links to."""
     for path, place in PAGES.items():
         files.append(File.generated(config, place, content=(ROOT / path).read_text()))
     for module in modules(PACKAGE):
         files.append(File.generated(config, reference_page(module), content=reference(module)))
     linked = {target for path in documents() for target in targets(path)}
     for target in sorted(linked - {*PAGES, *LANDING}):
-        # mkdocs names the page of a link that leads nowhere.
+        # mkdocs names the page of a broken link.
         if not target.startswith("docs/") and (ROOT / target).is_file():
             files.append(File(target, str(ROOT), config.site_dir, config.use_directory_urls))
 
@@ -75,7 +75,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def documents() -> list[str]:
-    """Return the paths of all pages that are written by hand, from the repository's root."""
+    """Return the paths of all hand-written pages, from the repository's root."""
     return [*PAGES, *(str(path.relative_to(ROOT)) for path in DOCS.rglob("*.md"))]
 
 
@@ -89,12 +89,12 @@ def linked(path: str, target: str) -> str:
 
 
 def in_site(path: str) -> str:
-    """Return where a file of the repository is in the site."""
+    """Return the path in the site of a file of the repository."""
     return (PAGES | LANDING).get(path, path.removeprefix("docs/"))
 
 
 def modules(package: Path) -> list[Path]:
-    """Return the files of a package and of those in it, `__init__.py` first."""
+    """Return the files of a package and of its subpackages, `__init__.py` first."""
     return sorted(package.rglob("*.py"), key=lambda path: (path.parent, path.name != "__init__.py", path))
 
 
@@ -103,7 +103,7 @@ def dotted(module: Path) -> str:
 
 
 def reference_page(module: Path) -> str:
-    """Return the place of a module's page in the site."""
+    """Return the path of a module's page in the site."""
     path = module.relative_to(ROOT).with_suffix(".md")
     return f"reference/{path.with_name('index.md') if path.stem == '__init__' else path}"
 
@@ -120,7 +120,7 @@ def contents(package: Path) -> list[Any]:
 
 
 def reference(module: Path) -> str:
-    """Return a module's page: what mkdocstrings makes of it, and of a package a table of what is in it."""
+    """Return a module's page: the output of mkdocstrings, and for a package a table of its modules."""
     text = f"::: {dotted(module)}\n"
     if module.stem != "__init__":
         return text
@@ -140,7 +140,7 @@ def purpose(module: Path) -> str:
 
 
 class Drawings(griffe.Extension):
-    """Keeps the drawings and tables of docstrings as they are."""
+    """Keeps the drawings and tables of docstrings as code blocks."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring:
@@ -148,5 +148,5 @@ class Drawings(griffe.Extension):
 
 
 def kept(paragraph: str) -> str:
-    """Return a paragraph as a block of code if it is drawn."""
+    """Return a paragraph as a code block if it is a drawing."""
     return f"```text\n{paragraph}\n```" if DRAWN.search(paragraph) and "```" not in paragraph else paragraph

@@ -1,7 +1,7 @@
-"""`make models`: docs/models.md, one line for each causal model type of the installed transformers.
+"""`make models`: write docs/models.md, one line for each causal model type of the installed transformers.
 
-Each type is shrunk to a tiny model, as `braid check` does, and measured. The default configuration of some types lacks what the hub's
-models have, or leaves a scaling at 1, which would hide that it is left out: `REAL` and `NOT_NEUTRAL` change these.
+Each type is shrunk to a tiny model, as in `braid check`, and measured. `REAL` adds settings that the hub's models have but a type's
+defaults lack. `NOT_NEUTRAL` changes scalings whose default of 1 would hide a missing scaling.
 """
 
 import argparse
@@ -37,17 +37,17 @@ REAL: dict[str, dict[str, Any]] = {
 NOT_NEUTRAL = ("_multiplier", "logits_scaling")
 PREAMBLE = """# Models
 
-Which model types of transformers {version} train right, as `make models` found on a CPU: {right} of {total}.
+The model types of transformers {version} that train correctly, measured by `make models` on a CPU: {right} of {total}.
 Every type is shrunk to a tiny random model of the same structure. Its packed rows are compared with each row alone by transformers'
-own forward (log-probs to {bound:.0e}, gradients), decoded in the embedded engine, saved, read by parts and resumed. A type that is not
-listed as right is refused before its weights are read, with the reason given here. So is a new one, until the same proof holds.
-`braid check MODEL` runs it for your own `config.json`, and shows the figures.
+own forward (log-probs to {bound:.0e}, gradients), decoded in the embedded engine, saved, read by parts and resumed. A type that fails is
+refused before its weights are read, with the reason given here. A new type is refused until it passes the same proof.
+`braid check MODEL` runs the proof for your own `config.json`, and shows the figures.
 
 * **packed**: rows go through the model without padding, in one forward pass.
-* **mixers**: so they do, but linear attention, convolutions and state-space layers run once for each length, over rows of that length.
-* **by rows**: the whole model does, with transformers' own attention; layouts other than `data` are refused.
-* **not**: what is refused when a run asks for it: `pipeline` or `adapters`. `engine` means that the embedded engine is refused, and
-  rows that are given (SFT, DPO, reward models) train right.
+* **mixers**: packed as well, but linear attention, convolutions and state-space layers run once for each length, over rows of that length.
+* **by rows**: the whole model runs once for each length, with transformers' own attention; layouts other than `data` are refused.
+* **not**: features that are refused: `pipeline` or `adapters`. `engine` means that the embedded engine is refused; training on given
+  rows (SFT, DPO, reward models) works.
 
 | type | trains | not | what was found |
 |---|---|---|---|
@@ -55,7 +55,7 @@ listed as right is refused before its weights are read, with the reason given he
 
 
 def main() -> None:
-    """Measure the types that are named, or all, and write the page."""
+    """Measure the given types, or all, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("types", nargs="*")
     types = parser.parse_args().types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -103,7 +103,7 @@ def row_of(name: str) -> tuple[bool, str]:
 
 
 def configuration(name: str) -> Any:
-    """Return a type's configuration, with what the hub's models have."""
+    """Return a type's configuration with the settings of the hub's models."""
     config = AutoConfig.for_model(name, **REAL.get(name, {}))
     if config.is_encoder_decoder:
         raise Refusal("an encoder and a decoder")

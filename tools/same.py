@@ -1,4 +1,4 @@
-"""Prove that a change of the code changes no result: the same short runs with two versions of it, compared to the bit.
+"""Compare two versions of the code: the same short runs must give results that are equal to the bit.
 
     make same AGAINST=main              # the working tree beside a commit, by default the last one
     make same ONLY=dapo-hybrid          # only cases with this in their names
@@ -6,7 +6,7 @@
 commit ──git archive──▶ build/same/before ──braid train──▶ run ──┐
 working tree ──────────────────────────────braid train──▶ run ──┴▶ metrics.jsonl and final weights: equal?
 
-The two versions are known by their command line and configuration alone, so that files and names inside the package may change.
+Only the command line and the configuration are used, so that files and names inside the package may change.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from safetensors.numpy import load_file
 ROOT = Path(__file__).parent.parent
 WORK = ROOT / "build" / "same"
 LIMIT_S = 900.0
-# Not compared, because a clock or the machine wrote them: seconds, what is divided by them, memory, what was seen while it ran.
+# Excluded metrics depend on a clock or the machine: seconds, rates, memory, observations during the run.
 TIMED = ("time/", "throughput/", "utilisation/", "memory/", "weights/", "streaming/", "checks/")
 SYMBOLS = ["<pad>", "<end>", *"0123456789+= "]
 VERIFIER = 'def starts_even(response: str) -> bool:\n    return response[:1] in set("02468")\n'
-# The recipe, except that the critic waits for the whitening, and that the target is so far off that the coefficient always takes its
-# largest step. Both keep the order in which rows arrive in streaming out of the result.
+# The recipe with two changes that make the result of streaming independent of the order of arrival: the critic waits for the whitening,
+# and the target is so far off that the coefficient always takes its largest step.
 PPO = """
 flow: ppo
 stages:
@@ -66,17 +66,17 @@ RUNTIMES = {
     "eager": "runtime=eager",
     "hybrid": "runtime=hybrid workers=2",
     "distributed": "runtime=distributed workers=2",
-    # Each row is computed alone, since one in other company may round differently.
+    # Each row is computed alone, because rounding can depend on the batch composition.
     "streaming": "runtime=streaming streaming.dispatch_rows=1",
 }
 CASES = {f"{flow}-{runtime}": f"{COMMON} {FLOWS[flow]} {RUNTIMES[runtime]}" for flow in FLOWS for runtime in RUNTIMES}
-# An update with this aggregation begins when all of its rows are there, so that it adds them in order; PPO's waits for the whitening.
+# An update with this aggregation begins when all of its rows are there, and adds them in order. PPO's update waits for the whitening.
 CASES["grpo-streaming"] += " algorithm.aggregate=prompt-mean"
 CASES["dapo-streaming"] += " algorithm.aggregate=prompt-mean"
 
 
 def difference(before: dict[str, Any], after: dict[str, Any]) -> str | None:
-    """Return the first name whose numbers or arrays differ, with both values, or None where all are equal to the bit."""
+    """Return the first name whose numbers or arrays differ, with both values, or None if all are equal to the bit."""
     for name in before | after:
         values = different(before.get(name, "nothing"), after.get(name, "nothing"))
         if values:
@@ -85,7 +85,7 @@ def difference(before: dict[str, Any], after: dict[str, Any]) -> str | None:
 
 
 def different(before: Any, after: Any) -> tuple[Any, Any] | None:
-    """Return two values, of arrays the first numbers, that differ in any bit: NaN equals NaN, and 0.0 is not -0.0."""
+    """Return both values (of arrays, the first numbers) that differ in any bit: NaN equals NaN, and 0.0 differs from -0.0."""
     if not (isinstance(before, np.ndarray) and isinstance(after, np.ndarray)):
         return None if repr(before) == repr(after) else (before, after)
     if (before.dtype, before.shape) != (after.dtype, after.shape):
@@ -96,7 +96,7 @@ def different(before: Any, after: Any) -> tuple[Any, Any] | None:
 
 
 def results(run: Path) -> dict[str, Any]:
-    """Return every number in a run's metrics but times, step by step, then every tensor in its last checkpoint, by name."""
+    """Return every number in a run's metrics except times, step by step, then every tensor in its last checkpoint, by name."""
     found: dict[str, Any] = {}
     for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
         found |= {f"{key} of step {line['step']}": line[key] for key in sorted(line) if not key.startswith(TIMED)}
@@ -107,8 +107,8 @@ def results(run: Path) -> dict[str, Any]:
 
 
 def write_inputs() -> None:
-    """Write what both versions run with: a tiny model and its tokenizer, sums to ask it, a verifier and a flow."""
-    # Imported here: comparing needs none of it.
+    """Write the inputs of both versions: a tiny model with tokenizer, sums as prompts, a verifier and a flow."""
+    # Imported here because comparing needs none of it.
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -132,7 +132,7 @@ def write_inputs() -> None:
 
 
 def check_out(commit: str) -> Path:
-    """Return a folder with the files of a commit, which git keeps no account of."""
+    """Return a folder with the files of a commit, outside git's records."""
     folder = WORK / "before"
     folder.mkdir()
     archive = subprocess.run(["git", "archive", commit], cwd=ROOT, stdout=subprocess.PIPE, check=True)
@@ -141,14 +141,14 @@ def check_out(commit: str) -> Path:
 
 
 def train(case: str, version: str, code: Path) -> dict[str, Any]:
-    """Train a case with the package in `code` and return its results. Raises RuntimeError with the last words of a run that fails."""
+    """Train a case with the package in `code` and return its results. Raises RuntimeError with the last lines of a failed run."""
     name = f"{case}-{version}"
     command = [sys.executable, "-m", "braidrl.cli", "train", *CASES[case].split(), f"name={name}"]
     environment = {**os.environ, "PYTHONPATH": str(code), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     log = WORK / f"{name}.log"
     with log.open("w") as file:
         try:
-            # In the folder of that version, where Python finds its package first.
+            # In that version's folder, where Python finds its package first.
             subprocess.run(command, cwd=code, env=environment, stdout=file, stderr=file, timeout=LIMIT_S, check=True)
         except subprocess.SubprocessError as error:
             raise RuntimeError("\n".join([str(error), *log.read_text().splitlines()[-20:]])) from error
@@ -156,7 +156,7 @@ def train(case: str, version: str, code: Path) -> dict[str, Any]:
 
 
 def compare(case: str, before: Path) -> str | None:
-    """Train a case with both versions and return how they differ, or why that cannot be said; new metrics are listed, not compared."""
+    """Train a case with both versions; return their difference, or the failure. New metrics are printed, not compared."""
     try:
         ours, theirs = train(case, "before", before), train(case, "after", ROOT)
     except RuntimeError as error:
@@ -170,7 +170,7 @@ def compare(case: str, before: Path) -> str | None:
 
 
 def compare_all(cases: list[str], before: Path) -> bool:
-    """Compare two cases at a time, print a line about each as it ends, and return whether all are equal."""
+    """Run two cases at a time, print a line for each as it ends, and return whether all are equal."""
     start, equal = time.monotonic(), True
     with ThreadPoolExecutor(2) as pool:
         running = {pool.submit(compare, case, before): case for case in cases}

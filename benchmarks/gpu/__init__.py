@@ -1,6 +1,6 @@
-"""`make gpu`: what only a real device can show, in one command that needs torch and transformers alone; `DEVICE=cpu SIZE=tiny` is its twin.
+"""`make gpu`: checks and tables on a real device. It needs only torch and transformers; `DEVICE=cpu SIZE=tiny` runs the same parts.
 
-__main__ ──▶ checks: is it right?  ──▶ tables: how fast is it?         each part prints, and is written down, as it ends
+__main__ ──▶ checks: is it right?  ──▶ tables: how fast is it?         each part is printed and saved as it ends
 """
 
 from benchmarks.gpu.settings import stand_in

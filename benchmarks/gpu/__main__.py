@@ -1,4 +1,4 @@
-"""`make gpu`: every check and every table on one device, in minutes; `make gpu DEVICE=cpu SIZE=tiny` runs the same parts without one."""
+"""`make gpu`: every check and every table on one device, in minutes; `make gpu DEVICE=cpu SIZE=tiny` runs the same parts without a GPU."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from benchmarks.gpu.tables import SIZES, TABLES, rates
 
 
 class Record:
-    """What has been found so far, in a file that is written after each part."""
+    """Results so far, in a file that is written after each part."""
 
     def __init__(self, path: Path, head: dict[str, Any]) -> None:
         self.path, self.found, self.failed = path, {**head, "parts": {}}, False
 
     def part(self, name: str, work: Callable[[], Any]) -> Any:
-        """Do one part, print what came of it, and write it down."""
+        """Run one part, print its result and save it."""
         start, said = time.perf_counter(), None
         try:
             said = work()
@@ -45,7 +45,7 @@ class Record:
 
 
 def lines(said: Any) -> list[str]:
-    """What a part found, a line for each row of a table."""
+    """Return a part's result as lines, one for each row of a table."""
     rows = said if isinstance(said, list) else [said or {}]
     return [", ".join(f"{name} {shown(value)}" for name, value in row.items()) for row in rows]
 
@@ -55,7 +55,7 @@ def shown(value: Any) -> str:
 
 
 def page(found: dict[str, Any]) -> str:
-    """The results for people: a table of the parts, and one of each table's rows."""
+    """Return the results as Markdown: a table of the parts, and the rows of each table."""
     text = [
         f"# `make gpu` on {found['device']}",
         "",
@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def run(record: Record, device: str, size: str, folder: Path) -> None:
-    """Every check, then every table for each model."""
+    """Run every check, then every table for each model."""
     place = Place(device, folder)
     for name, (check, packages) in CHECKS.items():
         if missing := lacking(packages):

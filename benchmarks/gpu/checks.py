@@ -1,4 +1,4 @@
-"""Is it right on this device? Each check returns what it found, and fails by AssertionError."""
+"""Correctness checks on a device. Each check returns its findings, or raises AssertionError."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CURVE_STEPS = 30
 
 @dataclass(frozen=True)
 class Place:
-    """Where the checks run: a small model, in a folder for its files."""
+    """A small model in a folder, for the checks."""
 
     device: str
     folder: Path
@@ -51,14 +51,14 @@ class Place:
 
 
 def random_numbers(place: Place) -> dict[str, Any]:
-    """Keys give the bits that they give on the CPU."""
+    """Check that keys give the same random bits as on the CPU."""
     keys = torch.arange(1000)
     assert torch.equal(uniform(7, keys.to(place.device)).cpu(), uniform(7, keys))
     return {"numbers": 1000}
 
 
 def float32(place: Place) -> dict[str, Any]:
-    """Log-probs, loss and gradient in float32 are those of plain torch on the CPU."""
+    """Check that log-probs, loss and gradient in float32 equal plain torch on the CPU."""
     here, there = (
         models.worker(place.model, place.device, "float32"),
         models.worker(place.model, "cpu", "float32", compile=False),
@@ -72,7 +72,7 @@ def float32(place: Place) -> dict[str, Any]:
 
 
 def bfloat16(place: Place) -> dict[str, Any]:
-    """In bfloat16 log-probs are those of float32 but for rounding, which has no direction."""
+    """Check that log-probs in bfloat16 equal float32 up to unbiased rounding."""
     wanted = models.worker(place.model, "cpu", "float32").forward("log_probs", place.rows).values
     gap = models.worker(place.model, place.device, "bfloat16").forward("log_probs", place.rows).values - wanted
     assert gap.abs().mean() < 0.02 and gap.mean().abs() < 0.005, (gap.abs().mean(), gap.mean())
@@ -80,7 +80,7 @@ def bfloat16(place: Place) -> dict[str, Any]:
 
 
 def fused(place: Place) -> dict[str, Any]:
-    """Norms, gated activations, rotary embeddings and log-probs by each way to fuse them are those of torch, in float32.
+    """Check each way to fuse norms, gated activations, rotary embeddings and log-probs against torch in float32.
 
     On a CPU the functions are computed before they are compiled.
     """
@@ -99,7 +99,7 @@ def _ways_to_fuse(device: str) -> dict[str, LayerKernels]:
 
 
 def _outputs(place: Place, made: LayerKernels | None) -> list[Tensor]:
-    """Log-probs of the rows, and the sum of each parameter's gradient, with fused kernels or with torch's operations."""
+    """Return log-probs of the rows, and the sum of each parameter's gradient, with fused kernels or torch's operations."""
     role = models.worker(place.model, place.device, "float32", compile=made is not None)
     if made is not None:
         use_kernels(role.model, made)
@@ -110,7 +110,7 @@ def _outputs(place: Place, made: LayerKernels | None) -> list[Tensor]:
 
 
 def decoding(place: Place) -> dict[str, Any]:
-    """Recorded steps (on a CPU, compiled ones) draw what torch's own draw: on CUDA to the bit."""
+    """Check that recorded decode steps (compiled ones on a CPU) sample what torch's own steps sample: bit for bit on CUDA."""
     role = models.worker(place.model, place.device, "float32")
     asked = models.requests(24, 4, 9, 12, place.shape.vocabulary)
     one, other = (models.engine(role, 32, 64, compile).generate(asked) for compile in (True, False))
@@ -125,7 +125,7 @@ def difference(one: Response, other: Response) -> float:
 
 
 def curve(place: Place) -> dict[str, Any]:
-    """Thirty optimizer steps lose what they lose on the CPU."""
+    """Check that thirty optimizer steps have the same losses as on the CPU."""
     losses: list[list[float]] = []
     for device in (place.device, "cpu"):
         role = models.worker(place.model, device, "float32", compile=device != "cpu" or place.device != "cpu")
@@ -136,7 +136,7 @@ def curve(place: Place) -> dict[str, Any]:
 
 
 def offload(place: Place) -> dict[str, Any]:
-    """Weights and optimizer leave the device and come back as they were."""
+    """Check that weights and optimizer leave the device and come back unchanged."""
     role = models.worker(place.model, place.device, "float32")
     models.train(role, place.rows)
     before = [tensor.detach().clone() for tensor in role.model.parameters()]
@@ -153,12 +153,12 @@ def offload(place: Place) -> dict[str, Any]:
 
 
 def adapters(place: Place) -> dict[str, Any]:
-    """The engine decodes with adapters as training has them."""
+    """Check that the engine decodes with adapters as training applies them."""
     return _generates_what_it_trains(place, lora={"rank": 4})
 
 
 def few_bits(place: Place) -> dict[str, Any]:
-    """So it does over weights of 4 bits, with moments of 8."""
+    """Check the same over 4-bit weights, with 8-bit moments."""
     return _generates_what_it_trains(
         place, lora={"rank": 4, "base_dtype": "nf4"}, optimizer="adamw8bit", optimizer_settings={"min_8bit_size": 0}
     )
@@ -181,7 +181,7 @@ def _generates_what_it_trains(place: Place, **trainer: Any) -> dict[str, Any]:
 
 
 def one_rank(place: Place) -> dict[str, Any]:
-    """A group of one rank (NCCL on CUDA) sums."""
+    """Check that a group of one rank (NCCL on CUDA) sums."""
     store = dist.TCPStore("127.0.0.1", 0, 1, True, wait_for_workers=False)
     join_group(store, 0, 1, 60.0, place.device == "cuda", "127.0.0.1")
     tensor = torch.full((3,), 2.0, device=place.device)
@@ -192,7 +192,7 @@ def one_rank(place: Place) -> dict[str, Any]:
 
 
 def two_processes(place: Place) -> dict[str, Any]:
-    """Another process of the same device takes versions of the weights from a file, and in a group over gloo: NCCL needs two devices."""
+    """Check that another process on the device receives weight versions from a file and over gloo; NCCL needs two devices."""
     context = multiprocessing.get_context("spawn")
     there, back = context.Queue(), context.Queue()
     role = models.worker(place.model, place.device, "bfloat16")
@@ -227,7 +227,7 @@ def two_processes(place: Place) -> dict[str, Any]:
 
 
 def sum_loaded(device: str, there: Any, back: Any) -> None:
-    """In the other process: load each version to the device, and return the sum of each of its tensors, tied ones once."""
+    """Load each version to the device in the other process, and return the sum of each of its tensors; tied ones once."""
     names: set[str] = set()
     while (source := there.get()) is not None:
         if isinstance(source, str):
@@ -246,9 +246,9 @@ CHECKS: dict[str, tuple[Callable[[Place], dict[str, Any]], tuple[str, ...]]] = {
     "adapters": (adapters, ("peft",)), "few bits": (few_bits, ("peft", "bitsandbytes")),
     "one rank": (one_rank, ()), "two processes": (two_processes, ()),
 }  # fmt: skip
-"""By name, with the packages that each needs beside torch and transformers."""
+"""Checks by name, with the packages that each needs beside torch and transformers."""
 
 
 def lacking(packages: tuple[str, ...]) -> list[str]:
-    """Which of these are not installed."""
+    """Return the packages that are not installed."""
     return [name for name in packages if importlib.util.find_spec(name) is None]

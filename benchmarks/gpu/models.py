@@ -34,17 +34,17 @@ class Shape:
 
     @property
     def products(self) -> int:
-        """Parameters that each token is multiplied with, the output layer's among them."""
+        """Parameters that each token is multiplied with, including the output layer's."""
         head = self.width // self.heads
         attention = self.width * head * (2 * self.heads + 4)
         return self.layers * (attention + 3 * self.width * self.intermediate) + self.width * self.vocabulary
 
     def training_operations(self, rows: int, tokens: int) -> float:
-        """Of forward and backward pass: 6 for each parameter and token, and the attention to all earlier tokens."""
+        """Return operations of forward and backward pass: 6 per parameter and token, plus attention to all earlier tokens."""
         return rows * (6.0 * self.products * tokens + 6.0 * self.layers * self.width * tokens * tokens)
 
     def step_bytes(self, rows: int, positions: float, size: int) -> float:
-        """Read in a decode step: all weights, and the keys and values of each row."""
+        """Return the bytes read in a decode step: all weights, and the keys and values of each row."""
         return size * (self.products + 2.0 * self.layers * 2 * self.width / self.heads * positions * rows)
 
 
@@ -58,14 +58,14 @@ SHAPES = {
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """It knows one token, which ends a sequence; rows are of random numbers."""
+    """Return a tokenizer that knows only the end-of-sequence token; rows hold random numbers."""
     made = Tokenizer(models.WordLevel({"<end>": 0}, unk_token="<end>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
 
 
 def write(shape: Shape, folder: Path) -> Path:
-    """Make the model's directory, once."""
+    """Write the model's directory once."""
     place = folder / shape.name
     if not place.is_dir():
         torch.manual_seed(0)
@@ -79,7 +79,7 @@ def write(shape: Shape, folder: Path) -> Path:
 
 
 def settings(model: Path, device: str, dtype: str, **trainer: Any) -> Config:
-    """The configuration of a role on a device."""
+    """Return the configuration of a role on a device."""
     trainer = {"learning_rate": 1e-3, "max_tokens_per_device": 16384, **trainer}
     return parse_config({"flow": "grpo", "model": str(model), "device": device, "dtype": dtype, "trainer": trainer})
 
@@ -89,12 +89,12 @@ def worker(model: Path, device: str, dtype: str, **trainer: Any) -> DecoderWorke
 
 
 def engine(role: DecoderWorker, rows: int, tokens: int, compile: bool = True) -> EmbeddedEngine:
-    """The embedded engine on a role's own weights."""
+    """Return an embedded engine on a role's own weights."""
     return EmbeddedEngine(role.model, tokenizer(), rows, tokens, compile=compile)
 
 
 def requests(rows: int, group: int, prompt: int, response: int, vocabulary: int) -> list[Request]:
-    """Groups of rows with a prompt each, whose responses all have the same length."""
+    """Return groups of rows with one prompt each, whose responses all have the same length."""
     draw = torch.Generator().manual_seed(1)
     prompts = [torch.randint(1, vocabulary, (prompt,), generator=draw) for _ in range(-(-rows // group))]
     sampling = SamplingParams(max_tokens=response, ends=False)
@@ -102,13 +102,13 @@ def requests(rows: int, group: int, prompt: int, response: int, vocabulary: int)
 
 
 def random_rows(count: int, tokens: int, vocabulary: int) -> Rows:
-    """Rows of equal length of which all but the first token is an action, with random advantages."""
+    """Return rows of equal length with random advantages; all but the first token are actions."""
     draw = torch.Generator().manual_seed(2)
     return as_rows(torch.randint(1, vocabulary, (count, tokens), generator=draw), torch.randn(count, generator=draw), 1)
 
 
 def as_rows(tokens: Tensor, advantage: Tensor, prompt: int) -> Rows:
-    """Rows (B, T) of prompts and responses as training takes them."""
+    """Return rows (B, T) of prompts and responses in the form that training takes."""
     count, length = tokens.shape
     mask = (torch.arange(length) >= prompt).repeat(count)
     lengths = torch.full((count,), length)
@@ -121,7 +121,7 @@ def as_rows(tokens: Tensor, advantage: Tensor, prompt: int) -> Rows:
 
 
 def train(role: DecoderWorker, rows: Rows, iteration: int = 1, loss: str = "sft") -> tuple[float, float]:
-    """One optimizer step; its loss, and the norm of its gradient."""
+    """Take one optimizer step; return its loss and its gradient norm."""
     counts, objective = denominators(rows), Objective.of("actor", {"loss": loss, "aggregate": "token-mean"})
     sums = role.forward_backward(objective, rows, Sums())
     norm = role.optim_step(counts, iteration)

@@ -1,7 +1,7 @@
-"""Stand-ins for packages that are not installed where a GPU is.
+"""Stand-ins for packages that are not installed on a GPU machine.
 
-That of pydantic holds the configuration's defaults and what was given, and checks nothing. That of msgspec has a class
-without behaviour: no message is sent here.
+The stand-in of pydantic holds the configuration's defaults and the given values, and checks nothing. The stand-in of msgspec
+is a class without behaviour: nothing sends messages here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def unchecked(*_: Any, **__: Any) -> Callable[[Any], Any]:
 
 
 class BaseModel:
-    """Keys with defaults; sections within sections."""
+    """Keys with defaults, in nested sections."""
 
     model_fields: typing.ClassVar[dict[str, FieldInfo]] = {}
 
@@ -70,7 +70,7 @@ class BaseModel:
 
 
 def converted(hint: Any, value: Any) -> Any:
-    """A dict as the section that it stands for, and a text as the path."""
+    """Return a dict as the section that it stands for, and a text as the path."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is dict and isinstance(value, dict):
         return {name: converted(inner[1], part) for name, part in value.items()}
@@ -83,14 +83,14 @@ def converted(hint: Any, value: Any) -> Any:
 
 
 class Struct:
-    """The place of `msgspec.Struct`, whose subclasses have settings."""
+    """Stand-in of `msgspec.Struct`, whose subclasses take settings."""
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__()
 
 
 def stand_in() -> None:
-    """Put stand-ins into the places of packages that are not installed."""
+    """Register stand-ins for packages that are not installed."""
     if importlib.util.find_spec("msgspec") is None:
         messages: Any = types.ModuleType("msgspec")
         messages.Struct = Struct

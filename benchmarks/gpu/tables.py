@@ -1,4 +1,4 @@
-"""How fast is it on this device, and what share is that of what the device can do?"""
+"""Speed on a device, and its share of what the device can do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COPIED = {"cuda": 1 << 30, "cpu": 1 << 22}
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured."""
+    """Sizes of the measurements."""
 
     train: tuple[tuple[int, int], ...]
     """Rows and tokens per row of a training step."""
@@ -46,7 +46,7 @@ def synchronize(device: str) -> None:
 
 
 def seconds(device: str, work: Callable[[], object], repeats: int) -> float:
-    """The least of several times, after one that is not counted."""
+    """Return the least of several times, after one uncounted run."""
     found = []
     for _ in range(repeats + 1):
         synchronize(device)
@@ -58,7 +58,7 @@ def seconds(device: str, work: Callable[[], object], repeats: int) -> float:
 
 
 def rates(device: str) -> dict[str, float]:
-    """What the device can do: operations per second of a product in bfloat16, and bytes per second of a copy, both ways counted."""
+    """Return the device's rates: bfloat16 matrix operations per second, and bytes per second of a copy (reads plus writes)."""
     a = torch.randn(SIDE[device], SIDE[device], device=device, dtype=torch.bfloat16)
     store = torch.ones(COPIED[device], dtype=torch.uint8, device=device)
     other = torch.empty_like(store)
@@ -69,7 +69,7 @@ def rates(device: str) -> dict[str, float]:
 
 
 def training(device: str, folder: Path, shape: Shape, sizes: Sizes, known: dict[str, float]) -> list[dict[str, Any]]:
-    """Tokens per second of a training step, and its share of the matrix rate."""
+    """Return tokens per second of a training step, and its share of the matrix rate."""
     role, found = models.worker(models.write(shape, folder), device, "bfloat16"), []
     for count, tokens in sizes.train:
         rows = models.random_rows(count, tokens, shape.vocabulary)
@@ -82,7 +82,7 @@ def training(device: str, folder: Path, shape: Shape, sizes: Sizes, known: dict[
 
 
 def decoding(device: str, folder: Path, shape: Shape, sizes: Sizes, known: dict[str, float]) -> list[dict[str, Any]]:
-    """Tokens per second of decoding, and its share of the memory's bandwidth, beside transformers' `generate`."""
+    """Return tokens per second of decoding, and its share of the memory bandwidth, beside transformers' `generate`."""
     role, found = models.worker(models.write(shape, folder), device, "bfloat16"), []
     longest = sizes.prompt + sizes.response
     for rows in sizes.decode:
@@ -99,7 +99,7 @@ def decoding(device: str, folder: Path, shape: Shape, sizes: Sizes, known: dict[
 
 
 def grpo_step(device: str, folder: Path, shape: Shape, sizes: Sizes, known: dict[str, float]) -> list[dict[str, Any]]:
-    """Seconds of a GRPO step: generation, scores, one optimizer step; beside `generate` and the same training."""
+    """Return the seconds of a GRPO step (generation, scores, one optimizer step) beside `generate` and the same training."""
     place = models.write(shape, folder)
     role = models.worker(place, device, "bfloat16")
     engine = models.engine(role, sizes.step, sizes.prompt + sizes.response)

@@ -1,1 +1,1 @@
-"""Predictions of `braid plan` beside what is measured or published: this machine, streaming's ratio, other people's runs, memory."""
+"""Predictions of `braid plan` against measurements and publications: this machine, streaming's split, published runs, memory."""

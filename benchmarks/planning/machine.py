@@ -1,10 +1,10 @@
-"""Predict runs on this machine from others: rates are fitted to the first list of runs, and the second is predicted.
+"""Predict runs on this machine from other runs: rates are fitted to the first list of runs, and the second list is predicted.
 
-    python -m benchmarks.planning.machine make FOLDER [RUNTIME...]    trains them, one after the other, all or those of some runtimes
-    python -m benchmarks.planning.machine compare FOLDER              fits, predicts, writes benchmarks/results/plan_machine.json
+    python -m benchmarks.planning.machine make FOLDER [RUNTIME...]    train the runs of all or some runtimes, one after the other
+    python -m benchmarks.planning.machine compare FOLDER              fit, predict, write benchmarks/results/plan_machine.json
 
-Seconds of a run are the median of its steps after the first ones; so are those predicted, from the lengths of each step's rows. Nothing
-else should run meanwhile. It takes about eight minutes on two cores.
+A run's seconds are the median of its steps after the first ones, measured and predicted alike; predictions use each step's row
+lengths. Run nothing else meanwhile. It takes about eight minutes on two cores.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ class Case:
 
     @property
     def runtime(self) -> str:
-        """Return its runtime."""
         return str(self.settings.get("runtime", "eager"))
 
 
@@ -69,7 +68,7 @@ def hybrid(placement: Any, workers: int = 1) -> dict[str, Any]:
 
 
 def streaming(staleness: int = 0) -> dict[str, Any]:
-    # Without a reference: one worker generates and one trains, as many as there are cores.
+    # Without a reference: one worker generates and one trains, so two cores are enough.
     return {"runtime": "streaming", "trainer": {"max_staleness": staleness}, "algorithm": {"kl_coef": 0.0}}
 
 
@@ -129,7 +128,7 @@ def configuration(case: Case, root: Path) -> dict[str, Any]:
 
 
 def make(root: Path, runtimes: Sequence[str]) -> None:
-    """Train every case of some runtimes whose folder is not there yet, one after the other."""
+    """Train every case of the given runtimes whose folder does not exist yet, one after the other."""
     root.mkdir(parents=True, exist_ok=True)
     write_jsonl(root / "sums.jsonl", sums(80))
     for shape in SHAPES:
@@ -151,7 +150,7 @@ def train_here(path: Path) -> None:
 
 
 def train_apart(path: Path) -> None:
-    """Train in processes of its own."""
+    """Train in separate processes."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, "-m", "braidrl.cli", "train", str(path)]
     subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
@@ -182,7 +181,7 @@ def compare(root: Path) -> dict[str, Any]:
 
 
 def agreement(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return the errors of predictions, and how many pairs that differ by more than a fifth are in the right order."""
+    """Return the errors of predictions, and the share of correctly ordered pairs among those that differ by more than 20%."""
     errors = sorted(abs(line["error"]) for line in lines)
     found = [(line["measured_s"], line["predicted_s"]) for line in lines]
     apart = [(a, b) for a, b in itertools.combinations(found, 2) if max(a[0], b[0]) > 1.2 * min(a[0], b[0])]

@@ -1,4 +1,4 @@
-"""Compare the memory that a plan says with what a process takes, beyond what it takes before it loads a model.
+"""Compare a plan's memory with a process's memory, counted from before it loads a model.
 
 python -m benchmarks.planning.memory [FILE]    writes FILE, or benchmarks/results/plan_memory.json
 """
@@ -40,15 +40,15 @@ def main() -> None:
 
 
 def peak_bytes() -> int:
-    """Return the most memory that this process has had. What `getrusage` says is at least what its starter had when it began."""
+    """Return this process's peak memory. `getrusage` would include the peak of the process that started this one."""
     status = Path("/proc/self/status").read_text()
     return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024
 
 
 def compared(root: Path) -> dict[str, Any]:
-    """Return both figures in MiB, and the first over the second, of runs in a folder."""
+    """Return both figures of runs in a folder, in MiB, and their ratio."""
     write_jsonl(root / "sums.jsonl", sums(80))
-    # What a process takes without a model of any size: libraries that are loaded when first used among it.
+    # Warm up: a small model loads the libraries that are loaded at first use.
     small = root / "small.yaml"
     write_model(root / "model-a", "a")
     tree = configuration(Case("small", "a", 2), root)
@@ -59,7 +59,7 @@ def compared(root: Path) -> dict[str, Any]:
     write_model(root / "model-wide", "wide")
     path = root / "run.yaml"
     tree = configuration(replace(Case("run", "wide", 4)), root)
-    # Less than the batch has, so that a micro-batch is as full as the plan takes it to be.
+    # Less than the batch has, so that micro-batches are as full as the plan assumes.
     tree["trainer"] |= {"steps": 2, "max_tokens_per_device": 512}
     path.write_text(json.dumps(tree))
     config = load_config(path)

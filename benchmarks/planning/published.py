@@ -37,7 +37,7 @@ from braidrl.runtimes.prepare.run_flow import build_flow
 
 ROOT = Path(__file__).parent.parent
 QUERIES = 264_292
-"""Prompts of DeepSpeed-Chat's epoch, as its page of benchmark settings says."""
+"""Prompts of an epoch in DeepSpeed-Chat, from its page of benchmark settings."""
 PROMPT, DEVIATION = 128, 0.5
 LLAMA = {
     "7b": (4096, 11008, 32, 32, 32, 128, 32000, False), "13b": (5120, 13824, 40, 40, 40, 128, 32000, False),
@@ -101,7 +101,7 @@ def problem_of(run: dict[str, Any], folders: dict[str, Path], cluster: Cluster) 
 
 
 def allowed_by(run: dict[str, Any]) -> Callable[[Choice], bool]:
-    """Return whether a choice lies as a published run says: its training layout for roles that train, its engines' width."""
+    """Return whether a choice matches a published run: the training layout of roles that train, and the width of engines."""
     wanted, engine = run.get("train", {}), run.get("generate")
 
     def allowed(choice: Choice) -> bool:
@@ -117,7 +117,7 @@ def allowed_by(run: dict[str, Any]) -> Callable[[Choice], bool]:
 
 
 def predict(run: dict[str, Any], folders: dict[str, Path]) -> tuple[float, dict[str, float]]:
-    """Return a published run's predicted seconds, nan where it has no room, and those of each stage."""
+    """Return a published run's predicted seconds (nan if it does not fit in memory), and the seconds of each stage."""
     problem = problem_of(run, folders, read_cluster(run["devices"]))
     group, roles, allowed = problem.cluster.groups[0], tuple(problem.flow.roles), allowed_by(run)
     if "apart" not in run:
@@ -129,7 +129,7 @@ def predict(run: dict[str, Any], folders: dict[str, Path]) -> tuple[float, dict[
     models = Sets(problem, allowed, "model").of_set(roles, group, group.size - run["apart"])
     assert engines is not None and models is not None, run["name"]
     costs = {name: round(float(cost.seconds), 1) for name, cost in {**engines.costs, **models.costs}.items()}
-    # One step off: generation goes on beside training.
+    # One step off: generation overlaps with training.
     return max(engines.busy, models.busy), costs
 
 
@@ -174,7 +174,7 @@ def testbed(devices: int) -> Cluster:
 
 
 def megatron(pipeline: int) -> Callable[[Choice], bool]:
-    """Return whether a choice lies as HybridFlow's runs do: Megatron-core 0.6, matrices over the eight devices of a node to train.
+    """Return whether a choice matches HybridFlow's runs: Megatron-core 0.6, with training matrices over a node's eight devices.
 
     Args:
         pipeline: the most pipeline ranks (figure 14 has 1 for 7B and 13B, 4 for 34B, 8 for 70B).
@@ -183,14 +183,14 @@ def megatron(pipeline: int) -> Callable[[Choice], bool]:
     def allowed(choice: Choice) -> bool:
         layout, use = choice.use.layout, choice.use
         grouped = not use.trained or (layout.tensor == 8 and layout.pipeline <= pipeline)
-        # Without shards: gradients of copies are summed after the backward pass.
+        # Without shards: the gradients of replicas are summed after the backward pass.
         return grouped and layout.shard == "none" and layout.sequence == 1 and use.inference is None
 
     return allowed
 
 
 def named_placements(problem: Problem, allowed: Callable[[Choice], bool] | None) -> dict[str, Plan]:
-    """Return the best plan of each of HybridFlow's named placements that has room."""
+    """Return the best plan that fits in memory for each of HybridFlow's named placements."""
     search, roles = Search(problem, keep=1, allowed=allowed), tuple(problem.flow.roles)
     plans = {
         "colocate": search.best_of((roles,)), "split": fixed(search, halves(problem), allowed or (lambda choice: True)),
@@ -200,7 +200,7 @@ def named_placements(problem: Problem, allowed: Callable[[Choice], bool] | None)
 
 
 def hybridflow() -> list[dict[str, Any]]:
-    """Return which of HybridFlow's placements is quickest for each model and number of devices, with its layouts and with all of ours."""
+    """Return the fastest of HybridFlow's placements for each model and number of devices, with its layouts and with all of ours."""
     folder, lines = Path(mkdtemp()), []
     for name, sizes in LLAMA.items():
         model = write_sizes(folder / name, sizes)
@@ -219,7 +219,7 @@ def hybridflow() -> list[dict[str, Any]]:
 
 
 def scale() -> list[dict[str, Any]]:
-    """Return the best plan of four 70B roles on 8 to 1,024 devices, and what finding it took."""
+    """Return the best plan of four 70B roles on 8 to 1,024 devices, and the time that the search took."""
     model, lines = write_sizes(Path(mkdtemp()) / "70b", LLAMA["70b"]), []
     for count in (8, 16, 32, 64, 128, 256, 512, 1024):
         search, began, cpu = (

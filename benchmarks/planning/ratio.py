@@ -2,8 +2,8 @@
 
     python -m benchmarks.planning.ratio
 
-The streaming schedule hands out rows to processes that sleep for as long as a row's work is said to take; the same schedule in virtual time
-is what `braid plan` simulates. What is compared is the number of generating workers at which an iteration is quickest.
+The streaming schedule hands out rows to processes that sleep for the given time of a row's work. `braid plan` simulates the same
+schedule in virtual time. The compared figure is the number of generating workers with the shortest iteration.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ FLOW = Flow(
 
 
 def sleeper(orders: Connection) -> None:
-    """Sleep for as long as each order says, and answer."""
+    """Sleep for the seconds of each order, then answer."""
     while (seconds := orders.recv()) is not None:
         time.sleep(seconds)
         orders.send(seconds)
 
 
 class ProcessClock:
-    """Time that passes in processes: an action falls due when all that work on it have slept for their shares."""
+    """Wall clock: an action falls due when all workers of its job have slept for their shares."""
 
     def __init__(self, processes: int) -> None:
         context = multiprocessing.get_context("fork")
@@ -64,7 +64,7 @@ class ProcessClock:
         return time.monotonic() - self.began
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Have as many processes sleep as there are shares; a lease's limit is watched by nobody."""
+        """Start one sleeping process per share. Lease limits are not checked."""
         if seconds > 1e5:
             return
         together = [self.idle.pop() for _ in self.shares]
@@ -74,7 +74,7 @@ class ProcessClock:
         self.actions[id(together)] = action
 
     def step(self) -> bool:
-        """Wait for the next answer; run what is due with it."""
+        """Wait for the next answer, and run what is due."""
         if not self.busy:
             return False
         for process in wait(list(self.busy)):
@@ -97,7 +97,7 @@ class Timed(Streaming):
 
     def __init__(self, work: Workload) -> None:
         super().__init__(work)
-        # Beside the twelve, one process for each stage whose work takes no time.
+        # One process beside the twelve for each stage whose work takes no time.
         self.clock = ProcessClock(WORKERS + 2)  # type: ignore[assignment]
 
     def _shares(self, worker: SimulatedWorker, rows: Sequence[Uid]) -> list[float]:
@@ -107,7 +107,7 @@ class Timed(Streaming):
 
 
 def workload(generating: int, seconds: float, balance: float) -> Workload:
-    """Return a long-tailed run in which training a row takes `balance` times as long as generating one of mean length."""
+    """Return a long-tailed run in which training a row takes `balance` times as long as generating a row of mean length."""
     lengths = long_tailed(seed=1, median=1.0, longest=4.0, among=32)
 
     def cost(stage: str, uid: Uid) -> float:
@@ -120,7 +120,7 @@ def workload(generating: int, seconds: float, balance: float) -> Workload:
 
 
 def timed(work: Workload) -> Simulation:
-    """Return a run whose seconds are the wall clock's."""
+    """Return a run that is timed by the wall clock."""
     run = Timed(work)
     result = run.simulate()
     run.clock.close()  # type: ignore[attr-defined]
@@ -128,7 +128,7 @@ def timed(work: Workload) -> Simulation:
 
 
 def main() -> None:
-    """Time every split for three balances of generation and training."""
+    """Time every split for three ratios of generation to training."""
     lines = []
     for balance in (0.35, 1.0, 2.0):
         predicted, measured = {}, {}

@@ -1,1 +1,1 @@
-"""What is measured: each module holds one side of a comparison, as a function `prepare(case)` that returns one measured turn."""
+"""Sides of the comparisons: each module has a function `prepare(case)`, which returns one measured turn."""

@@ -1,4 +1,4 @@
-"""What memory allows: the same bytes copied into memory that is new each time, as a transport needs it."""
+"""Upper limit set by memory: the same bytes copied into newly allocated memory each time, as a transport needs it."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ def prepare(case: Mapping[str, Any]) -> Turn:
 
 def copied(columns: Sequence[Tensor]) -> None:
     for column in columns:
-        # Not from the allocator, which would hand out the same pages again.
+        # Not from the allocator, which would reuse the same pages.
         memory = np.frombuffer(mmap.mmap(-1, column.nbytes), dtype=np.uint8)
         torch.from_numpy(memory).copy_(column.flatten().view(torch.uint8))

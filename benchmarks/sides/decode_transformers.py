@@ -1,4 +1,4 @@
-"""transformers' generate; a row that has enough goes on until the longest has, as under any batch without slots."""
+"""transformers' generate; a finished row keeps its place until the longest row ends, as in any batch without slots."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Braid's hybrid workers on Ray, in two ways.
 
-held       the driver holds the rows, deals them out by the DP protocol as the codec's frames, and collects them: as verl does
-handles    the rows lie with workers; the driver sends handles, every row moves to another worker, index columns come back
+held       the driver holds the rows, distributes them by the DP protocol as codec frames, and collects them, as verl does
+handles    workers hold the rows; the driver sends handles, every row moves to another worker, index columns come back
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ ECHO = Stage("echo", "echo", None, Signature(Kind.COMPUTE, COLUMNS, (*COLUMNS, "
 
 
 class Echo:
-    """In an executor's place: reads what it is given and gives it back."""
+    """Stand-in for an executor: returns its input after reading it."""
 
     def run(self, stage: Stage, rows: Rows, sums: Sums) -> dict[str, Column]:
         read(rows[name].values for name in COLUMNS)
         return {**{name: rows[name] for name in COLUMNS}, "score": rows["sample"]}
 
     def close(self) -> None:
-        """It holds nothing."""
+        """Release nothing."""
 
 
 class EchoWorker(HybridWorker):
-    """A worker whose stages are echoes."""
+    """A worker whose stages return their input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,12 +56,12 @@ class EchoWorker(HybridWorker):
         self.executor: Any = Echo()
 
     def echo(self, frames: Sequence[Any]) -> list[Any]:
-        """Rows that the driver holds, as frames, and back."""
+        """Return the driver's rows, which come and go as codec frames."""
         rows = decode([memoryview(frame) for frame in frames])
         return arrays(rows.with_columns({k: v for k, v in self.executor.run(ECHO, rows, Sums()).items() if k in rows}))
 
     def take_place(self, number: int, pools: Sequence[Pool], family: str) -> None:
-        """Take its place among the workers of these pools."""
+        """Join the workers of these pools."""
         self.spec = WorkerSpec.of(number, pools, RunOrder({}, True, None, family), 60.0)
 
     def make_table(self, tokens: int, first: int, end: int, key: int) -> CallResult:
@@ -71,7 +71,7 @@ class EchoWorker(HybridWorker):
 
 @dataclass(frozen=True)
 class Held:
-    """A table in the driver, which is divided into equal parts."""
+    """A table in the driver, split into equal parts."""
 
     rows: Rows
 
@@ -84,14 +84,14 @@ class Held:
 
 
 class Cluster(RayCluster):
-    """Starts echo workers where hybrid ones are asked for."""
+    """Starts echo workers in place of hybrid ones."""
 
     def start(self, worker: type, place: Any, *arguments: Any, name: str | None = None) -> Any:
         return super().start(EchoWorker, place, *arguments, name=name)
 
 
 class Lying:
-    """A table whose rows lie with the workers of a group; `call` echoes it from each worker to the next."""
+    """A table held by the workers of a group; `call` echoes it from each worker to the next."""
 
     def __init__(self, group: WorkerGroup, tokens: int) -> None:
         self.group, self.keys, size = group, itertools.count(tokens), group.mesh.size
@@ -104,7 +104,7 @@ class Lying:
         output.begin(key, group, made, [range(first, first + share) for first in firsts])
         output.finish(group.wait(made))
         before = [(rank - 1) % size * share for rank in range(size)]
-        # Each rank gets what the one before it holds.
+        # Each rank gets the rows of the rank before it.
         parts = [range(first, first + share) for first in before]
         self.handle = Handle((output,), torch.arange(DISPATCHED)[None], parts)
 
@@ -125,7 +125,7 @@ def table(tokens: int) -> Rows:
 
 
 def arrays(rows: Rows) -> list[Any]:
-    """The codec's frames as Ray takes them without copying them into a pickle."""
+    """Return the codec's frames in a form that Ray passes on without copying them into a pickle."""
     return [np.frombuffer(frame, dtype=np.uint8) for frame in encode(rows)]
 
 

@@ -19,7 +19,7 @@ from benchmarks.turns import Channel
 
 
 class EchoWorker(Worker):
-    """Reads what it is given and gives it back."""
+    """Returns its input after reading it."""
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def echo(self, data: DataProto) -> DataProto:

@@ -44,12 +44,12 @@ def prepare(case: Mapping[str, Any]) -> Turn:
 
 
 def total_tokens(case: Mapping[str, Any]) -> int:
-    """Prompt and response tokens of a step."""
+    """Return the prompt and response tokens of a step."""
     return case["prompt_tokens"] * len(case["lengths"]) + sum(case["lengths"])
 
 
 def force_lengths(engine: Any, lengths: list[int], group: int) -> None:
-    """Each row gets exactly as many tokens as its counterpart on the other side."""
+    """Give each row as many tokens as its counterpart on the other side has."""
     add = engine.add
 
     def add_with_length(request: Request) -> None:

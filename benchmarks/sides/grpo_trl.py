@@ -19,7 +19,7 @@ from benchmarks.turns import Channel, peak_mebibytes
 
 
 class Lengths(LogitsProcessor):
-    """Lets each row end at its length and not before."""
+    """Lets each row end exactly at its length."""
 
     def __init__(self, lengths: list[int], prompt: int) -> None:
         self.lengths, self.prompt = torch.tensor(lengths), prompt
@@ -84,5 +84,5 @@ def force_lengths(model: Any, processor: Lengths) -> None:
 
 
 def score(completions: list[str], **_: Any) -> list[float]:
-    """How much of a response is one word; differs within groups."""
+    """Return the share of a response that is one given word; it differs within groups."""
     return [float(completion.count("w1")) for completion in completions]

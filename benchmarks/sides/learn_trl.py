@@ -24,13 +24,13 @@ from braidrl.rewards.verifiers import gsm8k
 
 
 def right(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
-    """Return 1 for each completion whose last number is the answer, as the run's verifier has it."""
+    """Return 1 for each completion whose last number is the answer, by the rule of the run's verifier."""
     texts = (messages[0]["content"] for messages in completions)
     return [float(gsm8k(text, wanted, flexible=True)) for text, wanted in zip(texts, answer, strict=True)]
 
 
 class Recorder(TrainerCallback):
-    """Writes a line for each step, and asks the held-out questions from time to time, which does not count as a step's time."""
+    """Writes a line per step, and evaluates the held-out questions at intervals; step times exclude evaluation."""
 
     def __init__(self, task: dict[str, Any], tokenizer: Any) -> None:
         self.task, self.tokenizer = task, tokenizer
@@ -67,7 +67,7 @@ class Recorder(TrainerCallback):
 
     @torch.no_grad()
     def evaluate(self, model: Any) -> float:
-        """Return the share of right answers of four samples for each held-out question, at temperature 1."""
+        """Return the share of right answers over four samples for each held-out question, at temperature 1."""
         asked = [[{"role": "user", "content": example["prompt"]}] for example in self.held_out]
         encoded = self.tokenizer.apply_chat_template(
             asked, add_generation_prompt=True, padding=True, padding_side="left", return_tensors="pt", return_dict=True

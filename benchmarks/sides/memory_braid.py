@@ -1,4 +1,4 @@
-"""A training step of Braid on rows of random tokens at a long vocabulary; or, as `plain`, what one writes without thinking of memory."""
+"""A training step of Braid on random tokens at a long vocabulary; or `plain`, the same written without care for memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def prepare(case: Mapping[str, Any]) -> Turn:
 
 
 def plain(worker: DecoderWorker, objective: Objective, rows: Rows) -> None:
-    """All logits at once, then log_softmax and gather; not even an entropy."""
+    """Return log-probs by way of all logits, log_softmax and gather; not even an entropy."""
     assert worker.optimizer is not None
     packed = pack(rows, worker.device)
     logits = worker.model.lm_head(worker.hidden_states(packed)[packed.predictors])

@@ -1,4 +1,4 @@
-"""One optimizer step on rows of given lengths: packed, as Braid trains; or padded to the longest of every so many rows."""
+"""One optimizer step on rows of given lengths: packed, as Braid trains; or padded to the longest row of each micro-batch."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def prepare(case: Mapping[str, Any]) -> Turn:
 
 
 class PaddedWorker(DecoderWorker):
-    """The same worker but for its forward pass: transformers' own, on rows that are padded."""
+    """The same worker with transformers' own forward pass on padded rows."""
 
     rows_at_once = 16
 
@@ -49,13 +49,13 @@ class PaddedWorker(DecoderWorker):
         return AutoModelForCausalLM.from_pretrained(folder, dtype=self.dtype, attn_implementation="sdpa")
 
     def micro_batches(self, rows: Rows, whole_groups: bool = False) -> Iterator[tuple[list[int], Rows]]:
-        """So many rows at once, in the order in which they come."""
+        """Return micro-batches of a fixed number of rows, in the given order."""
         for start in range(0, len(rows), self.rows_at_once):
             numbers = list(range(start, min(start + self.rows_at_once, len(rows))))
             yield numbers, rows.take(numbers)
 
     def hidden_states(self, packed: Packed) -> Tensor:
-        """(N, D) of the tokens that are no padding."""
+        """Return the hidden states (N, D) of the tokens that are not padding."""
         sequences = packed.input_ids.split(list(packed.sequence_lengths))
         ids = pad_sequence(list(sequences), batch_first=True)
         mask = pad_sequence([torch.ones_like(part) for part in sequences], batch_first=True)
@@ -64,7 +64,7 @@ class PaddedWorker(DecoderWorker):
 
 
 def rows_of(lengths: list[int], vocabulary: int) -> Rows:
-    """Rows of random tokens, of which the first third are the prompt."""
+    """Return rows of random tokens; the first third of each is the prompt."""
     generator, count = torch.Generator().manual_seed(1), len(lengths)
     each = torch.tensor(lengths)
     prompts = (each // 3).clamp(min=1)

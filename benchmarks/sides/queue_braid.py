@@ -1,4 +1,4 @@
-"""Braid's transfer queue, with a storage unit and a controller in processes of their own: put, then get what is ready."""
+"""Braid's transfer queue, with a storage unit and a controller in separate processes: put, then get the ready rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the queue's bookkeeping costs: take and done of one row among many in work, and rows per second through one process's socket.
+"""Cost of the queue's bookkeeping: take and done of one row with many in flight, and rows per second through one process's socket.
 
 in this process      take, done of one row ──▶ the schedule of a flow with 1,024 to 1,000,000 rows in work
 over a socket        clients: take 32 rows, done ──▶ a controller process ──▶ a storage unit's, each by its own CPU time
@@ -28,7 +28,7 @@ IN_WORK = (1_024, 8_192, 65_536, 1_000_000)
 CLIENTS = (1, 16, 128)
 LEASE = 32
 ROWS = 16_384
-"""Through the socket in one turn."""
+"""Rows through the socket in one turn."""
 PAIRS = 2_000
 FLOW = Flow(
     "passage",
@@ -40,7 +40,7 @@ FLOW = Flow(
 
 
 def prepare(case: Mapping[str, Any]) -> Turn:
-    """Rows in work, and a turn that takes some of them."""
+    """Return a turn that takes some rows while many are in flight."""
     passages = {rows: of_one_row(rows) for rows in IN_WORK}
 
     def turn() -> Mapping[str, float]:
@@ -55,7 +55,7 @@ def prepare(case: Mapping[str, Any]) -> Turn:
 
 
 def of_one_row(rows: int) -> Callable[[], float]:
-    """Return what measures seconds of take and done of one row, on average over some that do not change how many are in work."""
+    """Return a function that measures the seconds of take and done of one row; the mean of a few leaves the number in flight unchanged."""
     schedule = StreamSchedule(FLOW, Sizes(2, rows, 1, rows, max_staleness=1))
     schedule.groups_wanted(0)
     schedule.admit([(0, group, 0) for group in range(rows)])
@@ -67,7 +67,7 @@ def of_one_row(rows: int) -> Callable[[], float]:
         nonlocal taken
         pairs = min(PAIRS, rows // 16)
         assert taken + pairs <= rows, "every turn has rows of its own"
-        # The thread's own time: what else the machine does is not the queue's.
+        # The thread's own CPU time: other load on the machine is not the queue's.
         start = time.thread_time()
         for _ in range(pairs):
             lease = schedule.take("put", "worker", 0.0, 60.0, 1)
@@ -84,7 +84,7 @@ def of_one_row(rows: int) -> Callable[[], float]:
 def over_sockets(clients: int) -> tuple[float, float]:
     """Return rows per CPU second of the controller's process and of the storage unit's.
 
-    Clients, which are threads of up to 4 processes, take the rows under leases and are done with them.
+    Clients, which are threads of up to 4 processes, take the rows under leases and complete them.
     """
     context, processes = multiprocessing.get_context("spawn"), min(clients, 4)
     with TransferQueue.serve({"train": ["x"]}) as queue:
@@ -108,13 +108,13 @@ def over_sockets(clients: int) -> tuple[float, float]:
 
 
 def cpu_seconds(process: psutil.Process) -> float:
-    """The process's own time: one core's, whatever else the machine does."""
+    """Return the CPU time of a process."""
     times = process.cpu_times()
     return float(times.user + times.system)
 
 
 def consume(address: str, threads: int, ready: Barrier) -> None:
-    """Clients that take leases and are done with them, without reading what is in them."""
+    """Run clients that take leases and complete them without reading the rows."""
     torch.set_num_threads(1)
 
     def client(number: int) -> None:

@@ -1,4 +1,4 @@
-"""TransferQueue with its storage units as Ray actors: put, then the metadata and the data of what is ready."""
+"""TransferQueue with its storage units as Ray actors: put, then get the metadata and the data of ready rows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What planning a change of layout takes one rank of many: descriptions of all ranks are made up, one process plays a rank.
+"""Cost of planning a change of layout for one rank of many: all ranks' descriptions are synthetic, and one process acts as a rank.
 
-Qwen2.5-32B's 771 tensors in bfloat16, from the layout that trains to slices that generate. Each rank is played by a process of its own,
-so that its peak memory is the planning's: what it reads of the others, its moves and its rounds.
+Qwen2.5-32B's 771 tensors in bfloat16, from the training layout to slices for generation. Each rank is a process of its own, so that its
+peak memory is that of planning: the descriptions of the other ranks, its moves and its rounds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TENSOR_PLAN = {
 
 @cache
 def shapes() -> dict[str, tuple[int, ...]]:
-    """The global shape of each of the 771 tensors."""
+    """Return the global shape of each of the 771 tensors."""
     one = {
         "self_attn.q_proj.weight": (HEADS * HEAD, WIDTH), "self_attn.q_proj.bias": (HEADS * HEAD,),
         "self_attn.k_proj.weight": (KV_HEADS * HEAD, WIDTH), "self_attn.k_proj.bias": (KV_HEADS * HEAD,),
@@ -49,7 +49,7 @@ def shapes() -> dict[str, tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks along each axis, tensor fastest; `shard` divides each rank's slices among as many of the data ranks."""
+    """Ranks along each axis, tensor fastest; `shard` splits each rank's slices over this number of data ranks."""
 
     ranks: int
     pipeline: int = 1
@@ -57,7 +57,7 @@ class Layout:
     shard: int = 1
 
     def boxes(self, rank: int) -> dict[str, Box]:
-        """What a rank has."""
+        """Return the boxes of a rank."""
         data = self.ranks // (self.pipeline * self.tensor)
         stage, tensor_rank, shard_rank = (
             rank // (self.tensor * data), rank % self.tensor, rank // self.tensor % data % self.shard
@@ -76,7 +76,7 @@ def stage_of(name: str, stages: int) -> int:
 
 
 def sharded(box: Box, rank: int, ranks: int) -> Box:
-    """One of equal parts along the first dimension, as FSDP divides."""
+    """Return one of equal parts along the first dimension, as FSDP shards."""
     start, count = chunk(box.sizes[0], rank, ranks)
     return box.along(0, box.offsets[0] + start, box.offsets[0] + start + count)
 
@@ -93,7 +93,7 @@ CASES = {
 
 
 def messages(layout: Layout) -> Iterator[bytes]:
-    """What each rank says of its blocks."""
+    """Yield each rank's description of its blocks."""
     every = shapes()
     for rank in range(layout.ranks):
         about = [([name], every[name], "bfloat16", box) for name, box in layout.boxes(rank).items()]
@@ -101,7 +101,7 @@ def messages(layout: Layout) -> Iterator[bytes]:
 
 
 def prepare(case: Mapping[str, Any]) -> Turn:
-    """Make up what the ranks of a case say; a turn plans one rank's moves and rounds."""
+    """Make the descriptions of a case's ranks; a turn plans one rank's moves and rounds."""
     said = [list(messages(layout)) for layout in CASES[case["layouts"]]]
     before = peak_bytes()
 
@@ -124,5 +124,5 @@ def prepare(case: Mapping[str, Any]) -> Turn:
 
 
 def peak_bytes() -> int:
-    """Most memory that this process has had."""
+    """Return this process's peak memory."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

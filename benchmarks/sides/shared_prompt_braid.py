@@ -32,7 +32,7 @@ def prepare(case: Mapping[str, Any]) -> Turn:
 
 
 def made_rows(groups: int, samples: int, prompt: int, response: int, vocabulary: int) -> Rows:
-    """Random prompts, one per group, and random responses, with advantages of both signs."""
+    """Return rows with one random prompt per group, random responses, and advantages of both signs."""
     generator = torch.Generator().manual_seed(1)
     count = groups * samples
     prompts = torch.randint(1, vocabulary, (groups, prompt), generator=generator).repeat_interleave(samples, 0)

@@ -1,4 +1,4 @@
-"""A role's worker alone, without a run around it, as the benchmarks of the training step use it."""
+"""A role's worker without a run around it, for benchmarks of the training step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Worker = TypeVar("Worker", bound=DecoderWorker)
 
 
 def worker_of(kind: type[Worker], case: Mapping[str, Any], train: bool = True, **trainer: Any) -> Worker:
-    """The case's model in a worker of that kind, on the case's threads; `trainer` are settings of that section."""
+    """Return a worker of this kind with the case's model and threads; `trainer` are settings of that section."""
     torch.set_num_threads(case["threads"])
     tree = {"flow": "grpo", "model": case["model"], "device": "cpu", "dtype": case["dtype"], "trainer": trainer}
     return kind("actor" if train else "reference", parse_config(tree), train=train)

@@ -1,1 +1,1 @@
-"""The streaming runtime at work that takes a given time: `sleeping` is that work as plug-ins, `ways` times the ways to take weights."""
+"""The streaming runtime on work of a given duration: `sleeping` has that work as plug-ins, `ways` times the weight-update policies."""

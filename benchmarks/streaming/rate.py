@@ -1,12 +1,12 @@
-"""Rows per second from admission through generation to the optimizer step, with an engine that answers at once: two versions in one run.
+"""Rows per second from admission to the optimizer step, with an engine that answers at once, for two versions in one run.
 
     python -m benchmarks.streaming.rate [--against COMMIT] [--rows 8192] [--turns 2]
 
 commit ──git archive──▶ build/rate ──run──▶ rows per second, CPU seconds of the main program ──┐
 working tree ───────────────────────run──▶ rows per second, CPU seconds of the main program ──┴▶ in turn; medians; how many times
 
-The loss costs nothing beside a forward and a backward pass of a tiny model, so that what remains is the way of a row. The first
-iteration is left out: processes import and warm up in it.
+The loss costs almost nothing beside the passes of a tiny model, so that what remains is the cost of passing rows on. The first
+iteration is left out, because processes import and warm up in it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from braidrl.training.loading import load_tokenizer
 
 try:
     from braidrl.engines.stepping import SteppingEngine
-except ImportError:  # in a version before
+except ImportError:  # In an earlier version.
     from braidrl.engines.embedded.stepping import SteppingEngine  # type: ignore[import-not-found, no-redef]
 
 FILE, ROOT = Path(__file__).resolve(), Path(__file__).resolve().parents[2]
@@ -45,7 +45,7 @@ SAMPLES, STEPS = 8, 3
 
 
 class AtOnce(SteppingEngine):
-    """Ends each row with one token in the step after it came."""
+    """Engine that ends each row with one token, one step after it was accepted."""
 
     slots = 1024
 
@@ -92,7 +92,7 @@ def graded(length: Tensor) -> Tensor:
 
 @advantages.register(writes=["advantage"], scope="group")
 def within_groups(score: Tensor, group: Tensor) -> Tensor:
-    """Return scores (B,) as they are, once all of a `group` (B,) are there."""
+    """Return scores (B,) unchanged, once all rows of a `group` (B,) are there."""
     return score
 
 
@@ -103,7 +103,7 @@ def nothing(log_probs: Tensor, advantages: Tensor) -> tuple[Tensor, dict[str, Te
 
 
 def passed() -> Flow:
-    """Generate, score, compare within groups, train."""
+    """Return the flow: generate, score, compare within groups, train."""
     return Flow(
         "passed",
         [actor.generate(), advantage.graded(), advantage.within_groups(), actor.update(loss=loss.nothing())],
@@ -111,7 +111,7 @@ def passed() -> Flow:
 
 
 def settings(folder: Path, rows: int) -> dict[str, Any]:
-    """Return the configuration of a run with so many rows in work."""
+    """Return the configuration of a run with `rows` rows in flight."""
     return {
         "flow": f"{FILE}:passed", "model": str(folder / "model"), "output": str(folder), "name": "rate",
         "threads": 1, "device": "cpu", "data": {"train": str(folder / "train.jsonl")}, "runtime": "streaming",
@@ -127,9 +127,9 @@ def settings(folder: Path, rows: int) -> dict[str, Any]:
 
 
 def control_cost(rows: int) -> float:
-    """Return the microseconds of the control plane for each row: its answers to workers that do nothing, without sockets.
+    """Return the microseconds that the control plane needs per row to answer idle workers, without sockets.
 
-    An engine takes and gives back 64 rows at a time, a compute worker and a trainer too; the last step publishes the version.
+    An engine takes and gives back 64 rows at a time; a compute worker and a trainer do so too. The last step publishes the version.
     """
     from braidrl.data.codec import decode, encode
     from braidrl.data.rows import Objects, Rows
@@ -206,7 +206,7 @@ def control_cost(rows: int) -> float:
 
 
 def measured(folder: Path, rows: int) -> dict[str, float]:
-    """Run, and return rows per second and the main program's CPU microseconds for each row, after the first iteration."""
+    """Run, and return rows per second and the main program's CPU microseconds per row, after the first iteration."""
     from braidrl.config import parse_config
     from braidrl.runtimes.run import TrainingRun
 

@@ -1,4 +1,4 @@
-"""Work that takes a given time per token instead of computing: an engine with slots, a loss, and a flow of both, as a run's plug-ins.
+"""Work that takes a given time per token instead of computing: an engine with slots, a loss and a flow, as plug-ins of a run.
 
 braid train config.yaml flow=benchmarks/streaming/sleeping.py:sleeping rollout.engine=benchmarks/streaming/sleeping.py:SleepingEngine
 """
@@ -26,12 +26,12 @@ from braidrl.weights.publisher import WeightSource
 from tests.plan.durations import long_tailed
 
 TOKEN = 5
-"""What every response is made of."""
+"""The token that all responses consist of."""
 
 
 @dataclass
 class Sleeping:
-    """A row, how many tokens are left of it, and those that it has with their versions."""
+    """A row, its remaining tokens, and its tokens so far with their versions."""
 
     row: EngineRow
     left: int
@@ -39,7 +39,7 @@ class Sleeping:
 
 
 class SleepingEngine(SteppingEngine):
-    """Draws a token for each row in a given time, whatever it has; responses are log-normal, each as long as its uid says."""
+    """Engine with a given time per token, whatever the number of rows; responses have log-normal lengths, fixed by their uids."""
 
     slots = 0
 
@@ -70,7 +70,7 @@ class SleepingEngine(SteppingEngine):
         self.queue.append(Sleeping(row, max(1, left), []))
 
     def step(self) -> list[Response]:
-        """Sleep until the next token is due: what the worker does beside is done in its time, as beside a GPU."""
+        """Sleep until the next token is due. Other work of the worker runs in this time, as beside a GPU."""
         while self.queue and len(self.rows) < self.slots:
             begun = self.queue.pop(0)
             self.rows[begun.row.request.uid] = begun
@@ -96,7 +96,7 @@ class SleepingEngine(SteppingEngine):
 
 
 def response(sleeping: Sleeping, reason: FinishReason) -> Response:
-    """Return what a row has."""
+    """Return a row's response so far."""
     versions = torch.tensor(sleeping.versions, dtype=torch.int64)
     return Response(
         sleeping.row.request.uid, torch.full_like(versions, TOKEN), torch.zeros(len(versions)), reason, versions
@@ -111,28 +111,28 @@ def alike(length: Tensor) -> Tensor:
 
 @advantages.register(writes=["advantage"], scope="batch", sums=lambda length: {"rows": torch.tensor(len(length))})
 def alike_in_a_batch(length: Tensor, *, totals: dict[str, Tensor]) -> Tensor:
-    """Return 1 for each row, (B,), once all of the batch are there: training begins when generation has ended."""
+    """Return 1 for each row, (B,), once the whole batch is there: training begins when generation has ended."""
     return torch.ones(len(length))
 
 
 def is_kept(group: int) -> bool:
-    """Return whether a group is kept, as half of them are by chance."""
+    """Return whether a group is kept; half of the groups are, at random."""
     return float(uniform(0, "keep", group)) < 0.5
 
 
 @selections.register(scope="group")
 def half_of_the_groups(length: Tensor, group: Tensor) -> dict[int, str]:
-    """Drop half of the groups, by their numbers (B,), once all `length` (B,) of a group are known."""
+    """Drop half of the groups, by number (B,), once every `length` (B,) of a group is known."""
     return {number: "the other half" for number in group.unique().tolist() if not is_kept(number)}
 
 
 class GivenTime:
-    """Lets work take a given time: what this thread has computed since it slept last is done in that time, as beside a GPU."""
+    """Makes work take a given time; computation since the last sleep counts as part of it, as beside a GPU."""
 
     computed_s = 0.0
 
     def sleep(self, seconds: float) -> None:
-        """Sleep for what is left of the seconds."""
+        """Sleep for the rest of the given seconds."""
         time.sleep(max(0.0, seconds - (time.thread_time() - self.computed_s)))
         self.computed_s = time.thread_time()
 
@@ -142,7 +142,7 @@ TRAINING = GivenTime()
 
 @losses.register()
 def slept(log_probs: Tensor, advantages: Tensor, *, token_s: float = 0.0) -> tuple[Tensor, dict[str, Tensor]]:
-    """Let each token of a micro-batch take `token_s`; 0 for each token, (N,)."""
+    """Take `token_s` for each token of a micro-batch; return 0 for each token, (N,)."""
     TRAINING.sleep(token_s * len(log_probs))
     return 0.0 * log_probs * advantages, {}
 
@@ -156,7 +156,7 @@ class SleepingParameters(BaseModel):
 
 
 def sleeping(p: SleepingParameters) -> Flow:
-    """Generate and train, `in_turn` one after the other; where it `selects` half of the groups are dropped between."""
+    """Generate and train, one after the other with `in_turn`; with `selects`, half of the groups are dropped in between."""
     middle = advantage.alike_in_a_batch() if p.in_turn else advantage.alike()
     chosen = [select.half_of_the_groups()] if p.selects else []
     return Flow("sleeping", [actor.generate(), *chosen, middle, actor.update(loss=loss.slept(token_s=p.token_s))])

@@ -1,10 +1,10 @@
-"""Time the four ways to take new weights against generating and training in turn, with real workers whose work takes a given time.
+"""Time the four weight-update policies against generating and training in turn, on real workers whose work takes a given time.
 
     python -m benchmarks.streaming.ways [--unit SECONDS] [--rows ROWS] [NAME ...]
 
-8 engines of 32 slots and 4 trainers; responses are log-normal, the longest of a batch ten times the median, which takes a unit. Training a
-batch takes as long as generating it would with all slots full; `dapo` generates two groups for each
-that it keeps. The simulator is given the same numbers; what it predicts is printed beside.
+8 engines of 32 slots and 4 trainers. Responses are log-normal: the median takes one unit, the longest of a batch ten units. Training
+a batch takes as long as generating it with all slots full; `dapo` generates two groups for each group that it
+keeps. The simulator gets the same numbers, and its prediction is printed beside the measurement.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from tests.tiny import sums, write_jsonl, write_model
 
 ENGINES, SLOTS, TRAINERS, SAMPLES = 8, 32, 4, 4
 MEDIAN = 16
-"""Tokens."""
+"""Tokens of the median response."""
 LONGEST = 10 * MEDIAN
 LOAD_UNITS = 0.1
-"""How long loading takes."""
+"""Duration of a weight load, in units."""
 FILE = Path(work.__file__)
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One line of the table."""
+    """A row of the table."""
 
     name: str
     weights: Way
@@ -54,7 +54,7 @@ class Kind:
     selects: bool = False
     iterations: int = 5
     filling: int = 2
-    """Iterations in which a pipeline fills."""
+    """Iterations in which the pipeline fills."""
 
 
 KINDS = [
@@ -70,18 +70,18 @@ KINDS = [
 
 @dataclass(frozen=True)
 class Scale:
-    """How much, and how long: `unit` seconds for a response of median length."""
+    """The amount of work: `unit` seconds for a response of median length."""
 
     unit: float
     rows: int
 
     @property
     def token_s(self) -> float:
-        """Seconds of a token in a slot."""
+        """Seconds per token in a slot."""
         return self.unit / MEDIAN
 
     def training_token_s(self, kind: Kind) -> float:
-        """Return seconds of a token on one trainer: a batch takes as long as on all slots together, with what selection drops of it."""
+        """Return the seconds per token on one trainer: a batch, dropped rows included, takes as long as generation on all slots."""
         return self.token_s * TRAINERS / (ENGINES * SLOTS) * (2 if kind.selects else 1)
 
 
@@ -111,7 +111,7 @@ def settings(kind: Kind, scale: Scale, folder: Path) -> dict[str, Any]:
 
 
 def workload(kind: Kind, scale: Scale, flow: Flow) -> Workload:
-    """Return what is simulated."""
+    """Return the workload for the simulator."""
     length = long_tailed(0, MEDIAN, LONGEST, scale.rows)
 
     of_token = {"actor.generate": scale.token_s, "actor.update": scale.training_token_s(kind)}
@@ -130,7 +130,7 @@ def workload(kind: Kind, scale: Scale, flow: Flow) -> Workload:
 
 
 def busy_seconds(spans: Iterable[Span | SimulatedSpan], start: float, end: float) -> float:
-    """Return how long between two moments some of these spans went on."""
+    """Return how long some of these spans were running between two moments."""
     busy, at = 0.0, start
     for first, last in sorted((span.start, span.end) for span in spans):
         first, last = max(first, at), min(last, end)
@@ -140,9 +140,9 @@ def busy_seconds(spans: Iterable[Span | SimulatedSpan], start: float, end: float
 
 
 def steady(kind: Kind, ends: Sequence[float], spans: Sequence[Span | SimulatedSpan]) -> dict[str, float]:
-    """Return what an iteration takes between those that fill the pipeline and the last, in which it empties.
+    """Return an iteration's duration, without the iterations in which the pipeline fills or empties.
 
-    `idle` is the share of the time in which an engine has no row; `training` are seconds in which trainers work.
+    `idle` is the share of the time in which an engine has no row; `training` is the time in which trainers work, in seconds.
     """
     start, end, iterations = ends[kind.filling - 1], ends[-2], len(ends) - 1 - kind.filling
     work = [span for span in spans if getattr(span, "state", "busy") == "busy"]
@@ -159,7 +159,7 @@ def steady(kind: Kind, ends: Sequence[float], spans: Sequence[Span | SimulatedSp
 
 
 def measured(kind: Kind, scale: Scale) -> dict[str, float]:
-    """Return what a run took."""
+    """Return the measurements of a run."""
     with tempfile.TemporaryDirectory(prefix="braid-ways-") as name:
         folder = Path(name)
         write_model(folder / "model")
@@ -175,7 +175,7 @@ def measured(kind: Kind, scale: Scale) -> dict[str, float]:
 
 
 def predicted(kind: Kind, scale: Scale) -> dict[str, float]:
-    """Return what the simulator says."""
+    """Return the simulator's prediction."""
     flow = work.sleeping(work.SleepingParameters(in_turn=kind.in_turn, selects=kind.selects))
     result = Streaming(workload(kind, scale, flow)).simulate()
     return steady(kind, result.ends, result.spans)
@@ -183,7 +183,7 @@ def predicted(kind: Kind, scale: Scale) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(kind.name for kind in KINDS)}; all by default")
+    parser.add_argument("names", nargs="*", help=f"default: all of {', '.join(kind.name for kind in KINDS)}")
     parser.add_argument("--unit", type=float, default=2.0)
     parser.add_argument("--rows", type=int, default=3072)
     parser.add_argument("--predict", action="store_true", help="simulate only")

@@ -1,4 +1,4 @@
-"""`make demo`: reinforcement learning end to end on a CPU. Makes its data, tokenizer and model; nothing is downloaded.
+"""`make demo`: reinforcement learning end to end on a CPU. It makes its data, tokenizer and model, and downloads nothing.
 
 random Qwen3 ──SFT on a careless teacher──▶ right about a third of the time ──DAPO──▶ right nearly always
 """
@@ -24,14 +24,16 @@ HERE = Path(__file__).parent
 HELD_OUT, TRAINED = 100, 4000
 DIGITS = 2
 RANKS = 4
-"""The most processes that share a run."""
+"""The most processes of a run."""
 SCORE = "eval/held_out/avg@8"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, default=Path("build/arithmetic"), help="remade from nothing")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("build/arithmetic"), help="its earlier contents are replaced"
+    )
     arguments = parser.parse_args()
     print("Learns to add by SFT, then DAPO, on this machine's CPU: two to four minutes on two cores.", flush=True)
     start = time.perf_counter()
@@ -47,7 +49,7 @@ def main() -> None:
 def learn(
     folder: Path, seed: int, held_out: int = HELD_OUT, warm_start: Sequence[str] = (), dapo: Sequence[str] = ()
 ) -> Path:
-    """Data and model, warm start, then DAPO; returns the run folder of the last.
+    """Make data and model, warm-start, then train by DAPO; return the run folder of DAPO.
 
     `warm_start` and `dapo` are overrides of the two configurations.
     """
@@ -69,19 +71,19 @@ def learn(
 
 
 def across_cores() -> list[str]:
-    """Share runs between as many processes as there are cores, up to `RANKS`, with the result that one has.
+    """Return overrides that run one rank per core, up to `RANKS`; the result is that of one rank.
 
-    With so few weights most of a step is not arithmetic, and a second thread hardly helps: two processes made 18,500 tokens per second
-    where one made 11,100 with one thread and 13,200 with two, on two cores.
+    With so few weights most of a step is not arithmetic, and a second thread hardly helps. On two cores two ranks reached
+    18,500 tokens per second; one rank reached 11,100 with one thread and 13,200 with two.
     """
     ranks = min(usable_cores(), RANKS)
     return ["device=cpu", "runtime=distributed", f"workers={ranks}"] if ranks > 1 else ["device=cpu"]
 
 
 def clear(folder: Path) -> None:
-    """Removes what an earlier demo left. Ends the program where the folder holds anything else."""
+    """Remove an earlier demo's files. Exits if the folder holds anything else."""
     if folder.exists() and any(folder.iterdir()) and not (folder / "demonstrations.jsonl").is_file():
-        raise SystemExit(f"{folder} is not empty and no folder of this demo; choose another one with --folder")
+        raise SystemExit(f"{folder} is not empty and holds no earlier demo; choose another folder with --folder")
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -89,4 +91,4 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit(130)  # the run has said how to go on
+        sys.exit(130)  # The run has printed how to resume.

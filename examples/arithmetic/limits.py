@@ -1,4 +1,4 @@
-"""A reward and a cost that pull against each other: the more sevens the better, and each token costs."""
+"""A reward and a cost in conflict: more sevens score higher, and each token costs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from braidrl.algorithms.registry import shapes
 
 
 def sevens(response: str, answer: Any) -> float:
-    """4·√(how often the response says 7): each further one brings less."""
+    """Return 4·√(number of sevens in the response), so that each further seven adds less."""
     return 4.0 * response.count("7") ** 0.5
 
 
 @shapes.register(writes=["cost"])
 def length_cost(action_tokens: Tensor) -> Tensor:
-    """Tokens of the response, (B,)."""
+    """Return the tokens of the response, (B,)."""
     return action_tokens.float()

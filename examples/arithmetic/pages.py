@@ -1,4 +1,4 @@
-"""What a page of results shows: curves as an SVG file of its own, tables, and what a run's metrics say over its steps."""
+"""Content of the pages of results: curves as separate SVG files, tables, and summaries of a run's metrics."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Lines = list[dict[str, Any]]
 
 
 def write_markdown(path: Path, text: str) -> None:
-    """Write a page of Markdown. What the one that is there has below the line `BY_HAND` stays at its end."""
+    """Write a page of Markdown. If the page exists, its text below the line `BY_HAND` stays at the end."""
     _, line, notes = path.read_text().partition(BY_HAND) if path.is_file() else ("", "", "")
     path.write_text(text.rstrip("\n") + "\n" + (f"\n{line}{notes}" if line else ""))
 
 
 def write_curves(path: Path, title: str, curves: Mapping[str, Curve], limit: float | None = None) -> None:
-    """One axis, a line for each curve with its name, and a dashed line at `limit`."""
+    """Draw one axis with a named line for each curve, and a dashed line at `limit`."""
     points = [point for curve in curves.values() for point in curve]
     low = min([y for _, y in points] + ([] if limit is None else [limit]))
     high = max([y for _, y in points] + ([] if limit is None else [limit]))
@@ -72,37 +72,37 @@ def curve(lines: Lines, key: str) -> Curve:
 
 
 def last_quarter(lines: Lines, key: str) -> float:
-    """Mean over the last quarter of the steps."""
+    """Return the mean over the last quarter of the steps."""
     values = [line[key] for line in lines if line.get(key) is not None]
     return fmean(values[-max(1, len(values) // 4) :])
 
 
 def mean_curve(runs: Sequence[Lines], key: str) -> Curve:
-    """The mean of runs that were measured at the same steps."""
+    """Return the mean of curves that were measured at the same steps."""
     points = zip(*(curve(lines, key) for lines in runs), strict=True)
     return [(at[0][0], fmean(value for _, value in at)) for at in points]
 
 
 STUDENTS_T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-"""How many standard errors on each side of a mean hold 95%, by degrees of freedom."""
+"""Half-width of a 95% interval in standard errors, by degrees of freedom."""
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over seeds, and half of its 95% interval; infinite where there is one seed."""
+    """A mean over seeds and half of its 95% interval, which is infinite for one seed."""
 
     mean: float
     half: float
 
     @staticmethod
     def of(values: Sequence[float]) -> Mean:
-        """The mean of up to ten values, with Student's t."""
+        """Return the mean of up to ten values, with an interval by Student's t."""
         count = len(values)
         half = STUDENTS_T[count - 1] * stdev(values) / sqrt(count) if count > 1 else inf
         return Mean(fmean(values), half)
 
     def text(self, form: str) -> str:
-        """As a cell of a table, like 0.712 ± 0.031."""
+        """The mean as text for a table, like 0.712 ± 0.031."""
         return format(self.mean, form) + (f" ± {self.half:.3f}" if self.half < inf else "")
 
 
@@ -112,7 +112,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def generated(lines: Lines) -> float:
-    """Response tokens sampled for training."""
+    """Return the response tokens sampled for training."""
     return float(sum(line["tokens/generated"] or 0 for line in lines))
 
 

@@ -1,15 +1,14 @@
-"""What the recipes do on tasks that a CPU can train: each study is a few runs and a page with their curves.
+"""Studies of the recipes on tasks that a CPU can train: each makes a few runs and a page with their curves.
 
 reward-model    a reward model from preference pairs, then PPO with a critic and that reward model
 safe-rlhf       a task whose best answer breaks the cost limit
 algorithms      seven recipes from the same start, over three seeds
-ablation        GRPO, and DAPO's techniques added to it one after the other, over three seeds
-techniques      each of these techniques where its argument says that it must show, over three seeds
+ablation        GRPO plus DAPO's techniques, added one by one, over three seeds
+techniques      each technique in a setting where its argument predicts an effect, over three seeds
 runtimes        DAPO under every runtime, over three seeds
-staleness       DAPO with rows of a version before, in five ways, over three seeds
+staleness       DAPO with rows of the previous version, in five ways, over three seeds
 
-A study over several seeds runs those of `--seeds`. A run that is done is not repeated, one that was interrupted goes on: call the
-same study again.
+A study over several seeds runs the seeds of `--seeds`. To resume an interrupted study, call it again: finished runs are not repeated.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def main() -> None:
     parser.add_argument("--pages", type=Path, default=Path("docs/results"), help="where the pages are written")
     parser.add_argument("--quick", action="store_true", help="two steps a run, to see that a study works")
     parser.add_argument(
-        "--seeds", type=int, nargs="+", default=SEEDS, help="of the studies over several; 0 1 2 by default"
+        "--seeds", type=int, nargs="+", default=SEEDS, help="seeds of the studies over several; default: 0 1 2"
     )
     arguments = parser.parse_args()
     chosen = STUDIES if "all" in arguments.studies else arguments.studies

@@ -1,4 +1,4 @@
-"""What the studies share: their data, the model that they begin with, runs that are not repeated, and the pages they write."""
+"""Shared parts of the studies: data, the initial model, runs that are not repeated, and pages."""
 
 from __future__ import annotations
 
@@ -22,30 +22,30 @@ HERE = Path(__file__).parent
 HELD_OUT, TRAINED, DIGITS = 100, 4000, 2
 SCORE = "eval/held_out/avg@4"
 START = 1
-"""Seed of the data and of the model that studies begin with."""
+"""Seed of the data and of the initial model."""
 SEEDS = (0, 1, 2)
 STEPS = 60
 RESPONSE_TOKENS = 40
 
 Tree = dict[str, Any]
 Numbers = dict[str, float]
-"""What a study found, by name."""
+"""Results of a study, by name."""
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """Who writes the answers that a study's model first imitates."""
+    """The teacher whose answers a study's model imitates first."""
 
     name: str
     mistakes: float = 0.55
-    """The share of answers with a mistake."""
+    """Share of answers with a mistake."""
     rambling: float = 0.0
-    """The share of answers that have their working several times over."""
+    """Share of answers that repeat their working several times."""
     rambling_mistakes: float | None = None
-    """The share of those with a mistake, where it is another one."""
+    """Share of answers with a mistake among those that repeat their working, if it differs."""
 
     def answers(self, pairs: Sequence[tuple[int, int]]) -> Iterator[dict[str, str]]:
-        """What the teacher writes for some sums."""
+        """Return the teacher's answers to some sums."""
         if self.rambling_mistakes is None:
             return demonstrations(pairs, self.mistakes, START, self.rambling)
         short = demonstrations(pairs, self.mistakes, START)
@@ -59,14 +59,14 @@ RAMBLING = Teacher("rambling", rambling=0.4)
 
 
 class Study:
-    """The folder of a study's data and runs, and the pages that it writes."""
+    """A study's folder of data and runs, and its pages."""
 
     def __init__(self, folder: Path, pages: Path, quick: bool = False, seeds: Sequence[int] = SEEDS) -> None:
-        """`quick` makes every run a few steps long: it shows that the study works, and nothing about algorithms."""
+        """Initialize a study; `quick` shortens every run to a few steps, which tests the study and not the algorithms."""
         self.folder, self.pages, self.quick, self.seeds = folder, pages, quick, seeds
 
     def run(self, name: str, tree: Mapping[str, Any]) -> Path:
-        """The run folder of a finished run: done before, gone on with, or begun."""
+        """Return the folder of a finished run: an existing one, a resumed one or a new one."""
         config = parse_config({**self.shortened(tree), "name": name, "output": str(self.folder), "device": "cpu"})
         folder = self.folder / name
         if finished(folder, config):
@@ -77,14 +77,14 @@ class Study:
         return train(config)
 
     def shortened(self, tree: Mapping[str, Any]) -> Tree:
-        """The run as it is asked for, or a few steps of it."""
+        """Return the configuration of a run, shortened to a few steps with `quick`."""
         if not self.quick:
             return dict(tree)
         evaluation, algorithm = dict(tree.get("evaluation", {"every": 0})), dict(tree.get("algorithm", {}))
         if evaluation["every"]:
             evaluation |= {"every": 2, "max_prompts": 8}
         if tree["flow"] == "dapo":
-            # A model that has hardly begun has no group with right and wrong answers.
+            # An untrained model has no group with both right and wrong answers.
             algorithm["dynamic_sampling"] = False
         trainer = {**tree["trainer"], "steps": 2, "prompts_per_step": 8, "warmup_steps": 0}
         return {**tree, "algorithm": algorithm, "trainer": trainer, "evaluation": evaluation}
@@ -98,12 +98,12 @@ class Study:
         write_markdown(self.pages / f"{name}.md", f"# {title}\n\n{command}\n\n{text}")
 
     def curves(self, name: str, title: str, curves: Mapping[str, Curve], limit: float | None = None) -> str:
-        """Draws curves beside the page; returns how the page shows them."""
+        """Draw curves beside the page; return the Markdown that shows them."""
         write_curves(self.pages / f"{name}.svg", title, curves, limit)
         return f"![{title}]({name}.svg)\n"
 
     def warm_model(self, teacher: Teacher = CARELESS) -> Path:
-        """Data files, and the model that a study begins with: one that imitates a teacher."""
+        """Return the data files and the initial model, which has imitated a teacher."""
         folder, examples = self.folder / f"{teacher.name}-model", self.folder / f"{teacher.name}.jsonl"
         if not examples.is_file():
             self.write_data(examples, teacher)
@@ -120,7 +120,7 @@ class Study:
         return folder
 
     def write_data(self, examples: Path, teacher: Teacher) -> None:
-        """Sums to train on, held-out ones, and a teacher's answers."""
+        """Write training sums, held-out sums and a teacher's answers."""
         pairs = problems(HELD_OUT + TRAINED, DIGITS, seed=START)
         held_out, trained = pairs[:HELD_OUT], pairs[HELD_OUT:]
         write_jsonl(self.folder / "held_out.jsonl", questions(held_out))
@@ -128,7 +128,7 @@ class Study:
         write_jsonl(examples, teacher.answers(trained))
 
     def policy(self, flow: str, algorithm: Tree, seed: int = 0, teacher: Teacher = CARELESS, **more: Any) -> Tree:
-        """A run that improves the warm model on sums, evaluated on held-out ones."""
+        """Return the configuration that improves the warm model on sums, with evaluation on held-out ones."""
         tree: Tree = {
             "flow": flow, "algorithm": algorithm, "seed": seed, "model": str(self.warm_model(teacher)),
             "data": {"train": str(self.folder / "train.jsonl"), "eval": {"held_out": str(self.folder / "held_out.jsonl")}},
@@ -141,18 +141,18 @@ class Study:
 
 
 def finished(folder: Path, config: Config) -> bool:
-    """True if the run has done all its steps and kept its models."""
+    """Return True if the run has done all its steps and kept its models."""
     if latest_checkpoint(folder) is None:
         return False
     return bool(read_metrics(folder)[-1]["step"] >= config.trainer.steps)
 
 
 def over_seeds(study: Study, name: str, tree: Callable[[int], Tree]) -> list[Lines]:
-    """The metrics of a run for each seed; `tree` says how a seed's run is configured."""
+    """Return the metrics of a run for each seed; `tree` returns a seed's configuration."""
     return [read_metrics(study.run(f"{name}-{seed}", tree(seed))) for seed in study.seeds]
 
 
 def final_scores(runs: Sequence[Lines]) -> list[str]:
-    """Two cells of a table: the mean of the last held-out scores with its interval, and each of them."""
+    """Return two cells of a table: the mean of the last held-out scores with its interval, and the single scores."""
     finals = [curve(lines, SCORE)[-1][1] for lines in runs]
     return [Mean.of(finals).text(".3f"), " ".join(f"{final:.2f}" for final in finals)]

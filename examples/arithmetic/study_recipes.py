@@ -1,4 +1,4 @@
-"""Studies of recipes: seven of them from one start, and DAPO's techniques one by one."""
+"""Studies of recipes: seven of them from one initial model, and DAPO's techniques one by one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TWICE = "GSPO, two updates a step"
 
 
 def algorithms(study: Study) -> Numbers:
-    """Seven recipes from the same start, over the seeds."""
+    """Train seven recipes from the same initial model, over the seeds."""
     found = {
         name: over_seeds(study, flow, partial(study.policy, flow, algorithm))
         for name, (flow, algorithm) in RECIPES.items()
@@ -41,22 +41,22 @@ def algorithms(study: Study) -> Numbers:
     ]  # fmt: skip
     start = next(iter(curves.values()))[0][1]
     text = (
-        f"All begin with the same model, which answers {start:.0%} of the held-out sums right, and train on "
+        f"All recipes start from the same model, which answers {start:.0%} of the held-out sums right. They train on "
         "32 prompts with 8 responses per step.\n\n"
         + table(header, rows)
         + "\n"
         + study.curves("algorithms", "Held-out avg@4, mean of the seeds", curves)
-        + "\nWhat is above GRPO is paired by seed, and ± is half of a 95% interval of the mean (Student's t). "
-        "A step is one update but in the last row, so that GSPO's ratios are 1 and its gradient is GRPO's; clipping tells them apart "
-        "only where a batch makes several updates. DAPO samples until every group teaches something, which costs it the tokens. Seconds "
-        "are those of one thread, and grow with what else the machine does.\n"
+        + "\nThe column *above GRPO* is paired by seed, and ± is half of a 95% interval of the mean (Student's t). "
+        "A step is one update, except in the last row. With one update GSPO's ratios are 1 and its gradient is GRPO's; clipping makes a "
+        "difference only with several updates per batch. DAPO samples until every group has a signal, and therefore uses more tokens. "
+        "Seconds are for one thread. Other load on the machine raises them.\n"
     )
     study.page("algorithms", "Seven recipes on sums", text)
     return {"start": start, **{name: points[-1][1] for name, points in curves.items()}}
 
 
 def updated_twice(tree: Tree) -> Tree:
-    """The run, with two optimizer steps on each batch."""
+    """Return the configuration with two optimizer steps on each batch."""
     rows = tree["trainer"]["prompts_per_step"] * tree["rollout"]["samples_per_prompt"]
     return {**tree, "trainer": {**tree["trainer"], "rows_per_update": rows // 2}}
 
@@ -75,7 +75,7 @@ ADDED: tuple[tuple[str, Tree], ...] = (
 
 
 def ablation(study: Study) -> Numbers:
-    """DAPO's table: each row adds a technique to the one above it, over the seeds."""
+    """Make DAPO's table: each row adds a technique to the one above it, over the seeds."""
     algorithm, found = dict(PLAIN), {}
     for number, (name, technique) in enumerate(ADDED):
         algorithm = {**algorithm, **technique}
@@ -92,22 +92,22 @@ def ablation(study: Study) -> Numbers:
         "seeds that reached GRPO's accuracy", "steps to it", "responses",
     ]  # fmt: skip
     text = (
-        "The model imitates a teacher who writes its working down several times in "
-        f"{RAMBLING.rambling:.0%} of its answers, so that some do not end within the limit of {RESPONSE_TOKENS} tokens. Each row adds a "
-        "technique to the one above it; four updates per step. Gains are paired by seed, and ± is half of a 95% interval of the mean "
-        "(Student's t). The last three columns say how many seeds came to plain GRPO's final accuracy with the same seed, and the median "
-        "of what those needed; responses are counted up to a batch's last group.\n\n"
+        f"The model imitates a teacher that repeats its working in {RAMBLING.rambling:.0%} of its answers. Some answers "
+        f"therefore exceed the limit of {RESPONSE_TOKENS} tokens. Each row adds a technique to the row above; a step makes four updates. "
+        "Gains are paired by seed, and ± is half of a 95% interval of the mean (Student's t). The last three columns count the seeds that "
+        "reached plain GRPO's final accuracy with the same seed, and give the median of what they needed. Responses are counted up to a "
+        "batch's last group.\n\n"
         + table(header, rows)
         + "\n"
         + study.curves("ablation", "Held-out avg@4, mean of the seeds", curves)
         + f"\n{what_reproduces(gained, len(study.seeds))}\n"
     )
-    study.page("ablation", "DAPO's techniques, added one after the other", text)
+    study.page("ablation", "DAPO's techniques, added one by one", text)
     return {name: points[-1][1] for name, points in curves.items()}
 
 
 def ablated(study: Study, algorithm: Tree, seed: int) -> Tree:
-    """A run of the ablation."""
+    """Return the configuration of a run of the ablation."""
     trainer = {
         "steps": STEPS, "prompts_per_step": 32, "rows_per_update": 64, "learning_rate": 2e-4, "checkpoint_every": 20,
     }  # fmt: skip
@@ -116,18 +116,18 @@ def ablated(study: Study, algorithm: Tree, seed: int) -> Tree:
 
 
 def gains(found: Mapping[str, Sequence[Lines]]) -> dict[str, Mean]:
-    """What each row's final score is above that of the row before it."""
+    """Return each row's gain in the final score over the row before it."""
     return {name: gain(found[above], found[name]) for above, name in pairwise(found)}
 
 
 def gain(before: Sequence[Lines], after: Sequence[Lines]) -> Mean:
-    """How much higher the final scores of the second runs are, seed by seed."""
+    """Return the gains in the final score of the second runs, seed by seed."""
     scores = ([curve(lines, SCORE)[-1][1] for lines in runs] for runs in (before, after))
     return Mean.of([second - first for first, second in zip(*scores, strict=True)])
 
 
 def middle(runs: Sequence[Lines]) -> list[str]:
-    """Three cells of a table, means over the seeds at the last step: entropy, length, and the share of responses that were cut off."""
+    """Return three cells of a table, means over the seeds at the last step: entropy, length, share of truncated responses."""
     entropy, length, cut = (
         fmean(lines[-1][key] for lines in runs)
         for key in ("actor/entropy", "response/length_mean", "response/truncated_fraction")
@@ -136,7 +136,7 @@ def middle(runs: Sequence[Lines]) -> list[str]:
 
 
 def reached(runs: Sequence[Lines], goals: Sequence[float]) -> list[str]:
-    """Three cells of a table: how many runs came to the goal of their seed, and the medians of the steps and responses until then."""
+    """Return three cells: the number of runs that reached their seed's goal, and the median steps and responses until then."""
     steps, responses = [], []
     for lines, goal in zip(runs, goals, strict=True):
         first = next((step for step, score in curve(lines, SCORE) if score >= goal), None)
@@ -148,13 +148,14 @@ def reached(runs: Sequence[Lines], goals: Sequence[float]) -> list[str]:
 
 
 def what_reproduces(gained: Mapping[str, Mean], seeds: int) -> str:
-    """Which techniques raised or lowered the accuracy by more than seeds explain."""
+    """Return the techniques that changed the accuracy by more than the seeds explain."""
     ways: dict[str, list[str]] = {"raises": [], "lowers": [], "does not show": []}
     for name, gain in gained.items():
         way = "does not show" if abs(gain.mean) <= gain.half else "raises" if gain.mean > 0 else "lowers"
         ways[way].append(name)
     return (
-        f"The accuracy is raised, with a 95% interval above 0, by: {', '.join(ways['raises']) or 'none of them'}; lowered, with one "
-        f"below 0, by: {', '.join(ways['lowers']) or 'none'}. What does not show at this size, with {seeds} seeds, 0.6 million weights "
-        f"and answers of twenty tokens: {', '.join(ways['does not show']) or 'nothing'}."
+        f"With {seeds} seeds, 0.6 million weights and answers of twenty tokens:\n\n"
+        f"* Accuracy rises, with a 95% interval above 0: {', '.join(ways['raises']) or 'none'}.\n"
+        f"* Accuracy falls, with a 95% interval below 0: {', '.join(ways['lowers']) or 'none'}.\n"
+        f"* No effect shows: {', '.join(ways['does not show']) or 'none'}."
     )

@@ -1,4 +1,4 @@
-"""Studies of learned rewards and of limits: a reward model and PPO with it, and Safe-RLHF."""
+"""Studies of learned rewards and of cost limits: a reward model with PPO, and Safe-RLHF."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from braidrl.runtimes.saving.export import export_model
 
 HELD_OUT_PAIRS = 250
 GARBLED = 24
-"""Per sum. A reward model that never saw such texts likes some of them, and PPO finds those."""
+"""Garbled texts per sum. A reward model that never saw such texts likes some of them, and PPO finds those."""
 SCORER = "reward-model-exported"
 LIMIT = 6.0
 MARGIN = 0.5
-"""The multiplier settles where the mean cost equals its limit; so much below the one to be kept, noise does not break it."""
+"""The multiplier settles where the mean cost equals its limit. This margin keeps noise from exceeding the real limit."""
 MULTIPLIER = "advantage.safe_rlhf/multiplier"
 CONSTRAINTS = {"Safe-RLHF": ("safe-rlhf-with", 0.5, 0.005), "no constraint": ("safe-rlhf-without", 0.0, 0.0)}
-"""Name of the run, first multiplier and its learning rate."""
+"""Name of the run, initial multiplier, and its learning rate."""
 
 
 def preferences(seed: int) -> list[dict[str, str]]:
-    """Every sum of two digits against wrong answers: near misses, other numbers, another sum's working, and garbled texts."""
+    """Return pairs of every two-digit sum against wrong answers: near misses, other numbers, another sum's working, garbled texts."""
     pairs, generator = [], random.Random(seed)
     for a, b in product(range(1, 10), repeat=2):
         right = a + b
@@ -44,7 +44,7 @@ def preferences(seed: int) -> list[dict[str, str]]:
 
 
 def garbled(text: str, generator: random.Random) -> str:
-    """Another text, with one to three symbols of this one dropped, doubled or replaced."""
+    """Return the text with one to three symbols dropped, doubled or replaced."""
     symbols = re.findall("####|.", text)
     for _ in range(generator.randint(1, 3)):
         place = generator.randrange(len(symbols))
@@ -54,14 +54,14 @@ def garbled(text: str, generator: random.Random) -> str:
 
 
 def held_apart(pairs: Sequence[dict[str, str]]) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-    """Held-out pairs, each once, and those to train on: near misses repeat, and no copy of a held-out pair may be among them."""
+    """Return held-out pairs, each once, and training pairs: near misses repeat, and no copy of a held-out pair may be among them."""
     held_out = {(pair["prompt"], pair["rejected"]): pair for pair in pairs[:HELD_OUT_PAIRS]}
     trained = [pair for pair in pairs if (pair["prompt"], pair["rejected"]) not in held_out]
     return list(held_out.values()), trained
 
 
 def digits_model(study: Study) -> Path:
-    """Data files for sums of two digits, and a model that imitates a teacher who errs in half of them."""
+    """Return data files for sums of two digits, and a model that imitates a teacher with mistakes in half of the answers."""
     folder, model = study.folder / "digits", study.folder / "digits-model"
     sums = list(product(range(1, 10), repeat=2))
     held_out, trained = held_apart(preferences(seed=1))
@@ -82,7 +82,7 @@ def digits_model(study: Study) -> Path:
 
 
 def reward_model(study: Study) -> Numbers:
-    """A reward model from pairs, then PPO on what it says; the true score is never shown to the policy."""
+    """Train a reward model from pairs, then PPO on its scores; the policy never sees the true score."""
     pairs, steps = scorer_run(study), read_metrics(policy_run(study))
     reward_model_page(study, pairs, steps)
     accuracy, score = curve(pairs, "eval/pairs/pair_accuracy"), curve(steps, "eval/sums/avg@4")
@@ -90,7 +90,7 @@ def reward_model(study: Study) -> Numbers:
 
 
 def scorer_run(study: Study) -> Lines:
-    """Metrics of training the reward model, which is kept in the study's folder."""
+    """Train the reward model, keep it in the study's folder, and return its metrics."""
     model, folder = str(digits_model(study)), study.folder / "digits"
     run = study.run("reward-model", {
         "flow": "reward_model", "model": model,
@@ -106,7 +106,7 @@ def scorer_run(study: Study) -> Lines:
 
 
 def policy_run(study: Study) -> Path:
-    """The run of PPO that the reward model rewards."""
+    """Train PPO with the reward model; return the run folder."""
     sums = str(study.folder / "digits" / "sums.jsonl")
     return study.run("reward-model-ppo", {
         "flow": "ppo", "model": str(digits_model(study)), "reward": {"verify": "gsm8k"},
@@ -124,19 +124,19 @@ def reward_model_page(study: Study, pairs: Lines, steps: Lines) -> None:
     learned = [line["reward/mean"] for line in steps if line.get("reward/mean") is not None]
     held_out = len((study.folder / "digits" / "pairs_held_out.jsonl").read_text().splitlines())
     text = (
-        "Pairs of one right and one wrong answer to a sum of two digits train a reward model "
-        f"(Bradley-Terry, {pairs[-1]['step']} steps of 64 pairs, none of them the same as one of the {held_out} held-out ones). PPO then "
-        "trains the policy, with a critic that begins as the policy with a fresh head; the reward model alone rewards it, and the share "
-        "of right answers, over all 81 sums, is only watched.\n\n"
+        "The reward model trains on pairs of a right and a wrong answer to a sum of two digits (Bradley-Terry, "
+        f"{pairs[-1]['step']} steps of 64 pairs). No pair equals one of the {held_out} held-out pairs. Then PPO trains the policy. Its "
+        "critic starts as the policy with a new head. The only reward is the reward model's; the share of right answers, over all 81 "
+        "sums, is only measured.\n\n"
         + table(
             ["", "before", "after"],
             [
-                ["held-out pairs told apart", f"{accuracy[0][1]:.2f}", f"{accuracy[-1][1]:.2f}"],
+                ["held-out pairs ranked correctly", f"{accuracy[0][1]:.2f}", f"{accuracy[-1][1]:.2f}"],
                 ["learned reward of the responses", f"{learned[0]:.2f}", f"{learned[-1]:.2f}"],
                 ["sums answered right (avg@4)", f"{score[0][1]:.2f}", f"{score[-1][1]:.2f}"],
             ],
         )
-        + "\nBefore, a fresh head gives every answer the same score and tells nothing apart.\n\n"
+        + "\nBefore training, a new head gives every answer the same score.\n\n"
         + study.curves(
             "reward-model-accuracy", "Held-out pair accuracy by step of the reward model", {"accuracy": accuracy}
         )
@@ -146,7 +146,7 @@ def reward_model_page(study: Study, pairs: Lines, steps: Lines) -> None:
 
 
 def safe_rlhf(study: Study) -> Numbers:
-    """Reward for more symbols, a limit for the mean length: with the multiplier, and without it."""
+    """Train with a reward for more symbols and a limit on the mean length, with and without the multiplier."""
     lines = {name: read_metrics(limited_run(study, *constraint)) for name, constraint in CONSTRAINTS.items()}
     safe_rlhf_page(study, lines)
     held, free = lines["Safe-RLHF"], lines["no constraint"]
@@ -162,7 +162,7 @@ def safe_rlhf(study: Study) -> Numbers:
 
 
 def limited_run(study: Study, name: str, multiplier: float, learning_rate: float) -> Path:
-    """A run that begins with the multiplier and learns it at the rate."""
+    """Train with an initial multiplier and its learning rate; return the run folder."""
     functions, model, sums = HERE / "limits.py", study.folder / "small", study.folder / "sums.jsonl"
     if not model.is_dir():
         write_model(model, seed=0, layers=2, width=64)
@@ -186,9 +186,9 @@ def safe_rlhf_page(study: Study, lines: Mapping[str, Lines]) -> None:
         {name: curve(found, key) for name, found in lines.items()} for key in ("cost/mean", "reward/mean")
     )
     text = (
-        "The reward is 4·√(sevens in the response), the cost is the response's length in tokens, and the limit is a "
-        f"mean cost of {LIMIT:g}; responses may have 16 tokens. The best response for the reward alone has 16. The multiplier "
-        f"settles where the mean cost equals its limit, so it is given one {MARGIN:g} lower.\n\n"
+        "The reward is 4·√(sevens in the response). The cost is the response's length in tokens, and the limit is a "
+        f"mean cost of {LIMIT:g}. Responses may have 16 tokens, and the reward alone is highest at 16. The multiplier settles where the "
+        f"mean cost equals its limit. Its limit is therefore {MARGIN:g} lower.\n\n"
         + table(
             ["", "reward, first step", "reward, last quarter", "cost, last quarter", "multiplier, last quarter"],
             [

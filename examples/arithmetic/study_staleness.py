@@ -1,7 +1,7 @@
-"""The study of staleness: what it costs and gains to generate with weights of before, in five ways.
+"""Study of staleness: cost and gain of generating with older weights, in five ways.
 
-One seed after the other, each in every way: the page is written after each of them. What a run found is kept in a file beside the page,
-so that a seed can be added to those whose runs are gone.
+Seeds run one after the other, each in every way; the page is rewritten after each seed. A JSON file beside the page keeps the
+results, so that a seed can be added after the runs of earlier ones are deleted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from braidrl.observe.metrics import read_metrics
 
 ENGINES = 2
 SLOTS = 8
-"""Of each engine: rows take turns in them, as on a real machine, so that an engine is at work when weights come."""
+"""Slots per engine. Rows take turns in them, as on a real machine, so that an engine is busy when weights arrive."""
 TOKENS_PER_ITERATION = 20
 WAYS: dict[str, Tree] = {
     "synchronous": {"runtime": "streaming"},
@@ -32,7 +32,7 @@ WAYS: dict[str, Tree] = {
 
 @dataclass(frozen=True)
 class Result:
-    """What a way found with one seed, or with several of which only the mean is known."""
+    """Results of a way with one seed, or with several; in the latter case seconds and curve are means."""
 
     way: str
     seeds: Sequence[int]
@@ -44,7 +44,7 @@ class Result:
 
 
 def staleness(study: Study) -> Numbers:
-    """DAPO without staleness and with a version of it, over the seeds."""
+    """Train DAPO without staleness and with one version of it, over the seeds."""
     file = study.pages / "staleness.json"
     results = [Result(**kept) for kept in json.loads(file.read_text())] if file.is_file() and not study.quick else []
     for seed in study.seeds:
@@ -57,14 +57,14 @@ def staleness(study: Study) -> Numbers:
 
 
 def found(study: Study, way: str, seed: int) -> Result:
-    """What a run of this seed found, which is made where it was not before."""
+    """Return the results of this seed's run; the run is made if it is missing."""
     lines = read_metrics(study.run(f"staleness-{way}-{seed}", under(study, way, seed)))
     points = curve(lines, SCORE)
     return Result(way, [seed], [points[-1][1]], [lines[-1]["step"]], seconds(lines), points)
 
 
 def over(results: Sequence[Result], way: str) -> Result:
-    """What a way found with all of its seeds; seconds and the curve are their mean."""
+    """Return the results of a way over all seeds; seconds and the curve are means."""
     own = [result for result in results if result.way == way]
     each = [result for result in own for _ in result.seeds]
     points = zip(*(result.curve for result in each), strict=True)
@@ -76,7 +76,7 @@ def over(results: Sequence[Result], way: str) -> Result:
 
 
 def write_page(study: Study, results: Sequence[Result]) -> None:
-    """A row and a curve for each way, over the seeds."""
+    """Write the page: a row and a curve for each way, over the seeds."""
     ways = [over(results, way) for way in WAYS]
     rows = [
         [
@@ -86,20 +86,20 @@ def write_page(study: Study, results: Sequence[Result]) -> None:
         for way in ways
     ]  # fmt: skip
     text = (
-        f"DAPO, 32 prompts with 8 responses per step, {ENGINES} processes that generate, {SLOTS} rows at once each. "
-        f"Seeds: {', '.join(map(str, ways[0].seeds))}. All but the first are trained with rows of one "
-        "version before, and learn at half the rate: with gradients that come a step late the full one overshoots.\n\n"
+        f"DAPO, 32 prompts with 8 responses per step, {ENGINES} generating processes with {SLOTS} slots each. "
+        f"Seeds: {', '.join(map(str, ways[0].seeds))}. All ways except the first train on rows of the previous version. They use half the "
+        "learning rate: with gradients that arrive a step late, the full rate overshoots.\n\n"
         + table(["way", "held-out avg@4, mean of seeds", "each seed", "steps", "seconds"], rows)
         + "\n"
         + study.curves("staleness", "Held-out avg@4, mean of the seeds", {way.way: way.curve for way in ways})
-        + f"\nPartial rollout sets a response aside after {TOKENS_PER_ITERATION} tokens for a batch, and begins rows without staleness. "
-        "Seconds grow with what else the machine does. `staleness.json` keeps what each run found: a seed that is in it is not run again.\n"
+        + f"\nPartial rollout suspends a response after {TOKENS_PER_ITERATION} tokens per batch, and starts rows without staleness. Other "
+        "load on the machine raises the seconds. `staleness.json` keeps the results; a seed in it is not run again.\n"
     )
-    study.page("staleness", "What staleness costs on sums", text)
+    study.page("staleness", "The cost of staleness on sums", text)
 
 
 def under(study: Study, name: str, seed: int) -> Tree:
-    """A run of DAPO that takes new weights in one of the ways. Processes that share two cores have one thread each."""
+    """Return the configuration of DAPO with one of the ways to take new weights. Processes that share two cores have one thread each."""
     tree = study.policy("dapo", {"overlong_cache": 8}, seed, threads=1, **WAYS[name])
     tree["streaming"] = {**tree.get("streaming", {}), "workers": {"actor.generate": ENGINES}}
     tree["rollout"] |= {"slots": SLOTS}

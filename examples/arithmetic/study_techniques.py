@@ -1,7 +1,7 @@
-"""The study of single techniques: each in a setting where its own argument says that it must show, with it and without it.
+"""Study of single techniques: each in a setting where its own argument predicts an effect, with it and without it.
 
-The ablation adds techniques one after the other on one task, where some have nothing to do. Here each has what it is for: right answers
-that get cut off, and responses that ramble. Dynamic sampling shows in the ablation itself.
+The ablation adds techniques one by one on one task, where some have no effect. Here each technique gets a suitable setting: correct
+answers that are truncated, and responses that ramble. The ablation itself shows dynamic sampling.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from braidrl.runtimes.saving.export import export_model
 
 STEPS = 30
 EARLY = 10
-"""Steps over which lengths are compared, while the responses are still long."""
+"""Steps over which lengths are compared, while responses are still long."""
 ROOM = 100
-"""Tokens of a response with which nothing is cut off: more than the longest working of the teachers."""
+"""Token limit at which nothing is truncated: more than the teachers' longest working."""
 CAREFUL = Teacher("careful", rambling=0.5, rambling_mistakes=0.1)
-"""Makes fewer mistakes where it writes its working down several times."""
+"""This teacher makes fewer mistakes in answers that repeat their working."""
 
 Measure = Callable[[Study, str, Tree, Sequence[Lines]], list[float]]
-"""What a technique is about, for each seed: of a study, the runs' name, how they are configured, and their metrics."""
+"""The runs of a technique for each seed, from the study, the runs' name and their configuration to their metrics."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A technique, why it must show here, and how that is measured."""
+    """A technique, the reason why it must show an effect here, and the measured quantity."""
 
     name: str
     argument: str
@@ -42,28 +42,28 @@ class Setting:
     measured: str
     measure: Measure
     rises: bool
-    """Whether the technique is to raise what is measured, or to lower it."""
+    """True if the technique is expected to raise the measured quantity, False if it is to lower it."""
     technique: Tree
     without: Tree = field(default_factory=dict)
 
 
 def final_entropy(study: Study, name: str, tree: Tree, runs: Sequence[Lines]) -> list[float]:
-    """The entropy of the policy at the end, in nats for each token."""
+    """Return the policy's final entropy, in nats per token."""
     return [lines[-1]["actor/entropy"] for lines in runs]
 
 
 def early_mean(key: str, study: Study, name: str, tree: Tree, runs: Sequence[Lines]) -> list[float]:
-    """The mean of a metric over the first steps."""
+    """Return the mean of a metric over the first steps."""
     return [fmean(value for step, value in curve(lines, key) if 1 <= step <= EARLY) for lines in runs]
 
 
 def share_cut_off(study: Study, name: str, tree: Tree, runs: Sequence[Lines]) -> list[float]:
-    """The share of responses that are cut off, the mean over all steps."""
+    """Return the share of truncated responses, the mean over all steps."""
     return [fmean(value for step, value in curve(lines, "response/truncated_fraction") if step) for lines in runs]
 
 
 def score_with_room(study: Study, name: str, tree: Tree, runs: Sequence[Lines]) -> list[float]:
-    """The share of right held-out answers when no response is cut off."""
+    """Return the share of correct held-out answers when nothing is truncated."""
     found = []
     for seed in study.seeds:
         run = study.folder / f"{name}-{seed}"
@@ -80,35 +80,35 @@ def score_with_room(study: Study, name: str, tree: Tree, runs: Sequence[Lines]) 
 SETTINGS = (
     Setting(
         "Clip-Higher",
-        "the bound above keeps an unlikely token from becoming likely while the one below lets likely ones stay, so that entropy falls",
+        "the upper bound keeps unlikely tokens unlikely, the lower bound lets likely tokens stay likely, so entropy falls",
         RAMBLING, 40, "entropy at the end", final_entropy, True, {"clip_high": 0.28},
     ),
     Setting(
         "overlong filtering",
-        "a response that is cut off is counted as wrong whatever its working is worth: so long working is given up",
-        CAREFUL, 30, "share of long working, which is cut off, over all steps", share_cut_off, True, {"overlong_filter": True},
+        "a truncated response counts as wrong even if its working is good, so the policy gives up long working",
+        CAREFUL, 30, "share of (truncated) long working, over all steps", share_cut_off, True, {"overlong_filter": True},
     ),
     Setting(
         "overlong filtering",
-        "what long working knows is lost when it is given up: here it has fewer mistakes",
+        "here long working has fewer mistakes, which is lost when it is given up",
         CAREFUL, 30, f"held-out avg@4 with {ROOM} tokens", score_with_room, True, {"overlong_filter": True},
     ),
     Setting(
         "soft overlong punishment",
-        "where cut-off responses are left out nothing says that they are too long",
-        RAMBLING, 30, f"share cut off, steps 1 to {EARLY}", partial(early_mean, "response/truncated_fraction"), False,
+        "if truncated responses are masked, no reward says that they are too long",
+        RAMBLING, 30, f"share truncated, steps 1 to {EARLY}", partial(early_mean, "response/truncated_fraction"), False,
         {"overlong_cache": 8}, {"overlong_filter": True},
     ),
     Setting(
         "token-level loss",
-        "a mean over each response gives a token of a long one less weight than one of a short one, and rambling is long",
+        "a mean over each response gives tokens of long responses less weight, and rambling responses are long",
         RAMBLING, ROOM, f"length, steps 1 to {EARLY}", partial(early_mean, "response/length_mean"), False, {"aggregate": "token-mean"},
     ),
 )  # fmt: skip
 
 
 def techniques(study: Study) -> Numbers:
-    """Each technique in its setting, with it and without it, over the seeds."""
+    """Run each technique in its setting, with it and without it, over the seeds."""
     rows, found = [], {}
     for setting in SETTINGS:
         runs = f"technique-{setting.name.replace(' ', '-')}".lower()
@@ -127,8 +127,8 @@ def techniques(study: Study) -> Numbers:
         found[f"{setting.name}: {setting.measured}"] = change.mean
     header = ["", "argument", "measured", "without", "with", "change", "shows"]
     text = (
-        f"Every run has {STEPS} steps of 32 prompts with 8 responses and four updates. All without is plain GRPO, but for the "
-        "punishment's: that leaves cut-off responses out. Changes are paired by seed; ± is half of a 95% interval of the mean "
+        f"Every run has {STEPS} steps of 32 prompts with 8 responses and four updates. *Without* is plain GRPO; for the "
+        "punishment it also masks truncated responses. Changes are paired by seed; ± is half of a 95% interval of the mean "
         f"(Student's t) over {len(study.seeds)} seeds.\n\n" + table(header, rows)
     )
     study.page("techniques", "DAPO's techniques, each where its argument applies", text)
@@ -136,14 +136,14 @@ def techniques(study: Study) -> Numbers:
 
 
 def measured(study: Study, setting: Setting, name: str, algorithm: Tree) -> list[float]:
-    """What a setting measures of each seed's run."""
+    """Return a setting's measured quantity for each seed."""
     tree = study.policy("dapo", algorithm, 0, setting.teacher, **sizes(setting))
     runs = over_seeds(study, name, lambda seed: {**tree, "seed": seed})
     return setting.measure(study, name, tree, runs)
 
 
 def sizes(setting: Setting) -> Tree:
-    """The parts of a run's configuration that belong to its setting."""
+    """Return the parts of a run's configuration that belong to its setting."""
     return {
         "rollout": {"samples_per_prompt": 8, "max_response_tokens": setting.response_tokens, "slots": 128},
         "trainer": {
@@ -154,7 +154,7 @@ def sizes(setting: Setting) -> Tree:
 
 
 def verdict(change: Mean, rises: bool) -> str:
-    """Whether a change is more than the seeds explain, and the one that the argument says."""
+    """Return whether a change exceeds the spread of the seeds, and has the expected sign."""
     if abs(change.mean) <= change.half:
         return "no"
     return "yes" if (change.mean > 0) == rises else "the opposite"

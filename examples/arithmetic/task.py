@@ -1,4 +1,4 @@
-"""The arithmetic task: sums of two numbers, worked out column by column, with a teacher who errs.
+"""The arithmetic task: sums of two numbers, worked out column by column, with a teacher that makes mistakes.
 
 prompt    47+85=
 response  7+5=12 4+8+1=13 #### 132
@@ -20,7 +20,7 @@ END, PAD = "<end>", "<pad>"
 
 
 def work_out(a: int, b: int, mistake: random.Random | None = None) -> str:
-    """The sum column by column; with `mistake` one column's result is off by one or two."""
+    """Work out the sum column by column; with `mistake` one column's result is off by one or two."""
     columns = max(len(str(a)), len(str(b)))
     wrong = mistake.randrange(columns) if mistake else -1
     steps, digits, carry = [], [], 0
@@ -37,7 +37,7 @@ def work_out(a: int, b: int, mistake: random.Random | None = None) -> str:
 
 
 def problems(count: int, digits: int, seed: int) -> list[tuple[int, int]]:
-    """Different pairs of numbers with up to `digits` digits."""
+    """Return distinct pairs of numbers with up to `digits` digits."""
     source = random.Random(seed)
     pairs: dict[tuple[int, int], None] = {}
     while len(pairs) < count:
@@ -48,7 +48,7 @@ def problems(count: int, digits: int, seed: int) -> list[tuple[int, int]]:
 def demonstrations(
     pairs: Iterable[tuple[int, int]], mistakes: float, seed: int, rambling: float = 0.0
 ) -> Iterator[dict[str, str]]:
-    """What the teacher wrote: with a mistake in one share of examples, and its working several times over in another."""
+    """Return the teacher's answers: a share has a mistake, another share repeats its working several times."""
     source = random.Random(seed)
     for a, b in pairs:
         errs = source.random() < mistakes
@@ -70,7 +70,7 @@ def write_jsonl(path: Path, examples: Iterable[dict[str, str]]) -> None:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character, one for the answer's mark, one for the end."""
+    """Return a tokenizer with one token per character, one for the answer's mark, and one for the end."""
     vocabulary = {token: i for i, token in enumerate([PAD, END, *SYMBOLS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=PAD))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("####|."), behavior="isolated")
@@ -79,7 +79,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def write_model(folder: Path, seed: int, layers: int = 3, width: int = 128) -> None:
-    """A small Qwen3 with random weights, and its tokenizer, as a Hugging Face directory."""
+    """Write a small Qwen3 with random weights, and its tokenizer, as a Hugging Face directory."""
     torch.manual_seed(seed)
     tokenizer = make_tokenizer()
     config = Qwen3Config(

@@ -1,6 +1,6 @@
-"""`python -m examples.guess_number.demo`: learns a game of several turns by playing it. Needs gem-llm.
+"""`python -m examples.guess_number.demo`: learn a game of several turns by playing it. Needs gem-llm.
 
-gem says the rules ──▶ \\boxed{5} ──▶ "the target number is higher than 5" ──▶ \\boxed{8} ──▶ ... at most four guesses
+gem's rules ──▶ \\boxed{5} ──▶ "the target number is higher than 5" ──▶ \\boxed{8} ──▶ ... at most four guesses
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ and the target number is higher lower than. which has been already guessed befor
 
 
 def prepare(folder: Path, seed: int) -> None:
-    """Data and a model that knows nothing. Each line of data is one game: what is said in it comes from gem."""
+    """Write data and an untrained model. Each line of data is one game, whose messages come from gem."""
     shutil.rmtree(folder, ignore_errors=True)
     write_jsonl(folder / "games.jsonl", ({"prompt": "Guess the number.", "game": game} for game in range(64)))
     write_model(folder / "model", make_tokenizer(GUESSES, WORDS), seed)

@@ -1,4 +1,4 @@
-"""A number from 1 to 10 to guess, as an OpenEnv server: `python examples/guess_number/openenv_server.py 8000`. Needs openenv."""
+"""An OpenEnv server that asks for a number from 1 to 10: `python examples/guess_number/openenv_server.py 8000`. Needs openenv."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Hint(Observation):
 
 
 class GuessNumber(Environment[Guess, Hint, State]):
-    """Up to four guesses; worth 1 for the right one."""
+    """A game of up to four guesses, worth 1 for the right one."""
 
     SUPPORTS_CONCURRENT_SESSIONS = True
 

@@ -1,8 +1,8 @@
-"""An agent that was written for any OpenAI-compatible server: it calls a calculator, and tries again where the answer is wrong.
+"""An agent for any OpenAI-compatible server: it calls a calculator, and tries again after a wrong answer.
 
     python examples/outside_agent/agent.py http://localhost:8000/v1 'what is 7 times 8' 56
 
-It knows nothing of Braid and needs nothing but Python. `braid train` calls `agent` for each row, with an address of the row's own.
+It does not know Braid and needs only Python. `braid train` calls `agent` for each row, with an address for that row.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DIRECT = build_opener(ProxyHandler({}))
 
 
 def agent(base_url: str, example: dict[str, Any]) -> float:
-    """Return 1 for the right answer, 0.5 where it came in a second conversation, and 0 for none."""
+    """Return 1 for the right answer, 0.5 if it needed a second conversation, and 0 for no answer."""
     for number in range(TRIES):
         if converse(base_url, example["prompt"]) == example["answer"]:
             return 1 / (number + 1)
@@ -40,7 +40,7 @@ def agent(base_url: str, example: dict[str, Any]) -> float:
 
 
 def converse(base_url: str, question: str) -> str:
-    """Ask in a new conversation, make the calls that the model wants, and return its answer."""
+    """Start a conversation, execute the model's calls, and return its answer."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
     for _ in range(TURNS):
         message = chat(base_url, messages)
@@ -61,7 +61,7 @@ def chat(base_url: str, messages: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def calculate(name: str, arguments: str) -> str:
-    """Return what a call gives, as text for the model."""
+    """Return the result of a call, as text for the model."""
     try:
         a, b = (int(json.loads(arguments)[key]) for key in ("a", "b"))
     except (KeyError, TypeError, ValueError) as error:

@@ -1,6 +1,6 @@
-"""`python -m examples.outside_agent.demo`: an agent of somebody else's gets a model that calls the right tool.
+"""`python -m examples.outside_agent.demo`: train a model inside an existing agent until it calls the right tool.
 
-random model ──SFT on a teacher who often takes any tool──▶ ──GRPO on the agent's conversations──▶ right nearly always
+random model ──SFT on a teacher that often takes any tool──▶ ──GRPO on the agent's conversations──▶ right nearly always
 """
 
 from __future__ import annotations

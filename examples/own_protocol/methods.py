@@ -1,4 +1,4 @@
-"""A transfer protocol and worker methods of one's own: how surprising each response is to the model that trains.
+"""A user-defined transfer protocol and worker methods: the surprise of each response to the trained model.
 
 roles:
   actor: {methods: examples/own_protocol/methods.py:Surprise}
@@ -15,12 +15,12 @@ from braidrl.training.roles.make import DecoderWorker
 
 
 def in_turn(mesh: Mesh, rows: DivisibleTable, *arguments: Any) -> RankCalls:
-    """Give row i to worker i modulo the number of workers: those of a group go to different ones."""
+    """Give row i to worker i modulo the number of workers, so that the rows of a group go to different workers."""
     return [(rows.take(range(rank, len(rows), mesh.size)), *arguments) for rank in range(mesh.size)]
 
 
 def back_in_turn(mesh: Mesh, calls: RankCalls, results: list[Any]) -> Any:
-    """Join the workers' rows, and put them in the order in which they were."""
+    """Join the workers' rows in their original order."""
     joined = results[0].cat(results)
     place = {row: i for i, row in enumerate(sorted(range(len(joined)), key=lambda row: row % mesh.size))}
     return joined.take([place[row] for row in range(len(joined))])
@@ -30,7 +30,7 @@ IN_TURN = TransferProtocol("IN_TURN", in_turn, back_in_turn)
 
 
 class Surprise:
-    """Methods that each of the actor's workers has beside its own."""
+    """Methods added to each of the actor's workers."""
 
     def __init__(self, worker: DecoderWorker) -> None:
         self.worker = worker
@@ -42,5 +42,5 @@ class Surprise:
 
     @register(protocol="ONE_TO_ALL")
     def process_id(self) -> int:
-        """Return the id of the process that this worker is."""
+        """Return the id of this worker's process."""
         return os.getpid()

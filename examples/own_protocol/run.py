@@ -1,4 +1,4 @@
-"""A session that calls worker methods of one's own between the roles' stages.
+"""A session that calls user-defined worker methods between the roles' stages.
 
 python examples/arithmetic/demo.py             # makes the model and the data
 python examples/own_protocol/run.py cluster.cpus=2

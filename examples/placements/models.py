@@ -1,4 +1,4 @@
-"""`python -m examples.placements.models`: a small policy, a reward model and prompts, so that each configuration here runs as it is."""
+"""`python -m examples.placements.models`: write a small policy, a reward model and prompts for the configurations of this folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training backend of one's own: a transformers model, one row at a time, stepped by SGD. Made to be read."""
+"""A user-defined training backend: a transformers model, one row at a time, stepped by SGD. Written to be read, not for speed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from braidrl.training.objective import Objective
 
 
 class PlainBackend:
-    """Chosen by `trainer.backend: examples/plugins/backend.py:PlainBackend`, for actors and references."""
+    """A backend for actors and references, chosen by `trainer.backend: examples/plugins/backend.py:PlainBackend`."""
 
     shared_model = None
 
     def __init__(self, spec: BackendSpec) -> None:
-        """Raises UserError for a critic or a reward model."""
+        """Load the role's model. Raises UserError for a critic or a reward model."""
         if spec.is_scalar:
             raise UserError(f"{spec.role}: PlainBackend has no scalar head; write roles.{spec.role}.backend=torch")
         self.role, self.ranks, self.path, self.dtype = spec.role, spec.ranks, spec.path, spec.dtype
@@ -35,7 +35,7 @@ class PlainBackend:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=spec.learning_rate) if spec.train else None
 
     def predict(self, rows: Rows) -> tuple[dict[str, Tensor], Tensor]:
-        """Log-probs and entropies of all action tokens, (A,), and where each row's begin, (B + 1,)."""
+        """Return log-probs and entropies of all action tokens, (A,), and the offsets of the rows in them, (B + 1,)."""
         found = []
         for row in range(len(rows)):
             tokens, mask = rows["tokens"][row], rows["action_mask"][row].bool()
@@ -62,7 +62,7 @@ class PlainBackend:
             return {}
         predicted, offsets = self.predict(rows)
         losses, metrics = objective.sums(rows, offsets, predicted)
-        # Sums stay sums: what they are divided by is known at the step.
+        # Return sums, not means: their denominators are known only at the optimizer step.
         losses[objective.denominator].backward()
         sums.add_per_token(self.role, metrics)
         if advance:

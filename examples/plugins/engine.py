@@ -1,4 +1,4 @@
-"""A rollout engine of one's own: a transformers model that computes a row anew for each of its tokens. Made to be read."""
+"""A user-defined rollout engine: a transformers model that recomputes a row for each of its tokens. Written to be read, not for speed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from braidrl.weights.publisher import WeightSource
 
 
 class PlainEngine(SteppingEngine):
-    """Chosen by `rollout.engine: examples/plugins/engine.py:PlainEngine`."""
+    """An engine chosen by `rollout.engine: examples/plugins/engine.py:PlainEngine`."""
 
     slots, waiting = 0, 0
 
@@ -52,7 +52,7 @@ class PlainEngine(SteppingEngine):
 
     @torch.no_grad()
     def draw(self, flight: RemoteRow) -> bool:
-        """Draw a row's next token by the row's own random numbers; True if it is the last."""
+        """Draw a row's next token by the row's own random numbers. Return True if it is the last."""
         row, model, sampling = flight.row, self.weights.model, flight.row.request.sampling
         ids = torch.cat([row.request.prompt, torch.tensor(flight.tokens, dtype=torch.int64)]).to(model.device)
         logits = model(ids[None]).logits[0, -1:].cpu()

@@ -1,4 +1,4 @@
-"""An environment of one's own: the model counts down in turns with it."""
+"""A user-defined environment: it and the model count down in turn."""
 
 from braidrl.agents.turns import Observation
 

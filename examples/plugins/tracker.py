@@ -1,4 +1,4 @@
-"""A tracker of one's own: one line of tab-separated numbers per step, for a spreadsheet."""
+"""A user-defined tracker: one line of tab-separated numbers per step, for a spreadsheet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from braidrl.observe.trackers import TrackedRun
 
 
 class Spreadsheet:
-    """Chosen by `trackers: [tensorboard, {name: examples/plugins/tracker.py:Spreadsheet, params: {columns: [reward/mean]}}]`."""
+    """A tracker chosen by `trackers: [tensorboard, {name: examples/plugins/tracker.py:Spreadsheet, params: {columns: [reward/mean]}}]`."""
 
     def __init__(self, run: TrackedRun, *, columns: Sequence[str] = ("reward/mean", "actor/grad_norm")) -> None:
         path, self.columns = run.folder / "metrics.tsv", columns

@@ -1,4 +1,4 @@
-"""Draws samples of a line and puts them into a queue, a column at a time. The trainer beside this file takes them.
+"""Draw samples of a line and put them into a queue, a column at a time. The trainer beside this file takes them.
 
 python examples/queue_alone/producer.py & python examples/queue_alone/trainer.py
 """

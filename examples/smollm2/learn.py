@@ -1,8 +1,8 @@
-"""What the real model learns, and the page that shows it: `python -m examples.smollm2.learn sums`.
+"""Training of the real model, and its pages of results: `python -m examples.smollm2.learn sums`.
 
 model and questions ──braid train, for each seed──▶ metrics, responses before and after ──▶ docs/results/smollm2-NAME.md
 
-A run that is done is not repeated.
+A finished run is not repeated.
 """
 
 from __future__ import annotations
@@ -27,43 +27,43 @@ from examples.smollm2.tasks import FOLDER, write_tasks
 
 HERE, PAGES = Path(__file__).parent, Path("docs/results")
 SHOWN = 6
-"""Responses before and after on a page."""
+"""Number of samples before and after on a page."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train on a task: a configuration beside this file, what is changed in it, and a run for each seed."""
+    """A way to train on a task: a configuration beside this file, overrides, and a run for each seed."""
 
     config: str
     changed: tuple[str, ...] = ()
     seeds: tuple[int, ...] = (0,)
     exported: str = ""
-    """Where the model goes that was learned, for a way after it to begin with."""
+    """Folder of the trained model, as the initial model of a later way."""
 
 
 @dataclass(frozen=True)
 class Page:
-    """A task's page: its title, what it says first, the metric that counts, and the ways that are compared."""
+    """A task's page: its title, its introduction, the compared metric, and the compared ways."""
 
     title: str
     text: str
     score: str
     ways: dict[str, Way]
     prepare: Callable[[], None] | None = None
-    """Makes what the ways begin with, beside the model and the questions."""
+    """Makes the files that the ways need beside the model and the questions."""
 
 
 GSM8K_SCORE = (
-    "Score: the share of right answers to all 1,319 test questions, the likeliest token each time; an answer counts that is marked as the "
-    "training text does. Where the share is 0.03 its standard error is half a hundredth."
+    "The score is the share of right answers to all 1,319 test questions, with greedy decoding. An answer needs the "
+    "training text's answer mark to count. At a share of 0.03 the standard error is 0.005."
 )
 ONLY_AFTERWARDS = ("trainer.steps=84", "evaluation.every=84", "evaluation.before_first_step=false")
 FEW_STEPS = "data.train={path: openai/gsm8k, convert: 'examples/smollm2/tasks.py:few_steps'}"
 STUDIES = {
     "sums": Page(
         "SmolLM2-135M-Instruct learns sums",
-        "Sums of two numbers from one to twenty, asked in words; 80 of the 400 pairs are held out. "
-        "Score: the share of right answers on them, four sampled at temperature 1 for each.",
+        "Sums of two numbers from one to twenty, asked in words. 80 of the 400 pairs are held out. The score is the share of "
+        "right answers on them, with four samples each at temperature 1.",
         "eval/held_out/avg@4",
         {
             "GRPO": Way("sums", seeds=(0, 1, 2)),
@@ -75,52 +75,53 @@ STUDIES = {
     ),
     "sums-dapo": Page(
         "SmolLM2-135M-Instruct learns sums by DAPO",
-        "The same sums: Clip-Higher, groups with a right and a wrong answer only, a loss by token, and a bonus taken from responses that "
-        "are cut off. Score: the share of right answers on the 80 pairs that are held out, four sampled at temperature 1 for each.",
+        "The same sums, with Clip-Higher, only groups that have right and wrong answers, a token-level loss, and a penalty for "
+        "truncated responses. The score is the share of right answers on the 80 held-out pairs, with four samples each at "
+        "temperature 1.",
         "eval/held_out/avg@4",
         {"DAPO": Way("sums_dapo")},
     ),
     "told": Page(
-        "SmolLM2-135M-Instruct does as it is told",
-        "Two instructions with each question, of four kinds: answer in JSON, in exactly n words, in capitals, with a given word. "
-        "Score: the share of instructions that are followed, about eight things that were not asked about in training.",
+        "SmolLM2-135M-Instruct follows instructions",
+        "Each question has two instructions, of four kinds: answer in JSON, in exactly n words, in capitals, with a given word. "
+        "The score is the share of followed instructions, on eight topics that do not occur in training.",
         "eval/held_out/score_mean",
         {"GRPO": Way("told")},
     ),
     "letters": Page(
         "SmolLM2-135M-Instruct counts letters, in several tries",
-        "A question of reasoning-gym, through gem: how often a letter stands in a text. It may be answered four times, and is worth 1 the "
-        "first time and a quarter less with each try. Score: the mean worth of 48 questions that were not trained on.",
+        "A question of reasoning-gym, through gem: how often does a letter occur in a text? Four answers are allowed. The first "
+        "is worth 1, each later one a quarter less. The score is the mean worth of 48 held-out questions.",
         "eval/held_out/score_mean",
         {"GRPO": Way("letters")},
     ),
     "products": Page(
         "SmolLM2-135M-Instruct calls a calculator",
-        "Products of two numbers of two digits, which the model cannot tell by itself: it has to call a tool with the two numbers, read "
-        "the result and say it. Score: the share of right answers to 80 questions that were not trained on.",
+        "Products of two two-digit numbers, which the model cannot compute by itself. It must call a tool with the two numbers, "
+        "read the result and repeat it. The score is the share of right answers to 80 held-out questions.",
         "eval/held_out/avg@4",
         {"GRPO": Way("products")},
     ),
     "brevity": Page(
         "SmolLM2-135M-Instruct learns from preferences to be brief",
-        "Of eight responses of its own to a question, the shortest is preferred to the longest. DPO learns that from the pairs; PPO from a "
-        "reward model that has learned it from them, and never sees the rule. "
-        "Score: 1 for one word, less by a fortieth for each word more, about eight things that were not asked about in training.",
+        "The model answers each question eight times; the shortest response is preferred to the longest. DPO learns from these "
+        "pairs. PPO learns from a reward model trained on them, and never sees the rule. The score is 1 for one word, and a "
+        "fortieth less for each further word, on eight topics that do not occur in training.",
         "eval/held_out/score_mean",
         {"DPO": Way("brevity_dpo"), "PPO with the reward model": Way("brevity_ppo")},
         prepare,
     ),
     "gsm8k": Page(
         "SmolLM2-135M-Instruct is fine-tuned on GSM8K",
-        "Grade-school mathematics: supervised fine-tuning on the training text, once through. " + GSM8K_SCORE,
+        "Grade-school mathematics: one epoch of supervised fine-tuning on the training text. " + GSM8K_SCORE,
         "eval/test/avg@1",
         {"SFT": Way("gsm8k_sft", exported="gsm8k-sft")},
     ),
     "gsm8k-dapo": Page(
         "SmolLM2-135M-Instruct and GSM8K by DAPO",
-        "Grade-school mathematics: supervised fine-tuning once through the worked answers of at most two calculations, then DAPO on the "
-        "same questions. What the model scores before is on the page of `learn gsm8k`; what DAPO does to sampled answers is told below the "
-        "samples. " + GSM8K_SCORE,
+        "Grade-school mathematics: one epoch of supervised fine-tuning on worked answers with at most two calculations, then "
+        "DAPO on the same questions. The page of `learn gsm8k` has the model's score before. The effect of DAPO on sampled "
+        "answers stands below the samples. " + GSM8K_SCORE,
         "eval/test/avg@1",
         {
             "SFT": Way("gsm8k_sft", (FEW_STEPS, *ONLY_AFTERWARDS), exported="gsm8k-sft-few"),
@@ -149,7 +150,7 @@ def main() -> None:
 
 
 def run(way: Way, seed: int, name: str, overrides: list[str]) -> Path:
-    """Return the folder of a finished run, which also says in `measured.json` how long it took and how much memory."""
+    """Return the folder of a finished run; its `measured.json` holds its duration and its peak memory."""
     folder = FOLDER / name
     if not (folder / "measured.json").is_file():
         command = [
@@ -171,10 +172,10 @@ def run(way: Way, seed: int, name: str, overrides: list[str]) -> Path:
 
 
 def peak_gib(command: list[str]) -> float:
-    """Run a command and return the most memory that its process had, in GiB. Raises CalledProcessError where it fails.
+    """Run a command and return the peak memory of its process, in GiB. Raises CalledProcessError if it fails.
 
-    `os.wait4` tells it of this one child, where `getrusage` has the maximum over all that there were. Less than this process has itself
-    cannot be seen: a child begins as a copy of it.
+    `os.wait4` reports this one child, while `getrusage` reports the maximum over all children. The result is never below this process's
+    own memory, because a child begins as a copy of it.
     """
     child = subprocess.Popen(command)
     _, status, used = os.wait4(child.pid, 0)
@@ -185,7 +186,7 @@ def peak_gib(command: list[str]) -> float:
 
 
 def write_page(study: str, page: Page, runs: dict[tuple[str, int], Path]) -> None:
-    """Write the page of a study: a table and curves of all runs, and what the first one said before and after."""
+    """Write a study's page: a table and curves of all runs, and samples of the first run before and after."""
     rows: list[list[Any]] = []
     curves: dict[str, Curve] = {}
     for (name, seed), folder in runs.items():
@@ -205,7 +206,7 @@ def write_page(study: str, page: Page, runs: dict[tuple[str, int], Path]) -> Non
 
 
 def row(name: str, seed: int, points: Curve, measured: dict[str, float]) -> list[Any]:
-    """Return a run's line of the table; one that was evaluated once has a score at the end alone."""
+    """Return a run's line of the table; a run with one evaluation has a final score only."""
     (_, start), (steps, end) = points[0], points[-1]
     scores = ["", f"{end:.3f}", ""] if len(points) == 1 else [f"{start:.3f}", f"{end:.3f}", f"{end - start:+.3f}"]
     return [name, seed, *scores, steps, f"{measured['minutes']:.0f}", f"{measured['peak_gib']:.1f}"]
@@ -230,7 +231,7 @@ def first_responses(path: Path) -> dict[str, str]:
 
 
 def as_cell(text: str) -> str:
-    """Return a text as a table's cell, in one line."""
+    """Return a text as a one-line table cell."""
     line = " ".join(text.split()).replace("|", "¦").replace("`", "'")
     return f"`{line or ' '}`"
 

@@ -1,9 +1,9 @@
-"""Pairs of the model's own responses, of which the shorter one is preferred, and a reward model that learns the preference from them.
+"""Pairs of the model's own responses in which the shorter one is preferred, and a reward model trained on them.
 
 questions ──model, 8 responses each──▶ shortest and longest of each ──▶ pairs ──┬─▶ DPO
                                                                                 └─▶ reward model ──▶ PPO
 
-How short a response is a rule says too (`checks.py:in_few_words`), so that what is learned can be compared with what was preferred.
+A rule measures the length too (`checks.py:in_few_words`), so that the learned behaviour can be compared with the preference.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from examples.smollm2.tasks import FOLDER, write
 HERE = Path(__file__).parent
 PAIRS, HELD_OUT_PAIRS, SCORER = (FOLDER / name for name in ("pairs.jsonl", "pairs_held_out.jsonl", "brevity-scorer"))
 HELD_OUT = 24
-"""Pairs that only tell how well the reward model tells apart."""
+"""Held-out pairs, which only measure the reward model's accuracy."""
 
 
 def prepare() -> None:
@@ -38,7 +38,7 @@ def prepare() -> None:
 
 
 def drawn() -> list[tuple[str, str]]:
-    """Return each question with each response that the model gives to it before it has learned anything."""
+    """Return each question with the untrained model's responses to it."""
     run = braid_train("brevity.yaml", "brevity-drawn", "data.eval={}", "evaluation.every=0", "--rollout-only")
     return [
         (question, text)
@@ -48,7 +48,7 @@ def drawn() -> list[tuple[str, str]]:
 
 
 def recorded_responses(path: Path) -> list[tuple[str, str, int]]:
-    """Return question, the last message, response and number of the sample of each row of a file of rollouts."""
+    """Return question, last message, response and sample number of each row of a rollout file."""
     rows = pq.read_table(path, columns=["metadata", "response_text", "sample"]).to_pylist()
     asked = [json.loads(row["metadata"])["prompt"] for row in rows]
     questions = [prompt if isinstance(prompt, str) else prompt[-1]["content"] for prompt in asked]
@@ -56,7 +56,7 @@ def recorded_responses(path: Path) -> list[tuple[str, str, int]]:
 
 
 def pairs_of(answered: list[tuple[str, str]]) -> list[dict[str, str]]:
-    """Return for each question its shortest response, preferred, and its longest one; none where they have equally many words."""
+    """Return each question's shortest response, preferred, and its longest one; questions whose responses are equally long are left out."""
     given: dict[str, list[str]] = defaultdict(list)
     for question, text in answered:
         if text.strip():
@@ -70,7 +70,7 @@ def pairs_of(answered: list[tuple[str, str]]) -> list[dict[str, str]]:
 
 
 def braid_train(config: str, name: str, *more: str) -> Path:
-    """Return the folder of a run of a configuration beside this file, which is made unless it is there and has done its steps."""
+    """Return the run folder of a configuration beside this file; the run is made unless it exists and has finished."""
     folder = FOLDER / name
     if not (folder / "done").is_file():
         command = [sys.executable, "-m", "braidrl.cli", "train", str(HERE / config), f"name={name}", *more]

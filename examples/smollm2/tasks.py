@@ -1,9 +1,9 @@
-"""Questions whose answers a rule can check, for a real language model on a CPU: `python examples/smollm2/tasks.py`.
+"""Questions with answers that a rule can check, for a real language model on a CPU: `python examples/smollm2/tasks.py`.
 
 sums   What is seven plus twelve? Write the answer as a number.                  the answer's last number is 19
-told   What do bees do? Answer in capital letters. Use the word "river".       what checks.py finds of the two instructions
+told   What do bees do? Answer in capital letters. Use the word "river".       checks.py finds both instructions followed
 
-The pairs of numbers, and the things that are asked about, are different ones in training and held out.
+Training and held-out questions have different pairs of numbers and different topics.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ OPEN = (
     "What comes to your mind when you hear of {}?",
 )
 QUESTIONS = 800
-"""Of counting letters."""
+"""Settings of letter counting."""
 KEYS = ("answer", "reply", "text")
 
 Examples = list[dict[str, Any]]
 
 
 def sums(seed: int = 0) -> tuple[Examples, Examples]:
-    """Return the questions to train on and those that are held out: sums of two numbers from one to twenty, in words."""
+    """Return training and held-out questions: sums of two numbers from one to twenty, in words."""
     pairs = list(product(range(1, 21), repeat=2))
     random.Random(seed).shuffle(pairs)
     names = NUMBERS.split()
@@ -57,7 +57,7 @@ def sums(seed: int = 0) -> tuple[Examples, Examples]:
 
 
 def told(seed: int = 0, held_out: int = 8) -> tuple[Examples, Examples]:
-    """Return questions with two instructions each, to train on and held out: about other things."""
+    """Return training and held-out questions with two instructions each, about different things."""
     source = random.Random(seed)
     things = [thing.strip() for thing in THINGS.split(",")]
     source.shuffle(things)
@@ -81,7 +81,7 @@ def instructed(things: Iterable[str], source: random.Random) -> Examples:
 
 
 def brevity(seed: int = 0, held_out: int = 8) -> tuple[Examples, Examples]:
-    """Return open questions about each thing, to train on and held out: about other things."""
+    """Return open training and held-out questions, about different things."""
     source = random.Random(seed)
     things = [thing.strip() for thing in THINGS.split(",")]
     source.shuffle(things)
@@ -91,13 +91,13 @@ def brevity(seed: int = 0, held_out: int = 8) -> tuple[Examples, Examples]:
 
 
 def letters(held_out: int = 48) -> tuple[Examples, Examples]:
-    """Return numbers of questions of reasoning-gym, to train on and held out."""
+    """Return training and held-out questions of reasoning-gym, as numbers."""
     asked = [{"prompt": f"question {seed}", "answer": "", "seed": seed} for seed in range(QUESTIONS)]
     return asked[held_out:], asked[:held_out]
 
 
 def products(seed: int = 0) -> tuple[Examples, Examples]:
-    """Return products of two numbers of two digits, to train on and held out, each after two that were worked out with a calculator."""
+    """Return training and held-out products of two two-digit numbers, each after two worked examples with a calculator."""
     pairs = list(product(range(11, 100), repeat=2))
     random.Random(seed).shuffle(pairs)
     shown = [message for a, b in ((12, 34), (57, 21)) for message in with_calculator(a, b)]
@@ -106,14 +106,14 @@ def products(seed: int = 0) -> tuple[Examples, Examples]:
 
 
 def with_calculator(a: int, b: int) -> list[dict[str, str]]:
-    """Return the messages of a product: the question, the call, what the tool says, and the answer."""
+    """Return the messages of a product: question, call, tool result, answer."""
     call = f'<tool_call>{{"name": "multiply", "arguments": {{"a": {a}, "b": {b}}}}}</tool_call>'
     said = [("user", f"What is {a} times {b}?"), ("assistant", call), ("tool", str(a * b)), ("assistant", str(a * b))]
     return [{"role": role, "content": content} for role, content in said]
 
 
 def few_steps(record: dict[str, Any]) -> dict[str, Any] | str:
-    """Return GSM8K's question where its answer takes at most two calculations, or why it is left out."""
+    """Return GSM8K's question if its answer takes at most two calculations, or else the reason why it is skipped."""
     count = record["answer"].count("<<")
     return gsm8k(record) if count <= 2 else f"{count} calculations"
 
@@ -125,7 +125,7 @@ def write(path: Path, examples: Iterable[dict[str, Any]]) -> None:
 
 
 def write_tasks() -> None:
-    """Write each task's questions to train on and held-out ones."""
+    """Write each task's training and held-out questions."""
     tasks = {"sums": sums(), "told": told(), "brevity": brevity(), "letters": letters(), "products": products()}
     for name, (trained, held_out) in tasks.items():
         write(FOLDER / f"{name}.jsonl", trained)

@@ -1,4 +1,4 @@
-"""Questions of reasoning-gym that may be answered more than once: how often a letter stands in a text.
+"""Questions of reasoning-gym that allow several answers: how often a letter occurs in a text.
 
 user       How many times does the letter "s" appear in the text: ...? Answer with \\boxed{number} and nothing else.
 assistant  \\boxed{2}
@@ -21,11 +21,11 @@ AGAIN = r"That is not the number. Answer with another \boxed{number}."
 
 
 GYM = load_gem().make("rg:letter_counting", size=QUESTIONS, seed=0)
-"""All questions. To make them takes a second: here, each trajectory's process begins with them. A step judges the one that is set."""
+"""All questions, made once, in the process of each trajectory: it takes a second."""
 
 
 class LetterCounting:
-    """Worth 1 for the right number at once, and a quarter less for each try before it."""
+    """An environment worth 1 for the right number at once, and a quarter less for each earlier try."""
 
     async def reset(self, example: dict[str, Any]) -> Context:
         self.tries, self.question = 0, GYM.ds[example["seed"]]

@@ -1,6 +1,6 @@
-"""`python -m examples.summaries.demo`: learns to take notes of a text that it reads part by part.
+"""`python -m examples.summaries.demo`: learn to take notes of a text that is read part by part.
 
-random model ──SFT on a reader who errs in half of the turns──▶ seldom right ──GRPO──▶ right nearly always
+random model ──SFT on a reader that errs in half of the turns──▶ seldom right ──GRPO──▶ right nearly always
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 
 
 def prepare(folder: Path, seed: int) -> None:
-    """Data and a model that knows nothing."""
+    """Write data and an untrained model."""
     shutil.rmtree(folder, ignore_errors=True)
     examples = list(texts(1064, seed))
     write_jsonl(folder / "held_out.jsonl", examples[:64])

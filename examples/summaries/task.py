@@ -1,4 +1,4 @@
-"""A text that is read part by part, with nothing kept between parts but the notes that the model takes.
+"""A text that is read part by part; between parts the model keeps only its own notes.
 
 notes none part birds sing code 7    ──▶ 7          a context each: none extends the one before, so each is a sequence
 notes 7 part rain falls again        ──▶ 7          of its own, and all are one row
@@ -18,11 +18,11 @@ CODES = [str(number) for number in range(10)]
 WORDS = " ".join(["notes none part question code", *FILLERS, *CODES])
 PARTS = 3
 NOTES_WORTH = 0.2
-"""Of notes that hold the code where it has been read, and `none` where it has not. The answer is worth 1."""
+"""The reward of a turn's notes: they must hold the code once it was read, and `none` before. The answer is worth 1."""
 
 
 class Reader:
-    """One text. What the model says to a part are its notes; what it says to the question is its answer."""
+    """Environment of one text. The model's message at a part is its notes, and at the question its answer."""
 
     async def reset(self, example: dict[str, Any]) -> str:
         self.parts, self.code, self.turn = example["parts"], example["answer"], 0
@@ -38,14 +38,14 @@ class Reader:
         return Observation(self.context(said), reward=NOTES_WORTH * right, restart=True)
 
     def context(self, notes: str) -> str:
-        """All that the model sees at this turn."""
+        """Return everything that the model sees in this turn."""
         if self.turn == len(self.parts):
             return f"notes {notes} question code"
         return f"notes {notes} part {self.parts[self.turn]}"
 
 
 def texts(count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Texts with the code in one of their parts."""
+    """Return texts with the code in one of their parts."""
     source = random.Random(seed)
     for _ in range(count):
         code, where = source.choice(CODES), source.randrange(PARTS)
@@ -54,7 +54,7 @@ def texts(count: int, seed: int) -> Iterator[dict[str, Any]]:
 
 
 def demonstrations(count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Turns of a reader who says something else in half of them."""
+    """Return turns of a reader that errs in half of them."""
     source = random.Random(seed)
     for text in texts(count, seed):
         notes, code = "none", text["answer"]

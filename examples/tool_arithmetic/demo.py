@@ -1,6 +1,6 @@
-"""`python -m examples.tool_arithmetic.demo`: learns to call the right tool.
+"""`python -m examples.tool_arithmetic.demo`: learn to call the right tool.
 
-random model ──SFT on a teacher who often takes any tool──▶ right two times in three ──GRPO──▶ right nearly always
+random model ──SFT on a teacher that often takes any tool──▶ right two times in three ──GRPO──▶ right nearly always
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 
 
 def prepare(folder: Path, seed: int) -> None:
-    """Data and a model that knows nothing."""
+    """Write data and an untrained model."""
     shutil.rmtree(folder, ignore_errors=True)
     questions = [question(*problem) for problem in problems(264, seed)]
     write_jsonl(folder / "held_out.jsonl", questions[:64])

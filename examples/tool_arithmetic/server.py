@@ -1,4 +1,4 @@
-"""The calculator as a server of the Model Context Protocol: `python examples/tool_arithmetic/server.py` speaks over input and output."""
+"""The calculator as a server of the Model Context Protocol over stdin and stdout: `python examples/tool_arithmetic/server.py`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ server = MCPServer("calculator")
 
 @server.tool()
 def add(a: int, b: int) -> int:
-    """The sum of two numbers."""
+    """Return the sum of two numbers."""
     return a + b
 
 
 @server.tool()
 def multiply(a: int, b: int) -> int:
-    """The product of two numbers."""
+    """Return the product of two numbers."""
     return a * b
 
 

@@ -1,4 +1,4 @@
-"""Sums and products with a calculator: the model has to call the right tool, read its result and repeat it as the answer.
+"""Sums and products with a calculator: the model must call the right tool, read its result and repeat it as the answer.
 
 user       what is 7 times 8
 assistant  <tool_call>{"name": "multiply", "arguments": {"a": 7, "b": 8}}</tool_call>
@@ -43,7 +43,7 @@ def multiply(a: int, b: int) -> int:
 
 
 class Calculator(ToolEnvironment):
-    """Worth 1 for the right answer."""
+    """An environment worth 1 for the right answer."""
 
     def __init__(self) -> None:
         super().__init__([add, multiply])
@@ -53,7 +53,7 @@ class Calculator(ToolEnvironment):
 
 
 def problems(count: int, seed: int) -> Iterator[tuple[str, int, int]]:
-    """(tool, a, b) with numbers below 10."""
+    """Return (tool, a, b) with numbers below 10."""
     source = random.Random(seed)
     for _ in range(count):
         yield source.choice(list(WORDS)), source.randrange(10), source.randrange(10)
@@ -65,12 +65,12 @@ def question(tool: str, a: int, b: int) -> dict[str, Any]:
 
 
 def call(tool: str, a: int, b: int) -> str:
-    """As the tokenizer's tokens, joined by spaces, say it."""
+    """Return the call in the tokenizer's tokens, joined by spaces."""
     return f'<tool_call>{{"name": "{tool}", "arguments": {{"a": {a} , "b": {b} }}}}</tool_call>'
 
 
 def demonstrations(count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Both turns of a teacher who takes any tool in three of five examples, so that it is wrong in three of ten."""
+    """Return both turns of a teacher that takes any tool in three of five examples, and is therefore wrong in three of ten."""
     source = random.Random(seed)
     for tool, a, b in problems(count, seed):
         asked, taken = question(tool, a, b)["prompt"], source.choice(list(WORDS)) if source.random() < 0.6 else tool

@@ -1,4 +1,4 @@
-"""Three styles of chat templates with a tokenizer of their own, and engines that record or follow a script."""
+"""Three styles of chat templates with a small tokenizer, and engines that record or follow a script."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ CORPUS = [
 
 
 def make_chat_tokenizer(style: str | None) -> PreTrainedTokenizerFast:
-    """Bytes with merges, so that most texts can be spelled by different tokens; None has no chat template."""
+    """Return a byte-level BPE tokenizer, so that most texts have several tokenizations; with None it has no chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -74,7 +74,7 @@ def turn_template(tokenizer: PreTrainedTokenizerFast) -> TurnTemplate:
 
 
 def make_rows(tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], samples: int = 1) -> Rows:
-    """Rows as admission makes them."""
+    """Return rows as admission makes them."""
     template = PromptTemplate(tokenizer)
     each = [(group, sample) for group in range(len(prompts)) for sample in range(samples)]
     ids = Ragged.from_rows([template.encode(prompts[group]) for group, _ in each], torch.int64)
@@ -91,7 +91,7 @@ def make_rows(tokenizer: PreTrainedTokenizerFast, prompts: Sequence[str], sample
 
 
 class Recorder:
-    """An engine that notes what it was given and what it gave."""
+    """An engine that records its requests and responses."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -107,7 +107,7 @@ class Recorder:
 
 
 class Script:
-    """An engine whose every row says the given texts, one per turn, each in `seconds` and with the end of sequence."""
+    """An engine whose rows say the given texts, one per turn, each in `seconds` and with an end-of-sequence token."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], seconds: float = 0.0) -> None:
         self.tokenizer, self.texts, self.seconds = tokenizer, list(texts), seconds

@@ -1,4 +1,4 @@
-"""An agent that knows nothing but HTTP is recorded token by token, and what it was served is what is trained."""
+"""An agent that only speaks HTTP is recorded token by token, and its rows are trained on exactly those tokens."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def post(url: str, messages: list[Any], **more: Any) -> tuple[int, Any]:
 
 
 async def chatting(url: str, example: dict[str, Any]) -> float:
-    """Three turns of one conversation, and then another one."""
+    """Hold a conversation of three turns, then a second conversation."""
     messages: list[Any] = [{"role": "user", "content": example["prompt"]}]
     for number in range(3):
         status, body = await post(url, messages, max_tokens=6 + number)
@@ -68,7 +68,7 @@ def test_each_agent_conversation_is_one_row_with_the_engines_tokens() -> None:
             assert later[0][: sum(map(len, earlier))] == [*earlier[0], *earlier[1]]
     table = rows.with_columns(episode_columns(played, LIMITS))
     torch.testing.assert_close(table["rollout_log_probs"].values, packed_log_probs(model, table), rtol=0, atol=1e-5)
-    assert len({tuple(e.trajectory.tokens) for e in played}) == 6, "every row draws its own numbers"
+    assert len({tuple(e.trajectory.tokens) for e in played}) == 6, "every row has its own random numbers"
 
 
 def test_tool_calls_and_results_have_the_format_that_clients_expect() -> None:
@@ -89,7 +89,7 @@ def test_tool_calls_and_results_have_the_format_that_clients_expect() -> None:
     assert first["finish_reason"] == "tool_calls" and first["message"]["content"] == "so"
     assert first["message"]["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"at": 3}'}
     assert second["message"] == {"role": "assistant", "content": "it is 12"} and second["finish_reason"] == "stop"
-    assert len(session.trajectory.sequence_lengths) == 1, "the second request went on from the first"
+    assert len(session.trajectory.sequence_lengths) == 1, "the second request continues the first"
     assert "<tool_response>\n12\n</tool_response>" in tokenizer.decode(session.trajectory.tokens)
 
 
@@ -178,7 +178,7 @@ def test_a_malformed_request_gets_its_reason_and_affects_no_other_row() -> None:
     answers, served, bad, good = asyncio.run(run())
     for name, (_, reason) in MALFORMED.items():
         assert answers[name][0] == 400 and reason in answers[name][1], (name, answers[name])
-    assert served == [200, 200, 404], "8.0 is 8; a client that knows only its own row cannot use another"
+    assert served == [200, 200, 404], "8.0 equals 8; a client can only use its own row"
     assert bad.turns == good.turns == 1
 
 
@@ -227,7 +227,7 @@ def test_a_clients_stop_text_is_cut_from_the_reply_but_trained() -> None:
                 _, body = await post(endpoint.open(uid), user, stop=stop)
                 session = await endpoint.close(uid)
                 found.append((body["choices"][0]["message"]["content"], session.trajectory.tokens))
-            assert found[1] == found[2], "a text is a list of one"
+            assert found[1] == found[2], "a text counts as a list with one entry"
             return found[0][0], found[1][0], found[0][1], found[1][1]
 
     whole, ended, tokens, cut = asyncio.run(run())
@@ -261,7 +261,7 @@ def test_a_client_finds_the_model_and_gets_errors_for_other_paths() -> None:
 
 
 async def streamed(url: str, path: str, key: str = "-", **body: Any) -> list[Any]:
-    """The events of a turn: kind and data of each."""
+    """Return kind and data of each event of a turn."""
     headers = {"Authorization": f"Bearer {key}"}
     async with (
         aiohttp.ClientSession() as client,
@@ -275,7 +275,7 @@ async def streamed(url: str, path: str, key: str = "-", **body: Any) -> list[Any
 
 
 class PausedAmidATurn(EngineReplica):
-    """Draws the rest of a turn when its client has some pieces of it."""
+    """Engine that finishes a turn only after its client received some pieces of it."""
 
     client_has_some: asyncio.Event
 
@@ -295,7 +295,7 @@ class PausedAmidATurn(EngineReplica):
 
 
 async def pieces(engine: PausedAmidATurn, url: str, path: str, **body: Any) -> list[str]:
-    """The pieces of a streamed turn's text."""
+    """Return the pieces of a streamed turn's text."""
     found, engine.client_has_some = [], asyncio.Event()
     async with (
         aiohttp.ClientSession() as client,
@@ -328,7 +328,7 @@ def test_a_turn_is_sent_piece_by_piece_while_the_engine_draws_it() -> None:
     asyncio.run(run())
 
 
-def test_a_piece_has_whole_characters_and_nothing_of_a_stop_text() -> None:
+def test_a_streamed_piece_has_whole_characters_and_no_part_of_a_stop_text() -> None:
     decode = turn_template(tokenizer := make_chat_tokenizer("chatml")).text
     for text, told in (("né 🙂 a", "né 🙂 a"), ("né STOP x", "né "), ("a STO b S", "a STO b ")):
         turn = TurnStream(decode, ["STOP"])
@@ -366,7 +366,7 @@ def test_a_turn_is_streamed_as_chunks_that_add_up_to_the_message() -> None:
     assert [c[1]["choices"][0]["finish_reason"] for c in chunks[:3]] == [None, None, "tool_calls"]
     assert chunks[0][1]["choices"][0]["delta"] == {"role": "assistant", "content": "so"}
     assert second["choices"][0]["message"]["content"] == "it is 12"
-    assert len(session.trajectory.sequence_lengths) == 1, "what was put together from chunks is what was said"
+    assert len(session.trajectory.sequence_lengths) == 1, "the joined chunks equal the message"
 
 
 def test_responses_continue_one_another_by_name_and_by_items() -> None:
@@ -395,7 +395,9 @@ def test_responses_continue_one_another_by_name_and_by_items() -> None:
     assert "".join(data["delta"] for kind, data in events if kind == "response.output_text.delta") == "it is 12"
     assert [data["sequence_number"] for _, data in events] == list(range(len(events)))
     assert last["output"][0]["content"][0]["text"] == "bye"
-    assert session.turns == 3 and len(session.trajectory.sequence_lengths) == 1, "each went on from what was said"
+    assert session.turns == 3 and len(session.trajectory.sequence_lengths) == 1, (
+        "each response continues the previous one"
+    )
 
 
 async def posted(url: str, path: str, key: str = "-", status: int = 200, **body: Any) -> Any:
@@ -421,7 +423,9 @@ def test_a_completion_continues_its_own_text_with_the_drawn_tokens() -> None:
     assert first["choices"][0]["text"] == "ab" and first["object"] == "text_completion"
     assert more[0][1]["choices"][0]["text"] == "abab" and more[-1][1] == "[DONE]"
     assert len(session.trajectory.sequence_lengths) == 1
-    assert tokenizer.decode(session.trajectory.tokens).count("<|im_end|>") == 2, "the end of a turn is there once"
+    assert tokenizer.decode(session.trajectory.tokens).count("<|im_end|>") == 2, (
+        "a turn ends with exactly one end token"
+    )
 
 
 def test_an_endpoint_that_others_reach_has_a_key_and_obeys_no_other() -> None:

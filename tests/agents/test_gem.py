@@ -1,4 +1,4 @@
-"""Environments of gem-llm play by their own rules and draw random numbers of their own."""
+"""Environments of gem-llm play by their own rules and use their own random numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_game_is_played_to_its_end_with_gems_rewards() -> None:
     assert (right.reward, right.done) == (1.0, True)
 
 
-def test_the_seed_decides_the_game_whatever_is_drawn_beside_it() -> None:
+def test_the_seed_alone_determines_the_game() -> None:
     first, second, other = (GemEnvironment(NAME, {}) for _ in range(3))
     first.reset({"seed": 3})
     random.seed(99)

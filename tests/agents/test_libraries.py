@@ -1,4 +1,4 @@
-"""Environments of other libraries: their own servers are spoken to, and what a model does there is trained on."""
+"""Environments of other libraries run on their own servers, and training uses the trajectories that result."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LIMITS = Limits(at_once=3, timeout_s=60, max_turns=4, max_sequence_tokens=4000)
 
 
 def played(config: EnvironmentConfig, says: list[str], prompts: list[str]) -> list[Episode]:
-    """The episodes of rows that all say the same."""
+    """Return the episodes of rows that all give the same responses."""
     tokenizer = make_chat_tokenizer("chatml")
     hosts = EnvironmentHosts(config)
     try:
@@ -50,13 +50,13 @@ def played(config: EnvironmentConfig, says: list[str], prompts: list[str]) -> li
 
 
 def failures(run: Path) -> list[str]:
-    """Why environments ended trajectories."""
+    """Return the reasons why environments ended trajectories."""
     return [name for name in read_metrics(run)[-1] if name.startswith("environment/failures/")]
 
 
 @pytest.fixture
 def mcp_address() -> Iterator[str]:
-    """The calculator served over HTTP."""
+    """Serve the calculator over HTTP and return its address."""
     pytest.importorskip("mcp", reason="mcp is not installed")
     import uvicorn
 
@@ -71,13 +71,13 @@ def mcp_address() -> Iterator[str]:
         thread.join(30)
 
 
-def test_tools_of_a_command_are_called_and_their_errors_told() -> None:
+def test_tools_of_a_command_are_called_and_their_errors_returned() -> None:
     pytest.importorskip("mcp", reason="mcp is not installed")
     calls = task.call("multiply", 7, 8) + task.call("divide", 7, 8) + '<tool_call>{"name": "add"}</tool_call>'
     config = EnvironmentConfig(name=f"mcp:python {SERVER}", timeout_s=60)
     (episode,) = played(config, [calls, "56"], ["what is 7 times 8"])
     text = make_chat_tokenizer("chatml").decode(episode.trajectory.tokens)
-    assert (episode.failure, episode.turns, episode.score) == (None, 2, 0.0), "there is no answer in the example"
+    assert (episode.failure, episode.turns, episode.score) == (None, 2, 0.0), "the example has no answer"
     assert '"name": "multiply"' in text and "The product of two numbers." in text, "the prompt lists the tools"
     assert "<tool_response>\n56\n" in text
     assert (
@@ -103,7 +103,7 @@ def test_a_step_trains_on_episodes_with_the_tools_of_a_server(mcp_address: str, 
 
 @pytest.fixture
 def openenv_address() -> Iterator[str]:
-    """The example's server, in the environment of its library."""
+    """Serve the example's environment with its library and return the address."""
     if not OPENENV.parents[1].joinpath("installed").exists():
         pytest.skip("make environments has not installed openenv")
     port = free_port()
@@ -138,7 +138,7 @@ def test_a_step_is_trained_on_three_episodes_of_a_server_of_environments(openenv
     run = train(config)
     rows, line = read_rollouts(rollout_path(run, 1)), read_metrics(run)[-1]
     assert (len(rows), failures(run)) == (3, [])
-    assert line["environment/turns"] > 1, "what the server says is answered"
+    assert line["environment/turns"] > 1, "the model answers the server's message"
     model = Path(config.model)
     text = AutoTokenizer.from_pretrained(model).decode(rows["tokens"][0])
     assert "Guess the number between 1 and 10" in text and ("higher" in text or "lower" in text or "right" in text)
@@ -161,10 +161,10 @@ def test_a_step_trains_on_episodes_of_an_environment_that_calls_the_endpoint(tmp
     rows = read_rollouts(rollout_path(run, 1))
     assert (len(rows), failures(run), read_metrics(run)[-1]["environment/turns"]) == (3, [], 1)
     text = AutoTokenizer.from_pretrained(config.model).decode(rows["tokens"][0])
-    assert re.match(r"<user> ?what is \d plus \d ?<end>", text), "the question is that of the environment's own data"
+    assert re.match(r"<user> ?what is \d plus \d ?<end>", text), "the question comes from the environment's own data"
 
 
-def test_what_is_not_there_is_said_in_a_line() -> None:
+def test_invalid_environment_settings_are_refused_by_name() -> None:
     pytest.importorskip("mcp", reason="mcp is not installed")
     for name, params, message in (
         ("mcp:", {}, "mcp: names no server"),

@@ -1,4 +1,4 @@
-"""Many trajectories at once: slow environments delay no other, and failing ones end their own trajectory and are counted."""
+"""Many trajectories at once: slow environments do not delay others, and a failing environment ends only its own trajectory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIMITS = Limits(at_once=64, timeout_s=30, max_turns=8, max_sequence_tokens=300)
 
 
 class Turns:
-    """So many turns, of which each takes `seconds`; keeps account of when it was busy."""
+    """An environment of several turns of `seconds` each; it records when it was busy."""
 
     def __init__(self, turns: int = 4, seconds: float = 0.0, log: list[tuple[float, float]] | None = None) -> None:
         self.left, self.seconds, self.log = turns, seconds, [] if log is None else log
@@ -44,7 +44,7 @@ class Turns:
 
 
 class Faulty:
-    """Fails as its row's prompt says, in its second turn."""
+    """Fails in the second turn, in the way that the row's prompt names."""
 
     def __init__(self) -> None:
         self.turn = 0
@@ -73,13 +73,13 @@ class Faulty:
 
 
 def is_long(texts: list[str], example: dict[str, Any], length: int = 3) -> Observation:
-    """An environment that is a plain function."""
+    """Check whether a response is long; an environment in the form of a plain function."""
     return Observation("longer", reward=float(len(texts[-1])), done=len(texts) == length)
 
 
 RELEASED = threading.Event()
 LATE: list[bool] = []
-"""For each hanging call, True if it was released before it gave up."""
+"""For each hanging call, True if it was released before its own timeout."""
 
 
 def play_slowly(texts: list[str], example: dict[str, Any]) -> Observation:
@@ -89,7 +89,7 @@ def play_slowly(texts: list[str], example: dict[str, Any]) -> Observation:
 
 
 def script_play(make: Any, rows: Any, limits: Limits = LIMITS, seconds: float = 0.0) -> tuple[list[Episode], float]:
-    """Episodes in virtual time, and how long they took."""
+    """Play episodes in virtual time; return them and their duration."""
     tokenizer = make_chat_tokenizer(None)
 
     async def made() -> Any:
@@ -128,7 +128,7 @@ def test_slow_environments_do_not_hold_up_the_trajectories_beside_them() -> None
 
     limits = Limits(at_once=64, timeout_s=1000, max_turns=8, max_sequence_tokens=300)
     _, seconds = script_play(make, rows_of(["?"] * 64), limits, seconds=1.0)
-    assert max(end for _, end in log) == pytest.approx(4 * 1.1), "the fast ones run as if alone"
+    assert max(end for _, end in log) == pytest.approx(4 * 1.1), "fast environments are not delayed"
     assert seconds == pytest.approx(4 * 101.0)
 
 
@@ -159,7 +159,7 @@ def test_a_hanging_plain_function_delays_neither_other_rows_nor_the_end() -> Non
     make = environments(f"{HERE}:play_slowly", {})
     episodes = Episodes(Script(tokenizer, ["ab"]), make, turn_template(tokenizer), SamplingParams(), limits)  # type: ignore[arg-type]
     played = asyncio.run(episodes.play(rows_of(["?"], samples=4)))
-    assert not LATE, "the call hangs yet"
+    assert not LATE, "the call is still hanging"
     RELEASED.set()
     assert [episode.failure for episode in played] == ["timeout", None, None, None]
 
@@ -182,14 +182,14 @@ def test_trajectories_end_at_their_turns_and_where_a_sequence_has_no_room() -> N
         assert episode.finish_reason is FinishReason.LENGTH
         assert len(episode.trajectory.tokens) <= limit
         assert episode.trajectory.tokens == by_turns.trajectory.tokens[: len(episode.trajectory.tokens)]
-        assert episode.trajectory.actions[-1], "nothing is appended that no action follows"
+        assert episode.trajectory.actions[-1], "an observation without a following action is not appended"
     with pytest.raises(
         UserError, match=r"a first context of 3 tokens leaves no room .* raise rollout.max_sequence_tokens"
     ):
         script_play(Turns, rows_of(["???"]), Limits(1, 30, 8, 3))
 
 
-def test_an_aborted_trajectory_keeps_what_there_is() -> None:
+def test_an_aborted_trajectory_keeps_its_tokens_so_far() -> None:
     engine = EngineReplica(EmbeddedEngine(make_model(), make_tokenizer(), 16, 300))
     sampling = SamplingParams(max_tokens=30, ends=False)
     episodes = Episodes(engine, Turns, turn_template(make_tokenizer()), sampling, LIMITS)  # type: ignore[arg-type]
@@ -198,7 +198,7 @@ def test_an_aborted_trajectory_keeps_what_there_is() -> None:
         task = asyncio.ensure_future(episodes.play(make_rows(make_tokenizer(), ["a", "b"])))
         while not task.done():
             await asyncio.sleep(0)
-            # between two turns the row is not with the engine
+            # Between two turns the engine does not have the row.
             if engine.engine.tokens_generated >= 80 and (0, 0, 0) in engine._answers:
                 await engine.abort((0, 0, 0))
                 break
@@ -254,12 +254,12 @@ def test_rows_of_a_group_are_given_the_same_seed_and_groups_others() -> None:
 
 
 @pytest.mark.parametrize("said", [None, 3, ["text"], [{"content": "no role"}]])
-def test_what_is_neither_text_nor_messages_cannot_be_said(said: Any) -> None:
+def test_an_observation_must_be_text_or_messages(said: Any) -> None:
     with pytest.raises(TypeError, match="says text or messages"):
         Observation(said)
 
 
-def test_names_that_are_no_environment_are_refused() -> None:
+def test_an_unknown_environment_name_is_refused() -> None:
     with pytest.raises(UserError, match="Limits is no environment: it lacks reset and step"):
         environments("braidrl.agents.player:Limits", {})
     with pytest.raises(UserError, match="has no function 'Turn'"):

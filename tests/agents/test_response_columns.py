@@ -1,4 +1,4 @@
-"""Responses become columns in the order of the rows, not of their ends."""
+"""Responses become columns in the order of the rows, not in the order in which they finish."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls are found in the forms that each family of models documents, and what is malformed stays so."""
+"""Tool calls are found in the documented form of each model family, and malformed calls are left as text."""
 
 from __future__ import annotations
 
@@ -107,4 +107,4 @@ TOOL_CALLS = {
     "open_pattern": r"\[TOOL_CALLS\](?P<name>\w+)\[ARGS\]", "close_pattern": r"(?=\[TOOL_CALLS\])|$", "repeats": True, "content": "json",
     "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
 }  # fmt: skip
-"""As transformers describes a format."""
+"""Return a schema in the form that transformers documents."""

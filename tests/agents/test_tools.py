@@ -1,4 +1,4 @@
-"""Calls are read as Hermes and Qwen write them, made all at once, and answered in their order."""
+"""Tool calls in the format of Hermes and Qwen are executed together and answered in order."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_calls_of_one_turn_run_concurrently_and_are_answered_in_order() -> None:
     assert run_virtually(run()) == (["waited 3", "waited 2", "waited 1"], 3.0)
 
 
-def test_the_model_reads_what_went_wrong_and_goes_on() -> None:
+def test_the_model_reads_a_tools_error_and_continues() -> None:
     text = call("divide", a=1, b=0) + call("multiply", a=1) + call("divide", c=1) + "<tool_call>no</tool_call>"
     by_zero, unknown, wrong, unread = contents(asyncio.run(Task().step(text)))
     assert by_zero == "error: ZeroDivisionError: division by zero"

@@ -1,4 +1,4 @@
-"""Only what is whole is appended, and several sequences become one row."""
+"""A trajectory contains only complete turns, and several sequences become one row."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def two_sequences() -> Trajectory:
     return trajectory
 
 
-def test_a_row_holds_every_sequence_and_says_which_tokens_were_sampled() -> None:
+def test_a_row_holds_every_sequence_and_marks_sampled_tokens() -> None:
     never = Trajectory((0, 4, 0))
     never.append([1, 2], opens=True)
     columns = trajectory_columns([two_sequences(), never], [FinishReason.STOP, FinishReason.ERROR])
@@ -73,7 +73,7 @@ def test_what_is_not_whole_is_refused_and_changes_nothing(tokens: list[int], arg
 
 
 @pytest.mark.parametrize("arguments", [{}, turn(1)])
-def test_the_first_tokens_open_a_sequence_and_are_no_action(arguments: dict) -> None:
+def test_the_first_tokens_of_a_sequence_are_not_actions(arguments: dict) -> None:
     with pytest.raises(ValueError, match=r"open a sequence|begin with an action"):
         Trajectory(UID).append([1], **arguments)
 

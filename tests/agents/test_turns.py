@@ -1,4 +1,4 @@
-"""An environment's text continues the conversation as the chat template would, and the engine sees exactly the row."""
+"""An environment's text continues the conversation by the chat template, and the engine sees exactly the row."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LIMITS = Limits(at_once=8, timeout_s=30, max_turns=6, max_sequence_tokens=LIMIT)
 
 @cache
 def engine_parts(style: str | None) -> tuple[Any, Any]:
-    """A tokenizer and a random model for it."""
+    """Return a tokenizer and a random model for it."""
     tokenizer = make_chat_tokenizer(style)
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -156,7 +156,7 @@ def test_a_cut_turn_is_closed_and_an_ended_turn_only_once() -> None:
     assert cut == "<|im_end|>" + ended
 
 
-def test_an_extended_context_is_appended_and_another_opens_a_sequence() -> None:
+def test_an_extended_context_is_appended_and_a_new_context_starts_a_sequence() -> None:
     tokenizer = make_chat_tokenizer(None)
 
     def play(contexts: list[str]) -> tuple[list[int], str]:

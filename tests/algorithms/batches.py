@@ -17,18 +17,18 @@ scores = st.sampled_from([-1.0, 0.0, 0.1, 0.5, 1.0])
 
 
 def built_in(registry: Registry) -> dict[str, Entry]:
-    """What comes with Braid, and not what other tests of the same process registered."""
+    """Return Braid's own registered functions, without those that other tests in this process have registered."""
     return {n: e for n, e in registry.entries.items() if e.function.__module__.startswith("braidrl.")}
 
 
 def ragged_rows(elements: st.SearchStrategy[float] = numbers, min_len: int = 0) -> st.SearchStrategy[list[list[float]]]:
-    """Rows of different lengths, some empty."""
+    """Draw rows of different lengths, some empty."""
     return st.lists(st.lists(elements, min_size=min_len, max_size=6), min_size=1, max_size=5)
 
 
 @st.composite
 def grouped(draw: st.DrawFn, elements: st.SearchStrategy[float] = scores) -> tuple[list[float], list[int]]:
-    """One number per row and the rows' groups, in any order, groups of any size from 1."""
+    """Draw one number per row and the rows' groups, in any order, with groups of at least one row."""
     groups = draw(st.lists(st.integers(0, 3).map(lambda g: 7 * g + 2), min_size=1, max_size=12))
     return [draw(elements) for _ in groups], groups
 
@@ -42,7 +42,7 @@ def floats(values: list[float]) -> Tensor:
 
 
 def loss_columns(seed: int, dtype: torch.dtype = torch.float64, pairs: int = 3) -> dict[str, Any]:
-    """Everything that a loss may read, for 2·pairs rows of 1 to 5 action tokens; rows 2i and 2i + 1 are a pair."""
+    """Return every column that a loss may read, for 2·pairs rows of 1 to 5 action tokens; rows 2i and 2i + 1 are a pair."""
     random = torch.Generator().manual_seed(seed)
     rows = 2 * pairs
     lengths = torch.randint(1, 6, (rows,), generator=random)
@@ -73,7 +73,7 @@ PER_ROW = ("scores", "group", "sample")
 
 
 def take_rows(columns: dict[str, Any], rows: list[int]) -> dict[str, Any]:
-    """The same columns for some of the rows, in the order given."""
+    """Return the same columns for some of the rows, in the given order."""
     chosen, offsets = torch.tensor(rows, dtype=torch.int64), columns["offsets"]
     taken: dict[str, Any] = {}
     for name, column in columns.items():

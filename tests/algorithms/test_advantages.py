@@ -1,4 +1,4 @@
-"""Group advantages against plain loops, and what must hold for all of them."""
+"""Group advantages match plain loops, and keep their common properties."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def members(groups: list[int], row: int) -> list[int]:
 
 
 def call(name: str, values: list[float], groups: list[int], lengths: list[int]) -> torch.Tensor:
-    """Any of the group advantages by name, with the columns that it names."""
+    """Call any group advantage by name, with the columns that it names."""
     entry = advantages[name]
     columns = {
         "reward": floats(values),

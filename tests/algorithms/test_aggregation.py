@@ -1,4 +1,4 @@
-"""Aggregation: what the loss of a batch is, and that nobody can tell how the batch was cut."""
+"""Aggregation: the loss of a batch does not depend on how the batch is split."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def count(name: str, offsets: torch.Tensor, group: torch.Tensor) -> int:
 
 
 def loop(name: str, rows: list[list[float]], group: list[int]) -> float:
-    """The aggregation as one reads it in the papers."""
+    """Aggregate as the papers define it."""
     if name == "token-mean":
         return statistics.fmean(x for row in rows for x in row)
     if name == "seq-mean-token-mean":
@@ -75,7 +75,7 @@ def test_a_long_row_weighs_by_its_tokens_only_in_token_mean() -> None:
 
 
 def sums_in_parts(name: str, aggregation: str, columns: Columns, parts: list[list[int]]) -> tuple[float, torch.Tensor]:
-    """Σ weight·loss and its gradient at the trained column, micro-batch by micro-batch."""
+    """Return Σ weight·loss and its gradient with respect to the trained column, accumulated over micro-batches."""
     entry = losses[name]
     trained = {"value": "values", "bradley_terry": "scores"}.get(name, "log_probs")
     leaf = columns[trained].clone().requires_grad_()
@@ -94,7 +94,7 @@ def sums_in_parts(name: str, aggregation: str, columns: Columns, parts: list[lis
 
 @st.composite
 def partitions(draw: st.DrawFn, units: int) -> list[list[int]]:
-    """`units` things in any order, cut into micro-batches of which some are empty."""
+    """Split `units` things, in any order, into micro-batches of which some are empty."""
     order = draw(st.permutations(range(units)))
     owner = [draw(st.integers(0, 3)) for _ in range(units)]
     return [[unit for unit in order if owner[unit] == part] for part in range(4)]

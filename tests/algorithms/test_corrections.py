@@ -1,4 +1,4 @@
-"""Rollout corrections against loops."""
+"""Rollout corrections match plain loops."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEVELS = ["token", "sequence", "geometric"]
 
 
 def ratios(old: list[list[float]], level: str) -> list[float]:
-    """ρ of each token, when the engine's log-probs are all −0.2."""
+    """Return ρ of each token for engine log-probs of −0.2."""
     result = []
     for row in old:
         logs = [x + 0.2 for x in row]
@@ -80,7 +80,7 @@ def test_equal_log_probs_give_correction_weights_of_1(name: str) -> None:
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_row_of_two_versions_is_corrected_by_each_tokens_version(level: str) -> None:
-    """Of the decoupled loss too: a plain loop looks up who drew a token, and the tensors have what the engines said."""
+    """The decoupled loss also uses each token's version: a plain loop looks up the version that drew the token."""
     drawn_by, offsets = [0, 0, 1, 1, 1, 1, 0], torch.tensor([0, 5, 7])
     told = torch.randn(3, 7, generator=torch.Generator().manual_seed(3), dtype=torch.float64).abs().neg()
     rollout = torch.tensor([float(told[version, t]) for t, version in enumerate(drawn_by)], dtype=torch.float64)
@@ -94,6 +94,6 @@ def test_a_row_of_two_versions_is_corrected_by_each_tokens_version(level: str) -
         assert any(x > math.log(1.2) for x in logs) and any(x < math.log(1.2) for x in logs)
         policy, advantages = told[2] + 0.1, torch.linspace(-1, 1, 7, dtype=torch.float64)
         loss, _ = decoupled(policy, told[2], rollout, advantages, cap=1.2)
-        # u is the same for every token, and within the clipped range.
+        # u is the same for every token, and lies within the clip range.
         by_hand = [-w * math.exp(0.1) * float(a) for w, a in zip(expected, advantages, strict=True)]
         assert loss.tolist() == pytest.approx(by_hand)

@@ -1,4 +1,4 @@
-"""GAE and its relatives against the definition, token by token."""
+"""GAE and related estimators match the definition, token by token."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ unit = st.floats(0, 1)
 
 
 def gae_loop(values: list[float], rewards: list[float], gamma: float, lam: float) -> list[float]:
-    """Σ_l (γλ)^l·δ_{t+l}, written as the sum that it is."""
+    """Return Σ_l (γλ)^l·δ_{t+l}, computed as a sum."""
     delta = [
         rewards[t] + gamma * (values[t + 1] if t + 1 < len(values) else 0.0) - values[t] for t in range(len(values))
     ]
@@ -48,7 +48,7 @@ def test_token_rewards_replace_the_rows_reward(rows, data, gamma: float, lam: fl
 
 
 def test_the_reward_is_given_once_at_the_rows_last_action_token() -> None:
-    # Two sequences of two action tokens each are one row of four: the reward must not stand at each sequence's end.
+    # Two sequences of two action tokens each are one row of four: the reward must not stand at the end of each sequence.
     values = ragged([[0.0, 0.0, 0.0, 0.0]])
     assert at_row_end(floats([1.0]), values).tolist() == [[0.0, 0.0, 0.0, 1.0]]
     advantages, _ = gae(values, floats([1.0]), gamma=0.5, lam=1.0)

@@ -1,7 +1,7 @@
-"""Gradients of every loss and KL estimator against finite differences in float64.
+"""Gradients of every loss and KL estimator match finite differences in float64.
 
-A loss with a stop-gradient is not the derivative of its own value: there what is stopped is held at its value, and the
-difference is taken of the rest.
+A loss with a stop-gradient is not the derivative of its own value. For such a loss the stopped parts are held constant, and the
+difference is taken over the rest.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ FROZEN = {"cispo": frozen_cispo, "distillation": frozen_distillation, "gspo": fr
 
 
 def central_differences(function: Callable[[Tensor], Tensor], at: Tensor, step: float = 1e-6) -> Tensor:
-    """d(Σ function)/d(at), one entry at a time."""
+    """Return d(Σ function)/d(at), one entry at a time."""
     slopes = []
     for i in range(len(at)):
         shift = torch.zeros_like(at)

@@ -1,4 +1,4 @@
-"""Every loss against a plain loop over tokens, written from its formula."""
+"""Every loss matches a plain loop over tokens, written from its formula."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def call(name: str, columns: Columns, **settings: Any) -> tuple[torch.Tensor, di
 
 
 def rows_of(columns: Columns) -> list[list[int]]:
-    """The token numbers of each row."""
+    """Return the token indices of each row."""
     ends = columns["offsets"].tolist()
     return [list(range(a, b)) for a, b in itertools.pairwise(ends)]
 
@@ -105,7 +105,7 @@ def gmpo(c: Columns) -> list[float]:
 
 
 def pairs(scores: list[float]) -> list[float]:
-    """−log σ(chosen − rejected) at both rows; rows 2i and 2i + 1 are a pair."""
+    """Return −log σ(chosen − rejected) at both rows; rows 2i and 2i + 1 are a pair."""
     return [math.log1p(math.exp(-(scores[r - r % 2] - scores[r - r % 2 + 1]))) for r in range(len(scores))]
 
 

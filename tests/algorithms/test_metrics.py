@@ -1,4 +1,4 @@
-"""Reported numbers against their definitions."""
+"""Reported numbers match their definitions."""
 
 from __future__ import annotations
 

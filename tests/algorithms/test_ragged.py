@@ -1,4 +1,4 @@
-"""Ragged rows and groups against lists."""
+"""Ragged rows and groups match plain lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random numbers depend on their keys and on nothing else."""
+"""Random numbers depend only on their keys."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ keys = st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=6)
 
 
 def test_the_first_numbers_are_those_of_splitmix64() -> None:
-    # From seed 1234567, as published with the generator's reference code.
+    # The seed 1234567 and its numbers are published with the generator's reference code.
     state = torch.tensor([0, 1]) * torch.tensor(0x9E3779B97F4A7C15 - 2**64) + 1234567
     assert [int(h) % 2**64 for h in hashed(state)] == [6457827717110365317, 3203168211198807973]
 
@@ -64,7 +64,7 @@ def test_a_permutation_holds_every_number_once_and_repeats_with_its_seed(seed: i
     assert n < 20 or not order.equal(permutation((seed + 1, "shuffle"), n))
 
 
-def test_keys_are_integers() -> None:
+def test_random_keys_must_be_integers() -> None:
     with pytest.raises(TypeError, match="integers"):
         hashed(torch.tensor([0.5]))
 

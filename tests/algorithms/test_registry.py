@@ -1,4 +1,4 @@
-"""What a registered function says about itself, and what is refused before any model loads."""
+"""Registered functions have complete descriptions, and wrong settings are refused before a model loads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from braidrl.algorithms import registry
 from braidrl.algorithms.registry import Needs, Registry, advantages, aggregations, corrections, divergences, losses
 from tests.algorithms.batches import built_in
 
-# The rows of the published table, so that none is lost.
+# Every row of the published table must be registered.
 TABLE = {
     "advantages": "gae group_normalized group_centered leave_one_out reinforce_plus_plus remax optimal_baseline pass_at_k maxrl "
     "distillation decoupled_gae safe_rlhf",
@@ -34,7 +34,7 @@ def test_every_algorithm_of_the_table_is_registered_by_its_name(family: str) -> 
 
 
 @pytest.mark.parametrize("family", TABLE)
-def test_every_registered_function_says_what_it_computes(family: str) -> None:
+def test_every_registered_function_has_a_description(family: str) -> None:
     for entry in built_in(getattr(registry, family)).values():
         if family != "divergences":
             assert entry.function.__doc__, entry.name
@@ -90,7 +90,7 @@ def test_a_decorator_registers_a_users_function_by_name() -> None:
 
     @own.register(writes=["advantage"], scope="group", needs=Needs({"scale": (0, 10)}, group_size=3))
     def halved(reward: Tensor, group: Tensor, mask: Tensor | None = None, *, scale: float = 0.5) -> Tensor:
-        """Half the reward."""
+        """Return half of the reward."""
         return scale * reward
 
     entry = own["halved"]

@@ -1,4 +1,4 @@
-"""Given responses joined to prompts."""
+"""Given responses are joined to their prompts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Dynamic sampling: which groups are dropped and why."""
+"""Dynamic sampling drops the right groups for the right reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Advantages per token and whitening: against plain loops, and whoever holds which rows."""
+"""Advantages per token and whitening match plain loops, for any distribution of rows over ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ unit = st.floats(0, 1)
 
 
 def in_two_parts(entry: Entry, pieces: Sequence[tuple[Any, ...]], **settings: Any) -> list[Any]:
-    """A function of scope `batch` as a runtime calls it: sums on each piece, added up, then the function on each."""
+    """Call a function of scope `batch` as a runtime does: sum over each piece, add the sums, then apply to each piece."""
     assert entry.sums is not None
     sums = [entry.sums(*piece, **settings) for piece in pieces]
     totals = {name: torch.stack([part[name] for part in sums]).sum(0) for name in sums[0]}

@@ -41,7 +41,7 @@ FAILURES = {
     "takes_it_in_many_processes": ("died", "took more than 1 GiB"),
     "prints_a_gigabyte": ("OSError", "File too large"),
     "says a gigabyte": ("MemoryError", ""),
-    "kills_the_run": ("RuntimeError", "nobody was there"),
+    "kills_the_run": ("RuntimeError", "no process was there"),
     "traces_the_run": ("PermissionError", "no such process may be traced"),
     "reads_the_environment": ("LookupError", "no secret was found"),
     "forges_results": ("died", "exit status 0"),
@@ -113,7 +113,7 @@ def test_tools_attack_themselves_alone() -> None:
     assert (fine.failure, fine.finish_reason) == (None, FinishReason.LENGTH)
     text = make_chat_tokenizer("chatml").decode
     assert "found 0.5" in text(fine.trajectory.tokens)
-    assert "RuntimeError: nobody was there" in text(killing.trajectory.tokens), "the model reads what a tool raises"
+    assert "RuntimeError: no process was there" in text(killing.trajectory.tokens), "the model reads what a tool raises"
     assert "no secret was found" in text(reading.trajectory.tokens)
     assert {forging.failure, bombing.failure} == {"died"}
 

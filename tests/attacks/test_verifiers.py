@@ -32,7 +32,7 @@ IN_ANY = {
     "takes_ten_gigabytes": ("exception", "MemoryError"),
     "prints_a_gigabyte": ("exception", "File too large"),
     "returns_a_gigabyte": ("result", "a verifier returns a bool"),
-    "kills_the_run": ("exception", "nobody was there"),
+    "kills_the_run": ("exception", "no process was there"),
     "traces_the_run": ("exception", "no such process may be traced"),
     "reads_the_environment": ("exception", "no secret was found"),
     "forges_results": ("died", "exit status 0"),
@@ -132,7 +132,7 @@ def test_other_verifiers_and_their_workers_cannot_be_killed() -> None:
         found = [row.result(60) for row in rows]
         assert workers and workers <= {child.pid for child in psutil.Process().children(recursive=True)}
     assert [each.failure for each in found] == [None, "exception", None, "exception", None]
-    assert all(each.correct for each in found[::2]) and "nobody was there" in found[1].detail
+    assert all(each.correct for each in found[::2]) and "no process was there" in found[1].detail
 
 
 @pytest.mark.parametrize("attack", STRICT)

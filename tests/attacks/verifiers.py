@@ -92,7 +92,7 @@ def kills_the_run(metadata: dict) -> bool:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-    raise RuntimeError("nobody was there")
+    raise RuntimeError("no process was there")
 
 
 def traces_the_run(metadata: dict) -> bool:

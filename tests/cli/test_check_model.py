@@ -1,4 +1,4 @@
-"""`braid check` proves a model from its config.json alone, and what it refuses no run loads."""
+"""`braid check` proves a model from its config.json alone, and runs refuse what it refuses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_hybrid_is_proven_from_its_configuration_alone(tmp_path: Path) -> None:
     assert all(line.startswith("ok") for line in lines[1:])
 
 
-def test_encoder_may_not_train_and_a_run_says_so_before_it_reads_weights(tmp_path: Path) -> None:
+def test_an_encoder_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
     lines: list[str] = []
     assert not check(str(written(tmp_path, "bert")), False, lines.append)
     assert lines[-1].startswith("REFUSED")

@@ -1,4 +1,4 @@
-"""A cluster's problems are told with the node that has them; `tests/runtimes/streaming/test_on_ray.py` looks at real nodes."""
+"""A problem of a cluster is reported with its node; `tests/runtimes/streaming/test_on_ray.py` checks real nodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each command of `braid` once, as a user types it."""
+"""Each command of `braid` works as a user types it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.tiny import Workshop, weights_of
 
 @pytest.fixture
 def braid(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Runs `braid ...` in this process, which must go well; what it said on standard output and on standard error."""
+    """Return a function that runs `braid ...` in this process, asserts success, and returns stdout and stderr."""
 
     def run(*arguments: Any) -> tuple[str, str]:
         monkeypatch.setattr("sys.argv", ["braid", *map(str, arguments)])
@@ -102,7 +102,7 @@ def test_a_breakpoint_in_a_verifier_works_without_reward_processes(workshop: Wor
     (workshop.folder / "mine.py").write_text("def stops(response: str) -> bool:\n    breakpoint()\n    return True\n")
     config = workshop.config_file("debugged", reward={"verify": "mine.py:stops", "processes": 0}, trainer={"steps": 1})
     command = [sys.executable, "-m", "braidrl.cli", "train", str(config)]
-    # Ray, where another test has started it here, has put a debugger of its own into the environment.
+    # If another test has started Ray here, Ray has put its own debugger into the environment.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONBREAKPOINT"}
     said = subprocess.run(
         command, input="p 40 + 2\nc\n" * 100, capture_output=True, text=True, timeout=120, env=environment
@@ -172,14 +172,14 @@ def test_each_listed_name_has_a_description(kind: str) -> None:
     assert all(len(listed.about.split()) >= 3 and listed.about.endswith(".") for listed in catalogue(kind))
 
 
-def test_report_is_written_again(workshop: Workshop, braid: Any) -> None:
+def test_report_command_rewrites_the_report(workshop: Workshop, braid: Any) -> None:
     run = workshop.run()
     (run / "report.html").unlink()
     out, _ = braid("report", run)
     assert out.strip() == str(run / "report.html") and "Reward" in (run / "report.html").read_text()
 
 
-def test_timeline_is_drawn(workshop: Workshop, braid: Any) -> None:
+def test_timeline_command_draws_a_page(workshop: Workshop, braid: Any) -> None:
     run = workshop.run()
     out, _ = braid("timeline", run)
     assert (run / "timeline.html").is_file() and "actor.generate" in (run / "timeline.html").read_text() and out

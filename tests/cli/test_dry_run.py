@@ -1,4 +1,4 @@
-"""`braid train --dry-run`: the devices of each runtime, what they would hold, and nothing else done."""
+"""`braid train --dry-run` shows the devices of each runtime and their memory, and does nothing else."""
 
 from __future__ import annotations
 
@@ -144,11 +144,11 @@ QWEN = {
     "7b": (3584, 18944, 28, 28, 4, 152064, 7616),
     "32b": (5120, 27648, 64, 40, 8, 152064, 32764),
 }
-"""Sizes of Qwen2.5, as its configurations state them, and the millions of parameters that they make."""
+"""Sizes of Qwen2.5 from the published configurations, and the resulting millions of parameters."""
 
 
 def write_qwen(folder: Path, name: str) -> Path:
-    """The configuration of a Qwen2.5, without its weights."""
+    """Write the configuration of a Qwen2.5 without its weights."""
     width, intermediate, layers, heads, key_value_heads, vocabulary, _ = QWEN[name]
     model = folder / name
     Qwen2Config(
@@ -204,7 +204,7 @@ def test_memory_of_a_7b_model_on_24_gib_with_and_without_quantisation(
 
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, float], None]:
-    """Invents so many CUDA devices with so many GiB each."""
+    """Return a function that simulates a number of CUDA devices with some GiB each."""
 
     def invent(count: int, gib: float) -> None:
         about = SimpleNamespace(total_memory=int(gib * 2**30))
@@ -281,5 +281,5 @@ def test_a_layout_that_does_not_fit_is_refused(workshop: Workshop) -> None:
 
 
 def files_in(folder: Path) -> set[Path]:
-    """All files, without what Python keeps of the modules that it has read."""
+    """Return all files except Python's bytecode caches."""
     return {path for path in folder.rglob("*") if path.is_file() and path.parent.name != "__pycache__"}

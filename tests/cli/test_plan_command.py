@@ -1,4 +1,4 @@
-"""`braid plan`: what it writes runs as it is, holds what the dry run says, and mistakes end in one line."""
+"""`braid plan` writes configurations that run unchanged and match the dry run; mistakes end in one line."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def written(workshop: Workshop, name: str, found: Any, problem: Any) -> Path:
     return overlay
 
 
-def test_every_plan_is_a_configuration_that_holds_what_the_plan_says(workshop: Workshop) -> None:
+def test_every_plan_is_a_configuration_with_the_plans_settings(workshop: Workshop) -> None:
     config = workshop.config(**PPO)
     problem = problem_of(config, Wanted("1x4xcpu", max_staleness=1))
     plans = best_plans(problem, Wanted("1x4xcpu", max_staleness=1))
@@ -96,7 +96,7 @@ def test_plans_for_two_cores_and_more_train_as_they_are(workshop: Workshop, runt
 
 @pytest.mark.soak
 def test_a_process_uses_the_memory_in_its_plan(tmp_path: Path) -> None:
-    # In a process of its own: what this one has taken before would count.
+    # In a separate process, because memory that this one has used would count.
     file = tmp_path / "memory.json"
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-m", "benchmarks.planning.memory", str(file)], cwd=root, check=True, timeout=600)
@@ -109,7 +109,7 @@ def test_the_predicted_timeline_has_every_timed_stage(workshop: Workshop) -> Non
         assert {span.stage for span in spans_of(found)} >= {"actor.generate", "actor.update", "critic.update"}
 
 
-def test_least_squares_finds_the_costs_that_made_the_seconds_and_none_below_zero() -> None:
+def test_least_squares_recovers_nonnegative_costs_from_their_seconds() -> None:
     rows = [(1.0, 10.0, 3.0), (2.0, 10.0, 1.0), (4.0, 20.0, 7.0), (1.0, 40.0, 2.0), (3.0, 5.0, 9.0)]
     samples = [dict(zip("abc", row, strict=True)) for row in rows]
     found = least_squares(samples, [2 * a + 0.5 * b for a, b, _ in rows])
@@ -127,7 +127,7 @@ def test_least_squares_is_optimal_among_nonnegative_costs(data: st.DataObject) -
     b = np.array(data.draw(st.lists(numbers, min_size=len(a), max_size=len(a))))
     x = nonnegative(a, b)
     assert (x >= 0).all()
-    # The nearest among all sets of numbers that are not zero, each solved without a bound.
+    # The best of all sets of non-zero numbers, each solved without bounds.
     others = [np.zeros(3)]
     for kept in itertools.chain.from_iterable(itertools.combinations(range(3), n) for n in (1, 2, 3)):
         one = np.zeros(3)

@@ -1,4 +1,4 @@
-"""Code for copies of the fork server under test; it imports little, since fresh interpreters import it again."""
+"""Code for copies of the fork server under test. It imports little, because fresh interpreters import it again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from braidrl.cluster.process import ProcessSpec
 
 
 def seen(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return what a copy finds: modules of the command, whether it holds its file and looks for garbage, and what its own copy finds."""
+    """Return the state of a copy: the command's modules, its open file, garbage collection, and the state of the copy's own copy."""
     files = [
         os.readlink(f"/proc/self/fd/{fd}")
         for fd in os.listdir("/proc/self/fd")

@@ -1,4 +1,4 @@
-"""Code of ranks in the tests of start and end; the task of each rank says what it does."""
+"""Code of ranks for the tests of start and end; each rank's task selects its behaviour."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from braidrl.observe.stalls import WORK
 
 
 def words(world: World, task: dict[str, Any]) -> dict[str, Any]:
-    """Every kind of meeting, with messages of different lengths."""
+    """Use every kind of collective with messages of different lengths."""
     gathered = [bytes(part).decode() for part in world.gather("words", b"x" * world.rank)]
     exchanged = [
         bytes(part).decode()
@@ -36,20 +36,20 @@ def devices(world: World, task: dict[str, Any]) -> list[str]:
 
 
 def limits(world: World, task: dict[str, Any]) -> list[float]:
-    """The time limit of every kind of group, in seconds."""
+    """Return the time limit of every kind of group, in seconds."""
     grid = mesh_of("cpu", (world.size, 1), ("data", "tensor"))
     groups = [world.group, subgroup(torch.arange(world.size)[None]), background_group(), *grid.get_all_groups()]
     return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups if group]
 
 
 def keys_of_strangers(world: World, task: dict[str, Any]) -> list[bool]:
-    """Return True if the store has keys under which ranks would meet without a secret."""
+    """Return True if ranks without a secret could meet under keys of the store."""
     store = connect_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), 10.0)
     return [store.check([f"{prefix}came/{world.rank}"]) for prefix in ("", "/worker/attempt_0/")]
 
 
 def lonely(arguments: dict[str, Any]) -> str:
-    """Joins a group to which one of the two others does not come."""
+    """Join a group that one of the other two ranks never joins."""
     store = dist.HashStore()
     store.set("came/2", "")
     try:
@@ -60,7 +60,7 @@ def lonely(arguments: dict[str, Any]) -> str:
 
 
 def echo(arguments: dict[str, Any]) -> Any:
-    """Ends as it is told."""
+    """End as the task says."""
     match arguments["how"]:
         case "refuse":
             raise UserError("write something else")
@@ -74,19 +74,19 @@ def echo(arguments: dict[str, Any]) -> Any:
             time.sleep(60)
         case "stall":
             stall_in_work()
-    # Semaphores with names have to be unlinked by someone when their process is killed; a library's locks have none.
+    # Named semaphores need another process to unlink them if their process is killed; a library's locks have no names.
     return {"told": arguments["how"], "lock": multiprocessing.RLock()._semlock.name}  # type: ignore[attr-defined]
 
 
 def stall_in_work() -> None:
-    """Does three pieces of work and hangs in the fourth."""
+    """Do three pieces of work and hang in the fourth."""
     for seconds in (0.0, 0.0, 0.0, 60.0):
         with WORK.on("score"):
             time.sleep(seconds)
 
 
 def left_alone(arguments: dict[str, Any]) -> None:
-    """Notes that the starter is gone."""
+    """Record that the starter has ended."""
     Path(arguments["path"]).write_text("alone")
 
 
@@ -96,7 +96,7 @@ def device_of_a_worker(arguments: dict[str, Any]) -> str:
 
 
 def failing(world: World, task: dict[str, Any]) -> None:
-    """One rank ends as the task says, the others wait for it."""
+    """End one rank as the task says, while the others wait for it."""
     world.at("step 3, reward.verify")
     Path(task["folder"], f"rank-{world.rank}").write_text(str(os.getpid()))
     world.gather("all ranks are here", b"")
@@ -118,7 +118,7 @@ def failing(world: World, task: dict[str, Any]) -> None:
 
 
 def waiting(world: World, task: dict[str, Any]) -> None:
-    """Waits in a meeting to which the last rank does not come, until it is ended."""
+    """Wait until terminated, in a collective that the last rank never joins."""
     Path(task["folder"], f"rank-{world.rank}").write_text(str(os.getpid()))
     if world.rank:
         time.sleep(60)

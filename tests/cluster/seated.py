@@ -1,4 +1,4 @@
-"""An actor that imports nothing of Braid's, so that it starts at once."""
+"""An actor that does not import Braid, so that it starts at once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 class Seated:
-    """Says where it sits."""
+    """Reports its process and its node."""
 
     def close(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Assignment of devices: every process has its own under every launcher, and too few are refused by name."""
+"""Every process gets its own devices under every launcher, and a shortage is refused with both numbers."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def seen_by(launcher: Any, pools: list[Pool]) -> list[str]:
             for number in range(pool.workers)
         ]
         for process in started:
-            assert launcher.answered([process], 100.0), "it said nothing"
+            assert launcher.answered([process], 100.0), "the process printed nothing"
         found = [process.outcome.result for process in started]
         for process in started:
             process.close()
@@ -143,7 +143,7 @@ def test_processes_of_this_machine_report_the_devices_that_they_were_given(
 
 
 def test_ranks_that_torchrun_starts_report_the_devices_that_they_take(tmp_path: Path) -> None:
-    """Each rank has an engine of two processes, where there are devices enough for that."""
+    """Each rank has an engine of two processes, if there are enough devices."""
     tables = {
         2: [Devices((0,), ((0,),)), Devices((1,), ((1,),))],
         4: [Devices((0, 1), ((1,),)), Devices((2, 3), ((3,),))],
@@ -172,7 +172,7 @@ def test_ranks_of_this_machine_report_the_devices_that_they_were_given(monkeypat
 
 @pytest.fixture
 def ray_devices(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], None]]:
-    """Leaves so many devices of the Ray cluster, which then says that it has no more."""
+    """Return a function that limits the devices of the Ray cluster."""
     import ray
 
     held: list[Any] = []
@@ -193,7 +193,7 @@ def ray_devices(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 def test_processes_on_ray_report_the_devices_that_they_were_given(
     ray_devices: Callable[[int], None], devices: int, pools: list[Pool], seen: list[str]
 ) -> None:
-    """Ray chooses which devices they are."""
+    """Ray chooses the devices."""
     ray_devices(devices)
     found = seen_by(RayLauncher(ClusterConfig(start_limit_s=100), "cuda"), pools)
     assert [len(own.split(",")) for own in found] == [len(own.split(",")) for own in seen]
@@ -202,7 +202,7 @@ def test_processes_on_ray_report_the_devices_that_they_were_given(
     assert [own == "" for own in found] == [own == "" for own in seen]
 
 
-def test_the_table_is_told_in_lines() -> None:
+def test_the_device_table_is_printed_in_lines() -> None:
     assert device_lines(assign_devices([ENGINES, Pool(("critic",), 1)], 6)) == [
         "actor-0: cuda:0", "actor-0, engine 0: cuda:1 cuda:2", "actor-0, engine 1: cuda:3 cuda:4", "critic-0: cuda:5",
     ]  # fmt: skip

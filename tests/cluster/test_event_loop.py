@@ -1,4 +1,4 @@
-"""Ctrl-C in an event loop: what is under way is cancelled, and nothing of it is reported with a traceback."""
+"""Ctrl-C in an event loop cancels the running tasks without a traceback."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def interrupted_rows(ended: list[int]) -> None:
             group.create_task(row(number))
 
 
-def test_tasks_end_before_the_interrupt_is_raised_and_none_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_tasks_end_silently_before_the_interrupt_is_raised(caplog: pytest.LogCaptureFixture) -> None:
     ended, before = list[int](), signal.getsignal(signal.SIGINT)
     with Runner() as runner, Interrupts().active():
         own = signal.getsignal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""The fork server that a command is copied into: what its copies have of the command, and what they do not."""
+"""Copies of a command's fork server share exactly the intended state with the command."""
 
 from __future__ import annotations
 
@@ -45,8 +45,12 @@ def test_copies_share_imports_but_not_open_files() -> None:
     made, names, copy = run()
     assert made and "the fork server" in names
     assert (copy["modules"], copy["holds"]) == (["told_apart", "json.tool"], False)
-    assert (copy["next"]["modules"], copy["next"]["holds"]) == ([], False), "its own server is a fresh interpreter"
-    assert copy["collects"] and copy["next"]["collects"], "a fresh server looks for no garbage, its copies do"
+    assert (copy["next"]["modules"], copy["next"]["holds"]) == ([], False), (
+        "the copy's own server is a fresh interpreter"
+    )
+    assert copy["collects"] and copy["next"]["collects"], (
+        "garbage collection is off in a fresh server and on in its copies"
+    )
 
 
 @pytest.mark.soak

@@ -1,4 +1,4 @@
-"""Processes of this machine, for every way of starting one: outcome, end, and end of their children."""
+"""Local processes report their outcome, end on request, and end their children, for every start method."""
 
 from __future__ import annotations
 

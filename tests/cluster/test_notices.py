@@ -1,4 +1,4 @@
-"""Notices between ranks: every rank reads every message once, in the same order, without waiting."""
+"""Every rank reads every notice once, in the same order, without waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placement by role: names and partitions, and what is refused before any worker starts."""
+"""Placement by role: pools get their names and partitions, and wrong placements are refused before any worker starts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def refused(placement: Any) -> str:
     return str(caught.value)
 
 
-def test_names_divide_the_roles_as_they_say() -> None:
+def test_placement_names_group_the_roles_as_documented() -> None:
     assert pools("colocate", 2) == [(ROLES, 2)]
     assert pools("standalone") == [(("actor",), 1), (("reference",), 1), (("critic",), 1)]
     assert pools("split", 4) == [(("actor",), 4), (("reference", "critic"), 4)]

@@ -30,7 +30,7 @@ run_ranks("tests.cluster.ranks:waiting", {"folder": sys.argv[1]}, 2, 200.0)
 
 @pytest.fixture(autouse=True)
 def no_port_is_left() -> Iterator[None]:
-    """Fails a test after which this process, or what it has started, listens on a port that it did not listen on before."""
+    """Fail a test after which this process, or a child of it, listens on a new port."""
     before = listening(family())
     yield
     assert listening(family()) <= before
@@ -106,9 +106,9 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path, number: signal.Signals) -
     launcher = subprocess.Popen([sys.executable, "-c", LAUNCH, str(tmp_path)], cwd=ROOT, stderr=subprocess.PIPE)
     wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
     opened = open_sockets(family(launcher.pid))
-    assert opened and {host for host, _ in opened} == {LOOPBACK}, "the store at which the ranks met"
+    assert opened and {host for host, _ in opened} == {LOOPBACK}, "the store of the rendezvous"
     sockets = listening(family(launcher.pid))
-    if number == signal.SIGKILL:  # One that is stopped at that moment ends too.
+    if number == signal.SIGKILL:  # A rank that is stopped at that moment ends too.
         os.kill(int(next(tmp_path.iterdir()).read_text()), signal.SIGSTOP)
     launcher.send_signal(number)
     _, words = launcher.communicate(timeout=200)
@@ -119,7 +119,7 @@ def test_no_rank_outlives_its_launcher(tmp_path: Path, number: signal.Signals) -
 
 
 def assert_gone(folder: Path) -> None:
-    """The processes whose numbers the ranks wrote down have ended."""
+    """Assert that the processes whose ids the ranks wrote have ended."""
     numbers = [int(path.read_text()) for path in folder.iterdir()]
     assert len(numbers) == 2
     wait_until(lambda: not any(running(number) for number in numbers))
@@ -135,5 +135,5 @@ def running(number: int) -> bool:
 def wait_until(true: Callable[[], bool], seconds: float = 200.0) -> None:
     deadline = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < deadline, "this did not happen in time"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Ray as a user meets it: a clear message if it is missing, real placement groups, and no remains."""
+"""Ray from a user's view: a clear message if it is missing, real placement groups, and no leftovers."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from tests.leftovers import listening
 from tests.tiny import Workshop, braid, wait_for_steps
 
 STARTED, ENDED = 400, 150
-"""Seconds for a cluster to start on a machine that has other work, and within which everything must be gone."""
+"""Time limit in seconds for a cluster to start, and to disappear, on a busy machine."""
 
 
-def test_without_ray_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_ray_is_reported_with_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "ray" else found(name))
     with pytest.raises(
@@ -35,12 +35,12 @@ def test_without_ray_a_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch
         import_ray()
 
 
-def test_each_pool_has_devices_of_its_own_which_it_gives_back(ray_cluster: None) -> None:
+def test_each_pool_has_its_own_devices_and_returns_them(ray_cluster: None) -> None:
     import ray
 
     cluster = RayCluster(ClusterConfig(start_limit_s=60), "cpu")
     free = settled(lambda: ray.available_resources().get("CPU"))
-    assert not cluster.started, "the cluster that is there was not used"
+    assert not cluster.started, "the running cluster was not used"
     pools = [Pool(("actor",), 2), Pool(("critic",), 1)]
     seats = cluster.reserve(pools)
     actors = [[cluster.start(Seated, seat) for seat in pool] for pool in seats]
@@ -49,7 +49,7 @@ def test_each_pool_has_devices_of_its_own_which_it_gives_back(ray_cluster: None)
     assert eventually(lambda: ray.available_resources().get("CPU") == free - 3)
     cluster.close()
     assert eventually(lambda: ray.available_resources().get("CPU") == free)
-    assert ray.is_initialized(), "a cluster that was there before goes on"
+    assert ray.is_initialized(), "a cluster that ran before keeps running"
 
 
 @pytest.mark.soak
@@ -60,12 +60,14 @@ def test_unresponsive_actor_is_named(ray_cluster: None) -> None:
     actor = cluster.start(Seated, cluster.reserve([Pool(("actor",), 1)])[0][0])
     cluster.names[actor._actor_id.hex()] = "actor rank 0"
     process = ray.get(actor.process.remote(), timeout=60)
-    assert os.getpriority(os.PRIO_PROCESS, process) == os.getpriority(os.PRIO_PROCESS, 0), "workers give way to others"
+    assert os.getpriority(os.PRIO_PROCESS, process) == os.getpriority(os.PRIO_PROCESS, 0), (
+        "workers run at a lower priority"
+    )
     for asked in [[actor], [actor], [], [], [actor], [actor], [actor]]:
         cluster.actors = asked
         time.sleep(1.1)
         cluster.look()
-        assert cluster.beats.silence(actor) < 2, "time without requests counts as silence"
+        assert cluster.beats.silence(actor) < 2, "time without requests triggers the watchdog"
     assert cluster.ready([actor.node.remote()], 60)
     os.kill(process, signal.SIGSTOP)
     try:
@@ -85,7 +87,7 @@ def test_more_workers_than_devices_are_refused_before_any_starts(ray_cluster: No
 
 @pytest.fixture
 def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A variable in the environment of every process that the test starts, by which they are found again."""
+    """Mark the environment of every process that the test starts, so that the test can find them."""
     name = f"BRAID_TEST_{uuid.uuid4().hex}"
     monkeypatch.setenv(name, "1")
     yield name
@@ -94,7 +96,7 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def marked(name: str) -> list[int]:
-    """Processes of which the environment has the mark, but for this one."""
+    """Return the other processes whose environment has the mark."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit() and int(folder.name) != os.getpid():
@@ -115,7 +117,7 @@ def eventually(what: Callable[[], bool]) -> bool:
 
 
 def settled(what: Callable[[], float | None], seconds: float = 1.0) -> float | None:
-    """Return a value once it has stayed the same for a while: Ray gives devices of ended actors back a moment later."""
+    """Return a value once it has been stable for a while; Ray frees devices of ended actors with a delay."""
     value, since = what(), time.monotonic()
     while time.monotonic() - since < seconds:
         time.sleep(0.1)
@@ -135,9 +137,9 @@ def worker_processes(name: str) -> list[int]:
 
 
 def assert_nothing_is_left(mark: str, sockets: set[int]) -> None:
-    """No process of those that were marked, nor any of the sockets that they have listened on."""
+    """Assert that no marked process is left, and none of the sockets that they listened on."""
     assert eventually(lambda: not marked(mark)), marked(mark)
-    # A process that ends gives back its environment, by which it is found, before its sockets.
+    # An ending process frees its environment, which identifies it, before its sockets.
     assert sockets and eventually(lambda: not sockets & listening())
 
 

@@ -1,4 +1,4 @@
-"""Ranks that Ray has placed do what ranks of this machine do, and leave as little behind."""
+"""Ranks placed by Ray behave like ranks of this machine, and leave as little behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def ray_ranks() -> RayLauncher:
     return RayLauncher(ClusterConfig(start_limit_s=120), "cpu")
 
 
-def test_ranks_on_ray_do_what_eager_does(workshop: Workshop, ray_cluster: None) -> None:
+def test_ranks_on_ray_give_the_result_of_eager(workshop: Workshop, ray_cluster: None) -> None:
     sections = {"dtype": "float64", "trainer": {"rows_per_update": 8, "checkpoint_every": 1}}
     ranks = {"runtime": "distributed", "workers": 2, "cluster": {"launcher": "ray"}}
     ours = train(parse_config(workshop.tree("ray", **sections, **ranks)))
@@ -41,7 +41,7 @@ def test_a_rank_that_fails_ends_all_and_devices_are_free_again(tmp_path: Path, r
     wait_until(lambda: ray.available_resources().get("CPU") == free)
 
 
-def test_ctrl_c_reaches_the_ranks_and_none_is_left(tmp_path: Path, ray_cluster: None) -> None:
+def test_ctrl_c_ends_all_ranks(tmp_path: Path, ray_cluster: None) -> None:
     def interrupt() -> None:
         wait_until(lambda: len(list(tmp_path.iterdir())) == 2)
         os.kill(os.getpid(), signal.SIGINT)

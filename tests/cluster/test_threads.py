@@ -1,4 +1,4 @@
-"""Number of threads per process, and their wait policy."""
+"""Each process gets its number of threads and a sleeping wait policy."""
 
 import os
 import subprocess
@@ -25,10 +25,10 @@ def test_threads_sleep_at_barriers_unless_user_sets_wait_policy(own: dict[str, s
     done = subprocess.run(
         [sys.executable, "-c", WAITS], capture_output=True, text=True, env={**rest, **own}, check=True
     )
-    assert done.stdout.split() == [policy, "False"], "torch reads it when it is loaded"
+    assert done.stdout.split() == [policy, "False"], "torch reads the variable when it is loaded"
 
 
-def test_processes_share_the_cores_unless_the_user_says_their_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_share_the_cores_unless_threads_are_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert default_threads(1) == usable_cores()
     assert default_threads(1000) == 1

@@ -1,4 +1,4 @@
-"""Layouts: numbers that multiply to the devices and divide the model, or one line that says which do not."""
+"""Layouts must multiply to the number of devices and divide the model; otherwise one line names the mismatch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_only_a_layout_without_sharding_is_replicated() -> None:
 
 
 @pytest.mark.parametrize("given", [{"tensor": 2, "data": 3}, {"tensor": 3}, {"data": 2}, {"sequence": 8}])
-def test_axes_with_another_product_than_the_devices_are_refused(given: dict[str, int]) -> None:
+def test_axes_whose_product_differs_from_the_devices_are_refused(given: dict[str, int]) -> None:
     with pytest.raises(UserError, match=r"roles.actor.layout: .* devices and there are 4; write numbers") as caught:
         ParallelLayout.model_validate(given).resolve(4, "roles.actor.layout")
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""Code that may synchronise host and device or use float64, each with its reason; anything else is an error."""
+"""Code that may synchronise host and device or use float64, each with its reason; all other places are errors."""
 
 from __future__ import annotations
 

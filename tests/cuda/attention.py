@@ -1,4 +1,4 @@
-"""Attention of packed sequences in plain products, for the CPU shadows of tensors that CUDA's kernel would have been given."""
+"""Attention of packed sequences as plain products, for the CPU shadows of tensors that CUDA's kernel would receive."""
 
 from __future__ import annotations
 

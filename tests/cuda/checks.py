@@ -1,7 +1,7 @@
-"""Runs with `device=cuda` where there is no CUDA; `test_without_cuda.py` starts pytest on this file with `device.cpp` preloaded.
+"""Runs with `device=cuda` on a machine without CUDA; `test_without_cuda.py` starts pytest on this file with `device.cpp` preloaded.
 
-A tensor on the wrong device, or an operation that CUDA does not have, ends a run; where the host waits, and where numbers are
-float64, is compared with `allowed.py` after each.
+A tensor on the wrong device, or an operation that CUDA lacks, ends a run. Places where the host waits, and places that use float64,
+are compared with `allowed.py` after each run.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-gc.disable()  # As in `conftest.py`, which is not loaded here: it would take a sixth of the time.
+gc.disable()  # As in `conftest.py`, which is not loaded here because it would take a sixth of the time.
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ from tests.recipes.test_training import SETTINGS, placed
 from tests.recipes.tiny import make_config, write_data, write_decoder, write_scorer, write_texts
 
 LATER = ("dr_grpo", "grpo", "maxrl", "ppo", "ppo_ptx", "reinforce_plus_plus", "rloo")
-"""Recipes that do on the device what others here do; they are for soak."""
+"""Recipes with the same device operations as others here; they run only as soak tests."""
 SEEN: dict[str, set[str]] = {"waits": set(), "doubles": set()}
 
 
@@ -63,7 +63,7 @@ def twin() -> Iterator[CudaTwin]:
 
 
 def check_places(twin: CudaTwin) -> None:
-    """Fails for a place that is not listed."""
+    """Fail for a place that is not listed."""
     SEEN["waits"] |= twin.waits.keys()
     SEEN["doubles"] |= twin.doubles.keys()
     waits = {place: how for place, how in twin.waits.items() if place not in WAITS}
@@ -73,7 +73,7 @@ def check_places(twin: CudaTwin) -> None:
 
 
 def run(folder: Path, output: Path, flow: str = "grpo", **changes: Any) -> dict[str, Any]:
-    """Train one step, unless said otherwise; the last line of its metrics."""
+    """Train one step by default; return the last line of metrics."""
     usual = {
         "device": "cuda", "dtype": "bfloat16", "output": str(output), "trainer__steps": 1, "trainer__prompts_per_step": 2,
         "rollout__max_response_tokens": 2, "rollout__compile": False, "trainer__checkpoint_async": True, "reward__processes": 0,
@@ -112,7 +112,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_a_run_with_its_settings_trains(name: str, folder: Path, tmp_path: Path, twin: CudaTwin) -> None:
     metrics = run(folder, tmp_path, **VARIANTS[name])
     gap = metrics["train/rollout_log_prob_gap"]
-    assert gap is None or gap < 0.05, "the engine computes what training does"
+    assert gap is None or gap < 0.05, "the engine's log-probs equal those of training"
     check_places(twin)
 
 
@@ -124,10 +124,10 @@ def test_numbers_are_those_of_the_cpu(folder: Path, tmp_path: Path, twin: CudaTw
         assert there[key] == pytest.approx(here[key], rel=1e-4, abs=1e-6), key
 
 
-def test_fused_layers_compute_what_torch_does(
+def test_fused_layers_match_torch(
     folder: Path, tmp_path: Path, twin: CudaTwin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their functions before they are compiled: Triton needs the device itself."""
+    """The functions before compilation: Triton needs the device itself."""
     settings = {"dtype": "float32", "algorithm": {"old": "recompute"}}
     plain = run(folder, tmp_path, **settings, name="plain")
     called: set[str] = set()
@@ -149,7 +149,7 @@ def test_fused_layers_compute_what_torch_does(
     check_places(twin)
 
 
-def test_a_run_goes_on_from_a_checkpoint(folder: Path, tmp_path: Path, twin: CudaTwin) -> None:
+def test_a_run_resumes_from_a_checkpoint(folder: Path, tmp_path: Path, twin: CudaTwin) -> None:
     settings: dict[str, Any] = {
         "device": "cuda", "dtype": "bfloat16", "output": str(tmp_path), "rollout__compile": False, "name": "run",
         "trainer__checkpoint_async": True, "trainer__prompts_per_step": 2,
@@ -208,7 +208,7 @@ def test_weight_update_uses_its_own_cuda_stream(twin: CudaTwin) -> None:
         file = writer.write(parts)
     came = dict(file.tensors())
     assert torch.equal(came["a"], weight) and torch.equal(came["b"], weight[:, 8:])
-    # The thread that writes waits for its copies into the file.
+    # The writer thread waits for its copies into the file.
     assert twin.waits.keys() <= {"weights/shard_index.py:WeightPart.put"}
 
 
@@ -224,7 +224,7 @@ def test_a_tensor_on_the_wrong_device_is_found(
 
 
 def waiting(step: Any) -> Any:
-    """A decode step that asks for a number of each of its own."""
+    """Run a decode step that needs a number of its own for each row."""
 
     def advance(self: Any, *drawn: Tensor) -> Tensor:
         assert self.drawn.sum().item() >= 0
@@ -274,8 +274,8 @@ def test_a_dtype_that_cuda_has_no_kernel_for_is_found(twin: CudaTwin) -> None:
         torch.nn.attention.varlen.varlen_attn(states_of, states_of, states_of, offsets, offsets, 4, 4)
 
 
-def test_every_place_that_is_allowed_is_one_that_there_is() -> None:
-    """Runs last: what no run has needed is not to be allowed."""
+def test_every_allowed_place_occurs_in_a_run() -> None:
+    """Check, as the last test, that every allowed place was needed by a run."""
     assert set(WAITS) - SEEN["waits"] == set()
     assert set(DOUBLES) - SEEN["doubles"] == set()
 

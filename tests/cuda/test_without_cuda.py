@@ -1,4 +1,4 @@
-"""CUDA's branches without CUDA: the runs of `checks.py` in a process whose torch has a device that is not there."""
+"""CUDA code paths without CUDA: the runs of `checks.py` in a process whose torch has a simulated device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOURCE = Path(__file__).parent / "device.cpp"
 
 @pytest.fixture(scope="module")
 def device(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The compiled `device.cpp`."""
+    """Return the compiled `device.cpp`."""
     if torch.version.cuda or sys.platform != "linux" or shutil.which("g++") is None:
         pytest.skip("needs torch for CPUs, Linux and g++")
     made, installed = tmp_path_factory.mktemp("device") / "device.so", Path(torch.__file__).parent
@@ -31,7 +31,7 @@ def device(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("which", ["not soak", "soak"])
-def test_runs_on_a_cuda_device_that_is_not_there(device: Path, which: str) -> None:
+def test_runs_pass_on_a_simulated_cuda_device(device: Path, which: str) -> None:
     unused = ["-p", "no:cacheprovider", "-p", "no:xdist", "--noconftest"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *unused, "-m", which, "tests/cuda/checks.py"],

@@ -1,9 +1,9 @@
-"""A CUDA device that is not there: torch's fake tensors say where a tensor lies, and a shadow on the CPU holds its numbers.
+"""A simulated CUDA device: torch's fake tensors know the device of each tensor, and a CPU shadow holds its numbers.
 
 an operation ──▶ FakeTensorMode: devices, shapes, dtypes       as on CUDA; a tensor on another device is an error
-             └─▶ the same operation on the shadows             so that whatever depends on numbers goes on as it would
+             └─▶ the same operation on the shadows             so that code that depends on numbers continues as it would
 
-What makes the host wait for the device, and what computes in float64, is noted by the place in Braid that asked for it.
+The mode records each place in Braid that makes the host wait for the device, or that computes in float64.
 `device.cpp` must have been preloaded, for autograd.
 """
 
@@ -41,7 +41,7 @@ KERNELS = {
     torch.ops.torch_attn._varlen_attn.default: varlen_forward,
     torch.ops.torch_attn._varlen_attn_backward.default: varlen_backward,
 }
-"""What is computed in place of an operation that CPUs do not have."""
+"""Replacements of operations that CPUs do not have."""
 
 
 def shadow(value: Any) -> Any:
@@ -61,7 +61,7 @@ def place() -> str:
 
 
 class CudaTwin(TorchDispatchMode):
-    """Under it `cuda` is a device like any other. `waits` and `doubles` are the places that made the host wait, or used float64."""
+    """A mode in which `cuda` is an ordinary device. `waits` and `doubles` hold the places that made the host wait or used float64."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class CudaTwin(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled here: dynamo need not be imported, which takes seconds."""
+        """Compile nothing: dynamo need not be imported, which takes seconds."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -113,7 +113,7 @@ class CudaTwin(TorchDispatchMode):
             self.operations.append(operation)
 
     def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Do the operation on the shadows."""
+        """Execute the operation on the shadows."""
         args, kwargs = tree_map(self._shadow, (args, kwargs))
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
@@ -135,7 +135,7 @@ class CudaTwin(TorchDispatchMode):
         self.waits.setdefault(place(), str(func))
 
     def _check(self, func: Any, args: Any) -> None:
-        """Refuse what CUDA's kernels do."""
+        """Raise for inputs that CUDA's kernels refuse."""
         if func in KERNELS and args[0].dtype not in HALF:
             raise RuntimeError(f"{func} takes half precision, not {args[0].dtype}")
         if func is aten.index.Tensor:
@@ -172,7 +172,7 @@ class CudaTwin(TorchDispatchMode):
 
 
 class _Graph:
-    """A recorded step: its operations once more, on the shadows that they touched."""
+    """A recorded step: it repeats its operations on the shadows that they touched."""
 
     def __init__(self) -> None:
         self.operations: list[tuple[Any, Any, Any, Any]] = []
@@ -188,7 +188,7 @@ class _Graph:
 
 @contextmanager
 def cuda_twin() -> Iterator[CudaTwin]:
-    """A mode in which Braid can be run with `device=cuda`; a stream is nothing, and a graph replays operations."""
+    """Return a mode in which Braid runs with `device=cuda`; streams do nothing, and graphs replay operations."""
     twin = CudaTwin()
 
     @contextmanager
@@ -219,7 +219,7 @@ def cuda_twin() -> Iterator[CudaTwin]:
     moved = PreTrainedModel.to
 
     def to(model: Any, *args: Any, **kwargs: Any) -> Any:
-        """A parameter becomes another object here, which it does not where CUDA is: tied ones are tied again."""
+        """A moved parameter becomes a new object here, unlike on CUDA, so tied parameters are tied again."""
         moved(model, *args, **kwargs).tie_weights()
         return model
 

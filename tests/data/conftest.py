@@ -1,4 +1,4 @@
-"""A byte-level tokenizer made on the spot, and data files written where a test asks for them."""
+"""A byte-level tokenizer made on the spot, and data files written where a test needs them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several readers of the same files, each in a thread of its own."""
+"""Several readers of the same files, one per thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from braidrl.data.prompts import LoadedSource, Readers
 
 
 def read_together(size: int, read: Callable[[Readers], LoadedSource]) -> list[LoadedSource]:
-    """What so many readers return, each in a thread of its own."""
+    """Return the results of several readers, one per thread."""
     said: list[Any] = [None] * size
     met = threading.Barrier(size)
 
@@ -20,7 +20,7 @@ def read_together(size: int, read: Callable[[Readers], LoadedSource]) -> list[Lo
         said[rank] = value
         met.wait(60)
         heard = list(said)
-        # Nobody speaks again before all have heard.
+        # No reader sends again before all have received.
         met.wait(60)
         return heard
 

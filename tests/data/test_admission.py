@@ -68,7 +68,7 @@ def test_responses_are_a_column_where_they_were_read(load: Load, plain_tokenizer
     assert rows["response"].values.dtype == torch.int64
 
 
-def test_ranks_that_admit_slices_have_together_what_one_admits(load: Load) -> None:
+def test_ranks_that_admit_slices_together_admit_the_whole_batch(load: Load) -> None:
     loader = PromptLoader([load(questions(9))], seed=1)
     slices = [as_rows(loader.peek(range(rank, 8, 2)), 3) for rank in (0, 1)]
     together, alone = Rows.cat(slices).ordered(), as_rows(loader.take(8), 3)
@@ -86,7 +86,7 @@ def test_evaluation_has_every_prompt_in_file_order(load: Load) -> None:
     assert eval_rows(source, 1, max_prompts=9, number=2).uids()[-1] == (2, 3, 0)
 
 
-def test_pretraining_text_belongs_to_the_row_and_none_repeats_within_an_epoch(load: Load) -> None:
+def test_pretraining_text_depends_on_the_row_and_never_repeats_within_an_epoch(load: Load) -> None:
     rows = as_rows(PromptLoader([load(questions(4))]).take(4), 2)
     texts = PromptLoader([load([{"text": f"text {i}"} for i in range(8)], prompt_field="text")], seed=9)
     joined = join_texts(rows, texts, 2)

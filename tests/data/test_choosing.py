@@ -1,4 +1,4 @@
-"""Which of a source's records are examples: files of each kind, folders, fields with values, and parts by number."""
+"""Selection of a source's records: files of each kind, folders, fields with values, and numbered parts."""
 
 from __future__ import annotations
 

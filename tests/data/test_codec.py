@@ -1,4 +1,4 @@
-"""What goes through the codec comes out the same, or an error says what is wrong."""
+"""Columns pass through the codec unchanged, or an error names the fault."""
 
 import threading
 import zlib
@@ -60,7 +60,7 @@ def tables(draw: st.DrawFn) -> Rows:
 
 
 def content(column: Column) -> Any:
-    """Everything in a column, by bits: a NaN equals itself."""
+    """Return a column's content bit by bit, so that a NaN equals itself."""
     if isinstance(column, Objects):
         return column.values
     if isinstance(column, Ragged):
@@ -106,7 +106,7 @@ def test_damaged_bytes_raise_or_give_rows_of_the_same_form(rows: Rows, data: st.
 
 
 @given(tables(), st.data())
-def test_truncated_bytes_raise(rows: Rows, data: st.DataObject) -> None:
+def test_truncated_codec_bytes_raise_an_error(rows: Rows, data: st.DataObject) -> None:
     buffer = join(encode(rows))
     with pytest.raises(CodecError):
         split(buffer[: data.draw(st.integers(0, len(buffer) - 1))])

@@ -1,4 +1,4 @@
-"""Data sets that many train on: rows of their published forms become examples, and those that cannot be are counted by reason."""
+"""Rows of popular data sets become examples, and rows that cannot are counted by reason."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], list[tuple[str, str]], dict[str, in
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_questions_with_answers(write_jsonl: Write, name: str) -> None:
+def test_questions_of_public_sets_get_their_expected_answers(write_jsonl: Write, name: str) -> None:
     records, expected, left_out = CASES[name]
     reading = Reading(SourceConfig(path=write_jsonl(records), convert=name))
     found = [(example.prompt, example.answer) for example in reading]
@@ -99,7 +99,7 @@ def test_questions_with_answers(write_jsonl: Write, name: str) -> None:
     assert dict(reading.left_out) == left_out
 
 
-def test_a_converted_answer_is_what_its_verifier_compares_with_and_the_solution_can_be_trained_on(
+def test_converted_examples_have_the_verifiers_answer_and_a_trainable_solution(
     write_jsonl: Write,
 ) -> None:
     path = write_jsonl(CASES["gsm8k"][0][:1])
@@ -142,7 +142,7 @@ def test_every_known_data_set_has_a_conversion() -> None:
     assert {known.convert for known in KNOWN.values()} == set(CONVERSIONS)
 
 
-def test_a_function_of_a_users_own_makes_examples_or_says_why_not(write_jsonl: Write, tmp_path: Path) -> None:
+def test_a_users_conversion_returns_an_example_or_a_reason(write_jsonl: Write, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "def doubled(record):\n"
         "    if record['n'] % 2:\n"

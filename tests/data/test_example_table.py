@@ -1,4 +1,4 @@
-"""Sources larger than memory: the same examples in the same order as from memory, read once, found again, and refused alike."""
+"""Sources larger than memory give the same examples in the same order as from memory; they are read once and cached."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RECORDS = [{"prompt": "x" * (i % 7 + 1), "answer": i, "response": str(i), "level
 
 
 def config(path: Path, cache: Path, **settings: Any) -> DataConfig:
-    """A source that is kept in a cache."""
+    """Return a source that is kept in a cache."""
     return DataConfig(
         train=[SourceConfig(path=path)],
         max_prompt_tokens=5,
@@ -75,7 +75,7 @@ def test_a_temporary_table_is_removed_after_the_run(write_jsonl: Write, plain_to
 
 
 def load_in_child(path: Path, tokenizer: Any, kept: Any) -> None:
-    """Load a source in a process that multiprocessing has started, and say where its table is."""
+    """Load a source in a process started by multiprocessing, and return the path of its table."""
     (source,) = load_train(DataConfig(train=[SourceConfig(path=path)]), tokenizer)
     kept.send(source.kept)
     if kept.recv() == "die":
@@ -107,7 +107,7 @@ def test_pairs_and_the_first_example_without_an_answer_are_known(write_jsonl: Wr
     assert set(rows_of(source)["response"].lengths[::2].tolist()) == {5}
 
 
-def test_a_table_is_written_once_and_again_when_the_file_or_a_setting_is_another(
+def test_a_table_is_rewritten_only_when_its_file_or_settings_change(
     write_jsonl: Write, plain_tokenizer: Any, chat_tokenizer: Any, tmp_path: Path
 ) -> None:
     path, cache = write_jsonl(RECORDS), tmp_path / "cache"
@@ -187,7 +187,7 @@ def test_a_large_order_visits_no_example_twice(size: int, epoch: int, data: st.D
     assert found != [shuffled(0, 0, epoch + 1, size, place) for place in range(start, start + 2000)]
 
 
-def test_a_large_order_is_a_permutation_without_an_order_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_order_is_a_permutation_without_visible_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("braidrl.data.loader.LARGE", 10)
     for size in (11, 100, 1024, 1025, 5000):
         assert sorted(shuffled(1, 0, 0, size, place) for place in range(size)) == list(range(size))

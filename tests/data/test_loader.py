@@ -20,7 +20,7 @@ Make = Callable[..., LoadedSource]
 
 @pytest.fixture(scope="session")
 def make(plain_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Make:
-    """Makes a source of the prompts "0", "1", ..."""
+    """Return a function that makes a source of the prompts "0", "1", ..."""
     folder = tmp_path_factory.mktemp("numbers")
 
     def source(size: int, weight: float = 1.0) -> LoadedSource:

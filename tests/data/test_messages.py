@@ -1,4 +1,4 @@
-"""Messages arrive as they were sent, of the type that the reader names."""
+"""Messages arrive unchanged, with the type that the reader names."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ def test_a_message_of_another_type_is_refused(sent: object) -> None:
         unpack_message(pack_message(sent), Place)
 
 
-def test_bytes_that_are_no_message_are_refused() -> None:
+def test_invalid_message_bytes_are_refused() -> None:
     with pytest.raises(ValueError):
         unpack_message(b"\xc1")

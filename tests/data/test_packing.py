@@ -1,4 +1,4 @@
-"""Micro-batches hold whole rows within the limit, equally many on every rank."""
+"""Micro-batches hold whole rows within the limit, and every rank has the same number of micro-batches."""
 
 import random
 import time

@@ -17,9 +17,7 @@ def sums(costs: list[int], parts: list[list[int]]) -> list[int]:
 
 
 @given(costs_lists, st.integers(1, 20), st.booleans())
-def test_each_item_is_in_one_part_and_parts_differ_by_at_most_the_largest_or_in_number_by_one(
-    costs: list[int], count: int, equal_size: bool
-) -> None:
+def test_parts_hold_every_item_once_and_are_balanced(costs: list[int], count: int, equal_size: bool) -> None:
     parts = balanced_partition(costs, count, equal_size=equal_size)
     assert len(parts) == count
     assert sorted(i for part in parts for i in part) == list(range(len(costs)))
@@ -47,7 +45,7 @@ def test_scaled_costs_and_a_repetition_give_the_same_parts(costs: list[int], cou
     assert parts == balanced_partition(list(costs), count) == balanced_partition([3 * c for c in costs], count)
 
 
-def test_the_textbook_example_is_divided_as_published() -> None:
+def test_the_textbook_example_is_partitioned_as_published() -> None:
     # Karmarkar and Karp's method divides 8, 7, 6, 5, 4 into 16 and 14.
     assert sorted(sums([8, 7, 6, 5, 4], balanced_partition([8, 7, 6, 5, 4], 2))) == [14, 16]
 
@@ -75,7 +73,7 @@ def test_negative_costs_and_no_parts_are_refused() -> None:
 
 
 @given(st.integers(0, 12), st.integers(1, 4), st.integers(1, 5))
-def test_in_turn_every_part_begins_with_the_first_groups_and_none_has_much_more(
+def test_partition_in_turn_starts_every_part_with_early_groups_and_stays_balanced(
     count: int, samples: int, parts: int
 ) -> None:
     groups = [10 + group for group in range(count) for _ in range(samples)]

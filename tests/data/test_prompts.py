@@ -26,7 +26,7 @@ def test_prompts_that_are_too_long_are_dropped_and_counted(write_jsonl: Write, p
     assert source.report() == f"{path}: 5 prompts, 2 dropped as longer than data.max_prompt_tokens"
 
 
-def test_a_file_of_which_nothing_is_left_is_an_error(write_jsonl: Write, plain_tokenizer: Any) -> None:
+def test_a_file_without_any_remaining_example_is_refused(write_jsonl: Write, plain_tokenizer: Any) -> None:
     path = write_jsonl([{"prompt": "x" * length} for length in (30, 20)])
     with pytest.raises(UserError) as caught:
         load_source(SourceConfig(path=path), Loading(PromptTemplate(plain_tokenizer), 16))

@@ -92,7 +92,7 @@ def test_empty_lines_and_a_byte_order_mark_are_skipped_but_counted(tmp_path: Pat
         ("null", 'holds null; write a JSON object, as in {"prompt": "1+1="}'),
     ],
 )
-def test_a_line_that_is_no_object_is_named(tmp_path: Path, second_line: str, expected: str) -> None:
+def test_a_line_that_is_not_a_json_object_is_named(tmp_path: Path, second_line: str, expected: str) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"prompt": "a"}\n' + second_line + "\n")
     assert fault(SourceConfig(path=path)) == f"{path}, line 2 {expected}"
@@ -156,7 +156,7 @@ def test_parquet_faults_name_the_row(tmp_path: Path) -> None:
     assert fault(SourceConfig(path=path)).startswith(f"{path}, row 1501: no field 'prompt' for the prompt.")
 
 
-def test_parquet_columns_that_are_no_json_values_become_text_or_are_left_out(tmp_path: Path) -> None:
+def test_parquet_columns_without_a_json_form_become_text_or_are_dropped(tmp_path: Path) -> None:
     about = {"day": datetime.date(2024, 1, 2), "price": Decimal("1.50"), "inner": [float("nan")], "deep": {"raw": b"x"}}
     path = write_parquet(tmp_path / "a.parquet", [{"prompt": "a", "image": b"x", **about}])
     reading = Reading(SourceConfig(path=path))

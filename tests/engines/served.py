@@ -1,4 +1,4 @@
-"""Engines in processes of their own, for tests: made once, used by many."""
+"""Engines in separate processes, for tests: made once and used by many."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from tests.engines.tiny import SIZES, make_tokenizer, training_log_probs
 from tests.tiny import ROOT
 
 T = TypeVar("T")
-# The long rows are still under way when a pause or new weights come, also where a machine is busy. Engines that take milliseconds for a
-# step, vLLM and those of several processes, are as long at fewer.
+# The long rows must still be running when a pause or new weights arrive, even on a busy machine. Engines whose steps take
+# milliseconds (vLLM, several processes) run as long with fewer tokens.
 LIMIT, LONG, LONG_OF_SLOW = 650, 600, 200
-# The narrowest heads that vLLM computes with on a CPU; tied, so that an update has to bring the output layer by its name too.
+# The narrowest heads that vLLM supports on a CPU. Tied, so that an update must also name the output layer.
 CONFIG = Qwen3Config(**(SIZES | {"max_position_embeddings": 1024}), head_dim=32, tie_word_embeddings=True)
 
 
@@ -46,7 +46,7 @@ def write_served_model(folder: Path) -> Path:
 
 
 def spec(kind: str, model: Path, tensor: int = 1, reproducible: bool = True, **options: Any) -> EngineSpec:
-    """`tensor-parallel` is the embedded engine divided between two processes."""
+    """`tensor-parallel` is the embedded engine sharded over two processes."""
     divided = kind == "tensor-parallel"
     return EngineSpec(
         "embedded" if divided else kind, str(model), slots=16, max_sequence_tokens=LIMIT, tensor=2 if divided else tensor,
@@ -55,7 +55,7 @@ def spec(kind: str, model: Path, tensor: int = 1, reproducible: bool = True, **o
 
 
 def other_weights() -> ModelWeights:
-    """Weights that draw other tokens than those of `served_model`."""
+    """Return weights that sample other tokens than those of `served_model`."""
     changed = served_model()
     with torch.no_grad():
         changed.model.embed_tokens.weight.mul_(-1)
@@ -88,12 +88,12 @@ async def largest_gap(engine: Engine, wanted: Sequence[Request], updates: int = 
             assert set(response.versions.tolist()) == {version}
         drawn.add(tuple(finished[0].tokens.tolist()))
     print(f"largest gap: {largest:.1e} nats")
-    assert len(drawn) > 1, "weights that change draw other tokens"
+    assert len(drawn) > 1, "new weights sample other tokens"
     return largest
 
 
 def vllm_python() -> Path | None:
-    """The interpreter that has vLLM: this one, or that of `make vllm`. Skips the test where there is none."""
+    """Return an interpreter that has vLLM: this one, or that of `make vllm`. Skip the test if there is none."""
     if importlib.util.find_spec("vllm") is not None:
         return None
     python = ROOT / "build" / "vllm-venv" / "bin" / "python"
@@ -103,7 +103,7 @@ def vllm_python() -> Path | None:
 
 
 class Served:
-    """Processes of one kind of engine, and the loop that they belong to."""
+    """Processes of one kind of engine, and their event loop."""
 
     def __init__(self, kind: str, model: Path, count: int = 1, limit_s: float = 120.0, **options: Any) -> None:
         self.runner = asyncio.Runner()

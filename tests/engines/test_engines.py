@@ -1,4 +1,4 @@
-"""Every engine passes the contract; rows survive engines that die, and replicas draw what one engine draws."""
+"""Every engine passes the contract; rows survive the death of engines, and replicas sample the same tokens as one engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIMIT = 128
 
 
 def replica(slots: int = 16) -> EngineReplica:
-    """Make an engine with a module of its own, so that weights can change."""
+    """Return an engine with its own module, so that weights can change."""
     return EngineReplica(EmbeddedEngine(deepcopy(MODEL), TOKENIZER, slots, LIMIT))
 
 
@@ -78,7 +78,7 @@ def test_four_replicas_draw_the_tokens_of_one_in_any_order() -> None:
 
 
 def break_after(dying: EngineReplica, steps: int) -> None:
-    """Lets the engine's forward pass raise once, after so many of them."""
+    """Makes the engine's forward pass raise once, after a number of passes."""
     left = [steps]
 
     def forward(*_: object) -> None:
@@ -143,7 +143,7 @@ def test_a_dead_engine_recovers_with_the_weights_that_it_missed() -> None:
     assert recovered == other
 
 
-def test_without_a_living_engine_those_who_wait_are_told_why() -> None:
+def test_pending_calls_fail_with_the_reason_when_no_engine_is_left() -> None:
     async def run() -> None:
         dying = replica()
         break_after(dying, 1)

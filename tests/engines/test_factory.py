@@ -1,4 +1,4 @@
-"""Runs whose engines are processes of their own: the same rows, the trainer's weights after every step, and an end when these part."""
+"""Runs with engines in separate processes: the same rows, the trainer's weights after every step, and an error if weights diverge."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def gaps_of(run: Path, steps: int) -> list[float]:
         pytest.param("hybrid", 1, {"check_weights": True}, marks=pytest.mark.soak),
     ],
 )
-def test_engines_in_processes_train_what_the_trainers_own_engine_trains(
+def test_engine_processes_give_the_result_of_the_trainers_own_engine(
     workshop: Workshop, warm_cluster: WarmCluster, runtime: str, processes: int, weights: dict[str, Any]
 ) -> None:
     alone = workshop.run("alone", trainer=TRAINER)
@@ -59,7 +59,7 @@ def test_engines_in_processes_train_what_the_trainers_own_engine_trains(
     assert all(line[GAP] < 1e-5 for line in read_metrics(served))
 
 
-def test_an_engine_that_two_processes_divide_trains_what_one_does(workshop: Workshop) -> None:
+def test_a_sharded_engine_gives_the_result_of_one_process(workshop: Workshop) -> None:
     settings: dict[str, Any] = {"trainer": TRAINER, "algorithm": {"old": "recompute"}}
     whole = workshop.run("whole", **settings, rollout={"engines": 1})
     divided = workshop.run("divided", **settings, rollout={"engines": 1, "tensor": 2, "check_weights": True})
@@ -76,7 +76,7 @@ def test_a_vllm_run_has_the_trainers_log_probs_and_sleeps_between_steps(
 ) -> None:
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     torch.manual_seed(0)
-    # the narrowest heads that vLLM computes with on a CPU
+    # The narrowest heads that vLLM supports on a CPU.
     config = Qwen3Config(**SIZES, head_dim=32, tie_word_embeddings=True)
     AutoModelForCausalLM.from_config(config).save_pretrained(workshop.folder / "wide")
     TOKENIZER.save_pretrained(workshop.folder / "wide")
@@ -92,18 +92,20 @@ def test_a_vllm_run_has_the_trainers_log_probs_and_sleeps_between_steps(
     assert all(line["actor/grad_norm"] > 0 for line in lines)
     assert max(gaps_of(run, 3)) < 1e-5
     assert [recorded(run, step)["version"].unique().tolist() for step in (1, 2, 3)] == [[0], [1], [2]]
-    # vLLM's own words: asleep once rows are generated, its weights awake for the next ones, its caches for the next rows.
+    # vLLM's own calls: sleep after generation, wake weights for the next rows, wake caches for the next rows.
     waking = re.findall(r"seconds to (fall asleep|wake up tags \['weights'\]|wake up tags \['kv_cache'\])", said)
     step = ["fall asleep", "wake up tags ['weights']", "wake up tags ['kv_cache']"]
     assert waking == (3 * step)[:-1]
-    assert tokens_of(run, 1) == tokens_of(workshop.run("embedded", **settings), 1), "the row decides, not the engine"
+    assert tokens_of(run, 1) == tokens_of(workshop.run("embedded", **settings), 1), (
+        "sampling depends on the row, not on the engine"
+    )
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_a_run_ends_with_an_explanation_when_weights_do_not_arrive(
     workshop: Workshop, monkeypatch: pytest.MonkeyPatch, staleness: int
 ) -> None:
-    """Also where the configuration would allow stale rows, and the runtime makes none."""
+    """Even where the configuration would allow stale rows, because this runtime produces none."""
     monkeypatch.setattr(EngineService, "publish", lambda service, version, source: None)
     trainer = {"steps": 4, "learning_rate": 3e-2, "max_staleness": staleness}
     with pytest.raises(
@@ -182,7 +184,7 @@ def test_what_cannot_be_is_refused_before_a_model_loads(
         workshop.run("refused", **settings)
 
 
-def test_vllms_own_words_for_an_engines_shape_are_that_shape() -> None:
+def test_vllms_own_shape_settings_equal_braids_keys() -> None:
     own = {"tensor_parallel_size": 2, "pipeline_parallel_size": 3, "gpu_memory_utilization": 0.5}
     taken = RolloutConfig(engine="vllm", vllm=own)
     assert (taken.tensor, taken.pipeline, taken.vllm) == (2, 3, {"gpu_memory_utilization": 0.5})

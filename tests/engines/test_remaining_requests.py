@@ -1,4 +1,4 @@
-"""Rows that end early go on as if they had not."""
+"""Interrupted rows resume as if they had not been interrupted."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_aborted_and_continued_rows_equal_those_of_an_undisturbed_run() -> None:
         torch.testing.assert_close(row.log_probs, expected, rtol=0, atol=1e-5)
 
 
-def test_what_is_complete_or_of_another_row_is_not_continued() -> None:
+def test_complete_responses_and_responses_of_other_rows_are_not_continued() -> None:
     request, other = make_requests(1, 2, SamplingParams(max_tokens=3))
     tokens = torch.tensor([1, 2])
     aborted = Response(request.uid, tokens, -torch.ones(2), FinishReason.ABORT, torch.zeros(2, dtype=torch.int64))

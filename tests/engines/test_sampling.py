@@ -1,4 +1,4 @@
-"""Tokens come as often as the model says, with and without cuts, in every dtype; log-probs know of no cut."""
+"""Tokens have the model's frequencies, with and without cuts, in every dtype; log-probs ignore the cuts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def per_row(value: float, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def assert_frequencies_match(tokens: Tensor, probabilities: Tensor) -> None:
-    """Pearson's chi-square over the tokens that are expected at least 5 times, the others together."""
+    """Return Pearson's chi-square over the tokens that are expected at least 5 times, with the others pooled."""
     expected = probabilities.double() * len(tokens)
     counts = tokens.bincount(minlength=len(probabilities)).double()
     assert not counts[probabilities == 0].any()
@@ -33,12 +33,12 @@ def assert_frequencies_match(tokens: Tensor, probabilities: Tensor) -> None:
     counts = torch.cat([counts[common], counts[~common].sum()[None]])
     terms = (counts - expected) ** 2 / expected.clamp(min=1e-300)
     freedom = int(common.sum())
-    # mean `freedom`, standard deviation sqrt(2 freedom): five of them
+    # Mean `freedom`, standard deviation sqrt(2 freedom): a bound of five standard deviations.
     assert terms[expected > 0].sum() < freedom + 5 * (2 * freedom) ** 0.5 + 5
 
 
 def reference(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """Probabilities (V,) by transformers' own cuts."""
+    """Return probabilities (V,) after transformers' own cuts."""
     scores = logits[None].double() / temperature
     if top_k:
         scores = TopKLogitsWarper(top_k)(NO_IDS, scores)
@@ -53,13 +53,13 @@ CASES = [
     for dtype in (torch.float64, torch.float32, torch.bfloat16)
     for vocabulary in (12, 8 * BLOCK, 8 * BLOCK + 37)
     for cut in CUTS
-    # among so many logits bfloat16 has ties, which a cut here keeps or drops together and transformers one by one
+    # bfloat16 has ties among so many logits; the cuts here keep or drop ties together, transformers' cuts do not.
     if dtype != torch.bfloat16 or vocabulary == 12 or cut == (0, 1.0)
 ]
 
 
 @pytest.mark.parametrize(("dtype", "vocabulary", "top_k", "top_p"), CASES)
-def test_sampled_tokens_are_as_frequent_as_the_model_says(
+def test_sampled_tokens_have_the_models_frequencies(
     dtype: torch.dtype, vocabulary: int, top_k: int, top_p: float
 ) -> None:
     torch.manual_seed(vocabulary)
@@ -78,7 +78,7 @@ def test_sampled_tokens_are_as_frequent_as_the_model_says(
     torch.testing.assert_close(log_probs, expected, rtol=0, atol=1e-5)
 
 
-def test_each_row_has_its_own_temperature_cuts_and_greed() -> None:
+def test_each_row_has_its_own_temperature_and_cuts_and_may_be_greedy() -> None:
     torch.manual_seed(0)
     logits = torch.randn(6, 50)
     choice = BatchSampling(
@@ -113,16 +113,16 @@ def test_no_token_without_weight_is_ever_drawn(weights: list[float], part: float
     assert row[0, token] > 0
 
 
-def test_a_flat_tail_is_drawn_as_often_as_its_weight_says() -> None:
+def test_a_flat_tail_is_sampled_by_its_weight() -> None:
     weights = torch.full((1, 40_064), 1e-8)
     weights[0, 0] = 1.0
-    # the tail holds 0.0004 of the total, half of the stretch looked at
+    # The tail holds 0.0004 of the total, half of the examined range.
     drawn = inverse_cdf(weights.expand(500, -1), 0.9992 + uniform(0, torch.arange(500)) * 0.0008)
     assert 0.4 < (drawn > 0).double().mean() < 0.6
     assert len(drawn.unique()) > 200
 
 
-def test_the_engines_first_tokens_are_as_frequent_as_the_model_says() -> None:
+def test_the_engines_first_tokens_have_the_models_frequencies() -> None:
     model = make_model()
     prompt = torch.tensor([5, 99, 31])
     requests = [

@@ -1,4 +1,4 @@
-"""Engines in processes of their own, alone, in twos and vLLM: the contract, weight updates, and what happens when one is killed."""
+"""Engines in separate processes (single, sharded, vLLM): the contract, weight updates, and the death of an engine."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_log_probs_after_each_of_20_updates_are_those_of_the_trainer(served: Ser
     assert served.run(largest_gap(served.engine, requests(subject(served), 4), offered=True)) < 1e-5
 
 
-def test_who_waits_for_a_killed_process_is_told(served: Served) -> None:
+def test_a_call_waiting_for_a_killed_process_fails(served: Served) -> None:
     engine, (request, *_) = served.engine, requests(subject(served), 1)
     assert engine.pid is not None
     os.kill(engine.pid, signal.SIGKILL)
@@ -110,7 +110,7 @@ def test_rows_of_a_killed_process_move_and_it_recovers_with_current_weights(
             os.kill(dying.pid, signal.SIGKILL)
 
     finished = service.generate(wanted[::-1], kill)
-    assert sorted(answered) == [row.uid for row in wanted], "every row once"
+    assert sorted(answered) == [row.uid for row in wanted], "every row exactly once"
     assert [row.uid for row in finished] == [row.uid for row in wanted[::-1]]
     assert {row.uid: row.tokens.tolist() for row in finished} == expected
     assert service.run(lambda router: router.recover()) == 4 and service.router.alive == count
@@ -128,7 +128,7 @@ def in_training(asked: Sequence[Request], finished: Sequence[Response]) -> list[
 
 
 def all_alone(wanted: Sequence[Request]) -> dict[Uid, list[int]]:
-    """The tokens that one engine of this process draws."""
+    """Return the tokens that one engine in this process samples."""
     engine = EmbeddedEngine(MODEL, make_tokenizer(), 16, LIMIT)
     return {row.uid: row.tokens.tolist() for row in engine.generate(wanted)}
 

@@ -25,7 +25,7 @@ from braidrl.errors import UserError
 
 
 async def arrived(*messages: object, type: object) -> list[object]:
-    """Return what a reader gets of messages, until the writer is gone."""
+    """Return the messages that a reader gets until the writer has ended."""
     reader = asyncio.StreamReader()
     for message in messages:
         reader.feed_data(framed(message))

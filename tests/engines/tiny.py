@@ -47,7 +47,7 @@ def make_model(name: str = "qwen3", dtype: torch.dtype = torch.float32) -> PreTr
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Each byte is a token, so that a letter such as é takes two."""
+    """Return a tokenizer whose tokens are bytes, so that a letter such as é takes two tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -59,7 +59,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 def make_requests(
     groups: int, samples: int, sampling: SamplingParams, shortest: int = 1, apart: int = 3
 ) -> list[Request]:
-    """Groups of rows with one prompt each, of `shortest`, `shortest` + `apart`, ... tokens."""
+    """Return groups of rows with one prompt each, of `shortest`, `shortest` + `apart`, ... tokens."""
     generator = torch.Generator().manual_seed(1)
     requests = []
     for group in range(groups):

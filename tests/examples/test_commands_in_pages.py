@@ -1,4 +1,4 @@
-"""What the pages tell a reader to type exists: commands with their flags, and keys of the configuration with values that they take."""
+"""Everything that the pages tell a reader to type exists: commands with their flags, and configuration keys with valid values."""
 
 from __future__ import annotations
 
@@ -25,18 +25,20 @@ COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 SECTIONS = "algorithm|data|reward|rollout|trainer|evaluation|roles|cluster|streaming"
 KEY = re.compile(rf"(?<![\w.:/-])(?:{SECTIONS})(?:\.\w+)+(?![\w(:/]|\.\w)(?<!\.py)(?<!\.md)(?<!\.yaml)")
 OF_NAMES = ("streaming.workers.", "rollout.vllm.")
-"""Sections whose names may have dots, or that are of others."""
+"""Sections whose names may have dots, or whose names come from other libraries."""
 STAGES = {"reward.score", "data.join", "algorithm.scale", "trainer.stepz"}
-"""Stages of flows that are called as keys might be, a setting of a recipe that a page writes, and a mistake."""
+"""Calls of flow stages that look like keys, a recipe's setting that a page writes, and a deliberate mistake."""
 MISTAKE = "trainer.stepz=3"
-"""Shown with the line that it ends in."""
+"""Shown together with their error message."""
 
 
 def code(page: Path) -> Iterator[str]:
-    """What a page shows as code: lines that are indented or in fences, and words between backticks."""
+    """Return the code on a page: indented or fenced lines, and words in backticks."""
     text = page.read_text()
     if page.name.startswith("coming-from"):
-        text = re.sub(r"^\| .*? \|", "|", text, flags=re.MULTILINE)  # the first column has the keys of others
+        text = re.sub(
+            r"^\| .*? \|", "|", text, flags=re.MULTILINE
+        )  # The first column has the keys of other frameworks.
     for block in re.findall(r"```\w*\n(.*?)```", text, re.DOTALL):
         yield from block.splitlines()
     text = re.sub(r"```\w*\n.*?```", "", text, flags=re.DOTALL)
@@ -45,7 +47,7 @@ def code(page: Path) -> Iterator[str]:
 
 
 def commands(page: Path) -> Iterator[list[str]]:
-    """The words after `braid` in each command that a page shows."""
+    """Return the words after `braid` in each command on a page."""
     for line in code(page):
         for command in re.findall(r"(?:^|[$ ])braid ([a-z]+\b[^|&;#]*)", line):
             try:
@@ -55,7 +57,7 @@ def commands(page: Path) -> Iterator[list[str]]:
 
 
 def fields(section: object) -> dict[str, object]:
-    """The keys of a section of the configuration; of a mapping by names of the reader's own, `*`."""
+    """Return the keys of a section of the configuration; `*` stands for names that the reader chooses."""
     if isinstance(section, type) and issubclass(section, BaseModel):
         return {name: field.annotation for name, field in section.model_fields.items()}
     if getattr(section, "__origin__", None) is dict:
@@ -64,7 +66,7 @@ def fields(section: object) -> dict[str, object]:
 
 
 def known(key: str) -> bool:
-    """Whether the configuration has a key."""
+    """Return whether the configuration has a key."""
     first, *rest = key.split(".")
     if rest and rest[0].isupper():
         return True
@@ -103,7 +105,7 @@ def test_commands_flags_and_keys_of_a_page_exist(page: Path) -> None:
 
 
 def refusal(override: str) -> str | None:
-    """What a configuration says to `key=value`; nothing of a value that stands for one of the reader's."""
+    """Return the configuration's refusal of `key=value`, or nothing for a placeholder."""
     key, _, value = override.partition("=")
     if not known(key):
         return f"no key {key}"

@@ -1,4 +1,4 @@
-"""The documentation says what the code does."""
+"""The documentation matches the code."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.glob("*.md")), *sorted((ROOT /
 
 
 @pytest.mark.parametrize("name", ["write_configuration", "write_catalogue", "write_families"])
-def test_a_page_made_from_the_code_is_what_its_script_writes(name: str) -> None:
+def test_a_generated_page_equals_its_scripts_output(name: str) -> None:
     script = load_module(DOCS / f"{name}.py")
     assert script.PAGE.read_text() == script.page(), f"run: python docs/{name}.py"
 
@@ -64,7 +64,7 @@ def test_the_page_of_recorded_rollouts_has_every_column_and_finish_reason(worksh
     assert all(f"| {reason.value} | `{reason.name}` |" in page for reason in FinishReason)
 
 
-def test_the_readmes_install_has_what_its_runtimes_and_data_need() -> None:
+def test_the_readmes_install_covers_its_runtimes_and_data() -> None:
     (extras,) = re.findall(r"pip install -c constraints.txt -e '\.\[(.*?)\]'", (ROOT / "README.md").read_text())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     asked = [package for extra in extras.split(",") for package in project["optional-dependencies"][extra]]
@@ -96,12 +96,12 @@ def test_the_flow_that_the_readme_shows_is_the_recipe() -> None:
     assert flow.edges == recipe.edges
     for mine, theirs in zip(flow.stages[:-1], recipe.stages[:-1], strict=True):
         assert mine == theirs
-    # The recipe spells out that there is no dual clip.
+    # The recipe states explicitly that there is no dual clip.
     assert {**flow.stages[-1].params["loss"], "dual": None} == recipe.stages[-1].params["loss"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_every_link_of_the_pages_has_a_target(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), target

@@ -1,4 +1,4 @@
-"""The examples with environments train, and on each row of each step the engine's log-probs are those of training."""
+"""The examples with environments train, and in each row of each step the engine's log-probs equal those of training."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ FILES = {
     "outside_agent": ("train.jsonl", "held_out.jsonl", "held_out", "untrained"),
     "summaries": ("train.jsonl", "held_out.jsonl", "held_out", "untrained"),
 }
-"""Training data, held-out data, its name, and the model that `prepare` writes."""
+"""Return training data, held-out data, its name, and the model that `prepare` writes."""
 
 
 def two_steps(name: str, folder: Path) -> list[Rows]:
-    """The rows of two steps of an example, made small; log-probs are recomputed because a batch is two updates."""
+    """Return the rows of two steps of a small version of an example; log-probs are recomputed because a batch is two updates."""
     importlib.import_module(f"examples.{name}.demo").prepare(folder, seed=1)
     data, held_out, label, model = FILES[name]
     config = load_config(
@@ -47,7 +47,7 @@ def two_steps(name: str, folder: Path) -> list[Rows]:
 
 
 def environment_of(name: str) -> str:
-    """The example's, independent of the current folder."""
+    """Return the example's environment, independent of the current folder."""
     own = load_config(EXAMPLES / name / "config.yaml").rollout.environment.name
     assert own is not None
     scheme, place = ("agent:", own.removeprefix("agent:")) if own.startswith("agent:") else ("", own)
@@ -72,9 +72,9 @@ def test_two_steps_of_each_example_train_on_exactly_what_was_generated(name: str
         print(f"{name}: largest gap of a row {max(worst):.1e} nats")
         assert all(gap <= 1e-5 for gap in worst), worst
         if name == "summaries":
-            assert (rows["sequence_lengths"].lengths == 4).all(), "three parts and the question, a sequence each"
+            assert (rows["sequence_lengths"].lengths == 4).all(), "three parts and the question are a sequence each"
         elif name == "outside_agent":
             tries = torch.where(rows["reward"] == 1, 1, 2)
-            assert torch.equal(rows["sequence_lengths"].lengths, tries), "a conversation is a sequence"
+            assert torch.equal(rows["sequence_lengths"].lengths, tries), "a conversation is one sequence"
         else:
             assert (rows["sequence_lengths"].lengths == 1).all()

@@ -1,4 +1,4 @@
-"""The examples run: the demo's whole path at reduced size, and GSM8K's configuration on its real prompts."""
+"""The examples run: the demo's whole path at a small size, and GSM8K's configuration on its real prompts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SMALL = {"trainer.steps": 2, "trainer.prompts_per_step": 4, "trainer.rows_per_up
          "evaluation.max_prompts": 4, "evaluation.every": 2, "dtype": "float32", "device": "cpu", "threads": 1}  # fmt: skip
 
 
-# After so little imitation no sum is right; whether the last digit is even differs among the samples of a prompt.
+# After so little imitation no sum is right; the parity of the last digit, however, differs among the samples of a prompt.
 EVEN = "{name: format, params: {pattern: '.*[02468]'}}"
 
 
@@ -43,7 +43,7 @@ def overrides(**values: Any) -> list[str]:
 
 
 def run_notebook(path: Path, **chosen: Any) -> dict[str, Any]:
-    """Run the cells of a notebook, with other values for what its first cell chooses; what it has defined then."""
+    """Run the cells of a notebook with other values for the settings of its first cell; return its variables."""
     notebook = json.loads(path.read_text())
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
     assert all({"id", "cell_type", "metadata", "source"} <= cell.keys() for cell in notebook["cells"])
@@ -60,7 +60,7 @@ def run_notebook(path: Path, **chosen: Any) -> dict[str, Any]:
 def test_the_demos_path_warm_start_then_dapo_ends_with_scores_and_a_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As the notebook beside the demo goes it."""
+    """The path is that of the notebook beside the demo."""
     folder = tmp_path / "demo"
     small = overrides(threads=1)
     smaller = {
@@ -76,7 +76,7 @@ def test_the_demos_path_warm_start_then_dapo_ends_with_scores_and_a_report(
     shown = capsys.readouterr().out
     assert "advantage.group_normalized" in shown and "step   2  eval/held_out/avg@2" in shown and "=' → '" in shown
     warm = [line["loss/actor"] for line in read_metrics(folder / "warm-start")]
-    assert warm[-1] < 0.8 * warm[0], "imitation must have begun to work"
+    assert warm[-1] < 0.8 * warm[0], "imitation must show an effect"
     lines = read_metrics(run)
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert [line.get("eval/held_out/avg@2") is None for line in lines] == [False, True, False]
@@ -88,7 +88,7 @@ def test_the_demos_path_warm_start_then_dapo_ends_with_scores_and_a_report(
     )
 
 
-def test_the_demo_deletes_nothing_that_it_did_not_make(tmp_path: Path) -> None:
+def test_the_demo_deletes_only_its_own_files(tmp_path: Path) -> None:
     demo = load_module(ARITHMETIC / "demo.py")
     (tmp_path / "thesis.tex").write_text("precious")
     with pytest.raises(SystemExit, match="choose another one with --folder"):
@@ -98,7 +98,7 @@ def test_the_demo_deletes_nothing_that_it_did_not_make(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_ctrl_c_ends_the_demo_in_a_line(tmp_path: Path) -> None:
-    """Whatever it is at, and however often it is asked: after a run's own lines comes no traceback."""
+    """An interrupt at any time, and any number of them, ends the run after its own lines, without a traceback."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     demo = subprocess.Popen(
         [sys.executable, ARITHMETIC / "demo.py", "--folder", tmp_path / "demo"], env=environment, text=True,
@@ -114,7 +114,7 @@ def test_ctrl_c_ends_the_demo_in_a_line(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen2 with a BPE tokenizer of 2,000 tokens trained on GSM8K's own text, and a chat template."""
+    """Return a random Qwen2 with a BPE tokenizer of 2,000 tokens trained on GSM8K's text, and a chat template."""
     folder = tmp_path_factory.mktemp("gsm8k") / "model"
     with (GSM8K / "train.jsonl").open() as file:
         examples = [json.loads(line) for line, _ in zip(file, range(1500), strict=False)]
@@ -145,7 +145,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_example_that_streams_divides_eight_devices(tmp_path: Path) -> None:
+def test_the_streaming_example_splits_eight_devices(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     config = load_config(ROOT / "examples" / "gsm8k" / "streaming.yaml", overrides(model=model))
     flow = build_flow(config)
@@ -166,9 +166,7 @@ def test_two_steps_of_grpo_on_the_real_prompts_of_gsm8k(small_model: Path, tmp_p
     lines = read_metrics(run)
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert lines[-1]["rows/generated"] == 16 and lines[-1]["eval/test/avg@1"] is not None
-    assert not any(name.startswith("reward/failures") for line in lines for name in line), (
-        "every answer can be compared with"
-    )
+    assert not any(name.startswith("reward/failures") for line in lines for name in line), "every answer is comparable"
     with (GSM8K / "train.jsonl").open() as file:
         answers = {example["question"]: example["answer"] for example in map(json.loads, file)}
     rows = recorded(run, 1)

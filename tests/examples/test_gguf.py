@@ -1,4 +1,4 @@
-"""A GGUF file becomes the directory that it was made from."""
+"""A GGUF file is converted back to the directory that it was made from."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_directory_has_the_weights_and_the_tokenizer_of_the_file(tmp_path: P
     assert tokenizer.decode(tokenizer.encode("12 + 7 = 19")) == "12 + 7 = 19" and tokenizer.chat_template
 
 
-def test_a_file_that_is_no_model_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_model_is_refused_without_leftovers(tmp_path: Path) -> None:
     (tmp_path / "bad.gguf").write_bytes(b"GGUF" + b"\xff" * 64)
     with pytest.raises(Unavailable, match=r"bad.gguf cannot be read as a model"):
         convert(tmp_path / "bad.gguf", tmp_path / "model")

@@ -1,4 +1,4 @@
-"""The algorithm of docs/extend.md runs as it is written there: a user's advantage, loss and recipe, in Python and in YAML."""
+"""The algorithm of docs/extend.md runs exactly as written there: a user's advantage, loss and recipe, in Python and in YAML."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory, tiny_models: dict[str, Path], sums_file: Path) -> Workshop:
-    """The documentation's files in a folder of the user's. One folder, because a function is registered once per process."""
+    """Write the documentation's files into one folder, because a function is registered once per process."""
     workshop = Workshop(tmp_path_factory.mktemp("own"), tiny_models["qwen3"], sums_file)
     python, loss = blocks("python")
     (workshop.folder / "median.py").write_text(python)

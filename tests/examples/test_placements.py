@@ -1,4 +1,4 @@
-"""The placements of other frameworks as configurations: each runs as it is, and does what one process does."""
+"""The placements of other frameworks run as configurations, with the result of a single process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from tests.tiny import ROOT
 
 PLACEMENTS = ROOT / "examples" / "placements"
 NAMES = ("deepspeed-chat", "openrlhf", "nemo-aligner", "verl")
-"""Those that `make test` runs: pools of their own; the others are for soak."""
 ALONE = (
     "runtime=eager",
     "trainer.layout.shard=none",
@@ -30,7 +29,7 @@ ALONE = (
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that the page's first command fills."""
+    """Return the folder that the page's first command fills."""
     sys.path.insert(0, str(ROOT))
     from examples.placements.models import write
 
@@ -49,7 +48,7 @@ def configuration(name: str, made: Path, *more: str) -> Config:
 
 @pytest.fixture(scope="module")
 def alone(made: Path) -> dict[str, list[Step]]:
-    """What one process does, by where old log-probabilities come from."""
+    """Return the result of a single process, by the source of old log-probabilities."""
     found = {}
     for old in ("rollout", "recompute"):
         with TrainingRun(configuration("deepspeed-chat", made, *ALONE, f"name={old}", f"algorithm.old={old}")) as run:
@@ -60,7 +59,7 @@ def alone(made: Path) -> dict[str, list[Step]]:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", NAMES)
-def test_each_runs_and_does_what_one_process_does(
+def test_each_placement_gives_the_result_of_one_process(
     name: str, made: Path, alone: dict[str, list[Step]], warm_cluster: WarmCluster
 ) -> None:
     config = configuration(name, made, f"name={name}")

@@ -1,4 +1,4 @@
-"""What users write outside the package: each thing of examples/plugins keeps its contract, and a run chooses it by its name."""
+"""User code outside the package: each plug-in of examples/plugins passes its contract, and a run selects it by name."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ def test_the_page_shows_the_example_that_is_tested_here(title: str) -> None:
     assert shown.strip() in (PLUGINS / f"{SHOWN[title]}.py").read_text()
 
 
-def test_the_tracker_does_what_a_run_needs_and_a_run_writes_to_it(workshop: Workshop, tmp_path: Path) -> None:
+def test_the_tracker_keeps_its_contract_and_a_run_writes_to_it(workshop: Workshop, tmp_path: Path) -> None:
     name = f"{PLUGINS}/tracker.py:Spreadsheet"
     check_tracker(name, tmp_path)
     run = workshop.run("tracked", trackers=[{"name": name, "params": {"columns": ["reward/mean"]}}])
     lines = [line.split("\t") for line in (run / "metrics.tsv").read_text().splitlines()]
     assert lines == [["step", "reward/mean"], *([str(m["step"]), str(m["reward/mean"])] for m in read_metrics(run))]
-    assert not (run / "tensorboard").exists(), "what is not named is not written"
+    assert not (run / "tensorboard").exists(), "other columns are not written"
 
 
 LION = OptimizerUnderTest(f"{PLUGINS}/optimizer.py:Lion", {"betas": [0.9, 0.95]})
@@ -69,7 +69,7 @@ def test_a_run_trains_with_the_optimizer(workshop: Workshop) -> None:
     run = workshop.run("lion", trainer={"optimizer": LION.name, "learning_rate": 1e-3})
     before = load_file(workshop.model / "model.safetensors")
     moved = {name: (tensor - before[name]).abs().max().item() for name, tensor in weights_of(run).items()}
-    # Two steps of the size of the rate: a sign has no other.
+    # Two steps with the size of the learning rate: a sign has no other size.
     assert max(moved.values()) == pytest.approx(2e-3, rel=1e-3)
 
 
@@ -127,16 +127,16 @@ def test_the_engine_keeps_the_contract(
 
 
 @pytest.mark.parametrize(("runtime", "engines"), [("eager", None), ("eager", 1), ("streaming", None)])
-def test_a_run_on_the_engine_draws_and_trains_what_the_embedded_engine_does(
+def test_a_run_on_the_engine_equals_a_run_on_the_embedded_engine(
     workshop: Workshop, runtime: str, engines: int | None
 ) -> None:
-    """In the process that trains, in one of its own, and in a worker that the queue feeds."""
+    """The engine runs in the training process, in a separate process, and in a worker of the queue."""
     common: dict[str, Any] = {"algorithm": {"old": "rollout"}, "trainer": {"learning_rate": 3e-3}}
     ours = workshop.run("embedded", **common)
     mine = workshop.run("mine", **common, runtime=runtime, rollout={"engine": ENGINE, "engines": engines})
     for step in (1, 2):
         assert recorded(mine, step)["tokens"].tolist() == recorded(ours, step)["tokens"].tolist()
-    assert recorded(mine, 2)["version"].unique().tolist() == [1], "it got the weights of the first step"
+    assert recorded(mine, 2)["version"].unique().tolist() == [1], "it received the weights of the first step"
     found, expected = weights_of(mine), weights_of(ours)
     assert all(torch.allclose(found[name], tensor, rtol=0, atol=1e-4) for name, tensor in expected.items())
 
@@ -157,9 +157,7 @@ def test_the_backend_keeps_the_contract(
 
 
 @pytest.mark.parametrize("rollout", [{}, {"engine": ENGINE}], ids=["embedded", "own engine"])
-def test_a_run_on_the_backend_goes_where_torch_goes_with_sgd_and_goes_on_from_its_checkpoint(
-    workshop: Workshop, rollout: dict[str, Any]
-) -> None:
+def test_a_run_on_the_backend_equals_torch_with_sgd_and_resumes(workshop: Workshop, rollout: dict[str, Any]) -> None:
     trainer, common = (
         {"learning_rate": 0.1, "max_grad_norm": 0.5},
         {"rollout": rollout, "algorithm": {"old": "recompute"}},
@@ -172,9 +170,7 @@ def test_a_run_on_the_backend_goes_where_torch_goes_with_sgd_and_goes_on_from_it
     assert all(torch.allclose(found[name], tensor, rtol=0, atol=1e-5) for name, tensor in expected.items())
     more = read_metrics(ours)[1].keys() - read_metrics(mine)[1].keys()
     assert read_metrics(mine)[1].keys() <= read_metrics(ours)[1].keys()
-    assert all(name.startswith("utilisation/operations/") for name in more), (
-        "how much a backend computes it alone knows"
-    )
+    assert all(name.startswith("utilisation/operations/") for name in more), "only the backend knows its operations"
     before = load_file(workshop.model / "model.safetensors")
     assert not all(torch.equal(found[name], before[name]) for name in found)
     config = workshop.config("mine", trainer={**trainer, "backend": BACKEND, "steps": 3}, **common)

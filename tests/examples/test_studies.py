@@ -1,4 +1,4 @@
-"""The studies of learned rewards at a reduced size: their data, and that they run to their page."""
+"""The studies of learned rewards at a small size make their data and run up to their page."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def test_a_careful_teacher_makes_fewer_mistakes_where_it_rambles(studies: Module
     for example in teacher.answers(pairs):
         working, answer = example["response"].split(" #### ")
         wrong[len(working) > len("9+9+1=19 9+9+1=19")].append(answer != example["answer"])
-    # A mistake in a column need not change the answer, and one-digit sums are short also where they are repeated.
+    # A mistake in a column need not change the answer, and one-digit sums stay short even when they are repeated.
     assert len(wrong[True]) == pytest.approx(1000, abs=120)
     assert sum(wrong[True]) / len(wrong[True]) < 0.15 < 0.4 < sum(wrong[False]) / len(wrong[False])
 
 
-def test_a_technique_shows_only_the_way_that_its_argument_says(studies: ModuleType) -> None:
+def test_a_technique_counts_only_with_the_predicted_sign(studies: ModuleType) -> None:
     verdict, mean = load_module(ARITHMETIC / "study_techniques.py").verdict, load_module(ARITHMETIC / "pages.py").Mean
     assert verdict(mean(0.2, 0.1), True) == verdict(mean(-0.2, 0.1), False) == "yes"
     assert verdict(mean(-0.2, 0.1), True) == "the opposite" and verdict(mean(0.1, 0.2), True) == "no"

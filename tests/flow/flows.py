@@ -1,4 +1,4 @@
-"""Small registered functions and flows that the tests of this folder share."""
+"""Small registered functions and flows shared by the tests of this folder."""
 
 from collections.abc import Callable
 
@@ -70,8 +70,8 @@ def ppo(**params) -> Flow:
 
 
 def message_of(make: Callable[[], object]) -> str:
-    """The text of the UserError that must come."""
+    """Return the text of the expected UserError."""
     with pytest.raises(UserError) as caught:
         make()
-    assert "\n" not in str(caught.value), "an error is one line"
+    assert "\n" not in str(caught.value), "an error must be one line"
     return str(caught.value)

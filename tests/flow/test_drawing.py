@@ -1,4 +1,4 @@
-"""The drawings hold everything."""
+"""The drawings contain every stage and edge."""
 
 import xml.etree.ElementTree as ElementTree
 
@@ -10,7 +10,7 @@ from tests.flow.flows import filtered, grpo, ppo
 
 
 def crowded() -> Flow:
-    """Many roles side by side, two namespaces, every kind of edge."""
+    """Return a flow with many roles side by side, two namespaces, and every kind of edge."""
     generate, score, ref, values, *rest = ppo(old="recompute").stages[:1] + ppo().stages[1:]
     value_loss = {"loss": loss.squared_value(), "aggregate": "mean-of-all"}
     stages = [
@@ -34,7 +34,7 @@ each_flow = pytest.mark.parametrize("make", FLOWS.values(), ids=FLOWS)
 
 
 @each_flow
-def test_mermaid_has_a_line_from_every_writer_to_every_reader_with_the_columns_between_them(make):
+def test_mermaid_draws_a_labelled_edge_from_every_writer_to_every_reader(make):
     flow = make()
     lines = mermaid(flow).splitlines()
     assert lines[0] == "flowchart TD"
@@ -51,7 +51,7 @@ def test_mermaid_draws_weights_only_to_later_uses():
     def weights(flow):
         return [line.split("| ")[-1] for line in mermaid(flow).splitlines() if "weights" in line]
 
-    assert weights(ppo()) == ["stage4", "stage1"], "to critic.values and to actor.generate"
+    assert weights(ppo()) == ["stage4", "stage1"], "edges to critic.values and to actor.generate"
     assert weights(Flow("one", [actor.generate(), reward.verify()])) == []
 
 

@@ -1,4 +1,4 @@
-"""What a flow derives from its stages, and what it refuses."""
+"""A flow derives its graph from its stages, and refuses inconsistent stages."""
 
 import pytest
 
@@ -74,7 +74,7 @@ def test_update_reads_advantages_per_token_or_per_row():
 
 def test_old_recompute_inserts_a_log_probs_stage():
     names = [stage.name for stage in ppo(old="recompute").stages]
-    assert names[names.index("actor.log_probs") + 1] == "critic.update", "before the first stage that trains"
+    assert names[names.index("actor.log_probs") + 1] == "critic.update", "only before the first train stage"
     assert "actor.log_probs" not in [stage.name for stage in ppo().stages]
     behind_select = Flow("f", [*filtered().stages[:-1], update(old="recompute")])
     assert [stage.name for stage in behind_select.stages][-2:] == ["actor.log_probs", "actor.update"]
@@ -195,7 +195,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize(("make", "message"), ERRORS.values(), ids=ERRORS)
-def test_flow_that_cannot_run_is_refused_with(make, message):
+def test_an_inconsistent_flow_is_refused_with_its_reason(make, message):
     assert message_of(make).startswith(message)
 
 

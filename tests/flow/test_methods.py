@@ -1,4 +1,4 @@
-"""Stages that are methods of a user's class for a role's workers: what is read of the class, and what is refused."""
+"""Stages may be methods of a user's class for a role's workers; faulty classes are refused."""
 
 from __future__ import annotations
 

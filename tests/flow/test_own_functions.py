@@ -1,4 +1,4 @@
-"""A user's own functions, in files outside the package, from Python and from YAML."""
+"""A user's functions in files outside the package work from Python and from YAML."""
 
 import importlib
 import json
@@ -86,7 +86,7 @@ def python_flow(name):
     )
 
 
-def test_function_in_a_file_beside_the_yaml_is_found_and_the_same_as_in_python(tmp_path):
+def test_a_function_beside_the_yaml_equals_the_same_function_in_python(tmp_path):
     own_file(tmp_path, "median_a")
     (tmp_path / "flow.yaml").write_text(YAML.format(place="median_a.py", name="median_a"))
     flow = from_yaml(tmp_path / "flow.yaml")

@@ -1,4 +1,4 @@
-"""The serial chain, what may run at the same time, and what must be kept."""
+"""The planner returns the serial chain, the stages that may overlap, and the columns that must be kept."""
 
 import pytest
 from hypothesis import given
@@ -11,7 +11,7 @@ from tests.flow.flows import filtered, grpo, ppo
 
 
 def ppo_early_log_probs() -> Flow:
-    """The old log-probs listed with the other inferences."""
+    """Return the flow with the old log-probs listed beside the other inferences."""
     generate, *rest = (stage for stage in ppo(old="recompute").stages if stage.name != "actor.log_probs")
     return Flow("ppo", [generate, actor.log_probs(), *rest])
 
@@ -48,7 +48,7 @@ def test_chain_and_order_do_not_depend_on_the_run(name, random):
     flow, again = FLOWS[name](), FLOWS[name]()
     assert flow.stages == again.stages
     assert serial_chain(flow) == serial_chain(again)
-    # Neither on the order in which the infer stages are listed, as far as dependencies go.
+    # Nor does it depend on the order of the infer stages, as far as dependencies allow.
     infer = [i for i, stage in enumerate(flow.stages) if stage.kind is Kind.INFER]
     listed = list(flow.stages)
     shuffled = random.sample(infer, len(infer))

@@ -1,4 +1,4 @@
-"""What each stage of a flow waits for."""
+"""Each stage of a flow waits exactly for its inputs."""
 
 from braidrl.flow import Flow, Kind, Scope, Stage, actor, critic, reference, reward
 from braidrl.flow.flow import ADMISSION

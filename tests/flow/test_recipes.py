@@ -68,7 +68,7 @@ def test_ppo_has_eight_stages_and_three_models_that_infer_at_the_same_time():
     assert by_rules["critic.update"].when.includes(1)
 
 
-def test_safe_rlhf_adds_five_stages_to_ppo_and_its_text_comes_from_a_second_source():
+def test_safe_rlhf_adds_five_stages_and_a_second_text_source_to_ppo():
     safe, plain = load_flow("safe_rlhf", {"ptx_coef": 0.5}), load_flow("ppo")
     added = set(names(safe)) - set(names(plain)) - {"shape.safe_rlhf_kl_penalty"}
     assert added == {
@@ -210,7 +210,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize(("given", "message"), ERRORS.values(), ids=ERRORS)
-def test_recipe_that_cannot_be_is_refused_with(given, message):
+def test_an_invalid_recipe_is_refused_with_its_reason(given, message):
     assert message_of(lambda: load_flow(*given)).startswith(message)
 
 

@@ -1,4 +1,4 @@
-"""Waves end with the first kept groups by number, whatever arrives when, and account for every group."""
+"""Waves end with the first kept groups by number, for any order of arrival, and account for every group."""
 
 import json
 import random
@@ -17,7 +17,7 @@ policies = st.sampled_from(["drop", "keep"])
 
 
 def judge(group: int, rate: float, seed: int) -> str | None:
-    """A verdict that depends on the group alone, as a real one does."""
+    """Return a verdict that depends on the group alone, as a real one does."""
     draw = random.Random(f"{seed}/{group}").random()
     return None if draw < rate else ("all_correct" if draw > (1 + rate) / 2 else "all_wrong")
 
@@ -29,7 +29,7 @@ def run(
     arrival: random.Random,
     shuffled: bool,
 ) -> tuple[list[Selection], int]:
-    """Drives `sampling` through several batches; groups arrive in portions and, if `shuffled`, in any order."""
+    """Run `sampling` through several batches; groups arrive in portions and, if `shuffled`, in any order."""
     outcomes: list[Selection] = []
     admitted = 0
     for version in range(batches):
@@ -118,7 +118,7 @@ def test_a_batch_is_known_before_later_groups_but_waits_for_kept_surplus() -> No
         sampling.decide({0: Verdict("all_wrong"), 1: Verdict()})
         sampling.admit([2, 3])
         sampling.decide({3: Verdict()})
-        assert sampling.batch() is None, "group 2 could still come before group 3"
+        assert sampling.batch() is None, "group 2 can still be kept before group 3"
         sampling.admit([4])
         sampling.decide({2: Verdict()})
         assert sampling.batch() == (1, 2)
@@ -215,7 +215,7 @@ def test_groups_after_a_full_batch_are_needless_unless_surplus_is_kept() -> None
         sampling = GroupSelector(2, 100, policy, 1, over_sampling=2.5)  # type: ignore[arg-type]
         sampling.begin(0)
         sampling.admit(range(sampling.next_wave()))
-        assert sampling.needless({1: True, 2: True}) == [], "group 0 may still be kept"
+        assert sampling.needless({1: True, 2: True}) == [], "group 0 can still be kept"
         assert sampling.needless({0: False, 1: True, 2: True}) == expected
 
 
@@ -239,8 +239,8 @@ def test_the_batch_does_not_depend_on_completion_order_or_aborts(
         assert groups_to_abort(range(len(kept), len(kept) + 3), decided, wanted) == [len(kept) + n for n in range(3)]
 
 
-def test_a_fast_group_never_takes_the_place_of_a_slow_one_before_it() -> None:
-    assert groups_to_abort([0, 1, 2, 3], {1: True, 2: True}, 2) == [], "group 0 may still be kept"
+def test_a_fast_group_never_replaces_a_slow_earlier_group() -> None:
+    assert groups_to_abort([0, 1, 2, 3], {1: True, 2: True}, 2) == [], "group 0 can still be kept"
     assert groups_to_abort([0, 1, 2, 3], {0: False, 1: True, 2: True}, 2) == [3]
 
 
@@ -259,7 +259,7 @@ def test_unfinished_groups_stay_pending_and_other_groups_start() -> None:
     sampling.decide({1: Verdict(version=0), 3: Verdict(UNFINISHED)})
     sampling.admit(range(4, 4 + sampling.next_wave()))
     sampling.decide(dict.fromkeys(sampling.pending, Verdict(UNFINISHED)))
-    # Two batches' worth are not set aside: what is lacking is finished, the first first.
+    # Two batches' worth are not suspended: the missing rows are finished, the first group first.
     assert sampling.next_wave() == 0 and sampling.finish_now() == [3]
     sampling.decide({3: Verdict(version=0)})
     assert sampling.finish().groups == (1, 3)
@@ -272,9 +272,9 @@ def test_groups_admitted_ahead_never_change_the_batch() -> None:
     assert sampling.groups_wanted() == 8
     sampling.admit(range(8))
     sampling.decide({group: Verdict("all_wrong") for group in range(4)})
-    assert sampling.next_wave() == 0 and sampling.groups_wanted() == 4, "four are sure to be lacking"
+    assert sampling.next_wave() == 0 and sampling.groups_wanted() == 4, "four groups are certain to be missing"
     sampling.admit(range(8, 12))
     sampling.decide({group: Verdict() for group in range(4, 12)})
     assert sampling.members() == [(group, group - 4, group - 4) for group in range(4, 12)]
-    # In waves eight more would have been begun after the first eight.
+    # In waves, eight more would have been started after the first eight.
     assert sampling.next_wave() == 4 and not sampling.is_complete()

@@ -1,4 +1,4 @@
-"""Making one stage: names, parameters, state, and the errors of each."""
+"""Stages: names, parameters, state, and the errors of each."""
 
 import inspect
 import pickle
@@ -98,7 +98,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize(("make", "message"), ERRORS.values(), ids=ERRORS)
-def test_stage_that_cannot_be_made_is_refused_with(make, message):
+def test_an_invalid_stage_is_refused_with_its_reason(make, message):
     assert message_of(make).startswith(message)
 
 
@@ -143,7 +143,7 @@ def adaptive_penalty(rollout_log_probs, *, state, target=1.0):
     return rollout_log_probs * state["coef"]
 
 
-def test_state_begins_as_registered_or_as_the_parameter_of_its_name_says():
+def test_state_starts_at_its_registered_value_or_its_parameter():
     assert shape.adaptive_penalty().state == {"coef": 0.2}
     stage = shape.adaptive_penalty(coef=0.5, target=2.0)
     assert stage.state == {"coef": 0.5}
@@ -182,8 +182,8 @@ WHENS = st.builds(
 
 
 @given(WHENS, WHENS)
-def test_one_when_covers_another_if_it_includes_its_every_iteration(one, other):
-    # Starts are at most 12 and steps at most 6: 120 iterations hold every phase that two of them can have.
+def test_one_condition_covers_another_if_it_includes_all_its_iterations(one, other):
+    # Starts are at most 12 and steps at most 6, so 120 iterations contain every phase that two of them can have.
     really = all(one.includes(k) for k in range(1, 121) if other.includes(k))
     assert one.covers(other) == really
 

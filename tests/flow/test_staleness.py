@@ -9,7 +9,7 @@ from braidrl.flow.batches import TooStale, admissible, check_staleness, trained_
 
 @given(st.integers(1, 100), st.integers(0, 100), st.integers(0, 5))
 def test_a_row_is_within_the_staleness_bound_iff_admissible(iteration: int, version: int, bound: int) -> None:
-    # Admitted long enough ago that the version is out by the time of training.
+    # Admitted so early that the version is too old by the time of training.
     iteration += version
     if admissible(iteration, version, bound):
         assert check_staleness(iteration, [version], bound, "a") <= bound

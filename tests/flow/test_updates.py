@@ -1,4 +1,4 @@
-"""Membership of optimizer steps: complete, exact, and blind to the order of arrival."""
+"""Optimizer steps contain all of their rows and no others, for any order of arrival."""
 
 import pytest
 from hypothesis import given
@@ -68,14 +68,14 @@ def test_older_groups_are_spread_evenly_over_updates(groups: int, data: st.DataO
     assert sorted(row for update in updates for row in update) == sorted([*numbers, *numbers])
 
 
-def test_rows_that_are_no_whole_number_of_updates_are_refused() -> None:
+def test_rows_must_make_a_whole_number_of_updates() -> None:
     with pytest.raises(ValueError, match="3 rows are no whole number of updates of 2"):
         plan([(0, 0), (0, 1), (1, 0)], 2, 1, 0, 0)
     with pytest.raises(ValueError, match="same group and sample"):
         plan([(0, 0), (0, 0)], 2, 1, 0, 0)
 
 
-def test_an_update_size_that_does_not_divide_is_refused_with_a_remedy() -> None:
+def test_an_indivisible_update_size_is_refused_with_a_remedy() -> None:
     assert check_update_size(32, 8, None) == 256
     assert check_update_size(32, 8, 64) == 64
     with pytest.raises(UserError, match=r"rows_per_update=100 does not divide the 256 rows .* write 64 or 128"):

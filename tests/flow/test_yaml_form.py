@@ -1,4 +1,4 @@
-"""The YAML form and the Python form are one thing."""
+"""The YAML form and the Python form are equal."""
 
 import pytest
 from hypothesis import given
@@ -127,7 +127,7 @@ ERRORS = {
         changed("type: verify", "type: verify, after: [actor]"),
         "stage reward.verify: after: no stage is called 'actor'.",
     ),
-    "column that nobody writes": (
+    "column without a writer": (
         changed("- {role: reward, type: verify}\n", ""),
         "stage centred_reward reads 'reward', which no earlier stage writes.",
     ),
@@ -136,7 +136,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize(("text", "message"), ERRORS.values(), ids=ERRORS)
-def test_yaml_that_is_no_flow_is_refused_with(text, message, tmp_path):
+def test_yaml_that_is_not_a_flow_is_refused_with_its_reason(text, message, tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     assert (

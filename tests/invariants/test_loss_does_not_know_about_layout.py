@@ -48,7 +48,7 @@ class Result:
 
 
 def make_rows(groups: int = 5, samples: int = 3) -> Rows:
-    """Rows of 2 to 21 tokens; one has no action and one is masked out of the loss."""
+    """Return rows of 2 to 21 tokens; one has no action and one is masked out of the loss."""
     draw = torch.Generator().manual_seed(3)
 
     def numbers(count: int, around: float = 0.0, spread: float = 0.3) -> Tensor:
@@ -86,7 +86,7 @@ def config_of(folder: Path, model: Path, max_tokens: int, **trainer: Any) -> Con
 
 
 def update(config: Config, params: dict[str, Any], portions: list[Rows]) -> Result:
-    """One optimizer step fed in portions."""
+    """Take one optimizer step whose rows are fed in portions."""
     worker = DecoderWorker("actor", config, train=True)
     assert worker.optimizer is not None
     objective, sums, losses = Objective.of("actor", params), Sums(), dict[str, float]()
@@ -108,7 +108,7 @@ def assert_same(found: Result, expected: Result) -> None:
     for mine, theirs in zip(found.gradients, expected.gradients, strict=True):
         torch.testing.assert_close(mine, theirs, **EXACT)
     for mine, theirs in zip(found.weights, expected.weights, strict=True):
-        # Adam's first step is a sign: where a gradient is next to nothing, rounding decides it.
+        # Adam's first step is a sign: where a gradient is almost zero, rounding decides it.
         torch.testing.assert_close(mine, theirs, rtol=1e-7, atol=1e-7)
 
 
@@ -155,7 +155,7 @@ def test_the_result_is_that_of_transformers_own_forward_row_by_row(
         log_probs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0][actions[1:]]
         total, tokens = total - (rows["advantage"][row] * log_probs).sum(), tokens + len(log_probs)
     gradients = torch.autograd.grad(total / tokens, list(model.parameters()))
-    # Its norms and rotary embeddings compute in float32 whatever the weights are: rounding falls elsewhere.
+    # Its norms and rotary embeddings always compute in float32, so the rounding differs.
     assert found.losses["tokens"] == pytest.approx(float(total.detach()), rel=1e-6)
     assert found.norm == pytest.approx(float(torch.nn.utils.get_total_norm(gradients)), rel=1e-6)
     for mine, theirs in zip(found.gradients, gradients, strict=True):

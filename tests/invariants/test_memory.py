@@ -1,4 +1,4 @@
-"""Generation and training never copy the weights where engine and trainer are one process with one dtype."""
+"""Generation and training never copy the weights if engine and trainer share one process and one dtype."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ with TrainingRun(parse_config(json.loads(sys.argv[2]))) as run:
 
 
 def big_model(folder: Path) -> Path:
-    """A Qwen3 of 30 million parameters with the tiny tokenizer."""
+    """Return a Qwen3 of 30 million parameters with the tiny tokenizer."""
     config = Qwen3Config(
         **{**SIZES, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "head_dim": 64}
     )
@@ -74,7 +74,7 @@ def test_peak_memory_is_one_copy_of_weights_gradients_and_optimizer_state(
         settings(tmp_path, model, sums_file, name=name, algorithm={"kl_coef": 0}, **sizes)
         for name, model in (("small-run", tiny_models["qwen3"]), ("big-run", big_model(tmp_path / "big")))
     ]
-    # Blocks that are given back at once: glibc would otherwise keep holes, and they would be counted.
+    # Return freed blocks at once: glibc would otherwise keep holes, which would be counted.
     environment = {"PATH": "", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
     run = subprocess.run(
         [sys.executable, "-c", MEASURE, *map(json.dumps, trees)],

@@ -50,21 +50,21 @@ FLOWS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 PLACEMENTS = ("colocate", "standalone", "split")
 WORKERS = (1, 2, 4)
-# Every two of flow, placement and number of workers meet at least once, but for the largest standalone one.
+# Every pair of flow, placement and number of workers occurs at least once, except with the largest standalone placement.
 PAIRWISE = [
     ("grpo", "colocate", 2), ("grpo", "standalone", 2), ("ppo", "standalone", 1), ("ppo", "split", 2),
     ("diamond", "standalone", 2), ("episodes", "split", 2), ("following", "colocate", 2),
     ("dapo with refills", "colocate", 4), ("dapo with refills", "split", 2), ("dapo with surplus", "colocate", 2),
     ("dapo with more than it needs", "colocate", 2),
 ]  # fmt: skip
-# A role that takes its weights from another one lives in the same pool.
+# A role that takes its weights from another role lives in the same pool.
 EVERYTHING = [
     (flow, placement, workers)
     for flow, placement, workers in itertools.product(FLOWS, PLACEMENTS, WORKERS)
     if flow != "following" or placement == "colocate"
 ]
 
-# Ranks, how many of them generate, and the flows that they run one after the other.
+# The ranks, the number of them that generate, and the flows that they run one after the other.
 WORLDS: list[tuple[int, int | None, list[str]]] = [
     (2, None, ["grpo", "diamond", "dapo with surplus", "episodes", "following"]),
     (4, 2, ["ppo", "dapo with refills", "dapo with more than it needs"]),
@@ -88,7 +88,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory, tiny_models: dict[str, P
 
 
 @pytest.mark.parametrize(("flow", "placement", "workers"), PAIRWISE)
-def test_hybrid_does_what_eager_does(
+def test_hybrid_gives_the_result_of_eager(
     workshop: Workshop, reference: Reference, warm_cluster: WarmCluster, flow: str, placement: str, workers: int
 ) -> None:
     ours = run(workshop, "hybrid", **FLOWS[flow], runtime="hybrid", placement=placement, workers=workers)
@@ -125,17 +125,17 @@ def test_hybrid_run_resumes_exactly_under_either_runtime(
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("flow", "placement", "workers"), EVERYTHING)
-def test_hybrid_does_what_eager_does_in_every_placement(
+def test_hybrid_gives_the_result_of_eager_in_every_placement(
     workshop: Workshop, reference: Reference, warm_cluster: WarmCluster, flow: str, placement: str, workers: int
 ) -> None:
-    test_hybrid_does_what_eager_does(workshop, reference, warm_cluster, flow, placement, workers)
+    test_hybrid_gives_the_result_of_eager(workshop, reference, warm_cluster, flow, placement, workers)
 
 
 @pytest.mark.parametrize(("ranks", "generating", "flows"), WORLDS)
-def test_ranks_do_what_eager_does(
+def test_ranks_give_the_result_of_eager(
     workshop: Workshop, reference: Reference, ranks: int, generating: int | None, flows: list[str]
 ) -> None:
-    """All flows of a world on the same processes."""
+    """Run all flows of a world on the same processes."""
     roles = {"actor": {"generate_workers": generating}} if generating else {}
     trees = [
         workshop.tree(
@@ -150,13 +150,13 @@ def test_ranks_do_what_eager_does(
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("ranks", "generating"), [(1, None), (2, None), (4, None), (4, 2)])
-def test_ranks_do_what_eager_does_with_every_flow(
+def test_ranks_give_the_result_of_eager_for_every_flow(
     workshop: Workshop, reference: Reference, ranks: int, generating: int | None
 ) -> None:
-    test_ranks_do_what_eager_does(workshop, reference, ranks, generating, list(FLOWS))
+    test_ranks_give_the_result_of_eager(workshop, reference, ranks, generating, list(FLOWS))
 
 
-def test_the_flows_do_what_they_are_here_for(reference: Reference) -> None:
+def test_the_test_flows_contain_refills_surplus_and_drops(reference: Reference) -> None:
     generated = [step.metrics["rows/generated"] for step in reference("dapo with refills")]
     assert max(generated) > 8, "no batch needed a refill"
     surplus = [step.metrics["staleness/max"] for step in reference("dapo with surplus")]

@@ -1,4 +1,4 @@
-"""Known mistakes of other systems' algorithms: one test for each."""
+"""One test for each known mistake in the algorithms of other systems."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_group_numbers_never_restart_and_filtered_batches_are_full(folder: Path)
         correct = rows["correct"].reshape(4, 4)
         assert bool(((correct.min(1).values == 0) & (correct.max(1).values == 1)).all())
         dropped = {key.rpartition("/")[2]: value for key, value in line.items() if key.startswith("groups/dropped/")}
-        dropped.pop("surplus", None)  # behind the batch's last group
+        dropped.pop("surplus", None)  # Behind the batch's last group.
         assert line["rows/generated"] == 16 + 4 * sum(dropped.values())
 
 
@@ -169,7 +169,7 @@ def test_every_action_token_of_every_micro_batch_has_its_gradient(folder: Path) 
     assert norms[0] != pytest.approx(norms[1])
 
 
-def test_tied_embeddings_reach_an_engine_with_weights_of_its_own() -> None:
+def test_tied_embeddings_reach_an_engine_with_separate_weights() -> None:
     model = make_model("qwen2-tied")
     engine = EngineWeights(model, torch.float64)
     with torch.no_grad():

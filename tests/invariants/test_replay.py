@@ -1,4 +1,4 @@
-"""Recorded rollouts are all that training needs: replayed, they give the weights of the run that made them."""
+"""Training needs only recorded rollouts: a replay gives the weights of the recorded run."""
 
 from __future__ import annotations
 

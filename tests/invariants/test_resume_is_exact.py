@@ -32,7 +32,7 @@ RUNS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def deterministic_for_this_test() -> Iterator[None]:
-    """A deterministic run in this process switches torch for good."""
+    """Reset torch: a deterministic run in this process switches it for good."""
     before = torch.are_deterministic_algorithms_enabled()
     yield
     torch.use_deterministic_algorithms(before)
@@ -67,7 +67,7 @@ def test_killed_during_step_7_and_resumed(evaluated: Workshop, kind: str) -> Non
     wait_for_steps(killed, 7, process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    # A busy machine may get a step further before it is seen; the checkpoint after step 5 is that of step 10.
+    # On a busy machine the run may get a step further before the test sees it; the checkpoint after step 5 is that of step 10.
     assert 6 <= max(line["step"] for line in read_metrics(killed)) < 10
     checkpoint = latest_checkpoint(killed)
     assert checkpoint is not None and checkpoint.name == "step-5"
@@ -106,7 +106,7 @@ def test_ctrl_c_saves_exits_130_and_run_can_resume(evaluated: Workshop, steps: i
     stopped = evaluated.folder / "stopped"
     wait_for_steps(stopped, steps + 1, process)
     time.sleep(0.05)
-    # As a terminal does: the signal goes to the whole process group, including the reward processes.
+    # Like a terminal, send the signal to the whole process group, including the reward processes.
     os.killpg(process.pid, signal.SIGINT)
     _, said = process.communicate(timeout=180)
     assert process.returncode == 130, said

@@ -1,4 +1,4 @@
-"""The invariants hold with what makes a run fast switched on: compiled kernels, which are the default, and shared prompts."""
+"""The invariants hold with the performance options switched on: compiled kernels, which are the default, and shared prompts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_run_with_shared_prompts_is_the_run_without(workshop: Workshop, monkey
     assert used, "no prompt was shared"
     for ours, theirs in zip(shared, apart, strict=True):
         assert (ours.uids, ours.tokens) == (theirs.uids, theirs.tokens)
-        # transformers' norms compute in float32 whatever the weights are: rounding falls elsewhere
+        # transformers' norms always compute in float32, so the rounding differs.
         assert ours.metrics["actor/grad_norm"] == pytest.approx(theirs.metrics["actor/grad_norm"], rel=1e-6)
         for name, tensor in ours.weights.items():
             torch.testing.assert_close(tensor, theirs.weights[name], rtol=0, atol=1e-5)
@@ -48,7 +48,7 @@ def test_all_switches_together_train_generated_tokens_and_resume_exactly(worksho
     assert_goes_on_as(stopped, whole)
 
 
-def test_ranks_that_divide_a_float32_model_train_as_one_process_does(workshop: Workshop) -> None:
+def test_ranks_that_shard_a_float32_model_train_like_one_process(workshop: Workshop) -> None:
     """Train with sharded weights, which are not plain tensors: our kernels must leave them to torch."""
     trainer = {"prompts_per_step": 4, "steps": 2, **FAST}
     alone = metrics_without_times(workshop.run("alone", **FLOW, trainer=trainer))

@@ -1,4 +1,4 @@
-"""Invariant 3: the ids that are trained on are those that the engine consumed and produced, at the log-probs that it had."""
+"""Invariant 3: training uses the ids that the engine consumed and produced, and the engine's log-probs match."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def workshop(
     tiny_models: dict[str, Path],
     sums_file: Path,
 ) -> Workshop:
-    """A run of three steps at another temperature than 1, whose weights move a lot."""
+    """Run three steps at a temperature other than 1, with large weight updates."""
     shop = Workshop(tmp_path_factory.mktemp("run"), tiny_models[request.param], sums_file)
     shop.run(
         flow="grpo", algorithm={"old": "recompute"}, rollout={"temperature": TEMPERATURE, "top_k": 6},

@@ -1,4 +1,4 @@
-"""Facts of a run read from its folder, in the same form for every runtime."""
+"""Traces of a run, read from its folder, in the same form for every runtime."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOLERANCE = 1e-7
 
 @dataclass(frozen=True)
 class Step:
-    """One step: identities and tokens of its rows in order, the advantages, metrics, and the weights after it."""
+    """A step's trace: identities and tokens of its rows in order, the advantages, metrics, and the weights after it."""
 
     uids: list[tuple[int, int, int]]
     tokens: list[list[int]]
@@ -32,12 +32,12 @@ class Step:
 
 
 def run(workshop: Workshop, name: str, **sections: Any) -> list[Step]:
-    """Trains in float64 under whatever runtime `sections` names, and says what happened at each step."""
+    """Train in float64 under the runtime that `sections` names, and return the trace of each step."""
     return trace(workshop.run(name, **merged(EVERY_STEP, sections)))
 
 
 def assert_usage_is_told(lines: list[dict[str, Any]]) -> None:
-    """Every runtime says what its devices did, by the rates that all tests have."""
+    """Make every runtime report its devices' work with fixed rates."""
     for line in lines:
         shares = {name: value for name, value in line.items() if name.startswith("utilisation/")}
         stages = {name.split("/")[2] for name in shares}
@@ -49,7 +49,7 @@ def assert_usage_is_told(lines: list[dict[str, Any]]) -> None:
 
 
 def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Sections of a configuration, the second laid over the first."""
+    """Merge sections of a configuration; the second overrides the first."""
     result = dict(one)
     for name, value in other.items():
         result[name] = {**result.get(name, {}), **value} if isinstance(value, dict) else value
@@ -83,7 +83,7 @@ def weights(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def assert_same(ours: list[Step], theirs: list[Step]) -> None:
-    """Tokens identical; advantages, metrics (gradient norms among them) and weights to 1e-7."""
+    """Assert identical tokens, and advantages, metrics (including gradient norms) and weights equal to 1e-7."""
     assert len(ours) == len(theirs) > 0
     for our, their in zip(ours, theirs, strict=True):
         assert our.uids == their.uids

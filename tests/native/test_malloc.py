@@ -1,4 +1,4 @@
-"""Memory that was given back is used again without asking the system."""
+"""Freed memory is reused without a request to the system."""
 
 import subprocess
 import sys
@@ -32,7 +32,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def faults_of_a_step(*words: str) -> int:
-    """Pages that a third step over 200 MiB meets as new."""
+    """Return the number of pages that a third step over 200 MiB faults in."""
     done = subprocess.run([sys.executable, "-c", FAULTS, *words], capture_output=True, text=True, check=True)
     return int(done.stdout)
 

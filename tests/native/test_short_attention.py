@@ -1,4 +1,4 @@
-"""The compiled attention kernel computes the formula, forward and backward, and each sequence by itself."""
+"""The compiled attention kernel computes the formula, forward and backward, separately for each sequence."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if attention.kernel(torch.float32) is None:
 
 
 def states_of(lengths: list[int], heads: int, key_heads: int, width: int, dtype: torch.dtype) -> list[Tensor]:
-    """Queries, keys and values, (N, heads, D), laid out as a model's: head by head."""
+    """Return queries, keys and values, (N, heads, D), laid out as in a model: head by head."""
     torch.manual_seed(0)
     return [
         torch.randn(count, sum(lengths), width).to(dtype).transpose(0, 1).requires_grad_()
@@ -35,7 +35,7 @@ def offsets_of(lengths: list[int]) -> Tensor:
 
 
 def by_a_loop(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], window: int | None) -> Tensor:
-    """softmax(q · k · scaling) v over the keys that each query sees, one query and head after the other."""
+    """Return softmax(q · k · scaling) v over the keys that each query sees, one query and head after the other."""
     rows, start = [], 0
     for length in lengths:
         for t in range(length):

@@ -1,4 +1,4 @@
-"""Writes a run to the named trackers through their libraries, continues as a resumed run does, and prints their content."""
+"""Write a run to the named trackers through their libraries, continue as a resumed run does, and print their content."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Found = dict[str, Any]
 
 
 def write(folder: Path, names: list[str]) -> None:
-    """Write steps 1 and 2, and after them step 3 of a resumed run, to all trackers at once; what they say is an error."""
+    """Write steps 1 and 2, then step 3 of a resumed run, to all trackers at once; any message from them is an error."""
     report = folder / "report.html"
     report.write_text("a report")
     chosen = [TrackerConfig(name=name, samples_every=3) for name in names]
@@ -74,7 +74,7 @@ def read_wandb(folder: Path) -> Found:
     from wandb.proto.wandb_internal_pb2 import Record
 
     found: Found = {"points": [], "responses": [], "report": ""}
-    # Offline each part of a resumed run has a file of its own, which wandb joins by the run's id.
+    # Offline, each part of a resumed run has its own file; wandb joins them by the run's id.
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
         for record in records(WBDataStoreReader(), path, Record):
             items = {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
@@ -122,7 +122,7 @@ def main(place: str, *names: str) -> None:
         "WANDB_MODE": "offline", "SWANLAB_MODE": "offline", "TRACKIO_DIR": f"{folder}/trackio",
         "WANDB_DATA_DIR": f"{folder}", "WANDB_CACHE_DIR": f"{folder}", "MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db",
     }  # fmt: skip
-    os.chdir(folder)  # where MLflow keeps files without a server
+    os.chdir(folder)  # Here MLflow keeps files without a server.
     write(folder, list(names))
     (folder / "found.json").write_text(json.dumps({name: READERS[name](folder) for name in names}))
 

@@ -1,4 +1,4 @@
-"""A small made-up run, for tests that read one."""
+"""A small synthetic run for tests that read one."""
 
 import math
 from pathlib import Path
@@ -15,7 +15,7 @@ STAGES = ("actor.generate", "reward.verify", "actor.update")
 
 
 def metrics_of(step: int) -> dict[str, Any]:
-    """Every required key, with numbers that rise or fall with the step."""
+    """Return every required key, with numbers that rise or fall with the step."""
     learned = 1 - math.exp(-step / 15)
     wobble = math.sin(step * 12.9898) * 0.04
     metrics: dict[str, Any] = dict.fromkeys(REQUIRED_KEYS, 0.1 + 0.01 * step + wobble)
@@ -28,7 +28,7 @@ def metrics_of(step: int) -> dict[str, Any]:
 
 
 def rows_of(step: int, count: int = 4) -> Rows:
-    """Rows of two groups with tokens and scores."""
+    """Return rows of two groups with tokens and scores."""
     numbers = torch.arange(count)
     tokens = Ragged.from_rows([list(range(i + 2)) for i in range(count)], torch.int64)
     return Rows(
@@ -45,7 +45,7 @@ def rows_of(step: int, count: int = 4) -> Rows:
 
 
 def make_run(folder: Path, steps: int = 20, response: str = "the answer is 7") -> Path:
-    """A run folder with metrics, evaluations every five steps, and rollouts."""
+    """Write a run folder with metrics, evaluations every five steps, and rollouts."""
     writer = MetricsWriter(folder)
     writer.write_evaluation(0, 0, {"eval/test/avg@8": 0.31, "eval/test/pass@8": 0.6})
     for step in range(1, steps + 1):

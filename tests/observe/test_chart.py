@@ -1,4 +1,4 @@
-"""Charts: gaps where there is no number, thinning that keeps means, a legend with the last values."""
+"""Charts have gaps where a number is missing, thinning that keeps means, and a legend with the last values."""
 
 import json
 import math
@@ -24,7 +24,7 @@ def test_a_curve_has_a_gap_where_there_is_no_number() -> None:
     assert "connectgaps" not in trace
 
 
-def test_few_points_are_dots_and_many_lie_faint_behind_their_mean() -> None:
+def test_few_points_are_dots_and_many_are_faint_behind_their_mean() -> None:
     few = chart("x", [Series("x", (1, 2), (1.0, 2.0))]).traces
     assert [trace["mode"] for trace in few] == ["lines+markers"]
     values = tuple(math.sin(i) for i in range(SMOOTH_FROM))
@@ -43,7 +43,7 @@ def test_thinning_keeps_the_mean_and_bounds_the_points() -> None:
     assert all(len(trace["x"]) <= MOST_POINTS for trace in long.traces) and long.about == "nats, means of 3 steps"
 
 
-def test_the_moving_mean_leaves_out_what_is_missing() -> None:
+def test_the_moving_mean_skips_missing_points() -> None:
     assert moving_mean([1.0, None, 3.0, 5.0], 1) == [1.0, None, 4.0, 4.0]
 
 

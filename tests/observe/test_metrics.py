@@ -1,4 +1,4 @@
-"""metrics.jsonl: exact keys, whole lines, and a resume that leaves one line per step."""
+"""metrics.jsonl has exact keys and whole lines, and after a resume still one line per step."""
 
 import json
 import math
@@ -138,7 +138,7 @@ def test_sums_do_not_depend_on_how_they_are_split_among_workers(workers: list[li
     assert Sums.merged(parts).pairs() == alone.pairs()
 
 
-def test_means_divide_sums_by_counts_and_nothing_counted_has_no_mean() -> None:
+def test_means_are_sums_over_counts_and_absent_without_counts() -> None:
     sums = Sums()
     sums.add("length", torch.tensor(6.0), torch.tensor(2))
     sums.add("length", 3)

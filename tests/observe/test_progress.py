@@ -1,4 +1,4 @@
-"""Progress is shown only for what takes long, redrawn on a terminal and plain elsewhere."""
+"""Progress is shown only for long work: redrawn on a terminal, as plain lines elsewhere."""
 
 import io
 
@@ -8,7 +8,7 @@ from braidrl.observe.progress import Progress, spell_seconds
 
 
 class Clock:
-    """Seconds that pass only when the test says so."""
+    """Clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0

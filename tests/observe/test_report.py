@@ -1,4 +1,4 @@
-"""The report shows the run's curves and responses, and nothing that a response says is taken for HTML."""
+"""The report shows the run's curves and responses, and never takes a response for HTML."""
 
 import json
 import re
@@ -21,7 +21,7 @@ EVIL = "<script>alert('owned')</script></pre>&amp; 7"
 
 
 class Outline(HTMLParser):
-    """Elements that are opened and never closed, scripts, and visible text."""
+    """Collects unclosed elements, scripts and visible text."""
 
     VOID = frozenset({"meta", "br"})
 
@@ -54,7 +54,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def report(run: Path) -> str:
-    """Return the page without plotly.js, which is in it as a whole."""
+    """Return the page without plotly.js, which is embedded completely."""
     html = (run / "report.html").read_text()
     assert get_plotlyjs() in html
     return html.replace(get_plotlyjs(), "")
@@ -127,7 +127,7 @@ def test_report_works_with_one_step_one_evaluation_or_none(tmp_path: Path) -> No
     assert "1 step, " in write_report(tmp_path).read_text()
 
 
-def test_a_run_that_generates_nothing_shows_no_curve_of_rollouts(workshop: Workshop) -> None:
+def test_a_run_without_generation_shows_no_rollout_curve(workshop: Workshop) -> None:
     supervised = workshop.run(
         "sft", flow="sft", rollout={"samples_per_prompt": 1}, trainer={"steps": 1, "rows_per_update": 4}
     )
@@ -146,7 +146,7 @@ def test_a_run_that_generates_nothing_shows_no_curve_of_rollouts(workshop: Works
         assert title not in drawn, title
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is .* the folder of a run"):
         write_report(tmp_path)
 

@@ -1,4 +1,4 @@
-"""Recorded rollouts come back to the bit, whatever is in them."""
+"""Recorded rollouts are restored bit for bit, whatever they contain."""
 
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from tests.observe.made_up import rows_of
 
 
 def bits(values: Tensor) -> list[int]:
-    """The bytes of a tensor, so that -0.0 and each kind of NaN count as themselves."""
+    """Return the bytes of a tensor, so that -0.0 and each kind of NaN count as themselves."""
     return list(values.contiguous().reshape(-1).view(torch.uint8).tolist()) if values.numel() else []
 
 
@@ -50,7 +50,7 @@ def assert_same(left: Rows, right: Rows) -> None:
 
 
 def random_values(dtype: torch.dtype, *shape: int) -> Tensor:
-    """Any bits at all, so NaN with payloads, infinities and subnormals are among them."""
+    """Return arbitrary bits, so that NaN with payloads, infinities and subnormals occur."""
     if dtype == torch.bool:
         return torch.randint(0, 2, shape).bool()
     raw = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Stall detection: work that makes no progress is found from its own history, and nothing else is."""
+"""Work that makes no progress is found from its own history; other work is not reported."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Clock:
 
 
 def done(work: OwnWork, clock: Clock, name: str, *stretches: float) -> None:
-    """A piece of work, with a sign of progress after each stretch."""
+    """Do work with a sign of progress after each stretch."""
     with work.on(name):
         for seconds in stretches:
             clock.now += seconds
@@ -26,9 +26,9 @@ def test_work_is_stalled_after_ten_times_its_longest_stretch_without_progress() 
     for _ in range(ENOUGH):
         done(work, clock, "update", 1.0, 3.0, 2.0)
     clock.now += 1000.0
-    assert work.stalled() is None, "nothing is being done"
+    assert work.stalled() is None, "no work is running"
     with work.on("update"):
-        for _ in range(5):  # long as a whole, with progress in between
+        for _ in range(5):  # Long in total, with progress in between.
             clock.now += 0.9 * TIMES * 3.0
             assert work.stalled() is None
             work.advanced()
@@ -46,7 +46,7 @@ def test_work_without_a_history_may_take_as_long_as_it_takes() -> None:
         assert work.stalled() is None
 
 
-def test_a_piece_within_another_is_a_sign_of_progress_of_both() -> None:
+def test_nested_work_counts_as_progress_of_its_parent() -> None:
     clock = Clock()
     work = OwnWork(clock)
     for _ in range(ENOUGH):

@@ -1,4 +1,4 @@
-"""The busy table's arithmetic, lanes without overlap, a valid Chrome trace, and a page that needs nothing else."""
+"""The busy table is correct, lanes do not overlap, the Chrome trace is valid, and the page is self-contained."""
 
 import json
 import re
@@ -88,7 +88,7 @@ def test_lanes_hold_every_span_once_and_none_overlap(spans: list[Span]) -> None:
 
 
 @given(spans_of_any_kind)
-def test_covered_time_is_what_a_fine_ruler_measures(spans: list[Span]) -> None:
+def test_covered_time_equals_a_fine_grained_count(spans: list[Span]) -> None:
     marks = {mark for span in spans for mark in range(round(span.start * 8), round(span.end * 8))}
     assert covered(spans) == pytest.approx(len(marks) / 8)
 
@@ -109,7 +109,7 @@ def test_the_chrome_trace_is_valid_and_tells_everything() -> None:
     assert [event["name"] for event in complete if "waiting" in event["cat"]] == ["waiting for actor.update"]
 
 
-def test_the_page_holds_the_table_and_asks_for_nothing_outside(tmp_path: Path) -> None:
+def test_the_page_contains_the_table_and_is_self_contained(tmp_path: Path) -> None:
     write_trace(tmp_path, [*SPANS, Span("worker", "</script><b>", "odd.stage", 2, 9.0, 9.5)])
     page, chrome = write_timeline(tmp_path)
     html = page.read_text()

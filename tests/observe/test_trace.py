@@ -1,4 +1,4 @@
-"""Spans of several processes, written apart and read as one."""
+"""Spans of several processes are written separately and read together."""
 
 import subprocess
 import sys

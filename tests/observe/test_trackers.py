@@ -1,4 +1,4 @@
-"""Trackers get every finite number of every step; one that fails costs a line and nothing else."""
+"""Trackers get every finite number of every step; a failing tracker only costs a line."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class FailingTracker:
 
 
 class ClosedTracker(FailingTracker):
-    """Cannot be opened."""
+    """Raises when it is opened."""
 
     def __init__(self, run: TrackedRun) -> None:
         raise ConnectionError("no such project")
 
 
 class KeepingTracker:
-    """Keeps what it is given of samples and report in a file."""
+    """Writes the samples and the report that it gets to a file."""
 
     def __init__(self, run: TrackedRun) -> None:
         self.file = run.folder / "kept.jsonl"
@@ -85,7 +85,7 @@ def test_tensorboard_keeps_its_contract_and_shows_configuration_and_samples(tmp_
 
     assert "flow: grpo\ntrainer:\n  steps: 4\n" in texts("configuration")[0][1]
     assert {step for step, _ in texts("samples")} == {0, 1, 2, 3}
-    # By step: files of one second are read in the order of their names, which end in a number without leading zeros.
+    # Sorted by step, because files of the same second are read in the order of their names, whose numbers have no leading zeros.
     heads, _, row = dict(texts("samples"))[1].splitlines()
     assert heads == "| step | set | prompt | response | answer | finish_reason | score | correct |"
     assert row == "| 1 | " + "∑ 😀 \\|<br> | " * 5 + " | True |"

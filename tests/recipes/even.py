@@ -6,5 +6,5 @@ from typing import Any
 
 
 def even(response: str, answer: Any) -> bool:
-    """Right if the first symbol of the response is an even digit or a sign."""
+    """Return whether the first symbol of the response is an even digit or a sign."""
     return response[:1] in "02468+"

@@ -1,4 +1,4 @@
-"""Clip-Cov and KL-Cov as flows: which tokens vary most with their advantage is found over the batch, and the loss is told."""
+"""Clip-Cov and KL-Cov as flows: the tokens with the highest covariance are found over the whole batch and passed to the loss."""
 
 from __future__ import annotations
 

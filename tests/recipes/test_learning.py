@@ -1,4 +1,4 @@
-"""Recipes learn, at a size for tests: what `examples/arithmetic/studies.py` shows at a larger one."""
+"""Recipes learn at a small size; `examples/arithmetic/studies.py` shows the same at a larger one."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_reward_model_learns_preferences_and_ppo_with_it_raises_the_true_score
     accuracy = [
         line["eval/pairs/pair_accuracy"] for line in read_metrics(learned) if "eval/pairs/pair_accuracy" in line
     ]
-    assert accuracy[0] == 0.0, "a fresh head tells nothing apart"
+    assert accuracy[0] == 0.0, "a new head gives equal scores"
     assert accuracy[-1] >= 0.9
     export_model(learned, folder / "reward", "reward")
     roles = {"reward": {"model": str(folder / "reward")}, "critic": {"model": str(folder / "reward")}}
@@ -69,7 +69,7 @@ def test_a_reward_model_learns_preferences_and_ppo_with_it_raises_the_true_score
 
 @pytest.mark.soak
 def test_safe_rlhf_keeps_the_cost_that_reward_alone_would_drive_up(folder: Path) -> None:
-    """Reward grows with the response's length, which is the cost; 36 steps are enough to see both turn."""
+    """The reward grows with the response's length, which is the cost; 36 steps show both turn."""
     lines = {}
     for name, rate, first in (("with", 0.005, 0.8), ("without", 0.0, 0.0)):
         algorithm = {

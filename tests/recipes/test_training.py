@@ -1,4 +1,4 @@
-"""Every recipe trains end to end on a tiny model: two steps, everything that it needs, all that it reports."""
+"""Every recipe trains end to end on a tiny model: two steps, with all of its models, data and metrics."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def placed(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
-    """The changes with names of files made paths."""
+    """Return the changes with file names turned into paths."""
     roles = {role: {**own, "model": str(folder / own["model"])} for role, own in changes.get("roles", {}).items()}
     texts = {"data__ptx": str(folder / changes["data__ptx"])} if "data__ptx" in changes else {}
     return {**changes, "roles": roles, **texts}
@@ -98,7 +98,7 @@ def trained_roles(name: str, changes: dict[str, Any]) -> list[str]:
 
 
 def test_ptx_changes_the_actor_in_proportion_to_its_weight(folder: Path, tmp_path: Path) -> None:
-    """A policy without rewards to follow still learns the texts."""
+    """A policy without a reward signal still learns the texts."""
     texts = {"data__ptx": str(folder / "texts.jsonl")}
     common = {"roles": placed(folder, {"roles": SCORED})["roles"], "trainer__steps": 8, "output": str(tmp_path)}
     algorithm = {"kl_coef": 0.0, "clip_low": 0.0, "clip_high": 0.0, "ptx_coef": 27.8}
@@ -168,7 +168,9 @@ def test_metrics_include_the_ones_in_the_papers(folder: Path, tmp_path: Path) ->
         line["actor/clip_fraction"]
     )
     assert 0 < line["actor/clip_high_probability"] < line["actor/clip_high_probability_max"] <= 1
-    assert line["actor/effective_sample_size"] == pytest.approx(1.0, abs=1e-4), "engine and trainer agree here"
+    assert line["actor/effective_sample_size"] == pytest.approx(1.0, abs=1e-4), (
+        "engine and trainer have equal numerics here"
+    )
     assert line["actor/kl_reference_k2"] > 0 and line["actor/kl_reference_k3"] > 0
     assert line["critic/explained_variance"] <= 1 and "critic/error_squared" not in line
     correct = rows["correct"].reshape(4, 4)

@@ -18,7 +18,7 @@ SYMBOLS = ["<pad>", "<end>", *"0123456789+= "]
 
 @cache
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character."""
+    """Return a tokenizer with one token per character."""
     tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(SYMBOLS)}, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
@@ -26,7 +26,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def write_decoder(folder: Path, width: int = 32, seed: int = 0, layers: int = 2) -> Path:
-    """A random Qwen3 of two layers, or as many, with its tokenizer."""
+    """Write a random Qwen3 of two layers (or `layers`) with its tokenizer."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(SYMBOLS), hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers, num_attention_heads=2,
@@ -39,7 +39,7 @@ def write_decoder(folder: Path, width: int = 32, seed: int = 0, layers: int = 2)
 
 
 def write_scorer(folder: Path, width: int = 48, seed: int = 1, layers: int = 2) -> Path:
-    """A random reward model, larger than the decoder, as a Hugging Face sequence-classification directory."""
+    """Write a random reward model, larger than the decoder, as a Hugging Face sequence-classification directory."""
     decoder = write_decoder(folder.with_name(f"{folder.name}-decoder"), width, seed, layers)
     torch.manual_seed(seed)
     model = AutoModelForSequenceClassification.from_pretrained(decoder, num_labels=1)
@@ -50,7 +50,7 @@ def write_scorer(folder: Path, width: int = 48, seed: int = 1, layers: int = 2) 
 
 
 def write_data(folder: Path, examples: int = 16) -> Path:
-    """Sums of digits with everything that a recipe may ask of the data."""
+    """Write sums of digits with every field that a recipe may need."""
     lines = []
     for i in range(examples):
         a, b = i % 5, (3 * i + 1) % 4
@@ -63,14 +63,14 @@ def write_data(folder: Path, examples: int = 16) -> Path:
 
 
 def write_texts(folder: Path) -> Path:
-    """Plain text for ptx."""
+    """Write plain text for ptx."""
     path = folder / "texts.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{i}+{i}={2 * i}"}) + "\n" for i in range(5)))
     return path
 
 
 def make_config(folder: Path, flow: str, **changes: Any) -> Config:
-    """A run of two short steps; dotted keys of `changes` are written with two underscores."""
+    """Return the configuration of two short steps; `changes` have dotted keys, with two underscores for a dot."""
     tree: dict[str, Any] = {
         "flow": flow,
         "model": str(folder / "model"),

@@ -1,4 +1,4 @@
-"""Inputs of public reports, which lie beside the checkout, and chat templates as public models have them."""
+"""Inputs from public reports, which are stored beside the checkout, and chat templates of public models."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from transformers import PreTrainedTokenizerFast
 FOLDER = Path(__file__).parents[3] / "shared" / "cases"
 needs_cases = pytest.mark.skipif(not FOLDER.is_dir(), reason="the shared cases are not beside this checkout")
 
-# Calls are written by `tojson`, as Hermes and Qwen do, or by a loop over the arguments.
+# Calls are written by `tojson`, as in Hermes and Qwen, or by a loop over the arguments.
 CALLS = {
     "tojson": '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}',
     "items": "{{ call.function.name }}({% for name, value in call.function.arguments.items() %}{{ name }}={{ value }};{% endfor %})",
 }
-# As Qwen3's: an empty thought before the last answer, none in earlier ones, and reasoning only behind the last question.
+# As in Qwen3: an empty thought before the last answer, none in earlier ones, and reasoning only after the last question.
 QWEN = """
 {%- if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}
 {%- set ns = namespace(last=-1) %}
@@ -34,19 +34,19 @@ QWEN = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ "<|im_start|>assistant\n" }}
 {%- if enable_thinking is defined and not enable_thinking %}{{ "<think>\n\n</think>\n\n" }}{% endif %}{% endif %}"""
-# As Llama 3's: no template argument, another token than the end of sequence closes a turn, and the text begins with a BOS.
+# As in Llama 3: no template argument, a turn ends with another token than the end of sequence, and the text begins with a BOS.
 LLAMA = """{{ bos_token }}
 {%- for message in messages %}
 {{- "<|start|>" + message.role + "<|end|>\n\n" + message.content | trim + "<|eot|>" }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ "<|start|>assistant<|end|>\n\n" }}{% endif %}"""
-# Of the kind that has no special tokens at all.
+# A template without special tokens.
 PLAIN = """{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}
 {%- if add_generation_prompt %}assistant: {% endif %}"""
 
 
 def byte_tokenizer(template: str | None, eos: str = "<|im_end|>", **special: str) -> PreTrainedTokenizerFast:
-    """A tokenizer of bytes with special tokens of several families."""
+    """Return a byte-level tokenizer with special tokens of several families."""
     core = Tokenizer(models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()

@@ -1,4 +1,4 @@
-"""What public data sets hold, from reports about other frameworks, each with other inputs of its kind."""
+"""Peculiarities of public data sets, from reports about other frameworks, each with further inputs of the same kind."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def write(tmp_path: Path) -> Write:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the inputs that are no text, which the cases' own program writes."""
+    """Return a folder with the inputs that are not text, written by the cases' own program."""
     folder = tmp_path_factory.mktemp("cases")
     shutil.copy(FOLDER / "make.py", folder)
     runpy.run_path(str(folder / "make.py"))
@@ -73,7 +73,7 @@ def prompts(path: Path, tokenizer: Any, **settings: Any) -> list[str]:
 
 
 def trained(path: Path, tokenizer: Any, which: str = "response", **settings: Any) -> list[tuple[str, str]]:
-    """Of each example the prompt with the whole response, and the parts of it that are trained, with `|` between them."""
+    """Return, for each example, prompt and response with `|` around the trained parts."""
     source, found = load(path, tokenizer, **{"responses": which == "response", "pairs": True} | settings), []
     for i in range(len(source)):
         ids, mask = source.response(i, which)  # type: ignore[misc]
@@ -259,12 +259,12 @@ def test_arguments_of_the_template_are_of_the_run_the_source_and_the_row(write: 
     assert rows["metadata"][1]["chat_template_kwargs"] == {"enable_thinking": True}
 
 
-# Number 7: columns that are no JSON.
+# Number 7: columns that are not JSON.
 
 
 @needs_cases
 @pytest.mark.parametrize("name", ["timestamp", "images", "decimal"])
-def test_columns_that_are_no_json_do_no_harm_in_the_shared_cases(made: Path, tmp_path: Path, name: str) -> None:
+def test_non_json_columns_do_no_harm_in_the_shared_cases(made: Path, tmp_path: Path, name: str) -> None:
     file = made / f"{name}.parquet"
     folder = tmp_path / name
     folder.mkdir()
@@ -292,7 +292,7 @@ def test_columns_that_are_no_json_do_no_harm_in_the_shared_cases(made: Path, tmp
         ({"a": [b"x", None], "b": b"y", "c": 1}, {"a": [None, None], "c": 1}),
     ],
 )
-def test_other_values_that_are_no_json_are_kept_as_far_as_json_can(write: Write, value: Any, kept: Any) -> None:
+def test_other_non_json_values_are_kept_as_far_as_json_allows(write: Write, value: Any, kept: Any) -> None:
     (example,) = read_examples(SourceConfig(path=write([{"prompt": "a", "extra": value}], "data.parquet")))
     assert example.metadata == {"extra": kept}
 
@@ -363,7 +363,7 @@ def test_verifiers_see_special_tokens_but_never_ends_and_padding(skips: bool, ex
     assert visible_text(tokenizer, ids, hidden_ids(tokenizer, ends), skips) == expected
 
 
-# Number 13: tables are kept only where all code is known that they depend on.
+# Number 13: tables are cached only if all code that they depend on is known.
 
 
 def test_results_of_a_conversion_without_a_version_are_not_cached(write: Write, tmp_path: Path) -> None:
@@ -382,7 +382,7 @@ def test_results_of_a_conversion_without_a_version_are_not_cached(write: Write, 
 
     try:
         assert first(data) == "one" and not cache.exists()
-        # The neighbour that the conversion imports has changed, and the conversion's own file has not.
+        # The module that the conversion imports has changed; the conversion's own file has not.
         sys.modules["words"].WORD = "two"  # type: ignore[attr-defined]
         assert first(data) == "two" and not cache.exists()
         versions = [source.model_copy(update={"convert_version": version}) for version in ("1", "1", "2")]
@@ -394,7 +394,7 @@ def test_results_of_a_conversion_without_a_version_are_not_cached(write: Write, 
         sys.path.remove(str(tmp_path))
 
 
-# Number 14: what a tokenizer adds to a plain prompt.
+# Number 14: tokens that a tokenizer adds to a plain prompt.
 
 
 @pytest.mark.parametrize("text", ["ab", "<bos>ab"])
@@ -439,7 +439,7 @@ def test_given_responses_end_as_the_chat_template_closes_turns(write: Write) -> 
     assert sft(write([{"prompt": "a", "response": "b"}]), llama())[0][1] == "b<|eot|>"
 
 
-# Number 16: supervised and preference sets as the hub has them.
+# Number 16: supervised and preference sets in the hub's forms.
 
 
 @needs_cases
@@ -480,13 +480,13 @@ def test_every_form_of_a_conversation_trains_on_the_same_turns(write: Write, tok
         closes = tokenizer.chat_template is not None and tokenizer.eos_token == "<eos>"
         assert found == "|".join([*(part + end * closes for part in parts[:-1]), parts[-1] + end])
         rendered = PromptTemplate(tokenizer)
-        # A plain prompt is continued without anything between, as it is when a response is drawn.
+        # A plain prompt is continued without a separator, as in generation.
         plain = "s\n\nhi" + ("one\n\nand?two" if train_on == "all" else "\n\none\n\nand?two")
         text = rendered.apply(CONVERSATION).rstrip("\n") if rendered.is_chat else plain
         assert whole == text + ("" if text.endswith(end) else end)
 
 
-def test_the_tokens_of_a_conversation_are_those_that_it_would_have_had_at_each_turn(write: Write) -> None:
+def test_a_conversations_tokens_equal_its_incremental_tokenization(write: Write) -> None:
     tokenizer = qwen()
     template = PromptTemplate(tokenizer)
     source = load(write([{"messages": CONVERSATION}]), tokenizer, responses=True)

@@ -1,4 +1,4 @@
-"""Sessions and runs inside of a running event loop, as notebooks and asynchronous servers have one."""
+"""Sessions and runs work inside a running event loop, as in notebooks and asynchronous servers."""
 
 from __future__ import annotations
 

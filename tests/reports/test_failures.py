@@ -1,4 +1,4 @@
-"""Checks and trajectories that fail: counted by verifier and kind, shown in the report, and an end of the run where too many do."""
+"""Failing checks and trajectories are counted by verifier and kind, shown in the report, and end the run if there are too many."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_saved_run_resumes_after_its_verifier_is_fixed(workshop: Workshop) -> 
     assert [line["checks/score/score_mean"] for line in read_metrics(run.folder)] == [0.0, 1.0]
 
 
-def test_an_evaluation_whose_every_check_fails_is_no_result(workshop: Workshop) -> None:
+def test_an_evaluation_with_only_failed_checks_has_no_result(workshop: Workshop) -> None:
     sections = {
         "reward": {"verify": f"{HERE}:often", "sandbox": "none", "processes": 0},
         "data": {"eval": {"test": str(workshop.data)}},

@@ -1,4 +1,4 @@
-"""What a new user meets in the first hours: loops by hand, evaluation and export of reward models, migration, messages."""
+"""A new user's first hours: loops by hand, evaluation and export of reward models, migration, messages."""
 
 from __future__ import annotations
 

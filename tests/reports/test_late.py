@@ -1,4 +1,4 @@
-"""What a run touches late is tried before its first step, and a checkpoint does not fail over a file beside the weights.
+"""Things that a run uses late are tested before its first step, and a side file cannot make a checkpoint fail.
 
 | touched late                                   | tried early by                                                   |
 |------------------------------------------------|------------------------------------------------------------------|
@@ -36,7 +36,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
 
 
 def model_with(workshop: Workshop, **generation: Any) -> Path:
-    """A copy of the workshop's model with such a generation_config.json."""
+    """Return a copy of the workshop's model with the given generation_config.json."""
     folder = workshop.folder / "model"
     shutil.copytree(workshop.model, folder)
     known = json.loads((folder / "generation_config.json").read_text())
@@ -82,7 +82,7 @@ def test_a_model_folder_that_is_gone_does_not_stop_the_checkpoint(workshop: Work
 
 
 def refused(workshop: Workshop, **sections: Any) -> str:
-    """The line with which a run ends before its first step."""
+    """Return the line with which a run ends before its first step."""
     with pytest.raises(UserError) as error:
         workshop.run(**sections)
     metrics = workshop.folder / "run" / "metrics.jsonl"
@@ -115,7 +115,7 @@ def test_a_report_that_fails_at_the_end_is_a_line_and_the_checkpoint_stays(
 
 
 class InReadOnlyFolder:
-    """A tracker that writes into a folder where nothing can be written."""
+    """A tracker that writes into a read-only folder."""
 
     def __init__(self, run: Any) -> None:
         Path("/proc/braid").mkdir()
@@ -128,7 +128,7 @@ class InReadOnlyFolder:
 def test_a_tracker_that_cannot_be_opened_ends_a_new_run_in_a_line(workshop: Workshop) -> None:
     said = refused(workshop, trackers=f"{__file__}:InReadOnlyFolder")
     assert "InReadOnlyFolder cannot be opened (FileNotFoundError" in said and "leave it out of trackers" in said
-    assert len(read_metrics(workshop.run(trackers=[]))) == 2, "the run can be started again under its name"
+    assert len(read_metrics(workshop.run(trackers=[]))) == 2, "the run can be restarted under its name"
 
 
 LATER = {"every": 100, "before_first_step": False, "samples": 1}

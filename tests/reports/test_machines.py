@@ -1,4 +1,4 @@
-"""Machines that lack something usual: a loopback interface, a /dev/shm that can be written."""
+"""Machines without something usual: a loopback interface, a writable /dev/shm."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ assert time.monotonic() - begin < 30, "torch waited, and heard no signal"
 """
 
 
-def test_without_loopback_and_shared_memory_a_run_says_so_or_uses_the_disk(tmp_path: Path) -> None:
+def test_without_loopback_or_shared_memory_a_run_reports_it_or_uses_the_disk(tmp_path: Path) -> None:
     place = tmp_path / "shared"
     place.mkdir()
     namespaces = ["unshare", "-n", "-m", "bash", "-c"]

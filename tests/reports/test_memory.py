@@ -1,4 +1,4 @@
-"""Memory of a long run: it stays where it is after its first steps. `-m soak` runs 1,500 steps and shows the curve."""
+"""A long run's memory stays constant after its first steps. `-m soak` runs 1,500 steps and prints the curve."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ with TrainingRun(workshop.config(reward=reward, rollout=rollout, trainer=trainer
 
 
 def curve(folder: Path, steps: int, every: int) -> dict[int, float]:
-    """MiB of a process by its step."""
+    """Return the MiB of a process by step."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", RUN, str(folder), str(steps), str(every)],

@@ -1,4 +1,4 @@
-"""Coming from verl and TRL: every key of their configurations has a row, and a configuration of verl becomes one of Braid."""
+"""Migration from verl and TRL: every key of their configurations has a row, and a verl configuration becomes a Braid configuration."""
 
 from __future__ import annotations
 

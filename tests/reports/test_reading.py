@@ -1,4 +1,4 @@
-"""Files and words as users write them: YAML, encodings, code beside the configuration, values on the command line."""
+"""Files and words in the forms that users write: YAML, encodings, code beside the configuration, values on the command line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TWICE = {
 
 
 @pytest.mark.parametrize("text", TWICE)
-def test_a_key_twice_is_refused_with_both_places(tmp_path: Path, text: str) -> None:
+def test_a_duplicate_key_is_refused_with_both_places(tmp_path: Path, text: str) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(text)
     with pytest.raises(UserError, match=rf"config.yaml: {TWICE[text]}; keep one"):
@@ -75,7 +75,7 @@ def test_a_value_on_the_command_line_is_refused_in_the_users_words(override: str
         load_config(None, ["flow=grpo", "model=m", override])
 
 
-def test_bytes_that_are_no_utf8_are_named_with_their_line(tmp_path: Path) -> None:
+def test_invalid_utf8_is_named_with_its_line(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_bytes(b"flow: grpo\nmodel: m\nname: caf" + b"\xe9\n")
     with pytest.raises(UserError, match=r"config.yaml, line 3 is not UTF-8; save the file as UTF-8"):
@@ -99,7 +99,7 @@ print("caf\\u00e9 \\u2211")
 """
 
 
-def test_utf8_is_read_and_any_character_shown_whatever_the_locale(tmp_path: Path) -> None:
+def test_utf8_is_read_and_shown_under_any_locale(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_bytes(
         "flow: grpo\nmodel: m\ndata: {system_prompt: 'Antworte kurz: ∑ 😀'}\n".encode()
     )

@@ -1,4 +1,4 @@
-"""`braid train --dry-run` ends with a verdict, and names everything that is wrong and not the first thing alone."""
+"""`braid train --dry-run` ends with a verdict, and names all faults, not only the first."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def test_a_part_that_does_not_fit_is_reported_with_a_remedy(
     assert says.startswith("verdict: fits") or lines[0].startswith("verdict: does not fit, ")
 
 
-def test_without_a_device_the_verdict_says_what_one_needs(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_device_the_verdict_says_not_on_this_machine(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     lines = verdict(workshop, device="cuda", dtype="float32")

@@ -1,4 +1,4 @@
-"""A tokenizer with more tokens than the model's embedding: said with both sizes, refused where such a token occurs."""
+"""A tokenizer with more tokens than the model's embedding is reported with both sizes, and refused where such a token occurs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_an_end_of_sequence_beyond_the_embedding_is_refused(workshop: Workshop) 
         workshop.run(model=str(model))
 
 
-def test_tokens_that_do_not_occur_are_a_line_of_the_run_and_the_dry_run(
+def test_unused_tokens_beyond_the_embedding_are_reported_by_run_and_dry_run(
     workshop: Workshop, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = workshop.config(model=str(model_with_one_more_token(workshop)), trainer={"steps": 1})
@@ -67,13 +67,13 @@ def test_tokens_that_do_not_occur_are_a_line_of_the_run_and_the_dry_run(
 
 
 def beyond(texts: list[str], example: dict[str, object]) -> object:
-    """An environment whose answer has a token that the model does not have."""
+    """An environment whose answer has a token that the model lacks."""
     from braidrl.agents.turns import Observation
 
     return Observation(WORD, done=False)
 
 
-def test_an_environment_that_says_a_token_beyond_the_embedding_ends_in_a_line(workshop: Workshop) -> None:
+def test_an_environments_token_beyond_the_embedding_ends_in_one_line(workshop: Workshop) -> None:
     model = model_with_one_more_token(workshop)
     rollout = {"environment": f"{__file__}:beyond", "max_sequence_tokens": 60}
     with pytest.raises(UserError, match=f"token {SIZE} of its prompt is beyond the model's embedding of {SIZE} tokens"):

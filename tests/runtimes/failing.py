@@ -1,4 +1,4 @@
-"""Stages of a user's own that go wrong on one rank."""
+"""User-defined stages that fail on one rank."""
 
 import os
 
@@ -8,7 +8,7 @@ from braidrl.algorithms.registry import shapes
 
 @shapes.register(writes=["reward"])
 def fails_on_rank_1(reward, rollout_log_probs: Ragged):
-    """Reads payload, so that each rank is given its own rows."""
+    """Read payload, so that each rank gets its own rows."""
     if os.environ.get("RANK") == "1":
         raise ValueError("no such luck")
     return reward

@@ -1,6 +1,6 @@
-"""A stage whose file, wherever it is loaded, has checkpoints written by rules.
+"""A stage whose file makes every process that loads it write checkpoints by rules.
 
-A file RUN.step-N.held beside the run's folder holds that checkpoint up, RUN.full makes its disk a full one.
+A file RUN.step-N.held beside the run's folder delays that checkpoint; RUN.full simulates a full disk.
 """
 
 import time
@@ -31,6 +31,6 @@ heed()
 
 @shapes.register(writes=["reward"])
 def as_it_is(reward, rollout_log_probs: Ragged):
-    """Reads payload: workers of the hybrid runtime, which load no file, then have the rules too."""
+    """Read payload, so that the hybrid runtime's workers, which load no file themselves, get the rules too."""
     heed()
     return reward

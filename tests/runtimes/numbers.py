@@ -1,4 +1,4 @@
-"""A stage of a user's own after which the second batch has an advantage that is no number."""
+"""A user-defined stage that gives the second batch an advantage of NaN or infinity."""
 
 import torch
 
@@ -7,5 +7,5 @@ from braidrl.algorithms.registry import shapes
 
 @shapes.register(writes=["advantage"])
 def breaks(advantage, group, sample):
-    """Groups are numbered through the whole run, four in a step."""
+    """Return the advantages; groups are numbered through the whole run, four in a step."""
     return torch.where((group == 5) & (sample == 1), torch.nan, advantage)

@@ -1,8 +1,8 @@
-"""A process of the same user that knows no secret, and sends every socket of a run what it should not believe.
+"""A process of the same user that does not know the secret and sends invalid messages to every socket of a run.
 
     python -m tests.runtimes.strangers COUNT RECORDING ADDRESS...        each message goes to the next address
 
-RECORDING holds what one of the run's own has sent to the first address: it is sent again as it was.
+RECORDING holds a message that a process of the run has sent to the first address; it is replayed unchanged.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ ANYBODY = GREETING + b"\x04" + bytes([len(READY)]) + READY
 """First bytes of an unauthenticated ZeroMQ conversation."""
 REQUESTS = ("take", "done", "stepped", "ordered", "weights", "given", "hello", "renew", "unlink", "read", "selected")
 FULL = 0.01
-"""Pause after a connection that was refused."""
+"""Pause after a refused connection."""
 
 
 def request(draw: random.Random) -> bytes:
-    """A request as the run's own send it."""
+    """A request in the run's own format."""
     return msgpack.packb({
         "request": draw.choice(REQUESTS), "number": draw.randrange(1 << 20), "holder": draw.choice(["actor.0.0", "stranger"]),
         "stage": "actor.update", "leases": [draw.randrange(1000)], "stages": ["actor.update"], "held": [], "parts": [],
@@ -41,7 +41,7 @@ def request(draw: random.Random) -> bytes:
 
 
 def frame(content: bytes) -> bytes:
-    """A frame of ZeroMQ."""
+    """Return a frame of ZeroMQ."""
     return b"\x02" + struct.pack(">Q", len(content)) + content
 
 
@@ -75,7 +75,7 @@ def shout(address: tuple[str, int], content: bytes) -> None:
 
 
 def knock(address: tuple[str, int], draw: random.Random) -> bool:
-    """Ask with another secret than the run's; returns whether there was an answer."""
+    """Send a request with a wrong secret; return whether there was an answer."""
     with (
         zmq.Context() as context,
         asking_socket(context, "tcp://{}:{}".format(*address), draw.randbytes(8).hex()) as line,
@@ -86,12 +86,12 @@ def knock(address: tuple[str, int], draw: random.Random) -> bool:
 
 
 def main() -> None:
-    """Send the messages; ends with 1 where anybody answered."""
+    """Send the messages; exit with 1 if any server answers."""
     count, recording, addresses = int(sys.argv[1]), Path(sys.argv[2]).read_bytes(), sys.argv[3:]
     draw, places = random.Random(0), [(host, int(port)) for host, port in (each.split(":") for each in addresses)]
     for number in range(count):
         place = places[number % len(places)]
-        # Each address gets every kind, and one in fifty is a conversation with a wrong key.
+        # Each address gets every kind of message; one in fifty is a conversation with a wrong key.
         if number % 50 == 0 and knock(place, draw):
             raise SystemExit(1)
         shout(place, KINDS[number // len(places) % len(KINDS)](draw, recording))

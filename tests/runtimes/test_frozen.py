@@ -1,4 +1,4 @@
-"""A stopped process of a run, of any kind: it is noticed and named, and the run continues or ends with one line."""
+"""A stopped process of any kind is detected and named, and the run continues or ends with one line."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.tiny import Workshop, braid, metrics_agree, wait_for_steps
 
 SILENCE_S = 3.0
 NOTICED_S = 90.0
-"""Within this a run has gone on or ended, on a loaded machine too."""
+"""Time limit for a run to resume or end, also on a busy machine."""
 LEFT_S = 60.0
-"""So long after a run's end nothing of it is left."""
+"""Time limit for the last process of a run to disappear after its end."""
 STREAMING = {"runtime": "streaming", "streaming": {"workers": {"actor": 2}, "wait_s": 0.5}}
 KINDS: dict[str, tuple[dict[str, Any], str, bool]] = {
     # A run's settings, the process to stop, and whether the run continues.
@@ -44,7 +44,7 @@ KINDS: dict[str, tuple[dict[str, Any], str, bool]] = {
     "gcs": ({"runtime": "hybrid", "workers": 2}, "gcs_server", False),
 }
 SOON = ("streaming trainer", "verifier", "rank 1")
-"""Those that `make test` runs; the others are for soak."""
+"""Cases of `make test`; the others are soak tests."""
 
 
 def stop(run: subprocess.Popen[str], name: str) -> int:
@@ -59,7 +59,7 @@ def stop(run: subprocess.Popen[str], name: str) -> int:
 
 
 def still_there(processes: list[int]) -> list[str]:
-    """Return the processes that still exist; Ray's agents check only now and then whether their raylet is gone."""
+    """Return the processes that still exist; Ray's agents check only occasionally whether their raylet has ended."""
     limit, left = time.monotonic() + LEFT_S, processes
     while left and time.monotonic() < limit:
         time.sleep(0.05)
@@ -112,7 +112,7 @@ def test_a_main_program_that_was_paused_loses_nothing(workshop: Workshop) -> Non
     assert metrics_agree(workshop.folder / "run", undisturbed)
 
 
-def test_the_main_program_says_where_its_own_work_makes_no_progress(tmp_path: Path) -> None:
+def test_the_main_program_reports_its_own_stalled_work(tmp_path: Path) -> None:
     said: list[str] = []
     for _ in range(ENOUGH):
         with WORK.on("reward.verify"):

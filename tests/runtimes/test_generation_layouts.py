@@ -1,4 +1,4 @@
-"""Invariant 1 where ranks generate in a layout of their own: the run of one process, whatever the grouping."""
+"""Invariant 1 for ranks that generate in a separate layout: the result is that of one process for every grouping."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ON_2: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model that four tensor ranks divide, in two pipeline ranks."""
+    """Write a tiny model that splits over four tensor ranks and two pipeline ranks."""
     folder, config = tmp_path_factory.mktemp("wide"), deepcopy(MODELS["qwen3"])
     config.num_attention_heads, config.num_key_value_heads, config.head_dim = 8, 4, 4
     torch.manual_seed(0)
@@ -50,7 +50,7 @@ def test_generation_layout_equals_single_process(workshop: Workshop, wide: Path)
     alone = trace(workshop.run("alone", **GRPO))
     for name in ON_2:
         assert_same(trace(workshop.folder / name), alone)
-    # Half of the model comes from the other rank where each had half, nothing where it generates with what it trains.
+    # Half of the model comes from the other rank where each rank had half, and nothing if the layout does not change.
     received = {name: read_metrics(workshop.folder / name)[0].get("weights/actor/received") for name in ON_2}
     assert received["pipeline"] is None
     assert all(received[name] > 0 for name in ("interval", "neighbour", "gather"))

@@ -1,4 +1,4 @@
-"""An interrupt comes at once, but not while weights change, unless one insists."""
+"""An interrupt takes effect at once, except while weights change, unless it is repeated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from braidrl.runtimes.interrupts import AgreedInterrupts, Interrupts
 
 
 def signals_in_a_hold(interrupts: Interrupts, number: signal.Signals, times: int) -> None:
-    """Takes so many signals inside two holds; reaches its end if none of them comes through before."""
+    """Receive this many signals inside two holds; return normally if none of them gets through."""
     with interrupts.hold():
         with interrupts.hold():
             for _ in range(times):

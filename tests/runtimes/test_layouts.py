@@ -1,4 +1,4 @@
-"""`trainer.layout` under the distributed runtime: the run of one process, whatever is divided; and what is refused."""
+"""`trainer.layout` under the distributed runtime gives the result of one process for every axis, and wrong layouts are refused."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.tiny import Workshop
 
 DIAMOND = Path(__file__).parent / "diamond.yaml"
 STEPS = 2
-# One group of two rows in each update: some of the ranks have no row to infer or to train on.
+# One group of two rows in each update, so that some ranks have no row to infer or to train on.
 FEW: dict[str, Any] = merged(
     EVERY_STEP, {"trainer": {"steps": STEPS, "prompts_per_step": 2, "rows_per_update": 2}, "rollout": {"samples_per_prompt": 2}}
 )  # fmt: skip
-# Whitened, no advantage is 0: whether a token counts as clipped would hang on the sign that rounding gives it.
+# Whitened, no advantage is 0; otherwise rounding would decide its sign, and with it whether a token counts as clipped.
 PPO: dict[str, Any] = merged(FEW, {"flow": "ppo", "algorithm": {"reward": "verify", "kl_target": 0.5, "whiten": True}})
 RECOMPUTED: dict[str, Any] = merged(PPO, {"algorithm": {"old": "recompute"}})
 SELECTED: dict[str, Any] = merged(FEW, {"flow": "dapo", "trainer": {"over_sampling": 2}})
@@ -54,16 +54,16 @@ def test_run_with_layouts_equals_single_process_and_shares_checkpoint(workshop: 
 
 
 def test_inference_layouts_and_engines_read_sharded_weights(workshop: Workshop) -> None:
-    """The copy that infers has the weights of each moment: stale ones would show in values and log-probs of the second step."""
+    """The inference copy always has the current weights: stale ones would show in values and log-probs of the second step."""
     ranks = {"runtime": "distributed", "workers": 2}
     copies = {
         "trainer": {"layout": {"shard": "full"}, "inference_layout": {"tensor": 2}},
         "roles": {"critic": {"layout": {"pipeline": 2}, "inference_layout": {"data": 2}}},
     }
-    # Three layouts of one role: two stages train, each of the engines' two processes has half of the matrices.
+    # Three layouts of one role: it trains in two pipeline stages, and the engines' two processes have half of each matrix.
     engines = {"engines": 1, "tensor": 2, "check_weights": True}
     served = {"rollout": engines, "trainer": {"layout": {"pipeline": 2}, "inference_layout": {"shard": "full"}}}
-    # And in one process each: one trains, infers and decodes with others' slices beside its own.
+    # In one process each: a process trains, infers and decodes with slices of others beside its own.
     pooled = merged(copies, {"rollout": {"tensor": 2}})
     run_in_ranks(
         [

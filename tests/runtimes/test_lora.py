@@ -1,4 +1,4 @@
-"""Runs that train adapters: engines decode with what training has, a run resumes exactly, and ranks do as one process does."""
+"""Runs that train adapters: engines decode with the trained adapters, a run resumes exactly, and several ranks equal one process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_lora_rollouts_use_merged_weights_and_resume_exactly(workshop: Workshop)
     for step in range(1, TRAINER["steps"] + 1):
         rows = recorded(whole, step)
         gap = rows["rollout_log_probs"].values - rows["old_log_probs"].values
-        assert float(gap.abs().max()) < 1e-5, "invariant 3"
+        assert float(gap.abs().max()) < 1e-5, "the engine's log-probs equal the trainer's"
     before = load_file(workshop.model / "model.safetensors")
     after = weights_of(whole)
     changed = {name for name, tensor in after.items() if not torch.allclose(tensor, before[name], atol=1e-3)}
@@ -78,7 +78,7 @@ def test_unsupported_adapter_settings_are_refused_before_loading(
 
 
 def test_single_role_adapters_and_bfloat16_correction(workshop: Workshop) -> None:
-    """Merged into bfloat16 weights, adapters are rounded: the engine's numbers are not the trainer's."""
+    """Merging into bfloat16 weights rounds the adapters, so the engine's log-probs differ from the trainer's."""
 
     def corrected(**sections: Any) -> bool:
         flow = build_flow(workshop.config(flow="grpo", **sections))
@@ -89,7 +89,9 @@ def test_single_role_adapters_and_bfloat16_correction(workshop: Workshop) -> Non
     assert not corrected(**adapted) and not corrected(dtype="bfloat16") and corrected(**adapted, dtype="bfloat16")
 
 
-def test_without_peft_a_run_says_how_to_install_it(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_peft_is_reported_with_the_install_command(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(UserError, match=r"lora needs peft; install it by `pip install 'braidrl\[lora\]'`"):
         workshop.run(**FLOW, trainer=TRAINER)

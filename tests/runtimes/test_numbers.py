@@ -1,4 +1,4 @@
-"""Invalid numbers: an infinite reward, a loss that is NaN, an implausible learning rate."""
+"""Invalid numbers are refused: an infinite reward, a NaN loss, an implausible learning rate."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_nan_update_names_token_and_replay_reproduces_it(workshop: Workshop, run
     assert (
         re.match(r"step 2: actor.update: the gradient's norm is nan, nothing was updated: ", said) and "\n" not in said
     )
-    # Under hybrid another worker's message may come first, which knows only the rows of the update.
+    # Under hybrid another worker's message may come first; it names only the rows of the update.
     assert runtime["runtime"] == "hybrid" or "advantages is nan at response token 0 of row (0, 5, 1)" in said, said
     run = workshop.folder / "nan"
     assert [line["step"] for line in read_metrics(run)] == [1]

@@ -1,4 +1,4 @@
-"""Restarts after the loss of a process: from the newest complete checkpoint, up to the limit."""
+"""After the loss of a process, the run restarts from the newest complete checkpoint, up to the limit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.runtimes.streaming.test_on_ray import RayNodes
 from tests.tiny import Workshop, braid, metrics_agree, wait_for_steps
 
 CASES: dict[str, tuple[dict[str, Any], str, tuple[int, ...]]] = {
-    # A run's settings, whom to kill, and after which steps.
+    # A run's settings, the process to kill, and the steps after which it is killed.
     "streaming": ({"runtime": "streaming", "streaming": {"workers": {"actor": 2}}}, "actor-1", (1, 6)),
     "distributed": ({"runtime": "distributed", "workers": 2}, "rank 0", (4,)),
     "hybrid": ({"runtime": "hybrid", "workers": 2}, "ray::HybridWork", (1, 6)),
@@ -23,7 +23,7 @@ CASES: dict[str, tuple[dict[str, Any], str, tuple[int, ...]]] = {
 
 
 def kill(run: int, victim: str, known: list[int]) -> int:
-    """Kill a process of a run by its name, another one than those that are known; return its number."""
+    """Kill a process of a run by its name, but none of the known ones; return its process id."""
     limit = time.monotonic() + 120
     while time.monotonic() < limit:
         for process in set(descendants(run)) - set(known):
@@ -37,7 +37,7 @@ def kill(run: int, victim: str, known: list[int]) -> int:
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.soak if "ray" in str(CASES[case]) else ()) for case in CASES]
 )
-def test_a_lost_process_costs_no_word_of_the_user(workshop: Workshop, case: str) -> None:
+def test_a_lost_process_is_replaced_without_user_action(workshop: Workshop, case: str) -> None:
     settings, victim, moments = CASES[case]
     trainer = {"steps": 14, "checkpoint_every": 2, "deterministic": True}
     sections: dict[str, Any] = {**settings, "trackers": [], "dtype": "float64"}
@@ -54,7 +54,7 @@ def test_a_lost_process_costs_no_word_of_the_user(workshop: Workshop, case: str)
             process.kill()
     assert process.returncode == 0 and said.count("starts again by itself") == len(moments), said
     assert metrics_agree(folder, quiet)
-    # Before the first checkpoint the others have no state to resume; ranks without a driver all work together.
+    # Before the first checkpoint the others have no state to resume; without a driver all ranks work together.
     assert said.count("the others go on") == {"streaming": 1, "distributed": 0, "hybrid": 1}[case]
 
 
@@ -63,7 +63,7 @@ def test_lost_node_restarts_run_on_remaining_devices(workshop: Workshop) -> None
     trainer = {"steps": 10, "checkpoint_every": 2, "deterministic": True}
     sections: dict[str, Any] = {"trackers": [], "dtype": "float64", "runtime": "hybrid", "workers": 2}
     quiet = workshop.run("quiet-nodes", **{**sections, "runtime": "eager", "trainer": trainer})
-    # The main program is on the first node, all workers on one of the others.
+    # The main program is on the first node, and all workers are on one of the other nodes.
     nodes = RayNodes(0, 2, 2)
     sections["cluster"] = {"address": nodes.address}
     config = workshop.config_file("nodes", **sections, trainer={**trainer, "max_restarts": 1})

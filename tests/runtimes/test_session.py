@@ -1,4 +1,4 @@
-"""A session's plain loop does what the runtime's own walk of the same stages does, in one process and under hybrid."""
+"""A session's plain loop equals the runtime's own execution of the same stages, in one process and under hybrid."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_runtimes_without_one_loop_are_refused(workshop: Workshop) -> None:
 
 EXAMPLE = load_module(ROOT / "examples" / "session.py")
 LINES = {"ppo": 8, "remax": 8, "safe_rlhf": 13}
-"""Stages of each loop: Safe-RLHF adds five to PPO's, ReMax trades the critic's two and GAE for a second generation and its reward."""
+"""Stages of each loop: Safe-RLHF adds five to PPO's; ReMax replaces the critic's two and GAE by a second generation and its reward."""
 
 
 @pytest.mark.parametrize("algorithm", LINES)
@@ -162,7 +162,7 @@ def of_recipe(algorithm: str, workshop: Workshop) -> dict[str, Any]:
 
 
 def write_scorer(folder: Path, decoder: Path) -> Path:
-    """A random cost model with the decoder's tokenizer."""
+    """Write a random cost model with the decoder's tokenizer."""
     torch.manual_seed(1)
     model = AutoModelForSequenceClassification.from_pretrained(decoder, num_labels=1)
     torch.nn.init.normal_(model.score.weight, std=0.5)
@@ -189,7 +189,7 @@ def test_each_loop_of_the_example_trains_as_its_recipe_does(
 
 
 def loop_on_a_rank(world: World, task: dict[str, Any]) -> int:
-    """On a rank: PPO by hand, saved."""
+    """Run PPO by hand on each rank, and save."""
     with Session(parse_config(task["config"]), world) as session:
         rows = [session.index(rows) for rows in EXAMPLE.ppo(session)]
         session.save(Path(task["folder"]))
@@ -206,7 +206,7 @@ def test_ranks_run_the_loop_together(workshop: Workshop) -> None:
 
 
 def in_other_tokens(scorer: Path, folder: Path) -> Path:
-    """The same scorer for a tokenizer that numbers its tokens the other way round."""
+    """Return the same scorer for a tokenizer with token ids in reverse order."""
     model = AutoModelForSequenceClassification.from_pretrained(scorer)
     embedding = model.get_input_embeddings().weight
     embedding.data = embedding.data.flip(0)
@@ -237,7 +237,7 @@ def test_scoring_role_uses_its_own_tokenizer(workshop: Workshop, warm_cluster: W
 
     rows, expected = scored(same)
     _, found = scored(other)
-    # A random model draws paddings too, which are no text.
+    # A random model also samples padding, which is not text.
     texts = [number for number in range(len(rows)) if TOKENIZER.pad_token_id not in rows["tokens"][number].tolist()]
     ended = [rows["tokens"][number].tolist()[-1] == TOKENIZER.eos_token_id for number in texts]
     assert len(texts) > 4 and any(ended) and not all(ended)

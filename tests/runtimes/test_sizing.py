@@ -1,4 +1,4 @@
-"""Slots and tokens of a micro-batch use the memory that is free, and no more of it."""
+"""Slots and tokens per micro-batch are sized to the free memory."""
 
 import pytest
 from hypothesis import given
@@ -17,7 +17,7 @@ from braidrl.runtimes.sizing import (
 )
 
 SEVEN_B = Demand(stays=30 * GIB, training=GIB, token=2 * MIB, slot=112 * MIB, longest=2048, rows=1024)
-"""About what a model of 7B needs that is trained by adapters, with rows of 2,048 tokens."""
+"""About the memory of a 7B model that is trained by adapters on rows of 2,048 tokens."""
 
 
 @pytest.mark.parametrize(

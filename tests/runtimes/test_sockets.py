@@ -1,4 +1,4 @@
-"""Sockets of a run: each listens only on its own interface, and only for clients that know the secret."""
+"""Each socket of a run listens only on its own interface, and only for clients that know the secret."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_store_listens_on_the_address_that_it_is_given() -> None:
 
 
 def recorded_hello(address: str, secret: str, name: str, memory: str) -> bytes:
-    """Let one of the run's own say hello, and return all bytes that it has sent."""
+    """Record a handshake of the run's own client, and return all bytes that it has sent."""
     host, port = address.removeprefix("tcp://").split(":")
     sent = bytearray()
     with socket.create_server((LOOPBACK, 0)) as relay:
@@ -78,7 +78,7 @@ def recorded_hello(address: str, secret: str, name: str, memory: str) -> bytes:
 
 
 def memory() -> int:
-    """Bytes that the processes of this run have for themselves."""
+    """Return the private memory of the run's processes, in bytes."""
     found = 0
     for process in family():
         with contextlib.suppress(psutil.Error):
@@ -97,7 +97,7 @@ def test_forged_replayed_or_malformed_messages_change_nothing(workshop: Workshop
     with TrainingRun(workshop.config("flooded", **sections)) as run:
         program: Any = run.controller
         while not set(program.processes.trainers()) <= set(program.control.holders):
-            program.wait()  # ranks that have met listen for one another
+            program.wait()  # Ranks that have met listen for each other.
         memory_of_run = program.processes.places["here"].address
         hello = recorded_hello(program.server.address, program.processes.secret, "recorded", memory_of_run)
         assert "recorded" in program.control.holders and len(hello) > 500

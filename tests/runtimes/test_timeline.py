@@ -1,4 +1,4 @@
-"""Every runtime says what it did when: here eager, through the command."""
+"""Every runtime writes a timeline of its devices: here eager, through the command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Device usage of stages: counted by hand for a few rows, over one process and over several."""
+"""Device usage of stages matches a count by hand for a few rows, over one process and over several."""
 
 from __future__ import annotations
 
@@ -57,8 +57,10 @@ def test_an_engine_in_bfloat16_reads_half(workshop: Workshop) -> None:
 
 
 @pytest.mark.parametrize("rollout", [{"tensor": 2}, {"engines": 2}])
-def test_ranks_and_engines_read_together_what_they_have(workshop: Workshop, rollout: dict[str, int]) -> None:
-    """A rank of two reads half of the weights in each step; two engines read theirs both, in the slots of both."""
+def test_device_usage_counts_the_weights_that_ranks_and_engines_read(
+    workshop: Workshop, rollout: dict[str, int]
+) -> None:
+    """Each of two ranks reads half of the weights in each step; two engines read all weights, each for its own slots."""
     sums = Sums()
     usage_of(workshop, rollout={**rollout, "slots": 1}).decoded(GENERATE, DRAWN, 2, 2.0, sums)
     weights = {"tensor": 6 / 2, "engines": 3 * 2}[next(iter(rollout))]

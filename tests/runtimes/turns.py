@@ -1,4 +1,4 @@
-"""An environment for the tests of runtimes: contexts that are continued and replaced, and one that fails now and then."""
+"""An environment for the tests of runtimes: its contexts continue or are replaced, and it sometimes fails."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ PLAYED = f"{__file__}:Sums"
 
 
 class Sums:
-    """Three sums one after the other, the last in a context of its own; half a point for each first digit that is even."""
+    """Three sums in turn, the last in a separate context; each gives half a point if its first digit is even."""
 
     def __init__(self, fails: int = 0) -> None:
-        """Trajectories whose group's number is a multiple of `fails` raise in their second turn, if they are sample 1."""
+        """Trajectories of sample 1 raise in their second turn if their group number is a multiple of `fails`."""
         self.fails, self.turn = fails, 0
 
     async def reset(self, example: dict[str, Any]) -> str | None:

@@ -1,6 +1,6 @@
-"""Runs under faults that a seed draws: killed and frozen processes, garbage on sockets, damaged checkpoints; `make chaos` prints a table.
+"""Runs under random faults: killed and frozen processes, garbage on sockets, damaged checkpoints; `make chaos` prints a table.
 
-a run ──at a random moment──▶ a fault ──▶ it goes on, or ends in a line ──resume──▶ the next fault, of each kind two ──▶ the end
+a run ──at a random moment──▶ a fault ──▶ it continues, or ends in a line ──resume──▶ the next fault, two of each kind ──▶ the end
             metrics, rows and leftovers are compared with an undisturbed run's
 
     python -m tests.soak.chaos --faults 20 --seed 3 --runtimes eager distributed streaming stale --file faults.jsonl
@@ -35,7 +35,7 @@ from tests.tiny import Workshop, braid, metrics_agree, recorded, sums, write_jso
 STEPS, SILENCE_S, LIMIT_S, RESUMES, LOOK_S = 40, 5.0, 240.0, 4, 0.1
 TRACEBACK = "Traceback"
 STACKS = "import faulthandler, signal; faulthandler.register(signal.SIGUSR2)"
-"""A main program that hangs says where."""
+"""A hanging main program dumps its stack."""
 OF_EACH = 2
 """Number of faults of each kind per run: a start costs more than all its steps."""
 RUNTIMES: dict[str, dict[str, Any]] = {
@@ -63,10 +63,10 @@ class Row:
 
 
 class Chaos:
-    """A workshop, the undisturbed runs, and the draw of faults."""
+    """A workshop, the undisturbed runs, and the random choice of faults."""
 
     def __init__(self, folder: Path, seed: int) -> None:
-        """Work in a folder: undisturbed runs that an earlier call has left there are not made again."""
+        """Work in a folder, and reuse the undisturbed runs of earlier calls in it."""
         data = write_jsonl(folder / "train.jsonl", sums(24))
         self.workshop, self.seed = Workshop(folder, write_model(folder / "model"), data), seed
         self.memory = Path(tempfile.mkdtemp(prefix="memory-", dir=folder))
@@ -83,7 +83,7 @@ class Chaos:
         return braid(*arguments, folder=self.workshop.folder, prefix=STACKS)
 
     def reference(self, runtime: str) -> Path:
-        """Return the undisturbed run, which is made once: one in one process for all runtimes that train what was just drawn."""
+        """Return the undisturbed run; it is made once, in one process, for all runtimes that train only current rows."""
         kind = runtime if "trainer" in RUNTIMES[runtime] else "eager"
         folder = self.workshop.folder / f"quiet-{kind}"
         if not (folder / "report.html").exists():
@@ -94,7 +94,7 @@ class Chaos:
         return folder
 
     def one(self, first: int, runtime: str) -> list[Row]:
-        """Make one run that meets faults of each kind, in an order that is drawn, and compare it; trouble is counted for each of them."""
+        """Make a run that meets each kind of fault in a random order, and compare it; a difference counts for each of its faults."""
         draw, reference = random.Random(f"{self.seed}/{first}"), self.reference(runtime)
         disturbed, met, troubles = Disturbed(self, f"{runtime}-{self.seed}-{first}", runtime), list[Row](), list[str]()
         begun = time.monotonic()
@@ -121,7 +121,7 @@ class Chaos:
         ]
 
     def compared(self, folder: Path, reference: Path) -> list[str]:
-        """Return what differs from the undisturbed run: lines of metrics, rows of each step."""
+        """Return the differences from the undisturbed run: lines of metrics, rows of each step."""
         troubles = [] if metrics_agree(folder, reference) else ["other metrics"]
         for step in range(1, STEPS + 1):
             if recorded(folder, step).uids() != recorded(reference, step).uids():
@@ -129,7 +129,7 @@ class Chaos:
         return troubles
 
     def leftovers(self, seen: Iterable[int]) -> list[str]:
-        """Return what is left a moment after the end: processes, shared memory, ports."""
+        """Return the leftovers shortly after the end: processes, shared memory, ports."""
         limit, found = time.monotonic() + 15, ["?"]
         while found and time.monotonic() < limit:
             time.sleep(0.2)
@@ -139,7 +139,7 @@ class Chaos:
 
 
 class Disturbed:
-    """A run that meets faults, and is resumed when it has ended before its time."""
+    """A run that meets faults, and is resumed if it ends early."""
 
     def __init__(self, chaos: Chaos, name: str, runtime: str) -> None:
         self.chaos, self.folder = chaos, chaos.workshop.folder / name
@@ -151,16 +151,16 @@ class Disturbed:
 
     @property
     def steps(self) -> int:
-        """Return how many steps are written down."""
+        """Return the number of steps in the metrics."""
         path = self.folder / "metrics.jsonl"
         return path.read_text().count("\n") if path.is_file() else 0
 
     def look(self) -> None:
-        """Note the processes of the run."""
+        """Record the processes of the run."""
         self.seen |= set(descendants(self.process.pid))
 
     def moment_for(self, fault: str, draw: random.Random) -> Callable[[], bool]:
-        """Return whether it is time for a fault: a step or two from now, or as soon as the run has been resumed."""
+        """Return whether it is time for a fault: one or two steps from now, or as soon as the run has been resumed."""
         steps, resumes = max(self.steps + draw.randrange(1, 3), EARLIEST.get(fault, 0)), self.resumes
         soon = draw.random() < 0.5 and fault not in EARLIEST
 
@@ -171,7 +171,7 @@ class Disturbed:
         return is_time
 
     def until(self, is_time: Callable[[], bool]) -> bool:
-        """Wait for a moment; return False where the run is through before. Raises AssertionError where it hangs, or does not get on."""
+        """Wait for that moment; return False if the run ends first. Raises AssertionError if the run hangs or does not make progress."""
         limit, steps, self.fruitless = time.monotonic() + LIMIT_S, self.steps, 0
         while not is_time():
             if time.monotonic() > limit:
@@ -190,7 +190,7 @@ class Disturbed:
         return True
 
     def said(self) -> str:
-        """Return what a process of the run that has ended has said; a traceback is trouble."""
+        """Return the output of a process of the run that has ended; a traceback is a violation."""
         _, said = self.process.communicate(timeout=10)
         self.troubles += [f"a traceback: {said[said.index(TRACEBACK) :][:2000]!r}"] if TRACEBACK in said else []
         return said
@@ -206,7 +206,7 @@ class Disturbed:
 
 
 def victim_of(draw: random.Random, process: subprocess.Popen[str]) -> int:
-    """Return any process of a run, the main program too."""
+    """Return a random process of a run, including the main program."""
     return draw.choice(sorted({process.pid, *descendants(process.pid)}))
 
 
@@ -240,7 +240,7 @@ def freeze(draw: random.Random, process: subprocess.Popen[str], folder: Path) ->
 
 
 def garbage(draw: random.Random, process: subprocess.Popen[str], folder: Path) -> str:
-    """Send noise to every port of the run."""
+    """Send random bytes to every port of the run."""
     ports = sorted({port for _, port in open_sockets(family(process.pid))})
     for _ in range(300):
         for port in ports:
@@ -250,7 +250,7 @@ def garbage(draw: random.Random, process: subprocess.Popen[str], folder: Path) -
 
 
 def damage(draw: random.Random, process: subprocess.Popen[str], folder: Path) -> str:
-    """Kill the run, and garble or cut a file of its newest checkpoint."""
+    """Kill the run, and corrupt or truncate a file of its newest checkpoint."""
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     path = draw.choice(sorted(file for file in checkpoints_of(folder)[-1].rglob("*") if file.is_file()))
@@ -261,10 +261,10 @@ def damage(draw: random.Random, process: subprocess.Popen[str], folder: Path) ->
 
 
 def full_disk(draw: random.Random, process: subprocess.Popen[str], folder: Path) -> str:
-    """Let the run's processes write no file that is longer than a small number of bytes."""
+    """Limit the length of files that the run's processes write to a small number of bytes."""
     most = draw.choice([1 << 10, 1 << 14, 1 << 16])
     for victim in (process.pid, *descendants(process.pid)):
-        # Ray's own programs do not outlive the signal that comes with it.
+        # Ray's own programs do not survive the signal that comes with it.
         if name_of(victim) not in NEEDED_BY_RAY:
             with contextlib.suppress(psutil.Error):
                 psutil.Process(victim).rlimit(psutil.RLIMIT_FSIZE, (most, psutil.RLIM_INFINITY))
@@ -275,13 +275,13 @@ FAULTS: dict[str, Callable[[random.Random, subprocess.Popen[str], Path], str]] =
     "kill -9": kill, "freeze": freeze, "garbage": garbage, "damage": damage, "full disk": full_disk,
 }  # fmt: skip
 EARLIEST = {"garbage": 1, "damage": 1, "full disk": 1}
-"""After so many steps there is something to damage; processes are killed and stopped while they start, too."""
+"""After this many steps there is something to damage; killed and stopped processes may also be starting."""
 DONE_TO = {"kill -9": "Killed", "freeze": "Frozen"}
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Return faults as a table of Markdown."""
-    lines = ["| seed | fault | runtime | what | on whom | resumed | seconds | not as it must be |", "|" + "---|" * 8]
+    """Return the faults as a Markdown table."""
+    lines = ["| seed | number | runtime | fault | victim | resumed | seconds | violation |", "|" + "---|" * 8]
     lines += [
         f"| {r.seed} | {r.number} | {r.runtime} | {r.fault} | {r.victim} | {r.resumes} | {r.seconds:.0f} | {r.trouble} |"
         for r in rows
@@ -290,8 +290,8 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """Return how many faults of each kind every runtime has met, and after how many something was not as it must be."""
-    lines = [f"| what | {' | '.join(RUNTIMES)} | all |", "|" + "---|" * (len(RUNTIMES) + 2)]
+    """Return the number of faults of each kind and runtime, and the number of violations after them."""
+    lines = [f"| fault | {' | '.join(RUNTIMES)} | all |", "|" + "---|" * (len(RUNTIMES) + 2)]
     for fault in (*FAULTS, "all"):
         kinds = [row for row in rows if fault in (row.fault, "all")]
         cells = [[row for row in kinds if row.runtime == runtime] for runtime in RUNTIMES] + [kinds]
@@ -301,7 +301,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def write_summary(page: Path, rows: Sequence[Row]) -> None:
-    """Write between the page's marks the number of faults, and the processes killed and frozen."""
+    """Write the number of faults, and of processes killed and frozen, between the page's marks."""
     before, _, rest = page.read_text().partition("<!-- faults -->\n")
     _, _, after = rest.partition("<!-- end -->")
     hit = {did: sorted({row.victim for row in rows if row.fault == fault}) for fault, did in DONE_TO.items()}
@@ -314,21 +314,21 @@ def write_summary(page: Path, rows: Sequence[Row]) -> None:
 
 
 def main() -> None:
-    """Make the faults that the command names, and print a table; ends with 1 where anything was not as it must be."""
+    """Inject the faults that the command names, and print a table; exit with 1 after any violation."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=300)
     parser.add_argument(
         "--first",
         type=int,
         default=0,
-        help="number of the first one, to go on with a seed: a multiple of those of a run",
+        help="number of the first fault, to continue a seed: a multiple of the faults of a run",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further one is begun")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="time after which no further run starts")
     parser.add_argument("--runtimes", nargs="+", default=list(RUNTIMES), choices=RUNTIMES)
-    parser.add_argument("--folder", type=Path, help="kept with its undisturbed runs, which the next call uses again")
-    parser.add_argument("--file", type=Path, help="to which each fault is added as a line of JSON, over many calls")
-    parser.add_argument("--page", type=Path, help="in which the table of all faults of the file is written anew")
+    parser.add_argument("--folder", type=Path, help="keep this folder; the next call reuses its undisturbed runs")
+    parser.add_argument("--file", type=Path, help="append each fault as a line of JSON")
+    parser.add_argument("--page", type=Path, help="page whose table of all faults in the file is rewritten")
     given = parser.parse_args()
     rows = list[Row]()
     with tempfile.TemporaryDirectory(prefix="braid-chaos-") as folder:
@@ -346,7 +346,7 @@ def main() -> None:
                     lines.writelines(json.dumps(asdict(row)) + "\n" for row in made)
     seen = [Row(**json.loads(line)) for line in given.file.read_text().splitlines()] if given.file else rows
     bad = sum(bool(row.trouble) for row in rows)
-    print(f"\nseed {given.seed}: {bad} of {len(rows)} not as they must be\n\n{summary(seen)}")
+    print(f"\nseed {given.seed}: {bad} of {len(rows)} with a violation\n\n{summary(seen)}")
     if given.page:
         write_summary(given.page, seen)
     raise SystemExit(any(row.trouble for row in rows))

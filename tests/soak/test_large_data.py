@@ -1,4 +1,4 @@
-"""A source of ten million examples: what each rank holds of it, and how soon the first batch is there."""
+"""A source of ten million examples: the memory of each rank, and the time until the first batch."""
 
 import json
 import subprocess
@@ -13,7 +13,7 @@ from braidrl.data.prompts import load_train
 from tests.tiny import TOKENIZER, write_model
 
 ROWS, RANKS, BATCH, BATCHES = 10_000_000, 4, 512, 40
-# A rank with its model, which opens the index and draws its part of each batch; what it prints is measured from there on.
+# A rank with its model that opens the index and draws its part of each batch; its figures are measured from there on.
 RANK = """
 import json, sys, time
 from pathlib import Path

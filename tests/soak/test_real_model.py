@@ -28,7 +28,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The finished run of each kind."""
+    """Return the finished run of each kind."""
     fetching = load_module(SMOLLM2 / "fetch.py")
     try:
         model = fetching.fetch()
@@ -50,7 +50,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def prompts_of(run: Path) -> list[list[str]]:
-    """The questions of each step."""
+    """Return the questions of each step."""
     return [
         sorted(fields["prompt"] for fields in read_rollouts(rollout_path(run, step))["metadata"])
         for step in range(1, STEPS + 1)

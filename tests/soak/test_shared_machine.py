@@ -1,4 +1,4 @@
-"""A run on a machine that does something else besides."""
+"""A run on a machine with other load."""
 
 import os
 import statistics

@@ -1,4 +1,4 @@
-"""The studies at their full size, and what they must show. Runs that are done already are not repeated."""
+"""The studies at full size show their expected effects. Finished runs are not repeated."""
 
 from __future__ import annotations
 

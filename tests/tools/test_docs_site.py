@@ -1,4 +1,4 @@
-"""The documentation's site: built without a warning, with every public name of the package, and nothing loaded from elsewhere."""
+"""The documentation site builds without a warning, has every public name of the package, and loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ pages = load_module(ROOT / "tools" / "docs_site.py")
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The site as `make docs` builds it: a warning ends it."""
+    """Build the site as `make docs` does: a warning is an error."""
     folder = tmp_path_factory.mktemp("site")
     build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder), strict=True))
     return folder
 
 
 def public_names(body: list[ast.stmt], place: str) -> Iterator[str]:
-    """What a module or a class defines without an underscore before it, and what its classes define."""
+    """Return the public names of a module or class, and those of its classes."""
     for node in body:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():

@@ -1,4 +1,4 @@
-"""`make gpu`: every part runs on a CPU in a small size, with torch and transformers alone."""
+"""Every part of `make gpu` runs on a CPU at a small size, with only torch and transformers."""
 
 from __future__ import annotations
 
@@ -33,4 +33,4 @@ def test_the_cpu_twin_of_make_gpu_runs_every_part_without_other_packages(tmp_pat
     assert {part["status"] for part in found["parts"].values()} == {"ok"}
     (step,) = found["parts"]["GRPO step, tiny"]["found"]
     assert step["seconds"] > 0 and "| GRPO step, tiny: model |" in (tmp_path / "gpu-cpu-tiny.md").read_text()
-    assert all(f"{name}: ok" in done.stdout for name in parts), "each prints as it ends"
+    assert all(f"{name}: ok" in done.stdout for name in parts), "each part prints as it ends"

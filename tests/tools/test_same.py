@@ -1,4 +1,4 @@
-"""The comparison of two versions' results notices what it should."""
+"""The comparison of two versions' results finds every difference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ same = load_module(ROOT / "tools" / "same.py")
 
 
 def a_run(folder: Path, loss: float = 0.5, weight: float = 1.0, **more: Any) -> dict[str, Any]:
-    """The results of a run of two steps with these numbers in its last one, read from its folder."""
+    """Return the results of a two-step run with these numbers in its last step, read from its folder."""
     checkpoint = folder / "checkpoints" / "step-2" / "actor"
     checkpoint.mkdir(parents=True)
     lines: list[dict[str, Any]] = [{"step": 1, "loss/actor": 0.25}, {"step": 2, "loss/actor": loss, **more}]
@@ -57,5 +57,5 @@ def test_signs_of_zero_shapes_and_types_count(before: Any, after: Any) -> None:
     assert same.difference({"it": before}, {"it": after}) is not None
 
 
-def test_the_same_bits_are_equal_also_where_they_are_no_numbers() -> None:
+def test_equal_bits_are_equal_even_for_nan() -> None:
     assert same.difference({"it": np.array([np.nan])}, {"it": np.array([np.nan])}) is None

@@ -1,4 +1,4 @@
-"""Device rates: CUDA devices by name, CPUs by measurement."""
+"""Device rates are looked up for CUDA devices and measured for CPUs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the path of this test's rates, which do not exist yet."""
+    """Return the path of this test's rates file, which does not exist yet."""
     monkeypatch.setenv("BRAID_RATES", str(tmp_path / "braidrl" / "rates.json"))
     return tmp_path / "braidrl" / "rates.json"
 
@@ -33,7 +33,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("NVIDIA GeForce RTX 4090", 165.2e12, 1008e9),
     ],
 )
-def test_a_cuda_device_can_do_what_its_maker_states(
+def test_rates_of_a_cuda_device_are_its_makers_figures(
     monkeypatch: pytest.MonkeyPatch, name: str, operations: float, bandwidth: float
 ) -> None:
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: name)
@@ -41,7 +41,7 @@ def test_a_cuda_device_can_do_what_its_maker_states(
     assert found is not None and (found.operations["bfloat16"], found.bandwidth) == (operations, bandwidth)
 
 
-def test_of_a_device_that_no_table_has_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unlisted_device_has_no_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA GeForce GT 710")
     assert own_rates(torch.device("cuda"), 1) is None
 
@@ -51,8 +51,8 @@ def test_no_two_kinds_have_one_name() -> None:
     assert len(names) == len(set(names))
 
 
-def test_a_process_has_its_share_of_what_was_measured(kept: Path) -> None:
-    assert own_rates(CPU, 1) is None, "there is no measurement"
+def test_a_process_has_its_share_of_the_measured_rates(kept: Path) -> None:
+    assert own_rates(CPU, 1) is None, "the machine was not measured"
     keep_rates(MEASURED)
     assert kept_rates() == MEASURED == own_rates(CPU, usable_cores()) == own_rates(CPU, 1000)
     assert own_rates(CPU, 1) == MEASURED.times(1 / usable_cores())

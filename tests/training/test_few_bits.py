@@ -1,4 +1,4 @@
-"""Weights of 4 bits under adapters and moments of 8 bits: values, memory, and exact resume."""
+"""4-bit weights under adapters and 8-bit moments have the right values, memory and exact resume."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ EIGHT_BIT: dict[str, Any] = {"optimizer": "adamw8bit", "optimizer_settings": {"m
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_layer_multiplies_with_what_its_codes_stand_for(dtype: torch.dtype) -> None:
+def test_a_quantised_layer_multiplies_with_its_decoded_weights(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     plain = nn.Linear(96, 40, dtype=dtype)
     layer = FourBitLinear(plain)
     assert layer.weight.dtype == dtype and layer.weight.shape == plain.weight.shape
     error = (layer.weight - plain.weight).abs().max() / plain.weight.abs().max()
-    assert 0 < error < 0.2, "of sixteen values, unevenly spaced, the nearest"
+    assert 0 < error < 0.2, "the nearest of sixteen unevenly spaced values"
     x = torch.randn(5, 96, dtype=dtype, requires_grad=True)
     y = layer(x)
     torch.testing.assert_close(y, nn.functional.linear(x, layer.weight, plain.bias))

@@ -1,4 +1,4 @@
-"""A decoder directory loads as it was saved; one that is incomplete is refused in one line that says what is missing."""
+"""A decoder directory loads as it was saved; an incomplete one is refused in one line that names the missing part."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_missing_folder_and_a_missing_tokenizer_are_named(tmp_path: Path) -> N
         load_tokenizer(tmp_path)
 
 
-def test_block_scaled_fp8_weights_are_read_as_what_they_stand_for(tmp_path: Path) -> None:
+def test_block_scaled_fp8_weights_are_decoded_when_read(tmp_path: Path) -> None:
     save_model(tmp_path, CONFIGS["qwen3"])
     folder = tmp_path
     saved: dict[str, torch.Tensor] = {}
@@ -106,7 +106,9 @@ def test_block_scaled_fp8_weights_are_read_as_what_they_stand_for(tmp_path: Path
         load_decoder(folder)
 
 
-def test_dropout_of_a_configuration_is_off_and_a_line_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_configurations_dropout_is_switched_off_and_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     save_model(tmp_path, CONFIGS["llama"])
     settings = json.loads((tmp_path / "config.json").read_text()) | {"attention_dropout": 0.1}
     (tmp_path / "config.json").write_text(json.dumps(settings))

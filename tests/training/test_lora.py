@@ -1,4 +1,4 @@
-"""LoRA: gradients of the adapters, what is merged from them, and what a checkpoint keeps of them."""
+"""LoRA: the adapters' gradients, their merged weights, and their checkpoints."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def gradients(worker: DecoderWorker) -> dict[str, torch.Tensor]:
 def test_gradients_are_the_chain_rule_on_the_merged_weights_gradient(
     tiny_models: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
-    """dL/dA = α/r · Bᵀ dL/dW and dL/dB = α/r · dL/dW Aᵀ, with dL/dW of a plain model that has the merged weights."""
+    """Check dL/dA = α/r · Bᵀ dL/dW and dL/dB = α/r · dL/dW Aᵀ, with dL/dW of a plain model that has the merged weights."""
     worker = started(adapted(tiny_models[name]))
     save_worker(worker, tmp_path / "merged")
     plain = DecoderWorker("actor", config_of(str(tmp_path / "merged")), train=True)
     of_weights, of_adapters = gradients(plain), gradients(worker)
     tensors, scaling = dict(worker.model.named_parameters()), LORA["alpha"] / LORA["rank"]
     layers = [n.removesuffix(".lora_A.default.weight") for n in of_adapters if n.endswith("lora_A.default.weight")]
-    assert len(layers) == 2 * 7 and len(of_adapters) == 2 * len(layers), "nothing but adapters has a gradient"
+    assert len(layers) == 2 * 7 and len(of_adapters) == 2 * len(layers), "only adapters have a gradient"
     for layer in layers:
         down, up, of_weight = (
             tensors[f"{layer}.lora_A.default.weight"], tensors[f"{layer}.lora_B.default.weight"],
@@ -207,7 +207,7 @@ def test_publishing_only_adapters_moves_only_their_bytes(tiny_models: dict[str, 
         ),
     ],
 )
-def test_ranks_that_divide_the_model_train_the_same_adapters(
+def test_ranks_that_shard_the_model_train_the_same_adapters(
     name: str, ranks: int, layouts: list[dict[str, Any]], tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     model = tiny_models[name]
@@ -217,7 +217,7 @@ def test_ranks_that_divide_the_model_train_the_same_adapters(
     assert found == {str(layout): [] for layout in layouts}
 
 
-def test_adapters_divide_with_the_matrices_beside_them(tiny_models: dict[str, Path]) -> None:
+def test_adapters_are_sharded_with_their_matrices(tiny_models: dict[str, Path]) -> None:
     shape = model_shape(tiny_models["qwen3"], torch.float64, lora=LoraConfig(**LORA))
     whole, half = (resident_bytes(shape, True, ParallelLayout(data=1, tensor=n))["gradients"] for n in (1, 2))
     # Of q, k, v, gate and up the first factor is whole, (4, 32) of each; of o and down the second one, (32, 4).

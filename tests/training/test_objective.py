@@ -1,4 +1,4 @@
-"""An update with several terms: each is divided by its own global count, however the rows are cut into micro-batches."""
+"""In an update with several terms each term is divided by its own global count, however rows are split into micro-batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PARAMS: dict[str, Any] = {"loss": "reinforce", "aggregate": "token-mean", "old":
 
 @aggregations.register("per-row-tokens", denominator="rows")
 def per_row_tokens(offsets: torch.Tensor) -> torch.Tensor:
-    """1 for every token, over rows."""
+    """Return 1 for every token, over rows."""
     return torch.ones(int(offsets[-1]), dtype=torch.float64)
 
 
@@ -40,7 +40,7 @@ def make_worker(folder: Path, max_tokens: int = 4096) -> DecoderWorker:
 
 
 def make_rows(seed: int = 0) -> Rows:
-    """Six rows with advantages, of which three are right, two are masked out, and a text of 0 to 5 tokens for each."""
+    """Return six rows with advantages; three are correct, two are masked out, and each has a text of 0 to 5 tokens."""
     texts = [[3, 4, 5], [], [6], [7, 8, 9, 10, 11], [2, 3], [5, 4, 3, 2]]
     joined = Ragged.from_rows(texts, torch.int64)
     return random_rows(6, seed).with_columns(
@@ -55,7 +55,7 @@ def make_rows(seed: int = 0) -> Rows:
 
 
 def log_probs_of(worker: DecoderWorker, tokens: list[int], first: int) -> torch.Tensor:
-    """log π of tokens `first`, first + 1, ... of one sequence, with gradient."""
+    """Return log π of tokens `first`, first + 1, ... of one sequence, with gradient."""
     rows = random_rows(1).with_columns(
         {
             "tokens": Ragged.from_rows([tokens], torch.int64),
@@ -103,7 +103,7 @@ def test_a_term_without_tokens_is_left_out_and_the_others_trained(folder: Path) 
     assert norm is not None and norm > 0
 
 
-def test_an_aggregation_of_ones_own_is_divided_by_what_it_registered(folder: Path) -> None:
+def test_a_users_aggregation_is_divided_by_its_registered_count(folder: Path) -> None:
     rows, worker = make_rows(), make_worker(folder)
     objective = Objective.of("actor", {**PARAMS, "aggregate": "per-row-tokens"})
     losses = worker.forward_backward(objective, rows, Sums())

@@ -1,4 +1,4 @@
-"""Operation counts equal a loop over tokens, keys and decode steps, and torch's count of a real model."""
+"""Operation counts match a loop over tokens, keys and decode steps, and torch's count of a real model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OURS = MatrixSizes.of(SIZES, BODY + VOCABULARY * WIDTH, False)
 
 
 def counted(rows: list[tuple[int, int]]) -> int:
-    """Multiplications and additions of a forward pass over rows of (prompt, response) tokens, one token after the other."""
+    """Return the multiply-adds of a forward pass over rows of (prompt, response) tokens, token by token."""
     operations = 0
     for prompt, response in rows:
         for place in range(prompt + response):
@@ -41,9 +41,9 @@ def counted(rows: list[tuple[int, int]]) -> int:
                 operations += 2 * rows_of * columns
             for _ in range(LAYERS * HEADS):
                 for _ in range(place + 1):
-                    operations += 2 * HEAD  # its score
-                    operations += 2 * HEAD  # its value, weighed
-            # A token is predicted from the one before it.
+                    operations += 2 * HEAD  # The key's score.
+                    operations += 2 * HEAD  # The value, weighted.
+            # A token is predicted from the previous one.
             operations += 2 * WIDTH * VOCABULARY * (prompt <= place + 1 < prompt + response)
     return operations
 
@@ -105,12 +105,12 @@ def test_operations_are_those_that_torch_counts_of_a_model(tied: bool) -> None:
     )  # fmt: skip
     model = Qwen3ForCausalLM(config)
     sizes = MatrixSizes.of(ModelSizes.of(config), sum(p.numel() for p in model.parameters()), False)
-    # Plain attention computes the pairs that the mask hides, too.
+    # Plain attention also computes the pairs that the mask hides.
     counts = TokenCounts(tokens, tokens, tokens * tokens)
     with FlopCounterMode(display=False) as forward:
         loss = model(torch.arange(tokens)[None], use_cache=False).logits.sum()
     with FlopCounterMode(display=False) as backward:
         loss.backward()
-    # Norms are no matrices, and rotary angles are none of the model's.
+    # Norms are not matrices, and rotary angles do not belong to the model.
     assert forward.get_total_flops() == pytest.approx(forward_operations(sizes, counts), rel=0.02)
     assert backward.get_total_flops() == pytest.approx(2 * forward_operations(sizes, counts), rel=0.02)

@@ -1,4 +1,4 @@
-"""The optimizer: sums divided once, masters that hold small steps, schedules, clipping, and a state that comes back."""
+"""The optimizer divides sums once, keeps small steps in master weights, applies schedules and clipping, and restores its state."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_each_sum_is_divided_by_its_count_for_any_accumulation() -> None:
     expected = torch.tensor([12 / 4 + 1 / 2, 5 / 4 + 1 / 2], dtype=torch.float64)
     torch.testing.assert_close(gradient(optimizer, p), expected)
     assert norm == pytest.approx(float(expected.norm()))
-    assert p.grad is None, "nothing is left for the next step"
+    assert p.grad is None, "no sum is left for the next step"
 
 
 def test_zero_count_skips_its_sum_and_all_zero_counts_skip_the_update() -> None:
@@ -59,13 +59,13 @@ def test_zero_count_skips_its_sum_and_all_zero_counts_skip_the_update() -> None:
     assert optimizer.step({"tokens": 0.0}, 2) is None
     assert torch.equal(p, before) and optimizer.steps == 1
     optimizer.backward({"tokens": p.sum()})
-    assert optimizer.step({"tokens": 1.0}, 2) == pytest.approx(1.0), "what was left out does not come back later"
+    assert optimizer.step({"tokens": 1.0}, 2) == pytest.approx(1.0), "a skipped step is not applied later"
 
 
 def test_bfloat16_weights_near_one_move_at_learning_rate_1e_6() -> None:
     p = parameter(1.0, -1.0, dtype=torch.bfloat16)
     optimizer = make(p, learning_rate=1e-6)
-    assert (torch.tensor(1.0) - 1e-6).bfloat16() == 1.0, "a bfloat16 weight alone would stand still"
+    assert (torch.tensor(1.0) - 1e-6).bfloat16() == 1.0, "without a master a bfloat16 weight would not change"
     for iteration in range(1, 6):
         optimizer.backward({"tokens": p.sum()})
         optimizer.step({"tokens": 1.0}, iteration)
@@ -73,7 +73,7 @@ def test_bfloat16_weights_near_one_move_at_learning_rate_1e_6() -> None:
     for iteration in range(6, 4101):
         optimizer.backward({"tokens": p.sum()})
         optimizer.step({"tokens": 1.0}, iteration)
-    assert p[0] < 1.0, "enough small steps show in the weights of the forward pass"
+    assert p[0] < 1.0, "many small steps change the weights of the forward pass"
 
 
 def test_clipping_scales_the_whole_gradient_and_reports_the_norm_before() -> None:
@@ -107,7 +107,7 @@ def test_schedules_warm_up_and_decay_until_the_last_step() -> None:
     assert rates(schedule="cosine", warmup_steps=2) == pytest.approx([0.5, 1, 1, 0.853553, 0.5, 0.146447, 0], abs=1e-6)
 
 
-def test_the_rate_of_an_iteration_is_what_the_step_takes() -> None:
+def test_an_optimizer_step_uses_its_iterations_learning_rate() -> None:
     p = parameter(1.0)
     optimizer = make(p, learning_rate=0.4, warmup_steps=4, steps=10)
     optimizer.backward({"tokens": p.sum()})
@@ -165,7 +165,7 @@ def test_optimizers_keep_the_contract(
     check(OptimizerUnderTest(name, settings))
 
 
-def test_state_that_ranks_could_not_divide_is_refused() -> None:
+def test_optimizer_state_that_cannot_be_sharded_is_refused() -> None:
     p = parameter(1.0, 2.0)
     optimizer = make(p, optimizer="torch.optim:NAdam")
     optimizer.backward({"tokens": p.sum()})

@@ -1,4 +1,4 @@
-"""The work of ranks with a sharded model in tests: one case after the other on the same processes, each compared with a full engine."""
+"""Work of ranks with a sharded model: one case after the other on the same processes, each compared with a full engine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def generated(model: Any, compile: bool, **more: Any) -> list[Response]:
 
 
 def together(world: World, task: Mapping[str, Any]) -> list[str]:
-    """Return the faults of an engine of both ranks when each rank brings rows, and one rank ends a row early."""
+    """Return the faults of a shared engine when each rank brings rows and one rank ends a row early."""
     torch.set_num_threads(1)
     assert world.group is not None
     model, slices = load_for_decoding(task["path"], torch.float64, "cpu", TensorRanks(world.group))
@@ -37,7 +37,7 @@ def together(world: World, task: Mapping[str, Any]) -> list[str]:
         wrong += [f"{row.uid} differs"] if row.tokens.tolist() != whole[row.uid].tokens.tolist() else []
     if sorted(heard) != sorted(request.uid for request in own):
         wrong.append(f"rank {world.rank} heard of {heard}")
-    # The other rank has no rows, and nothing to end.
+    # The other rank has no rows, so it has nothing to end.
     first = world.rank == 0
     found = engine.generate(own if first else [], None, (lambda: [own[0].uid]) if first else None)
     ended = [row.uid for row in found if row.finish_reason is FinishReason.ABORT]
@@ -47,7 +47,7 @@ def together(world: World, task: Mapping[str, Any]) -> list[str]:
 
 
 def compare(world: World, task: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return for each case whether all ranks have the same bits, the rows with other tokens than a full engine's, and the largest gap."""
+    """Return, by case: whether all ranks have the same bits, the rows with other tokens than a full engine's, and the largest gap."""
     torch.set_num_threads(1)
     found = {}
     assert world.group is not None

@@ -1,4 +1,4 @@
-"""An engine that several ranks divide draws what one with the whole model draws, with the same bits on every rank."""
+"""A sharded engine samples the same tokens as an engine with the whole model, with the same bits on every rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.engines.tiny import CONFIGS, SIZES
 WAIT_S = 200.0
 MODELS: dict[str, PreTrainedConfig] = {
     **CONFIGS,
-    # a vocabulary that two do not divide, and biases that only one of them may add
+    # A vocabulary with an odd size, and biases that only one of the two ranks may add.
     "llama with biases": LlamaConfig(**{**SIZES, "vocab_size": 261}, attention_bias=True, mlp_bias=True),
 }
 
@@ -30,7 +30,7 @@ def write(folder: Path, name: str) -> str:
     return str(folder / name)
 
 
-def test_two_ranks_draw_what_one_engine_draws(tmp_path: Path) -> None:
+def test_two_ranks_sample_the_tokens_of_one_engine(tmp_path: Path) -> None:
     folders = {name: write(tmp_path, name) for name in MODELS}
     cases = {f"{name} in float32": (folder, "float32", True) for name, folder in folders.items()}
     doubles = ("qwen2-tied", "qwen3", "llama with biases")
@@ -45,5 +45,5 @@ def test_two_ranks_draw_what_one_engine_draws(tmp_path: Path) -> None:
     assert all(case["gap"] < (1e-12 if "float64" in name else 1e-5) for name, case in exact.items())
 
 
-def test_each_rank_has_its_own_rows_back_and_may_end_them(tmp_path: Path) -> None:
+def test_each_rank_gets_its_own_rows_back_and_may_abort_them(tmp_path: Path) -> None:
     assert run_ranks("tests.engines.divided.parts:together", {"path": write(tmp_path, "qwen3")}, 2, WAIT_S) == []

@@ -30,7 +30,7 @@ from tests.tiny import ROOT
 MODEL = served_model()
 LIMIT_S = 120.0
 WAIT_S = 8.0
-"""Seconds that the processes of an engine wait for one another."""
+"""Seconds that the processes of an engine wait for each other."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def service(model: Path) -> Iterator[EngineService]:
-    """Two engines of two processes each, with the weights of version 4."""
+    """Return two engines of two processes each, with the weights of version 4."""
     divided = spec("tensor-parallel", model)
     engines = [EngineProcess(divided, f"engine {number}", limit_s=LIMIT_S) for number in range(2)]
     service = EngineService(engines, limit_s=LIMIT_S)
@@ -64,7 +64,7 @@ def test_rows_of_an_engine_that_lost_a_process_move_and_it_recovers(service: Eng
     assert isinstance(dying, EngineProcess)
     before = members(dying)
     assert len(before) == 2
-    # Of different lengths, so that both engines have rows left when the first have ended.
+    # Different lengths, so that both engines still have rows when the first rows end.
     wanted = [
         replace(request, sampling=replace(request.sampling, max_tokens=5 + 7 * number % 40))
         for number, request in enumerate(requests(subject(service), 40))
@@ -76,7 +76,7 @@ def test_rows_of_an_engine_that_lost_a_process_move_and_it_recovers(service: Eng
             before[lost].kill()
 
     finished = service.generate(wanted, kill)
-    assert sorted(answered) == [row.uid for row in wanted], "every row once"
+    assert sorted(answered) == [row.uid for row in wanted], "every row exactly once"
     whole = EmbeddedEngine(MODEL, make_tokenizer(), 16, LIMIT).generate(wanted)
     assert [row.tokens.tolist() for row in finished] == [row.tokens.tolist() for row in whole]
     assert service.run(lambda router: router.recover()) == 4 and service.router.alive == 2
@@ -86,7 +86,7 @@ def test_rows_of_an_engine_that_lost_a_process_move_and_it_recovers(service: Eng
     assert set(again.versions.tolist()) == {4} and again.tokens.tolist() == whole[0].tokens.tolist()
 
 
-def test_who_waits_for_a_lost_follower_is_told_which(service: EngineService) -> None:
+def test_a_call_waiting_for_a_lost_follower_names_it(service: EngineService) -> None:
     engine = service.engines[1]
     assert isinstance(engine, EngineProcess)
     _, follower = members(engine)
@@ -102,7 +102,7 @@ def test_who_waits_for_a_lost_follower_is_told_which(service: EngineService) -> 
 
 @pytest.mark.soak
 def test_a_silent_follower_is_waited_for_until_the_limit(model: Path) -> None:
-    """Twice as long, the run would give up its leader too, and not know for whom that waited."""
+    """At twice this limit the run would also give up the leader, without knowing the process that the leader waits for."""
     engine = EngineProcess(replace(spec("tensor-parallel", model), limit_s=2 * WAIT_S), limit_s=LIMIT_S)
     service = EngineService([engine], limit_s=LIMIT_S)
     with closing(service):
@@ -139,6 +139,6 @@ asyncio.run(main())
     assert len(processes) == 2 and not psutil.wait_procs(processes, timeout=LIMIT_S)[1]
 
 
-def test_a_model_that_does_not_divide_is_the_users_mistake(model: Path) -> None:
+def test_a_model_with_an_indivisible_size_is_a_user_error(model: Path) -> None:
     with pytest.raises(UserError, match=r"rollout.tensor=3 does not divide the model's 4 attention heads"):
         EngineService([EngineProcess(replace(spec("embedded", model), tensor=3))])

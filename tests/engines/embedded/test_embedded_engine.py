@@ -32,7 +32,7 @@ def same(first: Response, second: Response) -> bool:
 @pytest.mark.parametrize("shrink", [True, False])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_row_is_bitwise_equal_alone_and_among_64(name: str, shrink: bool, dtype: torch.dtype) -> None:
-    # prompts of 1 to 92 tokens: in company a short row's step reads many more positions than alone
+    # Prompts of 1 to 92 tokens: in a batch, the step of a short row reads many more positions than alone.
     requests = make_requests(groups=8, samples=8, sampling=SAMPLED, apart=13)
     engine = make_engine(name, dtype, shrink=shrink)
     together = engine.generate(requests)
@@ -158,7 +158,7 @@ def test_stop_tokens_limits_and_end_of_sequence_end_rows_with_their_reason() -> 
         ]
     )
     assert END not in ended.tokens.tolist()[:-1]
-    assert len(greedy.tokens) == 60, "the sequence's limit holds where it is below the response's"
+    assert len(greedy.tokens) == 60, "the sequence's limit applies if it is below the response's"
 
 
 def test_a_stop_text_ends_the_row_also_across_tokens() -> None:
@@ -206,7 +206,7 @@ def test_prompts_that_wait_are_computed_with_the_weights_that_decode_them() -> N
     assert [row.tokens.tolist() for row in late] == [row.tokens.tolist() for row in expected]
 
 
-def test_abort_gives_what_there_is_and_frees_the_slot() -> None:
+def test_abort_returns_the_tokens_so_far_and_frees_the_slot() -> None:
     engine = make_engine(slots=16)
     for request in make_requests(1, 18, SamplingParams(max_tokens=9, ends=False), shortest=3):
         engine.add(request)
@@ -235,7 +235,7 @@ def test_the_trainers_module_is_used_directly_and_left_unchanged() -> None:
     with torch.no_grad():
         model.lm_head.weight.mul_(-1)
     finished = engine.generate(make_requests(1, 2, SAMPLED))
-    assert first[0].tokens.tolist() != finished[0].tokens.tolist(), "the trainer's step is the engine's at once"
+    assert first[0].tokens.tolist() != finished[0].tokens.tolist(), "the engine uses the trainer's step at once"
     (finished[0].log_probs * torch.ones(1, requires_grad=True)).sum().backward()
 
 

@@ -1,7 +1,7 @@
-"""Recorded steps repeat what was recorded, on the same addresses, and give the rows the same bits.
+"""Replayed steps use the recorded addresses and give the rows the same bits.
 
-CUDA graphs need CUDA. Their twin here keeps the list of operations of a step with the very tensors that it touched, and does them
-again into the same memory: whatever a step computed outside of tensors, or from tensors that have moved since, shows.
+CUDA graphs need CUDA. The replacement here keeps a step's operations with the very tensors that they touched, and repeats them
+in the same memory. It therefore reveals everything that a step computes outside of tensors, or from tensors that have moved.
 """
 
 from __future__ import annotations

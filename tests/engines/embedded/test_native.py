@@ -1,4 +1,4 @@
-"""Compiled decoding draws what the model says, in every dtype; where it cannot be had the model's own forward does."""
+"""Compiled decoding samples from the model in every dtype; where it is unavailable, the model's own forward pass does."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_kernels_are_compiled_once_and_kept(tmp_path: Path, monkeypatch: pytest.
     assert len(list(tmp_path.glob("braidrl/*.so"))) == 2
 
 
-def test_a_model_that_kernels_do_not_know_decodes_by_its_own_forward() -> None:
+def test_a_model_without_kernels_decodes_by_its_own_forward() -> None:
     model = AutoModelForCausalLM.from_config(MistralConfig(**SIZES), attn_implementation=ATTENTION)
     assert native_decoder(model) is None
     assert native_decoder(make_model("qwen3", torch.float64)) is None
@@ -128,4 +128,4 @@ def test_fused_weights_share_the_modules_storage() -> None:
     with torch.no_grad():
         second.weight.mul_(2)
     assert torch.equal(joined[3:], 2 * values[3:])
-    assert side_by_side([first.weight, second.weight]).data_ptr() == joined.data_ptr(), "nothing moves twice"
+    assert side_by_side([first.weight, second.weight]).data_ptr() == joined.data_ptr(), "no key or value moves twice"

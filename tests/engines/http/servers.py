@@ -1,4 +1,4 @@
-"""Servers that take and return token ids over HTTP, for tests: vLLM's own, and one with SGLang's words before the embedded engine."""
+"""Servers with token ids over HTTP, for tests: vLLM's own, and an embedded engine that speaks SGLang's protocol."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ SETTINGS = {
 
 
 class VllmServer:
-    """vLLM's server in a process of its own, as a user starts it."""
+    """Start vLLM's server in a separate process, as a user does."""
 
     def __init__(self, model: Path, limit_s: float = 500.0, arguments: Sequence[str] = ARGUMENTS) -> None:
         self.model, port, python = model, free_port(), vllm_python()
@@ -58,7 +58,7 @@ class VllmServer:
             raise
 
     def close(self) -> None:
-        """Ends it, and the processes that it started."""
+        """End the server and its child processes."""
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
@@ -76,7 +76,7 @@ class VllmServer:
 
 
 class SglangSpeaker:
-    """A server that understands SGLang's requests; the tokens are those of an embedded engine, by the seed and the place."""
+    """A server with SGLang's protocol; its tokens come from an embedded engine, by seed and position."""
 
     def __init__(self, engine: EngineReplica) -> None:
         self.engine, self.weights = engine, "default"
@@ -86,7 +86,7 @@ class SglangSpeaker:
         self._loaded = 0
 
     async def start(self) -> str:
-        """Its address."""
+        """Return its address."""
         app = web.Application()
         app.add_routes(
             [
@@ -126,7 +126,7 @@ class SglangSpeaker:
 
     async def _abort(self, asked: web.Request) -> web.Response:
         uid = self._uids.get((await asked.json())["rid"])
-        # one that is not known has not come yet, or has ended
+        # An unknown request has not arrived yet, or has ended.
         with suppress(KeyError):
             if uid is not None:
                 await self.engine.abort(uid)
@@ -145,7 +145,7 @@ class SglangSpeaker:
 
 @contextmanager
 def in_a_thread(speaker: SglangSpeaker) -> Iterator[str]:
-    """Its address, while it answers beside a run that has no event loop of the test's."""
+    """Yield the server's address while it answers beside a run, whose event loop is not the test's."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

@@ -1,4 +1,4 @@
-"""Servers over HTTP as engines: the contract before a real vLLM server and SGLang's words, weights, and servers that will not do."""
+"""HTTP servers as engines: the engine contract on a real vLLM server and on SGLang's protocol, weights, and refusals."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ pytestmark = pytest.mark.timeout(600)
 MODEL = served_model()
 TOKENIZER = make_tokenizer()
 SPEC = ServerSpec(TOKENIZER, (END,), {name: t.shape for name, t in MODEL.state_dict().items()}, 16, ServerNeeds(LIMIT))
-# A reward that a random model gets every other time.
+# A reward that a random model gets half of the time.
 EVEN = """
 def even(response: str) -> bool:
     return sum(response.encode()) % 2 == 0
@@ -65,7 +65,7 @@ def speaker_of(model: PreTrainedModel) -> SglangSpeaker:
 
 
 class Asked:
-    """An engine before a server, and the loop that it belongs to."""
+    """An engine in front of a server, and its event loop."""
 
     def __init__(self, dialect: Dialect, url: str | None = None, sending: NetworkSettings | None = None) -> None:
         self.runner = asyncio.Runner()
@@ -174,7 +174,7 @@ def test_a_run_with_a_server_trains_like_a_run_without(
     assert recorded(run, 2)["version"].unique().tolist() == [1]
     alone = workshop.run("alone", **settings, rollout=room)
     assert recorded(run, 1)["tokens"].tolist() == recorded(alone, 1)["tokens"].tolist(), (
-        "the row decides, not the engine"
+        "sampling depends on the row, not on the engine"
     )
 
 
@@ -287,7 +287,9 @@ def test_a_vllm_server_without_the_worker_extension_is_refused_with_its_option()
         (vllm_settings(["a:DrawByRow"], "processed_logits", 8, False), "--max-model-len 9"),
     ],
 )
-def test_a_vllm_server_is_told_which_argument_it_lacks(settings: dict[str, Any], missing: str | None) -> None:
+def test_a_vllm_server_without_a_needed_argument_is_refused_by_name(
+    settings: dict[str, Any], missing: str | None
+) -> None:
     assert VLLM.missing(settings, ServerNeeds(9)) == missing
 
 

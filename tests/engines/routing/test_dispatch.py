@@ -1,4 +1,4 @@
-"""The router's decisions on a virtual clock: balanced whatever the lengths, nothing lost or twice when engines die."""
+"""The router on a virtual clock: load is balanced for any lengths, and no row is lost or doubled when engines die."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENGINES, SLOTS, GROUPS, SAMPLES, PROMPT, LONGEST = 8, 16, 64, 8, 200, 2048
 
 
 def long_tailed(seed: int) -> dict[Uid, int]:
-    """Lengths of 512 rows: log-normal over groups and within them, cut at a limit, as responses are."""
+    """Return the lengths of 512 rows: log-normal over and within groups, cut at a limit, as real responses are."""
     source = random.Random(seed)
     lengths = {}
     for group in range(GROUPS):
@@ -32,14 +32,14 @@ class SharedEngine:
 
     def __init__(self) -> None:
         self.served = 0.0
-        """Tokens that each row that was there all along has got."""
+        """Return the tokens that each continuously present row has got."""
         self.rows: list[tuple[float, Uid]] = []
 
     def begin(self, uid: Uid, length: int) -> None:
         heapq.heappush(self.rows, (self.served + length, uid))
 
     def next_end(self) -> float:
-        """Time until the next row ends."""
+        """Return the time until the next row ends."""
         return (self.rows[0][0] - self.served) * len(self.rows) if self.rows else float("inf")
 
     def advance(self, time: float) -> None:
@@ -52,7 +52,7 @@ def makespan(
     assign: Callable[[], list[tuple[Uid, int]]],
     done: Callable[[Uid, int], None] = lambda uid, engine: None,
 ) -> float:
-    """Time until all rows are done, when `assign` is asked for rows after each end."""
+    """Return the time until all rows are done; `assign` is called for more rows after each end."""
     engines, now, left = [SharedEngine() for _ in range(ENGINES)], 0.0, len(lengths)
     while True:
         for uid, number in assign():
@@ -70,7 +70,7 @@ def makespan(
 
 
 def over_lower_bound(time: float, lengths: dict[Uid, int]) -> float:
-    """No schedule is faster than its longest row alone, or than all engines busy to the end."""
+    """Return the ratio to a lower bound: no schedule beats its longest row alone, or engines that are busy to the end."""
     return time / max(max(lengths.values()), sum(lengths.values()) / ENGINES)
 
 
@@ -82,7 +82,7 @@ def routed(lengths: dict[Uid, int]) -> float:
 
 
 def fixed(lengths: dict[Uid, int], choose: Callable[[Uid], int]) -> float:
-    """Every row is bound to its engine at once, which has room for SLOTS at a time."""
+    """Bind every row to an engine at once; an engine runs SLOTS rows at a time."""
     queues: list[list[Uid]] = [[] for _ in range(ENGINES)]
     for uid in reversed(lengths):
         queues[choose(uid)].append(uid)
@@ -132,7 +132,7 @@ def test_rows_go_to_the_engine_with_their_prefix_unless_load_is_uneven() -> None
         dispatcher.done(uid, 100)
     for uid in reversed(list(engines)):
         dispatcher.add(uid, PROMPT + 100)
-        assert dispatcher.assign() == [(uid, engines[uid])], "alone, a next turn goes where the last one was"
+        assert dispatcher.assign() == [(uid, engines[uid])], "without load, the next turn goes to the same engine"
         dispatcher.done(uid, 100)
     many = [(0, group, 0) for group in range(2, 9)]
     for uid in many:

@@ -1,4 +1,4 @@
-"""Groups that a batch turns out not to need are given up while they are generated; what is trained on is the same."""
+"""Groups that a batch does not need are aborted during generation, and the trained rows stay the same."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SECTIONS: dict[str, Any] = {
 
 
 def assert_same_batches(ours: Path, theirs: Path) -> None:
-    """The same rows were trained on in each step, to rounding with the same result."""
+    """Assert that each step trained the same rows with the same result, up to rounding."""
     for our, their in zip(read_metrics(ours), read_metrics(theirs), strict=True):
         # Ranks write their rows one after the other.
         rows, others = (recorded(run, our["step"]).ordered() for run in (ours, theirs))
@@ -72,10 +72,10 @@ def test_abandoned_groups_end_early_without_changing_result(
     sections = {**SECTIONS, "rollout": {**SECTIONS["rollout"], **engines}}
     early = workshop.run("early", **sections)
     if not engines:
-        assert aborted, "no group was given up"
+        assert aborted, "no group was aborted"
         last = recorded(early, 1)["group"].max()
         assert all(group > last for _, group, _ in aborted if group < 9), (
-            "a group was given up that came before the batch's last"
+            "an aborted group precedes the batch's last group"
         )
     assert any(line.get("groups/dropped/surplus", 0) for line in read_metrics(early))
     monkeypatch.setattr("braidrl.runtimes.controller.segment_of", lambda flow, iteration: None)
@@ -83,15 +83,15 @@ def test_abandoned_groups_end_early_without_changing_result(
 
 
 def drawn_in(run: Path) -> int:
-    """Tokens that engines drew, those of rows that were given up too."""
+    """Return the number of tokens that engines sampled, including those of aborted rows."""
     return sum(span.tokens for span in read_trace(run) if span.stage == "actor.generate")
 
 
 @pytest.mark.parametrize("runtime", [pytest.param("distributed", marks=pytest.mark.soak), "hybrid"])
-def test_ranks_give_up_what_others_rows_make_needless(
+def test_ranks_abort_rows_that_other_ranks_make_unnecessary(
     workshop: Workshop, warm_cluster: WarmCluster, monkeypatch: pytest.MonkeyPatch, runtime: str
 ) -> None:
-    # Each rank decodes 16 of its 54 rows at once: while the first groups are decided, most of the others wait.
+    # Each rank decodes 16 of its 54 rows at once, so most rows wait while the first groups are decided.
     rollout, trainer = {**SECTIONS["rollout"], "max_response_tokens": 50}, {**SECTIONS["trainer"], "over_sampling": 9.0}
     sections = {**SECTIONS, "rollout": rollout, "trainer": trainer, "dtype": "float64"}
     tree = workshop.tree("early", **sections, runtime=runtime, workers=2)
@@ -120,18 +120,18 @@ def test_rank_aborts_own_rows_using_other_ranks_results(monkeypatch: pytest.Monk
         told.begin("wave")
         ranks.append(EarlyStop.of(segment, sampling.needless, dapo, uids, told))
     first, second, third = ranks
-    # The answers of group 0 are right and wrong, so that it is kept, and groups 1 and 2 are needless.
+    # Group 0 has right and wrong answers and is kept, which makes groups 1 and 2 unnecessary.
     first.add(row(0, 0), {verify.name: Done(1.0)})
     assert first.rows_to_end() == third.rows_to_end() == []
     second.add(row(0, 1), {verify.name: Done(0.0, ready=False)})
     assert second.rows_to_end() == first.rows_to_end() == []
-    # Its own rows have ended, and the others need not wait until it meets them.
+    # Its own rows have ended, and the others need not wait until the ranks meet.
     second.close()
     assert first.rows_to_end() == third.rows_to_end() == uids[2:]
 
 
 class Done(Pending):
-    """A check that found a score."""
+    """Return a finished check with this score."""
 
     def __init__(self, score: float, ready: bool = True) -> None:
         self.score, self.ready = score, ready
@@ -153,7 +153,7 @@ def test_groups_finish_if_selection_needs_more_than_rules() -> None:
     dapo = load_flow("dapo", {}, {"max_response_tokens": 8, "samples_per_prompt": 4})
     segment = segment_of(dapo, 1)
     assert segment is not None and [stage.type for stage in segment.verify] == ["verify"]
-    assert segment_of(load_flow("grpo", {}, {"samples_per_prompt": 4}), 1) is None, "nothing is selected"
+    assert segment_of(load_flow("grpo", {}, {"samples_per_prompt": 4}), 1) is None, "the flow has no selection"
 
 
 def test_flow_without_selection_starts_no_extra_groups(workshop: Workshop) -> None:

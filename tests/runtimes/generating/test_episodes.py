@@ -1,4 +1,4 @@
-"""Flows with environments: any recipe can be played, what is played is trained on, and failures are in the metrics."""
+"""Flows with environments: any recipe runs with episodes, episodes are trained on, and failures appear in the metrics."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_stages_own_environment_wins() -> None:
 
 
 class Nothing:
-    """An environment by its methods alone."""
+    """An environment defined only by its methods."""
 
     def reset(self, example: object) -> None: ...
 
@@ -51,7 +51,7 @@ def own_environment() -> Flow:
     return Flow("own", [generate, advantage.group_normalized(), actor.update(loss=loss.clip())])
 
 
-def test_evaluation_plays_too() -> None:
+def test_evaluation_runs_episodes_with_the_environment() -> None:
     config = config_of("grpo", rollout={"environment": PLAYED})
     (stage,) = evaluation_flow(config, build_flow(config)).stages
     assert stage.params["environment"] == PLAYED and stage.params["purpose"] == "evaluation"
@@ -65,7 +65,7 @@ def test_evaluation_plays_too() -> None:
         ("tests.tiny:Workshop", "is no environment: it lacks reset and step"),
     ],
 )
-def test_an_environment_that_is_none_is_refused_before_a_model_loads(name: str, message: str) -> None:
+def test_an_invalid_environment_is_refused_before_a_model_loads(name: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         build_flow(config_of("grpo", rollout={"environment": name}))
 
@@ -82,7 +82,9 @@ def test_run_trains_on_episodes_and_counts_failures(workshop: Workshop) -> None:
     for step in (1, 2):
         rows = recorded(run, step)
         failed = rows["finish_reason"] == FinishReason.ERROR
-        assert lines[step - 1]["tokens/trained"] == int(rows["length"][~failed].sum()), "what failed is not trained on"
+        assert lines[step - 1]["tokens/trained"] == int(rows["length"][~failed].sum()), (
+            "failed trajectories are not trained on"
+        )
         assert [uid[1:] for uid, f in zip(rows.uids(), failed.tolist(), strict=True) if f] == [
             (4 * step - 4, 1), (4 * step - 2, 1),
         ]  # fmt: skip

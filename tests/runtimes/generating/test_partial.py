@@ -64,20 +64,20 @@ def test_rows_have_tokens_of_several_versions_and_none_is_too_old(eager: Path) -
         for i in range(len(rows)):
             versions, counts = rows["rollout_versions"][i].unique(return_counts=True)
             spans.append(len(versions))
-            # What an iteration draws without a budget is the last that staleness allows, or what the batch lacked.
+            # Without a budget, an iteration samples the last tokens that staleness allows, or the tokens that the batch lacked.
             assert all(count <= 12 for count in counts[:-1].tolist())
     assert max(spans) > 1 and len(responses(eager, STEPS)) == STEPS * 12
 
 
 @pytest.fixture(scope="module")
 def versions(eager: Path) -> list[Any]:
-    """The model under each version of the eager run."""
+    """Return the model under each version of the eager run."""
     folders = [eager.parent / "model", *(eager / "checkpoints" / f"step-{step}" / "actor" for step in range(1, STEPS))]
     return [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64) for folder in folders]
 
 
 def under(model: Any, rows: Any, i: int) -> torch.Tensor:
-    """The log-probs that a model gives the response of a row."""
+    """Return a model's log-probs of a row's response."""
     tokens, start = rows["tokens"][i], int(rows["prompt_length"][i])
     with torch.no_grad():
         logits = model(tokens[None]).logits[0, start - 1 : -1]
@@ -95,7 +95,7 @@ def test_each_token_keeps_log_prob_of_its_version(eager: Path, versions: list[An
 
 
 def test_an_update_weighs_each_token_by_the_version_that_drew_it(eager: Path, versions: list[Any]) -> None:
-    """Compare the correction of an update with a loop over rows, their tokens and the version of each token."""
+    """Compare an update's correction with a loop over rows, tokens and token versions."""
     sizes = []
     for step, line in enumerate(read_metrics(eager), 1):
         rows, ratios = recorded(eager, step), list[float]()
@@ -106,7 +106,7 @@ def test_an_update_weighs_each_token_by_the_version_that_drew_it(eager: Path, ve
         sizes.append(sum(ratios) ** 2 / (len(ratios) * sum(ratio**2 for ratio in ratios)))
         assert line["actor/effective_sample_size"] == pytest.approx(sizes[-1], abs=1e-6)
         assert line["actor/cut_fraction"] == pytest.approx(sum(ratio > 2 for ratio in ratios) / len(ratios))
-    assert min(sizes) < 1 - 1e-4, "with one version for all of them nothing would be shown"
+    assert min(sizes) < 1 - 1e-4, "the test needs rows of several versions"
 
 
 def test_suspension_with_constant_weights_equals_whole_responses(workshop: Workshop) -> None:
@@ -136,7 +136,7 @@ def test_resumed_run_continues_suspended_responses(workshop: Workshop, eager: Pa
 
 
 def check_each_row(run: Path, steps: int) -> int:
-    """Asserts that rows are trained once, none too old, each token with a version no older than the one before; says the most of a row."""
+    """Assert that rows are trained once and in time, with versions that never decrease; return the most versions of a row."""
     responses(run, steps)
     most = 0
     for step in range(1, steps + 1):
@@ -151,7 +151,7 @@ def check_each_row(run: Path, steps: int) -> int:
 
 
 def test_rows_suspended_by_streaming_resume_under_another_runtime(workshop: Workshop) -> None:
-    """Though an engine is killed with rows that others have begun."""
+    """The property holds even if an engine dies with rows that others have started."""
     sections = merged(SECTIONS, {"trainer": {"steps": 2}, "rollout": {"tokens_per_iteration": 4}})
     killed = list[int]()
     with TrainingRun(workshop.config("streamed", runtime="streaming", **sections)) as streamed:
@@ -195,7 +195,7 @@ def test_streaming_resumes_suspended_rows_under_each_update_policy(workshop: Wor
 def test_a_response_that_repeats_itself_is_ended_and_counted(workshop: Workshop) -> None:
     assert repeats_itself(torch.tensor([9, 1, 2, 1, 2, 1, 2, 1, 2]), 8)
     assert not repeats_itself(torch.tensor([1, 2, 1, 2, 1, 2, 1, 3]), 8) and not repeats_itself(torch.ones(7), 8)
-    # Of four equal tokens a tiny model at a low temperature says many.
+    # At a low temperature a tiny model often repeats a token four times.
     cold = {"temperature": 0.05, "repeated_tokens": 4}
     run = workshop.run("repeats", **merged(SECTIONS, {"rollout": cold, "trainer": {"steps": 2}}))
     lines = read_metrics(run)

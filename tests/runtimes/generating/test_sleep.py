@@ -1,4 +1,4 @@
-"""Engines sleep whenever something else has the device, and wake with the weights of their version."""
+"""Engines sleep while something else uses the device, and wake with the weights of their version."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.tiny import Workshop, eager_backend
 
 
 def recorded(engine: Any, told: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have an engine tell what it is called for, and do it."""
+    """Make an engine record its calls and still execute them."""
     for name in ("generate", "sleep", "wake", "publish"):
         method = getattr(engine, name)
 
@@ -60,7 +60,7 @@ def test_an_embedded_engine_asleep_holds_no_keys_and_values(workshop: Workshop) 
 
 
 class Recorder:
-    """Notes what vLLM would be asked for."""
+    """Records the calls that vLLM would get."""
 
     def __init__(self) -> None:
         self.told: list[str] = []

@@ -21,7 +21,7 @@ from tests.runtimes.hybrid.warm import WarmCluster
 
 @contextmanager
 def hybrid_crew(config: Config, cluster: WarmCluster, flow: Flow | None = None) -> Iterator[HybridBackend]:
-    """The backend of a configuration, or of another flow on its data."""
+    """Return the backend of a configuration, or of another flow on its data."""
     if flow is not None:
         path = config.output / f"{flow.name}.yaml"
         path.write_text(to_yaml(flow))
@@ -34,13 +34,13 @@ def hybrid_crew(config: Config, cluster: WarmCluster, flow: Flow | None = None) 
 
 
 def rehearse(backend: HybridBackend, **orders: tuple[str, float]) -> None:
-    """Has all workers wait, raise or die at the named stages (dots as two underscores)."""
+    """Make all workers wait, raise or die at the named stages (two underscores for a dot)."""
     by_stage = {name.replace("__", "."): order for name, order in orders.items()}
     ray.get([actor.rehearse.remote(by_stage) for group in backend.distinct for actor in group.actors])
 
 
 def release(backend: HybridBackend) -> None:
-    """End what workers linger at."""
+    """Release the calls that workers are holding."""
     aside = {"concurrency_group": "aside"}
     ray.get([actor.release.options(**aside).remote() for group in backend.distinct for actor in group.actors])
 

@@ -1,4 +1,4 @@
-"""Rows are divided by length, and the rows of a group go to one rank where a loss compares them."""
+"""Rows are partitioned by length, and the rows of a group stay on one rank if a loss compares them."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def test_groups_stay_whole_at_the_price_of_balance() -> None:
     assert sorted(tokens[1]) in ([11, 23], [12, 22]) and not groups[1][0] & groups[1][1]
 
 
-def test_pairs_divided_among_ranks_train_as_in_one_process(
+def test_pairs_distributed_over_ranks_train_as_in_one_process(
     workshop: Workshop, warm_cluster: WarmCluster, tmp_path: Path
 ) -> None:
-    """Five pairs on two ranks: rows alone could be divided equally, pairs cannot."""
+    """Return five pairs on two ranks: single rows could be split equally, pairs cannot."""
     settings: dict[str, Any] = {
         "flow": "dpo", "dtype": "float64", "data": {"train": str(write_data(tmp_path))}, "rollout": {"samples_per_prompt": 2},
         "trainer": {"steps": 2, "prompts_per_step": 5, "checkpoint_every": 1},

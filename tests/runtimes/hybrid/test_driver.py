@@ -1,4 +1,4 @@
-"""Invariant 6 and what a driver is for: it carries no payload, waits for nothing that it does not need, and roles overlap."""
+"""Invariant 6: the driver carries no payload and waits only for its own inputs, and roles overlap."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAPS = {f"{role}__log_probs": ("wait", 2.0) for role in ROLES}
 
 
 def given(workshop: Workshop, tokens: int, rows: int = 8) -> dict[str, Any]:
-    """Settings for rows with responses of so many tokens, which are not generated."""
+    """Return settings for rows with given responses of this many tokens."""
     path = write_jsonl(
         workshop.folder / f"{tokens}.jsonl",
         [{"prompt": "1+1=", "response": "2" * (tokens - 5), "answer": "2"} for _ in range(rows)],
@@ -61,7 +61,7 @@ def test_payload_cannot_be_decoded_where_the_driver_runs(workshop: Workshop, war
     assert len(decode([memoryview(frame) for frame in packed])["prompt"]) == 2
 
 
-@pytest.mark.soak  # for a machine that does nothing else
+@pytest.mark.soak  # On an otherwise idle machine.
 def test_roles_in_three_pools_take_as_long_as_the_longest(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     config = workshop.config(**given(workshop, 16), placement="standalone")
     with hybrid_crew(config, warm_cluster, THREE) as backend:
@@ -102,7 +102,7 @@ def test_workers_forget_rows_that_the_driver_has_no_handle_to(workshop: Workshop
 def test_rows_come_from_their_producers_and_only_those_asked_for(
     workshop: Workshop, warm_cluster: WarmCluster, tmp_path: Path
 ) -> None:
-    """Two producers, two consumers elsewhere: no consumer is given more rows than its own."""
+    """Run two producers and two consumers in other pools: no consumer gets more rows than its own."""
     config = workshop.config(**given(workshop, 16), placement="standalone", workers=2)
     flow = Flow("two", [data.join_response(), Role("first").log_probs(), Role("second").log_probs()])
     with hybrid_crew(config, warm_cluster, flow) as backend:

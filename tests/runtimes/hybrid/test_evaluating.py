@@ -1,4 +1,4 @@
-"""`braid eval` under hybrid: only the role that generates is started, whatever the placement names."""
+"""`braid eval` under hybrid starts only the generating role, whatever the placement names."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def test_pool_ranks_exchange_rows_by_process_group(workshop: Workshop, warm_clus
     with hybrid_crew(config, warm_cluster, TWO) as backend:
         table = backend.admit(8)
         before = told(backend, "exchanged")
-        # The ranks hold neighbours; each is given rows of both.
+        # The ranks hold neighbouring rows; each gets rows of both.
         halves = backend.cat([backend.take(table, range(0, 8, 2)), backend.take(table, range(1, 8, 2))])
         for stage in TWO.stages:
             halves = backend.run(stage, halves, 1, Sums())

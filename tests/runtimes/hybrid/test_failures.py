@@ -1,4 +1,4 @@
-"""A worker that fails, dies or hangs: the run ends with one error that names the worker, the stage and the rows."""
+"""If a worker fails, dies or hangs, the run ends with one error that names the worker, the stage and the rows."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_lost_worker_is_detected_when_another_pool_needs_rows(workshop: Workshop
 
 @pytest.mark.soak
 def test_a_worker_that_is_silent_for_too_long_is_named(workshop: Workshop, warm_cluster: WarmCluster) -> None:
-    # Long enough that the other workers answer on a machine with much to do.
+    # Long enough for the other workers to answer on a busy machine.
     config = workshop.config(**given(workshop, 16), placement="standalone", cluster={"wait_limit_s": 4.0})
     with hybrid_crew(config, warm_cluster, CHAIN) as backend:
         text = failure(backend, second__log_probs=("linger", 60.0))

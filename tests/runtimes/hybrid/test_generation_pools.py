@@ -1,4 +1,4 @@
-"""A role that trains in one pool and generates in another: the run is that of one process, whatever the pools' sizes."""
+"""A role that trains in one pool and generates in another gives the result of one process, for any pool sizes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GRPO: dict[str, Any] = {
 
 
 def pools(*sizes: tuple[str, int]) -> dict[str, Any]:
-    """Return the sections of a hybrid run, with so many processes for each list of roles."""
+    """Return the sections of a hybrid run with this many processes for each list of roles."""
     return {"runtime": "hybrid", "placement": {"pools": [{"roles": r.split(), "workers": n} for r, n in sizes]}}
 
 
@@ -44,7 +44,7 @@ def trained(workshop: Workshop, name: str, sections: dict[str, Any], **more: Any
     ],
     ids=["two engines", "sharded trainer", "engine of two ranks", "engine process"],
 )  # fmt: skip
-def test_generation_in_a_pool_of_its_own_changes_nothing(
+def test_generation_in_a_separate_pool_gives_the_same_result(
     workshop: Workshop,
     warm_cluster: WarmCluster,
     sections: dict[str, Any],
@@ -57,7 +57,7 @@ def test_generation_in_a_pool_of_its_own_changes_nothing(
     alone = {name: value for name, value in sections.items() if name != "roles"}
     alone["rollout"] = {k: v for k, v in sections.get("rollout", {}).items() if k not in ("tensor", "engines")}
     assert_same(found, trained(workshop, "alone", alone))
-    # Engine processes read what the ranks that train have written on this machine.
+    # Engine processes read files that the training ranks have written on this machine.
     received = [line.get("weights/actor/received", 0) for line in read_metrics(workshop.folder / "apart")[1:]]
     assert all((size > 0) is ("engines" not in sections.get("rollout", {})) for size in received)
 

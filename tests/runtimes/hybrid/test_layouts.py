@@ -1,4 +1,4 @@
-"""Layouts over the processes of a pool: the run is that of one process, wherever roles live and whatever they divide."""
+"""Layouts over a pool's processes give the result of one process, wherever roles are placed and however they are sharded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_sharded_pools_equal_single_process(workshop: Workshop, warm_cluster: Wa
 
 
 def test_pool_reshards_weights_for_inference_and_frees_them(workshop: Workshop, warm_cluster: WarmCluster) -> None:
-    """And decode together, all in room for five and a half models in float64: actor, critic and their optimizers would take more."""
+    """The ranks also decode together. The budget is five and a half models in float64; actor, critic and their optimizers need more."""
     sections = {**RECOMPUTED, "data": {"max_prompt_tokens": 12}}
     trainer = {"inference_layout": {"tensor": 2}, "resident_gib": 5.5 * 8 * 17_000 / GIB}
     roles = {"critic": {"layout": {"shard": "full"}, "inference_layout": {"data": 2}}}
@@ -43,7 +43,7 @@ def test_pool_reshards_weights_for_inference_and_frees_them(workshop: Workshop, 
     assert_same(trace(run.folder), trace(workshop.run("alone", **sections)))
 
 
-def test_roles_of_one_pool_lie_in_it_in_different_ways(workshop: Workshop, warm_cluster: WarmCluster) -> None:
+def test_roles_of_one_pool_may_have_different_layouts(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     with TrainingRun(hybrid(workshop, "mixed", FLOW, "colocate", roles=REPLICA)) as run:
         run.train()
     assert_same(trace(run.folder), trace(workshop.run("alone", **FLOW)))

@@ -1,4 +1,4 @@
-"""Worker methods and a transfer protocol in a file outside the package: named in the configuration, called from a session."""
+"""Worker methods and a transfer protocol in a file outside the package, named in the configuration and called from a session."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def settings(methods: Path, name: str, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def own(workshop: Workshop) -> Path:
-    """A user's file, with the protocol that the page shows."""
+    """Write a user's file with the protocol of the page."""
     protocol = next(block for block in re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL) if "IN_TURN =" in block)
     file = workshop.folder / "probe.py"
     file.write_text(PIDS.replace("PROTOCOL", protocol))
@@ -82,7 +82,7 @@ def test_user_protocol_distributes_rows_and_collects_in_order(
         assert session.index(session.reward.verify(rows))["pid"].tolist() == index["pid"].tolist()
         before = told(session.backend, "exchanged")
         assert session.actor.count(rows) == (len(rows), int(index["length"].sum()))
-        assert told(session.backend, "given_out") == [[[], []]], "payload went by Ray"
+        assert told(session.backend, "given_out") == [[[], []]], "payload passed through Ray"
         assert told(session.backend, "exchanged")[0][0] > before[0][0]
 
 
@@ -97,7 +97,7 @@ def test_a_method_that_writes_columns_returns_before_its_rows_exist(
     config = workshop.config(**settings(EXAMPLE / "methods.py", "Surprise", placement="colocate"))
     with Session(config) as session:
         rows = session.prompts()
-        # They cannot have been computed when the calls return.
+        # The results cannot have been computed when the calls return.
         workers = [process for pool in told(session.backend, "process") for process in pool]
         send(signal.SIGSTOP, workers)
         try:
@@ -121,7 +121,7 @@ def test_method_result_is_independent_of_protocol_and_workers(workshop: Workshop
         with Session(workshop.config(**settings(methods, "Surprise", workers=workers))) as session:
             rows = session.actor.surprise(session.actor.generate(session.prompts()), 1.0)
             found.append(session.index(rows)["surprise"])
-            assert told(session.backend, "given_out") == [[[]] * workers], "payload went by Ray"
+            assert told(session.backend, "given_out") == [[[]] * workers], "payload passed through Ray"
     assert torch.allclose(found[0], found[1], atol=1e-12) and torch.allclose(found[0], found[2], atol=1e-12)
 
 
@@ -137,7 +137,7 @@ stages:
 
 
 def test_user_method_runs_as_stage_under_every_runtime(workshop: Workshop, warm_cluster: WarmCluster) -> None:
-    """Under hybrid by its protocol, which deals the rows out in turn; in one process with all of them."""
+    """Under hybrid its protocol distributes the rows in turn; a single process gets all of them."""
     flow = workshop.folder / "surprised.yaml"
     flow.write_text(FLOW.replace("METHODS", str(EXAMPLE / "methods.py")))
     own = {"flow": str(flow), "dtype": "float64", "trainer": {"steps": 1, "prompts_per_step": 4}}
@@ -161,9 +161,7 @@ def test_mistakes_are_named_in_one_line(workshop: Workshop, warm_cluster: WarmCl
             session.index(session.actor.forget(session.prompts()))
 
 
-def test_a_file_that_is_not_there_is_refused_before_anything_starts(
-    workshop: Workshop, warm_cluster: WarmCluster
-) -> None:
+def test_a_missing_file_is_refused_before_anything_starts(workshop: Workshop, warm_cluster: WarmCluster) -> None:
     with pytest.raises(UserError, match=r"no file .*nothing.py"):
         Session(workshop.config(**settings(workshop.folder / "nothing.py", "Probe")))
     assert not warm_cluster.actors

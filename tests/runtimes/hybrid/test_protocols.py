@@ -1,4 +1,4 @@
-"""Transfer protocols: what each rank is called with, and what comes back."""
+"""Transfer protocols call each rank with the right rows, and collect the right results."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Worker:
 
 
 def called(method: str, ranks: int, *arguments: Any) -> Any:
-    """Call methods as a driver would, on one worker in this process for all ranks."""
+    """Call methods as a driver does, on one worker in this process for all ranks."""
     protocol, mesh, worker = registered(Worker, method).protocol, Mesh(ranks), Worker()
     calls = protocol.distribute(mesh, *arguments)
     assert len(calls) == ranks
@@ -60,7 +60,7 @@ def test_rank_zero_alone_is_called_and_answers() -> None:
     assert called("name", 3) == "zero"
 
 
-def test_all_to_all_gives_each_rank_its_own() -> None:
+def test_all_to_all_gives_each_rank_its_own_rows() -> None:
     assert called("add", 3, [1, 2, 3], [10, 20, 30]) == [11, 22, 33]
     with pytest.raises(ValueError, match="2 arguments for 3 workers"):
         called("add", 3, [1, 2], [1, 2, 3])
@@ -73,7 +73,7 @@ def test_data_parallel_protocol_splits_rows_and_joins_results() -> None:
 
 
 @pytest.mark.parametrize("name", ["DP", "THREE_D", "THREE_D_MICRO_DP", "PP_AS_DP"])
-def test_protocols_that_divide_rows_keep_the_contract(name: str) -> None:
+def test_protocols_that_distribute_rows_keep_the_contract(name: str) -> None:
     check_protocol(PROTOCOLS.find(name))
 
 
@@ -155,7 +155,7 @@ def backwards(mesh: Mesh, calls: RankCalls, results: list[Numbered]) -> Numbered
         (by_rows, backwards, "of 2 rows on 2 workers: collect returns rows .*in their order"),
     ],
 )
-def test_the_contract_says_what_a_protocol_gets_wrong(distribute: Any, collect: Any, message: str) -> None:
+def test_the_contract_names_a_protocols_fault(distribute: Any, collect: Any, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         check_protocol(TransferProtocol("WRONG", distribute, collect))
 

@@ -1,4 +1,4 @@
-"""Roles of one pool take turns in its processes' memory, and the run is that of one process with room for all."""
+"""Roles of one pool take turns in memory, and the result is that of one process with room for all."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.runtimes.test_layouts import PPO
 from tests.tiny import Workshop
 
 MODEL_BYTES = 8 * 17_000
-"""About what the tiny Qwen3's weights take in float64."""
+"""About the size of the tiny Qwen3's weights in float64."""
 
 
 def test_roles_of_a_pool_leave_for_each_other(workshop: Workshop, warm_cluster: WarmCluster) -> None:

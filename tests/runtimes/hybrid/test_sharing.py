@@ -1,4 +1,4 @@
-"""Nothing passes through one rank: those that generate read, evaluate, record and keep rows, each its own part."""
+"""No data passes through a single rank: each generating rank reads, evaluates, records and keeps its own rows."""
 
 from __future__ import annotations
 

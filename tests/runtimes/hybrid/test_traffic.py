@@ -26,7 +26,7 @@ from tests.tiny import Workshop
 
 
 def payload_bytes(value: Any) -> int:
-    """Return the bytes of payload columns in what passes through the driver, encoded or not."""
+    """Return the bytes of payload columns in the driver's messages, encoded or not."""
     if isinstance(value, Rows):
         return sum(map(len, encode(value.only(tuple(value.payload))))) if value.payload else 0
     if isinstance(value, Ragged | Objects):
@@ -91,7 +91,7 @@ def test_the_driver_of_a_step_sends_and_receives_no_payload(
             return CountedActor(self.actor, self.method.options(**options))
 
         def remote(self, method: str, released: Any, count: int, *values: Any) -> Any:
-            # The values after the arguments are answers of other workers, which go from worker to worker.
+            # The values after the arguments are answers of other workers, which pass from worker to worker.
             passed["sent"] += payload_bytes(list(values[:count]))
             return self.method.remote(method, released, count, *values)
 

@@ -1,4 +1,4 @@
-"""Workers that are reused from test to test, since a process that imports torch takes seconds to start."""
+"""Workers that are reused from test to test, because a process that imports torch takes seconds to start."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.runtimes.patience import patient
 
 
 class RehearsingWorker(HybridWorker):
-    """A worker that can be told to wait instead of computing, to linger until it is released, to raise, refuse or die, at a stage."""
+    """A worker that, on request, waits, blocks until released, raises, refuses or dies at a stage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class RehearsingWorker(HybridWorker):
         self.released = Event()
 
     def release(self) -> None:
-        """End the lingering of a call, from another thread than its own."""
+        """Release a blocked call from another thread."""
         self.released.set()
 
     def rehearse(self, orders: Mapping[str, tuple[str, float]]) -> None:
@@ -74,24 +74,24 @@ class RehearsingWorker(HybridWorker):
         super().close()
         self.orders, self.rows_given = {}, []
         self.released.clear()
-        # DTensor's caches know the process groups, which end with the backend.
+        # DTensor's caches hold the process groups, which end with the backend.
         _clear_sharding_prop_cache()
         clear_redistribute_planner_cache()
         _gen_transform_infos.cache_clear()
-        # Models know them too: each group that lives on looks a hundred times a second for what has come.
+        # Models hold them too: each group that stays alive polls a hundred times a second.
         vars(self).pop("executor", None)
         gc.collect()
 
     def held(self) -> int:
-        """Return how many calls' rows are kept here."""
+        """Return the number of calls whose rows are kept here."""
         return len(self.kept)
 
     def given_out(self) -> list[int]:
-        """Rows of each fetch that was answered."""
+        """Return the number of rows of each answered fetch."""
         return self.rows_given
 
     def exchanged(self) -> int:
-        """Bytes that came from other ranks of the pool by their process groups."""
+        """Return the bytes received from other ranks of the pool through process groups."""
         return sum(world.received.exchanged for world in (self.world, self.beside) if world)
 
     def process(self) -> int:
@@ -99,14 +99,14 @@ class RehearsingWorker(HybridWorker):
 
 
 def waited(stage: Stage, rows: Rows, sums: Sums, seconds: float) -> dict[str, Column]:
-    """Zeros in place of what a stage of log-probs writes."""
+    """Return zeros instead of the log-probs of a stage."""
     time.sleep(seconds)
     counts = rows["action_mask"].with_values(rows["action_mask"].values.long()).row_sums()
     return {stage.writes[0]: Ragged.from_lengths(torch.zeros(int(counts.sum())), counts)}
 
 
 class WarmCluster(RayCluster):
-    """Gives out workers that earlier backends have given back; without placement groups, which a test of their own covers."""
+    """Hands out workers that earlier backends have returned; it makes no placement groups, which have their own test."""
 
     def __init__(self) -> None:
         super().__init__(ClusterConfig(start_limit_s=120, wait_limit_s=60), "cpu")
@@ -129,11 +129,11 @@ class WarmCluster(RayCluster):
         while True:
             try:
                 return made.options(name=name).remote()
-            except ValueError:  # Ray is still ending the one that had this name before.
+            except ValueError:  # Ray is still ending the previous actor of this name.
                 time.sleep(0.05)
 
     def close(self) -> None:
-        """Takes the workers back that still answer."""
+        """Take back the workers that still answer."""
         given, self.actors = self.actors, []
         for actor in given:
             name = self.called.pop(actor)

@@ -1,4 +1,4 @@
-"""A budget for what is resident moves roles out of each other's way, and changes nothing else."""
+"""A memory budget makes roles take turns, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ PPO: dict[str, Any] = {
     "trainer": {"steps": 3, "prompts_per_step": 2, "checkpoint_every": 1}, "data": {"max_prompt_tokens": 12},
 }  # fmt: skip
 MODEL_BYTES = 4 * 17_000
-"""About what the tiny Qwen3's weights take in float32."""
+"""About the size of the tiny Qwen3's weights in float32."""
 
 
 def with_budget(sections: dict[str, Any], models: float, **trainer: Any) -> dict[str, Any]:
-    """Sections with room for so many copies of the weights."""
+    """Return sections with a budget of this many copies of the weights."""
     return {**sections, "trainer": {**sections["trainer"], **trainer, "resident_gib": models * MODEL_BYTES / GIB}}
 
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, frozenset[Asset], int]]:
-    """At each stage its name, what is here then, and how many bytes that is."""
+    """Record, at each stage, its name, the resident assets and their bytes."""
     seen: list[tuple[str, frozenset[Asset], int]] = []
     before = Residency.before
 
@@ -53,7 +53,7 @@ def test_offloading_roles_keeps_run_bitwise_equal(
     workshop: Workshop, watched: list[tuple[str, frozenset[Asset], int]]
 ) -> None:
     free = workshop.run("free", **PPO)
-    assert not any(size for *_, size in watched), "without a budget nothing is in charge of anything"
+    assert not any(size for *_, size in watched), "without a budget there is no residency plan"
     watched.clear()
     tight = with_budget(PPO, 5.5)
     found = workshop.run("tight", **{**tight, "trainer": {**tight["trainer"], "steps": 2}})
@@ -74,7 +74,7 @@ def test_offloading_roles_keeps_run_bitwise_equal(
 def test_engines_with_weights_of_their_own_come_and_go_too(
     workshop: Workshop, watched: list[tuple[str, frozenset[Asset], int]]
 ) -> None:
-    """Merge adapters into a copy for the engine, which is offloaded while the actor trains."""
+    """Merge adapters into a copy for the engine; the copy is offloaded while the actor trains."""
     trainer = {"steps": 2, "prompts_per_step": 2, "lora": {"rank": 4}}
     sections = {**PPO, "flow": "grpo", "algorithm": {}, "trainer": trainer}
     free = workshop.run("free", **sections)
@@ -86,7 +86,7 @@ def test_engines_with_weights_of_their_own_come_and_go_too(
     assert Asset("actor", "engine") not in here["actor.update"]
 
 
-def test_ranks_that_divide_a_model_put_their_parts_away(workshop: Workshop) -> None:
+def test_ranks_that_shard_a_model_offload_their_parts(workshop: Workshop) -> None:
     sections = {**PPO, "trainer": {**PPO["trainer"], "layout": {"shard": "full"}, "steps": 2}}
     more = {"runtime": "distributed", "workers": 2}
     tight = with_budget(sections, 3.5)
@@ -95,7 +95,7 @@ def test_ranks_that_divide_a_model_put_their_parts_away(workshop: Workshop) -> N
 
 
 def test_checkpoint_during_stage_keeps_its_assets_loaded(workshop: Workshop) -> None:
-    """As under runtime=hybrid, where an interrupt saves while rows are being generated."""
+    """The situation is that of runtime=hybrid, where an interrupt saves during generation."""
     with TrainingRun(workshop.config(**with_budget(PPO, 5.5))) as run:
         executor: StageExecutor = run.backend.executor
         generate = run.flow.stages[0]
@@ -133,6 +133,6 @@ def test_dry_run_reports_moves_and_lower_peak(workshop: Workshop) -> None:
     assert float(peaks[1].split()[-3]) < float(peaks[0].split()[-3])
 
 
-def test_streaming_says_that_it_has_no_use_for_it(workshop: Workshop) -> None:
+def test_streaming_reports_that_a_memory_budget_has_no_effect(workshop: Workshop) -> None:
     (line,) = without_effect(workshop.config(**with_budget(PPO, 1.0), runtime="streaming"))
     assert line.startswith("trainer.resident_gib has no effect")

@@ -1,4 +1,4 @@
-"""Every stage finds what it needs in memory, the budget holds, and moves repeat from iteration to iteration."""
+"""Every stage finds its assets in memory, the budget holds, and moves repeat from iteration to iteration."""
 
 import pytest
 from hypothesis import given
@@ -39,7 +39,7 @@ ASSETS = [
 
 
 def follow(plan: ResidencyPlan, flow: Flow, sizes: dict[Asset, int], budget: int, shared: frozenset[str]) -> None:
-    """Makes the moves of three iterations and asserts what must hold before each step."""
+    """Execute the moves of three iterations, and assert the conditions before each step."""
     needs = needed_assets(flow, shared)
     resident = {asset for asset in sizes if asset in plan.kept or asset in needs[PUBLISH]}
     for _ in range(3):

@@ -34,7 +34,9 @@ def test_setting_ignored_by_runtime_is_reported(
     assert [line.startswith(words) for line, words in zip(lines, expected, strict=True)] == [True] * len(expected)
 
 
-def test_a_run_says_so_before_its_first_step(workshop: Workshop, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_ignored_setting_is_reported_before_the_first_step(
+    workshop: Workshop, capfd: pytest.CaptureFixture[str]
+) -> None:
     workshop.run(workers=2, trainer={"steps": 1})
     said = capfd.readouterr().err
     assert "workers=2 has no effect" in said[: said.index("step 1")]

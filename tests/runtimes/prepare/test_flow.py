@@ -1,4 +1,4 @@
-"""Defaults of a flow's updates: the source of old log-probs, and the correction of the loss."""
+"""Defaults of a flow's updates: the source of old log-probs, and the loss's correction."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_sampling_temperature_equals_log_prob_temperature(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", list(RECIPES))
 def test_evaluation_uses_a_trained_role(name: str) -> None:
-    """DPO's first stage infers with the reference, which stays as it is."""
+    """DPO's first stage infers with the reference, which does not change."""
     scorers = {"reward": {"model": "reward"}, "cost": {"model": "cost"}}
     tree = settings("runs", "model", "data.jsonl", flow=name, roles=scorers)  # type: ignore[arg-type]
     tree["rollout"]["samples_per_prompt"] = {"sft": 1, "dpo": 2, "reward_model": 2}.get(name, 4)

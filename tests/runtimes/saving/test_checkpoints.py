@@ -1,4 +1,4 @@
-"""Checkpoints written while the run continues: whole or not at all, waited for, with reported errors."""
+"""Checkpoints are written while the run continues, completely or not at all; the run waits for them and reports their errors."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def with_trainer(**trainer: Any) -> dict[str, Any]:
 def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.005)
 
 
 def saved(run: Path, step: int) -> dict[str, torch.Tensor]:
-    """Weights and optimizer of a checkpoint."""
+    """Return the weights and the optimizer of a checkpoint."""
     folder = run / "checkpoints" / f"step-{step}" / "actor"
     return load_file(folder / "model.safetensors") | load_file(folder / checkpoint.OPTIMIZER)
 
@@ -54,7 +54,7 @@ def test_checkpoint_written_during_later_steps_holds_its_own_step(
     write, beside, threads = checkpoint.write_tensors, workshop.folder / "beside", []
 
     def slow(tensors: Any, path: Path) -> None:
-        """Write only after a later step has ended: a run that waited for the write would hang."""
+        """Write only after a later step has ended, so that a run that waited for the write would hang."""
         step = int(path.parent.parent.name.split("-")[1].split(".")[0])
         threads.append(threading.current_thread() is threading.main_thread())
         if step == 2:
@@ -92,7 +92,7 @@ def test_background_write_error_ends_run_at_next_step(workshop: Workshop, monkey
     assert latest_checkpoint(run.folder) == run.folder / "checkpoints" / "step-1"
 
 
-def test_ctrl_c_waits_for_what_is_being_written(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_waits_for_the_checkpoint_being_written(workshop: Workshop, monkeypatch: pytest.MonkeyPatch) -> None:
     write, interrupted = checkpoint.write_tensors, threading.Event()
 
     def slow(tensors: Any, path: Path) -> None:
@@ -132,7 +132,7 @@ def test_kill_during_checkpoint_write_resumes_from_previous(workshop: Workshop) 
     wait_until(lambda: (killed / "metrics.jsonl").is_file() and len(read_metrics(killed)) >= 5)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
-    assert partial_path(killed / "checkpoints" / "step-4").is_dir(), "it was being written"
+    assert partial_path(killed / "checkpoints" / "step-4").is_dir(), "the checkpoint was being written"
     assert latest_checkpoint(killed) == killed / "checkpoints" / "step-2"
     with TrainingRun(run_config(killed), resume=killed) as run:
         assert run.step == 2
@@ -186,7 +186,7 @@ def test_workers_killed_during_background_write_resume_from_previous(workshop: W
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
     partial = partial_path(killed / "checkpoints" / "step-2")
-    assert (partial / "actor" / "model.safetensors").is_file(), "it was being written"
+    assert (partial / "actor" / "model.safetensors").is_file(), "the checkpoint was being written"
     assert latest_checkpoint(killed) == killed / "checkpoints" / "step-1"
     held.unlink()
     here = {"runtime": "eager"}

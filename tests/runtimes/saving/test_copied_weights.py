@@ -1,4 +1,4 @@
-"""An update without a loss copies another role's weights: where both are in one process, and into every checkpoint."""
+"""An update without a loss copies another role's weights within one process and into every checkpoint."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def test_in_a_stream_the_weights_travel_to_the_role_that_follows(workshop: Works
         ({"runtime": "streaming", "flow": "UNMODELLED"}, "no process but engines has the weights of rival"),
     ],
 )
-def test_where_the_weights_cannot_travel_it_is_refused_before_anything_starts(
+def test_impossible_weight_transfer_is_refused_before_anything_starts(
     workshop: Workshop, sections: dict[str, Any], message: str
 ) -> None:
-    # A flow in which a role only generates, and another is to take its weights.
+    # A flow in which one role only generates, and takes the weights of another role.
     unmodelled = workshop.folder / "unmodelled.yaml"
     text = Path(FOLLOWING["flow"]).read_text().replace("source: actor", "source: rival")
     rival = "  - {type: generate, role: rival, params: {into: rivals}}"

@@ -1,4 +1,4 @@
-"""Damaged files of a run: each is noticed and named before anything is written, and the newest whole checkpoint can be taken."""
+"""Damaged files of a run are found and named before anything is written, and the newest intact checkpoint can be used."""
 
 import json
 import os
@@ -26,7 +26,7 @@ from tests.tiny import ROOT, Workshop, metrics_without_times
 
 @pytest.fixture(scope="module")
 def whole_run(tmp_path_factory: pytest.TempPathFactory, tiny_models: dict[str, Path], sums_file: Path) -> Path:
-    """A run with checkpoints of steps 1 and 2, whose configuration says 3."""
+    """Return a run with checkpoints of steps 1 and 2, whose configuration says 3."""
     workshop = Workshop(tmp_path_factory.mktemp("whole"), tiny_models["qwen3"], sums_file)
     run = workshop.run(trainer={"steps": 2, "checkpoint_every": 1, "keep_checkpoints": 3})
     settings = run / "config.yaml"
@@ -36,7 +36,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory, tiny_models: dict[str, P
 
 @pytest.fixture
 def run(whole_run: Path, tmp_path: Path) -> Path:
-    """A copy to be damaged."""
+    """Return a copy that tests may damage."""
     return Path(shutil.copytree(whole_run, tmp_path / "run"))
 
 
@@ -56,7 +56,7 @@ def empty(path: Path) -> None:
 
 
 def widen(path: Path) -> None:
-    """Tensors of a wider model, in a file that can be read."""
+    """Write tensors of a wider model into a readable file."""
     save_file({name: torch.cat([t, t]) if t.dim() else t for name, t in load_file(path).items()}, path)
 
 
@@ -97,10 +97,10 @@ def test_resume_from_newest_whole_checkpoint_equals_undisturbed_run(run: Path, w
     train(run_config(undisturbed), resume=undisturbed)
     assert [line["step"] for line in read_metrics(run)] == [1, 2, 3]
     assert metrics_without_times(run) == metrics_without_times(undisturbed)
-    assert not checkpoint_damage(run / "checkpoints" / "step-2"), "it was made again"
+    assert not checkpoint_damage(run / "checkpoints" / "step-2"), "the folder was made again"
 
 
-def test_where_no_checkpoint_is_whole_it_says_so(run: Path) -> None:
+def test_a_run_without_an_intact_checkpoint_is_reported(run: Path) -> None:
     for step in (1, 2):
         cut(run / "checkpoints" / f"step-{step}" / "actor" / "optimizer.safetensors")
     with pytest.raises(UserError, match="no other checkpoint of the run is whole"):
@@ -128,7 +128,7 @@ def test_a_damaged_configuration_is_one_line(run: Path, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("lost", [["1"], ["1", "2"]])
-def test_metrics_that_lost_lines_are_said(run: Path, lost: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_lines_of_metrics_are_reported(run: Path, lost: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     path = run / "metrics.jsonl"
     kept = [line for line in path.read_text().splitlines() if str(json.loads(line)["step"]) not in lost]
     path.write_text("".join(line + "\n" for line in kept))
@@ -180,7 +180,7 @@ def test_a_run_that_lives_is_not_resumed_a_second_time(run: Path) -> None:
 
 
 class Runs:
-    """Makes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""Run folders: never two runs in one, and a name that no run has begun under stays free."""
+"""Two runs never share a folder, and a name stays free until a run has started under it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A disk, or shared memory, that fills up while processes of a run write: one line, and the checkpoint before it stays."""
+"""If a disk or shared memory fills up during a write, the run ends with one line, and the previous checkpoint is intact."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def in_a_mount(place: Path, size: str, *arguments: Any, shared_memory: bool = False) -> tuple[int, str]:
-    """Run `braid ...` with a file system of that size at a place, which only it sees; its exit code and what it said of errors."""
+    """Run `braid ...` with a private file system of that size at a folder; return the exit code and stderr."""
     place.mkdir()
     mount = ["unshare", "-m", "bash", "-c"]
     if subprocess.run([*mount, f"mount -t tmpfs -o size={size} braid {place}"], capture_output=True).returncode:
@@ -58,7 +58,7 @@ def test_full_disk_ends_multiprocess_run_in_one_line(workshop: Workshop, case: s
 
 @pytest.mark.parametrize(("size", "prompts"), [("64k", 1), pytest.param("16k", 4, marks=pytest.mark.soak)])
 def test_full_shared_memory_ends_streaming_run_in_one_line(workshop: Workshop, size: str, prompts: int) -> None:
-    """64 kB hold a group's rows, a page for each column at most, and not the model's 68 kB, which a thread of the trainer writes."""
+    """64 kB hold a group's rows, at most a page per column, but not the model's 68 kB, which a thread of the trainer writes."""
     config = workshop.config_file(runtime="streaming", trackers=[], trainer={"prompts_per_step": prompts})
     memory = workshop.folder / "memory"
     code, said = in_a_mount(memory, size, "train", config, shared_memory=True)

@@ -1,4 +1,4 @@
-"""Nothing that a run reads is unpickled in a way that runs code: a pickle in place of each of its files makes nothing happen."""
+"""A run never executes code from the files that it reads: a pickle in place of any of them has no effect."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Bomb:
 
 
 def commands(run: Path, folder: Path) -> list[list[str]]:
-    """Whatever reads a run's files."""
+    """Commands that read a run's files."""
     return [
         ["train", "--resume", str(run)], ["eval", str(run)], ["report", str(run)], ["timeline", str(run)],
         ["export", str(run), str(folder / "exported")], ["checkpoint", "check", str(run)],
@@ -36,7 +36,7 @@ def commands(run: Path, folder: Path) -> list[list[str]]:
 
 
 def obeyed(*arguments: str) -> None:
-    """Run a command; that it fails is not what is asked here."""
+    """Run a command, which may fail."""
     with contextlib.suppress(BaseException):
         app(list(arguments), standalone_mode=False)
 
@@ -78,7 +78,7 @@ def test_pickles_in_the_parts_that_ranks_write_do_nothing(workshop: Workshop, tm
     run, mark, whole = workshop.folder / "run", tmp_path / "mark", tmp_path / "whole"
     config = run / "config.yaml"
     config.write_text(config.read_text().replace("  steps: 1\n", "  steps: 2\n", 1))
-    # Without a manifest no check compares the files before they are read.
+    # Without a manifest, no check compares the files before they are read.
     (state := run / "checkpoints" / "step-1" / "state.json").write_text(
         state.read_text().replace('"format": 2', '"format": 1')
     )

@@ -1,4 +1,4 @@
-"""Runs that several ranks make together, one after the other on the same processes."""
+"""Several runs of the same ranks, one after the other on the same processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WAIT_S = 200.0
 
 
 def run_all(world: World, task: dict[str, Any]) -> list[list[dict[str, int]]]:
-    """On a rank: trains one configuration after the other; what came to each rank through the buffer."""
+    """Train one configuration after the other on each rank; return the rows that each rank received through the buffer."""
     counts = []
     for tree in task["runs"]:
         before = world.received.exchanged
@@ -29,7 +29,7 @@ def run_all(world: World, task: dict[str, Any]) -> list[list[dict[str, int]]]:
 
 
 def run_in_ranks(trees: Sequence[dict[str, Any]], workers: int) -> list[list[dict[str, int]]]:
-    """Trains every configuration; of each the counts, rank by rank."""
+    """Train every configuration; return its counts, rank by rank."""
     counts: list[list[dict[str, int]]] = run_ranks(
         "tests.runtimes.spmd.ranks:run_all", {"runs": list(trees)}, workers, WAIT_S
     )

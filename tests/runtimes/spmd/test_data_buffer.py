@@ -1,4 +1,4 @@
-"""Rows get to the ranks that need them, whole, each to its own, and nothing else travels."""
+"""Rows arrive complete at the ranks that need them, and no other rows travel."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_rank_receives_its_own_rows_and_nothing_more(answers: Answers) -> None
     for about in found:
         # Two messages have two headers, of a few hundred bytes each.
         assert about["received"] <= about["needed"] + 4096
-    assert found[2]["needed"] > 20_000, "this would prove nothing otherwise"
+    assert found[2]["needed"] > 20_000, "otherwise the test proves nothing"
 
 
 def test_rows_that_stay_where_they_are_are_not_touched(answers: Answers) -> None:

@@ -61,7 +61,7 @@ def test_failed_stage_names_rows_and_leaves_nothing(workshop: Workshop) -> None:
         "rank 1 failed in step 1, fails_on_rank_1 on 8 rows (source, group, sample): (0, 2, 0) (0, 2, 1) (0, 2, 2) (0, 2, 3)"
     )
     assert first.endswith("ValueError: no such luck") and any("failing.py" in line for line in rest)
-    assert rest[-1] == "ValueError: no such luck", "the traceback is the worker's own, and the last thing said"
+    assert rest[-1] == "ValueError: no such luck", "the worker's own traceback is printed last"
 
 
 def test_data_error_is_printed_once_in_one_line(workshop: Workshop, tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_ranks_evaluate_as_one_process_does(workshop: Workshop) -> None:
 
 
 def processes_of_ranks() -> list[psutil.Process]:
-    """Those that this process has started and that are still there."""
+    """Return the processes that this one has started and that still exist."""
     children = psutil.Process().children(recursive=True)
     running = [child for child in children if child.status() != psutil.STATUS_ZOMBIE]
     return [child for child in running if "braidrl.cluster.child" in " ".join(child.cmdline())]

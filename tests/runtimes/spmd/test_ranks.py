@@ -1,4 +1,4 @@
-"""Transfer between ranks: each row moves once, to its own rank, and not at all if it can stay."""
+"""Rows move between ranks at most once, directly to their rank, and not at all if they can stay."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.tiny import Workshop
 DIAMOND = Path(__file__).parents[1] / "diamond.yaml"
 ROWS = 16
 STEPS = 2
-# Two updates in a batch, so that each has to be balanced; and inference before it, which must not move rows a second time.
+# Two updates in a batch, so that each must be balanced; inference before them must not move rows a second time.
 DAPO: dict[str, Any] = {
     "flow": "dapo", "algorithm": {"dynamic_sampling": False, "overlong_cache": 2}, "runtime": "distributed",
     "trainer": {"steps": STEPS, "rows_per_update": 8},
@@ -33,7 +33,7 @@ def test_rows_move_at_most_once_to_their_rank(
     stay = workshop.tree("stay", **merged(DAPO, {"trainer": {"rows_per_update": 12, "prompts_per_step": 3}}), workers=3)
     moved, stayed = run_in_ranks([away, stay], 3)
     first, *others = (count["rows"] for count in moved)
-    # Rank 0 generates every row; two thirds leave it, and for the recording it gets back what was added to them.
+    # Rank 0 generates every row; two thirds leave it, and their new columns return for the recording.
     assert sum(others) == first and abs(sum(others) / (STEPS * ROWS) - 2 / 3) < 0.15
     assert max(others) <= STEPS * ROWS * 0.45
     assert [count["rows"] for count in stayed] == [count["bytes"] for count in stayed] == [0, 0, 0]
@@ -43,7 +43,7 @@ def test_rows_move_at_most_once_to_their_rank(
     assert len(read_rollouts(rollout_path(workshop.folder / "away", 1))) == ROWS
 
 
-def test_more_ranks_than_rows_do_what_eager_does(workshop: Workshop) -> None:
+def test_more_ranks_than_rows_give_the_result_of_eager(workshop: Workshop) -> None:
     few = {"flow": str(DIAMOND), "rollout": {"samples_per_prompt": 2}, "trainer": {"steps": 2, "prompts_per_step": 1}}
     settings = merged(EVERY_STEP, few)
     run_in_ranks([workshop.tree("ranks", **settings, runtime="distributed", workers=3)], 3)
@@ -63,7 +63,7 @@ def test_the_two_answers_of_a_preference_stay_on_one_rank(workshop: Workshop, tm
 
 
 def test_answers_are_verified_where_inference_moved_rows(workshop: Workshop) -> None:
-    """Old log-probs come between generation and verification, and two updates have each to be balanced."""
+    """Old log-probs come between generation and verification, and each of the two updates must be balanced."""
     flow = {"flow": "grpo", "algorithm": {"old": "recompute"}, "trainer": {"steps": 1, "rows_per_update": 8}}
     run_in_ranks([workshop.tree("ranks", **merged(EVERY_STEP, flow), runtime="distributed", workers=2)], 2)
     assert_same(trace(workshop.folder / "ranks"), trace(workshop.run("alone", **merged(EVERY_STEP, flow))))

@@ -1,4 +1,4 @@
-"""A stopped run resumes as if it had not been stopped, under its own runtime and under another."""
+"""A stopped run resumes with the same result, under its own runtime and under another."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.invariants.traces import assert_same, trace
 from tests.tiny import Workshop, braid, wait_for_steps
 
 STEPS = 5
-# Groups that are over stay for the next batch, so that checkpoints hold rows.
+# Surplus groups stay for the next batch, so that checkpoints hold rows.
 SETTINGS: dict[str, Any] = {
     "flow": "dapo", "algorithm": {"overlong_cache": 4}, "dtype": "float64", "rollout": {"samples_per_prompt": 2},
     "trainer": {
@@ -43,12 +43,12 @@ def tree(shop: Workshop, name: str, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def uninterrupted(shop: Workshop) -> Path:
-    """The run under eager."""
+    """Return the run under eager."""
     return train(parse_config(tree(shop, "uninterrupted")))
 
 
 def copied(run: Path, name: str, runtime: str, step: int | None = None) -> Path:
-    """The run as another runtime finds it, at its latest checkpoint or at that of `step`."""
+    """Return a copy of the run for another runtime, at its latest checkpoint or at that of `step`."""
     copy = run.with_name(name)
     shutil.copytree(run, copy)
     config = yaml.safe_load((copy / "config.yaml").read_text())
@@ -70,7 +70,7 @@ def test_interrupted_distributed_run_resumes_exactly_under_either_runtime(shop: 
     assert process.returncode == 130, words
     assert "go on with: braid train --resume" in words and "Traceback" not in words and len(ranks) >= 2
     assert psutil.wait_procs(ranks, timeout=10)[1] == []
-    assert len(read_metrics(run)) <= STEPS, "it was over before it was interrupted"
+    assert len(read_metrics(run)) <= STEPS, "the run ended before the interrupt"
 
     under_eager = copied(run, "interrupted-eager", "eager")
     with TrainingRun(run_config(under_eager), resume=under_eager) as resumed:
@@ -83,10 +83,10 @@ def test_interrupted_distributed_run_resumes_exactly_under_either_runtime(shop: 
     assert (run / "report.html").exists()
 
 
-def test_a_checkpoint_of_eager_goes_on_in_ranks(shop: Workshop, uninterrupted: Path) -> None:
+def test_a_checkpoint_of_eager_resumes_on_ranks(shop: Workshop, uninterrupted: Path) -> None:
     kept = sorted(path.parent.name for path in uninterrupted.glob("checkpoints/step-*/surplus-*.rows"))
     step = int(kept[0].removeprefix("step-"))
-    assert step < STEPS, "no rows were kept, this would prove less"
+    assert step < STEPS, "the checkpoint must hold kept rows"
     run = copied(uninterrupted, "continued", "distributed", step)
     assert train(run_config(run), resume=run) == run
     assert_same(trace(run), trace(uninterrupted))

@@ -1,4 +1,4 @@
-"""Packed attention gives each sequence what it gets alone, in values and in gradients, for every model family."""
+"""Packed attention gives each sequence the values and gradients that it gets alone, for every model family."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LENGTHS = [5, 3, 9, 5, 1, 3]
 
 
 def models(name: str, dtype: torch.dtype = torch.float64) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Return models with equal weights, with Braid's and with transformers' attention."""
+    """Return models with equal weights, one with Braid's attention and one with transformers'."""
     torch.manual_seed(0)
     torch.manual_seed(0)
     ours = AutoModelForCausalLM.from_config(deepcopy(CONFIGS[name]), dtype=dtype, attn_implementation=ATTENTION)

@@ -1,4 +1,4 @@
-"""Kernels for a chunk's log-probs compute the plain formula, forward and backward, with each compiler."""
+"""Kernels for a chunk's log-probs match the plain formula, forward and backward, with each compiler."""
 
 from __future__ import annotations
 

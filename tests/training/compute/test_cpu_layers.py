@@ -1,4 +1,4 @@
-"""Compiled layers and oneDNN's products compute what torch does, forward and backward."""
+"""Compiled layers and oneDNN's products match torch, forward and backward."""
 
 from __future__ import annotations
 

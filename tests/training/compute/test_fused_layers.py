@@ -20,9 +20,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}
     ("triton", "liger", "chosen"),
     [(True, True, "liger"), (True, False, "compiled"), (False, True, None), (False, False, None)],
 )
-def test_liger_is_taken_where_it_is_installed_and_nothing_without_triton(
-    triton: bool, liger: bool, chosen: str | None
-) -> None:
+def test_liger_is_used_if_installed_and_no_kernel_without_triton(triton: bool, liger: bool, chosen: str | None) -> None:
     assert choice(triton, liger) == chosen
     assert chosen is None or chosen in KERNELS
     assert ("torch computes" in NOTICES[chosen]) == (chosen is None)  # type: ignore[index]
@@ -63,7 +61,7 @@ def test_fused_layers_match_plain_outputs_and_gradients(name: str, dtype: torch.
 
 
 @pytest.mark.parametrize(("dtype", "device"), [(torch.float64, "cpu"), (torch.float32, "cuda")])
-def test_kernels_leave_what_they_do_not_compute_to_the_modules(dtype: torch.dtype, device: str) -> None:
+def test_kernels_leave_unsupported_layers_to_the_modules(dtype: torch.dtype, device: str) -> None:
     def never(*_: object) -> None:
         raise AssertionError("the kernels were asked")
 

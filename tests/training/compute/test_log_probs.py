@@ -1,4 +1,4 @@
-"""Log-probs and entropy in chunks: the values and gradients of the plain formula, and never all logits at once."""
+"""Chunked log-probs and entropy have the values and gradients of the plain formula, and never create all logits at once."""
 
 from __future__ import annotations
 

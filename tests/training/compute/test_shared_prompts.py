@@ -1,4 +1,4 @@
-"""Sharing a prompt changes how often it is computed, and nothing else."""
+"""Sharing a prompt saves computation and changes no result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from braidrl.training.compute.shared_prompts import families_of, pack_shared, pl
 from tests.training.compute.test_attention import CONFIGS, models
 
 CPU = torch.device("cpu")
-# prompt length and response lengths of each group; responses that are longer than the prompt take a call each
+# Prompt length and response lengths of each group; responses that are longer than the prompt need one call each.
 GROUPS = [(6, [2, 3, 1, 4]), (1, [5, 1]), (3, [7, 2, 2]), (4, [1])]
 
 
@@ -28,7 +28,7 @@ def rows_of(groups: list[tuple[int, list[int]]] = GROUPS) -> Rows:
         for sample, length in enumerate(responses):
             tokens.append(torch.cat([ids, torch.randint(0, 40, (length,), generator=generator)]))
             masks.append(torch.arange(prompt + length) >= prompt)
-            # a token that was observed and not sampled, as after a tool's answer
+            # An observed token that was not sampled, as after a tool's answer.
             masks[-1][prompt + 2 : prompt + 3] = False
             groups_.append(group)
             samples.append(sample)
@@ -57,7 +57,7 @@ def log_probs(model: PreTrainedModel, packed: Packed) -> torch.Tensor:
 
 
 def in_float64(model: PreTrainedModel) -> PreTrainedModel:
-    """transformers' norms compute in float32 whatever the model's dtype, and would hide what is compared behind their rounding."""
+    """Compute norms in the model's dtype: transformers' float32 norms would hide the difference behind their rounding."""
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
             weight, epsilon = module.weight, module.variance_epsilon

@@ -1,4 +1,4 @@
-"""Memory counted without storage equals what a model with storage takes."""
+"""Memory counted without storage equals that of a model with storage."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def test_resident_bytes_are_those_of_a_model_that_trains(
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "llama"])
-def test_activations_are_what_autograd_keeps(tiny_models: dict[str, Path], name: str) -> None:
+def test_counted_activations_equal_autograds_saved_tensors(tiny_models: dict[str, Path], name: str) -> None:
     model = load_decoder(tiny_models[name])
     real = kept_bytes(model, TOKENS)
     counted = activation_bytes(model_shape(tiny_models[name], torch.float32), TOKENS, checkpointing=False)
-    assert counted == pytest.approx(real, rel=0.1), "kernels on the CPU keep a little beside, such as sums of scores"
+    assert counted == pytest.approx(real, rel=0.1), "CPU kernels save a little more, such as sums of scores"
 
 
 def test_checkpointing_keeps_the_inputs_of_layers_and_one_layer_whole(tiny_models: dict[str, Path]) -> None:
@@ -90,7 +90,7 @@ def size(tensors: list[torch.Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in {id(t): t for t in tensors}.values())
 
 
-def test_a_layout_divides_what_its_axes_divide(tiny_models: dict[str, Path]) -> None:
+def test_counted_memory_is_sharded_by_the_layouts_axes(tiny_models: dict[str, Path]) -> None:
     shape = model_shape(tiny_models["qwen3"], torch.bfloat16)
     whole = resident_bytes(shape, trained=True)
     for shard in ("full", "optimizer"):
@@ -105,7 +105,7 @@ def test_a_layout_divides_what_its_axes_divide(tiny_models: dict[str, Path]) -> 
     hybrid = resident_bytes(shape, True, ParallelLayout(data=4, nodes=2, shard="full"))
     assert hybrid == {part: pytest.approx(size / 2, abs=8) for part, size in whole.items()}
     stages = ParallelLayout(data=1, pipeline=4)
-    # Two of eight layers, and of embedding and head one.
+    # Two of eight layers, and one of embedding and head.
     own = 2 * shape.layer_parameters + deeper.config.vocab_size * deeper.config.hidden_size + deeper.config.hidden_size
     assert resident_bytes(deeper, False, stages) == {"weights": 2 * own}
     sharded = ParallelLayout(data=2, pipeline=4, shard="full")

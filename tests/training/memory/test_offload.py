@@ -1,4 +1,4 @@
-"""Offloaded tensors leave memory and come back bit for bit for all their references."""
+"""Offloaded tensors leave memory and return bit for bit for all their references."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.training.parallel.laid_out import config_of, make_rows, one_step
 
 MIB = 1 << 20
 SEEN = 16 * MIB
-"""Half of what is moved: other tests' threads give memory back meanwhile."""
+"""Half of the moved bytes: meanwhile other tests' threads free memory."""
 
 
 def resident() -> int:
@@ -29,14 +29,14 @@ def test_offload_frees_memory_and_onload_restores_every_view() -> None:
     movable = OffloadableTensors(lambda: [whole, view])
     before = resident()
     movable.offload()
-    assert movable.away_bytes == 32 * MIB, "two tensors of one storage"
+    assert movable.away_bytes == 32 * MIB, "two tensors share one storage"
     away = resident()
     assert away < before - SEEN
     movable.onload()
     assert movable.away_bytes == 0 and resident() > away + SEEN
     assert torch.equal(whole, copy) and torch.equal(view.flatten(), copy[8:24])
     view.zero_()
-    assert not whole[8:24].any(), "it is a view still"
+    assert not whole[8:24].any(), "it is still a view"
 
 
 def test_moves_that_were_broken_off_are_completed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,7 +92,7 @@ def test_offloaded_worker_trains_identically_to_one_that_never_moved(tiny_models
         for movable in moved.offloadable.values():
             movable.offload()
         assert moved.optimizer is not None
-        # Weights of at least float32 are their own masters; AdamW has two moments of each, and a count.
+        # Weights of at least float32 are their own masters; AdamW has two moments for each, and a count.
         away = sum(s.nbytes() for s in storages([*stayed.model.parameters(), *stayed.optimizer.tensors()]))
         assert sum(movable.away_bytes for movable in moved.offloadable.values()) == away
         for movable in reversed(moved.offloadable.values()):

@@ -43,7 +43,7 @@ Found = dict[str, torch.Tensor]
 
 
 def make_rows(prompt: int = 0) -> Rows:
-    """Twelve rows of very different lengths, from 2 to 60 tokens; or where a group has one prompt, of so many tokens more."""
+    """Return twelve rows of very different lengths, from 2 to 60 tokens; with group prompts, this many tokens longer."""
     draw = torch.Generator().manual_seed(5)
     lengths = torch.tensor([2, 60, 3, 5, 9, 41, 2, 4, 17, 3, 28, 6])
     prompts = (lengths // 3).clamp(min=1)
@@ -79,13 +79,13 @@ def config_of(model: str, layout: dict[str, Any] | None = None, dtype: str = "fl
 
 
 def own_rows(rows: Rows, world: World) -> torch.Tensor:
-    """Positions of a rank's rows: the last of several has none."""
+    """Return the positions of a rank's rows; the last of several ranks has none."""
     owner = torch.arange(len(rows)) % max(1, world.size - 1)
     return (owner == world.rank).nonzero().flatten()
 
 
 def one_step(worker: DecoderWorker, mine: torch.Tensor, iteration: int = 1, prompt: int = 0) -> Found:
-    """Log-probs of own rows; then what one optimizer step on all rows leaves: norm, gradients as Adam keeps them, weights."""
+    """Return log-probs of own rows, then the results of one optimizer step on all rows: norm, Adam's gradients, weights."""
     rows, objective = make_rows(prompt), Objective.of("actor", OBJECTIVE)
     own = rows.take(mine)
     found = {"log_probs": worker.forward("log_probs", own).values}
@@ -101,7 +101,7 @@ def one_step(worker: DecoderWorker, mine: torch.Tensor, iteration: int = 1, prom
 
 @cache
 def alone(model: str, dtype: str = "float64", steps: int = 1, prompt: int = 0) -> Found:
-    """The last of several steps of one process on all rows."""
+    """Return the results of the last of several steps of one process on all rows."""
     worker = DecoderWorker("actor", config_of(model, dtype=dtype), train=True)
     for iteration in range(1, steps + 1):
         found = one_step(worker, torch.arange(len(make_rows())), iteration, prompt)
@@ -109,11 +109,11 @@ def alone(model: str, dtype: str = "float64", steps: int = 1, prompt: int = 0) -
 
 
 def differences(found: Found, wanted: Found, mine: torch.Tensor, dtype: str = "float64") -> list[str]:
-    """Return differences above 1e-7; in float32 the norm, log-probs and gradients to 1e-4: Adam's first step is a sign."""
+    """Return differences above 1e-7; in float32 those of norm, log-probs and gradients above 1e-4: Adam's first step is a sign."""
     wanted = dict(wanted)
     wanted["log_probs"] = Ragged.from_lengths(wanted["log_probs"], make_rows()["action_tokens"]).take(mine).values
     limit, left_out = (1e-7, ()) if dtype == "float64" else (1e-4, ("weight",))
-    # A stage of a pipeline has the gradients of its own layers; weights are compared whole.
+    # A pipeline stage has the gradients of its own layers; weights are compared as a whole.
     assert found.keys() <= wanted.keys()
     assert all(name.startswith("state") for name in wanted.keys() - found.keys())
     return [
@@ -184,11 +184,11 @@ def with_shared_prompts(world: World, model: str, layout: dict[str, Any], prompt
 
 
 def kept_otherwise(world: World, model: str, layout: dict[str, Any]) -> list[str]:
-    """Report a forward pass that keeps more or less for the backward one than is counted: what is between matrices once alone."""
+    """Report a forward pass that saves more or less for the backward pass than counted, where tensors between matrices are whole once."""
     tokens, found = 96, []
     shape, whole = model_shape(Path(model), torch.float64), ParallelLayout.model_validate(layout).resolve(world.size)
     one = tokens * shape.config.hidden_size * shape.element_bytes
-    # The input of each layer and of the last norm, and two results of this: divided. What comes of it is whole.
+    # The inputs of each layer and of the last norm, and two results of it, are sharded. Their products are whole.
     inputs = (shape.config.num_hidden_layers + 3 - 1) * one // whole.tensor + one
     counted = {False: activation_bytes(shape, tokens, False, whole), True: inputs}
     for checkpointing, wanted in counted.items():
@@ -205,7 +205,7 @@ def kept_otherwise(world: World, model: str, layout: dict[str, Any]) -> list[str
 
 
 def copied_weights(world: World, model: str, other: str, layouts: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """A role's weights move towards those of another that is divided in another way; what is not as far as it should be."""
+    """Move a role's weights towards those of a role with another sharding; return deviations from the expected values."""
     first, second = (
         DecoderWorker("reference", config_of(path, layout), False, DataParallel(world.group, world))
         for path, layout in zip((model, other), layouts, strict=True)
@@ -218,7 +218,7 @@ def copied_weights(world: World, model: str, other: str, layouts: list[dict[str,
 
 
 class Largest(TorchDispatchMode):
-    """The bytes of the largest new tensor that anything makes."""
+    """Return the bytes of the largest new tensor that any operation creates."""
 
     bytes = 0
 
@@ -232,12 +232,12 @@ class Largest(TorchDispatchMode):
 
 
 def reshaped(world: World, model: str, layouts: list[dict[str, Any]], lora: bool) -> dict[str, list[str]]:
-    """From the first layout, after a step, to each other one and to files of all ranks: what is not the same, too much or too large."""
+    """Reshard after a step from the first layout to each other one and to files of all ranks; return what differs or is too large."""
     config = adapted_config(model, layouts[0]) if lora else config_of(model, layouts[0])
     worker = DecoderWorker("actor", config, True, DataParallel(world.group, world))
     found, wanted = {}, one_step(worker, own_rows(make_rows(), world))
     wanted = {name.removeprefix("weight "): tensor for name, tensor in wanted.items() if name.startswith("weight ")}
-    limit = 8192  # less than a matrix of a layer
+    limit = 8192  # Less than a matrix of a layer.
     for layout in layouts[1:]:
         other = DecoderWorker("actor", config_of(model, layout), False, DataParallel(world.group, world), is_copy=True)
         copy = copy_within(worker, partial(local_weight_parts, other), other.ranks.is_sharded, limit)
@@ -300,7 +300,7 @@ def on_two_machines(world: World, worker: DecoderWorker, wanted: Found, nearly: 
 
 
 class FullLayout(FileLayout):
-    """A file layout for which a machine has no memory."""
+    """A file layout that assumes a machine without memory."""
 
     def make(self, path: Path, mode: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -321,12 +321,12 @@ def sliced(world: World, worker: DecoderWorker, wanted: Found, nearly: bool) -> 
 
 
 def equal(found: torch.Tensor, wanted: torch.Tensor, nearly: bool) -> bool:
-    """Compare bit for bit; sums of an adapter may be added in another order where a part of it is merged alone."""
+    """Compare bit for bit; an adapter's sums may be added in another order where a part of it is merged separately."""
     return torch.allclose(found, wanted, rtol=0, atol=1e-12) if nearly else torch.equal(found, wanted)
 
 
 def traffic_problems(transfer: WeightTransfer, traffic: TransferVolume, limit: int) -> list[str]:
-    """Report a rank that sent or received more than the plan says, or more at a time than the limit."""
+    """Report a rank that sent or received more than planned, or more at a time than the limit."""
     planned = (transfer.plan.sends.total, transfer.plan.receives.total)
     found = [
         f"{done} bytes of {all_}"
@@ -385,7 +385,7 @@ def with_adapters(world: World, task: dict[str, Any]) -> dict[str, list[str]]:
         differing = differences(one_step(worker, mine), alone_adapted(task["model"], 1), mine)
         save_worker(worker, folder, world.first)
         world.gather("saved", b"")
-        # What this layout saved, and the one before it, and one process.
+        # The state saved by this layout, by the previous one, and by one process.
         for saved in (folder, Path(task["folder"], f"saved-{number - 1}" if number else "alone")):
             again = DecoderWorker("actor", config, True, DataParallel(world.group, world))
             load_worker(again, saved)

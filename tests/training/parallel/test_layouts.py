@@ -25,7 +25,7 @@ from tests.training.parallel.laid_out import OBJECTIVE, alone, config_of, differ
 
 WAIT_S = 200.0
 SOAKED = 12
-"""Cases on the same processes: each makes about seven process groups, whose threads take time while they wait."""
+"""Cases per set of processes: each makes about seven process groups, whose threads use time while they wait."""
 # Each axis, each kind of shard and each model, and every two axes together.
 PAIRWISE: dict[int, list[tuple[str, dict[str, Any]]]] = {
     2: [
@@ -43,14 +43,14 @@ SAVED = {
     "one": [{"tensor": 2, "shard": "full"}, {"sequence": 2, "shard": "optimizer"}, {"pipeline": 2}],
     "two": [{"pipeline": 2, "shard": "full"}, {"tensor": 2}],
 }  # fmt: skip
-"""Layouts that checkpoints go on under; of each list the first saves. (pipeline, tensor, data) is (1, 2, 2), and (2, 1, 2)."""
+"""Layouts between which checkpoints resume; the first of each list saves. (pipeline, tensor, data) is (1, 2, 2), and (2, 1, 2)."""
 LEFT_OUT = [{"pipeline": 4}, {"tensor": 4}, *SAVED["one"], *SAVED["two"]]
-"""Of the layouts of four ranks: an axis that is as with two, and those that steps after a checkpoint are compared under."""
+"""Skipped layouts of four ranks: their axis is tested with two ranks, or the checkpoint tests cover them."""
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The tiny models with eight heads and four of keys and values, so that four ranks can divide them."""
+    """Write the tiny models with eight heads and four key/value heads, so that they split over four ranks."""
     folder, paths = tmp_path_factory.mktemp("wide"), {}
     for seed, name in enumerate([*MODELS, "other qwen2"]):
         config = deepcopy(MODELS[name.removeprefix("other ")])
@@ -72,15 +72,15 @@ def in_ranks(size: int, cases: dict[str, Any], **more: Any) -> dict[str, list[st
     return found
 
 
-def test_two_ranks_compute_what_one_process_does(models: dict[str, str], tmp_path: Path) -> None:
+def test_two_ranks_give_the_result_of_one_process(models: dict[str, str], tmp_path: Path) -> None:
     cases = {f"{n} {layout}": (models[n], layout, "float64") for n, layout in PAIRWISE[2]}
-    # The contract of training backends, too; with an optimizer whose state has other names.
+    # The contract of training backends too, with an optimizer whose state has other names.
     momentum = {"optimizer": "sgd", "optimizer_settings": {"momentum": 0.9}}
     contract = [(models["qwen3"], {"shard": "full"}, momentum), (models["qwen2"], {"pipeline": 2}, {})]
-    # Weights that are tied, of a role that is divided in another way.
+    # Tied weights of a role with another sharding.
     layouts: list[dict[str, Any]] = [{"tensor": 2}, {"shard": "full"}, {"pipeline": 2}, {"tensor": 2}]
     copied = [(models["qwen2"], models["other qwen2"], pair) for pair in itertools.pairwise(layouts)]
-    # Prompts that rows share, and what is kept of a forward pass, where ranks divide the tokens between matrices.
+    # Prompts shared by rows, and saved activations, where ranks shard the tokens between matrices.
     shared = [(models["qwen3"], layout, 24) for layout in ({"tensor": 2}, {"pipeline": 2})]
     kept = [(models["qwen3"], {"tensor": 2})]
     more = {"copied": copied, "shared": shared, "kept": kept}
@@ -109,7 +109,7 @@ def test_four_ranks_agree_and_resume_checkpoints_of_other_layouts(models: dict[s
         refused_as_damaged(worker, tmp_path / name / "saved")
 
 
-# From the first of each to all others, and to files: tied weights on two stages, parts that are not equal, replicas.
+# Reshard from the first to all others, and to files: tied weights on two stages, unequal parts, replicas.
 RESHAPED: dict[int, list[tuple[str, list[dict[str, Any]], bool]]] = {
     2: [
         ("qwen2", [{"pipeline": 2}, {"tensor": 2}, {}], False),
@@ -179,10 +179,10 @@ def test_one_process_keeps_the_contract_of_training_backends(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_every_product_of_axes_and_shards_computes_what_one_process_does(size: int, models: dict[str, str]) -> None:
+def test_every_product_of_axes_and_shards_gives_the_result_of_one_process(size: int, models: dict[str, str]) -> None:
     cases, kinds, dtypes = {}, list(MODELS), ["float64"] if size > 2 else ["float64", "float32"]
     for number, (layout, dtype) in enumerate(itertools.product(every_layout(size), dtypes)):
-        # With four and eight processes each layout has one of the models, each kind of shard all of them.
+        # With four and eight processes each layout uses one of the models, and each kind of shard uses all of them.
         for name in kinds if size == 2 else [kinds[number % len(kinds)]]:
             cases[f"{name} {layout} {dtype}"] = (models[name], layout, dtype)
     found: dict[str, list[str]] = {}
@@ -192,7 +192,7 @@ def test_every_product_of_axes_and_shards_computes_what_one_process_does(size: i
 
 
 def every_layout(size: int) -> list[dict[str, Any]]:
-    """Return every layout of this many devices, with each kind of shard, also on two nodes."""
+    """Return every layout of this many devices, with each kind of shard, also over two nodes."""
     found: list[dict[str, Any]] = []
     for shard in ("full", "optimizer", "none"):
         for pipeline, tensor, sequence in itertools.product((1, 2, 4), repeat=3):

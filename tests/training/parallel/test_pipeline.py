@@ -45,7 +45,7 @@ def test_stages_have_equal_layers_and_the_names_of_the_whole_model(name: str, ti
     whole = shapes_of(DecoderWorker("actor", config_of(str(tiny_models[name])), train=False).model)
     parts = [shapes_of(stage_of(tiny_models[name], stage).model) for stage in (0, 1)]
     assert parts[0] | parts[1] == whole
-    # A weight that embedding and output layer share is on both.
+    # Both have the weight that embedding and output layer share.
     assert parts[0].keys() & parts[1].keys() == ({"model.embed_tokens.weight"} if name == "qwen2" else set())
     assert [sum(".layers." in key for key in part) for part in parts] == [
         sum(".layers." in key for key in whole) // 2
@@ -61,7 +61,7 @@ def test_a_scorers_head_is_on_its_last_stage(tiny_models: dict[str, Path]) -> No
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_tokens_that_fill_up_change_nothing_for_the_rows(shared: bool, tiny_models: dict[str, Path]) -> None:
+def test_padding_tokens_do_not_change_the_rows(shared: bool, tiny_models: dict[str, Path]) -> None:
     rows: Rows = rows_of() if shared else make_rows()
     rows = rows.with_columns({"tokens": rows["tokens"].with_values(rows["tokens"].values % len(TOKENIZER))})
     assert saves_enough(rows) == shared

@@ -1,4 +1,4 @@
-"""Tensor parallelism follows the model's own plan, and says in one line where there is none that it knows."""
+"""Tensor parallelism uses the model's own plan, and refuses in one line a model without a known plan."""
 
 from __future__ import annotations
 

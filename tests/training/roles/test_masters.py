@@ -1,4 +1,4 @@
-"""Masters of a model that is trained in bfloat16 begin as precise as the file that it was loaded from."""
+"""Master weights of a model trained in bfloat16 start as precise as the file that it was loaded from."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LAYOUTS = ({"shard": "full"}, {"tensor": 2}, {"pipeline": 2})
 
 
 def distances(worker: DecoderWorker) -> list[float]:
-    """The largest difference of each master from the file, and how far the file is from bfloat16 at the most."""
+    """Return the largest difference of each master from the file, and the file's largest distance from bfloat16."""
     assert worker.optimizer is not None
     files, names = WeightFiles(worker.path), list(worker.shapes)
     masters = {
@@ -45,6 +45,6 @@ def test_masters_of_a_whole_model_are_the_files_weights(tiny_models: dict[str, P
     assert all(p.dtype == torch.bfloat16 for p in worker.model.parameters())
 
 
-def test_masters_of_a_divided_model_are_the_files_weights_too(tiny_models: dict[str, Path]) -> None:
+def test_masters_of_a_sharded_model_are_the_files_weights_too(tiny_models: dict[str, Path]) -> None:
     found = run_ranks("tests.training.roles.test_masters:of_layouts", {"model": str(tiny_models["qwen3"])}, 2, 120.0)
     assert [off for off, _ in found] == [0, 0, 0]
