@@ -14,6 +14,7 @@ from mkdocs.config import load_config
 
 from tests.tiny import ROOT, load_module
 
+pytestmark = pytest.mark.soak
 pages = load_module(ROOT / "tools" / "docs_site.py")
 
 
@@ -44,7 +45,6 @@ def public_names(body: list[ast.stmt], place: str) -> Iterator[str]:
                     yield from public_names(node.body, f"{place}.{name}")
 
 
-@pytest.mark.soak
 def test_every_public_name_of_the_package_is_on_a_page(site: Path) -> None:
     inventory = zlib.decompress((site / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode()
     shown = {line.split()[0] for line in inventory.splitlines()}
@@ -56,7 +56,6 @@ def test_every_public_name_of_the_package_is_on_a_page(site: Path) -> None:
     assert not wanted - shown
 
 
-@pytest.mark.soak
 def test_every_page_written_by_hand_is_in_the_site(site: Path) -> None:
     written = [pages.in_site(path) for path in pages.documents()]
     assert all((site / path).with_suffix(".html").exists() for path in written)
