@@ -167,14 +167,16 @@ def test_what_the_hub_does_not_have_or_give_is_one_line(said: dict[str, tuple[in
 
 
 def test_without_a_network_one_line_explains_how_to_fetch_a_model(configuration: str, tmp_path: Path) -> None:
-    model, data = braid(
+    model, data, both = braid(
         UNREACHABLE,
         tmp_path,
         ["train", configuration, "model=tiny/sums@v1"],
         ["train", configuration, "data.train=tiny/data"],
+        ["train", configuration, "model=tiny/sums", "data.train=tiny/data", "--dry-run"],
     )
     assert refused(model) == (
         f"model: there is no file or folder tiny/sums here, the cache {tmp_path}/hub does not have all of it, and {UNREACHABLE} cannot be "
         "reached; where there is a network, `hf download tiny/sums --revision v1` fills a cache, which HF_HOME names here"
     )
     assert "`hf download tiny/data --repo-type dataset` fills a cache" in refused(data)
+    assert both[0] == 2 and both[1].count("`hf download tiny/") == 2 and "2 things to change" in both[1], both[1]

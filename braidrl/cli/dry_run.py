@@ -16,7 +16,7 @@ from braidrl.engines.factory import generation_layout, pools_ranks
 from braidrl.errors import Problems, UserError
 from braidrl.runtimes.memory.budget import CACHE, ENGINE, Footprint, footprint, in_units, moving, peak
 from braidrl.runtimes.prepare.checks import check_names, lacking, without_effect
-from braidrl.runtimes.prepare.fetching import with_fetched
+from braidrl.runtimes.prepare.fetching import with_data_here, with_fetched
 from braidrl.runtimes.prepare.run_flow import build_flow
 from braidrl.runtimes.prepare.setup import Prepared, check_files, prepare, vocabulary_lines
 from braidrl.runtimes.saving.folders import check_output
@@ -57,12 +57,14 @@ def dry_run(config: Config, console: Console | None = None) -> list[tuple[Device
     noted(lambda: check_output(config))
     fetched = noted(lambda: with_fetched(config))
     config = fetched or config
-    # What the hub does not give is named already.
+    # A failed download is named already.
     prepared = noted(lambda: prepare(config, check=noted) if fetched else None)
     if prepared is None:
         # The flow or the tokenizer is missing; these checks need neither.
         if fetched:
             noted(lambda: load_tokenizer(config.model))
+        else:
+            noted(lambda: with_data_here(config.data))
         noted(lambda: build_flow(config))
         noted(lambda: check_names(config))
         noted(lambda: check_files(config, train=True))

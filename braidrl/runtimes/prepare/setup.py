@@ -23,6 +23,7 @@ from braidrl.data.records import place as place_of
 from braidrl.errors import LostPeers, UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.readiness import serial_chain
+from braidrl.hub import is_hub_name
 from braidrl.rewards.verifier import Verifier, resolve
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.prepare.checks import (
@@ -219,12 +220,13 @@ def with_data(
 
 
 def check_files(config: Config, train: bool) -> None:
-    """Raise UserError if training or evaluation data is missing. Opens no file."""
+    """Raise UserError if local training or evaluation data is missing. Opens no file; names on the hub are checked by the download."""
     if train:
         check_train(config.data)
     texts = [config.data.ptx] if train and config.data.ptx else []
     for source in [*(config.data.train if train else ()), *config.data.eval.values(), *texts]:
-        check_source(source)
+        if not is_hub_name(source.path):
+            check_source(source)
 
 
 def check_models(config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase) -> None:
