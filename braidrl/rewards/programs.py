@@ -26,7 +26,7 @@ from typing import Any
 
 from braidrl.rewards.verifiers import Score
 from braidrl.sandbox.answers import shown
-from braidrl.sandbox.sandbox import PROGRAMS
+from braidrl.sandbox.copies import PROGRAMS
 
 BLOCK = re.compile(r"```[ \t]*([\w+-]*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 PYTHON = ("", "python", "python3", "py")
