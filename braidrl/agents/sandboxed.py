@@ -1,7 +1,7 @@
 """The run's proxies of a user's environments and agents in the sandbox.
 
-SandboxedEnvironment ──requests──▶ supervisor ──▶ the trajectory's own process, a copy of the host
 EnvironmentHost ──one end of a socket for each trajectory──▶ host: has imported the environment
+SandboxedEnvironment ──requests over the other end──▶ the trajectory's own process, a copy of the host
 
 An answer that is not plain data of the right form is a failure of the environment, which ends only its own trajectory.
 """

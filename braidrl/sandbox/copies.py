@@ -49,6 +49,8 @@ MS_READ_ONLY, MS_RESTRICTED, MS_NO_PROGRAMS = 0b0001, 0b0110, 0b1000
 MS_BIND, MS_PRIVATE, MS_RECURSIVE = 1 << 12, 1 << 18, 1 << 14
 PR_SET_DEATH_SIGNAL, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVILEGES = 1, 4, 38
 SIOCSIFFLAGS, IFF_UP = 0x8914, 1
+REASON = b"\0"
+"""Precedes the host's reason for a copy's end; no answer contains it, but the copy may have begun one."""
 NOT_WAITED_FOR: Message = {"failure": "died", "detail": "its answer is not waited for"}
 
 
@@ -229,8 +231,7 @@ class Copies:
         show(copy.printed)
         failure = copy.failure or exit_failure(status, usage.ru_utime + usage.ru_stime, self.limits)
         with contextlib.suppress(OSError):
-            # A line begins, whatever the copy has written.
-            copy.talk.send(b"\n" + json.dumps(failure).encode() + b"\n", socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            copy.talk.send(REASON + json.dumps(failure).encode() + b"\n", socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
         self._forget(copy.handle)
         copy.talk.close()
         os.close(copy.handle)

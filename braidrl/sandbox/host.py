@@ -18,10 +18,10 @@ import json
 import os
 import signal
 import socket
+import struct
 import sys
 import traceback
 from collections.abc import Awaitable
-from multiprocessing.connection import Connection
 
 from braidrl.sandbox.answers import Answerer, Message
 from braidrl.sandbox.copies import Copies, SandboxLimits
@@ -40,17 +40,16 @@ def main(descriptor: int) -> None:
     fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGCONT)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_ASYNC)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    line = Connection(descriptor)
-    with contextlib.suppress(EOFError, ConnectionError):
-        asked = json.loads(line.recv_bytes())
+    with contextlib.suppress(ConnectionError, struct.error), socket.socket(fileno=descriptor) as run:
+        # As multiprocessing's connections send it; that package is not loaded here, because each page of this process is copied.
+        (size,) = struct.unpack("!i", run.recv(4, socket.MSG_WAITALL))
+        asked = json.loads(run.recv(size, socket.MSG_WAITALL))
         module, _, function = asked["entry"].partition(":")
         answer: Answerer = getattr(importlib.import_module(module), function)(**asked["arguments"])
-        with socket.socket(fileno=os.dup(descriptor)) as run:
-            line.close()
-            if asked["together"]:
-                serve_together(run, answer, asked["seconds"])
-            else:
-                serve(run, answer, asked["seconds"], SandboxLimits(**asked["limits"]) if asked["limits"] else None)
+        if asked["together"]:
+            serve_together(run, answer, asked["seconds"])
+        else:
+            serve(run, answer, asked["seconds"], SandboxLimits(**asked["limits"]) if asked["limits"] else None)
     os.killpg(0, signal.SIGKILL)
 
 

@@ -26,7 +26,7 @@ from braidrl.cluster.process import ProcessSpec
 from braidrl.config.section import SandboxConfig
 from braidrl.errors import UserError
 from braidrl.sandbox.answers import NAME, Message, plain, shown
-from braidrl.sandbox.copies import PROGRAMS, SandboxLimits
+from braidrl.sandbox.copies import PROGRAMS, REASON, SandboxLimits
 from braidrl.sandbox.host import APART, HERE, LISTEN, LOAD_LIMIT_S, TOGETHER
 from braidrl.sandbox.walls import POLICIES, CodeFiles, bubblewrap, view, walls_missing
 
@@ -85,10 +85,7 @@ class Talk:
                 return {"failure": "result", "detail": f"its answer has more than {most} bytes"}
             if end:
                 self._unread = rest
-                # A copy may have been ended while it wrote; the host's reason then begins a new line.
-                if line and (b"\n" not in rest or "failure" not in checked_answer(line)):
-                    return checked_answer(line)
-                continue
+                return checked_answer(line.rpartition(REASON)[2])
             try:
                 piece = await loop.sock_recv(self._end, PIECE_BYTES)
             except ConnectionError:

@@ -106,7 +106,7 @@ def test_many_processes_may_not_take_more_memory_than_one() -> None:
 
 def test_no_process_and_no_thread_begins_beyond_the_limit() -> None:
     if not starts_can_be_held_back():
-        pytest.skip("this kernel asks no supervisor before a process begins")
+        pytest.skip("this kernel asks no host before a process begins")
     words = ["starts_fifteen", "starts_sixteen", "starts_a_hundred_threads", "starts_three_hundred_threads"]
     found = outcomes(words, RewardConfig(timeout_s=30, max_processes=16))
     assert [one.detail for one in found] == [

@@ -131,17 +131,17 @@ def forges_results(metadata: dict) -> bool:
         for call in range(8):
             text = b'{"call": %d, "score": 83333.0, "correct": true}' % call
             try:
-                if number != own_talk():
+                if number not in own_sockets():
                     os.write(number, len(text).to_bytes(4, "big") + text)
             except OSError:
                 continue
     os._exit(0)
 
 
-def own_talk() -> int:
-    """The descriptor of its own requests and answers: what is written there is its own row's."""
+def own_sockets() -> list[int]:
+    """The descriptors of its own requests and answers, and of its event loop: what is written there is its own row's."""
     names = os.listdir("/proc/self/fd")
-    return next(int(name) for name in names if "socket:" in os.path.realpath(f"/proc/self/fd/{name}"))
+    return [int(name) for name in names if "socket:" in os.path.realpath(f"/proc/self/fd/{name}")]
 
 
 def leaves_a_daemon(metadata: dict) -> bool:
