@@ -12,8 +12,7 @@ from typing import Any
 
 from braidrl.agents.environments import Environment, agent_of, environments, is_agent
 from braidrl.agents.turns import Observation, outcome_of
-from braidrl.sandbox.answers import Answerer
-from braidrl.sandbox.sandbox import Message
+from braidrl.sandbox.answers import Answerer, Message
 
 
 def player(name: str, params: dict[str, Any]) -> Answerer:

@@ -1,7 +1,7 @@
 """The run's proxies of a user's environments and agents in the sandbox.
 
-SandboxedEnvironment ──requests──▶ supervisor ──▶ the trajectory's own process, a copy of the host
 EnvironmentHost ──one end of a socket for each trajectory──▶ host: has imported the environment
+SandboxedEnvironment ──requests over the other end──▶ the trajectory's own process, a copy of the host
 
 An answer that is not plain data of the right form is a failure of the environment, which ends only its own trajectory.
 """
@@ -16,10 +16,10 @@ from typing import Any
 from braidrl.agents.environments import AGENT, Environment, agent_of, environments, in_thread, is_agent
 from braidrl.agents.turns import EnvironmentFailed, Observation
 from braidrl.config import EnvironmentConfig
-from braidrl.errors import UserError, WorkerError
+from braidrl.errors import UserError
 from braidrl.importing import relative_to, source_of
+from braidrl.sandbox.answers import Message
 from braidrl.sandbox.hosts import CodeHost, Talk
-from braidrl.sandbox.sandbox import LOAD_LIMIT_S, Message
 
 ANSWER_BYTES = 1 << 20
 """The longest answer of an environment in a turn."""
@@ -82,7 +82,6 @@ class EnvironmentHost:
         prefix = AGENT if name.startswith(AGENT) else ""
         self.name = prefix + relative_to(Path.cwd(), name.removeprefix(prefix))
         self._talks: set[Talk] = set()
-        self._lock = threading.Lock()
         answers = 1 if self.agent else settings.max_turns + len(("make", "reset", "close"))
         self.host = CodeHost(
             "environment", "braidrl.agents.answering:player", {"name": self.name, "params": settings.params}, "rollout.environment",
@@ -93,25 +92,14 @@ class EnvironmentHost:
 
     def _load(self) -> None:
         """Start the process if it does not run, and make it import the environment or agent."""
-        with self._lock:
-            if self.host.alive:
-                return
-            try:
-                found = self.host.load(None)
-            except TimeoutError:
-                self.host.kill()
-                raise UserError(
-                    f"rollout.environment: {self.name} was not imported within {LOAD_LIMIT_S:g} s"
-                ) from None
-            except WorkerError as error:
-                raise WorkerError(f"the process of {self.name} ended: {error}") from error
-            if found:
-                self.host.kill()
-                reason = f"{found['failure']}: {found['detail']}"
-                raise UserError(
-                    f"rollout.environment: {self.name} cannot be imported in its sandbox ({reason}); name variables that it needs "
-                    "in rollout.environment.variables, or write rollout.environment.sandbox=none"
-                )
+        found = self.host.load(None)
+        if found:
+            self.host.kill()
+            reason = f"{found['failure']}: {found['detail']}"
+            raise UserError(
+                f"rollout.environment: {self.name} cannot be imported in its sandbox ({reason}); name variables that it needs "
+                "in rollout.environment.variables, or write rollout.environment.sandbox=none"
+            )
 
     async def talk(self) -> Talk:
         """Return a talk with a copy for a trajectory."""

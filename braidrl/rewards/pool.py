@@ -1,9 +1,9 @@
 """The pool of verifier processes, beside generation. A verifier that raises, hangs or dies fails only its own check.
 
-submit ──▶ event loop in a thread ──▶ sandbox: a host for each verifier, a process for each call, `processes` calls at a time
-                     ├───────────────▶ no sandbox, or Braid's own: `processes` hosts, one call at a time each
-                     ├───────────────▶ the same, `async`: one host for each verifier, many calls at a time
-                     └───────────────▶ no processes: called in this process, for a debugger
+submit ──▶ event loop in a thread ──▶ sandbox: a host for each verifier, a copy of it for each call, `processes` calls at a time
+   │                 ├───────────────▶ no sandbox, or Braid's own: `processes` hosts, one call at a time each
+   │                 └───────────────▶ the same, `async`: one host for each verifier, many calls at a time
+   └──▶ no processes: called in this process, for a debugger
 """
 
 import asyncio
@@ -11,7 +11,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import signal
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
@@ -22,30 +21,17 @@ from typing import Any
 
 from braidrl.cluster.process import END_LIMIT_S
 from braidrl.config import RewardConfig
-from braidrl.errors import UserError, WorkerError
-from braidrl.rewards.verifier import Completion, Verifier
-from braidrl.rewards.worker import call_here
-from braidrl.sandbox.answers import bounded_numbers, shown
+from braidrl.errors import UserError
+from braidrl.rewards.verifier import Completion, Verifier, call_here
+from braidrl.sandbox.answers import Message, bounded_numbers, shown
 from braidrl.sandbox.hosts import CodeHost, Talk, check_walls
-from braidrl.sandbox.sandbox import LOAD_LIMIT_S, NO_ANSWER, Message
 
-ENTRY = "braidrl.rewards.worker:checks"
+ENTRY = "braidrl.rewards.verifier:checks"
 MOST_IN_FLIGHT = 64
 """Concurrent calls of one async verifier."""
-STUCK_AFTER_S = 1.0
-"""Seconds after a call's limit until its event loop counts as blocked."""
-SUPERVISION_S = 2.0
-"""Seconds after a sandboxed call's limits until its host counts as stuck."""
 REASONS = ("timeout", "exception", "died", "result")
 """Reasons for failed checks."""
 MOST_METRICS = 64
-KILLED = tuple(
-    f"{how}" for number in (signal.SIGKILL, signal.SIGTERM)
-    for how in (f"killed by signal {number:d}", f"exit status {128 + number:d}")
-)  # fmt: skip
-"""Descriptions of a process killed from outside, the second under bubblewrap; its call is repeated once."""
-SETTLE_S = 1.0
-"""Seconds that a process may take to end after its socket closed."""
 ABANDONED = "the reward pool was closed before this check ended"
 
 
@@ -98,25 +84,12 @@ class RewardPool(AbstractContextManager["RewardPool"]):
     def __init__(self, settings: RewardConfig) -> None:
         self.settings = settings
         places = settings.processes or 1
-        self._one_by_one = [
-            CodeHost(
-                "verifier",
-                ENTRY,
-                {},
-                "reward",
-                settings,
-                settings.environment,
-                seconds=settings.timeout_s,
-                trusted=True,
-            )
-            for _ in range(places)
-        ]
+        self._one_by_one = [self._host(trusted=True) for _ in range(places)]
         self._idle = list(self._one_by_one)
         self._places = asyncio.Semaphore(places)
         self._hosts: dict[str, CodeHost] = {}
         self._together: dict[str, asyncio.Semaphore] = {}
         self._talks: dict[CodeHost, Talk] = {}
-        self._loading: dict[CodeHost, asyncio.Lock] = {}
         self._checked = set[str]()
         self._under_way: dict[asyncio.Task[None], Check] = {}
         self._closed = False
@@ -147,17 +120,18 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         check.future.set_result(CallOutcome.of(call_here(verifier, argument), self.settings.max_abs))
         return check.future
 
+    def _host(self, **properties: Any) -> CodeHost:
+        settings = self.settings
+        return CodeHost(
+            "verifier", ENTRY, {}, "reward", settings, settings.environment, seconds=settings.timeout_s, **properties
+        )
+
     def _prepare(self, verifier: Verifier) -> None:
         """Make the verifier's own host, if it needs one, with the code as it is now."""
-        if self._walled(verifier) or verifier.asynchronous:
-            self._hosts[verifier.key] = CodeHost(
-                "verifier", ENTRY, {}, "reward", self.settings, self.settings.environment, seconds=self.settings.timeout_s,
-                file=verifier.file, trusted=not self._walled(verifier), together=True,
-            )  # fmt: skip
-            self._together[verifier.key] = asyncio.Semaphore(MOST_IN_FLIGHT)
-
-    def _walled(self, verifier: Verifier) -> bool:
-        return self.settings.sandbox != "none" and not verifier.trusted
+        walled = self.settings.sandbox != "none" and not verifier.trusted
+        if walled or verifier.asynchronous:
+            self._hosts[verifier.key] = self._host(file=verifier.file, trusted=not walled, together=True)
+            self._together[verifier.key] = asyncio.Semaphore(MOST_IN_FLIGHT) if verifier.asynchronous else self._places
 
     def _begin(self, check: Check) -> None:
         task = self._loop.create_task(self._serve(check))
@@ -165,13 +139,15 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         task.add_done_callback(lambda ended: self._under_way.pop(ended, None))
 
     async def _serve(self, check: Check) -> None:
-        verifier = check.verifier
+        own = self._hosts.get(check.verifier.key)
+        # A call whose process was killed from outside is repeated once. One that shared a process with a call that blocked or ended it
+        # is repeated alone.
+        tries = [own, own] if own and own.policy.walls else [own, None, None] if own else [None, None]
         try:
-            if self._walled(verifier):
-                found = await self._in_walls(check)
-            else:
-                together = await self._with_others(check) if verifier.asynchronous else None
-                found = together or await self._alone(check)
+            for host in tries:
+                found = await self._among_others(host, check) if host else await self._alone(check)
+                if not found.get("again"):
+                    break
         except asyncio.CancelledError:
             check.future.set_exception(CancelledError(ABANDONED))
         except Exception as error:  # an error of the pool, not of the verifier: the caller gets it
@@ -179,87 +155,35 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         else:
             check.future.set_result(CallOutcome.of(found, self.settings.max_abs))
 
-    async def _in_walls(self, check: Check) -> Message:
-        """Make a call in processes of its own, and once more if they were killed from outside."""
-        host = self._hosts[check.verifier.key]
-        place = self._together[check.verifier.key] if check.verifier.asynchronous else self._places
-        found: Message = {}
-        async with place:
-            for _ in range(2):
-                # The supervisor limits the call's time: a longer silence means that the host is stuck.
-                found = await self._asked(host, check, 2 * self.settings.timeout_s + SUPERVISION_S)
-                if not found.get("again"):
-                    break
-        return found
+    async def _among_others(self, host: CodeHost, check: Check) -> Message:
+        async with self._together[check.verifier.key]:
+            return await self._asked(host, check)
 
     async def _alone(self, check: Check) -> Message:
-        """Make a call in a process without other calls, which is killed if it does not answer in time."""
+        """Make a call in a process without other calls."""
         async with self._places:
             host = self._idle.pop()
             try:
-                for _ in range(2):
-                    found = await self._asked(host, check, self.settings.timeout_s)
-                    if not found.get("again") or found["failure"] == "timeout":
-                        break
-                return found
+                return await self._asked(host, check)
             finally:
                 self._idle.append(host)
 
-    async def _with_others(self, check: Check) -> Message | None:
-        """Make a call beside others in one process; return None if any of its calls blocks or ends the process."""
-        host = self._hosts[check.verifier.key]
-        async with self._together[check.verifier.key]:
-            found = await self._asked(host, check, self.settings.timeout_s + STUCK_AFTER_S)
-        return None if "again" in found else found
-
-    async def _asked(self, host: CodeHost, check: Check, limit_s: float) -> Message:
-        """Return a host's answer, and kill the host if there is none; `again` then says whether it was ended from outside."""
-        failed = await self._load(host, check.verifier.key)
-        if failed:
-            return failed
-        process = host.process
+    async def _asked(self, host: CodeHost, check: Check) -> Message:
+        """Return a host's answer, after it has imported the verifier."""
+        if not host.has_loaded(check.verifier.key):
+            if talk := self._talks.pop(host, None):
+                talk.close()
+            if failed := await self._in_thread(partial(host.load, check.verifier.key)):
+                return failed
         # Successive calls in one process use the same talk.
         talk = self._talks.pop(host, None) or host.talk()
         try:
-            async with asyncio.timeout(limit_s):
-                found = await talk.answer_to(check.request)
-        except TimeoutError:
-            await self._in_thread(partial(host.kill, process))
-            return {"failure": "timeout", "detail": f"no answer within {limit_s:g} s", "again": True}
+            return await talk.answer_to(check.request)
         finally:
             if host in self._one_by_one and talk.ready:
                 self._talks[host] = talk
             else:
                 talk.close()
-        if found != NO_ANSWER or process is None:
-            return found
-        # The process, or only this call's supervisor, has ended.
-        await self._in_thread(partial(process.wait, SETTLE_S))
-        if process.alive:
-            return found
-        how = process.describe_end()
-        return {"failure": "died", "detail": f"the verifier's process died: {how}", "again": how in KILLED}
-
-    async def _load(self, host: CodeHost, key: str) -> Message:
-        """Make a host import a verifier, once; return the failure, or an empty message."""
-        if key in host.loaded and host.alive:
-            return {}
-        async with self._loading.setdefault(host, asyncio.Lock()):
-            if key in host.loaded and host.alive:
-                return {}
-            if talk := self._talks.pop(host, None):
-                talk.close()
-            try:
-                failed = await self._in_thread(partial(host.load, key))
-            except TimeoutError:
-                await self._in_thread(host.kill)
-                failed = {"failure": "timeout", "detail": f"it was not imported within {LOAD_LIMIT_S:g} s"}
-            except (WorkerError, OSError) as error:
-                await self._in_thread(host.kill)  # the next attempt starts another
-                failed = {"failure": "died", "detail": f"the verifier's process died: {error}", "again": True}
-            if not failed:
-                host.loaded.add(key)
-            return failed
 
     async def _in_thread(self, work: Callable[[], Any]) -> Any:
         return await self._loop.run_in_executor(None, work)
@@ -270,21 +194,20 @@ class RewardPool(AbstractContextManager["RewardPool"]):
             if self._closed:
                 return
             self._closed = True
-        ended = asyncio.run_coroutine_threadsafe(self._end_all(), self._loop)
+        hosts = (*self._one_by_one, *self._hosts.values())
         with contextlib.suppress(TimeoutError):
-            ended.result(END_LIMIT_S)
-        for host in (*self._one_by_one, *self._hosts.values()):
-            host.close()
+            asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop).result(END_LIMIT_S)
+        for act in (CodeHost.hang_up, CodeHost.close):
+            for host in hosts:
+                act(host)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(END_LIMIT_S)
         if not self._thread.is_alive():
             self._loop.close()
 
-    async def _end_all(self) -> None:
+    async def _cancel_all(self) -> None:
         for task in list(self._under_way):
             task.cancel()
-        for host in (*self._one_by_one, *self._hosts.values()):
-            await self._in_thread(host.kill)
         while self._under_way:
             await asyncio.wait(list(self._under_way))
 

@@ -26,7 +26,7 @@ from typing import Any
 
 from braidrl.rewards.verifiers import Score
 from braidrl.sandbox.answers import shown
-from braidrl.sandbox.sandbox import PROGRAMS
+from braidrl.sandbox.copies import PROGRAMS
 
 BLOCK = re.compile(r"```[ \t]*([\w+-]*)[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
 PYTHON = ("", "python", "python3", "py")
@@ -34,7 +34,7 @@ DENIED = ("gaierror", "URLError", "timeout")
 """Exceptions raised without a network, beside the built-in OSErrors."""
 PASSED_ON = ("PATH", "LANG", "LC_ALL", "LD_LIBRARY_PATH")
 LATER = 10
-"""The niceness of a program relative to its supervisor."""
+"""The niceness of a program relative to the processes that count it."""
 OUTPUT_BYTES = 1 << 20
 """Bytes of a program's output that are compared; a program that prints more is wrong."""
 MOST_DEPTH = 40

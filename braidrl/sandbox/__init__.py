@@ -1,7 +1,7 @@
 """The sandbox of untrusted code: verifiers, environments, tools, agents and models' programs run in processes that cannot reach the run.
 
-hosts.py  ──spawns──▶ host.py, in the file system of mounts.py ──forks──▶ sandbox.py: supervisor ──forks──▶ the code of one call
-          ◀── answers.py: plain, bounded data ────────────────────────────────────────────────────────
+hosts.py  ──starts──▶ host.py, inside the walls of walls.py ──forks──▶ copies.py: the code of one call or trajectory
+          ◀───────────── answers.py: plain, bounded data ──────────────────────────────────────────────────────────
 
-policy.py holds the differences between the modes, fork_gate.py the filter of system calls, untrusted.py the users' code in a run.
+fork_gate.py is the filter of system calls.
 """

@@ -3,9 +3,12 @@
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
+Message = dict[str, Any]
+Answerer = Callable[[str, Any], Message | Awaitable[Message]]
+"""A function that answers a request, a method and its argument."""
 MOST_DEPTH = 32
 """Maximum nesting of lists and objects."""
 MOST_INTEGER = 2**63
@@ -61,7 +64,3 @@ def _bounded(text: str) -> int:
     if len(text) > 20 or abs(value := int(text)) >= MOST_INTEGER:
         raise ValueError(f"the integer {text[:20]} has more than 64 bits")
     return value
-
-
-Answerer = Callable[[str, Any], Any]
-"""A function that answers a request (a method and its argument) by a message or an awaitable of one."""

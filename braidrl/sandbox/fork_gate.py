@@ -1,6 +1,6 @@
-"""The seccomp filter of untrusted code: each start of a process or thread waits for the supervisor; calls that escape limits are blocked.
+"""The seccomp filter of untrusted code: each start of a process or thread waits for the host; calls that escape limits are blocked.
 
-code ──fork──▶ kernel ──descriptor──▶ supervisor: counts, then allows it, or kills the code
+code ──fork──▶ kernel ──descriptor──▶ host: counts, then allows it, or kills the code
 
 The filter is needed because `RLIMIT_NPROC` does not apply to root, which runs most containers; memory of memfds, System V segments and
 queues, and tmpfs mounts of a new user namespace counts to no process; and kernel keys outlive a call. It needs no privileges.
@@ -9,12 +9,9 @@ queues, and tmpfs mounts of a new user namespace counts to no process; and kerne
 import ctypes
 import errno
 import fcntl
-import os
+import functools
 import platform
-import select
-import socket
 import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -64,6 +61,7 @@ class Start:
     is_thread: bool
 
 
+@functools.cache
 def filter_of(kind: Architecture) -> bytes:
     """Return the filter's program.
 
@@ -85,6 +83,7 @@ def hold_back_starts() -> list[int]:
     """Make the kernel ask before this process or its children start anything; return the descriptor of these requests.
 
     The list is empty if the kernel does not support this (before Linux 5.5, or on a processor not listed here). It cannot be undone.
+    The descriptor must not stay here: its owner can allow starts.
     """
     kind = ARCHITECTURES.get(platform.machine())
     if kind is None:
@@ -96,53 +95,23 @@ def hold_back_starts() -> list[int]:
     return [listener] if listener >= 0 else []
 
 
-class ForkGate:
-    """The supervisor's end of the filter, which receives and allows starts."""
-
-    def __init__(self, code: socket.socket) -> None:
-        """Wait for the listener from the code's process, or its message that there is none."""
-        _, self.listeners, _, _ = socket.recv_fds(code, 1, 1)
-        self.polled = select.poll()
-        for listener in self.listeners:
-            self.polled.register(listener, select.POLLIN)
-
-    def next_start(self) -> Start | None:
-        """Return the next pending start without waiting; None if there is none."""
-        for listener, events in self.polled.poll(0):
-            if not events & select.POLLIN:  # no process is left
-                self.close()
-                return None
-            request = bytearray(REQUEST.size)
-            try:
-                fcntl.ioctl(listener, RECEIVE, request)
-            except OSError as error:
-                if error.errno not in (errno.ENOENT, errno.EINTR):
-                    raise
-                return None  # the process has ended meanwhile
-            number, _, _, call, _, _, flags, *_ = REQUEST.unpack(request)
-            kind = ARCHITECTURES[platform.machine()]
-            return Start(number, call == kind.clone and bool(flags & CLONE_THREAD))
+def next_start(listener: int) -> Start | None:
+    """Return a pending start; None if its process has ended meanwhile."""
+    request = bytearray(REQUEST.size)
+    try:
+        fcntl.ioctl(listener, RECEIVE, request)
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.EINTR):
+            raise
         return None
-
-    def allow(self, start: Start) -> None:
-        """Allow the start."""
-        try:
-            fcntl.ioctl(self.listeners[0], SEND, ANSWER.pack(start.number, 0, 0, CONTINUE))
-        except OSError as error:
-            if error.errno != errno.ENOENT:
-                raise
-
-    def close(self) -> None:
-        """Close the gate; pending and later starts are refused."""
-        while self.listeners:
-            listener = self.listeners.pop()
-            self.polled.unregister(listener)
-            os.close(listener)
+    number, _, _, call, _, _, flags, *_ = REQUEST.unpack(request)
+    return Start(number, call == ARCHITECTURES[platform.machine()].clone and bool(flags & CLONE_THREAD))
 
 
-def send_listener(supervisor: socket.socket, listeners: Sequence[int]) -> None:
-    """Send the supervisor the listener, which this process must not keep: it could allow its own starts."""
-    socket.send_fds(supervisor, [b" "], listeners)
-    supervisor.close()
-    for listener in listeners:
-        os.close(listener)
+def allow(listener: int, start: Start) -> None:
+    """Allow a start."""
+    try:
+        fcntl.ioctl(listener, SEND, ANSWER.pack(start.number, 0, 0, CONTINUE))
+    except OSError as error:
+        if error.errno != errno.ENOENT:
+            raise

@@ -1,8 +1,9 @@
-"""The process that imports untrusted code and answers requests to it, in a forked copy for each call or trajectory, or in itself.
+"""The process that imports untrusted code and answers requests to it, in copies of itself or in itself.
 
 -> {"entry": "module:function", "arguments", "limits", "seconds", "together"}
--> LOAD and the end of a socket      this process answers its requests, and does nothing else meanwhile
--> PLAY and the end of a socket      a sandboxed copy of this process answers its requests, or, `together`, this process beside others
+-> HERE and the end of a socket      this process answers its requests, and does nothing else meanwhile
+-> APART and the end of a socket     a sandboxed copy of this process answers its requests (`copies.py`)
+-> TOGETHER and the end of a socket  this process answers its requests, beside others on an event loop
 -> LISTEN                            <- a socket to serve agents on, in this process's network
 
 A socket carries {method: argument}, a line each, and answers. When the other end closes, its talk ends; so does this process with the run.
@@ -17,15 +18,17 @@ import json
 import os
 import signal
 import socket
+import struct
 import sys
 import traceback
-from functools import partial
-from multiprocessing.connection import Connection
+from collections.abc import Awaitable
 
-from braidrl.sandbox.answers import Answerer
-from braidrl.sandbox.sandbox import LOAD_LIMIT_S, Message, SandboxLimits, raised, supervised_talk, write_message
+from braidrl.sandbox.answers import Answerer, Message
+from braidrl.sandbox.copies import Copies, SandboxLimits
 
-LISTEN, LOAD, PLAY = b"N", b"L", b"P"
+LISTEN, HERE, APART, TOGETHER = b"N", b"H", b"A", b"T"
+LOAD_LIMIT_S = 120.0
+"""Seconds to start Python and import the code on a busy machine; the time limit of a call begins afterwards."""
 ORPHAN_GRACE_S, HEARTBEAT_S = 3.0, 0.5
 
 
@@ -36,78 +39,77 @@ def main(descriptor: int) -> None:
     fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGCONT)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_ASYNC)
-    line = Connection(descriptor)
-    with contextlib.suppress(EOFError, ConnectionError):
-        asked = json.loads(line.recv_bytes())
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    with contextlib.suppress(ConnectionError, struct.error), socket.socket(fileno=descriptor) as run:
+        # As multiprocessing's connections send it; that package is not loaded here, because each page of this process is copied.
+        (size,) = struct.unpack("!i", run.recv(4, socket.MSG_WAITALL))
+        asked = json.loads(run.recv(size, socket.MSG_WAITALL))
         module, _, function = asked["entry"].partition(":")
         answer: Answerer = getattr(importlib.import_module(module), function)(**asked["arguments"])
-        with socket.socket(fileno=os.dup(descriptor)) as run:
-            line.close()
-            if asked["together"]:
-                serve_together(run, answer, asked["seconds"])
-            else:
-                serve(run, answer, asked["seconds"], SandboxLimits(**asked["limits"]) if asked["limits"] else None)
+        if asked["together"]:
+            serve_together(run, answer, asked["seconds"])
+        else:
+            serve(run, answer, asked["seconds"], SandboxLimits(**asked["limits"]) if asked["limits"] else None)
     os.killpg(0, signal.SIGKILL)
 
 
 def serve(run: socket.socket, answer: Answerer, seconds: float, limits: SandboxLimits | None) -> None:
-    """Execute the run's requests; a copy's supervisor ends with its socket, not with this process."""
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    if limits is not None:
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors are not waited for
+    """Execute the run's requests, one after the other, except that copies work on their own."""
+    copies = Copies(run, lambda end: answer_all(answer, end), limits) if limits else None
     while True:
+        if copies:
+            copies.watch_until_asked()
         asked, ends, _, _ = socket.recv_fds(run, 1, 1)
-        if not asked:
-            return
         if asked == LISTEN:
             with socket.create_server(("127.0.0.1", 0)) as server:
                 socket.send_fds(run, [LISTEN], [server.fileno()])
-        elif asked == LOAD:
+        elif asked == HERE:
             with socket.socket(fileno=ends[0]) as end:
-                answer_all(answer, end.fileno(), end.fileno(), seconds)
+                answer_all(answer, end, seconds + ORPHAN_GRACE_S)
             gc.collect()
-            gc.freeze()
-        elif limits is not None and os.fork() == 0:
-            try:
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                os.setsid()  # a signal to the host's group must not end this process before the code
-                run.close()
-                supervised_talk(partial(answer_all, answer), limits, socket.socket(fileno=ends[0]))
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(0)
+            gc.freeze()  # pages that no collection touches are shared with the copies
+        elif asked == APART and copies:
+            copies.start(socket.socket(fileno=ends[0]))
         else:
-            os.close(ends[0])
+            break
+    if copies:
+        copies.end_all()
 
 
-def answer_all(answer: Answerer, requests: int, answers: int, seconds: float | None = None) -> None:
+def answer_all(answer: Answerer, end: socket.socket, seconds: float | None = None) -> None:
     """Answer each request, also with an exception. If an answer takes longer than `seconds`, the kernel ends this process."""
     runner = None
-    with open(requests, "rb", closefd=False) as lines:
+    with end.makefile("rb") as lines:
         for line in lines:
             ((method, argument),) = json.loads(line).items()
             if seconds is not None:
-                end_after(LOAD_LIMIT_S if method == "load" else seconds + ORPHAN_GRACE_S)
+                end_after(LOAD_LIMIT_S if method == "load" else seconds)
             try:
                 found = answer(method, argument)
                 if inspect.isawaitable(found):
-                    # Imported here: it takes longer to load than everything else that an ordinary function needs.
-                    import asyncio
+                    import asyncio  # here: most functions do not need it, and it takes long to load
 
                     runner = runner or asyncio.Runner()
                     found = runner.run(awaited(found))
-                sys.stdout.flush()  # the supervisor shows its output at its end
+                sys.stdout.flush()  # the host shows a copy's output at its end
             except raised() as error:
                 found = failure_of(error)
             if seconds is not None:
                 end_after(0)
-            write_message(answers, found)
+            end.sendall(json.dumps(found).encode() + b"\n")
 
 
-async def awaited(found: object) -> Message:
-    message: Message = await found  # type: ignore[misc]
-    return message
+async def awaited(found: Awaitable[Message]) -> Message:
+    return await found
+
+
+def raised() -> tuple[type[BaseException], ...]:
+    """Return the exceptions of the code that do not end its process; call it after an exception.
+
+    asyncio's CancelledError is included only if the code imported asyncio, which takes long for processes that live for a moment.
+    """
+    asyncio = sys.modules.get("asyncio")
+    return (Exception, SystemExit, *([asyncio.CancelledError] if asyncio else []))
 
 
 def failure_of(error: BaseException) -> Message:
@@ -125,6 +127,31 @@ def serve_together(run: socket.socket, answer: Answerer, seconds: float) -> None
     """
     import asyncio
 
+    async def talk(end: int) -> None:
+        reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=end), limit=1 << 30)
+        try:
+            ((method, argument),) = json.loads(await reader.readline()).items()
+            gone = asyncio.ensure_future(reader.read(1))
+            made = asyncio.ensure_future(answered(method, argument))
+            await asyncio.wait((gone, made), return_when=asyncio.FIRST_COMPLETED)
+            if made.done():
+                writer.write(json.dumps(made.result()).encode() + b"\n")
+                await writer.drain()
+            made.cancel()
+            gone.cancel()
+        except ConnectionError:
+            return
+        finally:
+            writer.close()
+
+    async def answered(method: str, argument: object) -> Message:
+        end_after(LOAD_LIMIT_S if method == "load" else seconds + ORPHAN_GRACE_S)
+        try:
+            found = answer(method, argument)
+            return await found if inspect.isawaitable(found) else found
+        except raised() as error:
+            return failure_of(error)
+
     async def serve_all() -> None:
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         tasks = set[asyncio.Task[None]]()
@@ -138,32 +165,6 @@ def serve_together(run: socket.socket, answer: Answerer, seconds: float) -> None
             tasks.add(task)
             task.add_done_callback(tasks.discard)
 
-        async def talk(end: int) -> None:
-            reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=end), limit=1 << 30)
-            try:
-                ((method, argument),) = json.loads(await reader.readline()).items()
-                gone = asyncio.ensure_future(reader.read(1))
-                made = asyncio.ensure_future(answered(method, argument))
-                await asyncio.wait((gone, made), return_when=asyncio.FIRST_COMPLETED)
-                if made.done():
-                    writer.write(json.dumps(made.result()).encode() + b"\n")
-                    await writer.drain()
-                made.cancel()
-                gone.cancel()
-            except ConnectionError:
-                return
-            finally:
-                writer.close()
-
-        async def answered(method: str, argument: object) -> Message:
-            end_after(LOAD_LIMIT_S if method == "load" else seconds + ORPHAN_GRACE_S)
-            try:
-                found = answer(method, argument)
-                made: Message = await found if inspect.isawaitable(found) else found
-                return made
-            except raised() as error:
-                return failure_of(error)
-
         async def beat() -> None:
             while True:
                 end_after(seconds + ORPHAN_GRACE_S)
@@ -173,7 +174,6 @@ def serve_together(run: socket.socket, answer: Answerer, seconds: float) -> None
         loop.add_reader(run.fileno(), on_asked)
         await ended.wait()
 
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)
     asyncio.run(serve_all())
 
 

@@ -1,7 +1,7 @@
 """The run's side of untrusted code: a host process in its sandbox, and talks with it, one for each call or trajectory.
 
-CodeHost ──PLAY, end of a socket──▶ host process ──fork──▶ supervisor ──fork──▶ code
-Talk ◀──────────── requests and answers over that socket ────────────▶
+CodeHost ──APART, end of a socket──▶ host process ──fork──▶ copy
+Talk ◀──────────── requests and answers over that socket ───▶
 
 An answer is plain data, or the failure of its row.
 """
@@ -11,6 +11,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import sys
 import threading
@@ -23,55 +24,98 @@ from typing import Any
 from braidrl.cluster.local import Spawned, spawn
 from braidrl.cluster.process import ProcessSpec
 from braidrl.config.section import SandboxConfig
-from braidrl.errors import UserError, WorkerError
-from braidrl.sandbox.answers import NAME, plain, shown
-from braidrl.sandbox.host import LISTEN, LOAD, PLAY
-from braidrl.sandbox.mounts import CodeFiles, bubblewrap, view, walls_missing
-from braidrl.sandbox.policy import POLICIES
-from braidrl.sandbox.sandbox import LOAD_LIMIT_S, NO_ANSWER, PIECE_BYTES, PROGRAMS, Message, SandboxLimits
+from braidrl.errors import UserError
+from braidrl.sandbox.answers import NAME, Message, plain, shown
+from braidrl.sandbox.copies import PROGRAMS, REASON, SandboxLimits
+from braidrl.sandbox.host import APART, HERE, LISTEN, LOAD_LIMIT_S, TOGETHER
+from braidrl.sandbox.walls import POLICIES, CodeFiles, bubblewrap, view, walls_missing
 
 PASSED = (
     "PATH", "HOME", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONHASHSEED", "VIRTUAL_ENV",
     "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM",
 )  # fmt: skip
 """Environment variables of the run that untrusted code gets."""
-DETAIL_LENGTH, REASON_LENGTH = 600, 60
+PIECE_BYTES = 1 << 16
+DETAIL_LENGTH = 600
+STUCK_AFTER_S = 1.0
+"""Seconds after the limit of calls that share an event loop until it counts as blocked."""
+ENDING_S = 2.0
+"""Seconds after a call's limit until a host that has not ended it counts as stuck."""
+SETTLE_S = 1.0
+"""Seconds that a host may take to end after its sockets closed."""
+KILLED = tuple(
+    f"{how}" for number in (signal.SIGKILL, signal.SIGTERM)
+    for how in (f"killed by signal {number:d}", f"exit status {128 + number:d}")
+)  # fmt: skip
+"""Descriptions of a process killed from outside, the second under bubblewrap; its call is repeated once."""
 
 
 class Talk:
     """A connection to the process of one call or trajectory: requests and answers, one at a time."""
 
-    def __init__(self, end: socket.socket, closed: Callable[["Talk"], object] = lambda talk: None) -> None:
+    def __init__(self, host: "CodeHost", end: socket.socket, closed: Callable[["Talk"], object]) -> None:
         """Open the talk; `closed` is called at its end."""
         end.setblocking(False)
-        self._end, self._closed, self._unread, self.ready = end, closed, bytearray(), True
+        self._host, self._process, self._end, self._closed = host, host.process, end, closed
+        self._unread, self.ready = bytearray(), True
 
     async def ask(self, method: str, argument: Any) -> Message:
         """Return the answer, or a failure, after which no request may follow."""
         return await self.answer_to(json.dumps({method: argument}).encode() + b"\n")
 
     async def answer_to(self, request: bytes) -> Message:
-        """Return the answer to an encoded request, or a failure."""
+        """Return the answer to an encoded request, or a failure; `again` says that other code or a kill from outside was the cause."""
         assert self.ready, "the last request has no answer"
         self.ready = False
-        found = checked_answer(await self._answer(request))
+        try:
+            async with asyncio.timeout(self._host.limits.seconds + (STUCK_AFTER_S if self._host.together else 0)):
+                found = await self._next(request)
+        except TimeoutError:
+            found = await self._end_late()
         self.ready = "failure" not in found
         return found
 
-    async def _answer(self, request: bytes) -> bytes:
-        loop = asyncio.get_running_loop()
+    async def _next(self, request: bytes = b"") -> Message:
+        loop, most = asyncio.get_running_loop(), self._host.limits.answer_bytes
         with contextlib.suppress(ConnectionError):  # a failure may have been sent
             await loop.sock_sendall(self._end, request)
-        while b"\n" not in self._unread:
+        while True:
+            line, end, rest = self._unread.partition(b"\n")
+            if len(line) > most:
+                return {"failure": "result", "detail": f"its answer has more than {most} bytes"}
+            if end:
+                self._unread = rest
+                return checked_answer(line.rpartition(REASON)[2])
             try:
                 piece = await loop.sock_recv(self._end, PIECE_BYTES)
             except ConnectionError:
                 piece = b""
             if not piece:
-                return b""
+                return await self._describe_end()
             self._unread += piece
-        line, _, self._unread = self._unread.partition(b"\n")
-        return bytes(line)
+
+    async def _end_late(self) -> Message:
+        """Return a call's answer or failure after its limit, which it exceeds unless the answer is already there."""
+        late: Message = {"failure": "timeout", "detail": f"no answer within {self._host.limits.seconds:g} s"}
+        if self._host.policy.walls:
+            self._end.shutdown(socket.SHUT_WR)  # makes the host end the copy
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ENDING_S):
+                    found = await self._next()
+                return late if "failure" in found else found
+        # Either the host is stuck, or this call blocks it; or, where calls share an event loop, one of them.
+        await asyncio.get_running_loop().run_in_executor(None, self._host.kill, self._process)
+        return late | {"again": self._host.policy.walls or self._host.together}
+
+    async def _describe_end(self) -> Message:
+        """Return the failure of a call whose host has ended."""
+        process = self._process
+        assert process is not None, "the host was started"
+        await asyncio.get_running_loop().run_in_executor(None, process.wait, SETTLE_S)
+        if process.alive:
+            return {"failure": "died", "detail": "its process closed the connection", "again": True}
+        how = process.describe_end()
+        return {"failure": "died", "detail": f"its process died: {how}", "again": how in KILLED or self._host.together}
 
     def close(self) -> None:
         """End the process."""
@@ -80,10 +124,8 @@ class Talk:
         self._closed(self)
 
 
-def checked_answer(line: bytes) -> Message:
+def checked_answer(line: bytes | bytearray) -> Message:
     """Return an answer as plain data, or a failure if it is not."""
-    if not line:
-        return dict(NO_ANSWER)
     try:
         found = plain(line)
     except ValueError as error:
@@ -140,18 +182,17 @@ class CodeHost:
             raise UserError(f"{key}.python: {python} is no interpreter that can be run")
         check_walls(key, settings)
         self.code = CodeFiles.beside(file) if self.policy.walls else CodeFiles()
-        self.loaded = set[str]()
+        self.loaded = set[Any]()
         self.process: Spawned | None = None
-        self._lock = threading.Lock()
+        self._lock, self._loading, self._closed = threading.Lock(), threading.Lock(), False
 
-    def start(self) -> None:
-        """Start the process if it does not run."""
+    def _start(self) -> None:
         with self._lock:
-            if self.process is None or not self.process.alive:
+            if not self._closed and (self.process is None or not self.process.alive):
                 self._end()
-                self.process = self._start()
+                self.process = self._spawned()
 
-    def _start(self) -> Spawned:
+    def _spawned(self) -> Spawned:
         assert self.python is not None
         inherits = None if self.settings.sandbox == "none" else (*PASSED, *self.variables)
         limits = self.limits if self.policy.walls else None
@@ -178,24 +219,41 @@ class CodeHost:
             process.connection.send_bytes(json.dumps(asked).encode())
         return process
 
-    def load(self, argument: Any, limit_s: float = LOAD_LIMIT_S) -> Message:
-        """Make the process import code, and wait; return a failure, or an empty message. Raises TimeoutError, WorkerError."""
-        self.start()
-        with self._connect(PLAY if self.together else LOAD) as end:
-            end.settimeout(limit_s)
-            end.sendall(json.dumps({"load": argument}).encode() + b"\n")
-            line = b""
-            while not line.endswith(b"\n"):
-                piece = end.recv(PIECE_BYTES)
-                if not piece:
-                    raise WorkerError(self.describe_end())
-                line += piece
-        found = checked_answer(line)
-        return found if "failure" in found else {}
+    def load(self, argument: Any) -> Message:
+        """Make the process import code, once, and wait; start it if it does not run. Return a failure, or an empty message."""
+        with self._loading:
+            if self.has_loaded(argument):
+                return {}
+            self._start()
+            process, line = self.process, b""
+            with self._connect(TOGETHER if self.together else HERE) as end:
+                end.settimeout(LOAD_LIMIT_S)
+                try:
+                    end.sendall(json.dumps({"load": argument}).encode() + b"\n")
+                    while b"\n" not in line and len(line) < PIECE_BYTES and (piece := end.recv(PIECE_BYTES)):
+                        line += piece
+                except TimeoutError:
+                    self.kill(process)
+                    return {"failure": "timeout", "detail": f"it was not imported within {LOAD_LIMIT_S:g} s"}
+                except OSError:
+                    line = b""
+            if not line.endswith(b"\n"):
+                self.kill(process)  # the next call starts another
+                how = process.describe_end() if process else "it was not started"
+                return {"failure": "died", "detail": f"its process died: {how}", "again": True}
+            found = checked_answer(line)
+            if "failure" in found:
+                return found
+            self.loaded.add(argument)
+            return {}
+
+    def has_loaded(self, argument: Any) -> bool:
+        """Return whether the process runs and has imported the code."""
+        return argument in self.loaded and self.process is not None and self.process.alive
 
     def talk(self, closed: Callable[[Talk], object] = lambda talk: None) -> Talk:
         """Return a talk with a copy of the process, or without a sandbox with the process itself."""
-        return Talk(self._connect(PLAY if self.policy.walls or self.together else LOAD), closed)
+        return Talk(self, self._connect(APART if self.policy.walls else TOGETHER if self.together else HERE), closed)
 
     def _connect(self, kind: bytes) -> socket.socket:
         ours, theirs = socket.socketpair()
@@ -221,29 +279,30 @@ class CodeHost:
             with socket.socket(fileno=os.dup(connection.fileno())) as line:
                 yield line
 
-    @property
-    def alive(self) -> bool:
-        """Return whether the process runs."""
-        return self.process is not None and self.process.alive
-
     def kill(self, process: Spawned | None = None) -> None:
-        """Kill the process with all that it started, unless `process` is given and was replaced; the next `start` starts another."""
+        """Kill the process with all that it started, unless `process` is given and was replaced; the next `load` starts another."""
         with self._lock:
             if self.process is not None and process in (None, self.process):
                 self.process.kill()
 
-    def describe_end(self) -> str:
-        """Describe the end of the process."""
-        return "it was not started" if self.process is None else self.process.describe_end()
+    def hang_up(self) -> None:
+        """Make the process end its copies, show what they printed, and end."""
+        with self._lock:
+            self._closed = True
+            if self.process is not None:
+                self.process.hang_up()
 
     def _end(self) -> None:
         if self.process is not None:
+            if self.policy.walls and self._closed:
+                self.process.wait(ENDING_S)
             self.process.kill()
             self.process.connection.close()
             self.process = None
 
     def close(self) -> None:
-        """End the process and forget its code."""
+        """End the process for good, and forget its code."""
+        self.hang_up()
         with self._lock:
             self._end()
         self.code.close()

@@ -12,7 +12,7 @@ from typing import Any
 from braidrl.agents.environments import called
 from braidrl.agents.tool_turns import ToolTurns
 from braidrl.agents.turns import Observation
-from tests.attacks.verifiers import ATTACKS, own_pipes
+from tests.attacks.verifiers import ATTACKS, own_sockets
 
 
 class Attacked:
@@ -43,7 +43,8 @@ def attack(name: str, metadata: dict[str, Any]) -> float:
         raise RuntimeError("x" * (1 << 30))
     if name == "writes answers of its own":
         for answer in (b"[" * 100_000, b'{"reward": "much", "done": true}', b'{"again": true, "failure": ["x"]}'):
-            os.write(own_pipes()[1], answer + b"\n")
+            for number in own_sockets():
+                os.write(number, answer + b"\n")
         os._exit(0)
     if name == "fills shared memory":
         Path("/dev/shm", metadata["mark"]).write_bytes(b"x" * 4096)

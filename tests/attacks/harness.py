@@ -15,8 +15,7 @@ import pytest
 from braidrl.config import RewardConfig
 from braidrl.rewards.pool import CallOutcome, RewardPool
 from braidrl.rewards.verifier import Completion, resolve
-from braidrl.sandbox.mounts import walls_missing
-from braidrl.sandbox.policy import POLICIES
+from braidrl.sandbox.walls import POLICIES, walls_missing
 
 TRIES = str(Path(__file__).with_name("tries.py"))
 WALLS = ("process", "bubblewrap")

@@ -11,9 +11,9 @@ from braidrl.sandbox.hosts import checked_answer
 from tests.attacks.harness import TRIES, lost, made, needs_walls
 
 WRITE = "import os, json\n"
-# Answers that the code itself writes to the pipe of its call, in place of what Braid would.
+# Answers that the code itself writes to the connection of its call, in place of what Braid would.
 FORGED = WRITE + (
-    "for n in range(3, 64):\n    try:\n        if 'pipe:' in os.readlink(f'/proc/self/fd/{{n}}'):\n            os.write(n, ({text}).encode('utf-8', 'surrogatepass') + b'\\n')\n"
+    "for n in range(3, 64):\n    try:\n        if 'socket:' in os.readlink(f'/proc/self/fd/{{n}}'):\n            os.write(n, ({text}).encode('utf-8', 'surrogatepass') + b'\\n')\n"
     "    except OSError:\n        pass\nos._exit(0)"
 )
 ANSWERS = {
@@ -111,7 +111,7 @@ ASYNC = {
     "kills the run": "import os, signal\nos.kill(at.run, signal.SIGKILL)\nwon = True",
     "kills all": "import os, signal\nos.kill(-1, signal.SIGKILL)\nwon = True",
     "writes its code": "open(at.code, 'a').write('#')\nwon = True",
-    "changes the rewards of other rows": "import braidrl.rewards.worker as worker\nworker.judgement = lambda value: {'score': 1.0, 'correct': True}\nwon = False",
+    "changes the rewards of other rows": "import braidrl.rewards.verifier as worker\nworker.judgement = lambda value: {'score': 1.0, 'correct': True}\nwon = False",
     "changes JSON": "import json\njson.loads = json.dumps = lambda *a, **k: {'check': {}}\nwon = False",
 }  # fmt: skip
 

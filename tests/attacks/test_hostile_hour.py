@@ -15,13 +15,14 @@ from typing import Any
 import psutil
 import pytest
 
+from braidrl.observe.rollouts import read_texts, rollout_path
 from tests.attacks import test_answers, test_files, test_leftovers, test_memory
 from tests.attacks.harness import needs_walls
 from tests.tiny import Workshop, braid
 
 ROWS, STEPS = int(os.environ.get("HOSTILE_ROWS", 2000)), 10
 SLOW = ("sleep(8)", "sleep(60)", "1 << 30")
-KEYS = ("reward/mean", "checks/verdict/score_mean", "reward/failed_fraction", "loss", "grad_norm")
+COLUMNS = ("group", "sample", "score", "correct", "reward")
 
 
 def drawn_tries() -> list[str]:
@@ -45,8 +46,8 @@ def drawn_tries() -> list[str]:
 
 def run(
     workshop: Workshop, name: str, quiet: bool, runtime: dict[str, Any]
-) -> tuple[list[dict[str, float]], list[int], float]:
-    """Return the metrics of each step, the memory of all processes every second, and the seconds that the run took."""
+) -> tuple[list[tuple[Any, ...]], list[int], float]:
+    """Return each row with its rewards, the memory of all processes every second, and the seconds that the run took."""
     variables = {"environment": ["BRAID_QUIET"]} if quiet else {}
     config = workshop.config_file(
         name=name, trackers=[], **runtime, trainer={"steps": STEPS, "prompts_per_step": ROWS // STEPS // 8, "learning_rate": 1e-4},
@@ -69,12 +70,12 @@ def run(
             assert process.returncode == 0, said
     finally:
         os.environ.pop("BRAID_QUIET", None)
-    lines = (workshop.folder / name / "metrics.jsonl").read_text().splitlines()
-    return (
-        [{key: step[key] for key in KEYS if key in step} for step in map(json.loads, lines)],
-        memory,
-        time.monotonic() - begun,
-    )
+    rows = [
+        (step, *(row[column] for column in (*COLUMNS, "response_text")))
+        for step in range(1, STEPS + 1)
+        for row in read_texts(rollout_path(workshop.folder / name, step), COLUMNS)
+    ]
+    return sorted(rows), memory, time.monotonic() - begun
 
 
 def held(process: psutil.Process) -> int:
@@ -100,6 +101,5 @@ def test_honest_rows_get_undisturbed_rewards_and_nothing_is_left_behind(workshop
     print(
         f"{runtime}: {ROWS} rows in {seconds:.0f} s, hostile in {hostile_seconds:.0f} s; memory {half:.0f} then {end:.0f} MiB; disk {used} MiB"
     )
-    assert len(hostile) == STEPS and hostile == quiet
-    assert all("reward/mean" in step or "checks/verdict/score_mean" in step for step in hostile)
+    assert len(hostile) == ROWS and hostile == quiet
     assert not left and end < half + 600

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from braidrl.sandbox.policy import POLICIES, QUESTIONS, table
+from braidrl.sandbox.walls import POLICIES, QUESTIONS, table
 from tests.attacks.harness import in_home, made, needs_walls
 
 pytestmark = needs_walls

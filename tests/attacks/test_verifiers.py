@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,10 @@ import pytest
 from braidrl.config import RewardConfig
 from braidrl.errors import UserError
 from braidrl.rewards.pool import CallOutcome, RewardPool
-from braidrl.rewards.verifier import Completion, Verifier, resolve
+from braidrl.rewards.verifier import Completion, resolve
+from braidrl.sandbox.copies import PR_SET_NO_NEW_PRIVILEGES
 from braidrl.sandbox.fork_gate import LIBC, hold_back_starts
-from braidrl.sandbox.mounts import walls_missing
-from braidrl.sandbox.policy import POLICIES
-from braidrl.sandbox.sandbox import PR_SET_NO_NEW_PRIVILEGES
+from braidrl.sandbox.walls import POLICIES, walls_missing
 
 ATTACKS = str(Path(__file__).with_name("verifiers.py"))
 BY_NAME = f"{ATTACKS}:by_name"
@@ -33,6 +32,7 @@ IN_ANY = {
     "prints_a_gigabyte": ("exception", "File too large"),
     "returns_a_gigabyte": ("result", "a verifier returns a bool"),
     "kills_the_run": ("exception", "no process was there"),
+    "kills_its_peer": ("exception", "no process was there"),
     "traces_the_run": ("exception", "no such process may be traced"),
     "reads_the_environment": ("exception", "no secret was found"),
     "forges_results": ("died", "exit status 0"),
@@ -106,7 +106,7 @@ def test_many_processes_may_not_take_more_memory_than_one() -> None:
 
 def test_no_process_and_no_thread_begins_beyond_the_limit() -> None:
     if not starts_can_be_held_back():
-        pytest.skip("this kernel asks no supervisor before a process begins")
+        pytest.skip("this kernel asks no host before a process begins")
     words = ["starts_fifteen", "starts_sixteen", "starts_a_hundred_threads", "starts_three_hundred_threads"]
     found = outcomes(words, RewardConfig(timeout_s=30, max_processes=16))
     assert [one.detail for one in found] == [
@@ -181,30 +181,22 @@ def test_variables_that_are_named_pass_and_no_others(monkeypatch: pytest.MonkeyP
     assert found.correct
 
 
-def killed(pool: RewardPool, verifier: Verifier, chosen: Callable[[psutil.Process], bool]) -> CallOutcome:
-    """The outcome of a call whose process of that kind is killed from outside while it runs."""
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
-    future = pool.submit(Completion("p", "ok", "ok", {"seconds": 1}), verifier)
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        new = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
-        if len(new) == 3:
-            next(child for child in new if chosen(child)).send_signal(signal.SIGKILL)
-            break
-        time.sleep(0.01)
-    return future.result(60)
-
-
-@pytest.mark.parametrize("depth", [0, 1, 2])
-def test_a_row_whose_worker_is_killed_gets_a_second_try(depth: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("depth", [2, 3], ids=["host", "copy"])
+def test_a_row_whose_process_is_killed_gets_a_second_try(depth: int, tmp_path: Path) -> None:
     (tmp_path / "slow.py").write_text(
         "import time\ndef slow(response, answer):\n    time.sleep(1)\n    return response == answer\n"
     )
+    before = psutil.Process().children()
     with RewardPool(RewardConfig(timeout_s=10)) as pool:
-        # The worker, its supervisor and the code are each the parent of the next.
-        found = killed(
-            pool, resolve(f"{tmp_path}/slow.py:slow"), lambda p: len(p.children(recursive=True)) == 2 - depth
-        )
+        future = pool.submit(Completion("p", "ok", "ok"), resolve(f"{tmp_path}/slow.py:slow"))
+        # Bubblewrap starts its first process, which starts the host, which starts the copy.
+        deadline, line = time.monotonic() + 20, list[psutil.Process]()
+        while len(line) < 4 and time.monotonic() < deadline:
+            time.sleep(0.01)
+            own = [child for child in psutil.Process().children() if child not in before]
+            line = [*own, *(own[0].children(recursive=True) if own else ())]
+        line[depth].send_signal(signal.SIGKILL)
+        found = future.result(60)
     assert found.failure is None and found.correct
 
 

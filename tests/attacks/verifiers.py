@@ -95,6 +95,18 @@ def kills_the_run(metadata: dict) -> bool:
     raise RuntimeError("no process was there")
 
 
+def kills_its_peer(metadata: dict) -> bool:
+    """Send SIGKILL to the process at the other end of each socket, of which the kernel gives a descriptor."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            with socket.socket(fileno=os.dup(int(name))) as end:
+                peer = end.getsockopt(socket.SOL_SOCKET, 77)  # SO_PEERPIDFD
+                signal.pidfd_send_signal(peer, signal.SIGKILL)
+        except OSError:
+            continue
+    raise RuntimeError("no process was there")
+
+
 def traces_the_run(metadata: dict) -> bool:
     if ctypes.CDLL(None, use_errno=True).ptrace(16, metadata["run"], 0, 0) != 0:  # PTRACE_ATTACH
         raise PermissionError("no such process may be traced")
@@ -119,17 +131,17 @@ def forges_results(metadata: dict) -> bool:
         for call in range(8):
             text = b'{"call": %d, "score": 83333.0, "correct": true}' % call
             try:
-                if number not in own_pipes():
+                if number not in own_sockets():
                     os.write(number, len(text).to_bytes(4, "big") + text)
             except OSError:
                 continue
     os._exit(0)
 
 
-def own_pipes() -> list[int]:
-    """The descriptors of its own requests and answers: what is written there is its own row's."""
+def own_sockets() -> list[int]:
+    """The descriptors of its own requests and answers, and of its event loop: what is written there is its own row's."""
     names = os.listdir("/proc/self/fd")
-    return sorted(int(name) for name in names if "pipe:" in os.path.realpath(f"/proc/self/fd/{name}"))
+    return [int(name) for name in names if "socket:" in os.path.realpath(f"/proc/self/fd/{name}")]
 
 
 def leaves_a_daemon(metadata: dict) -> bool:
@@ -159,6 +171,6 @@ ATTACKS = {
     for function in (
         bombs_with_forks, starts_fifteen, starts_sixteen, starts_a_hundred_threads, starts_three_hundred_threads,
         takes_ten_gigabytes, takes_it_in_many_processes, prints_a_gigabyte, returns_a_gigabyte,
-        kills_the_run, traces_the_run, reads_the_environment, forges_results, leaves_a_daemon, opens_a_socket, reads_the_home, spins,
+        kills_the_run, kills_its_peer, traces_the_run, reads_the_environment, forges_results, leaves_a_daemon, opens_a_socket, reads_the_home, spins,
     )
 }  # fmt: skip

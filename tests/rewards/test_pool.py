@@ -117,9 +117,8 @@ def test_closing_ends_what_is_under_way_and_what_it_started():
     pool = RewardPool(RewardConfig(processes=1, timeout_s=600))
     calls = [pool.submit(completion(word), own("by_word")) for word in ("child", "ok")]
     slow = pool.submit(completion("hang"), own("remote"))
-    assert wait_until(
-        lambda: len(children() - before) == 11
-    )  # two hosts of three processes, bubblewrap's included; two supervisors, their calls, and the sleeper that one started
+    # Two hosts of three processes, bubblewrap's included, two copies, and the sleeper that one started.
+    assert wait_until(lambda: len(children() - before) == 9)
     pool.close()
     assert wait_until(lambda: children() <= before)
     for call in (*calls, slow):
@@ -161,9 +160,8 @@ def test_an_interrupted_or_killed_run_leaves_no_process(tmp_path, sent, timeout_
             assert run.stdout is not None
             assert [run.stdout.readline() for _ in range(2)] == ["main\n", "True\n"]
             parent = psutil.Process(run.pid)
-            assert wait_until(
-                lambda: len(parent.children(recursive=True)) == 12
-            )  # two hosts of three processes, bubblewrap's included, and three calls with supervisors
+            # Two hosts of three processes, bubblewrap's included, and three copies.
+            assert wait_until(lambda: len(parent.children(recursive=True)) == 9)
             workers = parent.children(recursive=True)
             if sent == signal.SIGKILL:  # Those that are stopped at that moment end too.
                 for worker in parent.children():

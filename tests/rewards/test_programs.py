@@ -41,8 +41,8 @@ ATTACKS = {
 }  # fmt: skip
 
 
-AROUND = 5
-"""Processes of a sandbox beside those of the code: bubblewrap's two, the worker, its supervisor, and one that is starting."""
+AROUND = 4
+"""Processes of a sandbox beside those of the code: bubblewrap's two, the host, and one that is starting."""
 
 
 @contextmanager

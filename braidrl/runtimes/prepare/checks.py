@@ -27,8 +27,7 @@ from braidrl.rewards.pool import check_requirements
 from braidrl.rewards.verifier import resolve
 from braidrl.rewards.verifiers import VERIFIERS
 from braidrl.sandbox.hosts import check_walls
-from braidrl.sandbox.mounts import walls_missing
-from braidrl.sandbox.policy import POLICIES
+from braidrl.sandbox.walls import POLICIES, walls_missing
 from braidrl.training.acceptance import pipeline_finding
 from braidrl.training.backends import BACKENDS
 from braidrl.training.decoders.proven import proven_plan

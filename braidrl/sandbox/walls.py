@@ -1,9 +1,9 @@
-"""The file system of untrusted code, by bubblewrap: the read-only mounts of the process that imports it.
+"""The walls around untrusted code in each sandbox mode: its permissions as values, and the file system that bubblewrap makes of them.
 
 `process`      all of this machine, read-only, without /run and /var, and without devices other than GPUs
 `bubblewrap`   Python, shared libraries, some of /etc, and the folder of the code; no network
 
-Each call then has a /tmp, a /dev/shm and, in `bubblewrap`, a home directory of its own: `sandbox.py` mounts them.
+Each call then has a /tmp, a /dev/shm and, in `bubblewrap`, a home directory of its own: `copies.py` mounts them.
 """
 
 import functools
@@ -14,8 +14,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-
-from braidrl.sandbox.policy import Policy
 
 PACKAGE = Path(__file__).parents[1]
 HIDDEN = ("/run", "/var")
@@ -45,6 +43,55 @@ if os.fork() == 0:
     os._exit(failed != 0 or os.wait()[1] != 0)
 raise SystemExit("its processes get no namespaces" if os.wait()[1] else 0)
 """
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The permissions of code in one mode. Each field is a line of the security page's table: `QUESTIONS`."""
+
+    processes: bool
+    environment: bool
+    memory: bool
+    leftovers: bool
+    writes: bool
+    devices: bool
+    sockets: bool
+    reads: bool
+    home: bool
+    network: bool
+
+    @property
+    def walls(self) -> bool:
+        """Return whether each call has processes of its own."""
+        return not self.processes
+
+
+POLICIES = {
+    "process": Policy(*[False] * 7, *[True] * 3),
+    "bubblewrap": Policy(*[False] * 10),
+    "none": Policy(*[True] * 10),
+}
+QUESTIONS = {
+    "processes": "sees other processes, can signal or trace them",
+    "environment": "has all variables of the run's environment; else PATH and the like, and those that are named",
+    "memory": "has no limits of memory (private, shared, /tmp), processes, threads, files, output and processor time",
+    "leftovers": "leaves processes, files in /tmp and /dev/shm, shared memory or keys behind a call or trajectory",
+    "writes": "writes what the run trusts: kernels, packages, code, configuration, run folder, home",
+    "devices": "changes settings of the kernel or opens disks, where it runs as root",
+    "sockets": "reaches UNIX sockets below /run, /var and /tmp",
+    "reads": "reads files beside Python, libraries and the folder of its own code",
+    "home": "reads the home directory; else it has an empty one",
+    "network": "reaches the network; an agent always reaches its endpoint",
+}
+
+
+def table() -> str:
+    """Return the table of the security page."""
+    lines = ["| code in the sandbox | " + " | ".join(f"`{mode}`" for mode in POLICIES) + " |", "|---|---|---|---|"]
+    for name, question in QUESTIONS.items():
+        cells = ("yes" if getattr(policy, name) else "no" for policy in POLICIES.values())
+        lines.append(f"| {question} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True)

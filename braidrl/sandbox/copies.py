@@ -1,0 +1,363 @@
+"""The copies of a host that run untrusted code: one for each call of a verifier, or one trajectory's environment or agent.
+
+run ◀── requests and answers, a line each ──▶ copy: first process of its namespaces, with limits and without capabilities
+ ▲ a failure, at the copy's end                │ what it starts ends with it
+host ──────────── watches, counts, kills ──────┘
+
+The host (`host.py`) runs inside bubblewrap (`walls.py`), where everything is read-only. A copy sees only its own processes, and no files
+of other calls. It has its end of the talk and no other connection; processes that it executes do not inherit it. Each process that it
+starts waits until the host has counted it.
+"""
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import stat
+import struct
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from braidrl.sandbox.answers import Message, shown
+from braidrl.sandbox.fork_gate import LIBC, Start, allow, hold_back_starts, next_start
+
+FILE_BYTES = 64 << 20
+"""Maximum size of a file that the code writes, and of its printed output."""
+SCRATCH_BYTES, SCRATCH_FILES = 256 << 20, 65_536
+"""Limits of each of the call's own folders."""
+OPEN_FILES = 256
+THREADS = 16
+"""Allowed threads per allowed process."""
+PRINTED_BYTES = 4096
+"""Bytes of printed output that are shown."""
+LOOK_EVERY_S, LOOKING = 0.02, 0.1
+"""Seconds between two looks at a copy, and the share of its time that the host may spend on looks at many copies."""
+ENDING_S = 1.0
+"""Seconds in which all copies end with their host."""
+PROGRAMS = "BRAID_MAY_RUN_PROGRAMS"
+"""A variable that is set if models' programs may run."""
+PAGE_BYTES = resource.getpagesize()
+NEW_PROCESSES, NEW_MOUNTS, NEW_IPC, NEW_NETWORK = 0x20000000, 0x00020000, 0x08000000, 0x40000000
+MS_READ_ONLY, MS_RESTRICTED, MS_NO_PROGRAMS = 0b0001, 0b0110, 0b1000
+MS_BIND, MS_PRIVATE, MS_RECURSIVE = 1 << 12, 1 << 18, 1 << 14
+PR_SET_DEATH_SIGNAL, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVILEGES = 1, 4, 38
+SIOCSIFFLAGS, IFF_UP = 0x8914, 1
+REASON = b"\0"
+"""Precedes the host's reason for a copy's end; no answer contains it, but the copy may have begun one."""
+NOT_WAITED_FOR: Message = {"failure": "died", "detail": "its answer is not waited for"}
+
+
+@dataclass(frozen=True)
+class SandboxLimits:
+    """The limits of untrusted code, and its own folders."""
+
+    seconds: float
+    """Time limit of one answer."""
+    cpu_seconds: float
+    """Processor time of each of its processes."""
+    memory_bytes: int
+    """Address space of each process, and memory of all together, including shared memory and files in its own folders."""
+    processes: int
+    """Maximum number of processes at a time; of threads `THREADS` times as many."""
+    answer_bytes: int = 1 << 16
+    """Maximum size of an answer."""
+    fresh: tuple[str, ...] = ()
+    """Folders of which each call has its own; without any there are no namespaces, and so no sandbox."""
+    kept: tuple[str, ...] = ()
+    """Paths below them that stay visible."""
+    network: bool = True
+    """Whether it shares its host's network; otherwise it has its own with only loopback."""
+
+
+@dataclass(eq=False)
+class Copy:
+    """A copy of the host, as the host sees it."""
+
+    process: int
+    handle: int
+    """A descriptor of the process, readable at its end."""
+    talk: socket.socket
+    printed: int
+    confined: bool = False
+    """Whether it is in its namespaces. It runs none of the code before."""
+    listeners: list[int] = field(default_factory=list)
+    """The descriptor of its pending starts, if the kernel supports it."""
+    failure: Message = field(default_factory=dict)
+    next_look: float = 0.0
+
+
+class Copies:
+    """The running copies of this process."""
+
+    def __init__(self, run: socket.socket, serve: Callable[[socket.socket], None], limits: SandboxLimits) -> None:
+        """Copy nothing yet.
+
+        Args:
+            run: The connection over which the run asks for copies.
+            serve: Called in a copy with its end of the talk.
+            limits: The limits of a copy.
+        """
+        self.run, self.serve, self.limits, self.isolated = run, serve, limits, bool(limits.fresh)
+        self.copies: dict[int, Copy] = {}
+        self.actions: dict[int, Callable[[int], None]] = {}
+        self.poll, self.number = select.poll(), 0
+        self.imported: set[int] | None = None
+        self.namespace = os.open("/proc/self/ns/pid", os.O_RDONLY)
+        # Over these, each copy sends its number and the descriptor of its starts.
+        self.confined, self.sender = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        self.poll.register(run, select.POLLIN)
+        self._watch(self.confined.fileno(), select.POLLIN, self._on_confined)
+
+    def watch_until_asked(self) -> None:
+        """Watch the copies until the run asks for something, or is gone."""
+        while self.run.fileno() not in self._watch_once():
+            continue
+
+    def end_all(self) -> None:
+        """Kill the copies, and wait until they have ended."""
+        self.poll.unregister(self.run)
+        for copy in self.copies.values():
+            self._kill(copy, NOT_WAITED_FOR)
+        deadline = time.monotonic() + ENDING_S
+        while self.copies and time.monotonic() < deadline:
+            self._watch_once(LOOK_EVERY_S)
+
+    def _watch(self, descriptor: int, events: int, act: Callable[[int], None]) -> None:
+        self.actions[descriptor] = act
+        self.poll.register(descriptor, events)
+
+    def _forget(self, descriptor: int) -> None:
+        if self.actions.pop(descriptor, None):
+            self.poll.unregister(descriptor)
+
+    def _watch_once(self, most_s: float | None = None) -> set[int]:
+        """Wait for an event or a due look, handle all that are there, and return their descriptors."""
+        now = time.monotonic()
+        running = [copy for copy in self.copies.values() if copy.confined and not copy.failure]
+        for copy in running:
+            if copy.next_look <= now:
+                if taken := self._excess(copy, None):
+                    self._kill(copy, {"failure": "died", "detail": taken})
+                seconds = time.monotonic() - now
+                copy.next_look = now + max(LOOK_EVERY_S, seconds * len(running) / LOOKING)
+        waits = [copy.next_look - now for copy in running] + ([] if most_s is None else [most_s])
+        ready = self.poll.poll(1 + 1000 * max(0.0, min(waits)) if waits else None)
+        for descriptor, events in ready:
+            if act := self.actions.get(descriptor):
+                act(events)
+        return {descriptor for descriptor, _ in ready}
+
+    def start(self, talk: socket.socket) -> None:
+        """Start a copy that serves a talk."""
+        if self.imported is None:
+            self.imported = {number for number in open_files() if number != self.namespace}
+        self.number += 1
+        printed = os.memfd_create("printed")
+        if self.isolated:
+            checked(LIBC.unshare(NEW_PROCESSES))  # of the next child
+        process = os.fork()
+        if process == 0:
+            try:
+                self._confine(talk, printed)
+                self.serve(talk)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        if self.isolated:
+            checked(LIBC.setns(self.namespace, NEW_PROCESSES))
+        copy = self.copies[self.number] = Copy(process, os.pidfd_open(process), talk, printed)
+        self._watch(copy.handle, select.POLLIN, lambda _, number=self.number: self._on_end(number))  # type: ignore[misc]
+        self._watch(talk.fileno(), select.POLLRDHUP, lambda _: self._kill(copy, NOT_WAITED_FOR))
+
+    def _confine(self, talk: socket.socket, printed: int) -> None:
+        """Drop this copy's access to everything but its talk and the files that its code opened at import, and set its limits."""
+        os.setsid()
+        for stream in (1, 2):
+            os.dup2(printed, stream)
+        if self.isolated:
+            enter_namespaces(self.limits)
+        limit_resources(self.limits)
+        listeners = hold_back_starts() if self.isolated else []
+        socket.send_fds(self.sender, [b"%d" % self.number], listeners)
+        own = {0, 1, 2, talk.fileno(), *(self.imported or ())}
+        for number in set(map(int, os.listdir("/proc/self/fd"))) - own:
+            with contextlib.suppress(OSError):  # the descriptor of the list itself
+                os.close(number)
+
+    def _on_confined(self, _: int) -> None:
+        number, listeners, _, _ = socket.recv_fds(self.confined, 20, 1)
+        copy = self.copies.get(int(number))
+        if copy is None or copy.failure:
+            for listener in listeners:
+                os.close(listener)
+            return
+        copy.confined, copy.listeners, copy.next_look = self.isolated, listeners, time.monotonic() + LOOK_EVERY_S
+        for listener in listeners:
+            self._watch(listener, select.POLLIN, lambda events: self._on_start(copy, events))
+
+    def _on_start(self, copy: Copy, events: int) -> None:
+        """Allow the copy's next start, or kill it if it then exceeds a limit."""
+        listener = copy.listeners[0]
+        if not events & select.POLLIN:  # no process is left
+            self._forget(listener)
+        elif start := next_start(listener):
+            if taken := self._excess(copy, start):
+                self._kill(copy, {"failure": "died", "detail": taken})
+            else:
+                allow(listener, start)
+
+    def _kill(self, copy: Copy, failure: Message) -> None:
+        """Kill a copy and, with its namespace's first process, all that it started; pending and later starts are refused."""
+        copy.failure = copy.failure or failure
+        self._forget(copy.talk.fileno())
+        while copy.listeners:
+            self._forget(copy.listeners[-1])
+            os.close(copy.listeners.pop())
+        kill(copy.process)
+
+    def _on_end(self, number: int) -> None:
+        """Tell the run why the copy ended, if it still listens, and show what the copy printed."""
+        copy = self.copies.pop(number)
+        self._kill(copy, {})
+        _, status, usage = os.wait4(copy.process, 0)
+        show(copy.printed)
+        failure = copy.failure or exit_failure(status, usage.ru_utime + usage.ru_stime, self.limits)
+        with contextlib.suppress(OSError):
+            copy.talk.send(REASON + json.dumps(failure).encode() + b"\n", socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        self._forget(copy.handle)
+        copy.talk.close()
+        os.close(copy.handle)
+        os.close(copy.printed)
+
+    def _excess(self, copy: Copy, start: Start | None) -> str:
+        """Return the limit that a copy's processes exceed, with a pending start; an empty text if none."""
+        limits, root = self.limits, f"/proc/{copy.process}/root"
+        try:
+            processes = [name for name in os.listdir(f"{root}/proc") if name.isdecimal()]
+        except OSError:  # it has ended
+            return ""
+        if len(processes) + (start is not None and not start.is_thread) > limits.processes:
+            return f"it started more than {limits.processes} processes"
+        own, mapped, threads = 0, 0, int(start is not None)
+        for process in processes:
+            with contextlib.suppress(OSError):
+                threads += os.stat(f"{root}/proc/{process}/task").st_nlink - 2  # subfolders, one per thread
+            with contextlib.suppress(OSError, IndexError), open(f"{root}/proc/{process}/statm") as file:
+                size, resident, shared, *_ = map(int, file.read().split())
+                own, mapped = own + (resident - shared) * PAGE_BYTES, mapped + size * PAGE_BYTES
+        if threads > THREADS * limits.processes:
+            return f"it started more than {THREADS * limits.processes} threads"
+        for place in limits.fresh:
+            with contextlib.suppress(OSError):
+                files = os.statvfs(root + place)
+                own += (files.f_blocks - files.f_bfree) * files.f_frsize
+        if own + mapped > limits.memory_bytes:  # otherwise shared memory cannot exceed the limit
+            own += shared_memory([f"{root}/proc/{process}/maps" for process in processes])
+        return f"its processes took more than {limits.memory_bytes / 2**30:g} GiB" if own > limits.memory_bytes else ""
+
+
+def open_files() -> set[int]:
+    """Return this process's open descriptors other than sockets and pipes."""
+    found = set[int]()
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            mode = os.fstat(number).st_mode
+            if not stat.S_ISSOCK(mode) and not stat.S_ISFIFO(mode):
+                found.add(number)
+    return found
+
+
+def kill(process: int) -> None:
+    """Kill a process and its group."""
+    for send in (os.kill, os.killpg):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            send(process, signal.SIGKILL)
+
+
+def exit_failure(status: int, cpu_seconds: float, limits: SandboxLimits) -> Message:
+    """Return the failure of a process that ended without an answer, by itself or from outside."""
+    code = os.waitstatus_to_exitcode(status)
+    if code == -signal.SIGKILL and cpu_seconds >= limits.cpu_seconds:
+        return {"failure": "timeout", "detail": f"it took over {limits.cpu_seconds:g} s of a processor"}
+    how = f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+    outside = code in (-signal.SIGKILL, -signal.SIGTERM)
+    return {"failure": "died", "detail": f"its process died: {how}", "again": outside}
+
+
+def enter_namespaces(limits: SandboxLimits) -> None:
+    """Enter this copy's own namespaces, mount its own empty folders and processes there, and drop all capabilities."""
+    checked(LIBC.unshare(NEW_MOUNTS | NEW_IPC | (0 if limits.network else NEW_NETWORK)))
+    checked(LIBC.mount(b"none", b"/", None, MS_PRIVATE | MS_RECURSIVE, None))
+    kept = [(place, os.open(place, os.O_PATH)) for place in limits.kept]
+    size = f"size={min(SCRATCH_BYTES, limits.memory_bytes)},nr_inodes={SCRATCH_FILES},mode=1777".encode()
+    for place in limits.fresh:
+        checked(LIBC.mount(b"none", place.encode(), b"tmpfs", MS_RESTRICTED, size))
+    for place, descriptor in kept:
+        source = f"/proc/self/fd/{descriptor}"
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            os.makedirs(place, exist_ok=True)
+            checked(LIBC.mount(source.encode(), place.encode(), None, MS_BIND | MS_RECURSIVE, None))
+        else:
+            # A file of code lies in memory and has no name any more, so it cannot be mounted: the call gets a copy.
+            os.makedirs(os.path.dirname(place), exist_ok=True)
+            with open(source, "rb") as kept_file, open(place, "wb") as copy:
+                copy.write(kept_file.read())
+        os.close(descriptor)
+    os.chdir(os.getcwd())  # otherwise it stays in the folder below the mount
+    if not limits.network:
+        with socket.socket() as any_socket:
+            fcntl.ioctl(any_socket, SIOCSIFFLAGS, struct.pack("16sH14x", b"lo", IFF_UP))
+    checked(LIBC.mount(b"proc", b"/proc", b"proc", MS_RESTRICTED | MS_NO_PROGRAMS | MS_READ_ONLY, None))
+    # Version 3, this process; all three sets of 64 bits empty.
+    checked(LIBC.capset((ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()))
+
+
+def limit_resources(limits: SandboxLimits) -> None:
+    """Set this process's limits; they and the lack of privileges hold for what it starts too."""
+    checked(LIBC.prctl(PR_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
+    checked(LIBC.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0))
+    checked(LIBC.prctl(PR_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0))  # its host may be killed
+    seconds = int(limits.cpu_seconds) + 1
+    for kind, most in (
+        (resource.RLIMIT_AS, limits.memory_bytes), (resource.RLIMIT_FSIZE, FILE_BYTES), (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_NOFILE, OPEN_FILES), (resource.RLIMIT_CPU, seconds),
+    ):  # fmt: skip
+        hard = resource.getrlimit(kind)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (most, most))
+
+
+def shared_memory(maps: list[str]) -> int:
+    """Return the bytes of all anonymous shared mappings in these lists of mappings, each counted once.
+
+    They count by size: pages that an ended process touched stay allocated, but appear in no resident count.
+    """
+    found: dict[str, int] = {}
+    for place in maps:
+        with contextlib.suppress(OSError), open(place) as lines:
+            for line in lines:
+                if "/dev/zero (deleted)" in line:
+                    (first, _, last), offset, inode = line.split()[0].partition("-"), line.split()[2], line.split()[4]
+                    end = int(last, 16) - int(first, 16) + int(offset, 16)
+                    found[inode] = max(found.get(inode, 0), end)
+    return sum(found.values())
+
+
+def show(printed: int) -> None:
+    """Print the beginning of the code's output, without control characters."""
+    if text := os.pread(printed, PRINTED_BYTES, 0).decode(errors="replace"):
+        os.write(2, shown(text, keep="\n\t").encode(errors="replace"))
+
+
+def checked(result: int) -> None:
+    """Raise OSError if a call into the C library failed."""
+    if result != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
