@@ -71,8 +71,7 @@ class FunctionEnvironment:
 
     async def step(self, text: str) -> Observation:
         self._texts.append(text)
-        found: Observation = await called(self._function, list(self._texts), self._example, **self._settings)
-        return found
+        return await called(self._function, list(self._texts), self._example, **self._settings)
 
 
 def environments(name: str, settings: Mapping[str, Any]) -> MakeEnvironment:
@@ -87,8 +86,7 @@ def environments(name: str, settings: Mapping[str, Any]) -> MakeEnvironment:
     """
     scheme, _, rest = name.partition(":")
     if scheme in LIBRARIES:
-        made: MakeEnvironment = importlib.import_module(LIBRARIES[scheme]).environment(rest, settings)
-        return made
+        return importlib.import_module(LIBRARIES[scheme]).environment(rest, settings)
     found: Any = ENVIRONMENTS.find(name)
     if not isinstance(found, type):
         return partial(FunctionEnvironment, found, settings)
@@ -98,8 +96,7 @@ def environments(name: str, settings: Mapping[str, Any]) -> MakeEnvironment:
     kind: Any = found
 
     def make() -> Environment:
-        environment: Environment = kind(**settings)
-        return environment
+        return kind(**settings)
 
     return make
 
@@ -112,8 +109,7 @@ def is_agent(name: str) -> bool:
 def agent_of(name: str, settings: Mapping[str, Any]) -> Callable[..., Any]:
     """Return an agent, a function of the endpoint's address and the example. Raises UserError if there is none of this name."""
     if name.startswith(VERIFIERS):
-        found: Callable[..., Any] = verifiers_library().agent(name.removeprefix(VERIFIERS), settings)
-        return found
+        return verifiers_library().agent(name.removeprefix(VERIFIERS), settings)
     return partial(import_function(name.removeprefix(AGENT)), **settings)
 
 

@@ -72,8 +72,7 @@ class TurnReply:
     @property
     def calls(self) -> list[dict[str, Any]]:
         """Return the turn's tool calls."""
-        calls: list[dict[str, Any]] = self.message.get("tool_calls", [])
-        return calls
+        return self.message.get("tool_calls", [])
 
 
 @dataclass(frozen=True)

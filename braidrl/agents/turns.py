@@ -80,8 +80,7 @@ class TurnTemplate:
 
     def _decoded(self, tokens: Sequence[int], special: bool) -> str:
         decode = self.template.tokenizer.decode
-        text: str = decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
-        return text
+        return decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
 
     def _calls(self, tokens: Sequence[int], tools: Tools) -> tuple[str, str] | None:
         """Return the text before a turn's calls, and the calls; None if there are none."""

@@ -54,5 +54,4 @@ class Retokenizer:
         text = self.generating.decode(ids, skip_special_tokens=True)
         if ids and ids[-1] == self.generating.eos_token_id:
             return self.template.encode_responses([text])[0]
-        found: list[int] = self.template.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return found
+        return self.template.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

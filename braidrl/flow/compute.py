@@ -42,14 +42,12 @@ def summed(stage: Stage, rows: Rows) -> dict[str, Tensor]:
     """Return a stage's sums over some rows; the caller adds them up over all rows."""
     entry = compute_entry(stage.type)
     assert entry.sums is not None
-    totals: dict[str, Tensor] = entry.sums(*arguments(stage, rows), **stage.settings)
-    return totals
+    return entry.sums(*arguments(stage, rows), **stage.settings)
 
 
 def dropped(stage: Stage, index: Rows) -> dict[int, str]:
     """Return the groups that a select stage drops, with the reasons."""
-    reasons: dict[int, str] = compute_entry(stage.type).function(*arguments(stage, index), **stage.params)
-    return reasons
+    return compute_entry(stage.type).function(*arguments(stage, index), **stage.params)
 
 
 def arguments(stage: Stage, rows: Rows) -> Sequence[Column | None]:

@@ -37,5 +37,4 @@ def adamw8bit(parameters: Sequence[Tensor], lr: float, **settings: Any) -> torch
             super().update_step(group, p, gindex, pindex)
             state["step"] = torch.tensor(float(state["step"]))
 
-    made: torch.optim.Optimizer = AdamW8bit(parameters, lr=lr, **settings)
-    return made
+    return AdamW8bit(parameters, lr=lr, **settings)

@@ -45,19 +45,15 @@ def norm_of(module: Any, hidden_states: Tensor) -> Tensor:
     """Compute an RMS norm's forward, (..., W)."""
     weight = module.weight
     if not _fits(hidden_states, weight):
-        plain: Tensor = module.plain_forward(hidden_states)
-        return plain
-    result: Tensor = _Norm.apply(hidden_states, weight, module.variance_epsilon)
-    return result
+        return module.plain_forward(hidden_states)
+    return _Norm.apply(hidden_states, weight, module.variance_epsilon)
 
 
 def gate_of(module: Any, x: Tensor) -> Tensor:
     """Compute a gated MLP's forward, (..., W)."""
     if not _fits(x, module.gate_proj.weight):
-        plain: Tensor = module.plain_forward(x)
-        return plain
-    result: Tensor = module.down_proj(_Gate.apply(module.gate_proj(x), module.up_proj(x)))
-    return result
+        return module.plain_forward(x)
+    return module.down_proj(_Gate.apply(module.gate_proj(x), module.up_proj(x)))
 
 
 def _fits(x: Tensor, weight: Tensor) -> bool:

@@ -49,16 +49,14 @@ def forwards_by(kernels: LayerKernels) -> dict[str, Any]:
 
     def norm(module: Any, hidden_states: Tensor) -> Tensor:
         if not fits(kernels, hidden_states, module.weight):
-            plain: Tensor = module.plain_forward(hidden_states)
-            return plain
+            return module.plain_forward(hidden_states)
         return kernels.norm(hidden_states, module.weight, module.variance_epsilon)
 
     def gate(module: Any, x: Tensor) -> Tensor:
         up = module.up_proj(x)
         gated = module.gate_proj(x)
         multiplied = kernels.gate(gated, up) if fits(kernels, gated, up) else module.act_fn(gated) * up
-        result: Tensor = module.down_proj(multiplied)
-        return result
+        return module.down_proj(multiplied)
 
     return {"norm": norm, "gate": gate}
 

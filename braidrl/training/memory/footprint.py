@@ -357,8 +357,7 @@ class FusedAttention:
     """An attention context for the meta device that saves what a fused kernel saves for the backward pass: no scores."""
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        output: Tensor = _Shapes.apply(query, key, value)
-        return output
+        return _Shapes.apply(query, key, value)
 
     def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         return forward(*given, **named)
