@@ -93,12 +93,7 @@ def environments(name: str, settings: Mapping[str, Any]) -> MakeEnvironment:
     lacking = [method for method in ("reset", "step") if not callable(getattr(found, method, None))]
     if lacking:
         raise UserError(f"{name} is no environment: it lacks {' and '.join(lacking)}")
-    kind: Any = found
-
-    def make() -> Environment:
-        return kind(**settings)
-
-    return make
+    return partial(found, **settings)
 
 
 def is_agent(name: str) -> bool:

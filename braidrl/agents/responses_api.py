@@ -79,16 +79,6 @@ def response_whole(asked: TurnRequest, answered: TurnReply) -> dict[str, Any]:
         "output_tokens": answered.sampled,
         "total_tokens": answered.prompt + answered.sampled,
     }
-    return {
-        "id": answered.name, "object": "response", "created_at": int(time.time()), "model": asked.model, "error": None,
-        "status": "completed" if whole else "incomplete", "incomplete_details": None if whole else {"reason": "max_output_tokens"},
-        "output": items_of(answered), "parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "metadata": {}, "usage": counts,
-        "previous_response_id": asked.previous,
-    }  # fmt: skip
-
-
-def items_of(answered: TurnReply) -> list[dict[str, Any]]:
-    """Return a turn as items."""
     items: list[dict[str, Any]] = []
     if answered.text or not answered.calls:
         part = {"type": "output_text", "text": answered.text, "annotations": []}
@@ -104,7 +94,12 @@ def items_of(answered: TurnReply) -> list[dict[str, Any]]:
     for call in answered.calls:
         own = {"id": f"{answered.name}-{call['id']}", "call_id": call["id"], "status": "completed"}
         items.append({"type": "function_call", **own, **call["function"]})
-    return items
+    return {
+        "id": answered.name, "object": "response", "created_at": int(time.time()), "model": asked.model, "error": None,
+        "status": "completed" if whole else "incomplete", "incomplete_details": None if whole else {"reason": "max_output_tokens"},
+        "output": items, "parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "metadata": {}, "usage": counts,
+        "previous_response_id": asked.previous,
+    }  # fmt: skip
 
 
 def response_delta(asked: TurnRequest, name: str, pieces: Sequence[str]) -> Iterator[str]:

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from braidrl.agents.tool_calls import FORMATS, Tools, call_text, calls_of_hermes, format_of
-from braidrl.data.chat import ChatMessage, normal_message
+from braidrl.agents.tool_calls import FORMATS, call_text, calls_of_hermes, format_of
+from braidrl.data.chat import ChatMessage, Tools, normal_message
 from braidrl.data.endings import MARK
 from braidrl.errors import UserError
 
