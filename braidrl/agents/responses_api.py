@@ -7,15 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from braidrl.agents.openai_api import (
-    Protocol,
-    TurnReply,
-    TurnRequest,
-    check_message,
-    event,
-    read_common,
-    tools_of,
-)
+from braidrl.agents.openai_api import Protocol, TurnReply, TurnRequest, check_message, event, read_common, tools_of
 from braidrl.data.chat import ChatMessage
 from braidrl.errors import UserError, shown
 

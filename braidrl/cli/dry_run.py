@@ -20,13 +20,7 @@ from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.run_flow import build_flow
 from braidrl.runtimes.prepare.setup import Prepared, check_files, prepare, vocabulary_lines
 from braidrl.runtimes.saving.folders import check_output
-from braidrl.runtimes.sizing import (
-    DeviceGroup,
-    check_engine_memory,
-    device_groups,
-    device_table,
-    with_fitting_sizes,
-)
+from braidrl.runtimes.sizing import DeviceGroup, check_engine_memory, device_groups, device_table, with_fitting_sizes
 from braidrl.runtimes.start import check_runtime
 from braidrl.training.loading import load_tokenizer
 from braidrl.training.role_settings import usual_max_tokens

@@ -53,7 +53,7 @@ def side_files(model: Any, path: Path) -> dict[str, bytes]:
             weights.unlink()
         (folder / GENERATION).unlink(missing_ok=True)
         parts: dict[str, Callable[[], object]] = {
-            "tokenizer": lambda: AutoTokenizer.from_pretrained(path, local_files_only=True).save_pretrained(folder),
+            "tokenizer": lambda: AutoTokenizer.from_pretrained(path, local_files_only=True).save_pretrained(folder)
         }
         if generation is not None:
             parts[GENERATION] = lambda: generation.save_pretrained(folder)
