@@ -23,8 +23,17 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from braidrl.agents.listening import BoundedConnections, check_listening, listening_socket
-from braidrl.agents.openai_api import CHAT, COMPLETIONS, MODEL, Protocol, TurnReply, TurnRequest, event, reply
-from braidrl.agents.responses_api import RESPONSES
+from braidrl.agents.openai_api import (
+    CHAT,
+    COMPLETIONS,
+    MODEL,
+    RESPONSES,
+    Protocol,
+    TurnReply,
+    TurnRequest,
+    event,
+    reply,
+)
 from braidrl.agents.trajectory import Trajectory
 from braidrl.agents.turns import TurnTemplate
 from braidrl.data.chat import ChatMessage

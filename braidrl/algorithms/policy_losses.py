@@ -1,4 +1,4 @@
-"""Policy losses, per action token and before aggregation. r = π/π_old.
+"""Losses of a policy and of a critic, per action token and before aggregation. r = π/π_old.
 
 A loss takes flat action tokens and returns `(loss, metrics)`: the loss of each token (N,) with its gradient, and detached metrics per
 token (N,). Metrics are averaged over tokens; a metric whose name ends in `_max` is reduced by its maximum.
@@ -194,3 +194,30 @@ def distillation(log_probs: Tensor, ref_log_probs: Tensor) -> tuple[Tensor, Metr
     """
     gap = (ref_log_probs - log_probs).detach()
     return -gap * log_probs, {"kl_teacher": -gap}
+
+
+@losses.register(columns={"old_values": "values"}, needs=Needs({"clip": (0, 1e6)}))
+def value(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None = 0.2) -> tuple[Tensor, Metrics]:
+    """Return ½·max((V − R)², (clip(V, V_old ± clip) − R)²) per action token, (N,); without `clip` ½·(V − R)².
+
+    PPO as its authors implemented it, arXiv 1707.06347. The metrics include the moments for explained variance.
+
+    Args:
+        clip: Largest change of V from V_old.
+    """
+    loss = (values - returns) ** 2
+    clipped = torch.zeros_like(returns)
+    if clip is not None:
+        near = old_values + (values - old_values).clamp(-clip, clip)
+        other = (near - returns) ** 2
+        clipped = (other > loss).to(returns.dtype)
+        loss = torch.maximum(loss, other)
+    error = (returns - values).detach()
+    return 0.5 * loss, {
+        "clip_fraction": clipped,
+        "values": values.detach(),
+        "returns": returns,
+        "returns_squared": returns**2,
+        "error": error,
+        "error_squared": error**2,
+    }

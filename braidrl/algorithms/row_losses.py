@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from braidrl.algorithms.group_statistics import Groups
+from braidrl.algorithms.advantages import Groups
 from braidrl.algorithms.kl import LOG_RATIO_LIMIT
 from braidrl.algorithms.policy_losses import Metrics, clip_metrics, clipped_surrogate, stopped
 from braidrl.algorithms.ragged import Ragged

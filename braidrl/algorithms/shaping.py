@@ -5,10 +5,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from braidrl.algorithms.gae import at_row_end, same_for_rows, sums_to_go
 from braidrl.algorithms.kl import estimate
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Needs, divergences, shapes
+from braidrl.algorithms.token_advantages import at_row_end, same_for_rows, sums_to_go
 
 KL = Needs({"coef": (0, 1e6)}, {"estimator": divergences})
 

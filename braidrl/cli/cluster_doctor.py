@@ -19,8 +19,8 @@ from typing import Any
 from braidrl.cluster.ray_cluster import RayCluster
 from braidrl.config import ClusterConfig, Config
 from braidrl.errors import UserError
-from braidrl.hub import is_hub_name
 from braidrl.importing import PACKAGES, version_of
+from braidrl.runtimes.prepare.fetching import is_hub_name
 
 CONNECT_LIMIT_S = 5.0
 

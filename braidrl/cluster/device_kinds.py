@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError, field_validator
 from braidrl.config.reading import explain
 from braidrl.config.section import Section
 from braidrl.errors import UserError, suggest
-from braidrl.yaml_text import read_yaml
+from braidrl.parsing import read_yaml
 
 GIB = 1 << 30
 FORM = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z][\w.-]*)")

@@ -16,8 +16,7 @@ from pydantic import BaseModel, ValidationError
 from braidrl.config.config import Config
 from braidrl.errors import Problems, UserError, shown, suggest
 from braidrl.importing import relative_to
-from braidrl.parsing import MOST_LEVELS, check_levels, texts_and_numbers
-from braidrl.yaml_text import parse_yaml, read_yaml
+from braidrl.parsing import MOST_LEVELS, check_levels, parse_yaml, read_yaml, texts_and_numbers
 
 CODE = re.compile(r"(?:agent:|verifiers:)?([^\s:]+\.py)(?::[A-Za-z_]\w*)?")
 """A value that names code in a file."""

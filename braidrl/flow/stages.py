@@ -18,8 +18,7 @@ from typing import Any
 from braidrl.algorithms.registry import Registry
 from braidrl.errors import UserError
 from braidrl.flow.lookup import FAMILIES, compute_entry, entry_of, public_name
-from braidrl.flow.methods import is_method, method_signature
-from braidrl.flow.signatures import CHOICES, ROLE_TYPES, compute_signature, role_signature
+from braidrl.flow.signatures import CHOICES, ROLE_TYPES, compute_signature, is_method, method_signature, role_signature
 from braidrl.flow.stage import ALWAYS, Stage, When, default_name
 
 

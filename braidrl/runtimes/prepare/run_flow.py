@@ -20,8 +20,8 @@ from braidrl.flow.flow import is_optimized
 from braidrl.flow.recipes import load_flow
 from braidrl.flow.signatures import needs_old
 from braidrl.flow.stages import make_stage
+from braidrl.parsing import read_yaml
 from braidrl.training.role_settings import dtype_name, lora_of, merges_adapters, model_path
-from braidrl.yaml_text import read_yaml
 
 TRUNCATED = {"name": "truncated"}
 

@@ -18,8 +18,7 @@ from braidrl.config import Config, parse_config
 from braidrl.config.reading import apply_override
 from braidrl.errors import UserError, first_line, no_room
 from braidrl.importing import relative_to
-from braidrl.parsing import JSON_BYTES, parse_json, read_bytes
-from braidrl.yaml_text import parse_yaml, read_text
+from braidrl.parsing import JSON_BYTES, parse_json, parse_yaml, read_bytes, read_text
 
 LATEST = "latest"
 MAY_CHANGE = (

@@ -7,12 +7,29 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from braidrl.native.building import FLOAT, INT, LONG, NATIVE, POINTER, address, build, in_memory
 from braidrl.training.compute.attention import COMPILED
-from braidrl.training.compute.swapping import ATTENTIONS, GATES, NORMS, derived, is_silu
+
+NORMS = {"Qwen2RMSNorm", "Qwen3RMSNorm", "LlamaRMSNorm"}
+GATES = {"Qwen2MLP", "Qwen3MLP", "LlamaMLP"}
+ATTENTIONS = {"Qwen2Attention", "Qwen3Attention", "LlamaAttention"}
+
+
+@cache
+def derived(kind: Any, forward: Any) -> Any:
+    """Return a subclass of `kind` with another forward; the original is `plain_forward`."""
+    return type(
+        kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "plain_forward": kind.forward}
+    )
+
+
+def is_silu(module: nn.Module) -> bool:
+    """Return whether a gated MLP's activation is SiLU."""
+    return type(getattr(module, "act_fn", None)).__name__ in ("SiLUActivation", "SiLU")
+
 
 SOURCE = NATIVE / "layers.c"
 DTYPES = (torch.float32, torch.bfloat16)
