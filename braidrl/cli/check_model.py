@@ -39,7 +39,9 @@ def check(model: str, layouts: bool, say: Callable[[str], None]) -> bool:
     try:
         with quietly():
             twin = Twin(config)
-            plan, findings = measured(twin)
+            plan, decoding = best_plan(twin)
+            findings = [*packed_findings(twin, twin.model(plan)), decoding]
+            findings += [accept(name, twin, plan) for name in MEASURES]
     except Refusal as refusal:
         say(f"REFUSED {model}, {config.model_type}: {refusal}")
         return False
@@ -71,13 +73,6 @@ def config_of(model: str) -> Any:
         raise UserError(
             f"braid check {model}: no folder, config.json or model that this machine has kept: {first_line(error)}"
         ) from error
-
-
-def measured(twin: Twin) -> tuple[ForwardPlan, list[Finding]]:
-    """Find a tiny model's plan and measure every property. Raises Refusal."""
-    plan, decoding = best_plan(twin)
-    findings = [*packed_findings(twin, twin.model(plan)), decoding]
-    return plan, findings + [accept(name, twin, plan) for name in MEASURES]
 
 
 def may_train(findings: Iterable[Finding]) -> bool:

@@ -26,28 +26,22 @@ from braidrl.training.loading import load_tokenizer
 from braidrl.training.role_settings import usual_max_tokens
 
 
-class Noted:
-    """A collector of user errors from several checks, so that one error does not hide the next."""
-
-    def __init__(self) -> None:
-        self.problems: list[str] = []
-
-    def __call__(self, check: Callable[[], Any]) -> Any:
-        """Return the result of a check, or None if it raises UserError."""
-        try:
-            return check()
-        except UserError as error:
-            self.problems += [line for line in str(error).splitlines() if line not in self.problems]
-            return None
-
-
 def dry_run(config: Config, console: Console | None = None) -> list[tuple[DeviceGroup, list[Footprint]]]:
     """Check a configuration as a run does, and print the memory of each device and a verdict.
 
     Raises:
         Problems: A run would refuse the configuration; all independent errors, one per line.
     """
-    noted = Noted()
+    problems: list[str] = []
+
+    def noted(check: Callable[[], Any]) -> Any:
+        """Return the result of a check, or None if it raises UserError, so that one error does not hide the next."""
+        try:
+            return check()
+        except UserError as error:
+            problems.extend(line for line in str(error).splitlines() if line not in problems)
+            return None
+
     noted(lambda: check_output(config))
     fetched = noted(lambda: with_fetched(config))
     config = fetched or config
@@ -62,11 +56,10 @@ def dry_run(config: Config, console: Console | None = None) -> list[tuple[Device
         noted(lambda: check_files(config, train=True))
     else:
         noted(lambda: check_runtime(config, prepared.flow, generates=True, trains=True, planned=True))
-    if noted.problems:
-        count = len(noted.problems)
-        raise Problems(
-            [*noted.problems, *([f"verdict: {count} things to change before this can run"] if count > 1 else [])]
-        )
+    if len(problems) > 1:
+        problems.append(f"verdict: {len(problems)} things to change before this can run")
+    if problems:
+        raise Problems(problems)
     prepared, chosen = with_fitting_sizes(prepared, device_memory(config.device))
     config = prepared.config
     check_engine_memory(prepared)

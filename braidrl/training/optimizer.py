@@ -175,7 +175,10 @@ class MasterOptimizer:
         for i, master in enumerate(self.masters):
             parts = [part.div_(counted[name]) for name, all_parts in sums.items() if (part := all_parts[i]) is not None]
             master.grad = sum(parts[1:], parts[0]) if parts else None
-        norm = self._clip()
+        total = self.ranks.gradient_norm([master.grad for master in self.masters], self.parameters)
+        if self.config.max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.masters, self.config.max_grad_norm, total)
+        norm = float(total)
         if not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
             return norm
@@ -201,12 +204,6 @@ class MasterOptimizer:
         filled = [torch.zeros_like(m) if part is None else part for part, m in zip(sums, self.masters, strict=True)]
         self.ranks.all_reduce_gradients(filled, self.parameters)
         return list(filled)
-
-    def _clip(self) -> float:
-        norm = self.ranks.gradient_norm([master.grad for master in self.masters], self.parameters)
-        if self.config.max_grad_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.masters, self.config.max_grad_norm, norm)
-        return float(norm)
 
     @torch.no_grad()
     def _publish(self) -> None:

@@ -16,7 +16,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from braidrl.config import Config, DataConfig, SourceConfig
+from braidrl.config import Config, SourceConfig
 from braidrl.data.conversions import KNOWN
 from braidrl.errors import UserError, first_line
 from braidrl.runtimes.prepare.run_flow import with_own_samples
@@ -43,7 +43,14 @@ def with_fetched(config: Config, whole: bool = True) -> Config:
         if own.model is not None
     }
     model = model_here(config.model, "model", whole)
-    data = with_data_here(config.data) if whole else config.data
+    data = config.data
+    if whole:
+        sources = {
+            "train": [source_here(source, "data.train") for source in data.train],
+            "eval": {name: source_here(source, f"data.eval.{name}") for name, source in data.eval.items()},
+            "ptx": source_here(data.ptx, "data.ptx") if data.ptx is not None else None,
+        }
+        data = data.model_copy(update=sources)
     return config.model_copy(update={"model": model, "roles": {**config.roles, **roles}, "data": data})
 
 
@@ -56,33 +63,19 @@ def model_here(name: Path, key: str, whole: bool) -> Path:
     return fetch(name, key, "model" if whole else "model without weights") if is_hub_name(name) else name
 
 
-def with_data_here(data: DataConfig) -> DataConfig:
-    """Return the data section with all sources on this machine."""
-    sources = {
-        "train": [source_here(source, "data.train") for source in data.train],
-        "eval": {name: source_here(source, f"data.eval.{name}") for name, source in data.eval.items()},
-        "ptx": source_here(data.ptx, "data.ptx") if data.ptx is not None else None,
-    }
-    return data.model_copy(update=sources)
-
-
 def source_here(source: SourceConfig, key: str) -> SourceConfig:
     """Return a source whose data is a local file or folder."""
     if not is_hub_name(source.path):
         return source
-    known = KNOWN.get(str(source.path).partition("@")[0]) if takes_records_as_they_are(source) else None
+    # A known conversion is for records whose fields the configuration does not map itself.
+    fields = [name for name in SourceConfig.model_fields if name.endswith("_field")]
+    usual = all(getattr(source, name) == SourceConfig.model_fields[name].default for name in fields)
+    known = KNOWN.get(str(source.path).partition("@")[0]) if usual and source.convert is None else None
     chosen: dict[str, Any] = {"path": fetch(source.path, key, "dataset")}
     if known is not None:
         chosen |= {"convert": known.convert, "subset": source.subset or known.subset}
         chosen["split"] = source.split or (known.split if key == "data.train" else None)
     return source.model_copy(update=chosen)
-
-
-def takes_records_as_they_are(source: SourceConfig) -> bool:
-    """Return True if the configuration does not map fields of a record to an example."""
-    fields = [name for name in SourceConfig.model_fields if name.endswith("_field")]
-    usual = all(getattr(source, name) == SourceConfig.model_fields[name].default for name in fields)
-    return source.convert is None and usual
 
 
 HubKind = Literal["model", "model without weights", "dataset"]

@@ -23,7 +23,7 @@ from braidrl.data.records import place as place_of
 from braidrl.errors import LostPeers, UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.readiness import serial_chain
-from braidrl.rewards.verifier import Verifier, resolve
+from braidrl.rewards.verifier import resolve
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.prepare.checks import (
     check_adapters,
@@ -264,7 +264,16 @@ def check_answers(config: Config, sources: Sequence[LoadedSource], settings: Seq
     """Raise UserError, with its line, for the first example without the answer that a verifier compares with."""
     for source, own in zip(sources, settings, strict=True):
         verifiers = [resolve(v.name, v.params) for v in (config.reward.verify if own.verify is None else own.verify)]
-        needy = next((verifier for verifier in verifiers if needs_answer(verifier)), None)
+        # These take the answer and have no default for it.
+        needy = next(
+            (
+                verifier
+                for verifier in verifiers
+                if "answer" in verifier.reads
+                and inspect.signature(verifier.function).parameters["answer"].default is inspect.Parameter.empty
+            ),
+            None,
+        )
         line, fields = source.facts.unanswered, source.facts.unanswered_fields
         if needy is not None and line is not None:
             hint = suggest(own.answer_field, fields) if fields else "There is no other field."
@@ -272,13 +281,6 @@ def check_answers(config: Config, sources: Sequence[LoadedSource], settings: Seq
                 f"{place_of(source.path, line)}: no field {own.answer_field!r} for the answer, which the verifier "
                 f"{needy.label!r} compares with. {hint} Set answer_field of this source."
             )
-
-
-def needs_answer(verifier: Verifier) -> bool:
-    """Return True if the verifier takes the answer and has no default for it."""
-    if "answer" not in verifier.reads:
-        return False
-    return inspect.signature(verifier.function).parameters["answer"].default is inspect.Parameter.empty
 
 
 def check_lengths(config: Config, flow: Flow, train: Sequence[LoadedSource], held_out: Sequence[LoadedSource]) -> None:

@@ -162,19 +162,16 @@ def save_rows(folder: Path, state: RunState, backend: Backend[Any]) -> None:
 
 def write_state(folder: Path, state: RunState) -> None:
     """Write counters and states into a checkpoint."""
-    plain = {"format": FORMAT, "step": state.step, "version": state.version, "surplus": len(state.surplus)}
-    parts = {
-        "loader": state.loader,
-        "sampling": state.sampling,
-        "stages": state.stages,
-        "fingerprints": state.fingerprints,
-    }
+    plain = {
+        "format": FORMAT, "step": state.step, "version": state.version, "surplus": len(state.surplus), "loader": state.loader,
+        "sampling": state.sampling, "stages": state.stages, "fingerprints": state.fingerprints,
+    }  # fmt: skip
     begun = [
         {"iteration": batch.iteration, "outcome": asdict(batch.outcome), "reports": batch.reports}
         | {"loader": batch.after.loader, "sampling": batch.after.sampling, "surplus": len(batch.after.surplus)}
         for batch in state.begun
     ]
-    (folder / "state.json").write_text(json.dumps({**plain, **parts, "begun": begun}))
+    (folder / "state.json").write_text(json.dumps({**plain, "begun": begun}))
 
 
 def resume_point(run: Path, newest_whole: bool = False) -> Path | None:
@@ -219,26 +216,17 @@ def load_checkpoint(folder: Path) -> tuple[Path, RunState]:
     if state.get("format") not in (1, FORMAT):
         raise UserError(f"{folder} has checkpoint format {state.get('format')}; this version reads 1 and {FORMAT}")
     surplus = [surplus_path(folder, number) for number in range(state["surplus"])]
-    begun = [begun_batch(folder, number, known) for number, known in enumerate(state.get("begun", []))]
+    begun = []
+    for number, known in enumerate(state.get("begun", [])):
+        later = [begun_path(folder, number, f"-surplus-{other}") for other in range(known["surplus"])]
+        after = Position(known["loader"], known["sampling"], later, {})
+        fields: dict[str, Any] = {n: v if n == "dropped" else tuple(v) for n, v in known["outcome"].items()}
+        table, left_out = begun_path(folder, number), begun_path(folder, number, LEFT_OUT)
+        begun.append(BegunBatch(known["iteration"], table, left_out, Selection(**fields), known["reports"], after))
     return folder, RunState(
-        state["step"],
-        state["version"],
-        state["loader"],
-        state["sampling"],
-        surplus,
-        state.get("stages", {}),
-        begun,
+        state["step"], state["version"], state["loader"], state["sampling"], surplus, state.get("stages", {}), begun,
         state.get("fingerprints", {}),
-    )
-
-
-def begun_batch(folder: Path, number: int, known: Mapping[str, Any]) -> BegunBatch:
-    """Return a batch that was started before a checkpoint, from its files and the state saved with it."""
-    surplus = [begun_path(folder, number, f"-surplus-{other}") for other in range(known["surplus"])]
-    after = Position(known["loader"], known["sampling"], surplus, {})
-    fields: dict[str, Any] = {n: v if n == "dropped" else tuple(v) for n, v in known["outcome"].items()}
-    table, left_out = begun_path(folder, number), begun_path(folder, number, LEFT_OUT)
-    return BegunBatch(known["iteration"], table, left_out, Selection(**fields), known["reports"], after)
+    )  # fmt: skip
 
 
 def begun_path(folder: Path, number: int, part: str = "") -> Path:
