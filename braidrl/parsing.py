@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Hashable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import yaml
 
@@ -140,14 +140,6 @@ class NotUtf8(ValueError):
     """Bytes that are not UTF-8."""
 
 
-class Frame:
-    """An open list or mapping, with the number of its values after alias expansion."""
-
-    def __init__(self, event: Any) -> None:
-        self.anchor: str | None = event.anchor
-        self.count = 1
-
-
 def check_events(text: str) -> None:
     """Raise ValueError for a YAML text that is too long, too deep, or too long after alias expansion.
 
@@ -157,18 +149,19 @@ def check_events(text: str) -> None:
         raise ValueError(f"it has {len(text)} characters, and at most {YAML_BYTES} are read")
     check_characters(text)
     known: dict[str, int] = {}
-    frames = [Frame(NoEvent(None))]
+    # For each open list or mapping: its anchor, and the number of its values after alias expansion.
+    anchors, counts = list[str | None]([None]), [1]
     for event in yaml.parse(text, Loader=LOADER):
         if isinstance(event, yaml.CollectionStartEvent):
-            frames.append(Frame(event))
-            if len(frames) > MOST_LEVELS + 1:
+            anchors.append(event.anchor)
+            counts.append(1)
+            if len(counts) > MOST_LEVELS + 1:
                 raise too_deep()
             continue
         if isinstance(event, yaml.CollectionEndEvent):
-            closed = frames.pop()
-            anchor, count = closed.anchor, closed.count
+            anchor, count = anchors.pop(), counts.pop()
         elif isinstance(event, yaml.AliasEvent):
-            if any(frame.anchor == event.anchor for frame in frames):
+            if event.anchor in anchors:
                 raise ValueError(f"the alias *{event.anchor} contains itself")
             anchor, count = None, known.get(str(event.anchor), 1)
         elif isinstance(event, yaml.ScalarEvent):
@@ -177,15 +170,9 @@ def check_events(text: str) -> None:
             continue
         if anchor is not None:
             known[anchor] = count
-        frames[-1].count += count
-        if frames[-1].count > YAML_VALUES:
+        counts[-1] += count
+        if counts[-1] > YAML_VALUES:
             raise ValueError(f"it has more than {YAML_VALUES} values, with its aliases written out")
-
-
-class NoEvent(NamedTuple):
-    """A placeholder for the event before the first."""
-
-    anchor: None
 
 
 def texts_and_numbers(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:

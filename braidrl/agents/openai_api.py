@@ -104,8 +104,16 @@ def read_common(body: Mapping[str, Any], **own: Any) -> TurnRequest:
     model = body.get("model") or MODEL
     if not isinstance(model, str) or len(model) > MOST_STOP_CHARACTERS:
         raise UserError(f"model must be a name, not {shown(model)}")
+    given = body.get("stop")
+    stops = [] if given is None else [given] if isinstance(given, str) else given
+    if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(isinstance(s, str) and s for s in stops):
+        raise UserError(
+            f"stop must be a text that is not empty, or a list of up to {MOST_STOPS} such, not {shown(given)}"
+        )
+    if any(len(each) > MOST_STOP_CHARACTERS for each in stops):
+        raise UserError(f"a text of stop has at most {MOST_STOP_CHARACTERS} characters")
     return TurnRequest(
-        limit=limit_of(body), stops=stops_of(body), stream=bool(body.get("stream")), counts=counts, model=model, **own
+        limit=limit_of(body), stops=tuple(stops), stream=bool(body.get("stream")), counts=counts, model=model, **own
     )
 
 
@@ -123,19 +131,6 @@ def limit_of(body: Mapping[str, Any]) -> int | None:
     ):
         raise UserError(f"{name} must be a whole number from 1 on, not {shown(wanted)}")
     return int(wanted)
-
-
-def stops_of(body: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a request's stop texts. Raises UserError for invalid ones."""
-    stop = body.get("stop")
-    stops = [] if stop is None else [stop] if isinstance(stop, str) else stop
-    if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(isinstance(s, str) and s for s in stops):
-        raise UserError(
-            f"stop must be a text that is not empty, or a list of up to {MOST_STOPS} such, not {shown(stop)}"
-        )
-    if any(len(each) > MOST_STOP_CHARACTERS for each in stops):
-        raise UserError(f"a text of stop has at most {MOST_STOP_CHARACTERS} characters")
-    return tuple(stops)
 
 
 def read_chat(body: Mapping[str, Any]) -> TurnRequest:

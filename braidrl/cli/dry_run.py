@@ -146,16 +146,12 @@ def show(
             console.print(f"waits in host memory while other roles need the room: {names}", soft_wrap=True)
     here = [f"here the run would end: {line}" for line in lacking(config)]
     here = [*vocabulary_lines(prepared), *here]
-    for line in [*device_lines(device_table(prepared)), *chosen, *without_effect(config), *batch_lines(config), *here]:
-        console.print(line, soft_wrap=True)
-
-
-def batch_lines(config: Config) -> list[str]:
-    """Return the sizes of a step and of a micro-batch."""
     trainer, longest_row, tokens = config.trainer, config.max_sequence_tokens, usual_max_tokens(config)
     rows = trainer.prompts_per_step * config.rollout.samples_per_prompt
-    return [
+    batch = [
         f"a step: {trainer.prompts_per_step:,} prompts x {config.rollout.samples_per_prompt} samples = {rows:,} rows, "
         f"{-(-rows // (trainer.rows_per_update or rows)) * trainer.epochs} updates",
         f"a micro-batch: at most {tokens:,} tokens per device, {tokens // longest_row} rows of the longest ({longest_row:,} tokens)",
     ]
+    for line in [*device_lines(device_table(prepared)), *chosen, *without_effect(config), *batch, *here]:
+        console.print(line, soft_wrap=True)

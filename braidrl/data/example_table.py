@@ -157,7 +157,8 @@ def table_rows(
     title: str,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Yield the rows of a table, and fill in the facts about them. Raises UserError with the location of an invalid example."""
-    for batch in with_progress(batched(examples, BATCH), title):
+    source = iter(examples)
+    for batch in with_progress(iter(lambda: list(islice(source, BATCH)), []), title):
         facts.read += len(batch)
         texts = []
         for example in batch:
@@ -191,13 +192,6 @@ def located(path: Path, example: Example) -> Iterator[None]:
         yield
     except UserError as error:
         raise UserError(f"{place(path, example.line)}: {error}") from None
-
-
-def batched(items: Iterable[Example], size: int) -> Iterator[list[Example]]:
-    """Yield lists of `size` items."""
-    source = iter(items)
-    while batch := list(islice(source, size)):
-        yield batch
 
 
 def with_progress(

@@ -157,21 +157,18 @@ class PromptTemplate:
                 (ids,) = self.encode_responses([response])
                 found.append(Given(ids, [True] * len(ids)))
             else:
-                found.append(self._conversation(example, response))
+                given, end = Given([], []), self.end_id
+                turns = self._turns(example, response) if self.is_chat else plain_turns(response)
+                for number, (said, between) in enumerate(turns):
+                    turn, after = self._encode([said, between], add_special_tokens=False)
+                    # If the template closes turns with a special token, that token is in the text between turns.
+                    closes = bool(after) and after[0] == end
+                    ended = [*turn, end] if closes or number == len(turns) - 1 else turn
+                    rest = [] if number == len(turns) - 1 else after[closes:]
+                    given.ids.extend([*ended, *rest])
+                    given.trained.extend([True] * len(ended) + [False] * len(rest))
+                found.append(given)
         return found
-
-    def _conversation(self, example: Example, response: list[ChatMessage]) -> Given:
-        given, end = Given([], []), self.end_id
-        turns = self._turns(example, response) if self.is_chat else plain_turns(response)
-        for number, (said, between) in enumerate(turns):
-            turn, after = self._encode([said, between], add_special_tokens=False)
-            # If the template closes turns with a special token, that token is in the text between turns.
-            closes = bool(after) and after[0] == end
-            ended = [*turn, end] if closes or number == len(turns) - 1 else turn
-            rest = [] if number == len(turns) - 1 else after[closes:]
-            given.ids.extend([*ended, *rest])
-            given.trained.extend([True] * len(ended) + [False] * len(rest))
-        return given
 
     def _turns(self, example: Example, response: list[ChatMessage]) -> list[tuple[str, str]]:
         """Return each assistant's turn of a conversation as rendered, and the text between it and the next one."""
