@@ -82,15 +82,9 @@ def gae(
     needs=Needs({"gamma": (0, 1), "lam_critic": (0, 1), "lam_actor": (0, 1), "alpha": (1e-6, 1e6)}),
 )
 def decoupled_gae(
-    values: Ragged,
-    reward: Tensor,
-    token_rewards: Ragged | None = None,
-    *,
-    gamma: float = 1.0,
-    lam_critic: float = 1.0,
-    lam_actor: float | None = None,
-    alpha: float = 0.05,
-) -> tuple[Ragged, Ragged]:
+    values: Ragged, reward: Tensor, token_rewards: Ragged | None = None, *, gamma: float = 1.0, lam_critic: float = 1.0,
+    lam_actor: float | None = None, alpha: float = 0.05,
+) -> tuple[Ragged, Ragged]:  # fmt: skip
     """Return `gae` with one λ for the advantages and another for the critic's returns.
 
     VC-PPO, arXiv 2503.01491, with a given `lam_actor`; VAPO, arXiv 2504.05118, without one.
@@ -167,29 +161,18 @@ def returns_to_go(reward: Tensor, action_tokens: Tensor, token_rewards: Ragged |
 
 
 def return_sums(
-    reward: Tensor,
-    action_tokens: Tensor,
-    token_rewards: Ragged | None = None,
-    statistics_mask: Tensor | None = None,
-    *,
-    gamma: float = 1.0,
-    epsilon: float = 1e-8,
-) -> BatchSums:
+    reward: Tensor, action_tokens: Tensor, token_rewards: Ragged | None = None, statistics_mask: Tensor | None = None,
+    *, gamma: float = 1.0, epsilon: float = 1e-8,
+) -> BatchSums:  # fmt: skip
     """Return the moments of the batch's returns-to-go."""
     return moments(returns_to_go(reward, action_tokens, token_rewards, gamma), statistics_mask)
 
 
 @advantages.register(writes=["advantages"], scope="batch", sums=return_sums, needs=DISCOUNT)
 def reinforce_plus_plus(
-    reward: Tensor,
-    action_tokens: Tensor,
-    token_rewards: Ragged | None = None,
-    statistics_mask: Tensor | None = None,
-    *,
-    gamma: float = 1.0,
-    epsilon: float = 1e-8,
-    totals: BatchSums,
-) -> Ragged:
+    reward: Tensor, action_tokens: Tensor, token_rewards: Ragged | None = None, statistics_mask: Tensor | None = None,
+    *, gamma: float = 1.0, epsilon: float = 1e-8, totals: BatchSums,
+) -> Ragged:  # fmt: skip
     """Return returns-to-go per action token, whitened over the batch. REINFORCE++, arXiv 2501.03262.
 
     Args:
@@ -209,13 +192,9 @@ def baseline_sums(
 
 @advantages.register(writes=["advantages"], scope="batch", sums=baseline_sums)
 def reinforce_plus_plus_baseline(
-    advantage: Tensor,
-    action_tokens: Tensor,
-    statistics_mask: Tensor | None = None,
-    *,
-    epsilon: float = 1e-8,
+    advantage: Tensor, action_tokens: Tensor, statistics_mask: Tensor | None = None, *, epsilon: float = 1e-8,
     totals: BatchSums,
-) -> Ragged:
+) -> Ragged:  # fmt: skip
     """Return `advantage` whitened over the batch's action tokens. `group_centered` comes before and writes R − R̄.
 
     REINFORCE++, the variant with a baseline, arXiv 2501.03262.
@@ -257,14 +236,9 @@ def next_multiplier(
     needs=Needs({"multiplier": (0, float("inf")), "learning_rate": (0, 1e6)}),
 )
 def safe_rlhf(
-    advantages: Ragged,
-    cost_advantages: Ragged,
-    cost: Tensor,
-    *,
-    threshold: float = 0.0,
-    learning_rate: float = 0.1,
+    advantages: Ragged, cost_advantages: Ragged, cost: Tensor, *, threshold: float = 0.0, learning_rate: float = 0.1,
     state: dict[str, float],
-) -> Ragged:
+) -> Ragged:  # fmt: skip
     """Return (A_reward − λ·A_cost)/(1 + λ) per action token. Safe-RLHF, arXiv 2310.12773.
 
     After each iteration λ rises by learning_rate·(mean of `cost` − threshold), kept ≥ 0.

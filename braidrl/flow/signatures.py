@@ -43,15 +43,9 @@ COMPUTED_IN_TRAINING = ("log_probs", "entropy", "values", "scores", "offsets", "
 
 
 def generate(
-    role: str,
-    into: str | None = None,
-    greedy: bool = False,
-    temperature: float | None = None,
-    top_p: float | None = None,
-    top_k: int | None = None,
-    purpose: str = "train",
-    environment: str | None = None,
-) -> Signature:
+    role: str, into: str | None = None, greedy: bool = False, temperature: float | None = None,
+    top_p: float | None = None, top_k: int | None = None, purpose: str = "train", environment: str | None = None,
+) -> Signature:  # fmt: skip
     """Return the signature of `Role.generate`; with an environment, the score and the reward come from it."""
     if into is not None and not into.isidentifier():
         raise UserError(f"{role}.generate: into must be a plain name, as in `into: greedy`, got {into!r}")
@@ -60,12 +54,9 @@ def generate(
 
 
 def verify(
-    role: str,
-    correct_score: float | None = None,
-    wrong_score: float | None = None,
-    weight: float = 1.0,
+    role: str, correct_score: float | None = None, wrong_score: float | None = None, weight: float = 1.0,
     of: str | None = None,
-) -> Signature:
+) -> Signature:  # fmt: skip
     """Return the signature of `Role.verify`: `correct`, and scores that are added to `score` and `reward`."""
     reads = ("prompt", "metadata", *in_namespace(of, ("tokens", "action_mask")))
     writes = in_namespace(of, ("score", "correct", "reward"))
@@ -100,18 +91,11 @@ def values(role: str) -> Signature:
 
 
 def update(
-    role: str,
-    loss: Mapping[str, Any] | None = None,
-    aggregate: str | Mapping[str, Any] = "token-mean",
-    old: str | None = None,
-    kl: Mapping[str, Any] | None = None,
-    entropy_coef: float = 0.0,
-    correction: Mapping[str, Any] | None = None,
-    source: str | None = None,
-    decay: float = 0.0,
-    ptx_coef: float = 0.0,
+    role: str, loss: Mapping[str, Any] | None = None, aggregate: str | Mapping[str, Any] = "token-mean",
+    old: str | None = None, kl: Mapping[str, Any] | None = None, entropy_coef: float = 0.0,
+    correction: Mapping[str, Any] | None = None, source: str | None = None, decay: float = 0.0, ptx_coef: float = 0.0,
     positive_coef: float = 0.0,
-) -> Signature:
+) -> Signature:  # fmt: skip
     """Return the signature of `Role.update`: one pass over the batch in `rows_per_update` steps, or a copy of weights."""
     if source is not None:
         if loss is not None:
@@ -202,13 +186,10 @@ def compute_signature(type: str, entry: Entry, params: Mapping[str, Any]) -> Sig
         raise UserError(f"{type}: {error}") from None
     selects = registry.selections.entries.get(entry.name) is entry
     return Signature(
-        Kind.SELECT if selects else Kind.COMPUTE,
-        reads=tuple(entry.column(p) for p in entry.reads),
-        writes=entry.writes,
-        optional=tuple(entry.column(p) for p in entry.optional),
-        scope=Scope(entry.scope),
+        Kind.SELECT if selects else Kind.COMPUTE, reads=tuple(entry.column(p) for p in entry.reads),
+        writes=entry.writes, optional=tuple(entry.column(p) for p in entry.optional), scope=Scope(entry.scope),
         state=state,
-    )
+    )  # fmt: skip
 
 
 def role_signature(type: str, role: str, params: Mapping[str, Any]) -> Signature:

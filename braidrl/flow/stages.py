@@ -23,14 +23,9 @@ from braidrl.flow.stage import ALWAYS, Stage, When, default_name
 
 
 def make_stage(
-    type: str,
-    role: str | None = None,
-    params: Mapping[str, Any] | None = None,
-    *,
-    id: str | None = None,
-    when: When = ALWAYS,
-    after: Sequence[str] = (),
-) -> Stage:
+    type: str, role: str | None = None, params: Mapping[str, Any] | None = None, *, id: str | None = None,
+    when: When = ALWAYS, after: Sequence[str] = (),
+) -> Stage:  # fmt: skip
     """Return a stage. Raises UserError for an unknown type, role or parameter.
 
     Args:

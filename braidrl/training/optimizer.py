@@ -99,13 +99,9 @@ class MasterOptimizer:
     """The optimizer of one model; float32 and float64 weights are their own masters."""
 
     def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        config: TrainerConfig,
-        peak: float,
-        ranks: DataParallel | None = None,
+        self, parameters: Sequence[nn.Parameter], config: TrainerConfig, peak: float, ranks: DataParallel | None = None,
         numbers: Sequence[int] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Create the optimizer; `numbers` are the parameters' indices in the full model, for a rank that holds only some."""
         self.ranks = ranks or DataParallel()
         self.numbers = numbers or range(len(parameters))

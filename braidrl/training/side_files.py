@@ -17,14 +17,8 @@ from braidrl.errors import first_line
 
 GENERATION = "generation_config.json"
 TOKENIZER_FILES = (
-    "tokenizer*",
-    "*.jinja",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "*.model",
-)
+    "tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model",
+)  # fmt: skip
 
 
 def save_weights(model: Any, folder: Path, weights: Mapping[str, Tensor]) -> None:

@@ -66,13 +66,9 @@ class ResidencyPlan:
 
 
 def residency_plan(
-    flow: Flow,
-    sizes: Mapping[Asset, int],
-    budget: int | None,
-    shared: frozenset[str] = frozenset(),
-    copied: frozenset[str] = frozenset(),
-    asleep: Mapping[Asset, int] | None = None,
-) -> ResidencyPlan:
+    flow: Flow, sizes: Mapping[Asset, int], budget: int | None, shared: frozenset[str] = frozenset(),
+    copied: frozenset[str] = frozenset(), asleep: Mapping[Asset, int] | None = None,
+) -> ResidencyPlan:  # fmt: skip
     """Return the plan of one process.
 
     Args:
