@@ -50,6 +50,7 @@ LIBRARIES = {name: f"braidrl.agents.libraries.{name}" for name in ("gem", "mcp",
 """The module of each scheme."""
 MakeEnvironment = Callable[[], Environment | Awaitable[Environment]]
 AGENT, VERIFIERS = "agent:", "verifiers:"
+VERIFIERS_LIBRARY = "braidrl.agents.libraries.verifiers_library"
 
 
 class FunctionEnvironment:
@@ -104,12 +105,8 @@ def is_agent(name: str) -> bool:
 def agent_of(name: str, settings: Mapping[str, Any]) -> Callable[..., Any]:
     """Return an agent, a function of the endpoint's address and the example. Raises UserError if there is none of this name."""
     if name.startswith(VERIFIERS):
-        return verifiers_library().agent(name.removeprefix(VERIFIERS), settings)
+        return importlib.import_module(VERIFIERS_LIBRARY).agent(name.removeprefix(VERIFIERS), settings)
     return partial(import_function(name.removeprefix(AGENT)), **settings)
-
-
-def verifiers_library() -> Any:
-    return importlib.import_module("braidrl.agents.libraries.verifiers_library")
 
 
 def check_environment(name: str, settings: Mapping[str, Any], python: Path | None = None) -> None:
@@ -119,7 +116,7 @@ def check_environment(name: str, settings: Mapping[str, Any], python: Path | Non
     if python is not None:
         return
     if name.startswith(VERIFIERS):
-        verifiers_library().check_verifiers(name.removeprefix(VERIFIERS))
+        importlib.import_module(VERIFIERS_LIBRARY).check_verifiers(name.removeprefix(VERIFIERS))
     elif name.startswith(AGENT):
         agent_of(name, settings)
     else:
