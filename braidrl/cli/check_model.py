@@ -4,7 +4,7 @@ ok      packed rows equal rows alone: log-probs       4.8e-07   (bound 2.0e-04)
 REFUSED pipeline ranks equal one                  its layers take the ids of the tokens
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def check(model: str, layouts: bool, say: Callable[[str], None]) -> bool:
     if Path(model).is_dir() and any(Path(model).glob("*.safetensors")):
         check_model(model)
         say(f"ok      {'the headers of its weight files':{WIDTH}}")
-    return may_train(findings)
+    return all(finding.holds or finding.name in OPTIONAL for finding in findings)
 
 
 def config_of(model: str) -> Any:
@@ -73,11 +73,6 @@ def config_of(model: str) -> Any:
         raise UserError(
             f"braid check {model}: no folder, config.json or model that this machine has kept: {first_line(error)}"
         ) from error
-
-
-def may_train(findings: Iterable[Finding]) -> bool:
-    """Return True if every property that training needs holds."""
-    return all(finding.holds or finding.name in OPTIONAL for finding in findings)
 
 
 def described(plan: ForwardPlan) -> str:
