@@ -9,19 +9,9 @@ from typing import Any
 from braidrl.algorithms.registry import suggest
 
 __all__ = [
-    "BadUpdate",
-    "FailedStep",
-    "LostPeers",
-    "LostProcess",
-    "Problems",
-    "UserError",
-    "WorkerError",
-    "first_line",
-    "limit_reached",
-    "no_room",
-    "shown",
-    "suggest",
-]
+    "BadUpdate", "FailedStep", "LostPeers", "LostProcess", "Problems", "UserError", "WorkerError", "first_line",
+    "limit_reached", "no_room", "shown", "suggest",
+]  # fmt: skip
 SHOWN = 200
 """Maximum number of characters of a value in a message."""
 

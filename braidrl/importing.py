@@ -98,8 +98,7 @@ def version_of(package: str) -> str:
 
 def import_function(name: str) -> Callable[..., Any]:
     """Import the function or class `module:name` or `file.py:name`. Raises UserError if there is none."""
-    function: Callable[..., Any] = import_object(name, Callable)
-    return function
+    return import_object(name, Callable)
 
 
 def import_object(name: str, type: Any) -> Any:

@@ -1,15 +1,17 @@
 """Parsing of untrusted JSON and YAML with limits of size and depth. Exceeding a limit is an error of one line, like bad syntax.
 
 bytes ──at most so many──▶ text ──at most MOST_LEVELS deep, finite numbers, whole characters──▶ plain values
+
+YAML and text files are always UTF-8, and a key may occur only once.
 """
 
 import codecs
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import yaml
 
@@ -138,14 +140,6 @@ class NotUtf8(ValueError):
     """Bytes that are not UTF-8."""
 
 
-class Frame:
-    """An open list or mapping, with the number of its values after alias expansion."""
-
-    def __init__(self, event: Any) -> None:
-        self.anchor: str | None = event.anchor
-        self.count = 1
-
-
 def check_events(text: str) -> None:
     """Raise ValueError for a YAML text that is too long, too deep, or too long after alias expansion.
 
@@ -155,18 +149,19 @@ def check_events(text: str) -> None:
         raise ValueError(f"it has {len(text)} characters, and at most {YAML_BYTES} are read")
     check_characters(text)
     known: dict[str, int] = {}
-    frames = [Frame(NoEvent(None))]
+    # For each open list or mapping: its anchor, and the number of its values after alias expansion.
+    anchors, counts = list[str | None]([None]), [1]
     for event in yaml.parse(text, Loader=LOADER):
         if isinstance(event, yaml.CollectionStartEvent):
-            frames.append(Frame(event))
-            if len(frames) > MOST_LEVELS + 1:
+            anchors.append(event.anchor)
+            counts.append(1)
+            if len(counts) > MOST_LEVELS + 1:
                 raise too_deep()
             continue
         if isinstance(event, yaml.CollectionEndEvent):
-            closed = frames.pop()
-            anchor, count = closed.anchor, closed.count
+            anchor, count = anchors.pop(), counts.pop()
         elif isinstance(event, yaml.AliasEvent):
-            if any(frame.anchor == event.anchor for frame in frames):
+            if event.anchor in anchors:
                 raise ValueError(f"the alias *{event.anchor} contains itself")
             anchor, count = None, known.get(str(event.anchor), 1)
         elif isinstance(event, yaml.ScalarEvent):
@@ -175,15 +170,9 @@ def check_events(text: str) -> None:
             continue
         if anchor is not None:
             known[anchor] = count
-        frames[-1].count += count
-        if frames[-1].count > YAML_VALUES:
+        counts[-1] += count
+        if counts[-1] > YAML_VALUES:
             raise ValueError(f"it has more than {YAML_VALUES} values, with its aliases written out")
-
-
-class NoEvent(NamedTuple):
-    """A placeholder for the event before the first."""
-
-    anchor: None
 
 
 def texts_and_numbers(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
@@ -198,3 +187,69 @@ def texts_and_numbers(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
             yield from texts_and_numbers(part, f"{place}.{number}")
     elif isinstance(value, str | int | float):
         yield place, value
+
+
+COLON_WITHOUT_SPACE = re.compile(r"([A-Za-z_][\w.-]*):(\S.*)")
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a UTF-8 file without its byte order mark. Raises UserError, with the line number, for other bytes."""
+    content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise UserError(f"{path}, line {line} is not UTF-8; save the file as UTF-8") from None
+
+
+def parse_yaml(text: str, place: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
+    """Return the value of a YAML text.
+
+    Args:
+        text: The text.
+        place: Its file or override, for messages.
+        loader: A loader class with special resolvers.
+
+    Raises:
+        UserError: The text is not YAML, has a duplicate key, or has a colon without a space after it in a key.
+    """
+    try:
+        check_events(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{place} is not YAML: {' '.join(str(error).split())}") from None
+    reader = type("Reader", (_EachKeyOnce, loader), {"place": place})(text)
+    try:
+        return reader.get_single_data()
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{place} is not YAML: {' '.join(str(error).split())}") from None
+    finally:
+        reader.dispose()
+
+
+def read_yaml(path: Path) -> Any:
+    """Return the value of a YAML file. Raises UserError as `read_text` and `parse_yaml`."""
+    return parse_yaml(read_text(path), str(path))
+
+
+class _EachKeyOnce(yaml.SafeLoader):
+    """A YAML loader that refuses mappings in which PyYAML would silently drop or misread a key."""
+
+    place = ""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        lines: dict[Any, int] = {}
+        for key, value in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                where = f"lines {lines[key.value]} and {line}" if line != lines[key.value] else f"line {line}"
+                raise UserError(f"{self.place}: the key {key.value!r} is there twice, in {where}; keep one of them")
+            lines[key.value] = line
+            joined = COLON_WITHOUT_SPACE.fullmatch(key.value) if key.style is None else None
+            if joined and isinstance(value, yaml.ScalarNode) and not value.value:
+                name, rest = joined.groups()
+                raise UserError(
+                    f"{self.place}: {key.value!r} is one word to YAML, which wants a space behind the colon; write {name}: {rest}"
+                )
+        return super().construct_mapping(node, deep)

@@ -18,7 +18,7 @@ from pydantic_core import PydanticUndefined
 from braidrl.config import Config
 from braidrl.flow.recipes import RECIPES
 from braidrl.flow.recipes.load import parameter_model
-from braidrl.flow.recipes.parameters import PolicyParameters
+from braidrl.flow.recipes.parts import PolicyParameters
 
 PAGE = Path(__file__).parent / "configuration.md"
 HEAD = """# Configuration

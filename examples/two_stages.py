@@ -7,7 +7,7 @@ from pathlib import Path
 from braidrl.config import load_config
 from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.run import train
-from braidrl.runtimes.saving.export import export_model
+from braidrl.runtimes.saving.checkpoints import export_model
 
 
 def imitate_then_learn(settings: Path, folder: Path) -> Path:

@@ -12,7 +12,7 @@ gc.disable()  # No garbage collection during the imports.
 for name in (
     "braidrl.runtimes.streaming.processes", "braidrl.runtimes.spmd.launch", "braidrl.runtimes.spmd.rank_backend",
     # These modules are imported on demand.
-    "braidrl.runtimes.run", "braidrl.flow.recipes.parameters", "braidrl.rewards.verifier", "datasets", "pyarrow.compute",
+    "braidrl.runtimes.run", "braidrl.flow.recipes.parts", "braidrl.rewards.verifier", "datasets", "pyarrow.compute",
     "peft", "torch.utils.tensorboard", *(f"braidrl.flow.recipes.{name}" for name in ("grpo", "dapo", "ppo")),
     *(f"transformers.models.{name}.modeling_{name}" for name in MODELS), *COMMAND,
 ):  # fmt: skip

@@ -22,9 +22,8 @@ from braidrl.cluster.process_groups import join_group
 from braidrl.cluster.world import Ranks
 from braidrl.engines.requests import Response
 from braidrl.observe.metrics import Sums
-from braidrl.training.compute import cuda_kernels as kernels
-from braidrl.training.compute.cuda_kernels import LayerKernels
-from braidrl.training.compute.cuda_layers import use_kernels
+from braidrl.training.compute import cuda_layers as kernels
+from braidrl.training.compute.cuda_layers import LayerKernels, use_kernels
 from braidrl.training.objective import Objective
 from braidrl.training.roles.copies import local_weight_parts
 from braidrl.weights.collective import Incoming, WeightOffer

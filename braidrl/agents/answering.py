@@ -7,56 +7,40 @@
 """
 
 import inspect
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
-from braidrl.agents.environments import Environment, agent_of, environments, is_agent
+from braidrl.agents.environments import agent_of, environments, is_agent
 from braidrl.agents.turns import Observation, outcome_of
 from braidrl.sandbox.answers import Answerer, Message
 
 
 def player(name: str, params: dict[str, Any]) -> Answerer:
     """Return the answerer for one trajectory of an environment or agent, which the first request imports."""
-    played: EnvironmentPlayer | AgentPlayer
+    loaded: Callable[..., Any]
+    environment: Any = None
 
     def answer(method: str, argument: Any) -> Message | Awaitable[Message]:
-        nonlocal played
+        nonlocal loaded
         if method == "load":
-            played = AgentPlayer(name, params) if is_agent(name) else EnvironmentPlayer(name, params)
+            loaded = agent_of(name, params) if is_agent(name) else environments(name, params)
             return {}
-        return played.answer(method, argument)
+        return played(method, argument)
 
-    return answer
-
-
-class EnvironmentPlayer:
-    """One trajectory's environment."""
-
-    def __init__(self, name: str, params: dict[str, Any]) -> None:
-        self.make = environments(name, params)
-        self.environment: Environment | None = None
-
-    async def answer(self, method: str, argument: Any) -> Message:
-        """Return the answer to a request. Raises what the environment raises."""
-        if method == "make":
-            found = self.make()
-            self.environment = made = await found if inspect.isawaitable(found) else found
-            return {"tools": list(getattr(made, "tools", ())), "closes": hasattr(made, "close")}
-        found = getattr(self.environment, method)(*(() if method == "close" else (argument,)))
+    async def played(method: str, argument: Any) -> Message:
+        """Call the agent, or a method of the environment. Raises what these raise."""
+        nonlocal environment
+        call = loaded if method in ("act", "make") else getattr(environment, method)
+        found = call(*(argument if method == "act" else () if method in ("make", "close") else (argument,)))
         found = await found if inspect.isawaitable(found) else found
+        if method == "make":
+            environment = found
+            return {"tools": list(getattr(found, "tools", ())), "closes": hasattr(found, "close")}
+        if method == "act":
+            return observed(outcome_of(found))
         return {"context": found} if method == "reset" else {} if method == "close" else observed(found)
 
-
-class AgentPlayer:
-    """One trajectory's agent."""
-
-    def __init__(self, name: str, params: dict[str, Any]) -> None:
-        self.agent = agent_of(name, params)
-
-    async def answer(self, method: str, argument: Any) -> Message:
-        """Return the agent's score. Raises what the agent raises."""
-        found = self.agent(*argument)
-        return observed(outcome_of(await found if inspect.isawaitable(found) else found))
+    return answer
 
 
 def observed(found: Any) -> Message:

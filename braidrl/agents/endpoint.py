@@ -17,15 +17,23 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from braidrl.agents.listening import BoundedConnections, check_listening, listening_socket
-from braidrl.agents.openai_api import CHAT, COMPLETIONS, MODEL, Protocol, TurnReply, TurnRequest, event, reply
-from braidrl.agents.responses_api import RESPONSES
+from braidrl.agents.openai_api import (
+    CHAT,
+    COMPLETIONS,
+    MODEL,
+    RESPONSES,
+    Protocol,
+    TurnReply,
+    TurnRequest,
+    event,
+    reply,
+)
 from braidrl.agents.trajectory import Trajectory
 from braidrl.agents.turns import TurnTemplate
 from braidrl.data.chat import ChatMessage
@@ -163,6 +171,11 @@ class Endpoint:
             application.router.add_post(f"/sessions/{{name}}/v1/{{path:{path}}}", self._handle)
         application.router.add_get("/sessions/{name}/v1/models", self._models)
         application.router.add_get("/sessions/{name}/v1/models/{model:.+}", self._models)
+
+        async def not_served(http: web.Request) -> web.Response:
+            served = f"only POST {', '.join(PROTOCOLS)} and GET models under a session's URL"
+            return failed(404, f"{http.method} {http.path} is not served here: {served}")
+
         application.router.add_route("*", "/{path:.*}", not_served)
         # A compressed body could have any size.
         self._runner = web.AppRunner(application, auto_decompress=False, lingering_time=LINGER_S)
@@ -251,7 +264,10 @@ class Endpoint:
     async def _answer(self, http: web.Request, session: EndpointSession, raw: bytes) -> web.StreamResponse:
         protocol = PROTOCOLS[http.match_info["path"]]
         try:
-            body = body_of(raw)
+            try:
+                body = parse_json(raw, finite=False)
+            except ValueError as error:
+                raise UserError(f"the body is not JSON: {error}") from error
             asked = protocol.read(body if isinstance(body, dict) else {})
             # A possible tool call is sent when it is complete.
             stream = TurnStream(self.template.text, asked.stops) if asked.stream and not asked.tools else None
@@ -356,7 +372,12 @@ async def streamed(
     """
     answer = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     try:
-        while not await ended_or_drawn(turn, stream.drawn):
+        while not turn.done():
+            coming = asyncio.ensure_future(stream.drawn.wait())
+            await asyncio.wait((turn, coming), timeout=WORD_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+            coming.cancel()
+            if turn.done():
+                break
             drawn = stream.drawn.is_set()
             if stream.add_piece():
                 await write(answer, http, protocol.delta(asked, stream.name, stream.pieces))
@@ -370,14 +391,6 @@ async def streamed(
     except ConnectionError:  # the client has gone; what was drawn for it belongs to its row
         await asyncio.wait((turn,))
     return answer
-
-
-async def ended_or_drawn(turn: "asyncio.Future[TurnReply]", drawn: asyncio.Event) -> bool:
-    """Wait until the turn is over, a token is drawn, or `WORD_EVERY_S` passed; return whether the turn is over."""
-    coming = asyncio.ensure_future(drawn.wait())
-    await asyncio.wait((turn, coming), timeout=WORD_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
-    coming.cancel()
-    return turn.done()
 
 
 async def write(answer: web.StreamResponse, http: web.Request, events: Iterable[str]) -> None:
@@ -402,14 +415,6 @@ def extended(earlier: list[ChatMessage], messages: list[ChatMessage]) -> list[Ch
 
 def session_name(uid: Uid) -> str:
     return ".".join(map(str, uid))
-
-
-def body_of(raw: bytes) -> Any:
-    """Parse a request's JSON. Raises UserError for invalid JSON."""
-    try:
-        return parse_json(raw, finite=False)
-    except ValueError as error:
-        raise UserError(f"the body is not JSON: {error}") from error
 
 
 def before_stop(text: str, stops: Sequence[str]) -> str:
@@ -458,14 +463,6 @@ def borders(text: str) -> list[int]:
         length += text[length] == character
         found.append(length)
     return found
-
-
-async def not_served(http: web.Request) -> web.Response:
-    """Answer a request for any other path."""
-    return failed(
-        404,
-        f"{http.method} {http.path} is not served here: only POST {', '.join(PROTOCOLS)} and GET models under a session's URL",
-    )
 
 
 def failed(status: int, message: str) -> web.Response:

@@ -50,6 +50,7 @@ LIBRARIES = {name: f"braidrl.agents.libraries.{name}" for name in ("gem", "mcp",
 """The module of each scheme."""
 MakeEnvironment = Callable[[], Environment | Awaitable[Environment]]
 AGENT, VERIFIERS = "agent:", "verifiers:"
+VERIFIERS_LIBRARY = "braidrl.agents.libraries.verifiers_library"
 
 
 class FunctionEnvironment:
@@ -71,8 +72,7 @@ class FunctionEnvironment:
 
     async def step(self, text: str) -> Observation:
         self._texts.append(text)
-        found: Observation = await called(self._function, list(self._texts), self._example, **self._settings)
-        return found
+        return await called(self._function, list(self._texts), self._example, **self._settings)
 
 
 def environments(name: str, settings: Mapping[str, Any]) -> MakeEnvironment:
@@ -87,21 +87,14 @@ def environments(name: str, settings: Mapping[str, Any]) -> MakeEnvironment:
     """
     scheme, _, rest = name.partition(":")
     if scheme in LIBRARIES:
-        made: MakeEnvironment = importlib.import_module(LIBRARIES[scheme]).environment(rest, settings)
-        return made
+        return importlib.import_module(LIBRARIES[scheme]).environment(rest, settings)
     found: Any = ENVIRONMENTS.find(name)
     if not isinstance(found, type):
         return partial(FunctionEnvironment, found, settings)
     lacking = [method for method in ("reset", "step") if not callable(getattr(found, method, None))]
     if lacking:
         raise UserError(f"{name} is no environment: it lacks {' and '.join(lacking)}")
-    kind: Any = found
-
-    def make() -> Environment:
-        environment: Environment = kind(**settings)
-        return environment
-
-    return make
+    return partial(found, **settings)
 
 
 def is_agent(name: str) -> bool:
@@ -112,13 +105,8 @@ def is_agent(name: str) -> bool:
 def agent_of(name: str, settings: Mapping[str, Any]) -> Callable[..., Any]:
     """Return an agent, a function of the endpoint's address and the example. Raises UserError if there is none of this name."""
     if name.startswith(VERIFIERS):
-        found: Callable[..., Any] = verifiers_library().agent(name.removeprefix(VERIFIERS), settings)
-        return found
+        return importlib.import_module(VERIFIERS_LIBRARY).agent(name.removeprefix(VERIFIERS), settings)
     return partial(import_function(name.removeprefix(AGENT)), **settings)
-
-
-def verifiers_library() -> Any:
-    return importlib.import_module("braidrl.agents.libraries.verifiers_library")
 
 
 def check_environment(name: str, settings: Mapping[str, Any], python: Path | None = None) -> None:
@@ -128,7 +116,7 @@ def check_environment(name: str, settings: Mapping[str, Any], python: Path | Non
     if python is not None:
         return
     if name.startswith(VERIFIERS):
-        verifiers_library().check_verifiers(name.removeprefix(VERIFIERS))
+        importlib.import_module(VERIFIERS_LIBRARY).check_verifiers(name.removeprefix(VERIFIERS))
     elif name.startswith(AGENT):
         agent_of(name, settings)
     else:

@@ -10,9 +10,8 @@ import asyncio
 import math
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -75,17 +74,25 @@ class Player(ABC):
         """Play one episode for each row, at most `at_once` at a time, and return them in the order of the rows."""
         prompts, metadata = rows["prompt"], rows["metadata"]
 
-        async def one(number: int, uid: Uid) -> Episode:
-            for _ in range(2):
-                episode = await self.one(uid, prompts[number].tolist(), metadata[number])
-                if not episode.killed:
-                    break
-            self.on_finished(episode)
-            return episode
+        free = asyncio.Semaphore(self.limits.at_once)
 
-        return await run_limited(
-            self.limits.at_once, [partial(one, number, uid) for number, uid in enumerate(rows.uids())]
-        )
+        async def one(number: int, uid: Uid) -> Episode:
+            async with free:
+                for _ in range(2):
+                    episode = await self.one(uid, prompts[number].tolist(), metadata[number])
+                    if not episode.killed:
+                        break
+                self.on_finished(episode)
+                return episode
+
+        tasks = [asyncio.ensure_future(one(number, uid)) for number, uid in enumerate(rows.uids())]
+        # The first exception cancels the other episodes.
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     @abstractmethod
     async def one(self, uid: Uid, prompt: list[int], metadata: dict[str, Any]) -> Episode:
@@ -133,9 +140,12 @@ class Episodes(Player):
         if context is None and not tools:
             trajectory.append(prompt, opens=True)
         else:
-            trajectory.append(
-                first_context(template, example["prompt"] if context is None else context, tools), opens=True
-            )
+            context = example["prompt"] if context is None else context
+            try:
+                check_context(context)
+            except TypeError as error:
+                raise EnvironmentFailed("TypeError", str(error)) from error
+            trajectory.append(tokenised(template.first, context, tools), opens=True)
         if len(trajectory.sequence) >= self.limits.max_sequence_tokens:
             raise UserError(
                 f"row {trajectory.uid}: a first context of {len(trajectory.sequence)} tokens leaves no room for a response "
@@ -188,15 +198,6 @@ class Episodes(Player):
         return await call_user(function, *arguments, timeout_s=self.limits.timeout_s)
 
 
-def first_context(template: TurnTemplate, context: Any, tools: Any) -> list[int]:
-    """Return the token ids of an environment's first context. Raises EnvironmentFailed for an invalid context."""
-    try:
-        check_context(context)
-    except TypeError as error:
-        raise EnvironmentFailed("TypeError", str(error)) from error
-    return tokenised(template.first, context, tools)
-
-
 def tokenised(template: Callable[..., list[int]], *said: Any) -> list[int]:
     """Tokenise an environment's text or messages. Raises EnvironmentFailed if the chat template refuses them."""
     try:
@@ -219,23 +220,6 @@ async def call_user(function: Callable[..., Any], *arguments: Any, timeout_s: fl
             name = getattr(function, "__name__", "the call")
             raise EnvironmentFailed("timeout", f"{name} took over {timeout_s:g} s") from None
         raise EnvironmentFailed(type(error).__name__, str(error)) from error
-
-
-async def run_limited(limit: int, starts: Sequence[Callable[[], Coroutine[Any, Any, Episode]]]) -> list[Episode]:
-    """Run coroutines, at most `limit` at a time. The first exception cancels the others and is raised."""
-    free = asyncio.Semaphore(limit)
-
-    async def one(start: Callable[[], Coroutine[Any, Any, Episode]]) -> Episode:
-        async with free:
-            return await start()
-
-    tasks = [asyncio.ensure_future(one(start)) for start in starts]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def fail(episode: Episode, failed: EnvironmentFailed) -> None:

@@ -82,11 +82,17 @@ class EnvironmentHost:
         prefix = AGENT if name.startswith(AGENT) else ""
         self.name = prefix + relative_to(Path.cwd(), name.removeprefix(prefix))
         self._talks: set[Talk] = set()
+        # The code is that of `module:name`, of `file.py:name`, or the first file in a server's command.
+        scheme, _, command = self.name.partition(":")
+        words = (
+            [Path(word).resolve() for word in shlex.split(command) if Path(word).is_file()] if scheme == "mcp" else []
+        )
+        file = source_of(self.name.removeprefix(prefix)) if scheme != "mcp" else next(iter(words), None)
         answers = 1 if self.agent else settings.max_turns + len(("make", "reset", "close"))
         self.host = CodeHost(
             "environment", "braidrl.agents.answering:player", {"name": self.name, "params": settings.params}, "rollout.environment",
             settings, settings.variables, settings.python, settings.timeout_s, answers, ANSWER_BYTES,
-            file=code_of(self.name.removeprefix(prefix)), agent=self.agent,
+            file=file, agent=self.agent,
         )  # fmt: skip
         self._load()
 
@@ -135,14 +141,6 @@ class EnvironmentHost:
         for talk in list(self._talks):
             talk.close()
         self.host.close()
-
-
-def code_of(name: str) -> Path | None:
-    """Return the code file of an environment or agent: from `module:name`, `file.py:name`, or the first file in a command."""
-    scheme, _, rest = name.partition(":")
-    if scheme == "mcp":
-        return next((Path(word).resolve() for word in shlex.split(rest) if Path(word).is_file()), None)
-    return source_of(name)
 
 
 class EnvironmentHosts:

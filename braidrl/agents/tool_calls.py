@@ -9,12 +9,12 @@ A malformed call stays malformed in the conversion: `parse_tool_calls` describes
 import ast
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Tools = Sequence[Mapping[str, Any]]
-"""JSON schemas of functions, as chat templates take them."""
+from braidrl.data.chat import Tools
+
 CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|$)", re.DOTALL)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Sequence
 from typing import Any
 
 from braidrl.agents.tool_calls import ToolCall, call_id, parse_tool_calls
-from braidrl.agents.turns import ChatMessage, Context, Observation
+from braidrl.agents.turns import Context, Observation
 
 
 class ToolTurns(ABC):
@@ -33,7 +33,13 @@ class ToolTurns(ABC):
             answer = self.answered(text)
             return await answer if inspect.isawaitable(answer) else answer
         results = await asyncio.gather(*(self.result(call) for call in calls))
-        return Observation([message_of(*each) for each in enumerate(zip(calls, results, strict=True))])
+        # Some chat templates need the name and an id, Mistral's one of nine characters.
+        return Observation(
+            [
+                {"role": "tool", "name": call.name, "tool_call_id": call_id(number), "content": result}
+                for number, (call, result) in enumerate(zip(calls, results, strict=True))
+            ]
+        )
 
     @abstractmethod
     def answered(self, text: str) -> Observation | Awaitable[Observation]:
@@ -55,9 +61,3 @@ class ToolTurns(ABC):
         except Exception as error:
             return f"error: {type(error).__name__}: {error}"
         return found if isinstance(found, str) else json.dumps(found)
-
-
-def message_of(number: int, answered: tuple[ToolCall, str]) -> ChatMessage:
-    """Return a call's result as a message. Some chat templates need the name and an id, Mistral's one of nine characters."""
-    call, result = answered
-    return {"role": "tool", "name": call.name, "tool_call_id": call_id(number), "content": result}

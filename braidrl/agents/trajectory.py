@@ -86,9 +86,13 @@ class Trajectory:
 def trajectory_columns(trajectories: Sequence[Trajectory], reasons: Sequence[FinishReason]) -> dict[str, Column]:
     """Return the columns `prompt` to `version` of a generate stage, in the order of `trajectories`.
 
-    `prompt` holds the tokens before the first action of the first sequence.
+    `prompt` holds the tokens before the first action of the first sequence, and the whole sequence if it has no action.
     """
-    prompts = [first_context(trajectory) for trajectory in trajectories]
+    prompts = []
+    for trajectory in trajectories:
+        end = trajectory.sequence_lengths[0]
+        acted = trajectory.actions[:end]
+        prompts.append(trajectory.tokens[: acted.index(True) if True in acted else end])
     dtype = dtype_of([turn for t in trajectories for turn in t.log_probs])
     return {
         "prompt": Ragged.from_rows(prompts, torch.int64),
@@ -145,13 +149,6 @@ def _columns(
         "finish_reason": torch.tensor([int(reason) for reason in reasons], dtype=torch.int64),
         "version": torch.tensor([int(each.min()) if len(each) else 0 for each in versions], dtype=torch.int64),
     }
-
-
-def first_context(trajectory: Trajectory) -> list[int]:
-    """Return the tokens before the first action; the whole first sequence if there is none."""
-    end = trajectory.sequence_lengths[0]
-    acted = trajectory.actions[:end]
-    return trajectory.tokens[: acted.index(True) if True in acted else end]
 
 
 def dtype_of(log_probs: Sequence[Tensor]) -> torch.dtype:

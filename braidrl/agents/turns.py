@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from braidrl.agents.tool_calls import FORMATS, Tools, call_text, calls_of_hermes, format_of
-from braidrl.data.chat import ChatMessage, normal_message
+from braidrl.agents.tool_calls import FORMATS, call_text, calls_of_hermes, format_of
+from braidrl.data.chat import ChatMessage, Tools, normal_message
 from braidrl.data.endings import MARK
 from braidrl.errors import UserError
 
@@ -80,8 +80,7 @@ class TurnTemplate:
 
     def _decoded(self, tokens: Sequence[int], special: bool) -> str:
         decode = self.template.tokenizer.decode
-        text: str = decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
-        return text
+        return decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
 
     def _calls(self, tokens: Sequence[int], tools: Tools) -> tuple[str, str] | None:
         """Return the text before a turn's calls, and the calls; None if there are none."""
@@ -92,7 +91,15 @@ class TurnTemplate:
         if self.tool_format is not None:
             return FORMATS[self.tool_format].rewritten(text, tools)
         if getattr(tokenizer, "response_template", None) is not None:
-            return parsed_by_tokenizer(tokenizer, text, self.template.render("-", tools), tools)
+            prompt = self.template.render("-", tools)
+            try:
+                message = tokenizer.parse_response(text, prefix=prompt, tools=list(tools))
+            except Exception as error:  # of whatever kind: the model has written what its own format does not allow
+                return "", f"<tool_call>{type(error).__name__}: {error}</tool_call>"
+            found = [call["function"] for call in message.get("tool_calls") or []]
+            calls = [call_text(str(each["name"]), json.dumps(each["arguments"])) for each in found]
+            said = message.get("content") or ""
+            return (said, "".join(f"<tool_call>{call}</tool_call>" for call in calls)) if calls else None
         return format_of(tokenizer.chat_template if self.template.is_chat else None).rewritten(text, tools)
 
     def _alone(self, text: str) -> list[int]:
@@ -103,18 +110,6 @@ class TurnTemplate:
 def normal(context: Any) -> Any:
     """Return a context in the format of chat templates. Raises UserError for malformed tool calls."""
     return context if isinstance(context, str) else [normal_message(message) for message in context]
-
-
-def parsed_by_tokenizer(tokenizer: Any, text: str, prompt: str, tools: Tools) -> tuple[str, str] | None:
-    """Return the text before a turn's calls, and the calls, by the tokenizer's response schema (transformers)."""
-    try:
-        message = tokenizer.parse_response(text, prefix=prompt, tools=list(tools))
-    except Exception as error:  # of whatever kind: the model has written what its own format does not allow
-        return "", f"<tool_call>{type(error).__name__}: {error}</tool_call>"
-    found = [call["function"] for call in message.get("tool_calls") or []]
-    calls = [call_text(str(each["name"]), json.dumps(each["arguments"])) for each in found]
-    said = message.get("content") or ""
-    return (said, "".join(f"<tool_call>{call}</tool_call>" for call in calls)) if calls else None
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,68 @@
-"""Advantages with one number per row, from the scores of a prompt's samples. R̄ and s are a group's mean and deviation.
+"""Selection of groups, and advantages with one number per row, from the scores of a prompt's samples.
+
+R̄ and s are a group's mean and deviation. Rows are matched by group number, never by position:
+
+group   7 3 7 3 3      rows of unfinished or mixed batches may come in any order
+index   1 0 1 0 0      the same, counted from 0
 
 An earlier stage may write `statistics_mask` (B,): rows with 0 are excluded from their group's statistics and get the advantage 0.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from braidrl.algorithms.group_statistics import Groups
-from braidrl.algorithms.registry import Needs, advantages
+from braidrl.algorithms.registry import Needs, advantages, selections
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """The groups of some rows: `numbers` (K,) are the group numbers, ascending; `index` (B,) is each row's position among them."""
+
+    numbers: Tensor
+    index: Tensor
+
+    @staticmethod
+    def of(group: Tensor) -> "Groups":
+        """Return the groups of rows with the group numbers `group` (B,) int64."""
+        numbers, index = torch.unique(group, return_inverse=True)
+        return Groups(numbers, index)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def sums(self, per_row: Tensor) -> Tensor:
+        """Return the sum of `per_row` (B,) in each group, (K,)."""
+        return per_row.new_zeros(len(self)).index_add(0, self.index, per_row)
+
+    def sizes(self) -> Tensor:
+        """Return the number of rows in each group, (K,) int64."""
+        return self.sums(torch.ones_like(self.index))
+
+    def means(self, per_row: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Return the mean of `per_row` (B,) in each group, (K,), weighted by `weights` (B,); 0 where the weights add up to 0."""
+        weights = torch.ones_like(per_row) if weights is None else weights.to(per_row.dtype)
+        total = self.sums(weights)
+        return self.sums(per_row * weights) / total.masked_fill(total == 0, 1)
+
+    def varies(self, per_row: Tensor, counted: Tensor | None = None) -> Tensor:
+        """Return True for each group in which `per_row` (B,) has different values among the rows `counted`, (K,) bool.
+
+        The comparison is exact. The mean of equal numbers may differ from them by rounding, and a division by a tiny standard
+        deviation would amplify that difference.
+        """
+        high = per_row if counted is None else per_row.masked_fill(~counted, -torch.inf)
+        low = per_row if counted is None else per_row.masked_fill(~counted, torch.inf)
+        start = per_row.new_zeros(len(self))
+        highest = start.scatter_reduce(0, self.index, high, "amax", include_self=False)
+        lowest = start.scatter_reduce(0, self.index, low, "amin", include_self=False)
+        return highest > lowest
+
+    def spread(self, per_group: Tensor) -> Tensor:
+        """Repeat one number per group (K,) at each of its rows, (B,)."""
+        return per_group[self.index]
+
 
 # A single sample has no group to be compared with.
 PAIR = Needs(group_size=2)
@@ -135,3 +190,22 @@ def subset_share(part: Tensor, whole: Tensor, size: int) -> Tensor:
 def floating(like: Tensor) -> torch.dtype:
     """Return the dtype of an advantage computed from `like`: float32 for integers."""
     return like.dtype if like.is_floating_point() else torch.float32
+
+
+@selections.register(scope="group", needs=Needs(group_size=2))
+def informative_groups(correct: Tensor, group: Tensor) -> dict[int, str]:
+    """Drop groups whose samples are all right or all wrong: they keep 0 < #correct < G.
+
+    Dynamic sampling, DAPO, arXiv 2503.14476, equation 11. `correct` (B,) is 1 for a right sample and 0 for a wrong one.
+    """
+    groups = Groups.of(group)
+    right = groups.sums((correct > 0).long())
+    dropped = dict.fromkeys(groups.numbers[right == 0].tolist(), "all wrong")
+    return dropped | dict.fromkeys(groups.numbers[right == groups.sizes()].tolist(), "all correct")
+
+
+@selections.register(scope="group", needs=Needs(group_size=2))
+def informative_rewards(reward: Tensor, group: Tensor) -> dict[int, str]:
+    """Drop groups whose rewards (B,) are all equal, for graded rewards without right and wrong."""
+    groups = Groups.of(group)
+    return dict.fromkeys(groups.numbers[~groups.varies(reward)].tolist(), "all rewards equal")

@@ -31,14 +31,9 @@ def truncated(
 
 @corrections.register(needs=BAND)
 def masked(
-    old_log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    offsets: Tensor,
-    *,
-    level: Level = "token",
-    low: float = 0.5,
+    old_log_probs: Tensor, rollout_log_probs: Tensor, offsets: Tensor, *, level: Level = "token", low: float = 0.5,
     high: float = 2.0,
-) -> tuple[Tensor, Metrics]:
+) -> tuple[Tensor, Metrics]:  # fmt: skip
     """Return ρ where low ≤ ρ ≤ high and 0 elsewhere, (N,): masked importance sampling, IcePop at level `token`.
 
     Args:
@@ -53,14 +48,9 @@ def masked(
 
 @corrections.register(needs=replace(BAND, choices={"level": LEVELS[1:]}))
 def sequence_rejection(
-    old_log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    offsets: Tensor,
-    *,
-    level: Level = "geometric",
-    low: float = 0.5,
+    old_log_probs: Tensor, rollout_log_probs: Tensor, offsets: Tensor, *, level: Level = "geometric", low: float = 0.5,
     high: float = 2.0,
-) -> tuple[Tensor, Metrics]:
+) -> tuple[Tensor, Metrics]:  # fmt: skip
     """Return 1 where low ≤ ρ ≤ high and 0 elsewhere, (N,): rows on which engine and trainer disagree are rejected, others stay unweighted.
 
     Args:

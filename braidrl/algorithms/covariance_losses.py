@@ -22,14 +22,9 @@ SMALLEST, LARGEST, BINS = 1e-6, 1e4, 8192
 
 @losses.register(needs=CLIP)
 def clip_cov(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    high_covariance: Tensor,
-    *,
-    low: float = 0.2,
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, high_covariance: Tensor, *, low: float = 0.2,
     high: float = 0.2,
-) -> tuple[Tensor, Metrics]:
+) -> tuple[Tensor, Metrics]:  # fmt: skip
     """Return the clipped surrogate, with no gradient from tokens of high covariance (1 in `high_covariance`, (N,)).
 
     Clip-Cov, arXiv 2505.22617.
@@ -46,14 +41,9 @@ def clip_cov(
 
 @losses.register(needs=Needs({"coef": (0, 1e6)}, {"estimator": divergences}))
 def kl_cov(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    high_covariance: Tensor,
-    *,
-    coef: float = 1.0,
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, high_covariance: Tensor, *, coef: float = 1.0,
     estimator: str = "abs",
-) -> tuple[Tensor, Metrics]:
+) -> tuple[Tensor, Metrics]:  # fmt: skip
     """Return −r·A, plus coef·KL(π_old, π) on tokens of high covariance (1 in `high_covariance`, (N,)).
 
     KL-Cov, arXiv 2505.22617.
@@ -92,13 +82,9 @@ def covariance_sums(
 
 @shapes.register(writes=["covariance"], scope="batch", sums=covariance_sums)
 def covariance(
-    rollout_log_probs: Ragged,
-    old_log_probs: Ragged | None = None,
-    advantage: Tensor | None = None,
-    advantages: Ragged | None = None,
-    *,
-    totals: dict[str, Tensor],
-) -> Ragged:
+    rollout_log_probs: Ragged, old_log_probs: Ragged | None = None, advantage: Tensor | None = None,
+    advantages: Ragged | None = None, *, totals: dict[str, Tensor],
+) -> Ragged:  # fmt: skip
     """Return (log π_old − its mean)·(A − its mean) per action token, the means over the batch's action tokens.
 
     arXiv 2505.22617, at the policy that starts the update.
@@ -141,13 +127,9 @@ def in_bounds(values: Tensor, low: float | None, high: float | None) -> Tensor:
     writes=["high_covariance"], scope="batch", sums=covariance_histogram, needs=Needs({"fraction": (0, 1)})
 )
 def highest_covariance(
-    covariance: Ragged,
-    *,
-    fraction: float,
-    low: float | None = None,
-    high: float | None = None,
+    covariance: Ragged, *, fraction: float, low: float | None = None, high: float | None = None,
     totals: dict[str, Tensor],
-) -> Ragged:
+) -> Ragged:  # fmt: skip
     """Return 1 for the `fraction` of the batch's action tokens with the highest covariance, 0 for others.
 
     arXiv 2505.22617: 2e-4 within (1, 5) for Clip-Cov, 2e-4 to 2e-3 without bounds for KL-Cov. Clip-Cov in the paper draws tokens at

@@ -93,5 +93,4 @@ def estimate(name: str, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     Raises:
         KeyError: No estimator has the name.
     """
-    value: Tensor = divergences[name].function(log_probs, ref_log_probs)
-    return value
+    return divergences[name].function(log_probs, ref_log_probs)

@@ -5,13 +5,10 @@ from braidrl.algorithms import (  # noqa: F401
     aggregation,
     corrections,
     covariance_losses,
-    gae,
     kl,
     policy_losses,
     responses,
     row_losses,
-    selection,
     shaping,
     token_advantages,
-    value_loss,
-)
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Policy losses, per action token and before aggregation. r = π/π_old.
+"""Losses of a policy and of a critic, per action token and before aggregation. r = π/π_old.
 
 A loss takes flat action tokens and returns `(loss, metrics)`: the loss of each token (N,) with its gradient, and detached metrics per
 token (N,). Metrics are averaged over tokens; a metric whose name ends in `_max` is reduced by its maximum.
@@ -18,14 +18,9 @@ CLIP = Needs({"low": (0, 1), "high": (0, 1e6), "dual": (1, 1e6)})
 
 @losses.register(needs=CLIP)
 def clip(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    *,
-    low: float = 0.2,
-    high: float = 0.2,
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, low: float = 0.2, high: float = 0.2,
     dual: float | None = None,
-) -> tuple[Tensor, Metrics]:
+) -> tuple[Tensor, Metrics]:  # fmt: skip
     """Return −min(r·A, clip(r, 1 − low, 1 + high)·A); with `dual` c, at most −c·A where A < 0.
 
     PPO, arXiv 1707.06347, equation 7; high > low is Clip-Higher, DAPO, arXiv 2503.14476, equation 10 (0.2 and 0.28); dual clip,
@@ -60,13 +55,10 @@ def clip_metrics(above: Tensor, below: Tensor, log_probs: Tensor, old_log_probs:
     """Return indicators of tokens clipped from above and below, the probability of those clipped from above, and KL(π_old, π)."""
     probability = log_probs.detach().exp() * above
     return {
-        "clip_fraction": (above | below).to(probability.dtype),
-        "clip_fraction_low": below.to(probability.dtype),
-        "clip_fraction_high": above.to(probability.dtype),
-        "clip_high_probability": probability,
-        "clip_high_probability_max": probability,
-        **kl_metrics(log_probs, old_log_probs),
-    }
+        "clip_fraction": (above | below).to(probability.dtype), "clip_fraction_low": below.to(probability.dtype),
+        "clip_fraction_high": above.to(probability.dtype), "clip_high_probability": probability,
+        "clip_high_probability_max": probability, **kl_metrics(log_probs, old_log_probs),
+    }  # fmt: skip
 
 
 def kl_metrics(log_probs: Tensor, old_log_probs: Tensor) -> Metrics:
@@ -96,13 +88,9 @@ def cispo(
 
 @losses.register(needs=Needs({"tau_positive": (1e-3, 1e3), "tau_negative": (1e-3, 1e3)}))
 def sapo(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    *,
-    tau_positive: float = 1.0,
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, tau_positive: float = 1.0,
     tau_negative: float = 1.05,
-) -> tuple[Tensor, Metrics]:
+) -> tuple[Tensor, Metrics]:  # fmt: skip
     """Return −(4/τ)·σ(τ(r − 1))·A: a smooth gate; τ depends on the sign of A. SAPO, arXiv 2511.20347.
 
     Args:
@@ -138,16 +126,9 @@ def dppo_tv(
     )
 )
 def decoupled(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    rollout_log_probs: Tensor,
-    advantages: Tensor,
-    *,
-    low: float = 0.2,
-    high: float = 0.2,
-    cap: float = 5.0,
-    over_cap: Literal["clamp", "mask"] = "clamp",
-) -> tuple[Tensor, Metrics]:
+    log_probs: Tensor, old_log_probs: Tensor, rollout_log_probs: Tensor, advantages: Tensor, *, low: float = 0.2,
+    high: float = 0.2, cap: float = 5.0, over_cap: Literal["clamp", "mask"] = "clamp",
+) -> tuple[Tensor, Metrics]:  # fmt: skip
     """Return −w·min(u·A, clip(u, 1 − low, 1 + high)·A) with u = π/π_prox and w = π_prox/π_behaviour.
 
     AReaL, arXiv 2505.24298. π_prox is `old_log_probs`, recomputed under the weights at the start of the update; π_behaviour is the
@@ -194,3 +175,26 @@ def distillation(log_probs: Tensor, ref_log_probs: Tensor) -> tuple[Tensor, Metr
     """
     gap = (ref_log_probs - log_probs).detach()
     return -gap * log_probs, {"kl_teacher": -gap}
+
+
+@losses.register(columns={"old_values": "values"}, needs=Needs({"clip": (0, 1e6)}))
+def value(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None = 0.2) -> tuple[Tensor, Metrics]:
+    """Return ½·max((V − R)², (clip(V, V_old ± clip) − R)²) per action token, (N,); without `clip` ½·(V − R)².
+
+    PPO as its authors implemented it, arXiv 1707.06347. The metrics include the moments for explained variance.
+
+    Args:
+        clip: Largest change of V from V_old.
+    """
+    loss = (values - returns) ** 2
+    clipped = torch.zeros_like(returns)
+    if clip is not None:
+        near = old_values + (values - old_values).clamp(-clip, clip)
+        other = (near - returns) ** 2
+        clipped = (other > loss).to(returns.dtype)
+        loss = torch.maximum(loss, other)
+    error = (returns - values).detach()
+    return 0.5 * loss, {
+        "clip_fraction": clipped, "values": values.detach(), "returns": returns, "returns_squared": returns**2,
+        "error": error, "error_squared": error**2,
+    }  # fmt: skip

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from braidrl.algorithms.advantages import subset_share
-from braidrl.algorithms.group_statistics import Groups
+from braidrl.algorithms.advantages import Groups, subset_share
 
 
 def explained_variance(error: Tensor, error_squared: Tensor, returns: Tensor, returns_squared: Tensor) -> Tensor:

@@ -132,18 +132,11 @@ class Registry:
         self.entries: dict[str, Entry] = {}
 
     def register(
-        self,
-        name: str | None = None,
-        *,
-        writes: Sequence[str] = (),
-        scope: ScopeName = "row",
-        sums: Callable[..., Any] | None = None,
-        columns: dict[str, str] | None = None,
-        state: dict[str, float] | None = None,
-        update_state: Callable[..., dict[str, float]] | None = None,
-        needs: Needs | None = None,
-        denominator: str = "tokens",
-    ) -> Callable[[F], F]:
+        self, name: str | None = None, *, writes: Sequence[str] = (), scope: ScopeName = "row",
+        sums: Callable[..., Any] | None = None, columns: dict[str, str] | None = None,
+        state: dict[str, float] | None = None, update_state: Callable[..., dict[str, float]] | None = None,
+        needs: Needs | None = None, denominator: str = "tokens",
+    ) -> Callable[[F], F]:  # fmt: skip
         """Return a decorator that registers a function.
 
         Args:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from braidrl.algorithms.group_statistics import Groups
+from braidrl.algorithms.advantages import Groups
 from braidrl.algorithms.kl import LOG_RATIO_LIMIT
 from braidrl.algorithms.policy_losses import Metrics, clip_metrics, clipped_surrogate, stopped
 from braidrl.algorithms.ragged import Ragged
@@ -23,14 +23,9 @@ ROWS = ("seq-mean-token-mean",)
 
 @losses.register(needs=Needs({"low": (0, 1), "high": (0, 1e6)}, aggregations=ROWS))
 def gspo(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    offsets: Tensor,
-    *,
-    low: float = 3e-4,
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, offsets: Tensor, *, low: float = 3e-4,
     high: float = 4e-4,
-) -> tuple[Tensor, Metrics]:
+) -> tuple[Tensor, Metrics]:  # fmt: skip
     """Return −min(s·A, clip(s, 1 − low, 1 + high)·A) with s = exp(mean over the row of log r), in token form.
 
     GSPO-token, arXiv 2507.18071, section 4.3: s_t = sg(s)·π/sg(π), whose value is s and whose gradient each token's own.
@@ -48,14 +43,9 @@ def gspo(
 
 @losses.register(needs=Needs({"low": (0, 100), "high": (0, 100)}, aggregations=ROWS))
 def gmpo(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    offsets: Tensor,
-    *,
-    low: float = 0.4,
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, offsets: Tensor, *, low: float = 0.4,
     high: float = 0.4,
-) -> tuple[Tensor, Metrics]:
+) -> tuple[Tensor, Metrics]:  # fmt: skip
     """Return −A·(Π of the row's clipped ratios)^(1/|o|), the same number at each of the row's tokens.
 
     GMPO, arXiv 2507.20673. A row's A is the mean over its tokens.

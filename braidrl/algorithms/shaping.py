@@ -5,10 +5,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from braidrl.algorithms.gae import at_row_end, same_for_rows, sums_to_go
 from braidrl.algorithms.kl import estimate
 from braidrl.algorithms.ragged import Ragged
 from braidrl.algorithms.registry import Needs, divergences, shapes
+from braidrl.algorithms.token_advantages import at_row_end, same_for_rows, sums_to_go
 
 KL = Needs({"coef": (0, 1e6)}, {"estimator": divergences})
 
@@ -53,14 +53,9 @@ def overlong_exclude(finish_reason: Tensor, loss_mask: Tensor | None = None) -> 
 
 @shapes.register(writes=["token_rewards"], needs=KL)
 def kl_penalty(
-    reward: Tensor,
-    rollout_log_probs: Ragged,
-    ref_log_probs: Ragged,
-    old_log_probs: Ragged | None = None,
-    *,
-    coef: float,
-    estimator: str = "k1",
-) -> Ragged:
+    reward: Tensor, rollout_log_probs: Ragged, ref_log_probs: Ragged, old_log_probs: Ragged | None = None, *,
+    coef: float, estimator: str = "k1",
+) -> Ragged:  # fmt: skip
     """Return −coef·KL(π, π_ref) per action token, plus `reward` (B,) at the row's last one.
 
     arXiv 1909.08593, equation 2, per token as in InstructGPT, arXiv 2203.02155. π is `old_log_probs` where a stage writes them
@@ -76,14 +71,9 @@ def kl_penalty(
 
 @shapes.register(writes=["reward"], needs=KL)
 def row_kl_penalty(
-    reward: Tensor,
-    rollout_log_probs: Ragged,
-    ref_log_probs: Ragged,
-    old_log_probs: Ragged | None = None,
-    *,
-    coef: float,
-    estimator: str = "k1",
-) -> Tensor:
+    reward: Tensor, rollout_log_probs: Ragged, ref_log_probs: Ragged, old_log_probs: Ragged | None = None, *,
+    coef: float, estimator: str = "k1",
+) -> Tensor:  # fmt: skip
     """Return `reward` (B,) minus coef·KL(π, π_ref) summed over the row: the response is one action.
 
     arXiv 1909.08593, equation 2, for advantages with one number per row, as in RLOO, arXiv 2402.14740.
@@ -99,14 +89,9 @@ def row_kl_penalty(
 
 @shapes.register(writes=["advantages"], needs=KL)
 def advantage_kl_penalty(
-    advantage: Tensor,
-    rollout_log_probs: Ragged,
-    ref_log_probs: Ragged,
-    old_log_probs: Ragged | None = None,
-    *,
-    coef: float,
-    estimator: str = "k1",
-) -> Ragged:
+    advantage: Tensor, rollout_log_probs: Ragged, ref_log_probs: Ragged, old_log_probs: Ragged | None = None, *,
+    coef: float, estimator: str = "k1",
+) -> Ragged:  # fmt: skip
     """Return the row's `advantage` (B,) minus coef·KL(π, π_ref) summed from each action token to the row's end.
 
     This is a KL penalty per token in the return, while the baseline has none, as in ReMax, arXiv 2310.10505.
@@ -122,15 +107,9 @@ def advantage_kl_penalty(
 
 
 def kl_sums(
-    reward: Tensor,
-    rollout_log_probs: Ragged,
-    ref_log_probs: Ragged,
-    old_log_probs: Ragged | None = None,
-    *,
-    target: float,
-    gain: float = 0.1,
-    estimator: str = "k1",
-) -> dict[str, Tensor]:
+    reward: Tensor, rollout_log_probs: Ragged, ref_log_probs: Ragged, old_log_probs: Ragged | None = None, *,
+    target: float, gain: float = 0.1, estimator: str = "k1",
+) -> dict[str, Tensor]:  # fmt: skip
     """Return the sums for the batch's mean KL per row."""
     policy = rollout_log_probs if old_log_probs is None else old_log_probs
     kl = estimate(estimator, policy.values, ref_log_probs.values)
@@ -157,16 +136,9 @@ def next_kl_coefficient(
     needs=replace(KL, limits={"coef": (0, 1e6), "target": (1e-9, 1e6), "gain": (0, 1e6)}),
 )
 def adaptive_kl_penalty(
-    reward: Tensor,
-    rollout_log_probs: Ragged,
-    ref_log_probs: Ragged,
-    old_log_probs: Ragged | None = None,
-    *,
-    target: float,
-    gain: float = 0.1,
-    estimator: str = "k1",
-    state: dict[str, float],
-) -> Ragged:
+    reward: Tensor, rollout_log_probs: Ragged, ref_log_probs: Ragged, old_log_probs: Ragged | None = None, *,
+    target: float, gain: float = 0.1, estimator: str = "k1", state: dict[str, float],
+) -> Ragged:  # fmt: skip
     """Return `kl_penalty` with a coefficient that is adapted to a target KL. arXiv 1909.08593, section 2.2.
 
     Args:
@@ -181,15 +153,9 @@ def adaptive_kl_penalty(
 
 @shapes.register(writes=["token_rewards", "cost_token_rewards"], needs=KL)
 def safe_rlhf_kl_penalty(
-    reward: Tensor,
-    cost: Tensor,
-    rollout_log_probs: Ragged,
-    ref_log_probs: Ragged,
-    old_log_probs: Ragged | None = None,
-    *,
-    coef: float,
-    estimator: str = "k1",
-) -> tuple[Ragged, Ragged]:
+    reward: Tensor, cost: Tensor, rollout_log_probs: Ragged, ref_log_probs: Ragged, old_log_probs: Ragged | None = None,
+    *, coef: float, estimator: str = "k1",
+) -> tuple[Ragged, Ragged]:  # fmt: skip
     """Return rewards minus half of the KL penalty, and costs plus half of it, per action token.
 
     Safe-RLHF, arXiv 2310.12773: (reward − λ·cost)/(1 + λ) then contains the penalty coef/2 for every λ.

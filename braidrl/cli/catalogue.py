@@ -7,7 +7,7 @@ registries of plug-ins ────name, docstring, settings──────�
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,19 +85,16 @@ def of_plugins(plugins: PluginRegistry) -> Iterator[Listed]:
             yield Listed(name, str(error))
         else:
             # A protocol is a pair of functions; the first one has the docstring.
-            about = summary(getattr(found, "distribute", found))
-            yield Listed(name, about, settings_of(found) if plugins.kind == "verifier" else {})
+            about, settings = summary(getattr(found, "distribute", found)), {}
+            if plugins.kind == "verifier":
+                keywords = [p for p in inspect.signature(found).parameters.values() if p.kind is p.KEYWORD_ONLY]
+                settings = {p.name: "required" if p.default is p.empty else repr(p.default) for p in keywords}
+            yield Listed(name, about, settings)
 
 
 def summary(thing: Any) -> str:
     """Return a docstring in one line, without its lists of arguments."""
     return " ".join(SECTIONS.sub("", inspect.getdoc(thing) or "").split())
-
-
-def settings_of(function: Callable[..., Any]) -> dict[str, str]:
-    """Return the keyword-only parameters of a function with their defaults."""
-    keywords = [p for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    return {p.name: "required" if p.default is p.empty else repr(p.default) for p in keywords}
 
 
 def lines(listed: Listed) -> Iterator[str]:

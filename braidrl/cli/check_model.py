@@ -4,7 +4,7 @@ ok      packed rows equal rows alone: log-probs       4.8e-07   (bound 2.0e-04)
 REFUSED pipeline ranks equal one                  its layers take the ids of the tokens
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,9 @@ def check(model: str, layouts: bool, say: Callable[[str], None]) -> bool:
     try:
         with quietly():
             twin = Twin(config)
-            plan, findings = measured(twin)
+            plan, decoding = best_plan(twin)
+            findings = [*packed_findings(twin, twin.model(plan)), decoding]
+            findings += [accept(name, twin, plan) for name in MEASURES]
     except Refusal as refusal:
         say(f"REFUSED {model}, {config.model_type}: {refusal}")
         return False
@@ -57,7 +59,7 @@ def check(model: str, layouts: bool, say: Callable[[str], None]) -> bool:
     if Path(model).is_dir() and any(Path(model).glob("*.safetensors")):
         check_model(model)
         say(f"ok      {'the headers of its weight files':{WIDTH}}")
-    return may_train(findings)
+    return all(finding.holds or finding.name in OPTIONAL for finding in findings)
 
 
 def config_of(model: str) -> Any:
@@ -71,18 +73,6 @@ def config_of(model: str) -> Any:
         raise UserError(
             f"braid check {model}: no folder, config.json or model that this machine has kept: {first_line(error)}"
         ) from error
-
-
-def measured(twin: Twin) -> tuple[ForwardPlan, list[Finding]]:
-    """Find a tiny model's plan and measure every property. Raises Refusal."""
-    plan, decoding = best_plan(twin)
-    findings = [*packed_findings(twin, twin.model(plan)), decoding]
-    return plan, findings + [accept(name, twin, plan) for name in MEASURES]
-
-
-def may_train(findings: Iterable[Finding]) -> bool:
-    """Return True if every property that training needs holds."""
-    return all(finding.holds or finding.name in OPTIONAL for finding in findings)
 
 
 def described(plan: ForwardPlan) -> str:

@@ -11,7 +11,7 @@ import os
 import platform
 import secrets
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ from typing import Any
 from braidrl.cluster.ray_cluster import RayCluster
 from braidrl.config import ClusterConfig, Config
 from braidrl.errors import UserError
-from braidrl.hub import is_hub_name
 from braidrl.importing import PACKAGES, version_of
+from braidrl.runtimes.prepare.fetching import is_hub_name
 
 CONNECT_LIMIT_S = 5.0
 
@@ -60,7 +60,7 @@ class Inspector:
             own: Name of the file that this node creates.
         """
         versions = {"python": platform.python_version(), **{name: version_of(name) for name in PACKAGES}}
-        unseen = {key: f"{path} is not there" for key, path in paths.items() if not readable(Path(path))}
+        unseen = {key: f"{path} is not there" for key, path in paths.items() if not os.access(path, os.R_OK)}
         if folder is not None and (why := unusable(Path(folder), mark, own)):
             unseen["output"] = why
         if not os.environ.get("CUDA_VISIBLE_DEVICES", "-"):  # Ray hides devices from an actor that requests none
@@ -79,11 +79,6 @@ class Inspector:
             except OSError as error:
                 closed[name] = f"{place[0]}:{place[1]}: {error}"
         return closed
-
-
-def readable(path: Path) -> bool:
-    """Return whether a file or folder exists and may be read."""
-    return path.exists() and os.access(path, os.R_OK)
 
 
 def unusable(folder: Path, mark: str, own: str) -> str:
@@ -130,8 +125,18 @@ def reports_of(cluster: RayCluster, config: Config | None) -> list[NodeReport]:
         reports = {node: NodeReport(f"node {node[:8]}", unseen={"Ray": silent(limit_s)}) for node in nodes}
         for node, (name, ip, _) in places.items():
             reports[node] = NodeReport(f"{name} ({ip}, node {node[:8]})")
-        look(ray, {node: own[node] for node in places}, config, reports, limit_s)
-        connect(ray, own, {node: place[1:] for node, place in places.items()}, reports, limit_s)
+        with marked_folder(config) as (folder, mark):
+            paths = paths_of(config)
+            asked = {node: own[node].look.remote(paths, folder, mark, f"{mark}-{node[:8]}") for node in places}
+            found = answers(ray, asked, limit_s)
+        for node in places:
+            vars(reports[node]).update(found.get(node, {"unseen": {"its files": silent(limit_s)}}))
+        others = {
+            node: {reports[peer].node: place[1:] for peer, place in places.items() if peer != node} for node in places
+        }
+        reached = answers(ray, {node: own[node].reach.remote(others[node]) for node in places}, limit_s)
+        for node, closed in reached.items():
+            reports[node].closed = closed
         return list(reports.values())
     finally:
         for actor in own.values():
@@ -141,33 +146,6 @@ def reports_of(cluster: RayCluster, config: Config | None) -> list[NodeReport]:
 def silent(limit_s: float) -> str:
     """Return the finding for a node that did not answer."""
     return f"it did not answer within {limit_s:g} s"
-
-
-def look(
-    ray: Any, own: Mapping[str, Any], config: Config | None, reports: Mapping[str, NodeReport], limit_s: float
-) -> None:
-    """Add versions, devices and paths of each node to the reports."""
-    with MarkedFolder(config) as (folder, mark):
-        asked = {
-            node: actor.look.remote(paths_of(config), folder, mark, f"{mark}-{node[:8]}") for node, actor in own.items()
-        }
-        found = answers(ray, asked, limit_s)
-    for node in own:
-        vars(reports[node]).update(found.get(node, {"unseen": {"its files": silent(limit_s)}}))
-
-
-def connect(
-    ray: Any,
-    own: Mapping[str, Any],
-    places: Mapping[str, tuple[str, int]],
-    reports: Mapping[str, NodeReport],
-    limit_s: float,
-) -> None:
-    """Add the nodes that each node cannot reach to the reports."""
-    others = {node: {reports[peer].node: place for peer, place in places.items() if peer != node} for node in places}
-    reached = answers(ray, {node: own[node].reach.remote(others[node]) for node in places}, limit_s)
-    for node, closed in reached.items():
-        reports[node].closed = closed
 
 
 def answers(ray: Any, asked: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
@@ -181,29 +159,26 @@ def answers(ray: Any, asked: Mapping[str, Any], limit_s: float) -> dict[str, Any
     return found
 
 
-class MarkedFolder:
-    """A context with a marker file in the run's folder, for the nodes to find; it removes their files at the end."""
-
-    def __init__(self, config: Config | None) -> None:
-        self.folder = None if config is None else Path(os.path.abspath(config.output))
-        self.mark = f".braid-doctor-{secrets.token_hex(8)}"
-
-    def __enter__(self) -> tuple[str | None, str]:
-        if self.folder is None:
-            return None, self.mark
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / self.mark).touch()
-        except OSError as error:
-            raise UserError(
-                f"output: {self.folder} cannot be written ({error.strerror}); set output to a folder that can be"
-            ) from error
-        return str(self.folder), self.mark
-
-    def __exit__(self, *_: object) -> None:
-        if self.folder is not None:
-            for left in self.folder.glob(f"{self.mark}*"):
-                left.unlink()
+@contextlib.contextmanager
+def marked_folder(config: Config | None) -> Iterator[tuple[str | None, str]]:
+    """Create a marker file in the run's folder, for the nodes to find; remove their files at the end."""
+    mark = f".braid-doctor-{secrets.token_hex(8)}"
+    if config is None:
+        yield None, mark
+        return
+    folder = Path(os.path.abspath(config.output))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / mark).touch()
+    except OSError as error:
+        raise UserError(
+            f"output: {folder} cannot be written ({error.strerror}); set output to a folder that can be"
+        ) from error
+    try:
+        yield str(folder), mark
+    finally:
+        for left in folder.glob(f"{mark}*"):
+            left.unlink()
 
 
 def paths_of(config: Config | None) -> dict[str, str]:
@@ -228,36 +203,23 @@ def summary(report: NodeReport) -> str:
 
 def problems(reports: Sequence[NodeReport]) -> list[str]:
     """Return a line for each problem, starting with the node's name."""
-    return [*unequal_versions(reports), *unequal_devices(reports), *unreached(reports)]
-
-
-def unequal_versions(reports: Sequence[NodeReport]) -> list[str]:
-    """Return a line for each version that differs from the first node's."""
     answered = [report for report in reports if report.versions]
-    return [
+    have = sum(bool(report.devices) for report in reports)
+    lines = [
         f"{report.node} has {name} {report.versions[name]}, and {answered[0].node} has {usual}; install one version everywhere"
         for name, usual in (answered[0].versions.items() if answered else ())
         for report in answered[1:]
         if report.versions[name] != usual
     ]
-
-
-def unequal_devices(reports: Sequence[NodeReport]) -> list[str]:
-    """Return a line for each node without a device if other nodes have some."""
-    have = sum(bool(report.devices) for report in reports)
-    return [
+    lines += [
         f"{report.node} sees no CUDA device, and {have} others do; look at its driver with nvidia-smi"
-        for report in reports
-        if have and report.versions and not report.devices
+        for report in answered
+        if have and not report.devices
     ]
-
-
-def unreached(reports: Sequence[NodeReport]) -> list[str]:
-    """Return a line for each path that a node cannot use, and each node that it cannot reach."""
-    unseen = [f"{report.node}: {key}: {why}" for report in reports for key, why in report.unseen.items()]
-    closed = [
+    lines += [f"{report.node}: {key}: {why}" for report in reports for key, why in report.unseen.items()]
+    lines += [
         f"{report.node} does not reach {peer} ({why}); open all ports between the nodes"
         for report in reports
         for peer, why in report.closed.items()
     ]
-    return [*unseen, *closed]
+    return lines

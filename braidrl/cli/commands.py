@@ -1,4 +1,7 @@
-"""The `braid` command: its subcommands and exit codes. A user error is a message of one line; `--debug` adds the traceback."""
+"""The `braid` command: its subcommands and exit codes. A user error is a message of one line; `--debug` adds the traceback.
+
+The other modules of this room each do the work of one subcommand, which imports them when it runs.
+"""
 
 import atexit
 import gc
@@ -8,22 +11,33 @@ import platform
 import resource
 import signal
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from braidrl import __version__
-from braidrl.cli.machine_commands import doctor, plan
-from braidrl.cli.run_commands import check_checkpoints, export, report, timeline, verify
-from braidrl.cli.show_commands import check, data, flow, import_config, list_kind
-from braidrl.cli.train_command import evaluate, train
 from braidrl.cluster.process import sleep_at_barriers
 from braidrl.errors import FailedStep, Problems, UserError, WorkerError, limit_reached, no_room
 from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS, version_of
 
-EXIT_FAILURE = 1
+EXIT_FAILURE, EXIT_USER_ERROR = 1, 2
 ADDRESS_SPACE_BYTES = 2 << 30
-EXIT_USER_ERROR = 2
+ConfigFile = Annotated[
+    Path | None, typer.Argument(help="A YAML configuration; optional if overrides set all that is needed.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="Dotted key=value, as in trainer.steps=10, or a YAML file whose keys override the first."),
+]
+RunFolder = Annotated[Path, typer.Argument(help="A run folder.")]
+
+
+def split_config(config: Path | None, overrides: list[str] | None) -> tuple[Path | None, list[str]]:
+    """Separate the file from overrides: in `braid train flow=grpo model=...` the first argument is an override too."""
+    if config is not None and "=" in str(config) and not config.exists():
+        return None, [str(config), *(overrides or [])]
+    return config, overrides or []
 
 
 def show_version(asked: bool) -> None:
@@ -46,26 +60,271 @@ app = typer.Typer(callback=before_commands,
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
 )  # fmt: skip
 checkpoint = typer.Typer(no_args_is_help=True, help="A run's checkpoints.")
-app.command()(train)
-app.command("eval")(evaluate)
-app.command()(check)
-app.command()(flow)
-app.command()(data)
-app.command()(plan)
-app.command("list")(list_kind)
-app.command("import-config")(import_config)
-app.command()(report)
-app.command()(timeline)
-app.command()(export)
 app.add_typer(checkpoint, name="checkpoint")
-checkpoint.command("check")(check_checkpoints)
-app.command(hidden=True)(verify)
-app.command()(doctor)
 
 
-def ignore_interrupts() -> None:
-    """Ignore Ctrl-C from now on."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+@app.command()
+def train(
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Resume this run from its latest checkpoint; key=value changes keys that may change."),
+    ] = None,
+    newest_whole: Annotated[
+        bool,
+        typer.Option(
+            "--newest-whole", help="If the latest checkpoint is damaged, resume from the newest undamaged one."
+        ),
+    ] = False,
+    replay: Annotated[Path | None, typer.Option(help="Train on the rollouts that this run recorded.")] = None,
+    rollout_only: Annotated[bool, typer.Option("--rollout-only", help="Record rollouts; train nothing.")] = False,
+    dry: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, show the required memory, and exit.")
+    ] = False,
+) -> None:
+    """Train a flow. The first line of output is the run folder."""
+    from braidrl.config import load_config
+    from braidrl.runtimes.run import train as run_training
+    from braidrl.runtimes.saving.folders import run_config
+    from braidrl.runtimes.start import start_fork_server
+
+    if resume is not None:
+        file, changed = split_config(config, overrides)
+        if file is not None:
+            raise UserError(
+                f"--resume takes its configuration from the run folder; write what changes as key=value, not {file}"
+            )
+        settings = run_config(resume, changed)
+    else:
+        settings = load_config(*split_config(config, overrides), every=dry)
+    if dry:
+        from braidrl.cli.dry_run import dry_run
+
+        dry_run(settings)
+        return
+    if newest_whole and resume is None:
+        raise UserError("--newest-whole is for --resume; a new run has no checkpoint")
+    start_fork_server(settings)
+    run_training(settings, resume=resume, newest_whole=newest_whole, replay=replay, rollout_only=rollout_only)
+
+
+@app.command("eval")
+def evaluate(config: ConfigFile = None, overrides: Overrides = None) -> None:
+    """Evaluate a model, or a checkpoint given as model=, on the sets in data.eval; a reward model on pairs of responses."""
+    from braidrl.config import load_config
+    from braidrl.config.reading import given_keys
+    from braidrl.runtimes.evaluation import evaluate_model
+    from braidrl.runtimes.spmd.launch import is_reporting_rank
+    from braidrl.runtimes.start import start_fork_server
+    from braidrl.training.loading import has_score_head
+
+    # The training flow does not matter: a policy generates and is verified, a model with a score head scores pairs.
+    file, changed = split_config(config, overrides)
+    settings = load_config(file, changed, flow="grpo")
+    if "flow" not in given_keys(file, changed) and has_score_head(settings.model):
+        settings = load_config(file, changed, flow="reward_model")
+    start_fork_server(settings)
+    metrics = evaluate_model(settings)
+    for name, value in metrics.items() if is_reporting_rank() else ():
+        typer.echo(f"{name}\t{value:.4f}")
+
+
+@app.command()
+def flow(
+    config: Annotated[str, typer.Argument(help="A recipe, a YAML flow, module:function, or a configuration file.")],
+    overrides: Overrides = None,
+    svg: Annotated[Path | None, typer.Option(help="Also write the text as a picture into this file.")] = None,
+    yaml: Annotated[bool, typer.Option("--yaml", help="Print the flow's YAML form.")] = False,
+    mermaid: Annotated[bool, typer.Option("--mermaid", help="Print the flow as a Mermaid flowchart.")] = False,
+) -> None:
+    """Show a flow: its stages, the columns that each reads and writes, and stages that may run at the same time."""
+    from braidrl.flow import drawing
+    from braidrl.flow.yaml_form import to_yaml
+    from braidrl.runtimes.prepare.run_flow import flow_by_name
+
+    shown = flow_by_name(config, overrides or [])
+    typer.echo(to_yaml(shown) if yaml else drawing.mermaid(shown) if mermaid else drawing.text(shown))
+    if svg is not None:
+        svg.write_text(drawing.svg(shown), encoding="utf-8")
+        typer.echo(f"drawn in {svg}")
+
+
+@app.command()
+def data(config: ConfigFile = None, overrides: Overrides = None) -> None:
+    """Show the data of a configuration: counts, lengths, samples as the model sees them, and skipped records with reasons."""
+    from braidrl.cli.show_data import show_data
+    from braidrl.config import load_config
+
+    show_data(load_config(*split_config(config, overrides), flow="grpo"))
+
+
+@app.command("import-config")
+def import_config(
+    config: Annotated[
+        Path, typer.Argument(help="A YAML file of verl: its whole configuration, or the keys that are set.")
+    ],
+    target: Annotated[Path, typer.Argument(help="The Braid configuration to write.")] = Path("braid.yaml"),
+) -> None:
+    """Convert a verl configuration to Braid, and list keys without a counterpart."""
+    from braidrl.cli.import_config import write_imported
+
+    for line in write_imported(config, target):
+        typer.echo(line)
+
+
+@app.command("list")
+def list_kind(
+    kind: Annotated[
+        str | None, typer.Argument(help="losses, advantages, rewards, engines...; by default all kinds.")
+    ] = None,
+) -> None:
+    """List the names that a flow or a configuration can use, with settings and sources."""
+    from braidrl.cli.catalogue import KINDS, catalogue, lines
+
+    if kind is None:
+        for known in KINDS:
+            typer.echo(f"{known}: {', '.join(listed.name for listed in catalogue(known))}")
+        return
+    for listed in catalogue(kind):
+        for line in lines(listed):
+            typer.echo(line)
+
+
+@app.command()
+def check(
+    model: Annotated[
+        str, typer.Argument(help="A model's folder, its config.json, or a hub id in this machine's cache.")
+    ],
+    layouts: Annotated[
+        bool, typer.Option("--layouts", help="Also start two ranks for each layout, and compare them.")
+    ] = False,
+) -> None:
+    """Check on a tiny model of the same structure that a model trains correctly; the exit code is 1 if it may not train."""
+    from braidrl.cli.check_model import check as check_model
+
+    if not check_model(model, layouts, typer.echo):
+        raise typer.Exit(1)
+
+
+@app.command()
+def plan(
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    devices: Annotated[
+        str, typer.Option(help="NODESxDEVICESxKIND, as in 8x8xH100-80GB; a .yaml file; or cpu.")
+    ] = "cpu",
+    lengths: Annotated[
+        str | None, typer.Option(help="Response lengths: a run folder, TOKENS, or MEDIAN:LONGEST.")
+    ] = None,
+    seconds: Annotated[
+        list[str] | None, typer.Option(help="STAGE=SECONDS per iteration, for a stage without a cost model.")
+    ] = None,
+    rates: Annotated[Path | None, typer.Option(help="A file of rates, as written by --calibrate.")] = None,
+    like: Annotated[
+        str | None, typer.Option(help="Use the placement of deepspeed-chat, openrlhf, nemo-aligner or verl.")
+    ] = None,
+    max_staleness: Annotated[
+        int | None, typer.Option(help="Consider streaming with a staleness of up to this many versions.")
+    ] = None,
+    time_limit: Annotated[
+        float | None, typer.Option(help="Seconds to search; then the best plan so far is used.")
+    ] = None,
+    overlay: Annotated[Path, typer.Option(help="File for the best plan.")] = Path("overlay.yaml"),
+    html: Annotated[Path | None, typer.Option(help="Draw the best plan's predicted timeline into this file.")] = None,
+    calibrate: Annotated[
+        list[Path] | None, typer.Option(help="A run to fit rates to; they are saved to --rates.")
+    ] = None,
+) -> None:
+    """Find the fastest placement, layouts and runtime for a configuration on given devices, without these devices."""
+    from rich.console import Console
+
+    from braidrl.cli.plan_command import Wanted, calibrated
+    from braidrl.cli.plan_command import plan as find_plans
+    from braidrl.config import load_config
+
+    if calibrate:
+        file = rates or Path("rates.yaml")
+        calibrated(calibrate, devices, file)
+        typer.echo(f"rates fitted to {len(calibrate)} runs are in {file}; use them with --rates {file}")
+        return
+    settings = load_config(*split_config(config, overrides))
+    wanted = Wanted(devices, lengths, seconds or (), rates, like, max_staleness, time_limit)
+    find_plans(settings, wanted, overlay, html, Console())
+
+
+@app.command()
+def doctor(
+    config: ConfigFile = None,
+    overrides: Overrides = None,
+    cluster: Annotated[
+        bool, typer.Option("--cluster", help="Check the nodes of a Ray cluster, with the paths of a configuration.")
+    ] = False,
+) -> None:
+    """Check this machine: versions, devices, memory, and a training step on a tiny model. With --cluster, every node of a Ray cluster."""
+    from braidrl.cli.cluster_doctor import examine_cluster
+    from braidrl.cli.doctor import examine
+    from braidrl.config import load_config
+
+    if not cluster and (config or overrides):
+        raise UserError(
+            "braid doctor looks at this machine and takes no configuration; write --cluster for a cluster's nodes"
+        )
+    named = load_config(*split_config(config, overrides), flow="grpo") if config or overrides else None
+    if not (examine_cluster(named, typer.echo) if cluster else examine(typer.echo)):
+        raise typer.Exit(1)
+
+
+@app.command()
+def report(run: RunFolder) -> None:
+    """Write RUN/report.html: curves, and sample responses over time."""
+    from braidrl.observe.report import write_report
+
+    typer.echo(write_report(run))
+
+
+@app.command()
+def timeline(run: RunFolder) -> None:
+    """Show busy and idle times of processes, in a table here and in RUN/timeline.html; RUN/timeline.json is for Perfetto."""
+    from braidrl.observe.timeline import busy_lines, write_timeline
+
+    page, chrome = write_timeline(run)
+    for line in busy_lines(run):
+        typer.echo(line)
+    typer.echo(f"{page}\n{chrome}")
+
+
+@app.command()
+def export(
+    run: RunFolder,
+    folder: Annotated[Path, typer.Argument(help="A new folder for the Hugging Face model.")],
+    role: Annotated[str | None, typer.Option(help="By default the actor, or the only role.")] = None,
+) -> None:
+    """Copy a role's model out of a run's latest checkpoint (or a checkpoint folder) as a Hugging Face directory."""
+    from braidrl.runtimes.saving.checkpoints import export_model
+
+    typer.echo(export_model(run, folder, role))
+
+
+@checkpoint.command("check")
+def check_checkpoints(run: RunFolder) -> None:
+    """Check every file of a run's checkpoints against its checksum; the exit code is 1 if one is damaged."""
+    from braidrl.runtimes.saving.checkpoints import checkpoint_damage
+    from braidrl.runtimes.saving.folders import checkpoints_of
+
+    troubles = {folder: checkpoint_damage(folder) for folder in checkpoints_of(run)}
+    if not troubles:
+        raise UserError(f"{run} has no checkpoint")
+    for folder, trouble in troubles.items():
+        typer.echo(f"{folder}: {trouble or 'whole'}")
+    if any(troubles.values()):
+        raise typer.Exit(1)
+
+
+@app.command(hidden=True)
+def verify(run: RunFolder) -> None:
+    """Report the command's new name."""
+    raise UserError(f"braid verify is called `braid checkpoint check {run}`")
 
 
 def check_address_space() -> None:
@@ -113,4 +372,4 @@ def main() -> None:
         sys.exit(EXIT_USER_ERROR)
     finally:
         # Another Ctrl-C during the interpreter's shutdown would print tracebacks.
-        atexit.register(ignore_interrupts)
+        atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)

@@ -40,24 +40,20 @@ def examine(say: Callable[[str], None]) -> bool:
         say(f"of {devices} ranks, {line}")
     if not torch.cuda.is_available():
         say("no CUDA device: runs use the CPU")
-        say(rates_line())
+        # The peak rates of this machine's cores are kept for the metrics of runs.
+        before = torch.get_num_threads()
+        torch.set_num_threads(usable_cores())
+        try:
+            rates = keep_rates(measured_rates(RATES_SIDE, RATES_NUMBERS))
+        finally:
+            torch.set_num_threads(before)
+        each = ", ".join(f"{rate / 1e9:,.0f} billion {name} operations/s" for name, rate in rates.operations.items())
+        say(f"{usable_cores()} cores reach {each} and {rates.bandwidth / 1e9:,.0f} GB/s; kept in {rates_file()}")
     room = shutil.disk_usage(Path.cwd()).free
     say(f"{room / 2**30:.1f} GiB free on disk here")
     if room < LEAST_DISK:
         say("PROBLEM: less than 1 GiB free; set `output` to a folder with room for checkpoints")
     return trains(say) and room >= LEAST_DISK
-
-
-def rates_line() -> str:
-    """Measure the peak rates of this machine's cores, save them for the metrics of runs, and return them in a line."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(usable_cores())
-    try:
-        rates = keep_rates(measured_rates(RATES_SIDE, RATES_NUMBERS))
-    finally:
-        torch.set_num_threads(before)
-    each = ", ".join(f"{rate / 1e9:,.0f} billion {name} operations/s" for name, rate in rates.operations.items())
-    return f"{usable_cores()} cores reach {each} and {rates.bandwidth / 1e9:,.0f} GB/s; kept in {rates_file()}"
 
 
 def trains(say: Callable[[str], None]) -> bool:

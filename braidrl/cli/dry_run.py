@@ -20,31 +20,10 @@ from braidrl.runtimes.prepare.fetching import with_data_here, with_fetched
 from braidrl.runtimes.prepare.run_flow import build_flow
 from braidrl.runtimes.prepare.setup import Prepared, check_files, prepare, vocabulary_lines
 from braidrl.runtimes.saving.folders import check_output
-from braidrl.runtimes.sizing import (
-    DeviceGroup,
-    check_engine_memory,
-    device_groups,
-    device_table,
-    with_fitting_sizes,
-)
+from braidrl.runtimes.sizing import DeviceGroup, check_engine_memory, device_groups, device_table, with_fitting_sizes
 from braidrl.runtimes.start import check_runtime
 from braidrl.training.loading import load_tokenizer
 from braidrl.training.role_settings import usual_max_tokens
-
-
-class Noted:
-    """A collector of user errors from several checks, so that one error does not hide the next."""
-
-    def __init__(self) -> None:
-        self.problems: list[str] = []
-
-    def __call__(self, check: Callable[[], Any]) -> Any:
-        """Return the result of a check, or None if it raises UserError."""
-        try:
-            return check()
-        except UserError as error:
-            self.problems += [line for line in str(error).splitlines() if line not in self.problems]
-            return None
 
 
 def dry_run(config: Config, console: Console | None = None) -> list[tuple[DeviceGroup, list[Footprint]]]:
@@ -53,7 +32,16 @@ def dry_run(config: Config, console: Console | None = None) -> list[tuple[Device
     Raises:
         Problems: A run would refuse the configuration; all independent errors, one per line.
     """
-    noted = Noted()
+    problems: list[str] = []
+
+    def noted(check: Callable[[], Any]) -> Any:
+        """Return the result of a check, or None if it raises UserError, so that one error does not hide the next."""
+        try:
+            return check()
+        except UserError as error:
+            problems.extend(line for line in str(error).splitlines() if line not in problems)
+            return None
+
     noted(lambda: check_output(config))
     fetched = noted(lambda: with_fetched(config))
     config = fetched or config
@@ -70,11 +58,10 @@ def dry_run(config: Config, console: Console | None = None) -> list[tuple[Device
         noted(lambda: check_files(config, train=True))
     else:
         noted(lambda: check_runtime(config, prepared.flow, generates=True, trains=True, planned=True))
-    if noted.problems:
-        count = len(noted.problems)
-        raise Problems(
-            [*noted.problems, *([f"verdict: {count} things to change before this can run"] if count > 1 else [])]
-        )
+    if len(problems) > 1:
+        problems.append(f"verdict: {len(problems)} things to change before this can run")
+    if problems:
+        raise Problems(problems)
     prepared, chosen = with_fitting_sizes(prepared, device_memory(config.device))
     config = prepared.config
     check_engine_memory(prepared)
@@ -161,16 +148,12 @@ def show(
             console.print(f"waits in host memory while other roles need the room: {names}", soft_wrap=True)
     here = [f"here the run would end: {line}" for line in lacking(config)]
     here = [*vocabulary_lines(prepared), *here]
-    for line in [*device_lines(device_table(prepared)), *chosen, *without_effect(config), *batch_lines(config), *here]:
-        console.print(line, soft_wrap=True)
-
-
-def batch_lines(config: Config) -> list[str]:
-    """Return the sizes of a step and of a micro-batch."""
     trainer, longest_row, tokens = config.trainer, config.max_sequence_tokens, usual_max_tokens(config)
     rows = trainer.prompts_per_step * config.rollout.samples_per_prompt
-    return [
+    batch = [
         f"a step: {trainer.prompts_per_step:,} prompts x {config.rollout.samples_per_prompt} samples = {rows:,} rows, "
         f"{-(-rows // (trainer.rows_per_update or rows)) * trainer.epochs} updates",
         f"a micro-batch: at most {tokens:,} tokens per device, {tokens // longest_row} rows of the longest ({longest_row:,} tokens)",
     ]
+    for line in [*device_lines(device_table(prepared)), *chosen, *without_effect(config), *batch, *here]:
+        console.print(line, soft_wrap=True)

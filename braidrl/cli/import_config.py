@@ -13,7 +13,7 @@ import yaml
 
 from braidrl.config import DataConfig, parse_config
 from braidrl.errors import UserError
-from braidrl.yaml_text import read_yaml
+from braidrl.parsing import read_yaml
 
 KEYS = Path(__file__).with_name("verl_keys.yaml")
 ACTOR, ROLLOUT, REWARD = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "reward"

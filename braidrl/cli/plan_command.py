@@ -15,7 +15,6 @@ from braidrl.cluster.device_kinds import Cluster, read_cluster
 from braidrl.config import Config
 from braidrl.data.prompts import LoadedSource, load_train
 from braidrl.errors import UserError, suggest
-from braidrl.flow import Flow
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import recorded_steps
 from braidrl.observe.trace import read_trace
@@ -83,14 +82,9 @@ def problem_of(config: Config, wanted: Wanted) -> Problem:
         sources = load_train(config.data, tokenizer, responses=given, pairs=flow.trains_on_pairs)
     lengths = batch_lengths(config, wanted.lengths, sources)
     rates = read_rates(wanted.rates) if wanted.rates is not None else {}
-    return Problem(config, flow, cluster, lengths, rates, given_seconds(wanted.seconds, flow))
-
-
-def given_seconds(said: Sequence[str], flow: Flow) -> dict[str, float]:
-    """Parse STAGE=SECONDS options. Raises UserError for an unknown stage or an invalid number."""
     names = [stage.name for stage in flow.stages]
     found = {}
-    for one in said:
+    for one in wanted.seconds:
         name, _, seconds = one.rpartition("=")
         if name not in names:
             raise UserError(f"--seconds: flow {flow.name} has no stage {name or one!r}. {suggest(name or one, names)}")
@@ -98,7 +92,7 @@ def given_seconds(said: Sequence[str], flow: Flow) -> dict[str, float]:
             found[name] = float(seconds)
         except ValueError:
             raise UserError(f"--seconds: {one!r} is not STAGE=SECONDS, as in --seconds {names[0]}=2.5") from None
-    return found
+    return Problem(config, flow, cluster, lengths, rates, found)
 
 
 def best_plans(problem: Problem, wanted: Wanted) -> list[Plan]:

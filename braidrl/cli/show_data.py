@@ -55,17 +55,13 @@ def show_source(key: str, source: LoadedSource, tokenizer: Any, limit: int, cons
     known = {name: tokens.numpy() for name, tokens in lengths.items() if tokens is not None}
     table = Table("tokens of the", *(f"{p}%" if p % 100 else ("least", "most")[p // 100] for p in PERCENTILES), "")
     for name, tokens in known.items():
-        table.add_row(name, *(f"{number:.0f}" for number in np.percentile(tokens, PERCENTILES)), picture(tokens))
+        counts, _ = np.histogram(tokens, bins=min(BINS, int(np.ptp(tokens)) + 1))
+        tops = np.ceil(counts / counts.max() * (len(BARS) - 1)).astype(int)
+        histogram = "".join(BARS[top] for top in tops)
+        table.add_row(name, *(f"{number:.0f}" for number in np.percentile(tokens, PERCENTILES)), histogram)
     console.print(table)
     for line in samples(source, tokenizer):
         console.print(line, soft_wrap=True, highlight=False, markup=False)
-
-
-def picture(lengths: np.ndarray) -> str:
-    """Return a histogram of lengths as bars of text."""
-    counts, _ = np.histogram(lengths, bins=min(BINS, int(np.ptp(lengths)) + 1))
-    tops = np.ceil(counts / counts.max() * (len(BARS) - 1)).astype(int)
-    return "".join(BARS[top] for top in tops)
 
 
 def samples(source: LoadedSource, tokenizer: Any) -> Iterator[str]:

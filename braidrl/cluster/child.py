@@ -74,8 +74,7 @@ def beat(connection: Connection) -> None:
 def function_of(name: str) -> Callable[..., Any]:
     """Return the function named by `module:function`."""
     module, _, function = name.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    return found
+    return getattr(importlib.import_module(module), function)
 
 
 def failure_of(where: str, error: BaseException) -> Failure:

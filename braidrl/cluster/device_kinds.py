@@ -18,7 +18,7 @@ from pydantic import Field, ValidationError, field_validator
 from braidrl.config.reading import explain
 from braidrl.config.section import Section
 from braidrl.errors import UserError, suggest
-from braidrl.yaml_text import read_yaml
+from braidrl.parsing import read_yaml
 
 GIB = 1 << 30
 FORM = re.compile(r"(?:(\d+)x)?(?:(\d+)x)?([A-Za-z][\w.-]*)")
@@ -119,19 +119,15 @@ def read_cluster(text: str) -> Cluster:
         UserError: The form is wrong, or a kind is unknown; the message names the nearest one.
     """
     if text.endswith((".yaml", ".yml")):
-        return read_cluster_file(Path(text))
+        path = Path(text)
+        if not path.is_file():
+            raise UserError(f"--devices: there is no file {path}")
+        try:
+            read = ClusterFile.model_validate(read_yaml(path))
+        except ValidationError as error:
+            raise UserError(f"{path}: {explain(error)}") from None
+        return _checked(read.groups, {**known_kinds(), **read.kinds})
     return _checked([_group(part) for part in text.split("+")], known_kinds())
-
-
-def read_cluster_file(path: Path) -> Cluster:
-    """Return the cluster of a YAML file. Raises UserError as `read_cluster`."""
-    if not path.is_file():
-        raise UserError(f"--devices: there is no file {path}")
-    try:
-        read = ClusterFile.model_validate(read_yaml(path))
-    except ValidationError as error:
-        raise UserError(f"{path}: {explain(error)}") from None
-    return _checked(read.groups, {**known_kinds(), **read.kinds})
 
 
 def _group(text: str) -> NodeGroup:

@@ -103,15 +103,13 @@ def assign_devices(pools: Sequence[Pool], available: int, where: str = "this mac
     for pool in pools:
         for number in range(pool.workers):
             block = tuple(range(first, first + each[pool.name]))
-            table[f"{pool.name}-{number}"] = Devices(block, engine_blocks(block, pool.engines, pool.engine_devices))
+            # Engines have the end of the block, so that the process's own device is shared last.
+            size = pool.engine_devices
+            own = block[len(block) - pool.engines * size :] if block else ()
+            engines = tuple(own[n * size : (n + 1) * size] for n in range(pool.engines)) if own else ()
+            table[f"{pool.name}-{number}"] = Devices(block, engines)
             first += each[pool.name]
     return table
-
-
-def engine_blocks(block: Sequence[int], engines: int, devices: int) -> tuple[tuple[int, ...], ...]:
-    """Return the devices of each engine, taken from the end of its parent's, so that the parent's own comes last."""
-    own = block[len(block) - engines * devices :] if block else ()
-    return tuple(tuple(own[n * devices : (n + 1) * devices]) for n in range(engines)) if own else ()
 
 
 def own_devices(available: int, engines: int = 0, engine_devices: int = 1) -> Devices:

@@ -7,15 +7,15 @@ and Python would print their tracebacks.
 import asyncio
 import contextvars
 import signal
-import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 from typing import Any, TypeVar
 
 import torch
+
+from braidrl.cluster.process import interrupts_handled
 
 T = TypeVar("T")
 
@@ -79,15 +79,19 @@ def run_cancelled_by_interrupts(runner: Runner, work: Coroutine[Any, Any, T]) ->
         running.append((asyncio.get_running_loop(), task))
         return await work
 
-    def cancel(number: int) -> None:
-        interrupts.append(number)
-        if len(interrupts) > 1 or not running:
-            raise KeyboardInterrupt
-        loop, task = running[0]
-        loop.call_soon_threadsafe(task.cancel)
+    def handle(number: int, frame: FrameType | None) -> None:
+        try:
+            handlers[number](number, frame)
+        except KeyboardInterrupt:
+            interrupts.append(number)
+            if len(interrupts) > 1 or not running:
+                raise
+            loop, task = running[0]
+            loop.call_soon_threadsafe(task.cancel)
 
+    handlers: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with interrupts_passed_to(cancel):
+        with interrupts_handled(handle, [number for number in handlers if callable(handlers[number])]):
             result = runner.run(cancellable())
     except BaseException:
         if interrupts:
@@ -96,26 +100,3 @@ def run_cancelled_by_interrupts(runner: Runner, work: Coroutine[Any, Any, T]) ->
     if interrupts:  # the interrupt came after the end
         raise KeyboardInterrupt
     return result
-
-
-@contextmanager
-def interrupts_passed_to(cancel: Callable[[int], None]) -> Iterator[None]:
-    """Call `cancel` with the signal number when the process's handler of SIGINT or SIGTERM raises KeyboardInterrupt inside the block."""
-    own: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        try:
-            own[number](number, frame)
-        except KeyboardInterrupt:
-            cancel(number)
-
-    handled = [number for number in own if callable(own[number])]
-    if threading.current_thread() is not threading.main_thread():
-        handled = []
-    for number in handled:
-        signal.signal(number, handle)
-    try:
-        yield
-    finally:
-        for number in handled:
-            signal.signal(number, own[number])

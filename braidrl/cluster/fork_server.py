@@ -15,7 +15,6 @@ import sys
 import threading
 from collections.abc import Iterable, Sequence
 from multiprocessing import forkserver, resource_tracker, util
-from typing import NoReturn
 
 from braidrl.cluster.watchdog import FORK_SERVER, goes_by
 
@@ -56,26 +55,23 @@ def _copy(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> 
     sys.stdout.flush()
     process = os.fork()
     if not process:
-        _serve(arguments[-1], {*descriptors, *STANDARD_STREAMS})
+        program = arguments[-1]
+        kept = {*descriptors, *STANDARD_STREAMS}
+        try:
+            goes_by(FORK_SERVER if "forkserver" in program else TRACKER)
+            # The kernel sends SIGCONT when the parent ends: a stopped process could not notice it and end.
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
+            # A fresh interpreter has no such lock held; the parent holds it while it starts these processes.
+            util.spawnv_passfds = SPAWN
+            for module in (resource_tracker, forkserver):
+                importlib.reload(module)
+            for descriptor in map(int, os.listdir("/proc/self/fd")):
+                if descriptor not in kept:
+                    with contextlib.suppress(OSError):  # the descriptor of the listing itself is already closed
+                        os.close(descriptor)
+            exec(program, {})
+        except Exception:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            os._exit(0)
     return process
-
-
-def _serve(program: str, kept: set[int]) -> NoReturn:
-    """Close every descriptor that is not `kept`, run the program that a fresh interpreter would run, and exit."""
-    try:
-        goes_by(FORK_SERVER if "forkserver" in program else TRACKER)
-        # The kernel sends SIGCONT when the parent ends: a stopped process could not notice it and end.
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
-        # A fresh interpreter has no such lock held; the parent holds it while it starts these processes.
-        util.spawnv_passfds = SPAWN
-        for module in (resource_tracker, forkserver):
-            importlib.reload(module)
-        for descriptor in map(int, os.listdir("/proc/self/fd")):
-            if descriptor not in kept:
-                with contextlib.suppress(OSError):  # the descriptor of the listing itself is already closed
-                    os.close(descriptor)
-        exec(program, {})
-    except Exception:
-        sys.excepthook(*sys.exc_info())
-    finally:
-        os._exit(0)

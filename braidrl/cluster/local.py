@@ -176,14 +176,10 @@ class Spawned(LocalProcess):
         seen = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         return None if seen is None else seen.si_status if seen.si_code == os.CLD_EXITED else -seen.si_status
 
-    def kill_group(self) -> None:
-        """Kill it and its children, without waiting."""
+    def kill(self) -> None:
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
-
-    def kill(self) -> None:
-        self.kill_group()
         try:
             self._process.wait(END_LIMIT_S)
         except subprocess.TimeoutExpired:

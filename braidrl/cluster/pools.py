@@ -59,22 +59,17 @@ def place(
     elif placement.name not in NAMES:
         raise UserError(f"no placement is called {placement.name!r}. {suggest(placement.name, NAMES)}")
     else:
-        parts = [(part, workers) for part in by_name(placement.name, tuple(roles), generating) if part]
+        generate, others = (tuple(role for role in roles if (role in generating) is wanted) for wanted in (True, False))
+        named: dict[str, list[tuple[str, ...]]] = {
+            "colocate": [tuple(roles)], "standalone": [(role,) for role in roles], "split": [generate, others],
+        }  # fmt: skip
+        parts = [(part, workers) for part in named[placement.name] if part]
     apart = {name for part, _ in parts for name in part if name.endswith(GENERATE)}
     places = {role: role + GENERATE if role + GENERATE in apart else role for role in generating}
     return tuple(
         Pool(part, size, generating=tuple(role for role, name in places.items() if name in part))
         for part, size in parts
     )
-
-
-def by_name(name: str, roles: tuple[str, ...], generating: Collection[str]) -> list[tuple[str, ...]]:
-    """Return the roles of each pool; the last may be empty."""
-    if name == "colocate":
-        return [roles]
-    if name == "standalone":
-        return [(role,) for role in roles]
-    return [tuple(r for r in roles if r in generating), tuple(r for r in roles if r not in generating)]
 
 
 def check_partition(pools: Sequence[PoolConfig], roles: Sequence[str], generating: Collection[str] = ()) -> None:

@@ -118,12 +118,14 @@ class ProcessSpec:
 
 
 @contextmanager
-def interrupts_handled(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Call `handle` for SIGINT and SIGTERM inside the block. Python allows this only in the main thread; elsewhere do nothing."""
+def interrupts_handled(
+    handle: Callable[[int, FrameType | None], None], numbers: Sequence[int] = (signal.SIGINT, signal.SIGTERM)
+) -> Iterator[None]:
+    """Call `handle` for these signals inside the block. Python allows this only in the main thread; elsewhere do nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield
     finally:

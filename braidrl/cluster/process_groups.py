@@ -112,8 +112,7 @@ def limit_of_all() -> timedelta:
     """Return the time limit of the group of all ranks."""
     group = dist.group.WORLD
     assert group is not None, "no group was joined"
-    limit: timedelta = group._get_backend(torch.device("cpu")).options._timeout
-    return limit
+    return group._get_backend(torch.device("cpu")).options._timeout
 
 
 def subgroup(ranks: Tensor) -> dist.ProcessGroup | None:

@@ -108,7 +108,10 @@ def supervise(
         interrupts.pass_on(ranks)
         for rank in launcher.answered(silent, min(LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))):
             silent.remove(rank)
-            outcomes[rank.name] = last_word(rank, killed)
+            frozen = next((line for line in killed if f"(process {rank.pid})" in line), "")
+            outcomes[rank.name] = rank.outcome or Outcome(
+                failure=Failure("died", frozen or f"{rank.name} is gone without a word ({rank.describe_end()})")
+            )
         for rank in [each for each in silent if each.end_if_silent(mute_after(silence_s))]:
             silent.remove(rank)
             outcomes[rank.name] = Outcome(failure=Failure("died", f"{rank.name} {rank.describe_end()}"))
@@ -122,14 +125,6 @@ def supervise(
         # An interrupt counts only if no rank failed.
         raise min(failures, key=lambda f: (f.follows, f.kind == "interrupted")).error()
     return outcomes[ranks[0].name].result
-
-
-def last_word(rank: Process, killed: Sequence[str] = ()) -> Outcome:
-    """Return the outcome of a rank that has sent one or has ended without."""
-    if rank.outcome is not None:
-        return rank.outcome
-    frozen = next((line for line in killed if f"(process {rank.pid})" in line), "")
-    return Outcome(failure=Failure("died", frozen or f"{rank.name} is gone without a word ({rank.describe_end()})"))
 
 
 def end(ranks: Sequence[Process]) -> None:

@@ -207,23 +207,24 @@ class RayCluster:
         """Return the actors that are dead, or sent no heartbeat for `cluster.silence_s`."""
         limit_s = mute_after(self.config.silence_s)
         mute = [actor for actor in actors if self.beats.silence(actor) > limit_s]
-        asked = {a.__ray_ready__.options(concurrency_group=BEATS).remote(): a for a in actors if a not in mute}
-        answered, silent = self.ray.wait(list(asked), num_returns=len(asked), timeout=limit_s)
-        dead = [reference for reference in answered if self._failed(reference)]
-        return [*mute, *(asked[reference] for reference in (*dead, *silent))]
+        dead, silent = self._dead_and_silent([actor for actor in actors if actor not in mute], limit_s)
+        return [*mute, *dead, *silent]
 
     def ended(self, limit_s: float) -> list[Any]:
         """Return the actors that are gone; one that does not answer within `limit_s` seconds may only be busy."""
-        asked = {actor.__ray_ready__.options(concurrency_group=BEATS).remote(): actor for actor in self.actors}
-        answered = self.ray.wait(list(asked), num_returns=len(asked), timeout=limit_s)[0] if asked else []
-        return [asked[reference] for reference in answered if self._failed(reference)]
+        return self._dead_and_silent(self.actors, limit_s)[0]
 
-    def _failed(self, reference: Any) -> bool:
-        try:
-            self.ray.get(reference)
-        except self.ray.exceptions.RayError:  # not RayActorError: Ray killed it for memory
-            return True
-        return False
+    def _dead_and_silent(self, actors: Sequence[Any], limit_s: float) -> tuple[list[Any], list[Any]]:
+        """Ask actors for a heartbeat; return those that are gone, and those that do not answer in time."""
+        asked = {actor.__ray_ready__.options(concurrency_group=BEATS).remote(): actor for actor in actors}
+        answered, silent = self.ray.wait(list(asked), num_returns=len(asked), timeout=limit_s) if asked else ([], [])
+        dead = []
+        for reference in answered:
+            try:
+                self.ray.get(reference)
+            except self.ray.exceptions.RayError:  # not RayActorError: Ray killed it for memory
+                dead.append(asked[reference])
+        return dead, [asked[reference] for reference in silent]
 
     def end(self, actor: Any, process: int | None = None) -> None:
         """End one actor at once and free its bundle.

@@ -61,8 +61,7 @@ class RayProcess(Process):
 
     @property
     def pid(self) -> int:
-        process: int = self._ray.get(self._pid, timeout=self._cluster.config.start_limit_s)
-        return process
+        return self._ray.get(self._pid, timeout=self._cluster.config.start_limit_s)
 
     @property
     def alive(self) -> bool:
@@ -148,8 +147,7 @@ class RayLauncher:
             for node in sorted({self.cluster.node_of(place) for place in places} - {self.node})
         ]
         answers = [each.place.remote() for each in services]
-        found: list[Any] = ray.get(answers, timeout=self.cluster.config.start_limit_s)
-        return found
+        return ray.get(answers, timeout=self.cluster.config.start_limit_s)
 
     def start(self, pool: str, number: int, spec: ProcessSpec) -> Process:
         """Start a process; it inherits devices and threads from its actor's environment."""

@@ -128,15 +128,12 @@ def name_of(process: int) -> str:
     with contextlib.suppress(OSError):
         command = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         name = Path(f"/proc/{process}/comm").read_text().strip()
-        if (name == FORK_SERVER or "multiprocessing.forkserver" in command) and not was_named(process):
-            return f"the {FORK_SERVER}"
+        if name == FORK_SERVER or "multiprocessing.forkserver" in command:
+            # Copies of the fork server share its command line, but `named` has set their names.
+            was_named = any(STACK in os.readlink(fd) for fd in Path(f"/proc/{process}/fd").iterdir())
+            return name if was_named else f"the {FORK_SERVER}"
         return name
     return "a process"
-
-
-def was_named(process: int) -> bool:
-    """Return True if `named` set the process's name: copies of the fork server share its command line."""
-    return any(STACK in os.readlink(fd) for fd in Path(f"/proc/{process}/fd").iterdir())
 
 
 class FrozenWatch(AbstractContextManager["FrozenWatch"]):

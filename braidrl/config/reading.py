@@ -16,8 +16,7 @@ from pydantic import BaseModel, ValidationError
 from braidrl.config.config import Config
 from braidrl.errors import Problems, UserError, shown, suggest
 from braidrl.importing import relative_to
-from braidrl.parsing import MOST_LEVELS, check_levels, texts_and_numbers
-from braidrl.yaml_text import parse_yaml, read_yaml
+from braidrl.parsing import MOST_LEVELS, check_levels, parse_yaml, read_yaml, texts_and_numbers
 
 CODE = re.compile(r"(?:agent:|verifiers:)?([^\s:]+\.py)(?::[A-Za-z_]\w*)?")
 """A value that names code in a file."""
@@ -124,20 +123,6 @@ def lay_over(tree: dict[str, Any], over: dict[str, Any]) -> None:
 
 def parse_config(tree: dict[str, Any], every: bool = False) -> Config:
     """Validate a nested dict. Raises UserError for the first invalid key, or with `every` for all of them, one per line."""
-    check_plain(tree)
-    try:
-        return Config.model_validate(tree)
-    except ValidationError as error:
-        if not every:
-            raise UserError(explain(error)) from None
-        lines = dict[str, str]()
-        for found in error.errors():
-            lines.setdefault(".".join(map(str, keys_of(found))), explained(found, error))
-        raise Problems(list(lines.values())) from None
-
-
-def check_plain(tree: dict[str, Any]) -> None:
-    """Raise UserError, with the key, for values that no key may have: infinity, integers over 64 bits, lone surrogates, NUL."""
     try:
         check_levels(tree)
     except ValueError as error:
@@ -151,6 +136,15 @@ def check_plain(tree: dict[str, Any]) -> None:
             "\0" in value or (not value.isascii() and value != value.encode(errors="replace").decode())
         ):
             raise UserError(f"{place}: Input should be text without NUL and half characters, got {shown(value)}")
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        if not every:
+            raise UserError(explain(error)) from None
+        lines = dict[str, str]()
+        for found in error.errors():
+            lines.setdefault(".".join(map(str, keys_of(found))), explained(found, error))
+        raise Problems(list(lines.values())) from None
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:

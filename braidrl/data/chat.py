@@ -24,7 +24,18 @@ def normal_message(message: Mapping[str, Any]) -> ChatMessage:
     # Templates test only whether the name exists.
     calls = known.pop("tool_calls", None)
     normal = {**known, "content": text_of(known.get("content"))}
-    return {**normal, "tool_calls": [normal_call(call) for call in calls]} if calls else normal
+    if not calls:
+        return normal
+    normal["tool_calls"] = []
+    for call in calls:
+        if not isinstance(call, Mapping):
+            raise UserError(f"a call of a tool is an object with `function`, not {call!r}")
+        function = call.get("function")
+        if isinstance(function, Mapping):
+            normal["tool_calls"].append({**call, "function": with_arguments(function)})
+        else:
+            normal["tool_calls"].append(with_arguments(call))
+    return normal
 
 
 def text_of(content: Any) -> Any:
@@ -35,16 +46,6 @@ def text_of(content: Any) -> Any:
         return content
     parts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content]
     return "".join(map(str, parts)) if all(isinstance(part, str) for part in parts) else content
-
-
-def normal_call(call: Any) -> Any:
-    """Return a call of a tool with its arguments as an object."""
-    if not isinstance(call, Mapping):
-        raise UserError(f"a call of a tool is an object with `function`, not {call!r}")
-    function = call.get("function")
-    if not isinstance(function, Mapping):
-        return with_arguments(call)
-    return {**call, "function": with_arguments(function)}
 
 
 def with_arguments(function: Mapping[str, Any]) -> dict[str, Any]:

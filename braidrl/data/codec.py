@@ -117,14 +117,6 @@ def read_header(frames: Sequence[Frame]) -> tuple[int, list[ColumnHeader]]:
         raise CodecError("these bytes are not rows: the mark at their beginning is missing")
     if zlib.crc32(packed) != int.from_bytes(first[len(MARK) : len(MARK) + 4], "little"):
         raise CodecError("the header of these rows is damaged: its checksum is wrong")
-    size, headers = _parse_header(packed)
-    expected = 1 + sum(FRAMES_OF_KIND[header.kind] for header in headers)
-    if len(frames) != expected:
-        raise CodecError(f"{len(frames)} frames where the header names {expected}")
-    return size, headers
-
-
-def _parse_header(packed: bytes) -> tuple[int, list[ColumnHeader]]:
     try:
         size, headers = unpack_message(packed, tuple[int, list[ColumnHeader]])
     except ValueError as error:
@@ -132,12 +124,23 @@ def _parse_header(packed: bytes) -> tuple[int, list[ColumnHeader]]:
     known = all(header.kind in FRAMES_OF_KIND for header in headers)
     if not known or size < 0 or len({header.name for header in headers}) < len(headers):
         raise CodecError(f"the header of these rows does not describe columns: {headers}")
+    expected = 1 + sum(FRAMES_OF_KIND[header.kind] for header in headers)
+    if len(frames) != expected:
+        raise CodecError(f"{len(frames)} frames where the header names {expected}")
     return size, headers
 
 
 def _encode_column(name: str, column: Column) -> tuple[ColumnHeader, list[Frame]]:
     if isinstance(column, Objects):
-        return ColumnHeader(name, "objects", "json", (len(column),)), [_json_bytes(name, column)]
+        values = list(column.values)
+        text = _exact_json(values)
+        if text is None:
+            row = next(i for i, value in enumerate(values) if _exact_json(value) is None)
+            raise CodecError(
+                f"column {name!r}, row {row}: {values[row]!r} is not a JSON value "
+                "(None, bool, int, finite float, str, list, dict with str keys)"
+            )
+        return ColumnHeader(name, "objects", "json", (len(column),)), [text.encode()]
     if isinstance(column, Ragged):
         header = _tensor_header(name, "ragged", column.values)
         return header, [_tensor_bytes(column.offsets), _tensor_bytes(column.values)]
@@ -155,18 +158,6 @@ def _tensor_bytes(tensor: Tensor) -> memoryview:
     # numpy knows no bfloat16: the values pass as plain bytes.
     flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return flat.numpy().data
-
-
-def _json_bytes(name: str, column: Objects) -> bytes:
-    values = list(column.values)
-    text = _exact_json(values)
-    if text is None:
-        row = next(i for i, value in enumerate(values) if _exact_json(value) is None)
-        raise CodecError(
-            f"column {name!r}, row {row}: {values[row]!r} is not a JSON value "
-            "(None, bool, int, finite float, str, list, dict with str keys)"
-        )
-    return text.encode()
 
 
 def _exact_json(value: Any) -> str | None:
@@ -187,7 +178,13 @@ def _decode_column(header: ColumnHeader, size: int, frames: Sequence[Frame]) -> 
             f"column {header.name!r} is payload, and this process schedules: it carries index columns only"
         )
     if header.kind == "objects":
-        return _of_size(header, Objects(_json_values(header, frames[0])), size)
+        try:
+            found = json.loads(bytes(frames[0]))
+        except (ValueError, RecursionError) as error:
+            raise CodecError(f"column {header.name!r} is not JSON: {error}") from None
+        if not isinstance(found, list):
+            raise CodecError(f"column {header.name!r} is not a JSON array")
+        return _of_size(header, Objects(tuple(found)), size)
     offsets = _tensor(header, "int64", (size + 1,), frames[0])
     values = _tensor(header, header.dtype, header.shape, frames[1])
     if offsets[0] < 0 or offsets[-1] != len(values) or bool((offsets.diff() < 0).any()):
@@ -208,16 +205,6 @@ def _tensor(header: ColumnHeader, dtype: str, shape: tuple[int, ...], frame: Fra
     if dtype == "bool" and int(values.max()) > 1:
         raise CodecError(f"column {header.name!r}: bytes that are neither true nor false")
     return values.view(DTYPES[dtype]).reshape(shape)
-
-
-def _json_values(header: ColumnHeader, frame: Frame) -> tuple[Any, ...]:
-    try:
-        values = json.loads(bytes(frame))
-    except (ValueError, RecursionError) as error:
-        raise CodecError(f"column {header.name!r} is not JSON: {error}") from None
-    if not isinstance(values, list):
-        raise CodecError(f"column {header.name!r} is not a JSON array")
-    return tuple(values)
 
 
 def _of_size(header: ColumnHeader, column: C, size: int) -> C:

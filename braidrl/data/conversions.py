@@ -6,10 +6,9 @@ KNOWN maps repositories of the hub to conversions, which are used if a source na
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from braidrl.config import SourceConfig
 from braidrl.data.records import Record
 from braidrl.importing import PluginRegistry
 
@@ -19,14 +18,6 @@ CONVERSIONS = PluginRegistry(
         "gsm8k", "math", "dapo_math_17k", "deepscaler", "aime", "hh", "ultrafeedback",
     )},
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """A function of a record; with `unique`, repeated prompts are skipped."""
-
-    function: Callable[[Record], Record | str]
-    unique: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,13 +48,6 @@ KNOWN: Mapping[str, Known] = {
 """Defaults by repository. The split is `train`, and `test` for evaluation, if not given here."""
 UNIQUE = ("dapo_math_17k", "aime")
 """Data sets that were published with repeated rows."""
-
-
-def conversion_of(source: SourceConfig) -> Conversion:
-    """Return a source's conversion. Raises UserError for an unknown name."""
-    if source.convert is None:
-        return Conversion(lambda record: record)
-    return Conversion(CONVERSIONS.find(source.convert), source.convert in UNIQUE)
 
 
 def gsm8k(record: Record) -> Record | str:

@@ -56,5 +56,4 @@ def hidden_ids(tokenizer: Any, ends: Collection[int]) -> frozenset[int]:
 def visible_text(tokenizer: Any, tokens: Sequence[int], hidden: Collection[int], skip_special_tokens: bool) -> str:
     """Decode a response without hidden tokens, and with `skip_special_tokens` without any special token."""
     shown = [token for token in tokens if token not in hidden]
-    text: str = tokenizer.decode(shown, skip_special_tokens=skip_special_tokens)
-    return text
+    return tokenizer.decode(shown, skip_special_tokens=skip_special_tokens)

@@ -18,7 +18,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, astuple, dataclass, field
 from itertools import islice
 from multiprocessing.util import Finalize
@@ -157,14 +157,26 @@ def table_rows(
     title: str,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Yield the rows of a table, and fill in the facts about them. Raises UserError with the location of an invalid example."""
-    for batch in with_progress(batched(examples, BATCH), title):
+    source = iter(examples)
+    for batch in with_progress(iter(lambda: list(islice(source, BATCH)), []), title):
         facts.read += len(batch)
-        prompts = tokenize(path, batch, template)
+        texts = []
+        for example in batch:
+            with located(path, example):
+                texts.append(template.with_arguments(example.arguments).render(example.prompt, example.tools))
+        prompts = template.encode_text(texts)
+        for example, ids in zip(batch, prompts, strict=True):
+            if not ids:
+                where = place(path, example.line)
+                raise UserError(f"{where}: the tokenizer makes no token of this prompt; write some text")
         facts.shortest = min(facts.shortest or len(prompts[0]), *map(len, prompts), len(prompts[0]))
         kept = [(e, ids) for e, ids in zip(batch, prompts, strict=True) if len(ids) <= max_prompt_tokens]
         for example, ids in kept:
             row = {"example": json.dumps(astuple(example), separators=(",", ":")), "prompt": ids}
-            for name, response in zip(RESPONSES, responses_of(path, example, template, given), strict=False):
+            with located(path, example):
+                answers = [answer for answer in (example.response, example.rejected)[:given] if answer is not None]
+                responses = template.encode_given(example, answers)
+            for name, response in zip(RESPONSES, responses, strict=False):
                 row |= {name: response.ids, f"{name}_trained": response.trained}
                 facts.longest_row = max(facts.longest_row, len(ids) + len(response.ids))
             facts.longest_prompt = max(facts.longest_prompt, len(ids))
@@ -173,37 +185,13 @@ def table_rows(
             yield row
 
 
-def tokenize(path: Path, batch: Sequence[Example], template: PromptTemplate) -> list[list[int]]:
-    """Return the token ids of prompts. Raises UserError with the location of a prompt that the template refuses or that has no tokens."""
-    ids = template.encode_text([rendered(path, example, template) for example in batch])
-    for example, row in zip(batch, ids, strict=True):
-        if not row:
-            where = place(path, example.line)
-            raise UserError(f"{where}: the tokenizer makes no token of this prompt; write some text")
-    return ids
-
-
-def rendered(path: Path, example: Example, template: PromptTemplate) -> str:
+@contextmanager
+def located(path: Path, example: Example) -> Iterator[None]:
+    """Add an example's location to any UserError."""
     try:
-        return template.with_arguments(example.arguments).render(example.prompt, example.tools)
+        yield
     except UserError as error:
         raise UserError(f"{place(path, example.line)}: {error}") from None
-
-
-def responses_of(path: Path, example: Example, template: PromptTemplate, given: int) -> list[Any]:
-    try:
-        return template.encode_given(
-            example, [r for r in (example.response, example.rejected)[:given] if r is not None]
-        )
-    except UserError as error:
-        raise UserError(f"{place(path, example.line)}: {error}") from None
-
-
-def batched(items: Iterable[Example], size: int) -> Iterator[list[Example]]:
-    """Yield lists of `size` items."""
-    source = iter(items)
-    while batch := list(islice(source, size)):
-        yield batch
 
 
 def with_progress(

@@ -18,27 +18,13 @@ class CodecError(ValueError):
     """Bytes that are not complete rows, or rows that cannot be encoded."""
 
 
-def joined_size(frames: Sequence[Frame]) -> int:
-    """Return the size of the joined frames in bytes."""
-    return _starts([memoryview(frame).nbytes for frame in frames])[-1]
-
-
 def join(frames: Sequence[Frame]) -> bytearray:
     """Join frames in one buffer. Only here are their bytes copied."""
-    buffer = bytearray(joined_size(frames))
-    join_into(frames, buffer)
-    return buffer
-
-
-def join_into(frames: Sequence[Frame], buffer: bytearray | memoryview) -> int:
-    """Write the frames to the beginning of a buffer and return the bytes used. Raises CodecError if it is too small."""
-    target = memoryview(buffer).cast("B")
     total, pieces = laid_out(frames)
-    if total > target.nbytes:
-        raise CodecError(f"the frames take {total} bytes and the buffer has {target.nbytes}")
+    buffer = bytearray(total)
     for start, piece in pieces:
-        target[start : start + piece.nbytes] = piece
-    return total
+        buffer[start : start + piece.nbytes] = piece
+    return buffer
 
 
 def laid_out(frames: Sequence[Frame]) -> tuple[int, list[tuple[int, memoryview]]]:
@@ -71,9 +57,5 @@ def split(buffer: Frame) -> list[memoryview]:
 
 def _starts(lengths: Sequence[int]) -> list[int]:
     """Return the offset of each frame, and the end of the last one."""
-    first = _aligned(FIXED.size + 8 * len(lengths))
-    return list(accumulate((_aligned(length) for length in lengths), initial=first))
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    aligned = [-(-size // ALIGNMENT) * ALIGNMENT for size in (FIXED.size + 8 * len(lengths), *lengths)]
+    return list(accumulate(aligned))

@@ -144,15 +144,18 @@ def eval_rows(
 def as_rows(admitted: Sequence[Admitted], samples: int) -> Rows:
     """Return the rows of admitted prompts, in order; the samples of a group are consecutive.
 
-    Columns: source, group, sample, prompt_length (B,) int64; prompt, int64 token ids; metadata, in which "prompt" and "answer" are the
-    example's; with given responses also response, int64 token ids, and response_mask, bool, the trained tokens. A pair of given responses
-    always makes two rows: sample 0 is the chosen one and sample 1 the rejected one.
+    Columns: source, group, sample, prompt_length (B,) int64; prompt, int64 token ids; metadata: the example's fields, "prompt", "answer",
+    "tools" and arguments of the chat template; with given responses also response, int64 token ids, and response_mask, bool, the trained
+    tokens. A pair of given responses always makes two rows: sample 0 is the chosen one and sample 1 the rejected one.
     """
     given = len(admitted[0].given) if admitted else 0
     samples = 2 if given == 2 else samples
     each = torch.arange(len(admitted)).repeat_interleave(samples)
     prompts = Ragged.from_rows([a.prompt for a in admitted], torch.int64).take(each)
-    metadata = [metadata_of(a.example) for a in admitted]
+    metadata = []
+    for example in (a.example for a in admitted):
+        rendered = {name: value for name, value in (("tools", example.tools), (TEMPLATE, example.arguments)) if value}
+        metadata.append(example.metadata | {"prompt": example.prompt, "answer": example.answer} | rendered)
     columns: dict[str, Column] = {
         "source": torch.tensor([a.source for a in admitted], dtype=torch.int64)[each],
         "group": torch.tensor([a.number for a in admitted], dtype=torch.int64)[each],
@@ -167,13 +170,6 @@ def as_rows(admitted: Sequence[Admitted], samples: int) -> Rows:
         columns["response"] = Ragged.from_rows([ids for ids, _ in responses], torch.int64).take(rows)
         columns["response_mask"] = Ragged.from_rows([trained for _, trained in responses], torch.bool).take(rows)
     return Rows(columns)
-
-
-def metadata_of(example: Example) -> dict[str, Any]:
-    """Return the metadata for verifiers and environments: the example's fields, tools and chat template arguments."""
-    rendered = {"tools": example.tools, TEMPLATE: example.arguments}
-    given = {name: value for name, value in rendered.items() if value}
-    return example.metadata | {"prompt": example.prompt, "answer": example.answer} | given
 
 
 def join_texts(rows: Rows, texts: PromptLoader, samples_per_prompt: int) -> Rows:

@@ -73,10 +73,9 @@ def render_chat(
     check_size(tokenizer)
 
     def render() -> str:
-        text: str = tokenizer.apply_chat_template(
+        return tokenizer.apply_chat_template(
             list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=opens, **(arguments or {})
         )
-        return text
 
     try:
         text = within(RENDER_S, render)

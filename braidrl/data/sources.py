@@ -20,7 +20,7 @@ from typing import Any
 
 from braidrl.config import SourceConfig
 from braidrl.data.chat import ChatMessage, normal_message, tools_of, without_nulls
-from braidrl.data.conversions import conversion_of
+from braidrl.data.conversions import CONVERSIONS, UNIQUE
 from braidrl.data.records import NO_FORM, Record, as_json, is_arrow, kind_of, place, read_records, whole_text
 from braidrl.errors import UserError, suggest
 
@@ -76,7 +76,7 @@ class Reading:
             pairs: The flow trains on pairs: each example must have a chosen and a rejected response.
         """
         self.source, self.responses, self.pairs, self.usual_split = source, responses, pairs, usual_split
-        self.conversion = conversion_of(source)
+        self._convert = (lambda record: record) if source.convert is None else CONVERSIONS.find(source.convert)
         self.left_out: Counter[str] = Counter()
         self.without_form: list[str] = []
         self._seen: set[bytes] = set()
@@ -116,7 +116,7 @@ class Reading:
         example = make_example(self.source, values, line, self.responses, self.pairs)
         if isinstance(example, str):
             return example
-        if self.source.unique or self.conversion.unique:
+        if self.source.unique or self.source.convert in UNIQUE:
             key = hashlib.blake2b(json.dumps(example.prompt).encode(), digest_size=16).digest()
             if key in self._seen:
                 return "the prompt was there before"
@@ -126,7 +126,7 @@ class Reading:
     def _converted(self, record: Record, line: int) -> Record | str:
         where = place(self.source.path, line)
         try:
-            converted = self.conversion.function(record)
+            converted = self._convert(record)
         except Exception as error:
             raise UserError(
                 f"{where}: data conversion {self.source.convert} raised {type(error).__name__}: {error}; return the example, or a "

@@ -2,6 +2,8 @@
 
 prompt ──chat template──▶ text ──tokenizer──▶ prompt ids              conversation ──▶ prompt | turn | between | turn
                           text that opens the assistant's turn                       ids, and the mask of trained ones
+
+A role that only scores may have another tokenizer: `Retokenizer` gives it the same texts in its own token ids.
 """
 
 import re
@@ -10,11 +12,15 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
+import torch
+
+from braidrl.algorithms.ragged import Ragged
 from braidrl.config import DataConfig
-from braidrl.data.chat import ChatMessage, Tools
+from braidrl.data.chat import TEMPLATE, ChatMessage, Tools, tools_of
 from braidrl.data.endings import MARK, turn_end_id
 from braidrl.data.records import whole_text
 from braidrl.data.rendering import render_chat
+from braidrl.data.rows import IDENTITY, Rows
 from braidrl.data.sources import Example, Prompt, Response
 from braidrl.errors import UserError
 
@@ -151,21 +157,18 @@ class PromptTemplate:
                 (ids,) = self.encode_responses([response])
                 found.append(Given(ids, [True] * len(ids)))
             else:
-                found.append(self._conversation(example, response))
+                given, end = Given([], []), self.end_id
+                turns = self._turns(example, response) if self.is_chat else plain_turns(response)
+                for number, (said, between) in enumerate(turns):
+                    turn, after = self._encode([said, between], add_special_tokens=False)
+                    # If the template closes turns with a special token, that token is in the text between turns.
+                    closes = bool(after) and after[0] == end
+                    ended = [*turn, end] if closes or number == len(turns) - 1 else turn
+                    rest = [] if number == len(turns) - 1 else after[closes:]
+                    given.ids.extend([*ended, *rest])
+                    given.trained.extend([True] * len(ended) + [False] * len(rest))
+                found.append(given)
         return found
-
-    def _conversation(self, example: Example, response: list[ChatMessage]) -> Given:
-        given, end = Given([], []), self.end_id
-        turns = self._turns(example, response) if self.is_chat else plain_turns(response)
-        for number, (said, between) in enumerate(turns):
-            turn, after = self._encode([said, between], add_special_tokens=False)
-            # If the template closes turns with a special token, that token is in the text between turns.
-            closes = bool(after) and after[0] == end
-            ended = [*turn, end] if closes or number == len(turns) - 1 else turn
-            rest = [] if number == len(turns) - 1 else after[closes:]
-            given.ids.extend([*ended, *rest])
-            given.trained.extend([True] * len(ended) + [False] * len(rest))
-        return given
 
     def _turns(self, example: Example, response: list[ChatMessage]) -> list[tuple[str, str]]:
         """Return each assistant's turn of a conversation as rendered, and the text between it and the next one."""
@@ -230,3 +233,45 @@ def plain_turns(response: list[ChatMessage]) -> list[tuple[str, str]]:
             said, between = turns[-1]
             turns[-1] = (said, f"{between}\n\n{message['content']}")
     return turns
+
+
+@dataclass(frozen=True)
+class Retokenizer:
+    """Conversion of rows from the tokenizer that generated them to a role's own, with the role's own prompt template."""
+
+    generating: Any
+    template: PromptTemplate
+
+    def rows(self, rows: Rows) -> Rows:
+        """Return the same rows in the role's own token ids.
+
+        Args:
+            rows: Rows with tokens, prompt_length and metadata, which includes the example's prompt.
+
+        Returns:
+            Identity, length, tokens, action_mask and sequence_lengths. An end of sequence becomes the role's own.
+        """
+        prompts, answers = [], []
+        for number in range(len(rows)):
+            about = rows["metadata"][number]
+            template = self.template.with_arguments(about.get(TEMPLATE) or {})
+            prompts.append(template.encode(about["prompt"], tools_of(about.get("tools")) or []))
+            answers.append(self._answer(rows["tokens"][number][int(rows["prompt_length"][number]) :].tolist()))
+        pairs = list(zip(prompts, answers, strict=True))
+        tokens = Ragged.from_rows([prompt + answer for prompt, answer in pairs], torch.int64)
+        mask = [[False] * len(prompt) + [True] * len(answer) for prompt, answer in pairs]
+        return Rows(
+            {
+                **{name: rows[name] for name in IDENTITY},
+                "length": tokens.lengths,
+                "tokens": tokens,
+                "action_mask": Ragged.from_rows(mask, torch.bool),
+                "sequence_lengths": Ragged.from_lengths(tokens.lengths, torch.ones_like(tokens.lengths)),
+            }
+        )
+
+    def _answer(self, ids: list[int]) -> list[int]:
+        text = self.generating.decode(ids, skip_special_tokens=True)
+        if ids and ids[-1] == self.generating.eos_token_id:
+            return self.template.encode_responses([text])[0]
+        return self.template.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

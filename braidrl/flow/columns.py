@@ -81,24 +81,18 @@ def check_when(stages: Sequence[Stage], inputs: Inputs) -> None:
     for stage in stages:
         for column in inputs[stage.name]:
             # In an iteration that skips a later version, the version before it is read.
-            writers = writers_until(column, inputs)
+            writers = [column.writer]
+            while writers[-1] != ADMISSION:
+                before = next((c.writer for c in inputs[writers[-1]] if c.name == column.name), None)
+                if before is None:
+                    break
+                writers.append(before)
             sure = column.name in stage.signature.optional or ADMISSION in writers
             if not sure and not any(by_name[writer].when.covers(stage.when) for writer in writers):
                 raise UserError(
                     f"stage {stage.name} runs {stage.when} and reads {column.name!r}, but {writers[-1]}, which writes it, "
                     f"runs {by_name[writers[-1]].when}; give {stage.name} the same `when`"
                 )
-
-
-def writers_until(column: ColumnVersion, inputs: Inputs) -> list[str]:
-    """Return the stages that wrote this version and its earlier versions, latest first."""
-    writers = [column.writer]
-    while writers[-1] != ADMISSION:
-        before = next((c.writer for c in inputs[writers[-1]] if c.name == column.name), None)
-        if before is None:
-            break
-        writers.append(before)
-    return writers
 
 
 def version_numbers(stages: Sequence[Stage]) -> dict[ColumnVersion, int]:

@@ -9,7 +9,6 @@ A state is a KL coefficient or a multiplier. It changes once per iteration, from
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
@@ -31,7 +30,12 @@ def computed(stage: Stage, rows: Rows, totals: Mapping[str, Tensor] | None = Non
     Raises:
         ValueError: The function does not return as many columns as it declares.
     """
-    result = compute_entry(stage.type).function(*arguments(stage, rows), **keywords(stage, totals))
+    given = dict(stage.settings)
+    if stage.state:
+        given["state"] = {name: float(stage.params.get(name, value)) for name, value in stage.state.items()}
+    if stage.scope is Scope.BATCH:
+        given["totals"] = dict(totals or {})
+    result = compute_entry(stage.type).function(*arguments(stage, rows), **given)
     columns, writes = result if isinstance(result, tuple) else (result,), stage.writes
     if len(columns) != len(writes):
         raise ValueError(f"{len(writes)} columns are declared ({', '.join(writes)}) but {len(columns)} were returned")
@@ -42,14 +46,12 @@ def summed(stage: Stage, rows: Rows) -> dict[str, Tensor]:
     """Return a stage's sums over some rows; the caller adds them up over all rows."""
     entry = compute_entry(stage.type)
     assert entry.sums is not None
-    totals: dict[str, Tensor] = entry.sums(*arguments(stage, rows), **stage.settings)
-    return totals
+    return entry.sums(*arguments(stage, rows), **stage.settings)
 
 
 def dropped(stage: Stage, index: Rows) -> dict[int, str]:
     """Return the groups that a select stage drops, with the reasons."""
-    reasons: dict[int, str] = compute_entry(stage.type).function(*arguments(stage, index), **stage.params)
-    return reasons
+    return compute_entry(stage.type).function(*arguments(stage, index), **stage.params)
 
 
 def arguments(stage: Stage, rows: Rows) -> Sequence[Column | None]:
@@ -57,16 +59,6 @@ def arguments(stage: Stage, rows: Rows) -> Sequence[Column | None]:
     entry = compute_entry(stage.type)
     required = [rows[entry.column(parameter)] for parameter in entry.reads]
     return required + [rows.get(entry.column(parameter)) for parameter in entry.optional]
-
-
-def keywords(stage: Stage, totals: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
-    """Return the keyword arguments of a compute stage's function: settings, state, and totals for scope batch."""
-    given = dict(stage.settings)
-    if stage.state:
-        given["state"] = {name: float(stage.params.get(name, value)) for name, value in stage.state.items()}
-    if stage.scope is Scope.BATCH:
-        given["totals"] = dict(totals or {})
-    return given
 
 
 def of_namespace(rows: Rows, namespace: str | None) -> Rows:

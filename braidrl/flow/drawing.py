@@ -30,17 +30,18 @@ def text(flow: Flow, width: int = WIDTH) -> str:
         rows = [row for stage in group for row in stage_rows(flow, stage, width - indent - 8)]
         for i, (name, detail) in enumerate(rows):
             number = f"{depth:>3}" if i == 0 else "   "
-            mark = bracket(i == 0, i == len(rows) - 1, bool(name)) if len(group) > 1 else " "
+            mark = " "
+            if len(group) > 1:
+                mark = "┌" if i == 0 else "└" if i == len(rows) - 1 else "├" if name else "│"
             lines.append(f"{number} {mark} {name:<{indent}}  {detail}")
-    notes = [line for note in footnotes(flow) for line in textwrap.wrap(note, width)]
-    return "\n".join([*lines, "", *notes]).rstrip()
-
-
-def bracket(first: bool, last: bool, begins: bool) -> str:
-    """Return the bracket before a line of parallel stages; `begins` is True on a stage's first line."""
-    if first or last:
-        return "┌" if first else "└"
-    return "├" if begins else "│"
+    notes = []
+    if any(len(group) > 1 for group in parallel_groups(flow)):
+        notes.append("┌ └  these may run at the same time")
+    if versions := version_numbers(flow.stages):
+        notes.append(f"¹ ²  versions of one column: {', '.join(dict.fromkeys(column.name for column in versions))}")
+    if flow.sampling_segment:
+        notes.append(f"The stages up to {flow.sampling_segment[-1].name} run in waves until enough groups are kept.")
+    return "\n".join([*lines, "", *(line for note in notes for line in textwrap.wrap(note, width))]).rstrip()
 
 
 def stage_rows(flow: Flow, stage: Stage, width: int) -> list[tuple[str, str]]:
@@ -61,18 +62,6 @@ def reason(edge: Edge, flow: Flow) -> str:
     if edge.weights:
         return f"weights of {edge.weights}"
     return "after" if edge.source in flow[edge.target].after else "kept rows"
-
-
-def footnotes(flow: Flow) -> list[str]:
-    """Return the legend of the symbols that occur."""
-    notes = []
-    if any(len(group) > 1 for group in parallel_groups(flow)):
-        notes.append("┌ └  these may run at the same time")
-    if versions := version_numbers(flow.stages):
-        notes.append(f"¹ ²  versions of one column: {', '.join(dict.fromkeys(column.name for column in versions))}")
-    if flow.sampling_segment:
-        notes.append(f"The stages up to {flow.sampling_segment[-1].name} run in waves until enough groups are kept.")
-    return notes
 
 
 def about(stage: Stage) -> str:

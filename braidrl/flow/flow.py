@@ -91,7 +91,14 @@ class Flow:
     @cached_property
     def scalar_roles(self) -> tuple[str, ...]:
         """Return the roles whose model has a scalar head: they compute or learn values or scores."""
-        return tuple(dict.fromkeys(s.role for s in self.stages if s.role and has_scalar_output(s)))
+        found: dict[str, None] = {}
+        for stage in self.stages:
+            is_scalar = stage.type in ("values", "score")
+            if is_optimized(stage):
+                is_scalar = bool(SCALARS & set(entry_of(registry.losses, stage.params["loss"]["name"]).reads))
+            if stage.role and is_scalar:
+                found[stage.role] = None
+        return tuple(found)
 
     @cached_property
     def trains_on_pairs(self) -> bool:
@@ -113,8 +120,27 @@ class Flow:
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
         """Return all edges: columns from writer to reader, weights between an update and their uses, and order alone."""
-        needed = [*column_edges(self.inputs), *weight_edges(self.stages)]
-        return (*needed, *order_edges(self.stages, needed))
+        edges: list[Edge] = []
+        for reader, columns in self.inputs.items():
+            by_writer: dict[str, list[str]] = {}
+            for column in columns:
+                by_writer.setdefault(column.writer, []).append(column.name)
+            edges += [Edge(writer, reader, tuple(names)) for writer, names in by_writer.items()]
+        # Two stages that use a role's weights stay in list order if one of them writes these.
+        for i, stage in enumerate(self.stages):
+            for later in self.stages[i + 1 :]:
+                written = written_weights(stage) | written_weights(later)
+                shared = [role for role in touched_weights(stage) if role in touched_weights(later) and role in written]
+                edges += [Edge(stage.name, later.name, weights=role) for role in shared]
+        edges += [Edge(name, stage.name) for stage in self.stages for name in stage.after]
+        # Stages after a `select` see only the rows that it keeps.
+        for i, select in enumerate(self.stages):
+            behind = {select.name}
+            for stage in self.stages[i + 1 :] if select.kind is Kind.SELECT else ():
+                if not any(edge.target == stage.name and edge.source in behind for edge in edges):
+                    edges.append(Edge(select.name, stage.name))
+                behind.add(stage.name)
+        return tuple(edges)
 
     @cached_property
     def depth(self) -> dict[str, int]:
@@ -146,52 +172,6 @@ def with_old_log_probs(stages: Sequence[Stage]) -> list[Stage]:
 def is_optimized(stage: Stage) -> bool:
     """Return True for an update with a loss, False for a copy of another role's weights."""
     return stage.kind is Kind.TRAIN and "source" not in stage.params
-
-
-def has_scalar_output(stage: Stage) -> bool:
-    """Return True for `values`, `score` and an update whose loss reads either."""
-    if stage.type in ("values", "score"):
-        return True
-    return is_optimized(stage) and bool(SCALARS & set(entry_of(registry.losses, stage.params["loss"]["name"]).reads))
-
-
-def column_edges(inputs: Inputs) -> list[Edge]:
-    """Return one edge for each pair of writer and reader, with all columns between them."""
-    edges = []
-    for reader, columns in inputs.items():
-        by_writer: dict[str, list[str]] = {}
-        for column in columns:
-            by_writer.setdefault(column.writer, []).append(column.name)
-        edges += [Edge(writer, reader, tuple(names)) for writer, names in by_writer.items()]
-    return edges
-
-
-def weight_edges(stages: Sequence[Stage]) -> list[Edge]:
-    """Return an edge between each two stages that use a role's weights if one of them writes these, in list order."""
-    edges = []
-    for i, stage in enumerate(stages):
-        for later in stages[i + 1 :]:
-            written = written_weights(stage) | written_weights(later)
-            edges += [
-                Edge(stage.name, later.name, weights=role)
-                for role in touched_weights(stage)
-                if role in touched_weights(later) and role in written
-            ]
-    return edges
-
-
-def order_edges(stages: Sequence[Stage], needed: Sequence[Edge]) -> list[Edge]:
-    """Return the edges that `after` requires, and edges from each `select` to later stages, which see only kept rows."""
-    edges = [Edge(name, stage.name) for stage in stages for name in stage.after]
-    for i, select in enumerate(stages):
-        if select.kind is not Kind.SELECT:
-            continue
-        behind = {select.name}
-        for stage in stages[i + 1 :]:
-            if not any(edge.target == stage.name and edge.source in behind for edge in (*needed, *edges)):
-                edges.append(Edge(select.name, stage.name))
-            behind.add(stage.name)
-    return edges
 
 
 def written_weights(stage: Stage) -> set[str]:

@@ -245,13 +245,9 @@ class GroupSelector:
         self.pending = sorted({*self.pending, *unfinished})
         self.verdicts = {group: verdict for group, verdict in self.verdicts.items() if group not in unfinished}
         return Selection(
-            groups,
-            dict(Counter(reasons.values())),
-            tuple(sorted(reasons)),
-            tuple(after),
-            tuple(carried),
+            groups, dict(Counter(reasons.values())), tuple(sorted(reasons)), tuple(after), tuple(carried),
             tuple(returned),
-        )
+        )  # fmt: skip
 
     def settled(self, keeps_rows: bool = False) -> "GroupSelector":
         """Return the state between two batches without the groups admitted ahead: their numbers are admitted again.

@@ -1,4 +1,7 @@
-"""Signatures of a role's stages: columns read and written, by type. A function's keyword parameters are the type's parameters in YAML."""
+"""Signatures of a role's stages: columns read and written, by type. A function's keyword parameters are the type's parameters in YAML.
+
+A stage may also call a method of a user's class, `methods.py:Surprise.surprise`, registered with the columns that it reads and writes.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -9,6 +12,7 @@ from braidrl.algorithms.registry import Entry, Registry
 from braidrl.errors import UserError, suggest
 from braidrl.flow.lookup import entry_of
 from braidrl.flow.stage import Kind, Scope, Signature
+from braidrl.importing import import_function
 
 SEQUENCE = ("tokens", "action_mask", "sequence_lengths")
 GENERATED = (
@@ -39,15 +43,9 @@ COMPUTED_IN_TRAINING = ("log_probs", "entropy", "values", "scores", "offsets", "
 
 
 def generate(
-    role: str,
-    into: str | None = None,
-    greedy: bool = False,
-    temperature: float | None = None,
-    top_p: float | None = None,
-    top_k: int | None = None,
-    purpose: str = "train",
-    environment: str | None = None,
-) -> Signature:
+    role: str, into: str | None = None, greedy: bool = False, temperature: float | None = None,
+    top_p: float | None = None, top_k: int | None = None, purpose: str = "train", environment: str | None = None,
+) -> Signature:  # fmt: skip
     """Return the signature of `Role.generate`; with an environment, the score and the reward come from it."""
     if into is not None and not into.isidentifier():
         raise UserError(f"{role}.generate: into must be a plain name, as in `into: greedy`, got {into!r}")
@@ -56,12 +54,9 @@ def generate(
 
 
 def verify(
-    role: str,
-    correct_score: float | None = None,
-    wrong_score: float | None = None,
-    weight: float = 1.0,
+    role: str, correct_score: float | None = None, wrong_score: float | None = None, weight: float = 1.0,
     of: str | None = None,
-) -> Signature:
+) -> Signature:  # fmt: skip
     """Return the signature of `Role.verify`: `correct`, and scores that are added to `score` and `reward`."""
     reads = ("prompt", "metadata", *in_namespace(of, ("tokens", "action_mask")))
     writes = in_namespace(of, ("score", "correct", "reward"))
@@ -96,18 +91,11 @@ def values(role: str) -> Signature:
 
 
 def update(
-    role: str,
-    loss: Mapping[str, Any] | None = None,
-    aggregate: str | Mapping[str, Any] = "token-mean",
-    old: str | None = None,
-    kl: Mapping[str, Any] | None = None,
-    entropy_coef: float = 0.0,
-    correction: Mapping[str, Any] | None = None,
-    source: str | None = None,
-    decay: float = 0.0,
-    ptx_coef: float = 0.0,
+    role: str, loss: Mapping[str, Any] | None = None, aggregate: str | Mapping[str, Any] = "token-mean",
+    old: str | None = None, kl: Mapping[str, Any] | None = None, entropy_coef: float = 0.0,
+    correction: Mapping[str, Any] | None = None, source: str | None = None, decay: float = 0.0, ptx_coef: float = 0.0,
     positive_coef: float = 0.0,
-) -> Signature:
+) -> Signature:  # fmt: skip
     """Return the signature of `Role.update`: one pass over the batch in `rows_per_update` steps, or a copy of weights."""
     if source is not None:
         if loss is not None:
@@ -198,13 +186,10 @@ def compute_signature(type: str, entry: Entry, params: Mapping[str, Any]) -> Sig
         raise UserError(f"{type}: {error}") from None
     selects = registry.selections.entries.get(entry.name) is entry
     return Signature(
-        Kind.SELECT if selects else Kind.COMPUTE,
-        reads=tuple(entry.column(p) for p in entry.reads),
-        writes=entry.writes,
-        optional=tuple(entry.column(p) for p in entry.optional),
-        scope=Scope(entry.scope),
+        Kind.SELECT if selects else Kind.COMPUTE, reads=tuple(entry.column(p) for p in entry.reads),
+        writes=entry.writes, optional=tuple(entry.column(p) for p in entry.optional), scope=Scope(entry.scope),
         state=state,
-    )
+    )  # fmt: skip
 
 
 def role_signature(type: str, role: str, params: Mapping[str, Any]) -> Signature:
@@ -223,3 +208,40 @@ def in_namespace(namespace: str | None, columns: Sequence[str]) -> tuple[str, ..
 ROLE_TYPES: dict[str, Callable[..., Signature]] = {
     f.__name__: f for f in (generate, verify, score, log_probs, values, update)
 }
+
+
+def is_method(type: str, role: str | None) -> bool:
+    """Return True if a stage's type names a method of a user's class."""
+    return role is not None and ":" in type
+
+
+def class_and_method(type: str) -> tuple[Any, str]:
+    """Return the class and the method's name of `module:Class.method`. Raises UserError for an unknown class."""
+    place, _, method = type.rpartition(".")
+    if ":" not in place:
+        raise UserError(f"{type} names no method; write module:Class.method or path/to/file.py:Class.method")
+    return import_function(place), method
+
+
+def registration_of(owner: Any, method: str) -> Any:
+    """Return the registration of a class's method. Raises UserError for a method without a protocol."""
+    found = getattr(getattr(owner, method, None), "registration", None)
+    if found is None:
+        known = [name for name in dir(owner) if hasattr(getattr(owner, name), "registration")]
+        raise UserError(
+            f"{owner.__name__} has no method {method!r} with @register(protocol=...) above it. {suggest(method, known)}"
+        )
+    return found
+
+
+def method_signature(type: str, params: Mapping[str, Any]) -> Signature:
+    """Return the signature of a method stage. Raises UserError if the method writes nothing or lacks a parameter."""
+    owner, method = class_and_method(type)
+    registration = registration_of(owner, method)
+    if not registration.writes:
+        raise UserError(f"{type}: a stage writes columns, and this method none; register it with writes=(...)")
+    _, _, *parameters = inspect.signature(getattr(owner, method)).parameters
+    for name in params:
+        if name not in parameters:
+            raise UserError(f"{type} has no parameter {name!r}. {suggest(name, parameters)}")
+    return Signature(Kind.INFER, registration.reads, registration.writes)

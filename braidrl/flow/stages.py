@@ -18,20 +18,14 @@ from typing import Any
 from braidrl.algorithms.registry import Registry
 from braidrl.errors import UserError
 from braidrl.flow.lookup import FAMILIES, compute_entry, entry_of, public_name
-from braidrl.flow.methods import is_method, method_signature
-from braidrl.flow.signatures import CHOICES, ROLE_TYPES, compute_signature, role_signature
+from braidrl.flow.signatures import CHOICES, ROLE_TYPES, compute_signature, is_method, method_signature, role_signature
 from braidrl.flow.stage import ALWAYS, Stage, When, default_name
 
 
 def make_stage(
-    type: str,
-    role: str | None = None,
-    params: Mapping[str, Any] | None = None,
-    *,
-    id: str | None = None,
-    when: When = ALWAYS,
-    after: Sequence[str] = (),
-) -> Stage:
+    type: str, role: str | None = None, params: Mapping[str, Any] | None = None, *, id: str | None = None,
+    when: When = ALWAYS, after: Sequence[str] = (),
+) -> Stage:  # fmt: skip
     """Return a stage. Raises UserError for an unknown type, role or parameter.
 
     Args:
@@ -47,7 +41,14 @@ def make_stage(
         if role is None:
             raise UserError(f"stage {id or type}: the type {type!r} needs a role, as in `role: actor`")
         signature = role_signature(type, role, params)
-        params = with_public_names(params) if type == "update" else params
+        for parameter, registered in CHOICES.items() if type == "update" else ():
+            # Users' functions get names by which another process can import them.
+            choice = params.get(parameter)
+            if isinstance(choice, str):
+                params[parameter] = public_name(entry_of(registered, choice), choice)
+            elif choice is not None:
+                name = public_name(entry_of(registered, choice["name"]), choice["name"])
+                params[parameter] = {**choice, "name": name}
     elif is_method(type, role):
         signature = method_signature(type, params)
     else:
@@ -57,19 +58,6 @@ def make_stage(
             raise UserError(f"stage {id or type}: the type {type!r} is no model's; remove `role: {role}`")
         signature = compute_signature(type, entry, params)
     return Stage(id or default_name(type, role, params), type, role, signature, params, when, tuple(after))
-
-
-def with_public_names(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an update's parameters with users' functions renamed so that another process can import them."""
-    named = dict(params)
-    for parameter, registered in CHOICES.items():
-        choice = params.get(parameter)
-        if isinstance(choice, str):
-            named[parameter] = public_name(entry_of(registered, choice), choice)
-        elif choice is not None:
-            name = public_name(entry_of(registered, choice["name"]), choice["name"])
-            named[parameter] = {**choice, "name": name}
-    return named
 
 
 def plain(type: str, value: Any) -> Any:

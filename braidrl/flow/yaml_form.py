@@ -28,7 +28,7 @@ from braidrl.flow.flow import Flow
 from braidrl.flow.stage import ALWAYS, Stage, When
 from braidrl.flow.stages import make_stage
 from braidrl.importing import relative_to
-from braidrl.yaml_text import parse_yaml, read_text
+from braidrl.parsing import parse_yaml, read_text
 
 FLOW_KEYS = ("flow", "stages")
 STAGE_KEYS = ("id", "role", "type", "params", "after", "when")

@@ -43,7 +43,10 @@ def build(source: Path, **constants: int) -> ctypes.CDLL | None:
         return None
     flags = [*FLAGS, f"-I{HEADER.parent}", *(f"-D{name}={value}" for name, value in constants.items())]
     flags += [WIDE] * (platform.machine() == "x86_64")
-    name = f"{source.stem}-{_name(source, command, flags)}"
+    # Everything that the compiled code depends on, also the processor: several machines may share a home folder.
+    parts = [source.read_text(), HEADER.read_text(), command, *flags, platform.platform(), *processor().values()]
+    digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    name = f"{source.stem}-{digest[:16]}"
     kept = _whole(name) or _compile(source, command, flags, name)
     return None if kept is None else ctypes.CDLL(str(kept))
 
@@ -88,12 +91,6 @@ def _say_once(line: str) -> None:
 def cache_folder() -> Path:
     """Return this user's cache folder for this machine."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "braidrl"
-
-
-def _name(source: Path, command: str, flags: list[str]) -> str:
-    """Hash everything that the compiled code depends on, including the processor: several machines may share a home folder."""
-    parts = [source.read_text(), HEADER.read_text(), command, *flags, platform.platform(), *processor().values()]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def processor() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Log-probs of a chunk of tokens and the gradient of its logits on the CPU, by compiled kernels; the formulas are in `compute.chunks`.
+"""Log-probs of a chunk of tokens and the gradient of its logits on the CPU, by compiled kernels; the formulas are in `compute.log_probs`.
 
 C tokens, V vocabulary.
 """

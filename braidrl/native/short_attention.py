@@ -38,8 +38,7 @@ def attend_short(
     """Compute causal attention of (N, H, D) to (N, K, D) within the sequences at `offsets` (S + 1,) int32; returns (N, H, D).
     Differentiable.
     """
-    result: Tensor = _Attention.apply(query, key, value, offsets, longest, scaling, window or 0)
-    return result
+    return _Attention.apply(query, key, value, offsets, longest, scaling, window or 0)
 
 
 @cache

@@ -1,7 +1,6 @@
 """JSON lines files that survive a kill: only the last line can be incomplete, and readers ignore it."""
 
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -63,11 +62,3 @@ def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> list[dict[
     with whole_file(path) as unfinished:
         unfinished.write_text("".join(json.dumps(record, allow_nan=False) + "\n" for record in kept))
     return kept
-
-
-def json_number(value: Any) -> int | float | None:
-    """Convert a number for JSON: NaN and infinities become null. Raises ValueError or TypeError for anything else."""
-    if value is None or isinstance(value, int):
-        return value
-    number = float(value)
-    return number if math.isfinite(number) else None

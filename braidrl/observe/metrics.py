@@ -3,6 +3,7 @@
 workers ──Sums──▶ merge ──means──▶ MetricsWriter ──▶ metrics.jsonl, trackers
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from braidrl.errors import UserError
-from braidrl.observe.lines import LineFile, json_number, keep_lines, read_lines
+from braidrl.observe.lines import LineFile, keep_lines, read_lines
 from braidrl.observe.trackers import TrackedRun, Trackers
 
 FILE_NAME = "metrics.jsonl"
@@ -73,11 +74,14 @@ class MetricsWriter:
 
 
 def checked_number(key: str, value: Any) -> int | float | None:
-    """Convert a value for JSON. Raises ValueError with the key if it is not a number."""
+    """Convert a number for JSON: NaN and infinities become null. Raises ValueError with the key for anything else."""
+    if value is None or isinstance(value, int):
+        return value
     try:
-        return json_number(value)
+        number = float(value)
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"metric {key} must be a number, got {value!r}") from None
+    return number if math.isfinite(number) else None
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:

@@ -55,13 +55,8 @@ class WandbTracker:
         name = run.folder.name
         # One id per run folder, so that a resumed run continues in the same wandb run.
         arguments = {
-            "dir": str(run.folder),
-            "id": name,
-            "name": name,
-            "resume": "allow",
-            "config": dict(run.config),
-            **settings,
-        }
+            "dir": str(run.folder), "id": name, "name": name, "resume": "allow", "config": dict(run.config), **settings,
+        }  # fmt: skip
         self._library: Any = importlib.import_module("wandb")
         self._run = self._library.init(**arguments)
 

@@ -15,7 +15,7 @@ from braidrl.cluster.device_kinds import DeviceKind
 from braidrl.config.reading import explain
 from braidrl.config.section import Section
 from braidrl.errors import UserError
-from braidrl.yaml_text import read_yaml
+from braidrl.parsing import read_yaml
 
 Phase = Literal["train", "infer", "prefill", "decode"]
 PHASES: tuple[Phase, ...] = ("train", "infer", "prefill", "decode")

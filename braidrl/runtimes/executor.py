@@ -18,15 +18,13 @@ from transformers import PreTrainedTokenizerBase
 
 from braidrl.cluster.devices import choose_device
 from braidrl.config import Config
-from braidrl.data.retokenizing import Retokenizer
 from braidrl.data.rows import Column, Rows
-from braidrl.data.templates import PromptTemplate
+from braidrl.data.templates import PromptTemplate, Retokenizer
 from braidrl.errors import BadUpdate, UserError
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.compute import computed, of_namespace, summed
 from braidrl.flow.flow import is_optimized
-from braidrl.flow.methods import class_and_method, is_method
-from braidrl.flow.signatures import is_reward
+from braidrl.flow.signatures import class_and_method, is_method, is_reward
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar, Progress
 from braidrl.rewards.verify import RuleRewards

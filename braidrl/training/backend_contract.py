@@ -111,9 +111,6 @@ def training_continues_identically_after_export_and_load(subject: BackendUnderTe
 
 
 CHECKS: tuple[Callable[[BackendUnderTest], None], ...] = (
-    rows_keep_their_order,
-    a_batch_may_arrive_in_pieces,
-    nothing_counted_changes_nothing,
-    a_step_changes_the_weights_on_every_rank,
-    training_continues_identically_after_export_and_load,
-)
+    rows_keep_their_order, a_batch_may_arrive_in_pieces, nothing_counted_changes_nothing,
+    a_step_changes_the_weights_on_every_rank, training_continues_identically_after_export_and_load,
+)  # fmt: skip

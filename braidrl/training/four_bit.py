@@ -55,8 +55,7 @@ class FourBitLinear(nn.Module):
     def weight(self) -> Tensor:
         """Return the dequantised weight (out, in) in its original dtype."""
         shape = [self.out_features, self.in_features]
-        found: Tensor = torch.ops.bitsandbytes.dequantize_4bit(self.codes, self.scales, BLOCK, KIND, shape, self.dtype)
-        return found
+        return torch.ops.bitsandbytes.dequantize_4bit(self.codes, self.scales, BLOCK, KIND, shape, self.dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = _FourBitProduct.apply(x, self)

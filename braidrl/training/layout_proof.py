@@ -39,7 +39,10 @@ def layout_findings(twin: Twin, plan: ForwardPlan) -> list[Finding]:
                 continue
             task = {"folder": folder, "layout": layout, "rows": [row.tolist() for row in twin.rows]}
             try:
-                value = difference(run_ranks(f"{__name__}:of_rank", task, RANKS, LIMIT_S), alone)
+                merged = run_ranks(f"{__name__}:of_rank", task, RANKS, LIMIT_S)
+                pairs = [(merged["log_probs"][n], row) for n, row in alone["log_probs"].items()]
+                each = [abs(a - b) for one, row in pairs for a, b in zip(one, row, strict=True)]
+                value = max(*each, abs(merged["norm"] - alone["norm"]) / alone["norm"])
                 found.append(Finding(f"{name} equals one process", value, BOUND))
             except (UserError, WorkerError) as error:
                 found.append(Finding(f"{name} equals one process", float("inf"), BOUND, first_line(error)))
@@ -87,11 +90,3 @@ def rows_of(tokens: list[torch.Tensor], numbers: list[int]) -> Rows:
             "sequence_lengths": Ragged.from_lengths(lengths, torch.ones_like(lengths)),
         }
     )  # fmt: skip
-
-
-def difference(found: dict[str, Any], alone: dict[str, Any]) -> float:
-    """Return the greater of the largest log-prob difference and the relative difference of the norm."""
-    each = [
-        abs(a - b) for n, row in alone["log_probs"].items() for a, b in zip(found["log_probs"][n], row, strict=True)
-    ]
-    return max(*each, abs(found["norm"] - alone["norm"]) / alone["norm"])

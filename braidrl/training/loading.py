@@ -66,12 +66,9 @@ def load_decoder(
 
 
 def load_scorer(
-    path: str | Path,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
-    fresh_head: bool = True,
+    path: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", fresh_head: bool = True,
     on_meta: bool = False,
-) -> PreTrainedModel:
+) -> PreTrainedModel:  # fmt: skip
     """Load a decoder with a scalar head, from a sequence-classification directory or a causal decoder's; see `load_decoder`.
 
     With `fresh_head` a missing head is zero-initialised, so that every value and score starts at 0. Without it a missing head raises

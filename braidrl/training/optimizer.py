@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from braidrl.config import TrainerConfig
 from braidrl.errors import UserError
 from braidrl.importing import PluginRegistry
-from braidrl.training import eight_bit
+from braidrl.training.four_bit import import_bitsandbytes
 from braidrl.training.parallel.replicated import DataParallel
 from braidrl.weights.shards import local_gradient, local_shard, shard_of
 
@@ -27,15 +27,17 @@ OPTIMIZERS = PluginRegistry(
     "optimizer",
     {
         "adamw": "braidrl.training.optimizer:adamw",
-        "adamw8bit": "braidrl.training.eight_bit:adamw8bit",
+        "adamw8bit": "braidrl.training.optimizer:adamw8bit",
         "sgd": "braidrl.training.optimizer:sgd",
     },
 )
 """Optimizers by name: called with a list of tensors, `lr` and settings by keyword, as in `torch.optim`."""
-
-
-MOMENT_BYTES = {"adamw": float(MASTER_BYTES), "adamw8bit": eight_bit.MOMENT_BYTES}
+BLOCK = 256
+"""Codes of 8-bit moments that share a scale."""
+MOMENT_BYTES = {"adamw": float(MASTER_BYTES), "adamw8bit": 1 + torch.float32.itemsize / BLOCK}
 """Bytes of each of a weight's two moments, for optimizers that take AdamW's keys."""
+UNDIVIDED = ("absmax1", "absmax2", "qmap1", "qmap2")
+"""State of 8-bit moments that does not have its parameter's shape: scales and code tables."""
 
 
 def moment_bytes(config: TrainerConfig) -> float:
@@ -46,6 +48,31 @@ def moment_bytes(config: TrainerConfig) -> float:
 def adamw(parameters: Sequence[Tensor], lr: float, **settings: Any) -> torch.optim.Optimizer:
     """Return torch's AdamW in one fused pass over all tensors."""
     return torch.optim.AdamW(parameters, lr=lr, fused=True, **settings)
+
+
+def adamw8bit(parameters: Sequence[Tensor], lr: float, **settings: Any) -> torch.optim.Optimizer:
+    """Return AdamW with 8-bit moments by bitsandbytes. Raises UserError if it is not installed.
+
+    Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization". Parameters of fewer than 4,096 numbers keep moments in float32.
+    """
+    base: Any = import_bitsandbytes("trainer.optimizer=adamw8bit").optim.AdamW8bit
+
+    class AdamW8bit(base):
+        """AdamW8bit with step counts as tensors, as in torch's optimizers, so that checkpoints contain them."""
+
+        def init_state(self, group: Any, p: Tensor, gindex: int, pindex: int) -> None:
+            super().init_state(group, p, gindex, pindex)
+            # Clone: safetensors files cannot store shared tensors.
+            state = self.state[p]
+            state.update({name: state[name].clone() for name in UNDIVIDED if name in state})
+
+        def update_step(self, group: Any, p: Tensor, gindex: int, pindex: int) -> None:
+            state = self.state[p]
+            state["step"] = int(state["step"])
+            super().update_step(group, p, gindex, pindex)
+            state["step"] = torch.tensor(float(state["step"]))
+
+    return AdamW8bit(parameters, lr=lr, **settings)
 
 
 def sgd(parameters: Sequence[Tensor], lr: float, **settings: Any) -> torch.optim.Optimizer:
@@ -99,13 +126,9 @@ class MasterOptimizer:
     """The optimizer of one model; float32 and float64 weights are their own masters."""
 
     def __init__(
-        self,
-        parameters: Sequence[nn.Parameter],
-        config: TrainerConfig,
-        peak: float,
-        ranks: DataParallel | None = None,
+        self, parameters: Sequence[nn.Parameter], config: TrainerConfig, peak: float, ranks: DataParallel | None = None,
         numbers: Sequence[int] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Create the optimizer; `numbers` are the parameters' indices in the full model, for a rank that holds only some."""
         self.ranks = ranks or DataParallel()
         self.numbers = numbers or range(len(parameters))
@@ -175,7 +198,10 @@ class MasterOptimizer:
         for i, master in enumerate(self.masters):
             parts = [part.div_(counted[name]) for name, all_parts in sums.items() if (part := all_parts[i]) is not None]
             master.grad = sum(parts[1:], parts[0]) if parts else None
-        norm = self._clip()
+        total = self.ranks.gradient_norm([master.grad for master in self.masters], self.parameters)
+        if self.config.max_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.masters, self.config.max_grad_norm, total)
+        norm = float(total)
         if not math.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
             return norm
@@ -201,12 +227,6 @@ class MasterOptimizer:
         filled = [torch.zeros_like(m) if part is None else part for part, m in zip(sums, self.masters, strict=True)]
         self.ranks.all_reduce_gradients(filled, self.parameters)
         return list(filled)
-
-    def _clip(self) -> float:
-        norm = self.ranks.gradient_norm([master.grad for master in self.masters], self.parameters)
-        if self.config.max_grad_norm is not None:
-            torch.nn.utils.clip_grads_with_norm_(self.masters, self.config.max_grad_norm, norm)
-        return float(norm)
 
     @torch.no_grad()
     def _publish(self) -> None:
@@ -240,7 +260,7 @@ class MasterOptimizer:
     def _checked(self, name: str, value: Any, master: Tensor) -> Tensor:
         """Return the value. Raises UserError if a checkpoint cannot shard it like its parameter."""
         divisible = isinstance(value, Tensor) and value.shape in (master.shape, torch.Size())
-        if not divisible and name not in eight_bit.UNDIVIDED:
+        if not divisible and name not in UNDIVIDED:
             raise UserError(
                 f"trainer.optimizer={self.config.optimizer} keeps {name!r}, which is no tensor of its parameter's shape and no tensor of "
                 "one number; a checkpoint holds only these"

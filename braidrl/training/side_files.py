@@ -17,14 +17,8 @@ from braidrl.errors import first_line
 
 GENERATION = "generation_config.json"
 TOKENIZER_FILES = (
-    "tokenizer*",
-    "*.jinja",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "*.model",
-)
+    "tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model",
+)  # fmt: skip
 
 
 def save_weights(model: Any, folder: Path, weights: Mapping[str, Tensor]) -> None:
@@ -53,7 +47,7 @@ def side_files(model: Any, path: Path) -> dict[str, bytes]:
             weights.unlink()
         (folder / GENERATION).unlink(missing_ok=True)
         parts: dict[str, Callable[[], object]] = {
-            "tokenizer": lambda: AutoTokenizer.from_pretrained(path, local_files_only=True).save_pretrained(folder),
+            "tokenizer": lambda: AutoTokenizer.from_pretrained(path, local_files_only=True).save_pretrained(folder)
         }
         if generation is not None:
             parts[GENERATION] = lambda: generation.save_pretrained(folder)

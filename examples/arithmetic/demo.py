@@ -18,7 +18,7 @@ from braidrl.cluster.process import usable_cores
 from braidrl.config import load_config
 from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.run import train
-from braidrl.runtimes.saving.export import export_model
+from braidrl.runtimes.saving.checkpoints import export_model
 
 HERE = Path(__file__).parent
 HELD_OUT, TRAINED = 100, 4000

@@ -13,7 +13,7 @@ from study import HERE, Numbers, Study, Tree
 from task import SYMBOLS, demonstrations, problems, questions, work_out, write_jsonl, write_model
 
 from braidrl.observe.metrics import read_metrics
-from braidrl.runtimes.saving.export import export_model
+from braidrl.runtimes.saving.checkpoints import export_model
 
 HELD_OUT_PAIRS = 250
 GARBLED = 24

@@ -17,7 +17,7 @@ from study_recipes import PLAIN
 
 from braidrl.config import parse_config
 from braidrl.runtimes.evaluation import evaluate_model
-from braidrl.runtimes.saving.export import export_model
+from braidrl.runtimes.saving.checkpoints import export_model
 
 STEPS = 30
 EARLY = 10

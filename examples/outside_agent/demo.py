@@ -9,7 +9,7 @@ from pathlib import Path
 
 from braidrl.config import load_config
 from braidrl.runtimes.run import train
-from braidrl.runtimes.saving.export import export_model
+from braidrl.runtimes.saving.checkpoints import export_model
 from examples.tool_arithmetic.demo import prepare
 from examples.two_stages import first_and_last
 

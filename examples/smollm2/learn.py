@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from braidrl.observe.metrics import read_metrics
-from braidrl.runtimes.saving.export import export_model
+from braidrl.runtimes.saving.checkpoints import export_model
 from examples.arithmetic.pages import Curve, curve, table, write_curves, write_markdown
 from examples.smollm2.fetch import fetch
 from examples.smollm2.preferences import prepare, recorded_responses

@@ -17,7 +17,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from braidrl.observe.rollouts import recorded_steps, rollout_path
-from braidrl.runtimes.saving.export import export_model
+from braidrl.runtimes.saving.checkpoints import export_model
 from examples.smollm2.checks import words_of
 from examples.smollm2.tasks import FOLDER, write
 

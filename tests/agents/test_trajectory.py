@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braidrl.agents.trajectory import Trajectory, trajectory_columns
-from braidrl.algorithms.gae import gae
+from braidrl.algorithms.token_advantages import gae
 from braidrl.data.rows import FinishReason, Rows
 from braidrl.flow.signatures import PLAYED
 from braidrl.training.compute.packed import pack

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from braidrl.algorithms.advantages import Groups
 from braidrl.algorithms.aggregation import weighted_sum
-from braidrl.algorithms.group_statistics import Groups
 from braidrl.algorithms.ragged import offsets_of
 from braidrl.algorithms.registry import aggregations, losses
 from tests.algorithms.batches import built_in, floats, loss_columns, ragged, ragged_rows, take_rows

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braidrl.algorithms.gae import actor_lambda, at_row_end, decoupled_gae, gae, sums_to_go
 from braidrl.algorithms.registry import advantages
+from braidrl.algorithms.token_advantages import actor_lambda, at_row_end, decoupled_gae, gae, sums_to_go
 from tests.algorithms.batches import floats, ragged, ragged_rows
 
 unit = st.floats(0, 1)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braidrl.algorithms.group_statistics import Groups
+from braidrl.algorithms.advantages import Groups
 from braidrl.algorithms.ragged import Ragged
 from tests.algorithms.batches import floats, grouped, ragged, ragged_rows
 

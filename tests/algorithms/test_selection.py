@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braidrl.algorithms.selection import informative_groups, informative_rewards
+from braidrl.algorithms.advantages import informative_groups, informative_rewards
 from tests.algorithms.batches import floats, grouped
 
 

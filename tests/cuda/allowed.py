@@ -10,10 +10,10 @@ WAITS = {
     "training/roles/base.py:RoleWorker.forward": "answers of inference go to the host, once for each micro-batch",
     "training/roles/base.py:RoleWorker._forward_backward": "once for each micro-batch: whether its loss is finite",
     "observe/metrics.py:Sums.add_per_token": "once for each micro-batch: all of its metrics",
-    "training/optimizer.py:MasterOptimizer._clip": "once an optimizer step: the norm of its gradient",
+    "training/optimizer.py:MasterOptimizer.step": "once an optimizer step: the norm of its gradient",
     "training/roles/checkpoint.py:copied": "a checkpoint is copied to host memory",
     "training/roles/checkpoint.py:full_state_dict": "merged weights go to host memory",
-    "algorithms/group_statistics.py:Groups.of": "pairs are found anew in each micro-batch",
+    "algorithms/advantages.py:Groups.of": "pairs are found anew in each micro-batch",
     "algorithms/row_losses.py:pair_loss": "pairs are checked in each micro-batch",
 }
 DOUBLES = {

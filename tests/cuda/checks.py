@@ -28,8 +28,8 @@ from braidrl.runtimes.run import TrainingRun, train
 from braidrl.runtimes.streaming.weights import beside_computing
 from braidrl.training.compute import cuda_layers as layers
 from braidrl.training.compute import log_probs
-from braidrl.training.compute.chunks import ChunkKernels, chunk_gradient, chunk_statistics
-from braidrl.training.compute.cuda_kernels import LayerKernels, rms_norm, rotary, silu_gate
+from braidrl.training.compute.cuda_layers import LayerKernels, rms_norm, rotary, silu_gate
+from braidrl.training.compute.log_probs import ChunkKernels, chunk_gradient, chunk_statistics
 from braidrl.training.memory.offload import OffloadableTensors
 from braidrl.training.roles.make import DecoderWorker
 from braidrl.weights.file import WeightWriter

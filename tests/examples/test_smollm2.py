@@ -22,7 +22,7 @@ from braidrl.agents.turns import Observation, TurnTemplate
 from braidrl.data.templates import PromptTemplate
 from braidrl.engines.engine_contract import all_of
 from braidrl.engines.requests import Request, SamplingParams
-from braidrl.runtimes.saving.export import export_model
+from braidrl.runtimes.saving.checkpoints import export_model
 from braidrl.training.compute.attention import ATTENTION
 from braidrl.weights.publisher import ModelWeights
 from examples.smollm2 import checks, preferences, tasks

@@ -10,8 +10,8 @@ import torch
 
 from braidrl.algorithms import registry
 from braidrl.algorithms.advantages import group_normalized
-from braidrl.algorithms.gae import gae
 from braidrl.algorithms.ragged import Ragged
+from braidrl.algorithms.token_advantages import gae
 from braidrl.data.codec import decode, encode
 from braidrl.data.rows import Objects, Rows
 from braidrl.errors import UserError

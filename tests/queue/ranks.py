@@ -10,7 +10,7 @@ import torch
 from braidrl.algorithms.ragged import Ragged
 from braidrl.cluster.world import World
 from braidrl.data.codec import encode
-from braidrl.data.frames import join, joined_size
+from braidrl.data.frames import join, laid_out
 from braidrl.data.rows import Objects, Rows
 from braidrl.runtimes.spmd.data_buffer import DataBuffer, EdgeKey
 
@@ -83,7 +83,7 @@ def bytes_of_an_exchange(world: World) -> dict[str, Any]:
     buffer, before = DataBuffer(world), world.received.exchanged
     buffer.put(EdgeKey(1, "update"), held(rows, source, world.rank), source, target)
     came = rows.take((target == world.rank) & (source != world.rank))
-    return {"received": world.received.exchanged - before, "needed": joined_size(encode(came)) if len(came) else 0}
+    return {"received": world.received.exchanged - before, "needed": laid_out(encode(came))[0] if len(came) else 0}
 
 
 def nothing_moves(world: World) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 
 from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.run import train
-from braidrl.runtimes.saving.export import export_model
+from braidrl.runtimes.saving.checkpoints import export_model
 from tests.recipes.tiny import make_config, write_data, write_decoder
 
 HERE = Path(__file__).parent

@@ -16,9 +16,9 @@ from braidrl.config import load_config
 from braidrl.errors import UserError
 from braidrl.flow.yaml_form import from_yaml
 from braidrl.importing import import_function, relative_to
+from braidrl.parsing import read_text
 from braidrl.runtimes.prepare.run_flow import build_flow
 from braidrl.runtimes.run import train
-from braidrl.yaml_text import read_text
 from tests.tiny import ROOT, Workshop
 
 TWICE = {

@@ -12,7 +12,7 @@ import yaml
 from braidrl.config import parse_config
 from braidrl.errors import UserError
 from braidrl.runtimes.run import TrainingRun, train
-from braidrl.runtimes.saving.folders import run_config, write_whole
+from braidrl.runtimes.saving.folders import run_config
 from tests.invariants.traces import EVERY_STEP, assert_same, merged, trace
 from tests.runtimes.spmd.ranks import run_in_ranks
 from tests.tiny import Workshop
@@ -47,7 +47,7 @@ def test_run_with_layouts_equals_single_process_and_shares_checkpoint(workshop: 
     resumed = workshop.folder / "resumed"
     shutil.copytree(workshop.folder / "full", resumed)
     (resumed / "config.yaml").write_text(yaml.safe_dump(workshop.tree("resumed", **PPO)))
-    write_whole(resumed / "checkpoints" / "latest", "step-1\n")
+    (resumed / "checkpoints" / "latest").write_text("step-1\n")
     with TrainingRun(run_config(resumed), resume=resumed) as run:
         run.train()
     assert_same(trace(resumed), alone)

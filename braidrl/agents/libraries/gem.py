@@ -22,7 +22,12 @@ LOCK = threading.Lock()
 
 def environment(name: str, settings: Mapping[str, Any]) -> Callable[[], "GemEnvironment"]:
     """Return a factory of a gem environment. Raises UserError if gem is not installed or has no environment of this name."""
-    check_gem(name)
+    if importlib.util.find_spec("gem") is None:
+        raise UserError(f"environment gem:{name} needs gem-llm; install it with `pip install 'braidrl[gem]'`")
+    load_gem()
+    known = importlib.import_module("gem.envs.registration").ENV_REGISTRY
+    if name not in known:
+        raise UserError(f"gem has no environment {name!r}. {suggest(name, known)}")
     return partial(GemEnvironment, name, dict(settings))
 
 
@@ -64,16 +69,6 @@ class GemEnvironment:
 def with_suffix(said: str, info: Mapping[str, Any]) -> str:
     """Append gem's request for the next action to its observation."""
     return "\n".join(part for part in (said, info.get("suffix")) if part)
-
-
-def check_gem(name: str) -> None:
-    """Raise UserError if gem is not installed or has no environment of this name."""
-    if importlib.util.find_spec("gem") is None:
-        raise UserError(f"environment gem:{name} needs gem-llm; install it with `pip install 'braidrl[gem]'`")
-    load_gem()
-    known = importlib.import_module("gem.envs.registration").ENV_REGISTRY
-    if name not in known:
-        raise UserError(f"gem has no environment {name!r}. {suggest(name, known)}")
 
 
 def load_gem() -> ModuleType:

@@ -119,7 +119,10 @@ class McpEnvironment(ToolTurns):
         self._session, self._client, self._verifier = session, client, verifier
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        return text_of(await self._client.call_tool(name, arguments))
+        result = await self._client.call_tool(name, arguments)
+        parts = [part.text if hasattr(part, "text") else f"[{part.type}]" for part in result.content]
+        text = "\n".join(parts) or json.dumps(result.structured_content)
+        return f"error: {text}" if result.is_error else text
 
     async def answered(self, text: str) -> Observation:
         example = self.example
@@ -135,10 +138,3 @@ class McpEnvironment(ToolTurns):
 
     async def close(self) -> None:
         await self._session.close()
-
-
-def text_of(result: Any) -> str:
-    """Return a tool's result as text; parts without text are named by their kind."""
-    parts = [part.text if hasattr(part, "text") else f"[{part.type}]" for part in result.content]
-    text = "\n".join(parts) or json.dumps(result.structured_content)
-    return f"error: {text}" if result.is_error else text

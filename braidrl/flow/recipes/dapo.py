@@ -5,8 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from braidrl.flow import Flow, actor, advantage, shape
-from braidrl.flow.recipes.parameters import ClippedParameters
-from braidrl.flow.recipes.parts import informative, policy_update, rewarded, surrogate
+from braidrl.flow.recipes.parts import ClippedParameters, informative, policy_update, rewarded, surrogate
 
 # In the paper the punishment grows over the last 4,096 of 20,480 tokens.
 CACHE_SHARE = 5

@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from braidrl.flow import Flow, actor, data, loss, reference
-from braidrl.flow.recipes.parameters import Parameters
+from braidrl.flow.recipes.parts import Parameters
 
 
 class DpoParameters(Parameters):

@@ -5,8 +5,7 @@ from typing import Any
 from pydantic import Field
 
 from braidrl.flow import Flow, actor, advantage
-from braidrl.flow.recipes.parameters import ClippedParameters
-from braidrl.flow.recipes.parts import policy_update, rewarded, surrogate
+from braidrl.flow.recipes.parts import ClippedParameters, policy_update, rewarded, surrogate
 
 
 class DrGrpoParameters(ClippedParameters):

@@ -5,8 +5,15 @@ from typing import Any
 from pydantic import Field
 
 from braidrl.flow import Flow, actor, advantage
-from braidrl.flow.recipes.parameters import ClippedParameters, KlParameters
-from braidrl.flow.recipes.parts import kl_term, policy_update, reference_model, rewarded, surrogate
+from braidrl.flow.recipes.parts import (
+    ClippedParameters,
+    KlParameters,
+    kl_term,
+    policy_update,
+    reference_model,
+    rewarded,
+    surrogate,
+)
 
 
 class GrpoParameters(ClippedParameters, KlParameters):

@@ -5,8 +5,7 @@ from typing import Any
 from pydantic import Field
 
 from braidrl.flow import Flow, actor, advantage, loss
-from braidrl.flow.recipes.parameters import PolicyParameters
-from braidrl.flow.recipes.parts import policy_update, rewarded
+from braidrl.flow.recipes.parts import PolicyParameters, policy_update, rewarded
 
 
 class GspoParameters(PolicyParameters):

@@ -39,7 +39,13 @@ def load_flow(name: str, params: Mapping[str, Any] | None = None, defaults: Mapp
             raise UserError(f"{name} is a YAML flow and takes no parameter {next(iter(params))!r}; set it in the file")
         flow = from_yaml(name)
     else:
-        flow = call_recipe(name, params, defaults)
+        recipe = RECIPES.find(name)
+        model = parameter_model(name, recipe)
+        if model is None and params:
+            raise UserError(f"recipe {name} takes no parameters, got {next(iter(params))!r}")
+        flow = recipe() if model is None else recipe(checked(name, model, params, defaults))
+        if not isinstance(flow, Flow):
+            raise UserError(f"{name} must return a Flow, not {type(flow).__name__}")
     if "samples_per_prompt" in defaults:
         check_group_size(flow, defaults["samples_per_prompt"])
     return flow
@@ -59,18 +65,6 @@ def check_group_size(flow: Flow, samples: int) -> None:
                 entry.check_group_size(settings, samples)
             except ValueError as error:
                 raise UserError(f"stage {stage.name}: {error}; raise rollout.samples_per_prompt") from None
-
-
-def call_recipe(name: str, params: dict[str, Any], defaults: dict[str, Any]) -> Flow:
-    """Call a recipe with checked parameters. The annotation of its only argument is the pydantic model that checks them."""
-    recipe = RECIPES.find(name)
-    model = parameter_model(name, recipe)
-    if model is None and params:
-        raise UserError(f"recipe {name} takes no parameters, got {next(iter(params))!r}")
-    flow = recipe() if model is None else recipe(checked(name, model, params, defaults))
-    if not isinstance(flow, Flow):
-        raise UserError(f"{name} must return a Flow, not {type(flow).__name__}")
-    return flow
 
 
 def checked(name: str, model: type[BaseModel], params: dict[str, Any], defaults: dict[str, Any]) -> BaseModel:

@@ -1,8 +1,7 @@
 """MaxRL, arXiv 2602.02710: centred rewards divided by the group's success rate, so that hard prompts weigh more."""
 
 from braidrl.flow import Flow, actor, advantage
-from braidrl.flow.recipes.parameters import ClippedParameters
-from braidrl.flow.recipes.parts import policy_update, rewarded, surrogate
+from braidrl.flow.recipes.parts import ClippedParameters, policy_update, rewarded, surrogate
 
 
 class MaxrlParameters(ClippedParameters):

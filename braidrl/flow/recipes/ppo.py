@@ -3,8 +3,14 @@
 from pydantic import Field
 
 from braidrl.flow import Flow, Stage, When, actor, advantage, critic, loss, shape
-from braidrl.flow.recipes.parameters import ClippedParameters, KlParameters
-from braidrl.flow.recipes.parts import policy_update, reference_model, rewarded, surrogate
+from braidrl.flow.recipes.parts import (
+    ClippedParameters,
+    KlParameters,
+    policy_update,
+    reference_model,
+    rewarded,
+    surrogate,
+)
 
 
 class CriticParameters(ClippedParameters, KlParameters):

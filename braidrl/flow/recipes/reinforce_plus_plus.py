@@ -3,8 +3,14 @@
 from pydantic import Field
 
 from braidrl.flow import Flow, actor, advantage, shape
-from braidrl.flow.recipes.parameters import ClippedParameters, KlParameters
-from braidrl.flow.recipes.parts import policy_update, reference_model, rewarded, surrogate
+from braidrl.flow.recipes.parts import (
+    ClippedParameters,
+    KlParameters,
+    policy_update,
+    reference_model,
+    rewarded,
+    surrogate,
+)
 
 
 class ReinforcePlusPlusParameters(ClippedParameters, KlParameters):
@@ -27,11 +33,5 @@ def reinforce_plus_plus(p: ReinforcePlusPlusParameters) -> Flow:
         kl = None
     return Flow(
         "reinforce_plus_plus",
-        [
-            actor.generate(),
-            *rewarded(p.reward),
-            *reference_model(p),
-            *estimated,
-            policy_update(p, surrogate(p), kl=kl),
-        ],
+        [actor.generate(), *rewarded(p.reward), *reference_model(p), *estimated, policy_update(p, surrogate(p), kl=kl)],
     )

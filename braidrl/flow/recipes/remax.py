@@ -3,8 +3,7 @@
 from typing import Any
 
 from braidrl.flow import Flow, actor, advantage, loss, shape
-from braidrl.flow.recipes.parameters import KlParameters, PolicyParameters
-from braidrl.flow.recipes.parts import policy_update, reference_model, rewarded
+from braidrl.flow.recipes.parts import KlParameters, PolicyParameters, policy_update, reference_model, rewarded
 
 
 class RemaxParameters(PolicyParameters, KlParameters):

@@ -3,7 +3,7 @@
 from pydantic import Field
 
 from braidrl.flow import Flow, Role, data, loss
-from braidrl.flow.recipes.parameters import Parameters
+from braidrl.flow.recipes.parts import Parameters
 
 
 class RewardModelParameters(Parameters):

@@ -3,7 +3,7 @@
 from typing import Any
 
 from braidrl.flow import Flow, actor, data, loss
-from braidrl.flow.recipes.parameters import Parameters
+from braidrl.flow.recipes.parts import Parameters
 
 
 class SftParameters(Parameters):

@@ -27,7 +27,7 @@ from braidrl.errors import UserError, WorkerError, first_line
 from braidrl.flow import Kind, Stage
 from braidrl.flow.compute import dropped
 from braidrl.flow.flow import is_optimized
-from braidrl.flow.methods import class_and_method, is_method
+from braidrl.flow.signatures import class_and_method, is_method
 from braidrl.flow.stage import Signature
 from braidrl.observe.metrics import Sums
 from braidrl.observe.rollouts import join_parts, part_path

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
-from braidrl.flow.methods import registration_of
+from braidrl.flow.signatures import registration_of
 from braidrl.importing import PluginRegistry
 
 Arguments = tuple[Any, ...]

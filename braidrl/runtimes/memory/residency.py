@@ -12,7 +12,7 @@ the moves:
 """
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -66,13 +66,9 @@ class ResidencyPlan:
 
 
 def residency_plan(
-    flow: Flow,
-    sizes: Mapping[Asset, int],
-    budget: int | None,
-    shared: frozenset[str] = frozenset(),
-    copied: frozenset[str] = frozenset(),
-    asleep: Mapping[Asset, int] | None = None,
-) -> ResidencyPlan:
+    flow: Flow, sizes: Mapping[Asset, int], budget: int | None, shared: frozenset[str] = frozenset(),
+    copied: frozenset[str] = frozenset(), asleep: Mapping[Asset, int] | None = None,
+) -> ResidencyPlan:  # fmt: skip
     """Return the plan of one process.
 
     Args:
@@ -92,7 +88,13 @@ def residency_plan(
         return ResidencyPlan(frozenset(sizes), dict.fromkeys(needs, ()))
     during = sizes_during(flow, sizes, asleep or {})
     for step, needed in needs.items():
-        _check_fits(step, {asset: during[step][asset] for asset in needed}, budget)
+        total = sum(during[step][asset] for asset in needed)
+        if total > budget:
+            parts = ", ".join(f"{asset.role} {asset.part} {during[step][asset]:,}" for asset in sorted(needed))
+            raise UserError(
+                f"{step} needs {total:,} bytes on a device at once ({parts}) and {budget:,} are there; "
+                "place its role on more devices, or its generation in a pool of its own"
+            )
     kept = _kept(needs, during, sizes, budget)
     steps = list(needs)
     before: dict[str, tuple[ResidencyMove, ...]] = {}
@@ -154,25 +156,16 @@ def _kept(
     """Return the assets that fit beside every step's needs; those that would move most often come first."""
     steps = list(needs.values())
     kept: frozenset[Asset] = frozenset()
-    for asset in sorted(sizes, key=lambda asset: (-_runs(steps, asset), sizes[asset], asset)):
+    # How often in an iteration each asset would be brought: the runs of steps that need it.
+    runs = {
+        asset: sum(asset in step and asset not in steps[number - 1] for number, step in enumerate(steps))
+        for asset in sizes
+    }
+    for asset in sorted(sizes, key=lambda asset: (-runs[asset], sizes[asset], asset)):
         wider = kept | {asset}
         if all(sum(during[step][asset] for asset in needed | wider) <= budget for step, needed in needs.items()):
             kept = wider
     return kept
-
-
-def _runs(steps: Sequence[frozenset[Asset]], asset: Asset) -> int:
-    """Return how often in an iteration the asset would be brought: the runs of steps that need it."""
-    return sum(asset in step and asset not in steps[number - 1] for number, step in enumerate(steps))
-
-
-def _check_fits(step: str, needed: Mapping[Asset, int], budget: int) -> None:
-    if sum(needed.values()) > budget:
-        parts = ", ".join(f"{asset.role} {asset.part} {size:,}" for asset, size in sorted(needed.items()))
-        raise UserError(
-            f"{step} needs {sum(needed.values()):,} bytes on a device at once ({parts}) and {budget:,} are there; "
-            "place its role on more devices, or its generation in a pool of its own"
-        )
 
 
 NOTHING = frozenset[Asset]()

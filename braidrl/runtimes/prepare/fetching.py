@@ -1,12 +1,24 @@
 """Download of the hub models and data in a configuration to this machine's cache, before anything else."""
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    IncompleteSnapshotError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
 from braidrl.config import Config, DataConfig, SourceConfig
 from braidrl.data.conversions import KNOWN
-from braidrl.errors import UserError
-from braidrl.hub import fetch, is_hub_name
+from braidrl.errors import UserError, first_line
 from braidrl.runtimes.prepare.run_flow import with_own_samples
 
 
@@ -58,7 +70,10 @@ def source_here(source: SourceConfig, key: str) -> SourceConfig:
     """Return a source whose data is a local file or folder."""
     if not is_hub_name(source.path):
         return source
-    known = KNOWN.get(str(source.path).partition("@")[0]) if takes_records_as_they_are(source) else None
+    # A known conversion is for records whose fields the configuration does not map itself.
+    fields = [name for name in SourceConfig.model_fields if name.endswith("_field")]
+    usual = all(getattr(source, name) == SourceConfig.model_fields[name].default for name in fields)
+    known = KNOWN.get(str(source.path).partition("@")[0]) if usual and source.convert is None else None
     chosen: dict[str, Any] = {"path": fetch(source.path, key, "dataset")}
     if known is not None:
         chosen |= {"convert": known.convert, "subset": source.subset or known.subset}
@@ -66,8 +81,65 @@ def source_here(source: SourceConfig, key: str) -> SourceConfig:
     return source.model_copy(update=chosen)
 
 
-def takes_records_as_they_are(source: SourceConfig) -> bool:
-    """Return True if the configuration does not map fields of a record to an example."""
-    fields = [name for name in SourceConfig.model_fields if name.endswith("_field")]
-    usual = all(getattr(source, name) == SourceConfig.model_fields[name].default for name in fields)
-    return source.convert is None and usual
+HubKind = Literal["model", "model without weights", "dataset"]
+NAME = re.compile(r"(?P<repository>[\w-][\w.-]*/[\w-][\w.-]*)(@(?P<revision>[\w./-]+))?")
+SMALL_FILES, WEIGHTS, OLD_WEIGHTS = ["*.json", "*.model", "*.txt", "*.jinja"], "*.safetensors", "pytorch_model*.bin"
+DATA_FILES = (".jsonl", ".json", ".parquet", ".csv", ".arrow", ".txt", ".gz", ".zst")
+
+
+def is_hub_name(name: Path) -> bool:
+    """Return True for a text in the form of a hub's name that is not a local file or folder."""
+    return NAME.fullmatch(str(name)) is not None and name.suffix not in DATA_FILES and not name.exists()
+
+
+def fetch(name: Path, key: str, kind: HubKind = "model") -> Path:
+    """Return the cache folder of a repository; missing files are downloaded.
+
+    Args:
+        name: `ORG/NAME` or `ORG/NAME@revision`.
+        key: The configuration's key, for messages.
+        kind: For a model only weights, configuration and tokenizer are downloaded, for a data set all files.
+
+    Raises:
+        UserError: The repository does not exist or access is denied, or the hub is unreachable and the cache is incomplete.
+    """
+    found = NAME.fullmatch(str(name))
+    assert found is not None, name
+    repository, revision = found["repository"], found["revision"]
+    try:
+        if kind == "dataset":
+            return Path(snapshot_download(repository, repo_type=kind, revision=revision))
+        weights = [WEIGHTS] if kind == "model" else []
+        folder = Path(snapshot_download(repository, revision=revision, allow_patterns=[*SMALL_FILES, *weights]))
+        if weights and not any(folder.glob(WEIGHTS)):
+            snapshot_download(repository, revision=revision, allow_patterns=[OLD_WEIGHTS])
+        return folder
+    except (HTTPError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, IncompleteSnapshotError) as error:
+        raise UserError(f"{key}: {refusal(error, repository, revision, kind)}") from error
+
+
+def refusal(error: Exception, repository: str, revision: str | None, kind: HubKind) -> str:
+    """Build a message of one line with the error and a remedy."""
+    hub, what = constants.ENDPOINT, "data set" if kind == "dataset" else "model"
+    match error:
+        case GatedRepoError():
+            page = f"{hub}/{'datasets/' if kind == 'dataset' else ''}{repository}"
+            return f"{repository} is given to those who accept its conditions; accept them at {page}, then set HF_TOKEN"
+        case RepositoryNotFoundError():
+            return (
+                f"there is no file or folder {repository} here, and {hub} shows no {what} of this name; "
+                "correct it, or set HF_TOKEN where it is private"
+            )
+        case RevisionNotFoundError():
+            return f"{repository} has no revision {revision!r} at {hub}; write a branch, a tag or a commit after the @"
+        case HfHubHTTPError() if error.response is not None and error.response.status_code == 401:
+            return f"{hub} does not accept the token in HF_TOKEN or of `hf auth login`; set another, or none"
+        case LocalEntryNotFoundError() | IncompleteSnapshotError():
+            why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{hub} cannot be reached"
+            command = f"hf download {repository}" + (" --repo-type dataset" if kind == "dataset" else "")
+            command += f" --revision {revision}" if revision else ""
+            return (
+                f"there is no file or folder {repository} here, the cache {constants.HF_HUB_CACHE} does not have all of it, and {why}; "
+                f"where there is a network, `{command}` fills a cache, which HF_HOME names here"
+            )
+    return f"{repository} cannot be fetched from {hub}: {first_line(error)}"

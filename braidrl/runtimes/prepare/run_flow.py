@@ -20,8 +20,8 @@ from braidrl.flow.flow import is_optimized
 from braidrl.flow.recipes import load_flow
 from braidrl.flow.signatures import needs_old
 from braidrl.flow.stages import make_stage
+from braidrl.parsing import read_yaml
 from braidrl.training.role_settings import dtype_name, lora_of, merges_adapters, model_path
-from braidrl.yaml_text import read_yaml
 
 TRUNCATED = {"name": "truncated"}
 
@@ -124,10 +124,22 @@ def check_given_responses(flow: Flow, config: Config) -> None:
 
 def resolve(stage: Stage, config: Config) -> Stage:
     """Return the stage with its open parameters filled in from the configuration. Raises UserError for a contradiction."""
-    if stage.type == "generate":
-        check_temperature(stage, config)
+    trained = config.rollout.temperature
+    own = stage.params.get("temperature", trained)
+    if stage.type == "generate" and own != trained and "into" not in stage.params:
+        instead = f"rollout.temperature={own:g}" if own else "greedy: true"
+        raise UserError(
+            f"{stage.name}: temperature={own:g} draws the tokens, and training computes their log-probs at "
+            f"rollout.temperature={trained:g}; write {instead} in its place"
+        )
     if stage.type == "verify":
-        return with_params(stage, verify_params(stage, config))
+        # The configuration's scores, else the recipe's, else 1 and 0.
+        right, wrong = config.reward.correct_score, config.reward.wrong_score
+        scores = {
+            "correct_score": stage.params.get("correct_score", 1.0) if right is None else right,
+            "wrong_score": stage.params.get("wrong_score", 0.0) if wrong is None else wrong,
+        }
+        return with_params(stage, scores)
     if is_optimized(stage) and needs_old(str(stage.role), stage.params):
         return with_params(stage, update_params(stage, config))
     if stage.type == "score" and model_path(str(stage.role), config) != config.model:
@@ -135,27 +147,6 @@ def resolve(stage: Stage, config: Config) -> Stage:
         signature = stage.signature
         return replace(stage, signature=replace(signature, optional=(*signature.optional, "prompt_length", "metadata")))
     return stage
-
-
-def check_temperature(stage: Stage, config: Config) -> None:
-    """Raise UserError if tokens are drawn at another temperature than the training's log-probs use."""
-    trained = config.rollout.temperature
-    own = stage.params.get("temperature", trained)
-    if own != trained and "into" not in stage.params:
-        instead = f"rollout.temperature={own:g}" if own else "greedy: true"
-        raise UserError(
-            f"{stage.name}: temperature={own:g} draws the tokens, and training computes their log-probs at "
-            f"rollout.temperature={trained:g}; write {instead} in its place"
-        )
-
-
-def verify_params(stage: Stage, config: Config) -> dict[str, Any]:
-    """Return the scores of right and wrong answers: the configuration's, else the recipe's, else 1 and 0."""
-    right, wrong = config.reward.correct_score, config.reward.wrong_score
-    return {
-        "correct_score": stage.params.get("correct_score", 1.0) if right is None else right,
-        "wrong_score": stage.params.get("wrong_score", 0.0) if wrong is None else wrong,
-    }
 
 
 def update_params(stage: Stage, config: Config) -> dict[str, Any]:
@@ -169,7 +160,13 @@ def update_params(stage: Stage, config: Config) -> dict[str, Any]:
         )
     # With old=rollout the ratio already compares with the policy that drew the tokens.
     to_engine = {**stage.params, **filled}["old"] == "rollout"
-    if "correction" not in stage.params and not to_engine and not drawn_by_trained(config, str(stage.role)):
+    # A correction is needed if tokens come from other weights, or from other numerics than the trainer's.
+    dtype, lora = dtype_name(str(stage.role), config), lora_of(str(stage.role), config)
+    same = config.rollout.engine == "embedded" and config.rollout.dtype in (None, dtype)
+    # Adapters merged into bfloat16 weights are rounded.
+    exact = not merges_adapters(lora, config) or dtype != "bfloat16"
+    drawn_by_trained = same and exact and config.trainer.max_staleness == 0
+    if "correction" not in stage.params and not to_engine and not drawn_by_trained:
         filled["correction"] = TRUNCATED
     return filled
 
@@ -179,14 +176,6 @@ def single_update(config: Config) -> bool:
     rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
     one_step = config.trainer.rows_per_update in (None, rows) and config.trainer.epochs == 1
     return one_step and config.trainer.max_staleness == 0
-
-
-def drawn_by_trained(config: Config, role: str) -> bool:
-    """Return True if tokens come from the weights on which a batch trains, with the trainer's numerics."""
-    same = config.rollout.engine == "embedded" and config.rollout.dtype in (None, dtype_name(role, config))
-    # Adapters merged into bfloat16 weights are rounded.
-    exact = not merges_adapters(lora_of(role, config), config) or dtype_name(role, config) != "bfloat16"
-    return same and exact and config.trainer.max_staleness == 0
 
 
 def with_params(stage: Stage, params: dict[str, Any]) -> Stage:

@@ -23,8 +23,7 @@ from braidrl.data.records import place as place_of
 from braidrl.errors import LostPeers, UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.readiness import serial_chain
-from braidrl.hub import is_hub_name
-from braidrl.rewards.verifier import Verifier, resolve
+from braidrl.rewards.verifier import resolve
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.prepare.checks import (
     check_adapters,
@@ -38,6 +37,7 @@ from braidrl.runtimes.prepare.checks import (
     check_weights,
     model_settings,
 )
+from braidrl.runtimes.prepare.fetching import is_hub_name
 from braidrl.runtimes.prepare.run_flow import build_flow, check_copies, evaluation_flow, with_own_samples
 from braidrl.runtimes.row_store import RowStore
 from braidrl.training.decoders.proven import check_decodes
@@ -266,7 +266,16 @@ def check_answers(config: Config, sources: Sequence[LoadedSource], settings: Seq
     """Raise UserError, with its line, for the first example without the answer that a verifier compares with."""
     for source, own in zip(sources, settings, strict=True):
         verifiers = [resolve(v.name, v.params) for v in (config.reward.verify if own.verify is None else own.verify)]
-        needy = next((verifier for verifier in verifiers if needs_answer(verifier)), None)
+        # These take the answer and have no default for it.
+        needy = next(
+            (
+                verifier
+                for verifier in verifiers
+                if "answer" in verifier.reads
+                and inspect.signature(verifier.function).parameters["answer"].default is inspect.Parameter.empty
+            ),
+            None,
+        )
         line, fields = source.facts.unanswered, source.facts.unanswered_fields
         if needy is not None and line is not None:
             hint = suggest(own.answer_field, fields) if fields else "There is no other field."
@@ -274,13 +283,6 @@ def check_answers(config: Config, sources: Sequence[LoadedSource], settings: Seq
                 f"{place_of(source.path, line)}: no field {own.answer_field!r} for the answer, which the verifier "
                 f"{needy.label!r} compares with. {hint} Set answer_field of this source."
             )
-
-
-def needs_answer(verifier: Verifier) -> bool:
-    """Return True if the verifier takes the answer and has no default for it."""
-    if "answer" not in verifier.reads:
-        return False
-    return inspect.signature(verifier.function).parameters["answer"].default is inspect.Parameter.empty
 
 
 def check_lengths(config: Config, flow: Flow, train: Sequence[LoadedSource], held_out: Sequence[LoadedSource]) -> None:

@@ -1,14 +1,19 @@
-"""A run's checkpoints: their content beside the models, and how they are written, one at a time.
+"""A run's checkpoints: their content beside the models, how they are written, one at a time, checked and exported.
 
 They are written at once, or from copies in a thread while the next steps run:
 
 step N ──copies──▶ thread: write ─▶ sync ─▶ rename ─▶ `latest`
 step N + 1 ...         │
 step N + 2 ◀──error?───┘
+
+A manifest with the size and SHA-256 of each file is written last, and checked before any file is used.
 """
 
+import hashlib
 import json
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,10 +34,10 @@ from braidrl.runtimes.saving.folders import (
     latest_checkpoint,
     partial_path,
     read_state,
+    sync,
     whole_folder,
 )
-from braidrl.runtimes.saving.manifest import MANIFEST, damage, write_manifest
-from braidrl.training.roles.checkpoint import Write
+from braidrl.training.roles.checkpoint import OPTIMIZER, PARTS, Write, describe_worker
 
 FORMAT = 2
 """Since format 2 a checkpoint has a manifest, which is checked; format 1 is read unchecked."""
@@ -157,19 +162,16 @@ def save_rows(folder: Path, state: RunState, backend: Backend[Any]) -> None:
 
 def write_state(folder: Path, state: RunState) -> None:
     """Write counters and states into a checkpoint."""
-    plain = {"format": FORMAT, "step": state.step, "version": state.version, "surplus": len(state.surplus)}
-    parts = {
-        "loader": state.loader,
-        "sampling": state.sampling,
-        "stages": state.stages,
-        "fingerprints": state.fingerprints,
-    }
+    plain = {
+        "format": FORMAT, "step": state.step, "version": state.version, "surplus": len(state.surplus), "loader": state.loader,
+        "sampling": state.sampling, "stages": state.stages, "fingerprints": state.fingerprints,
+    }  # fmt: skip
     begun = [
         {"iteration": batch.iteration, "outcome": asdict(batch.outcome), "reports": batch.reports}
         | {"loader": batch.after.loader, "sampling": batch.after.sampling, "surplus": len(batch.after.surplus)}
         for batch in state.begun
     ]
-    (folder / "state.json").write_text(json.dumps({**plain, **parts, "begun": begun}))
+    (folder / "state.json").write_text(json.dumps({**plain, "begun": begun}))
 
 
 def resume_point(run: Path, newest_whole: bool = False) -> Path | None:
@@ -214,26 +216,17 @@ def load_checkpoint(folder: Path) -> tuple[Path, RunState]:
     if state.get("format") not in (1, FORMAT):
         raise UserError(f"{folder} has checkpoint format {state.get('format')}; this version reads 1 and {FORMAT}")
     surplus = [surplus_path(folder, number) for number in range(state["surplus"])]
-    begun = [begun_batch(folder, number, known) for number, known in enumerate(state.get("begun", []))]
+    begun = []
+    for number, known in enumerate(state.get("begun", [])):
+        later = [begun_path(folder, number, f"-surplus-{other}") for other in range(known["surplus"])]
+        after = Position(known["loader"], known["sampling"], later, {})
+        fields: dict[str, Any] = {n: v if n == "dropped" else tuple(v) for n, v in known["outcome"].items()}
+        table, left_out = begun_path(folder, number), begun_path(folder, number, LEFT_OUT)
+        begun.append(BegunBatch(known["iteration"], table, left_out, Selection(**fields), known["reports"], after))
     return folder, RunState(
-        state["step"],
-        state["version"],
-        state["loader"],
-        state["sampling"],
-        surplus,
-        state.get("stages", {}),
-        begun,
+        state["step"], state["version"], state["loader"], state["sampling"], surplus, state.get("stages", {}), begun,
         state.get("fingerprints", {}),
-    )
-
-
-def begun_batch(folder: Path, number: int, known: Mapping[str, Any]) -> BegunBatch:
-    """Return a batch that was started before a checkpoint, from its files and the state saved with it."""
-    surplus = [begun_path(folder, number, f"-surplus-{other}") for other in range(known["surplus"])]
-    after = Position(known["loader"], known["sampling"], surplus, {})
-    fields: dict[str, Any] = {n: v if n == "dropped" else tuple(v) for n, v in known["outcome"].items()}
-    table, left_out = begun_path(folder, number), begun_path(folder, number, LEFT_OUT)
-    return BegunBatch(known["iteration"], table, left_out, Selection(**fields), known["reports"], after)
+    )  # fmt: skip
 
 
 def begun_path(folder: Path, number: int, part: str = "") -> Path:
@@ -242,3 +235,93 @@ def begun_path(folder: Path, number: int, part: str = "") -> Path:
 
 def surplus_path(folder: Path, number: int) -> Path:
     return folder / f"surplus-{number}.rows"
+
+
+MANIFEST = "manifest.json"
+READERS = 4
+"""Number of files read at once; hashing releases the interpreter lock."""
+
+
+def write_manifest(folder: Path) -> None:
+    """Write the manifest of a complete folder, and sync its files to disk.
+
+    Some threads wait for the disk while others hash.
+
+    Raises:
+        OSError: The disk is full.
+    """
+    with ThreadPoolExecutor(READERS) as waiting:
+        synced = waiting.map(sync, files_of(folder))
+        found = digests(folder)
+        list(synced)
+    (folder / MANIFEST).write_text(json.dumps({"files": found}, indent=1))
+
+
+def files_of(folder: Path) -> list[Path]:
+    """Return the files of a folder, without its manifest."""
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
+
+
+def digests(folder: Path) -> dict[str, list[Any]]:
+    """Return the size in bytes and the SHA-256 of each file, by its path in the folder."""
+    files = files_of(folder)
+    with ThreadPoolExecutor(READERS) as readers:
+        found = list(readers.map(digest, files))
+    return {str(path.relative_to(folder)): [path.stat().st_size, one] for path, one in zip(files, found, strict=True)}
+
+
+def digest(path: Path) -> str:
+    """Return a file's SHA-256 in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def damage(folder: Path) -> str:
+    """Return the damage of a folder with a manifest, naming the file; empty if each file is as written."""
+    try:
+        wanted = json.loads((folder / MANIFEST).read_text())["files"]
+        found = digests(folder)
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing"
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        return f"{MANIFEST} cannot be read ({type(error).__name__})"
+    for name in sorted(wanted | found):
+        if name not in found:
+            return f"{name} is missing"
+        if name not in wanted:
+            return f"{name} is not of this checkpoint"
+        if found[name] != wanted[name]:
+            return f"{name} is not as it was written (its size or its checksum differs)"
+    return ""
+
+
+def export_model(run: Path, folder: Path, role: str | None = None) -> str:
+    """Copy a trained model out of a run.
+
+    Args:
+        run: The run's folder (its latest checkpoint is used), or a checkpoint's folder.
+        folder: Destination of the Hugging Face directory; it must not exist.
+        role: The role; by default the actor, or the only role.
+
+    Returns:
+        A line about what was copied.
+
+    Raises:
+        UserError: There is no such model, the checkpoint is damaged, or the folder exists.
+    """
+    checkpoint = run if (run / "state.json").is_file() else latest_checkpoint(run)
+    if checkpoint is None:
+        raise UserError(f"{run} has no checkpoint yet; train it first, or set trainer.checkpoint_every")
+    trouble = checkpoint_damage(checkpoint)
+    if trouble:
+        raise UserError(f"{checkpoint}: {trouble}; nothing was exported, name another checkpoint's folder")
+    roles = sorted(path.name for path in checkpoint.iterdir() if path.is_dir())
+    role = role or (roles[0] if len(roles) == 1 else "actor")
+    source = checkpoint / role
+    if role not in roles:
+        raise UserError(f"{checkpoint} holds no role {role!r}, only {', '.join(roles)}; name one by --role")
+    if folder.exists():
+        raise UserError(f"{folder} exists; nothing was overwritten")
+    with whole_folder(folder) as partial:
+        shutil.copytree(source, partial, dirs_exist_ok=True, ignore=shutil.ignore_patterns(OPTIMIZER, PARTS))
+    return f"{folder}: {describe_worker(folder)}, from {checkpoint}"

@@ -18,8 +18,7 @@ from braidrl.config import Config, parse_config
 from braidrl.config.reading import apply_override
 from braidrl.errors import UserError, first_line, no_room
 from braidrl.importing import relative_to
-from braidrl.parsing import JSON_BYTES, parse_json, read_bytes
-from braidrl.yaml_text import parse_yaml, read_text
+from braidrl.parsing import JSON_BYTES, parse_json, parse_yaml, read_bytes, read_text
 
 LATEST = "latest"
 MAY_CHANGE = (
@@ -97,15 +96,9 @@ def absolute(value: Any) -> Any:
         case Path():
             return value.expanduser().absolute()
         case str():
-            return absolute_name(value)
+            is_flow = value.endswith((".yaml", ".yml")) and Path(value).is_file()
+            return str(Path(value).absolute()) if is_flow else relative_to(Path.cwd(), value)
     return value
-
-
-def absolute_name(name: str) -> str:
-    """Return the absolute name of a flow file, or of a function in a file; any other text is unchanged."""
-    if name.endswith((".yaml", ".yml")) and Path(name).is_file():
-        return str(Path(name).absolute())
-    return relative_to(Path.cwd(), name)
 
 
 def unused_folder(config: Config) -> Path:
@@ -146,25 +139,24 @@ def held_alone(run: Path) -> Iterator[None]:
     """Lock a run's folder for the life of this process and its children. Raises UserError if another process has it."""
     handle, limit = os.open(run, os.O_RDONLY), time.monotonic() + ENDING_S
     try:
-        while not locked(handle):
-            if time.monotonic() > limit:
-                raise UserError(f"{run} is being trained by another process; wait until that has ended, or end it")
-            time.sleep(0.1)
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > limit:
+                    raise UserError(
+                        f"{run} is being trained by another process; wait until that has ended, or end it"
+                    ) from None
+                time.sleep(0.1)
+            except OSError as error:
+                # Some network file systems have no such locks.
+                if error.errno not in (errno.EBADF, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
+                    raise
+                break
         yield
     finally:
         os.close(handle)
-
-
-def locked(handle: int) -> bool:
-    """Lock an open folder; return False if another process has the lock. Some network file systems have no such locks."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in (errno.EBADF, errno.ENOLCK, errno.ENOTSUP, errno.EINVAL):
-            raise
-    return True
 
 
 def run_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
@@ -250,21 +242,17 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replace a small file atomically."""
-    partial = partial_path(path)
-    partial.write_text(text, encoding="utf-8")
-    sync(partial)
-    partial.replace(path)
-
-
 def checkpoint_folder(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step}"
 
 
 def finish_checkpoint(run: Path, step: int, keep_last: int | None) -> None:
     """Point `latest` at a complete checkpoint, then remove the oldest beyond `keep_last`; None keeps all."""
-    write_whole(run / "checkpoints" / LATEST, f"step-{step}\n")
+    pointer = run / "checkpoints" / LATEST
+    partial = partial_path(pointer)
+    partial.write_text(f"step-{step}\n", encoding="utf-8")
+    sync(partial)
+    partial.replace(pointer)
     if keep_last is None:
         return
     for old in [folder for folder in checkpoints_of(run) if step_of(folder) <= step][:-keep_last]:

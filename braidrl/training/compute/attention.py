@@ -272,14 +272,9 @@ class PackedSequences:
 
     def position_ids(self) -> Tensor:
         """Return each packed token's position in its sequence, (1, N) int64, on the device of `offsets`."""
-        return position_ids_of(self.lengths, self.offsets.device)
-
-
-def position_ids_of(lengths: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-    """Return positions 0, 1, ... within each sequence of `lengths`, (1, N) int64."""
-    if not len(lengths):
-        return torch.empty((1, 0), dtype=torch.int64, device=device)
-    return torch.cat([torch.arange(length) for length in lengths]).to(device)[None]
+        if not len(self.lengths):
+            return torch.empty((1, 0), dtype=torch.int64, device=self.offsets.device)
+        return torch.cat([torch.arange(length) for length in self.lengths]).to(self.offsets.device)[None]
 
 
 class _Permuted(torch.autograd.Function):

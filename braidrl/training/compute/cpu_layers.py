@@ -7,12 +7,29 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from braidrl.native.building import FLOAT, INT, LONG, NATIVE, POINTER, address, build, in_memory
 from braidrl.training.compute.attention import COMPILED
-from braidrl.training.compute.swapping import ATTENTIONS, GATES, NORMS, derived, is_silu
+
+NORMS = {"Qwen2RMSNorm", "Qwen3RMSNorm", "LlamaRMSNorm"}
+GATES = {"Qwen2MLP", "Qwen3MLP", "LlamaMLP"}
+ATTENTIONS = {"Qwen2Attention", "Qwen3Attention", "LlamaAttention"}
+
+
+@cache
+def derived(kind: Any, forward: Any) -> Any:
+    """Return a subclass of `kind` with another forward; the original is `plain_forward`."""
+    return type(
+        kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__, "plain_forward": kind.forward}
+    )
+
+
+def is_silu(module: nn.Module) -> bool:
+    """Return whether a gated MLP's activation is SiLU."""
+    return type(getattr(module, "act_fn", None)).__name__ in ("SiLUActivation", "SiLU")
+
 
 SOURCE = NATIVE / "layers.c"
 DTYPES = (torch.float32, torch.bfloat16)
@@ -45,19 +62,15 @@ def norm_of(module: Any, hidden_states: Tensor) -> Tensor:
     """Compute an RMS norm's forward, (..., W)."""
     weight = module.weight
     if not _fits(hidden_states, weight):
-        plain: Tensor = module.plain_forward(hidden_states)
-        return plain
-    result: Tensor = _Norm.apply(hidden_states, weight, module.variance_epsilon)
-    return result
+        return module.plain_forward(hidden_states)
+    return _Norm.apply(hidden_states, weight, module.variance_epsilon)
 
 
 def gate_of(module: Any, x: Tensor) -> Tensor:
     """Compute a gated MLP's forward, (..., W)."""
     if not _fits(x, module.gate_proj.weight):
-        plain: Tensor = module.plain_forward(x)
-        return plain
-    result: Tensor = module.down_proj(_Gate.apply(module.gate_proj(x), module.up_proj(x)))
-    return result
+        return module.plain_forward(x)
+    return module.down_proj(_Gate.apply(module.gate_proj(x), module.up_proj(x)))
 
 
 def _fits(x: Tensor, weight: Tensor) -> bool:

@@ -6,19 +6,84 @@ backward: logits are recomputed, overwritten by their gradient, and folded into 
 
 N action tokens, D model width, V vocabulary. With a sharded vocabulary, V is this rank's shard, and global quantities (the sum of
 exponentials, the target's logit, the entropy) are reduced over the ranks.
+
+Fused kernels read the logits of a chunk without copying them: made by torch.compile on CUDA, compiled C on a CPU. Without kernels,
+separate operations compute the same.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._triton import has_triton
 
+from braidrl.native.chunk_kernels import gradient, has_kernels, statistics
 from braidrl.native.linear import add_weight_gradient, product, zero_gradient
-from braidrl.training.compute.chunks import ChunkKernels, chunk_kernels
+
+Statistics = Callable[[Tensor, Tensor, float], tuple[Tensor, Tensor, Tensor]]
+
+
+class ChunkKernels(NamedTuple):
+    """The kernels of log-probs."""
+
+    statistics: Statistics
+    gradient: Callable[..., Tensor]
+
+
+def chunk_statistics(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probs at the targets (C,), log Σ exp of the logits over temperature, and the entropies, in float32.
+
+    Args:
+        logits: (C, V), not divided by the temperature.
+        targets: (C,) int64.
+        temperature: Divides the logits.
+    """
+    scaled = logits.float() / temperature
+    log_sum = scaled.logsumexp(-1)
+    log_softmax = scaled - log_sum[:, None]
+    at_target = scaled.gather(-1, targets[:, None]).squeeze(-1)
+    return at_target - log_sum, log_sum, -(log_softmax.exp() * log_softmax).sum(-1)
+
+
+def chunk_gradient(
+    logits: Tensor, targets: Tensor, temperature: float, log_sum: Tensor, entropy: Tensor, grad_log_prob: Tensor,
+    grad_entropy: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Return the gradient with respect to the logits, (C, V) in their dtype.
+
+    d log p_y / dz = 1[y] − p;   d H / dz = −p (log p + H);   z = logits / temperature
+    """
+    log_softmax = logits.float() / temperature - log_sum[:, None]
+    probs = log_softmax.exp()
+    grad = -grad_log_prob[:, None] * probs
+    if grad_entropy is not None:
+        grad = grad - grad_entropy[:, None] * probs * (log_softmax + entropy[:, None])
+    is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    grad = torch.where(is_target, grad + grad_log_prob[:, None], grad)
+    return (grad / temperature).to(logits.dtype)
+
+
+@cache
+def compiled_chunks() -> ChunkKernels:
+    """Return both functions under torch.compile, for chunks of any length."""
+    made: list[Any] = [torch.compile(function, dynamic=True) for function in (chunk_statistics, chunk_gradient)]
+    return ChunkKernels(*made)
+
+
+def chunk_kernels(weight: Tensor, wanted: bool) -> ChunkKernels | None:
+    """Return the kernels for a plain output layer in at most float32; None if not wanted or not available."""
+    if not wanted or weight.dtype == torch.float64:
+        return None
+    if weight.is_cuda:
+        return compiled_chunks() if has_triton() else None
+    return ChunkKernels(statistics, gradient) if has_kernels(weight) else None
+
 
 CHUNK_BYTES = 64 << 20
 """Bytes of logits held at once, for any vocabulary."""

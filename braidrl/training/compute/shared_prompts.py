@@ -202,7 +202,17 @@ def pack_shared(rows: Rows, device: torch.device) -> PackedFamilies:
     if families is None:
         raise ValueError("rows of several sequences, or without actions, share no prompts")
     packed = pack(rows, torch.device("cpu"))
-    place, total = _places(families, rows["tokens"].offsets.tolist(), len(packed.input_ids))
+    # The position of each token in the shared packing, (N,), and the packing's number of tokens.
+    place, total = torch.empty(len(packed.input_ids), dtype=torch.int64), 0
+    offsets = rows["tokens"].offsets.tolist()
+    for family in families:
+        end = total + family.prompt
+        for row, length in zip(family.rows, family.responses, strict=True):
+            start = offsets[row]
+            place[start : start + family.prompt] = torch.arange(total, total + family.prompt)
+            place[start + family.prompt : start + family.prompt + length] = torch.arange(end, end + length)
+            end += length
+        total = end
 
     def moved(values: Tensor) -> Tensor:
         result = values.new_empty(total)
@@ -214,18 +224,3 @@ def pack_shared(rows: Rows, device: torch.device) -> PackedFamilies:
         place[packed.predictors].to(device), packed.targets.to(device), packed.offsets,
         place[packed.row_ends].to(device), tuple(families),
     )  # fmt: skip
-
-
-def _places(families: Sequence[Family], offsets: Sequence[int], tokens: int) -> tuple[Tensor, int]:
-    """Return each token's position in the shared packing (N,), and the packing's number of tokens."""
-    place = torch.empty(tokens, dtype=torch.int64)
-    begin = 0
-    for family in families:
-        end = begin + family.prompt
-        for row, length in zip(family.rows, family.responses, strict=True):
-            start = offsets[row]
-            place[start : start + family.prompt] = torch.arange(begin, begin + family.prompt)
-            place[start + family.prompt : start + family.prompt + length] = torch.arange(end, end + length)
-            end += length
-        begin = end
-    return place, begin

@@ -25,7 +25,7 @@ from braidrl.training.compute.attention import (
     checkpoint_layer,
     running,
 )
-from braidrl.training.compute.swapping import derived
+from braidrl.training.compute.cpu_layers import derived
 
 PARTS = {
     "embedding": ("embed_tokens", "wte", "word_embeddings", "embeddings", "embed_in", "tokens_embed", "w"),

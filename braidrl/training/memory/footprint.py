@@ -124,21 +124,19 @@ def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False, lor
     config = read_model_config(folder)
     key = config.to_json_string(use_diff=False), dtype, scalar_head, lora.model_dump_json() if lora else ""
     if key not in MEASURED:
-        MEASURED[key] = measured(config, dtype, scalar_head, lora)
+        model: Any = on_meta(config, dtype, scalar_head)
+        if lora:
+            with torch.device("meta"):
+                add_adapters(model, lora)
+        layer = body_of(model).layers[0]
+        trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        copied = sum(elements(factor) for factor in copied_factors(model, config.base_model_tp_plan or {}))
+        few = sum(m.base_layer.weight.numel() for m in model.modules() if hasattr(m, "base_layer"))
+        four_bit = few if lora and lora.base_dtype else 0
+        MEASURED[key] = Shape(
+            type(model).__name__, config, elements(model), elements(layer), dtype, trained, copied, four_bit
+        )
     return replace(MEASURED[key], config=config)
-
-
-def measured(config: Any, dtype: torch.dtype, scalar_head: bool, lora: LoraConfig | None) -> Shape:
-    model: Any = on_meta(config, dtype, scalar_head)
-    if lora:
-        with torch.device("meta"):
-            add_adapters(model, lora)
-    layer = body_of(model).layers[0]
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    copied = sum(elements(factor) for factor in copied_factors(model, config.base_model_tp_plan or {}))
-    few = sum(m.base_layer.weight.numel() for m in model.modules() if hasattr(m, "base_layer"))
-    four_bit = few if lora and lora.base_dtype else 0
-    return Shape(type(model).__name__, config, elements(model), elements(layer), dtype, trained, copied, four_bit)
 
 
 def elements(module: nn.Module) -> int:
@@ -357,8 +355,7 @@ class FusedAttention:
     """An attention context for the meta device that saves what a fused kernel saves for the backward pass: no scores."""
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
-        output: Tensor = _Shapes.apply(query, key, value)
-        return output
+        return _Shapes.apply(query, key, value)
 
     def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
         return forward(*given, **named)

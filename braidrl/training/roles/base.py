@@ -20,8 +20,7 @@ from braidrl.training.backends import Advance, TrainingBackend
 from braidrl.training.compute.packed import Packed, empty_packed, pack
 from braidrl.training.compute.shared_prompts import pack_shared, plan_shared, saves_enough
 from braidrl.training.decoders.body import plan_of_model, set_training
-from braidrl.training.likelihood import Likelihood
-from braidrl.training.objective import Objective, nonfinite_tokens
+from braidrl.training.objective import Likelihood, Objective, nonfinite_tokens
 from braidrl.training.parallel.replicated import OnPrediction
 from braidrl.training.roles.checkpoint import full_state_dict, load_worker, save_worker
 from braidrl.training.roles.model import RoleModel

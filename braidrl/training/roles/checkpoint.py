@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from braidrl.cluster.process_groups import background_group
 from braidrl.errors import UserError
-from braidrl.training.eight_bit import UNDIVIDED
 from braidrl.training.lora import (
     ADAPTER,
     WEIGHTS,
@@ -37,7 +36,7 @@ from braidrl.training.lora import (
     plain_names,
     save_adapters,
 )
-from braidrl.training.optimizer import MasterOptimizer, all_finite
+from braidrl.training.optimizer import UNDIVIDED, MasterOptimizer, all_finite
 from braidrl.training.roles.model import RoleModel
 from braidrl.training.side_files import save_weights
 from braidrl.weights.boxes import pattern_of

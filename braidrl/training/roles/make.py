@@ -17,9 +17,8 @@ from braidrl.flow import Flow
 from braidrl.training.backends import BACKENDS, BackendSpec, TrainingBackend
 from braidrl.training.compute.packed import Packed
 from braidrl.training.decoders.head import predicted_log_probs
-from braidrl.training.likelihood import Likelihood
 from braidrl.training.loading import load_decoder, load_scorer
-from braidrl.training.objective import Objective
+from braidrl.training.objective import Likelihood, Objective
 from braidrl.training.parallel.replicated import DataParallel
 from braidrl.training.role_settings import backend_of
 from braidrl.training.roles.base import RoleWorker

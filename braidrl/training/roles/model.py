@@ -19,10 +19,9 @@ from braidrl.training.compute.cuda_layers import fuse_layers
 from braidrl.training.compute.packed import Packed
 from braidrl.training.decoders.body import checkpoint_activations, run_body
 from braidrl.training.four_bit import quantize_adapted
-from braidrl.training.likelihood import Likelihood
 from braidrl.training.lora import add_adapters, train_adapters_only
 from braidrl.training.memory.offload import OffloadableTensors
-from braidrl.training.objective import Objective
+from braidrl.training.objective import Likelihood, Objective
 from braidrl.training.optimizer import MasterOptimizer
 from braidrl.training.parallel.pipeline import HIDDEN
 from braidrl.training.parallel.replicated import DataParallel

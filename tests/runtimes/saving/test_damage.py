@@ -17,8 +17,7 @@ from safetensors.torch import load_file, save_file
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.run import train
-from braidrl.runtimes.saving.checkpoints import checkpoint_damage, resume_point
-from braidrl.runtimes.saving.export import export_model
+from braidrl.runtimes.saving.checkpoints import checkpoint_damage, export_model, resume_point
 from braidrl.runtimes.saving.folders import held_alone, latest_checkpoint, run_config
 from braidrl.weights.checkpoint_files import TensorReader
 from tests.tiny import ROOT, Workshop, metrics_without_times

@@ -15,7 +15,7 @@ from braidrl.config import parse_config
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.trace import read_trace
 from braidrl.runtimes.run import TrainingRun, train
-from braidrl.runtimes.saving.folders import run_config, write_whole
+from braidrl.runtimes.saving.folders import run_config
 from tests.invariants.traces import assert_same, trace
 from tests.tiny import Workshop, braid, wait_for_steps
 
@@ -54,7 +54,7 @@ def copied(run: Path, name: str, runtime: str, step: int | None = None) -> Path:
     config = yaml.safe_load((copy / "config.yaml").read_text())
     (copy / "config.yaml").write_text(yaml.safe_dump({**config, "runtime": runtime, "workers": 2}))
     if step is not None:
-        write_whole(copy / "checkpoints" / "latest", f"step-{step}\n")
+        (copy / "checkpoints" / "latest").write_text(f"step-{step}\n")
     return copy
 
 

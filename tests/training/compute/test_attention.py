@@ -16,7 +16,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from braidrl.training.compute.attention import ATTENTION, PackedSequences, Scores, attend_equal, position_ids_of
+from braidrl.training.compute.attention import ATTENTION, PackedSequences, Scores, attend_equal
 
 SIZES = {
     "vocab_size": 40,
@@ -94,8 +94,8 @@ def test_order_of_sequences_moves_their_values_and_nothing_else() -> None:
 
 
 def test_positions_begin_anew_with_each_sequence() -> None:
-    assert position_ids_of([3, 1, 2]).tolist() == [[0, 1, 2, 0, 0, 1]]
-    assert position_ids_of([]).shape == (1, 0)
+    assert PackedSequences.of([3, 1, 2]).position_ids().tolist() == [[0, 1, 2, 0, 0, 1]]
+    assert PackedSequences.of([]).position_ids().shape == (1, 0)
 
 
 def test_a_forward_without_sequences_is_refused() -> None:

@@ -8,8 +8,15 @@ from torch import Tensor
 
 from braidrl.native.chunk_kernels import gradient, has_kernels, statistics
 from braidrl.native.linear import add_weight_gradient
-from braidrl.training.compute.chunks import ChunkKernels, chunk_gradient, chunk_kernels, chunk_statistics
-from braidrl.training.compute.log_probs import Vocabulary, _LinearLogProbs, chunks
+from braidrl.training.compute.log_probs import (
+    ChunkKernels,
+    Vocabulary,
+    _LinearLogProbs,
+    chunk_gradient,
+    chunk_kernels,
+    chunk_statistics,
+    chunks,
+)
 
 TOKENS, WIDTH, VOCABULARY, TEMPERATURE = 50, 24, 1297, 0.7
 CLOSE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

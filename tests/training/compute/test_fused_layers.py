@@ -7,9 +7,17 @@ import torch
 from torch import Tensor
 
 from braidrl.training.compute.attention import PackedSequences
-from braidrl.training.compute.chunks import chunk_gradient, chunk_statistics
-from braidrl.training.compute.cuda_kernels import KERNELS, NOTICES, LayerKernels, choice, rms_norm, rotary, silu_gate
-from braidrl.training.compute.cuda_layers import use_kernels
+from braidrl.training.compute.cuda_layers import (
+    KERNELS,
+    NOTICES,
+    LayerKernels,
+    choice,
+    rms_norm,
+    rotary,
+    silu_gate,
+    use_kernels,
+)
+from braidrl.training.compute.log_probs import chunk_gradient, chunk_statistics
 from tests.training.compute.test_attention import CONFIGS, LENGTHS, models
 
 PLAIN = LayerKernels("cpu", rms_norm, silu_gate, rotary)
