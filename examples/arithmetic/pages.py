@@ -48,7 +48,7 @@ def write_curves(path: Path, title: str, curves: Mapping[str, Curve], limit: flo
     for value in (low, (low + high) / 2, high):
         x, y = place(0, value).split(",")
         parts.append(f'<line x1="{x}" y1="{y}" x2="{WIDTH - RIGHT}" y2="{y}" stroke="#ddd"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{float(y) + 4}" text-anchor="end">{value:.3g}</text>')
+        parts.append(f'<text x="{LEFT - 6}" y="{float(y) + 4}" text-anchor="end">{round(value, 3):.3g}</text>')
     for step in (0, last):
         parts.append(
             f'<text x="{place(step, low).split(",")[0]}" y="{HEIGHT - 10}" text-anchor="middle">{step:g}</text>'

@@ -104,6 +104,15 @@ def test_commands_flags_and_keys_of_a_page_exist(page: Path) -> None:
     assert not {key for line in code(page) for key in KEY.findall(line) if not known(key)} - STAGES
 
 
+def test_files_and_tests_that_pages_run_by_pytest_exist() -> None:
+    lines = [line for page in (*PAGES, *ROOT.glob("docs/results/*.md")) for line in code(page)]
+    for words in (line.split() for line in lines if re.match(r"(\.venv/bin/)?pytest ", line)):
+        files = [ROOT / word for word in words if word.startswith("tests/")]
+        texts = [path.read_text() for path in files if path.suffix == ".py"]
+        wanted = rf"def test_\w*{words[words.index('-k') + 1]}" if "-k" in words else "def test_"
+        assert all(path.exists() for path in files) and (not texts or re.search(wanted, "".join(texts))), words
+
+
 def refusal(override: str) -> str | None:
     """Return the configuration's refusal of `key=value`, or nothing for a placeholder."""
     key, _, value = override.partition("=")

@@ -1,4 +1,4 @@
-"""In virtual time, under any durations, failures and sizes: no row is lost, doubled, stale or stuck, and times come out as they must."""
+"""The schedule in virtual time leaves no row lost, doubled, stale or stuck, for any durations, failures and sizes; its times are exact."""
 
 import time
 from collections import Counter

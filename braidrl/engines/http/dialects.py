@@ -33,7 +33,7 @@ class ReplyPart:
 
 @dataclass(frozen=True)
 class ServerNeeds:
-    """What a run needs of a server, which was started before."""
+    """The requirements of a run on a server that was started before it."""
 
     tokens: int
     """Of the longest row, prompt included."""
