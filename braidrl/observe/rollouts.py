@@ -26,7 +26,7 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.data.codec import DTYPES as CODEC_DTYPES
 from braidrl.data.packing import equal_share
 from braidrl.data.rows import IDENTITY, Column, Objects, Rows
-from braidrl.errors import UserError
+from braidrl.errors import UserError, first_line
 from braidrl.observe.lines import whole_file
 
 PROMPT_TEXT = "prompt_text"
@@ -127,6 +127,21 @@ def parts_of(path: Path) -> list[Path]:
     return sorted(file for file in path.iterdir() if file.is_file()) if path.is_dir() else [path]
 
 
+def check_recording(path: Path) -> None:
+    """Raise UserError if a recording is missing, damaged, or was not made by a run. Only the ends of its files are read."""
+    for file in parts_of(path):
+        if not file.is_file():
+            raise UserError(f"no recorded rollouts at {path}")
+        try:
+            metadata = pq.read_metadata(file).metadata or {}
+        except (pa.ArrowInvalid, OSError) as error:
+            raise UserError(
+                f"{file} cannot be read as a recording ({first_line(error)}); record the run again"
+            ) from None
+        if SCHEMA_KEY not in metadata:
+            raise UserError(f"{path} was not recorded by a run: it lacks the types of its columns")
+
+
 def read_rollouts(path: Path, rank: int = 0, size: int = 1) -> Rows:
     """Read recorded rows, bit for bit.
 
@@ -138,21 +153,18 @@ def read_rollouts(path: Path, rank: int = 0, size: int = 1) -> Rows:
     Raises:
         UserError: The recording is missing, or is not a recording.
     """
+    check_recording(path)
     files = parts_of(path)
-    if not all(file.is_file() for file in files):
-        raise UserError(f"no recorded rollouts at {path}")
     wanted = equal_share(sum(pq.read_metadata(file).num_rows for file in files), rank, size)
-    described, tables, first = None, [], 0
+    described, tables, first = b"", [], 0
     for file in files:
         rows = pq.read_metadata(file).num_rows
         start, stop = max(wanted.start, first) - first, min(wanted.stop, first + rows) - first
         schema = pq.read_schema(file)
-        described = described or (schema.metadata or {}).get(SCHEMA_KEY)
+        described = described or schema.metadata[SCHEMA_KEY]
         if start < stop or size == 1:
             tables.append(pq.read_table(file).slice(start, stop - start))
         first += rows
-    if described is None:
-        raise UserError(f"{path} was not recorded by a run: it lacks the types of its columns")
     parts = [
         Rows({name: from_arrow(t.column(name), **about) for name, about in json.loads(described).items()})
         for t in tables

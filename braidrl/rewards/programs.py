@@ -11,6 +11,7 @@ import ast
 import builtins
 import contextlib
 import importlib
+import inspect
 import json
 import math
 import os
@@ -22,6 +23,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from braidrl.rewards.verifiers import Score
@@ -37,43 +39,18 @@ LATER = 10
 """The niceness of a program relative to the processes that count it."""
 OUTPUT_BYTES = 1 << 20
 """Bytes of a program's output that are compared; a program that prints more is wrong."""
-MOST_DEPTH = 40
 WORK = "/tmp"
 """The program's folder: the call's own."""
-CALLED = """
+DRIVER = """
 import json, os, sys
 requests, answers = os.fdopen({requests}, "r"), os.fdopen({answers}, "w")
 names, kept = {{"__name__": "__main__"}}, []
 
-def plain(value, depth=0):
-    kind = type(value)
-    if value is None or kind in (bool, float, str):
-        return value
-    if kind is int:
-        return {{"int": hex(value)}}
-    if kind is bytes:
-        return {{"bytes": value.hex()}}
-    if depth < 40:
-        if kind in (list, tuple, set, frozenset):
-            return {{kind.__name__: [plain(part, depth + 1) for part in value]}}
-        if kind is dict:
-            return {{"dict": [[plain(key, depth + 1), plain(part, depth + 1)] for key, part in value.items()]}}
-    kept.append(value)
-    return {{"kept": len(kept) - 1, "calls": callable(value)}}
+{codec}
 
-def value_of(sent):
-    if not isinstance(sent, dict):
-        return sent
-    ((kind, parts),) = [pair for pair in sent.items() if pair[0] != "calls"]
-    if kind == "int":
-        return int(parts, 16)
-    if kind == "bytes":
-        return bytes.fromhex(parts)
-    if kind == "kept":
-        return kept[parts]
-    if kind == "dict":
-        return {{value_of(key): value_of(part) for key, part in parts}}
-    return {{"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}}[kind](map(value_of, parts))
+def keep(value):
+    kept.append(value)
+    return len(kept) - 1
 
 def do(verb, on, name, positional, named):
     if verb == "name":
@@ -83,24 +60,23 @@ def do(verb, on, name, positional, named):
         return getattr(thing, name), []
     if verb == "truth":
         return bool(thing), []
-    given, by_name = [value_of(one) for one in positional], {{key: value_of(one) for key, one in named.items()}}
-    found = thing(*given, **by_name) if verb == "call" else getattr(thing, name)(*given)
-    return found, given
+    given = [decoded(one, kept.__getitem__) for one in positional]
+    by_name = {{key: decoded(one, kept.__getitem__) for key, one in named.items()}}
+    return (thing(*given, **by_name) if verb == "call" else getattr(thing, name)(*given)), given
 
 exec(compile(json.loads(requests.readline()), "program.py", "exec"), names)
-while True:
-    line = requests.readline()
-    if not line:
-        break
+while line := requests.readline():
     try:
         value, given = do(*json.loads(line))
-        said = {{"value": plain(value), "given": [plain(one) if type(one) in (list, dict, set) else None for one in given]}}
+        given = [encoded(one, keep) if type(one) in (list, dict, set) else None for one in given]
+        said = {{"value": encoded(value, keep), "given": given}}
     except BaseException as error:
         said = {{"error": type(error).__name__, "text": str(error)[:200]}}
     sys.stdout.flush()
     answers.write(json.dumps(said) + "\\n")
     answers.flush()
 """
+"""Runs in the program's process: executes the program, then calls its functions and reads its values as asked."""
 
 
 class ProgramEnded(Exception):
@@ -192,6 +168,42 @@ def lines_of(text: str | None) -> list[str]:
     return [] if text is None else [line.rstrip() for line in text.rstrip().split("\n")]
 
 
+def encoded(value, keep, depth=0):  # type: ignore[no-untyped-def]
+    """Encode a plain value for the pipe, in either process; any other value is what `keep` makes of it, a number."""
+    kind = type(value)
+    if value is None or kind in (bool, float, str):
+        return value
+    if kind is int:
+        return {"int": hex(value)}
+    if kind is bytes:
+        return {"bytes": value.hex()}
+    if depth < 40 and kind in (list, tuple, set, frozenset):
+        return {kind.__name__: [encoded(part, keep, depth + 1) for part in value]}
+    if depth < 40 and kind is dict:
+        return {
+            "dict": [[encoded(key, keep, depth + 1), encoded(part, keep, depth + 1)] for key, part in value.items()]
+        }
+    return {"kept": keep(value)}
+
+
+def decoded(sent, kept, depth=0):  # type: ignore[no-untyped-def]
+    """Decode a value from the pipe; `kept` returns the value of a number. Raises ValueError or TypeError for anything else."""
+    if sent is None or isinstance(sent, bool | float | str):
+        return sent
+    ((kind, parts),) = sent.items() if depth < 42 and isinstance(sent, dict) else ()
+    if kind == "int":
+        return int(parts, 16)
+    if kind == "bytes":
+        return bytes.fromhex(parts)
+    if kind == "kept":
+        return kept(int(parts))
+    if kind == "dict":
+        return {decoded(key, kept, depth + 1): decoded(part, kept, depth + 1) for key, part in parts}
+    return {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind](
+        decoded(part, kept, depth + 1) for part in parts
+    )
+
+
 def asserts_hold(program: str, asserts: str, seconds: int) -> bool:
     """Execute a text of asserts in this process; names that it does not define refer to the program in its own process.
 
@@ -199,7 +211,8 @@ def asserts_hold(program: str, asserts: str, seconds: int) -> bool:
     """
     requests, ours = os.pipe()
     theirs, answers = os.pipe()
-    driver = CALLED.format(requests=requests, answers=answers)
+    codec = "\n".join(map(inspect.getsource, (encoded, decoded)))
+    driver = DRIVER.format(requests=requests, answers=answers, codec=codec)
     with started(["-c", driver], "", seconds, (requests, answers)) as running:
         os.close(requests)
         os.close(answers)
@@ -254,7 +267,10 @@ class ProgramCalls:
 
     def ask(self, verb: str, on: int | None, name: str, *positional: Any, **named: Any) -> Any:
         """Return a request's plain result, or a `Kept` that stands for a value that is not plain; raise the program's exception."""
-        sent = [self.encoded(one) for one in positional], {key: self.encoded(one) for key, one in named.items()}
+        sent = (
+            [encoded(one, number_of) for one in positional],
+            {key: encoded(one, number_of) for key, one in named.items()},
+        )
         self.send(json.dumps([verb, on, name, *sent]))
         said = self._answer()
         if "error" in said:
@@ -264,8 +280,8 @@ class ProgramCalls:
                 raise ProgramEnded(shown(f"{kind.__name__}: {text}"))
             raise (kind(text) if isinstance(kind, type) and issubclass(kind, Exception) else WrongProgram(text))
         for mine, changed in zip(positional, said.get("given") or (), strict=False):
-            replace_contents(mine, self.value(changed, 0) if changed is not None else None)
-        return self.value(said.get("value"), 0)
+            replace_contents(mine, self._value(changed))
+        return self._value(said.get("value"))
 
     def _answer(self) -> dict[str, Any]:
         while b"\n" not in self.unread:
@@ -283,45 +299,18 @@ class ProgramCalls:
             raise WrongProgram("its answer is not plain data")
         return found
 
-    def encoded(self, value: Any) -> Any:
-        """Encode a plain value, or one of the program's, for the pipe. Raises TypeError for any other value."""
-        if isinstance(value, Kept):
-            return {"kept": object.__getattribute__(value, "_number")}
-        kind = type(value)
-        if value is None or kind in (bool, float, str):
-            return value
-        if kind is int:
-            return {"int": hex(value)}
-        if kind is bytes:
-            return {"bytes": value.hex()}
-        if kind in (list, tuple, set, frozenset):
-            return {kind.__name__: [self.encoded(part) for part in value]}
-        if kind is dict:
-            return {"dict": [[self.encoded(key), self.encoded(part)] for key, part in value.items()]}
-        raise TypeError(f"a test gives the program plain values; a {kind.__name__} cannot cross to its process")
-
-    def value(self, sent: Any, depth: int) -> Any:
-        """Decode a value from the pipe. Raises WrongProgram for one that is not plain."""
-        if sent is None or isinstance(sent, bool | float | str):
-            return sent
-        if depth > MOST_DEPTH or not isinstance(sent, dict):
-            raise WrongProgram("its answer is not plain data")
-        kind: Any
-        parts: Any
-        kind, parts = next(iter(sent.items()), ("", None))
+    def _value(self, sent: Any) -> Any:
         try:
-            if kind == "int":
-                return int(parts, 16)
-            if kind == "bytes":
-                return bytes.fromhex(parts)
-            if kind == "kept":
-                return Kept(self, int(parts))
-            if kind == "dict":
-                return {self.value(key, depth + 1): self.value(part, depth + 1) for key, part in parts}
-            made = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind]
-            return made(self.value(part, depth + 1) for part in parts)
+            return decoded(sent, partial(Kept, self))
         except (KeyError, TypeError, ValueError):
             raise WrongProgram("its answer is not plain data") from None
+
+
+def number_of(value: Any) -> int:
+    """Return the number of one of the program's values. Raises TypeError for a value of the test that is not plain."""
+    if not isinstance(value, Kept):
+        raise TypeError(f"a test gives the program plain values; a {type(value).__name__} cannot cross to its process")
+    return int(object.__getattribute__(value, "_number"))
 
 
 def replace_contents(mine: Any, changed: Any) -> None:

@@ -18,7 +18,7 @@ from braidrl.errors import BadUpdate, FailedStep, LostProcess, UserError, Worker
 from braidrl.observe.metrics import MetricsWriter
 from braidrl.observe.progress import Progress, silent_progress
 from braidrl.observe.report import write_report
-from braidrl.observe.rollouts import evaluation_path, recorded_steps, rollout_path
+from braidrl.observe.rollouts import check_recording, evaluation_path, recorded_steps, rollout_path
 from braidrl.observe.samples import samples_of_step
 from braidrl.observe.trackers import TrackedRun, Trackers
 from braidrl.runtimes.evaluation import evaluated_sets, good_enough
@@ -394,7 +394,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
 
 
 def check_recorded(replay: Path, steps: int, rollout_only: bool) -> None:
-    """Raise UserError if the run to replay has not recorded every step."""
+    """Raise UserError if the run to replay has not recorded every step, or a recording is damaged."""
     if rollout_only:
         raise UserError("--replay trains on recorded rows and --rollout-only records rows without training; choose one")
     missing = sorted(set(range(1, steps + 1)) - set(recorded_steps(replay)))
@@ -403,6 +403,8 @@ def check_recorded(replay: Path, steps: int, rollout_only: bool) -> None:
             f"{replay} has no recorded rollouts of step {missing[0]}, and trainer.steps is {steps}; "
             f"give a run folder that recorded them, or write trainer.steps={missing[0] - 1}"
         )
+    for step in range(1, steps + 1):
+        check_recording(rollout_path(replay, step))
 
 
 def train(config: Config, **options: Any) -> Path:

@@ -43,6 +43,8 @@ ENDING_S = 1.0
 """Seconds in which all copies end with their host."""
 PROGRAMS = "BRAID_MAY_RUN_PROGRAMS"
 """A variable that is set if models' programs may run."""
+MAPPINGS = 100_000
+"""Allowed mappings of memory of all processes: code must not keep the host busy with reading their list."""
 PAGE_BYTES = resource.getpagesize()
 NEW_PROCESSES, NEW_MOUNTS, NEW_IPC, NEW_NETWORK = 0x20000000, 0x00020000, 0x08000000, 0x40000000
 MS_READ_ONLY, MS_RESTRICTED, MS_NO_PROGRAMS = 0b0001, 0b0110, 0b1000
@@ -139,14 +141,14 @@ class Copies:
 
     def _watch_once(self, most_s: float | None = None) -> set[int]:
         """Wait for an event or a due look, handle all that are there, and return their descriptors."""
-        now = time.monotonic()
         running = [copy for copy in self.copies.values() if copy.confined and not copy.failure]
         for copy in running:
-            if copy.next_look <= now:
+            if copy.next_look <= (begun := time.monotonic()):
                 if taken := self._excess(copy, None):
                     self._kill(copy, {"failure": "died", "detail": taken})
-                seconds = time.monotonic() - now
-                copy.next_look = now + max(LOOK_EVERY_S, seconds * len(running) / LOOKING)
+                now = time.monotonic()
+                copy.next_look = now + max(LOOK_EVERY_S, (now - begun) * len(running) / LOOKING)
+        now = time.monotonic()
         waits = [copy.next_look - now for copy in running] + ([] if most_s is None else [most_s])
         ready = self.poll.poll(1 + 1000 * max(0.0, min(waits)) if waits else None)
         for descriptor, events in ready:
@@ -246,21 +248,28 @@ class Copies:
             return ""
         if len(processes) + (start is not None and not start.is_thread) > limits.processes:
             return f"it started more than {limits.processes} processes"
-        own, mapped, threads = 0, 0, int(start is not None)
+        threads = int(start is not None)
         for process in processes:
             with contextlib.suppress(OSError):
                 threads += os.stat(f"{root}/proc/{process}/task").st_nlink - 2  # subfolders, one per thread
+        if threads > THREADS * limits.processes:
+            return f"it started more than {THREADS * limits.processes} threads"
+        if start is not None:  # its memory is seen at the next look
+            return ""
+        own = mapped = 0
+        for process in processes:
             with contextlib.suppress(OSError, IndexError), open(f"{root}/proc/{process}/statm") as file:
                 size, resident, shared, *_ = map(int, file.read().split())
                 own, mapped = own + (resident - shared) * PAGE_BYTES, mapped + size * PAGE_BYTES
-        if threads > THREADS * limits.processes:
-            return f"it started more than {THREADS * limits.processes} threads"
         for place in limits.fresh:
             with contextlib.suppress(OSError):
                 files = os.statvfs(root + place)
                 own += (files.f_blocks - files.f_bfree) * files.f_frsize
         if own + mapped > limits.memory_bytes:  # otherwise shared memory cannot exceed the limit
-            own += shared_memory([f"{root}/proc/{process}/maps" for process in processes])
+            found = shared_memory([f"{root}/proc/{process}/maps" for process in processes])
+            if found is None:
+                return f"its processes have more than {MAPPINGS} mappings of memory"
+            own += found
         return f"its processes took more than {limits.memory_bytes / 2**30:g} GiB" if own > limits.memory_bytes else ""
 
 
@@ -335,15 +344,17 @@ def limit_resources(limits: SandboxLimits) -> None:
         resource.setrlimit(kind, (most, most))
 
 
-def shared_memory(maps: list[str]) -> int:
-    """Return the bytes of all anonymous shared mappings in these lists of mappings, each counted once.
+def shared_memory(maps: list[str]) -> int | None:
+    """Return the bytes of all anonymous shared mappings in these lists of mappings, each counted once; None for lists too long to read.
 
     They count by size: pages that an ended process touched stay allocated, but appear in no resident count.
     """
-    found: dict[str, int] = {}
+    found, count = dict[str, int](), 0
     for place in maps:
         with contextlib.suppress(OSError), open(place) as lines:
             for line in lines:
+                if (count := count + 1) > MAPPINGS:
+                    return None
                 if "/dev/zero (deleted)" in line:
                     (first, _, last), offset, inode = line.split()[0].partition("-"), line.split()[2], line.split()[4]
                     end = int(last, 16) - int(first, 16) + int(offset, 16)

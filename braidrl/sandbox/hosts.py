@@ -40,6 +40,8 @@ DETAIL_LENGTH = 600
 STUCK_AFTER_S = 1.0
 """Seconds after the limit of calls that share an event loop until it counts as blocked."""
 ENDING_S = 2.0
+"""Seconds in which a closed host ends its copies."""
+ANSWERING_S = 10.0
 """Seconds after a call's limit until a host that has not ended it counts as stuck."""
 SETTLE_S = 1.0
 """Seconds that a host may take to end after its sockets closed."""
@@ -100,7 +102,7 @@ class Talk:
         if self._host.policy.walls:
             self._end.shutdown(socket.SHUT_WR)  # makes the host end the copy
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(ENDING_S):
+                async with asyncio.timeout(ANSWERING_S):
                     found = await self._next()
                 return late if "failure" in found else found
         # Either the host is stuck, or this call blocks it; or, where calls share an event loop, one of them.

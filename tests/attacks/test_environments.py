@@ -271,9 +271,12 @@ ENVIRONMENT = "from braidrl.agents.environments import Observation\n\n\nclass Pl
 
 
 @pytest.mark.parametrize(
-    ("body", "code"), [("return None", 0), ("raise OSError('no game')", 1), ("import os; os._exit(3)", 1)]
-)
-@pytest.mark.parametrize("mode", ["process", "bubblewrap"])
+    ("mode", "body", "code"),
+    [
+        ("bubblewrap", "return None", 0), ("process", "return None", 0), ("process", "raise OSError('no game')", 1),
+        ("process", "import os; os._exit(3)", 1),
+    ],
+)  # fmt: skip
 def test_a_run_succeeds_with_an_environment_and_fails_if_all_trajectories_fail(
     workshop: Workshop, mode: str, body: str, code: int
 ) -> None:

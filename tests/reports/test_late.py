@@ -9,6 +9,7 @@
 | an evaluation that is first due at step 100    | data and verifiers when they are read; a prompt of each set      |
 | the run's folder                               | `check_output`, the configuration that is written there          |
 | code of verifiers, conversions, environments   | imported when the configuration is checked                       |
+| the last recorded step of a replay             | the ends of all recordings, before the model loads               |
 """
 
 from __future__ import annotations
@@ -24,35 +25,30 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
-from braidrl.observe.rollouts import recorded_steps
+from braidrl.observe.rollouts import recorded_steps, rollout_path
 from braidrl.runtimes.run import TrainingRun
 from tests.tiny import Workshop, sums, write_jsonl
 
-SAMPLING: dict[str, dict[str, Any]] = {
-    "temperature without do_sample": {"temperature": 0.6},
-    "top_p and top_k without do_sample": {"top_p": 0.95, "top_k": 20},
-    "a penalty of beams without beams": {"top_k": 5, "min_p": 0.1, "typical_p": 0.9},
-}
+SAMPLING = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "typical_p": 0.9}
+"""Settings that transformers refuses to save without `do_sample`."""
 
 
-def model_with(workshop: Workshop, **generation: Any) -> Path:
-    """Return a copy of the workshop's model with the given generation_config.json."""
-    folder = workshop.folder / "model"
-    shutil.copytree(workshop.model, folder)
-    known = json.loads((folder / "generation_config.json").read_text())
-    (folder / "generation_config.json").write_text(json.dumps({**known, **generation}))
-    return folder
-
-
-@pytest.mark.parametrize("case", SAMPLING)
-def test_settings_of_generation_that_transformers_refuses_reach_the_checkpoint(
-    workshop: Workshop, capfd: pytest.CaptureFixture[str], case: str
+def test_refused_settings_a_lost_model_folder_and_a_failed_report_do_not_stop_the_checkpoint(
+    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    model = model_with(workshop, **SAMPLING[case])
-    run = workshop.run(model=str(model), trainer={"steps": 1})
-    saved = run / "checkpoints" / "step-1" / "actor"
-    assert SAMPLING[case].items() <= json.loads((saved / "generation_config.json").read_text()).items()
-    assert "generation_config.json cannot be written as transformers would" in capfd.readouterr().err
+    model = workshop.folder / "model"
+    shutil.copytree(workshop.model, model)
+    known = json.loads((model / "generation_config.json").read_text())
+    (model / "generation_config.json").write_text(json.dumps({**known, **SAMPLING}))
+    with TrainingRun(workshop.config(model=str(model))) as run:
+        run._go_on()
+        shutil.rmtree(model)
+        monkeypatch.setattr("braidrl.observe.report.sample_groups", lambda _: 1 / 0)
+        run.train()
+    saved, said = run.folder / "checkpoints" / "step-2" / "actor", capfd.readouterr().err
+    assert SAMPLING.items() <= json.loads((saved / "generation_config.json").read_text()).items()
+    assert "generation_config.json cannot be written as transformers would" in said
+    assert "report.html could not be written (ZeroDivisionError" in said
     AutoModelForCausalLM.from_pretrained(saved)
     AutoTokenizer.from_pretrained(saved)
 
@@ -70,15 +66,6 @@ def test_a_tokenizer_that_cannot_be_written_is_copied_with_a_warning(
     )
     saved = AutoTokenizer.from_pretrained(run / "checkpoints" / "step-1" / "actor")
     assert saved.get_vocab() == AutoTokenizer.from_pretrained(workshop.model).get_vocab()
-
-
-def test_a_model_folder_that_is_gone_does_not_stop_the_checkpoint(workshop: Workshop) -> None:
-    model = model_with(workshop)
-    with TrainingRun(workshop.config(model=str(model))) as run:
-        run._go_on()
-        shutil.rmtree(model)
-        run.train()
-    AutoTokenizer.from_pretrained(run.folder / "checkpoints" / "step-2" / "actor")
 
 
 def refused(workshop: Workshop, **sections: Any) -> str:
@@ -104,16 +91,6 @@ def test_a_report_without_its_template_ends_the_run_before_its_first_step(
     assert refused(workshop).startswith("the run's report cannot be written (FileNotFoundError")
 
 
-def test_a_report_that_fails_at_the_end_is_a_line_and_the_checkpoint_stays(
-    workshop: Workshop, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with TrainingRun(workshop.config(trainer={"steps": 1})) as run:
-        monkeypatch.setattr("braidrl.observe.report.sample_groups", lambda _: 1 / 0)
-        run.train()
-    assert "report.html could not be written (ZeroDivisionError" in capfd.readouterr().err
-    assert (run.folder / "checkpoints" / "latest").is_file()
-
-
 class InReadOnlyFolder:
     """A tracker that writes into a read-only folder."""
 
@@ -129,6 +106,15 @@ def test_a_tracker_that_cannot_be_opened_ends_a_new_run_in_a_line(workshop: Work
     said = refused(workshop, trackers=f"{__file__}:InReadOnlyFolder")
     assert "InReadOnlyFolder cannot be opened (FileNotFoundError" in said and "leave it out of trackers" in said
     assert len(read_metrics(workshop.run(trackers=[]))) == 2, "the run can be restarted under its name"
+
+
+def test_a_damaged_recording_ends_a_replay_before_its_first_step(workshop: Workshop) -> None:
+    recorded = workshop.run("recorded", trackers=[])
+    last = rollout_path(recorded, 2)
+    last.write_bytes(last.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"step-2\.parquet cannot be read as a recording"):
+        TrainingRun(workshop.config(trackers=[]), replay=recorded)
+    assert not (workshop.folder / "run").exists()
 
 
 LATER = {"every": 100, "before_first_step": False, "samples": 1}
