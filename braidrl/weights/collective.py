@@ -405,6 +405,8 @@ class Incoming:
         """Receive as number `worker`, counted from 0; `device` holds the buffers with NCCL."""
         self.notice, self.worker = notice, worker
         self.device = device if self.notice.cuda else torch.device("cpu")
+        self.begun = False
+        """True once the receiver's tensors may have changed."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every full tensor under each of its names, holding in memory only the tensors of a round.
@@ -442,7 +444,9 @@ class Incoming:
             except ValueError as error:
                 # The senders wait for this worker's request: send an empty one.
                 differs, parts = error, {}
-            moved = self._planned(held, parts, ranks).run({}, parts)
+            planned = self._planned(held, parts, ranks)
+            self.begun = differs is None
+            moved = planned.run({}, parts)
             finish(ranks, self.device)
             if differs is not None:
                 raise differs

@@ -47,7 +47,12 @@ def transition(world: World, model: str, training: dict[str, Any], pipeline: int
     ranks = join_generation_groups(layout.groups(resolved))
     generating, slices = load_for_decoding(worker.path, worker.dtype, "cpu", *ranks)
     weights = GenerationWeights(
-        partial(local_weight_parts, worker), resolved, worker.ranks, generating, slices, layout, LIMIT
+        partial(local_weight_parts, worker),
+        resolved,
+        worker.ranks,
+        partial(weight_parts, generating, slices),
+        layout,
+        LIMIT,
     )
     with torch.no_grad():
         for parameter in worker.model.parameters():
