@@ -161,8 +161,11 @@ class WeightTransfer:
                     if name in parts:
                         values[name] = parts[name].values()
                         for box in self.plan.stays.get(self._number_of[name], ()):
-                            traffic.stayed += box.elements * values[name].itemsize
-                            into[name].put(values[name][box.within(parts[name].box)], box)
+                            size = box.elements * values[name].itemsize
+                            traffic.stayed += size
+                            for piece in box.divided(-(-size // LIMIT_BYTES)) if values[name].is_cuda else [box]:
+                                block = values[name][piece.within(parts[name].box)]
+                                into[name].put(staged(block, into[name].device), piece)
                 if rounds:
                     self._exchange(*rounds[number], parts, values, into, traffic, device)
                 for name in self._closed_in[number]:
@@ -181,7 +184,10 @@ class WeightTransfer:
         """Run one all-to-all. Blocks between two ranks are in an order that both can derive."""
         going, coming = list(sends.pieces(number)), list(receives.pieces(number))
         sizes_in, sizes_out = (self._by_peer(some) for some in (coming, going))
-        sent, received = (torch.empty(sum(sizes), dtype=torch.uint8, device=device) for sizes in (sizes_out, sizes_in))
+        # From CUDA the host's memory is filled at full speed if it is pinned.
+        pinned = device.type == "cpu" and any(value.is_cuda for value in values.values())
+        sent = torch.empty(sum(sizes_out), dtype=torch.uint8, device=device, pin_memory=pinned)
+        received = torch.empty(sum(sizes_in), dtype=torch.uint8, device=device)
         for piece, place in self._places(going, sent):
             name = self.names[piece.tensor]
             place.copy_(values[name][piece.box.within(parts[name].box)])
@@ -218,6 +224,13 @@ class WeightTransfer:
             end, peer = start + self._bytes(piece), piece.peer
             yield piece, buffer[start:end].view(self.dtypes[piece.tensor]).view(piece.box.sizes)
             start = end
+
+
+def staged(block: Tensor, target: torch.device) -> Tensor:
+    """Return a block that is copied to a device next: from CUDA to the host by way of pinned memory, whose pages torch keeps for later."""
+    if not block.is_cuda or target.type == "cuda":
+        return block
+    return torch.empty(block.shape, dtype=block.dtype, pin_memory=True).copy_(block)
 
 
 def checksum(message: Tensor) -> int:
