@@ -5,6 +5,7 @@ engine processes                                 file in shared memory; collecti
 servers                                          file in a folder, or collective
 """
 
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -265,7 +266,8 @@ def vllm_on_ranks(
     spec: EngineSpec, tokenizer: PreTrainedTokenizerBase, groups: Tensor | None, group: ProcessGroup | None
 ) -> SpmdEngine:
     """Return vLLM in the ranks that train. Raises UserError if this interpreter does not have vLLM."""
-    # Imported here: vLLM is optional.
+    # Read when vLLM is imported, which is here because it is optional. Its warnings are about what Braid sets.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         from braidrl.engines.vllm.hosted import HostedVllmEngine
     except ImportError as error:

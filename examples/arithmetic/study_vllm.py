@@ -69,9 +69,10 @@ def vllm(study: Study) -> Numbers:
     )
     study.page(
         "vllm", "A stock vLLM server that a run learns from",
-        f"GRPO on sums, 32 prompts with 8 responses a step. `vllm serve` draws by its own random numbers, with async scheduling and in a "
-        f"process of its own, and reads each version from a folder. Held-out avg@4 goes from {points[0][1]:.2f} at step {points[0][0]:.0f} to "
-        f"{points[-1][1]:.2f} at step {points[-1][0]:.0f}.\n\n{text}\n"
+        "GRPO on sums, 32 prompts with 8 responses a step. `vllm serve` draws by its own random numbers, with async scheduling and in a "
+        "process of its own, and reads each version from a folder. "
+        f"Held-out avg@4 goes from {points[0][1]:.2f} at step {points[0][0]:.0f} to {points[-1][1]:.2f} at step {points[-1][0]:.0f}."
+        f"\n\n{text}\n"
         + study.curves("vllm", "Held-out avg@4", {"rollout.reproducible=false": points}),
     )  # fmt: skip
     return {

@@ -250,6 +250,11 @@ def check_engines_own_draws(config: Config) -> None:
     if rollout.engine != "vllm" and (rollout.engine != "http" or rollout.servers.dialect != "vllm"):
         return
     if rollout.is_reproducible:
+        if rollout.vllm.get("speculative_config"):
+            raise UserError(
+                "rollout.vllm.speculative_config draws several tokens at once, and rollout.reproducible=true draws each by its own number; "
+                "remove one of the two"
+            )
         if rollout.vllm.get("async_scheduling"):
             raise UserError(
                 "rollout.vllm.async_scheduling=true draws a token before the one before it is known, and rollout.reproducible=true "

@@ -51,25 +51,27 @@ def wide(workshop: Workshop) -> Workshop:
     return workshop
 
 
-def run_in_place(workshop: Workshop, runs: dict[str, dict[str, Any]], workers: int, **sections: Any) -> None:
+def run_in_place(workshop: Workshop, runs: dict[str, dict[str, Any]], workers: int = 2, **sections: Any) -> None:
+    """Make runs under `distributed` on the same ranks, or with other sections each in a process of its own."""
+    sections = sections or {"runtime": "distributed", "workers": workers}
     trees = [workshop.tree(name, **merged(merged(GRPO, own), sections)) for name, own in runs.items()]
-    hosted({"runs": trees, "workers": workers}, workshop.folder)
+    hosted({"runs": trees, "workers": workers if sections["runtime"] == "distributed" else 0}, workshop.folder)
 
 
-def assert_equal_runs(ours: Path, theirs: Path, steps: int = 2) -> None:
-    """Tokens are identical; weights equal to what float32 rounds."""
-    for step in range(1, steps + 1):
-        one, other = (recorded(folder, step).ordered() for folder in (ours, theirs))
+def assert_equal_runs(ours: Path, theirs: Path, steps: int = 2, step: float = 1e-3) -> None:
+    """Tokens are identical; weights differ by less than half a step of the learning rate, since Adam magnifies what float32 rounds."""
+    for number in range(1, steps + 1):
+        one, other = (recorded(folder, number).ordered() for folder in (ours, theirs))
         assert one.uids() == other.uids()
         assert one["tokens"].values.tolist() == other["tokens"].values.tolist()
     assert max(line["train/rollout_log_prob_gap"] for line in read_metrics(ours)) < 1e-5
     weights = weights_of(theirs)
     for name, tensor in weights_of(ours).items():
-        torch.testing.assert_close(tensor, weights[name], atol=1e-5, rtol=0)
+        torch.testing.assert_close(tensor, weights[name], atol=step / 2, rtol=0)
 
 
 def test_vllm_in_place_trains_the_embedded_engines_run(wide: Workshop) -> None:
-    run_in_place(wide, {"halves": merged(BY_TENSOR, TRAINED_BY_TENSOR), "data": BY_TENSOR}, 2, **RANKS)
+    run_in_place(wide, {"halves": merged(BY_TENSOR, TRAINED_BY_TENSOR), "data": BY_TENSOR})
     alone = wide.run("alone", **GRPO)
     for name in ("halves", "data"):
         assert_equal_runs(wide.folder / name, alone)
@@ -80,7 +82,7 @@ def test_vllm_in_place_trains_the_embedded_engines_run(wide: Workshop) -> None:
 
 @pytest.mark.soak
 def test_every_layout_of_two_ranks_trains_one_run(wide: Workshop) -> None:
-    run_in_place(wide, LAYOUTS, 2, **RANKS)
+    run_in_place(wide, LAYOUTS)
     alone = wide.run("alone", **GRPO)
     for name in LAYOUTS:
         assert_equal_runs(wide.folder / name, alone)
@@ -88,7 +90,7 @@ def test_every_layout_of_two_ranks_trains_one_run(wide: Workshop) -> None:
 
 @pytest.mark.soak
 def test_generation_groups_at_intervals_of_four_ranks_train_one_run(wide: Workshop) -> None:
-    run_in_place(wide, ON_FOUR, 4, runtime="distributed", workers=4)
+    run_in_place(wide, ON_FOUR, 4)
     alone = wide.run("alone", **GRPO)
     for name in ON_FOUR:
         assert_equal_runs(wide.folder / name, alone)
@@ -96,7 +98,7 @@ def test_generation_groups_at_intervals_of_four_ranks_train_one_run(wide: Worksh
 
 @pytest.mark.soak
 def test_one_process_hosts_vllm(wide: Workshop) -> None:
-    run_in_place(wide, {"eager": IN_PLACE}, 0)
+    run_in_place(wide, {"eager": IN_PLACE}, runtime="eager")
     assert_equal_runs(wide.folder / "eager", wide.run("alone", **GRPO))
 
 
@@ -109,7 +111,7 @@ def test_hybrid_hosts_vllm_colocated_and_apart(wide: Workshop) -> None:
         "colocated": merged(BY_TENSOR, TRAINED_BY_TENSOR),
         "apart": merged(merged(BY_TENSOR, TRAINED_BY_TENSOR), apart),
     }
-    run_in_place(wide, runs, 0, runtime="hybrid", workers=2)
+    run_in_place(wide, runs, runtime="hybrid")
     alone = wide.run("alone", **GRPO)
     for name in runs:
         assert_equal_runs(wide.folder / name, alone)
@@ -118,7 +120,7 @@ def test_hybrid_hosts_vllm_colocated_and_apart(wide: Workshop) -> None:
 @pytest.mark.soak
 def test_a_stock_vllm_in_place_draws_by_its_own_numbers(wide: Workshop) -> None:
     stock = merged(merged(BY_TENSOR, TRAINED_BY_TENSOR), {"rollout": {"reproducible": False}})
-    run_in_place(wide, {"one": stock, "two": stock}, 2, **RANKS)
+    run_in_place(wide, {"one": stock, "two": stock})
     drawn = [recorded(wide.folder / name, 1).ordered()["tokens"].values.tolist() for name in ("one", "two")]
     assert drawn[0] != drawn[1]
     for name in ("one", "two"):
@@ -128,16 +130,16 @@ def test_a_stock_vllm_in_place_draws_by_its_own_numbers(wide: Workshop) -> None:
 @pytest.mark.soak
 def test_adapters_alone_are_sent_in_place(wide: Workshop) -> None:
     runs = {"divided": merged(merged(BY_TENSOR, TRAINED_BY_TENSOR), LORA), "copies": merged(IN_PLACE, LORA)}
-    run_in_place(wide, runs, 2, **RANKS)
+    run_in_place(wide, runs)
     alone = wide.run("alone", **merged(GRPO, LORA))
     for name in runs:
-        assert_equal_runs(wide.folder / name, alone)
+        assert_equal_runs(wide.folder / name, alone, step=1e-2)
 
 
 @pytest.mark.soak
 def test_a_killed_run_in_place_resumes_exactly(wide: Workshop) -> None:
     sections = merged(merged(BY_TENSOR, TRAINED_BY_TENSOR), {"trainer": {"steps": 6}})
-    run_in_place(wide, {"whole": sections}, 2, **RANKS)
+    run_in_place(wide, {"whole": sections})
     file = wide.config_file("killed", **merged(merged(GRPO, sections), RANKS))
     command = [vllm_interpreter(), "-m", "braidrl.cli", "train", str(file)]
     process = subprocess.Popen(command, cwd=ROOT, env=os.environ | ENVIRONMENT, start_new_session=True)
