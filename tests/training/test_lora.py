@@ -201,7 +201,8 @@ def test_publishing_only_adapters_moves_only_their_bytes(tiny_models: dict[str, 
             read = PeftModel.from_pretrained(base, file.folder).merge_and_unload().state_dict()
         moved = writer.traffic.stayed
     wanted, found = full_state_dict(trained), full_state_dict(other) if way != "for vLLM" else read
-    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-12 if way == "for vLLM" else 0, rtol=0)
     adapters = sum(p.nbytes for p in trained.model.parameters() if p.requires_grad)
     assert moved == adapters < 0.5 * sum(tensor.nbytes for tensor in wanted.values())
 
