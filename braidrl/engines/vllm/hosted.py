@@ -70,6 +70,29 @@ class RanksInOrder(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class RandomState:
+    """Random numbers for the draws of vLLM, equal on the ranks of a group and apart from those of training."""
+
+    def __init__(self, seed: int) -> None:
+        self._devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with torch.random.fork_rng(self._devices):
+            torch.manual_seed(seed)
+            self._keep()
+
+    def _keep(self) -> None:
+        self._states = torch.get_rng_state(), [torch.cuda.get_rng_state(device) for device in self._devices]
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Let torch draw from these numbers, and continue after them the next time."""
+        with torch.random.fork_rng(self._devices):
+            torch.set_rng_state(self._states[0])
+            for device, state in zip(self._devices, self._states[1], strict=True):
+                torch.cuda.set_rng_state(state, device)
+            yield
+            self._keep()
+
+
 class HostedVllmEngine(SpmdEngine, VllmEngine):
     """vLLM on one of the ranks that train."""
 
@@ -114,10 +137,8 @@ class HostedVllmEngine(SpmdEngine, VllmEngine):
         if self._group is not None:
             identifier = bytes(all_gather_bytes(bytearray(identifier.encode()), self._group)[0]).decode()
         RankExecutor.identifier = identifier
-        # The schedulers of a group draw alike.
-        own = {"distributed_executor_backend": "external_launcher"} | (
-            {} if self._reproducible else {"seed": int(identifier[:7], 16)}
-        )
+        self._random = RandomState(int(identifier[:8], 16))
+        own = {"distributed_executor_backend": "external_launcher", "seed": 0}
         with undisturbed(torch.cuda.is_available()), in_order(self._groups):
             config = EngineArgs(**{**arguments, **own}).create_engine_config()
             return LLMEngine(config, RankExecutor, log_stats=False, multiprocess_mode=False)
@@ -153,6 +174,12 @@ class HostedVllmEngine(SpmdEngine, VllmEngine):
     def run(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
         super().wake()
         return super().run(work)
+
+    def step(self) -> list[Response]:
+        if self._reproducible:
+            return super().step()
+        with self._random.used():
+            return super().step()
 
     def wake(self) -> None:
         """Do nothing: weights wake when they are received, keys and values after them, so that less is there at once."""

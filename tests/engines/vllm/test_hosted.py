@@ -107,10 +107,8 @@ def test_hybrid_hosts_vllm_colocated_and_apart(wide: Workshop) -> None:
     apart = {
         "placement": [{"roles": ["actor.generate"], "workers": 2}, {"roles": ["actor", "reference"], "workers": 2}]
     }
-    runs = {
-        "colocated": merged(BY_TENSOR, TRAINED_BY_TENSOR),
-        "apart": merged(merged(BY_TENSOR, TRAINED_BY_TENSOR), apart),
-    }
+    by_tensor = {**merged(BY_TENSOR, TRAINED_BY_TENSOR), "workers": 2}
+    runs = {"colocated": by_tensor, "apart": {**by_tensor, **apart}}
     run_in_place(wide, runs, runtime="hybrid")
     alone = wide.run("alone", **GRPO)
     for name in runs:
@@ -149,7 +147,12 @@ def test_a_killed_run_in_place_resumes_exactly(wide: Workshop) -> None:
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    assert subprocess.run([*command, "--resume"], cwd=ROOT, env=os.environ | ENVIRONMENT).returncode == 0
+    assert (
+        subprocess.run(
+            [*command[:-1], "--resume", str(wide.folder / "killed")], cwd=ROOT, env=os.environ | ENVIRONMENT
+        ).returncode
+        == 0
+    )
     assert metrics_without_times(wide.folder / "killed") == metrics_without_times(wide.folder / "whole")
 
 
