@@ -41,7 +41,7 @@ SETTINGS = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_NO_USAGE_STATS": "1",
 }
-STEPS, BESIDE, START_S = 40, 6, 600.0
+STEPS, BESIDE, START_S = 30, 5, 600.0
 
 
 def vllm(study: Study) -> Numbers:
