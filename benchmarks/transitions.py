@@ -31,6 +31,7 @@ from braidrl.training.roles.copies import local_weight_parts
 from braidrl.training.roles.make import DecoderWorker
 from braidrl.weights.generation_layout import GenerationLayout
 from braidrl.weights.in_place import GenerationWeights
+from braidrl.weights.shard_index import weight_parts
 from tests.weights.transitions import GROUPINGS, LAYOUTS
 
 RESULT = Path("benchmarks/results/transitions.json")
@@ -102,7 +103,12 @@ def made(world: World, model: str, training: dict[str, Any], layout: GenerationL
     ranks = join_generation_groups(layout.groups(resolved))
     module, slices = load_for_decoding(worker.path, worker.dtype, "cpu", *ranks)
     return GenerationWeights(
-        partial(local_weight_parts, worker), resolved, worker.ranks, module, slices, layout, LIMIT_BYTES
+        partial(local_weight_parts, worker),
+        resolved,
+        worker.ranks,
+        partial(weight_parts, module, slices),
+        layout,
+        LIMIT_BYTES,
     )
 
 

@@ -5,6 +5,8 @@ engine processes                                 file in shared memory; collecti
 servers                                          file in a folder, or collective
 """
 
+import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,16 +15,18 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedTokenizerBase
 
 from braidrl.cluster.devices import choose_device, device_count, own_devices
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.process import LOOPBACK, default_threads
 from braidrl.cluster.process_groups import address_towards, subgroup
-from braidrl.config import Config
+from braidrl.config import Config, LoraConfig
 from braidrl.config.layout import ParallelLayout
 from braidrl.data.endings import end_ids_of
-from braidrl.engines.divided.spmd import SpmdEngine
+from braidrl.engines.divided.spmd import ShardedEmbeddedEngine, SpmdEngine
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.embedded.sharded_decoding import join_generation_groups, load_for_decoding
 from braidrl.engines.engine import ENGINES, RoleEngine, ServedEngine
@@ -35,6 +39,7 @@ from braidrl.engines.wire import EngineSpec
 from braidrl.errors import UserError
 from braidrl.training.backends import TrainingBackend
 from braidrl.training.loading import load_decoder, read_model_config
+from braidrl.training.lora import adapter_config
 from braidrl.training.parallel.replicated import DataParallel
 from braidrl.training.role_settings import DTYPES, dtype_of, layout_of, model_path, slots_of
 from braidrl.training.roles.base import RoleWorker
@@ -42,9 +47,12 @@ from braidrl.training.roles.copies import copy_within, local_weight_parts
 from braidrl.weights.collective import CollectivePublisher, LayoutCopy, Parts, WeightOffer
 from braidrl.weights.file import FilePublisher, WeightWriter, stored_in_folder, stored_in_memory
 from braidrl.weights.generation_layout import GenerationLayout
-from braidrl.weights.in_place import GenerationWeights, InPlacePublisher, shapes_of
+from braidrl.weights.in_place import InPlacePublisher, shapes_of
 from braidrl.weights.publisher import ModelWeights, Publisher
-from braidrl.weights.shard_index import WeightPart, weight_parts
+from braidrl.weights.shard_index import WeightPart
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks for which vLLM can make room."""
 
 
 class Generated(Protocol):
@@ -73,9 +81,13 @@ def start_engine(worker: Generated, config: Config, tokenizer: PreTrainedTokeniz
     All ranks that generate for the role call this at the same time. Raises UserError for a model that the engine cannot use.
     """
     rollout, spec = config.rollout, engine_spec(worker.role, config)
+    if lora := adapters_sent(worker, config):
+        room = min(rank for rank in LORA_RANKS if rank >= lora.rank)
+        own = {"enable_lora": True, "max_loras": 1, "max_lora_rank": room}
+        spec = replace(spec, options={**own, **spec.options})
     if rollout.engine == "http":
         return reach_servers(worker, config, tokenizer, spec.max_sequence_tokens)
-    if pools_ranks(config):
+    if hosts_vllm(config) or pools_ranks(config):
         return spmd_engine(worker, config, tokenizer, spec)
     if count := engine_processes(config):
         return start_processes(worker.role, config, on_devices(spec, count))
@@ -96,25 +108,34 @@ def publisher_of(worker: TrainingBackend, engine: RoleEngine, config: Config) ->
         # A user's own backend: every full tensor by its name.
         shared = worker.shared_model is not None and isinstance(engine, EmbeddedEngine)
         return InPlacePublisher(engine, source=None if shared else worker)
-    parts = partial(local_weight_parts, worker)
-    if isinstance(engine, EmbeddedEngine):
-        slices = engine.slices if isinstance(engine, SpmdEngine) else None
-        if (worker.shared_model and slices is None) or (isinstance(engine, SpmdEngine) and engine.phases):
-            return InPlacePublisher(engine)
-        return InPlacePublisher(engine, copy_within(worker, partial(weight_parts, engine.model, slices), bool(slices)))
-    if not isinstance(engine, EngineService) or not (config.rollout.engine == "http" or engine_processes(config)):
-        # A user's own engine in this process.
-        return InPlacePublisher(engine, source=worker)
-    own = config.roles.get(worker.role)
+    parts, own = partial(local_weight_parts, worker), config.roles.get(worker.role)
     # Ranks with all weights may generate alone: they do not wait for the others.
     together = worker.ranks.is_sharded or own is None or own.generate_workers is None
     ranks = worker.ranks if together else DataParallel()
+    if lora := adapters_sent(worker, config):
+        adapters = partial(local_weight_parts, worker, adapters_alone=True)
+        return FilePublisher(WeightWriter(adapters(), ranks, adapter=adapter_config(lora)), adapters, engine)
+    if isinstance(engine, SpmdEngine | EmbeddedEngine):
+        sharded = isinstance(engine, SpmdEngine)
+        if engine.phases if isinstance(engine, SpmdEngine) else worker.shared_model:
+            return InPlacePublisher(engine)
+        return InPlacePublisher(engine, copy_within(worker, parts_of(engine), sharded))
+    if not isinstance(engine, EngineService) or not (config.rollout.engine == "http" or engine_processes(config)):
+        # A user's own engine in this process.
+        return InPlacePublisher(engine, source=worker)
     if is_collective(config):
         rollout, limit_s = config.rollout, config.cluster.wait_limit_s
         offer = WeightOffer(ranks, run_address(config), limit_s, worker.device, rollout.check_weights)
         state = lambda: (worker.weight_updates, worker.offloadable["weights"].away_bytes)  # noqa: E731
         return CollectivePublisher(offer, parts, engine, ranks, state)
     return FilePublisher(file_writer(parts(), ranks, config), parts, engine)
+
+
+def adapters_sent(worker: Generated, config: Config) -> LoraConfig | None:
+    """Return the adapters that alone are sent to vLLM, which reads the weights under them itself; None if merged weights are sent."""
+    lora = worker.lora if isinstance(worker, RoleWorker) else None
+    # Under 4-bit weights the engine needs the values that training computes with.
+    return lora if lora is not None and lora.base_dtype is None and config.rollout.engine == "vllm" else None
 
 
 def exchange_publisher(
@@ -129,11 +150,16 @@ def exchange_publisher(
         ranks: The ranks of both pools.
     """
     parts: Parts = partial(local_weight_parts, worker) if worker is not None else dict
-    if config.rollout.engine != "embedded" or engine_processes(config):
+    if engine_processes(config) or config.rollout.engine not in ("embedded", "vllm"):
         return FilePublisher(file_writer(parts(), ranks, config), parts, engine)
-    slices = engine.slices if isinstance(engine, SpmdEngine) else None
-    target: Parts = partial(weight_parts, engine.model, slices) if isinstance(engine, EmbeddedEngine) else dict
+    target: Parts = parts_of(engine) if engine is not None else dict
     return InPlacePublisher(engine, LayoutCopy(parts, target, ranks))
+
+
+def parts_of(engine: RoleEngine) -> Parts:
+    """Return the function that returns the parts of an engine's weights in this process."""
+    assert isinstance(engine, EmbeddedEngine | SpmdEngine)
+    return engine.parts
 
 
 def file_writer(parts: Mapping[str, WeightPart], ranks: DataParallel, config: Config) -> WeightWriter:
@@ -215,23 +241,40 @@ def own_engine(config: Config, spec: EngineSpec) -> RoleEngine:
 
 def spmd_engine(worker: Generated, config: Config, tokenizer: PreTrainedTokenizerBase, spec: EngineSpec) -> SpmdEngine:
     """Return the engine with which ranks decode together; all ranks call this at the same time. Raises UserError as `start_engine`."""
-    layout, trains = generation_layout(config), isinstance(worker, RoleWorker)
+    rollout, layout, trains = config.rollout, generation_layout(config), isinstance(worker, RoleWorker)
     training = (layout_of(worker.role, config) if trains else ParallelLayout()).resolve(worker.ranks.size)
     groups = layout.groups(training)
-    group = subgroup(groups.flatten(1))
-    assert group is not None
-    tensor, pipeline = join_generation_groups(groups)
-    model, slices = load_for_decoding(Path(spec.model), getattr(torch, spec.dtype), spec.device, tensor, pipeline)
-    engine = SpmdEngine(
-        model, tokenizer, spec.slots, spec.max_sequence_tokens, config.seed, slices, group,
-        compile=config.rollout.compile, pipeline=pipeline,
-    )  # fmt: skip
+    group = subgroup(groups.flatten(1)) if worker.ranks.group is not None else None
     # With a memory budget the copy is kept, and is offloaded as the budget requires.
     takes_turns = (layout.grouping or layout.nests(training)) and config.trainer.resident_gib is None
-    if takes_turns and isinstance(worker, RoleWorker):
-        parts = partial(local_weight_parts, worker)
-        engine.phases = GenerationWeights(parts, training, worker.ranks, model, slices, layout)
-    return engine
+    if rollout.engine == "vllm":
+        made = vllm_on_ranks(spec, tokenizer, groups if group is not None else None, group)
+    else:
+        assert group is not None
+        tensor, pipeline = join_generation_groups(groups)
+        model, slices = load_for_decoding(Path(spec.model), getattr(torch, spec.dtype), spec.device, tensor, pipeline)
+        made = ShardedEmbeddedEngine(
+            model, tokenizer, spec.slots, spec.max_sequence_tokens, config.seed, slices, group,
+            compile=rollout.compile, pipeline=pipeline,
+        )  # fmt: skip
+    if takes_turns and isinstance(worker, RoleWorker) and not adapters_sent(worker, config):
+        made.take_turns(partial(local_weight_parts, worker), training, worker.ranks, layout)
+    return made
+
+
+def vllm_on_ranks(
+    spec: EngineSpec, tokenizer: PreTrainedTokenizerBase, groups: Tensor | None, group: ProcessGroup | None
+) -> SpmdEngine:
+    """Return vLLM in the ranks that train. Raises UserError if this interpreter does not have vLLM."""
+    # Read when vLLM is imported, which is here because it is optional. Its warnings are about what Braid sets.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        from braidrl.engines.vllm.hosted import HostedVllmEngine
+    except ImportError as error:
+        raise UserError(
+            f"rollout.engines=0: {sys.executable} cannot import vLLM ({error}); see docs/engines.md"
+        ) from error
+    return HostedVllmEngine(spec, tokenizer, groups, group)
 
 
 def generation_layout(config: Config) -> GenerationLayout:
@@ -289,10 +332,16 @@ def reach_servers(worker: Generated, config: Config, tokenizer: PreTrainedTokeni
     return service
 
 
+def hosts_vllm(config: Config) -> bool:
+    """Return True if vLLM runs in the processes that train."""
+    return config.rollout.engine == "vllm" and config.runtime != "streaming" and not engine_processes(config)
+
+
 def pools_ranks(config: Config) -> bool:
-    """Return True if ranks decode together, each with a shard of the model."""
+    """Return True if ranks decode together, each with a shard of the model or, with vLLM, a copy that takes turns."""
     layout = generation_layout(config)
-    return (layout.ranks > 1 or layout.grouping is not None) and not engine_processes(config)
+    divided = layout.ranks > 1 or layout.grouping is not None or (hosts_vllm(config) and config.runtime != "eager")
+    return divided and not engine_processes(config)
 
 
 def engine_processes(config: Config) -> int:

@@ -7,7 +7,7 @@ EngineReplica    submit ──▶ add ──▶ step, step, step ... ──▶ t
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,6 +21,7 @@ from braidrl.engines.row_request import EngineRow, row_of
 from braidrl.errors import UserError
 from braidrl.observe.stalls import WORK
 from braidrl.weights.publisher import WeightSource
+from braidrl.weights.shard_index import WeightPart
 
 TURNS = 10
 """Turns of the event loop between two steps, so that a caller notified of a row's end submits the next row before the step."""
@@ -53,6 +54,10 @@ class SteppingEngine(ABC):
     @property
     def memory(self) -> EngineMemory | None:
         return None
+
+    def parts(self) -> Mapping[str, WeightPart]:
+        """Return this process's parts of the weights, into which a trainer in the same process copies its own; by default none."""
+        return {}
 
     @property
     @abstractmethod

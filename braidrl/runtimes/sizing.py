@@ -17,7 +17,7 @@ from typing import NamedTuple
 from braidrl.cluster.devices import Devices, assign_devices, device_count, device_memory, free_memory
 from braidrl.cluster.pools import Pool, place
 from braidrl.config import Config
-from braidrl.engines.factory import generation_layout, own_engines, pools_ranks, with_engines
+from braidrl.engines.factory import generation_layout, hosts_vllm, own_engines, pools_ranks, with_engines
 from braidrl.errors import UserError
 from braidrl.flow import Flow
 from braidrl.runtimes.memory.budget import CACHE, ENGINE, GIB, Footprint, RoleUse, footprint, in_units
@@ -201,7 +201,7 @@ def with_fitting_sizes(prepared: Prepared, memory: int | None) -> tuple[Prepared
     found = [fitting_sizes(memory, demand) for demand in demands(prepared)]
     slots, tokens = ([n for n in numbers if n is not None] for numbers in zip(*found, strict=True))
     sized = replace(prepared, config=with_sizes(given, min(slots, default=None), min(tokens, default=None)))
-    if shares_devices(prepared):
+    if shares_devices(prepared) or hosts_vllm(given):
         sized = replace(sized, config=with_vllm_share(sized, memory))
     return sized, size_lines(given, sized.config, memory)
 
@@ -274,8 +274,9 @@ def beside_vllm(prepared: Prepared) -> list[int]:
         parts = [footprint(use, config, prepared.flow, group.devices) for use in group.uses]
         stays = sum(size for one in parts for part, size in one.resident.items() if part not in (ENGINE, CACHE))
         working = max((sum(one.working.values()) for one in parts), default=0)
-        # A sleeping engine has freed its memory while roles work.
-        found.append(stays if config.rollout.vllm.get("enable_sleep_mode") else stays + working)
+        # A sleeping engine has freed its memory while roles work; on the ranks that train it always sleeps then.
+        sleeps = config.rollout.vllm.get("enable_sleep_mode") or hosts_vllm(config)
+        found.append(stays if sleeps else stays + working)
     return found
 
 
@@ -284,7 +285,7 @@ def check_engine_memory(prepared: Prepared) -> None:
     config = prepared.config
     if config.rollout.engine != "vllm" or config.trainer.resident_gib is not None:
         return
-    if (total := device_memory(config.device)) is None or not shares_devices(prepared):
+    if (total := device_memory(config.device)) is None or not (shares_devices(prepared) or hosts_vllm(config)):
         return
     share = float(config.rollout.vllm.get("gpu_memory_utilization", VLLM_SHARE))
     for training in beside_vllm(prepared):

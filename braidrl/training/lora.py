@@ -4,6 +4,7 @@ training     y = x Wᵀ + α/r · (x Aᵀ) Bᵀ          W frozen, A and B train
 elsewhere    W + α/r · B A                        exports, engines, and copies of this role's weights
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,13 +20,12 @@ from braidrl.errors import UserError, suggest
 from braidrl.training.four_bit import FourBitLinear, quiet
 from braidrl.weights.boxes import Box
 from braidrl.weights.checkpoint_files import HEAD
+from braidrl.weights.file import ADAPTER as ADAPTER_WEIGHTS
 from braidrl.weights.shards import box_of, full_tensor, local_shard
 
 ADAPTER = "adapter"
 """The folder of the adapters in a role's checkpoint, in peft's format."""
 NAME = "default"
-WEIGHTS = "adapter_model.safetensors"
-"""The file of their tensors in that folder."""
 PREFIX = "base_model.model."
 """The prefix of tensor names in peft's files."""
 
@@ -75,6 +75,15 @@ def peft_config(lora: LoraConfig, model: Path | None = None, head: bool = False)
         base_model_name_or_path=str(model) if model else None, task_type="SEQ_CLS" if head else "CAUSAL_LM",
         modules_to_save=["score"] if head else None,
     )  # fmt: skip
+
+
+def adapter_config(lora: LoraConfig) -> str:
+    """Return the text of peft's `adapter_config.json`."""
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0,
+        "target_modules": list(lora.targets), "bias": "none",
+    }  # fmt: skip
+    return json.dumps(config)
 
 
 def train_adapters_only(model: nn.Module) -> None:
@@ -180,4 +189,4 @@ def save_adapters(folder: Path, lora: LoraConfig, tensors: Mapping[str, Tensor],
     """Write adapters of the model in `base` in peft's format."""
     folder.mkdir(parents=True, exist_ok=True)
     peft_config(lora, base, PREFIX + HEAD in tensors).save_pretrained(folder)
-    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS)
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / ADAPTER_WEIGHTS)

@@ -155,16 +155,20 @@ class WeightTransfer:
         device = self.device or next(part.device for part in (*parts.values(), *into.values()))
         rounds = [(*both, number) for both in self.schedules for number in range(both[0].count)]
         values = dict[str, Tensor]()
+        buffers = RoundBuffers(device)
         for number in range(self.rounds):
             with self.ranks.meeting("weights in another layout"):
                 for name in self._opened_in[number]:
                     if name in parts:
                         values[name] = parts[name].values()
                         for box in self.plan.stays.get(self._number_of[name], ()):
-                            traffic.stayed += box.elements * values[name].itemsize
-                            into[name].put(values[name][box.within(parts[name].box)], box)
+                            size = box.elements * values[name].itemsize
+                            traffic.stayed += size
+                            for piece in box.divided(-(-size // LIMIT_BYTES)) if values[name].is_cuda else [box]:
+                                block = values[name][piece.within(parts[name].box)]
+                                into[name].put(staged(block, into[name].device), piece)
                 if rounds:
-                    self._exchange(*rounds[number], parts, values, into, traffic, device)
+                    self._exchange(*rounds[number], parts, values, into, traffic, buffers)
                 for name in self._closed_in[number]:
                     values.pop(name, None)
             traffic.seconds = time.perf_counter() - begun
@@ -176,12 +180,13 @@ class WeightTransfer:
 
     def _exchange(
         self, sends: Schedule, receives: Schedule, number: int, parts: Mapping[str, WeightPart],
-        values: Mapping[str, Tensor], into: Mapping[str, WeightPart], traffic: TransferVolume, device: torch.device,
+        values: Mapping[str, Tensor], into: Mapping[str, WeightPart], traffic: TransferVolume, buffers: "RoundBuffers",
     ) -> None:  # fmt: skip
         """Run one all-to-all. Blocks between two ranks are in an order that both can derive."""
         going, coming = list(sends.pieces(number)), list(receives.pieces(number))
         sizes_in, sizes_out = (self._by_peer(some) for some in (coming, going))
-        sent, received = (torch.empty(sum(sizes), dtype=torch.uint8, device=device) for sizes in (sizes_out, sizes_in))
+        sent = buffers.sent(sum(sizes_out), any(value.is_cuda for value in values.values()))
+        received = buffers.received(sum(sizes_in))
         for piece, place in self._places(going, sent):
             name = self.names[piece.tensor]
             place.copy_(values[name][piece.box.within(parts[name].box)])
@@ -218,6 +223,33 @@ class WeightTransfer:
             end, peer = start + self._bytes(piece), piece.peer
             yield piece, buffer[start:end].view(self.dtypes[piece.tensor]).view(piece.box.sizes)
             start = end
+
+
+class RoundBuffers:
+    """The buffers of a transfer, which all of its rounds use: fresh memory would cost as much as the copy into it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sent = self._received = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def sent(self, size: int, from_cuda: bool) -> Tensor:
+        """Return a buffer to send; on the host it is pinned where it is filled from CUDA, which is then at full speed."""
+        if len(self._sent) < size:
+            pinned = from_cuda and self._device.type == "cpu"
+            self._sent = torch.empty(size, dtype=torch.uint8, device=self._device, pin_memory=pinned)
+        return self._sent[:size]
+
+    def received(self, size: int) -> Tensor:
+        if len(self._received) < size:
+            self._received = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return self._received[:size]
+
+
+def staged(block: Tensor, target: torch.device) -> Tensor:
+    """Return a block that is copied to a device next: from CUDA to the host by way of pinned memory, whose pages torch keeps for later."""
+    if not block.is_cuda or target.type == "cuda":
+        return block
+    return torch.empty(block.shape, dtype=block.dtype, pin_memory=True).copy_(block)
 
 
 def checksum(message: Tensor) -> int:
@@ -405,6 +437,8 @@ class Incoming:
         """Receive as number `worker`, counted from 0; `device` holds the buffers with NCCL."""
         self.notice, self.worker = notice, worker
         self.device = device if self.notice.cuda else torch.device("cpu")
+        self.begun = False
+        """True once the receiver's tensors may have changed."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every full tensor under each of its names, holding in memory only the tensors of a round.
@@ -442,7 +476,9 @@ class Incoming:
             except ValueError as error:
                 # The senders wait for this worker's request: send an empty one.
                 differs, parts = error, {}
-            moved = self._planned(held, parts, ranks).run({}, parts)
+            planned = self._planned(held, parts, ranks)
+            self.begun = differs is None
+            moved = planned.run({}, parts)
             finish(ranks, self.device)
             if differs is not None:
                 raise differs

@@ -32,6 +32,8 @@ from braidrl.weights.shard_index import ShardIndex, WeightPart, check_parts, ful
 CHECKSUM = "checksum"
 WEIGHTS = "model.safetensors"
 """The name of the file in its folder."""
+ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""The names of an adapter's files in its folder, which are peft's."""
 TYPES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """The safetensors names of dtypes."""
 NO_CHECKSUM = "00000000"
@@ -53,6 +55,11 @@ class WeightFile:
     def folder(self) -> Path:
         """Return the folder that servers read."""
         return self.path.parent
+
+    @property
+    def is_adapter(self) -> bool:
+        """Return True if the file holds the adapters of a model alone."""
+        return self.path.name == ADAPTER
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor, a tied one under each of its names; the file is read lazily."""
@@ -115,7 +122,7 @@ class WeightWriter:
 
     def __init__(
         self, parts: Mapping[str, WeightPart], ranks: Ranks, check: bool = False, repeat: bool = False,
-        within: Path | None = None,
+        within: Path | None = None, adapter: str | None = None,
     ) -> None:  # fmt: skip
         """Plan the file; all ranks call this, and `write`, at the same time.
 
@@ -125,8 +132,10 @@ class WeightWriter:
             check: Write a checksum that readers verify.
             repeat: Write a folder for servers, with tied tensors under every name. Else write shared memory.
             within: The parent of these folders.
+            adapter: The text of `adapter_config.json`: the parts are adapters, written to a folder in shared memory in peft's format.
         """
-        self.ranks, self.check, self.in_folder, self.within = ranks, check, repeat, within
+        self.ranks, self.check, self.adapter = ranks, check, adapter
+        self.in_folder, self.within = repeat or adapter is not None, within if adapter is None else shared_folder()
         known = gather_shard_index(parts, ranks, machine())
         self.machines = sorted(set(known.machines))
         """The machines that receive a file of each version."""
@@ -183,18 +192,21 @@ class WeightWriter:
     def _create(self, made: ExitStack, named: Path | None) -> Path:
         """Create the file on each machine's leader; return this machine's path."""
         said: dict[str, Any] = {}
+        for_servers = self.in_folder and self.adapter is None
         try:
             if self.is_leader:
                 if named is None:
                     place = self.within if self.in_folder else shared_folder()
                     folder = made.enter_context(tempfile.TemporaryDirectory(prefix="braid-weights-", dir=place))
-                    if self.in_folder:
+                    if for_servers:
                         Path(folder).chmod(0o755)
-                    named = Path(folder) / WEIGHTS
+                    named = Path(folder) / (WEIGHTS if self.adapter is None else ADAPTER)
+                    if self.adapter is not None:
+                        (Path(folder) / ADAPTER_CONFIG).write_text(self.adapter)
                 elif self.in_folder:
                     named.parent.mkdir(mode=0o755)
                 said = {"path": str(named)}
-                self.layout.make(named, 0o644 if self.in_folder else 0o600)
+                self.layout.make(named, 0o644 if for_servers else 0o600)
         except OSError as error:
             said = {"number": error.errno, "error": f"{error.filename or named or self.within}: {error.strerror}"}
         of_all = self._all_gather("creation of the weight file", said)

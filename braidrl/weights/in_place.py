@@ -9,12 +9,12 @@ gather      own shard ────────── own shard, [whole model ─
 Memory that only generation needs is freed while ranks train.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from braidrl.cluster.world import Ranks
@@ -74,7 +74,7 @@ class EngineWeights:
             dtype: The engine's dtype; None is the trained model's.
             slices: This rank's block of each tensor, if the model is sharded.
         """
-        self._trained, self._slices = trained, slices
+        self._trained, self.slices = trained, slices
         self.shared = dtype is None or dtype == trained.dtype
         self.model = trained if self.shared else _copy(trained, dtype)
 
@@ -107,28 +107,29 @@ class EngineWeights:
 
     def receive(self, incoming: Incoming) -> None:
         """Receive this rank's part of every tensor from other processes."""
-        incoming.receive(weight_parts(self.model, self._slices), self.shapes)
+        incoming.receive(weight_parts(self.model, self.slices), self.shapes)
 
     @property
     def shapes(self) -> Mapping[str, torch.Size]:
         """Return the global shape of every tensor, a tied one under each of its names."""
         own = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
-        return own if self._slices is None else self._slices.shapes
+        return own if self.slices is None else self.slices.shapes
 
     @torch.no_grad()
     def take(self, given: Mapping[str, Tensor]) -> None:
         """Copy the local part of every tensor by name."""
         targets = self.model.state_dict()
         for name, tensor in given.items():
-            targets[name].copy_(tensor if self._slices is None else self._slices.boxes[name].of(tensor))
+            targets[name].copy_(tensor if self.slices is None else self.slices.boxes[name].of(tensor))
 
 
 class GenerationWeights:
     """One rank's generation weights, in device memory only during generation; all ranks enter at the same time."""
 
     def __init__(
-        self, trained: Parts, training: ParallelLayout, ranks: Ranks, model: nn.Module, slices: Slices,
-        layout: GenerationLayout, limit_bytes: int = LIMIT_BYTES,
+        self, trained: Parts, training: ParallelLayout, ranks: Ranks, generated: Parts, layout: GenerationLayout,
+        limit_bytes: int = LIMIT_BYTES, occupy: Callable[[UntypedStorage, int], None] = occupy,
+        empty: Callable[[UntypedStorage], None] = empty,
     ) -> None:  # fmt: skip
         """Plan the transfer, and free the generation weights.
 
@@ -136,16 +137,17 @@ class GenerationWeights:
             trained: Returns this rank's parts of the trained model, which holds the weights outside generation.
             training: The training layout, with its `data` filled in.
             ranks: The ranks that train.
-            model: This rank's module for generation.
-            slices: This rank's blocks of the full tensors.
+            generated: Returns this rank's parts of the model that generates.
             layout: The generation layout; its grouping decides what is received.
             limit_bytes: Most bytes that a rank sends, or receives, in one round.
+            occupy: Allocates a generation storage again.
+            empty: Frees a generation storage.
         """
-        self._trained, self._model, self._slices = trained, model, slices
+        self._trained, self._generated, self._occupy, self._empty = trained, generated, occupy, empty
         self._gathers = layout.grouping in ("neighbour", "gather")
         # With `neighbour`, a rank reads blocks from its own copy of the model: label ranks by copy.
         copy = ranks.rank // (training.tensor * training.sequence) % (training.data or 1)
-        parts, wanted = trained(), weight_parts(model, slices)
+        parts, wanted = trained(), generated()
         self._known = gather_shard_index(parts, ranks, str(copy) if layout.grouping == "neighbour" else "")
         groups = (
             whole_boxes(self._known.groups(), range(ranks.size))
@@ -177,7 +179,7 @@ class GenerationWeights:
         """Return device memory to training, without communication."""
         if not self.generating:
             return
-        generated, trained = weight_parts(self._model, self._slices), self._trained()
+        generated, trained = self._generated(), self._trained()
         for name in self._shared:
             own = trained[name]
             occupy(own.local.untyped_storage(), self._occupied[name])
@@ -186,14 +188,15 @@ class GenerationWeights:
 
     def _free(self) -> None:
         """Free the generation weights; their storages stay the same."""
-        self._storages = [(storage, storage.nbytes()) for storage in storages(self._model.parameters())]
+        own = storages(part.local for part in self._generated().values())
+        self._storages = [(storage, storage.nbytes()) for storage in own]
         for storage, _ in self._storages:
-            empty(storage)
+            self._empty(storage)
         self.generating = False
 
     def _receive(self) -> TransferVolume:
         """Copy this rank's training slices into the generation tensors, free the originals, and receive the rest."""
-        generated, trained = weight_parts(self._model, self._slices), dict(self._trained())
+        generated, trained = self._generated(), dict(self._trained())
         in_storage: dict[int, list[str]] = {}
         for name in self._shared:
             in_storage.setdefault(generated[name].local.untyped_storage()._cdata, []).append(name)
@@ -201,7 +204,7 @@ class GenerationWeights:
         there = self.peak_bytes = sum(trained[name].local.nbytes for name in self._shared)
         # Largest first: a slice exists twice while it is copied, which matters most when memory is nearly full.
         for storage, size in sorted(self._storages, key=lambda one: -one[1]):
-            occupy(storage, size)
+            self._occupy(storage, size)
             there += size
             self.peak_bytes = max(self.peak_bytes, there)
             for name in in_storage.get(storage._cdata, ()):
@@ -214,8 +217,8 @@ class GenerationWeights:
 
     def _gather(self) -> TransferVolume:
         """Gather every tensor, then cut the slices out."""
-        generated = weight_parts(self._model, self._slices)
-        device = next(self._model.parameters()).device
+        generated = self._generated()
+        device = next(iter(generated.values())).device
         whole = {
             name: torch.empty(shape, dtype=self._known.dtypes[name], device=device)
             for name, shape in self._known.shapes.items()
@@ -230,7 +233,7 @@ class GenerationWeights:
         for name, part in generated.items():
             by_storage.setdefault(part.local.untyped_storage()._cdata, []).append(name)
         for storage, size in sorted(self._storages, key=lambda one: one[1]):
-            occupy(storage, size)
+            self._occupy(storage, size)
             there += size
             self.peak_bytes = max(self.peak_bytes, there)
             for name in by_storage[storage._cdata]:
@@ -250,7 +253,7 @@ def lies_in(trained: WeightPart | None, generated: WeightPart) -> bool:
     )
 
 
-def shapes_of(folder: Path) -> dict[str, torch.Size]:
+def shapes_of(folder: Path | str) -> dict[str, torch.Size]:
     """Return the shape of every tensor of the model in a directory, a tied one under each of its names, without reading weights."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))

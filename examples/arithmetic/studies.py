@@ -7,6 +7,7 @@ ablation        GRPO plus DAPO's techniques, added one by one, over three seeds
 techniques      each technique in a setting where its argument predicts an effect, over three seeds
 runtimes        DAPO under every runtime, over three seeds
 staleness       DAPO with rows of the previous version, in five ways, over three seeds
+vllm            GRPO from the tokens of a stock `vllm serve`, and its speed beside a reproducible one; needs `make vllm`
 
 A study over several seeds runs the seeds of `--seeds`. To resume an interrupted study, call it again: finished runs are not repeated.
 """
@@ -23,6 +24,7 @@ from study_rewards import reward_model, safe_rlhf
 from study_runtimes import runtimes
 from study_staleness import staleness
 from study_techniques import techniques
+from study_vllm import vllm
 
 STUDIES: dict[str, Callable[[Study], Numbers]] = {
     "reward-model": reward_model,
@@ -32,6 +34,7 @@ STUDIES: dict[str, Callable[[Study], Numbers]] = {
     "techniques": techniques,
     "runtimes": runtimes,
     "staleness": staleness,
+    "vllm": vllm,
 }
 
 

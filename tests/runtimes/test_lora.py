@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from braidrl.errors import UserError
 from braidrl.runtimes.prepare.run_flow import build_flow
 from braidrl.runtimes.run import TrainingRun
-from braidrl.training.lora import ADAPTER, WEIGHTS
+from braidrl.training.lora import ADAPTER, ADAPTER_WEIGHTS
 from tests.runtimes.spmd.ranks import run_in_ranks
 from tests.tiny import Workshop, metrics_without_times, recorded, weights_of
 
@@ -34,7 +34,7 @@ def test_lora_rollouts_use_merged_weights_and_resume_exactly(workshop: Workshop)
     changed = {name for name, tensor in after.items() if not torch.allclose(tensor, before[name], atol=1e-3)}
     assert changed and all(name.endswith("proj.weight") for name in changed)
     checkpoint = whole / "checkpoints" / "step-4" / "actor"
-    assert len(load_file(checkpoint / ADAPTER / WEIGHTS)) == 2 * 14
+    assert len(load_file(checkpoint / ADAPTER / ADAPTER_WEIGHTS)) == 2 * 14
     stopped = workshop.run("stopped", **FLOW, trainer={**TRAINER, "steps": 2})
     with TrainingRun(workshop.config("stopped", **FLOW, trainer=TRAINER), resume=stopped) as resumed:
         resumed.train()

@@ -18,7 +18,7 @@ from braidrl.config.layout import ParallelLayout
 from braidrl.errors import UserError
 from braidrl.observe.metrics import Sums
 from braidrl.training.backend_contract import CHECKS, BackendUnderTest
-from braidrl.training.lora import ADAPTER
+from braidrl.training.lora import ADAPTER, adapter_config
 from braidrl.training.memory.footprint import model_shape, resident_bytes
 from braidrl.training.objective import Objective, denominators
 from braidrl.training.roles.checkpoint import full_state_dict, load_worker, save_worker
@@ -177,7 +177,7 @@ def test_a_copied_reference_takes_the_merged_weights(tiny_models: dict[str, Path
         assert torch.equal(reference.model.state_dict()[name], tensor), name
 
 
-@pytest.mark.parametrize("way", ["in place", "collective", "file"])
+@pytest.mark.parametrize("way", ["in place", "collective", "file", "for vLLM"])
 def test_publishing_only_adapters_moves_only_their_bytes(tiny_models: dict[str, Path], way: str) -> None:
     trained = started(adapted(tiny_models["qwen3"]))
     other = DecoderWorker("actor", adapted(tiny_models["qwen3"]), train=True)
@@ -192,8 +192,17 @@ def test_publishing_only_adapters_moves_only_their_bytes(tiny_models: dict[str, 
         with closing(writer.write(parts)) as file:
             file.put_into(own)
         moved = writer.traffic.stayed
-    wanted, found = full_state_dict(trained), full_state_dict(other)
-    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    elif way == "for vLLM":
+        assert trained.lora is not None
+        writer = WeightWriter(parts, Ranks(), adapter=adapter_config(trained.lora))
+        with closing(writer.write(parts)) as file:
+            assert file.is_adapter
+            base = AutoModelForCausalLM.from_pretrained(tiny_models["qwen3"], dtype=trained.dtype)
+            read = PeftModel.from_pretrained(base, file.folder).merge_and_unload().state_dict()
+        moved = writer.traffic.stayed
+    wanted, found = full_state_dict(trained), full_state_dict(other) if way != "for vLLM" else read
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-12 if way == "for vLLM" else 0, rtol=0)
     adapters = sum(p.nbytes for p in trained.model.parameters() if p.requires_grad)
     assert moved == adapters < 0.5 * sum(tensor.nbytes for tensor in wanted.values())
 

@@ -14,6 +14,7 @@ the output layer, which only the first and the last pipeline rank have.
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,10 +25,15 @@ from braidrl.cluster.ranks import run_ranks
 from braidrl.config.layout import ParallelLayout
 from braidrl.errors import UserError
 from braidrl.weights.generation_layout import GenerationLayout
+from tests.engines.vllm.hosted_runs import hosted, write_wide_model
 from tests.tiny import TOKENIZER
 from tests.weights.transitions import GROUPINGS, LAYOUTS
 
 RANKS, ITEM = 8, 8
+Layouts = tuple[tuple[int, int, int], tuple[int, int]]
+OF_VLLM: dict[str, Layouts] = {
+    "1-4-1 to 1-2": ((1, 4, 1), (1, 2)), "1-2-2 to 1-1": ((1, 2, 2), (1, 1)), "2-2-1 to 1-2": ((2, 2, 1), (1, 2)),
+}  # fmt: skip
 CASES = list(itertools.product(LAYOUTS, GROUPINGS))
 SOON = [
     ("1-4-2 to 1-2", "interval"), ("2-2-2 to 2-1", "interval"), ("1-8-1 to 1-4", "interval"),
@@ -54,10 +60,8 @@ def measured(model: str, chosen: list[tuple[str, str]]) -> dict[str, list[dict[s
     """Return each rank's measurements, by case and grouping."""
     cases = {}
     for name, grouping in chosen:
-        (p, t, d), generation = LAYOUTS[name]
-        # DeepSpeed-Chat trains with ZeRO-3 among all ranks.
-        training = {"shard": "full"} if grouping == "gather" else {"pipeline": p, "tensor": t, "data": d}
-        cases[f"{name} {grouping}"] = (training, *generation, grouping)
+        training, generation = LAYOUTS[name]
+        cases[f"{name} {grouping}"] = (layout_of(training, grouping), *generation, grouping)
     found: dict[str, Any] = run_ranks(
         "tests.weights.transitions:measure", {"model": model, "cases": cases}, RANKS, 300.0
     )
@@ -75,8 +79,8 @@ def sizes(model: str) -> dict[str, int]:
     return {n: p.numel() * ITEM for n, p in AutoModelForCausalLM.from_pretrained(model).named_parameters()}
 
 
-def of_kind(elements: dict[str, int], *kinds: str) -> int:
-    return sum(count * ITEM for name, count in elements.items() if kind(name) in kinds)
+def of_kind(sizes: dict[str, int], *kinds: str) -> int:
+    return sum(size for name, size in sizes.items() if kind(name) in kinds)
 
 
 @pytest.mark.parametrize(
@@ -87,11 +91,13 @@ def of_kind(elements: dict[str, int], *kinds: str) -> int:
 def test_a_rank_receives_and_holds_what_the_formula_says(model: str, chosen: list[tuple[str, str]]) -> None:
     found, every = measured(model, chosen), sizes(model)
     for case, grouping in chosen:
-        assert_as_in_the_table(found[f"{case} {grouping}"], every, case, grouping)
+        assert_as_in_the_table(found[f"{case} {grouping}"], every, LAYOUTS[case], grouping)
 
 
-def assert_as_in_the_table(ranks: list[dict[str, Any]], every: dict[str, int], case: str, grouping: str) -> None:
-    (p, t, d), (p_g, t_g) = LAYOUTS[case]
+def assert_as_in_the_table(
+    ranks: list[dict[str, Any]], every: dict[str, int], layouts: Layouts, grouping: str, item: int = ITEM
+) -> None:
+    (p, t, d), (p_g, t_g) = layouts
     m = sum(size for name, size in every.items() if kind(name) == "matrices")
     received, peak, redundant = {
         "gather": (m * (t * p * d - 1) // (t * p * d), m, m // (t * p * d)),
@@ -99,40 +105,70 @@ def assert_as_in_the_table(ranks: list[dict[str, Any]], every: dict[str, int], c
         "interval": (m * (t * p - t_g * p_g) // (t_g * p_g * t * p), m // (t_g * p_g), 0),
     }[grouping]
     for rank in ranks:
-        trained, generated = rank["trained"], rank["generated"]
+        trained, generated = (
+            {name: count * item for name, count in rank[phase].items()} for phase in ("trained", "generated")
+        )
         assert rank["problems"] == []
         # What comes on top: all that generation wants of norms, embedding and output layer, less what the rank has.
         held = generated if grouping == "interval" else every
         ends = {
-            name: generated[name] * ITEM if grouping == "interval" else every[name]
+            name: generated[name] if grouping == "interval" else every[name]
             for name in held
             if kind(name) != "matrices"
         }
-        lacking = sum(size - trained.get(name, 0) * ITEM for name, size in ends.items())
+        lacking = sum(size - trained.get(name, 0) for name, size in ends.items())
         assert rank["received"] == received + lacking
         assert rank["redundant"] == (redundant + of_kind(trained, "norms", "ends") if grouping != "interval" else 0)
         # A slice is there twice while it is copied, or cut out of its gathered tensor: one at a time.
-        once = there_twice(trained, generated) if grouping == "interval" else cut_out(every, generated)
+        # vLLM keeps the projections of a layer side by side, as one.
+        sizes = {tuple(names): sum(generated[name] for name in names) for names in rank["together"]}
+        once = there_twice(trained, sizes) if grouping == "interval" else cut_out(every, sizes)
         assert rank["peak"] == peak + sum(ends.values()) + once
-        assert once <= max(generated.values()) * ITEM
+        assert once <= max(sizes.values())
 
 
-def there_twice(trained: dict[str, int], generated: dict[str, int]) -> int:
+def there_twice(trained: dict[str, int], sizes: dict[tuple[str, ...], int]) -> int:
     """Return the most bytes beyond those of generation while own slices are copied, the largest tensor first."""
     most, to_come = 0, 0
-    for name in sorted(generated, key=lambda name: -generated[name])[::-1]:
-        most = max(most, trained.get(name, 0) * ITEM - to_come)
-        to_come += (generated[name] - trained.get(name, 0)) * ITEM
+    for names in sorted(sizes, key=lambda names: -sizes[names])[::-1]:
+        own = sum(trained.get(name, 0) for name in names)
+        most = max(most, own - to_come)
+        to_come += sizes[names] - own
     return most
 
 
-def cut_out(every: dict[str, int], generated: dict[str, int]) -> int:
+def cut_out(every: dict[str, int], sizes: dict[tuple[str, ...], int]) -> int:
     """Return the most bytes beyond those of the whole model while slices are cut out, the smallest tensor first."""
-    most, freed = 0, sum(size for name, size in every.items() if name not in generated)
-    for name in sorted(generated, key=lambda name: generated[name]):
-        most = max(most, generated[name] * ITEM - freed)
-        freed += every[name] - generated[name] * ITEM
+    most, freed = 0, sum(every.values()) - sum(every[name] for names in sizes for name in names)
+    for names in sorted(sizes, key=lambda names: sizes[names]):
+        most = max(most, sizes[names] - freed)
+        freed += sum(every[name] for name in names) - sizes[names]
     return most
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_vllms_ranks_receive_and_hold_what_the_formula_says(tmp_path: Path) -> None:
+    """Four ranks, whose generation weights are vLLM's live parameters."""
+    model = str(write_wide_model(tmp_path / "wide"))
+    cases = {
+        f"{name} {grouping}": (layout_of(training, grouping), *generation, grouping, True)
+        for name, (training, generation) in OF_VLLM.items()
+        for grouping in GROUPINGS
+    }
+    found = hosted({"measure": {"model": model, "cases": cases}, "workers": 4}, tmp_path)
+    every = {name: size // 2 for name, size in sizes(model).items()}
+    for name, layouts in OF_VLLM.items():
+        for grouping in GROUPINGS:
+            assert_as_in_the_table(found[f"{name} {grouping}"], every, layouts, grouping, ITEM // 2)
+            rank = found[f"{name} {grouping}"][0]
+            print(f"{name} {grouping}: received {rank['received']}, peak {rank['peak']}, twice {rank['redundant']}")
+
+
+def layout_of(training: tuple[int, int, int], grouping: str) -> dict[str, Any]:
+    """DeepSpeed-Chat trains with ZeRO-3 among all ranks."""
+    p, t, d = training
+    return {"shard": "full"} if grouping == "gather" else {"pipeline": p, "tensor": t, "data": d}
 
 
 def test_the_groups_are_those_of_the_paper() -> None:

@@ -8,16 +8,20 @@ from typing import Any
 
 import torch
 
+from braidrl.cluster.process_groups import subgroup
 from braidrl.cluster.world import World
 from braidrl.engines.embedded.sharded_decoding import join_generation_groups, load_for_decoding
+from braidrl.engines.wire import EngineSpec
 from braidrl.training.parallel.replicated import DataParallel
 from braidrl.training.roles.checkpoint import full_state_dict
 from braidrl.training.roles.copies import local_weight_parts
 from braidrl.training.roles.make import DecoderWorker
+from braidrl.weights.collective import Parts
 from braidrl.weights.generation_layout import GenerationLayout
 from braidrl.weights.in_place import GenerationWeights
 from braidrl.weights.shard_index import weight_parts
 from braidrl.weights.shards import local_shard
+from tests.tiny import TOKENIZER
 from tests.training.parallel.laid_out import config_of
 
 LIMIT = 16384
@@ -38,17 +42,29 @@ def measure(world: World, task: dict[str, Any]) -> dict[str, Any]:
     return {name: transition(world, task["model"], *case) for name, case in task["cases"].items()}
 
 
-def transition(world: World, model: str, training: dict[str, Any], pipeline: int, tensor: int, grouping: str) -> Any:
+def transition(
+    world: World, model: str, training: dict[str, Any], pipeline: int, tensor: int, grouping: str, vllm: bool = False
+) -> Any:
     world.at(f"{training} {grouping}")
-    worker = DecoderWorker("actor", config_of(model, training), True, DataParallel(world.group, world))
+    config = config_of(model, training, "float32" if vllm else "float64")
+    worker = DecoderWorker("actor", config, True, DataParallel(world.group, world))
     layout = GenerationLayout(pipeline, tensor, grouping)  # type: ignore[arg-type]
     resolved = worker.config.trainer.layout.resolve(world.size)
     layout.check(resolved, world.size)
-    ranks = join_generation_groups(layout.groups(resolved))
-    generating, slices = load_for_decoding(worker.path, worker.dtype, "cpu", *ranks)
-    weights = GenerationWeights(
-        partial(local_weight_parts, worker), resolved, worker.ranks, generating, slices, layout, LIMIT
-    )
+    groups, trained = layout.groups(resolved), partial(local_weight_parts, worker)
+    engine = None
+    if vllm:
+        # Imported here: only an interpreter that has vLLM measures it.
+        from braidrl.engines.vllm.hosted import HostedVllmEngine
+
+        spec = EngineSpec("vllm", model, 8, 64, tensor=tensor)
+        engine = HostedVllmEngine(spec, TOKENIZER, groups, subgroup(groups.flatten(1)))
+        generating: Parts = engine.parts
+    else:
+        generating = partial(
+            weight_parts, *load_for_decoding(worker.path, worker.dtype, "cpu", *join_generation_groups(groups))
+        )
+    weights = GenerationWeights(trained, resolved, worker.ranks, generating, layout, LIMIT)
     with torch.no_grad():
         for parameter in worker.model.parameters():
             local_shard(parameter).mul_(1.5)
@@ -58,7 +74,7 @@ def transition(world: World, model: str, training: dict[str, Any], pipeline: int
     assert volume is not None and weights.enter() is None
     problems = [
         f"{name} differs"
-        for name, part in weight_parts(generating, slices).items()
+        for name, part in generating().items()
         if not torch.equal(part.local, part.box.of(wanted[name]))
     ]
     kept = [name for name, part in local_weight_parts(worker).items() if part.local.any()]
@@ -70,20 +86,21 @@ def transition(world: World, model: str, training: dict[str, Any], pipeline: int
     problems += [
         f"{name} came back otherwise" for name, values in before.items() if not torch.equal(after[name].local, values)
     ]
-    problems += [
-        f"{n} stays"
-        for n, part in weight_parts(generating, slices).items()
-        if grouping == "interval" and part.local.any()
-    ]
+    problems += [f"{n} stays" for n, part in generating().items() if grouping == "interval" and part.local.any()]
     again = weights.enter()
     assert again is not None
     if (again.received, again.rounds) != (volume.received, volume.rounds):
         problems.append("the second time is not as the first")
     weights.leave()
+    together: dict[int, list[str]] = {}
+    for name, part in generating().items():
+        together.setdefault(part.local.untyped_storage()._cdata, []).append(name)
     said = {
-        "received": volume.received, "peak": weights.peak_bytes, "redundant": weights.redundant_bytes,
+        "together": list(together.values()), "received": volume.received, "peak": weights.peak_bytes, "redundant": weights.redundant_bytes,
         "rounds": volume.rounds, "problems": problems,
         "trained": {name: part.box.elements for name, part in local_weight_parts(worker).items()},
-        "generated": {name: part.box.elements for name, part in weight_parts(generating, slices).items()},
+        "generated": {name: part.box.elements for name, part in generating().items()},
     }  # fmt: skip
+    if engine is not None:
+        engine.close()
     return [json.loads(bytes(part)) for part in world.gather("measured", json.dumps(said).encode())]

@@ -7,7 +7,7 @@ add ──▶ waiting ──free slot──▶ slots ──step──▶ a token
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -32,6 +32,7 @@ from braidrl.weights.boxes import Slices
 from braidrl.weights.collective import TransferError
 from braidrl.weights.in_place import EngineWeights
 from braidrl.weights.publisher import WeightSource
+from braidrl.weights.shard_index import WeightPart, weight_parts
 
 
 class EmbeddedEngine(SteppingEngine):
@@ -72,8 +73,11 @@ class EmbeddedEngine(SteppingEngine):
         """Return the model that decodes: the trainer's module, or a copy."""
         return self._weights.model
 
+    def parts(self) -> Mapping[str, WeightPart]:
+        return weight_parts(self.model, self._weights.slices)
+
     @property
-    def memory(self) -> EngineMemory:
+    def memory(self) -> EngineMemory | None:
         """Return the engine's model and the size of its keys and values."""
         model = self.model
         layers, of_all = len(local_layers(model)), len(body_of(model).layers)

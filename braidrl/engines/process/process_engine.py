@@ -21,6 +21,7 @@ from braidrl.data.rows import Uid
 from braidrl.engines.engine import EngineError, Load
 from braidrl.engines.process.process_server import READY
 from braidrl.engines.requests import Request, Response
+from braidrl.engines.vllm.vllm_environment import vllm_environment
 from braidrl.engines.wire import (
     AbortRow,
     CallDone,
@@ -43,12 +44,6 @@ from braidrl.weights.collective import OfferedWeights
 from braidrl.weights.file import WeightFile, stored_in_memory
 from braidrl.weights.publisher import WeightSource
 
-DEFAULTS = {
-    "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1",
-    # Otherwise vLLM binds each worker to a NUMA node of its own, and refuses more workers than nodes.
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-}  # fmt: skip
-"""Environment variables of vLLM, unless the run's own environment sets them."""
 NAMES = {Submit: "submit", AbortRow: "abort", UpdateWeights: "update_weights"}
 """The engine method that an order calls."""
 NOTHING_YET = -1
@@ -233,10 +228,6 @@ class EngineProcess:
 
 def process_spec(spec: EngineSpec, name: str, python: str) -> ProcessSpec:
     """Return the command and environment of an engine's process."""
-    own = {}
-    if spec.kind == "vllm":
-        own = {name: value for name, value in DEFAULTS.items() if name not in os.environ}
-        # On the CPU vLLM computes eagerly, but would still compile small parts of its sampling with a C++ compiler.
-        own |= {"TORCHDYNAMO_DISABLE": "1"} if spec.device == "cpu" else {}
+    own = vllm_environment(spec.device) if spec.kind == "vllm" else {}
     entry = "braidrl.engines.process.process_server:main"
     return ProcessSpec(name, entry, python=python, threads=spec.threads, devices=spec.devices, environment=own)

@@ -1,12 +1,22 @@
-"""vLLM's sleep mode: while training has the device, weights are kept in host memory and keys and values are freed.
+"""The memory of a vLLM engine that shares its device with training.
 
 generate ──sleep──▶ train ──publish──▶ weights wake, new ones are loaded ──generate──▶ keys and values wake
+
+On CUDA vLLM's sleep mode does this: weights wait in host memory, or are dropped where the trainer brings them anew. On a CPU, where vLLM
+has no such mode, the memory pages of keys and values are freed.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
+
+from torch import UntypedStorage
+
+from braidrl.weights.shards import empty
 
 PARTS = ("weights", "kv_cache")
 """vLLM's names, in wake-up order: the caches take the memory that the weights leave free."""
+KEPT, DROPPED = 1, 2
+"""vLLM's levels of sleep: weights are kept in host memory, or dropped."""
 
 
 class Sleeper(Protocol):
@@ -24,15 +34,23 @@ class VllmMemory:
 
     def __init__(self, engine: Sleeper, may_leave: bool) -> None:
         """Manage an engine's memory; `may_leave` if `enable_sleep_mode` is set."""
-        self._engine, self._may_leave = engine, may_leave
+        self._engine, self.may_leave = engine, may_leave
+        self.level = KEPT
+        """DROPPED where weights are brought before each generation; else generation may resume without new ones."""
+        self.caches: Sequence[UntypedStorage] = ()
+        """Keys and values whose pages are freed here, where vLLM cannot sleep."""
         self._away: list[str] = []
 
     def leave(self) -> None:
-        """Offload the weights to host memory and free the caches. Weights are kept, since generation may resume without new ones."""
-        if self._may_leave and not self._away:
-            # Cached prompts are freed with the caches.
-            self._engine.reset_prefix_cache()
-            self._engine.sleep(level=1)
+        """Free the device memory of weights and caches."""
+        if self._away or not (self.may_leave or self.caches):
+            return
+        # Cached prompts are freed with the caches.
+        self._engine.reset_prefix_cache()
+        for storage in self.caches:
+            empty(storage)
+        if self.may_leave:
+            self._engine.sleep(level=self.level)
             self._away = list(PARTS)
 
     def bring(self, *parts: str) -> None:

@@ -11,15 +11,17 @@ import itertools
 import os
 import secrets
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, PreTrainedTokenizerBase
 from vllm import EngineArgs, SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.core_client import SyncMPClient
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -67,13 +69,23 @@ class VllmEngine(SteppingEngine):
         super().__init__(tokenizer, end_ids_of(folder, tokenizer), max_sequence_tokens, seed)
         self._slots, self._reproducible = slots, reproducible
         self._expected = shapes_of(folder)
-        self._engine = start(folder, slots, max_sequence_tokens, dtype, options or {}, reproducible)
+        arguments = arguments_of(folder, slots, max_sequence_tokens, dtype, options or {}, reproducible)
+        if reproducible:
+            os.environ.update(REPRODUCIBLE_SETTINGS)
+        # vLLM looks for garbage four times while it starts, a quarter of the work that starting is; what was imported is none.
+        gc.freeze()
+        try:
+            self._engine = self._start(arguments)
+        except (ValueError, TypeError) as error:
+            raise UserError(f"rollout.engine=vllm: {' '.join(str(error).split())}") from error
         self._memory = VllmMemory(self._engine, bool((options or {}).get("enable_sleep_mode")))
         self._waiting: deque[EngineRow] = deque()
         self._flights: dict[str, RemoteRow] = {}
         self._names = itertools.count()
         self._ended: list[Response] = []
         """Responses that ended while weights were published; the next step returns them."""
+        self._adapter: LoRARequest | None = None
+        """The adapter with which rows are drawn, where adapters alone are sent."""
         self._failure: EngineError | None = None
         """The error after which no token may be drawn, because the version of the weights is unknown."""
 
@@ -91,19 +103,22 @@ class VllmEngine(SteppingEngine):
 
     def publish(self, version: int, source: WeightSource | None = None) -> None:
         """Publish weights; each vLLM worker loads its own part. Raises ValueError for a source that workers cannot read."""
-        call: tuple[str, Any] | None = None
-        if isinstance(source, WeightFile):
+        load: Callable[[], object] | None = None
+        if isinstance(source, WeightFile) and source.is_adapter:
+            self._adapter = LoRARequest("trained", 1, str(source.folder))
+            load = partial(self._engine.add_lora, LoRARequest("trained", 1, str(source.folder), load_inplace=True))
+        elif isinstance(source, WeightFile):
             check_shapes(source.shapes(), self._expected)
-            call = "take_weights", str(source.path)
+            load = partial(self._engine.collective_rpc, "take_weights", args=(str(source.path),))
         elif isinstance(source, Incoming):
-            call = "receive_weights", asdict(source.notice)
+            load = partial(self._engine.collective_rpc, "receive_weights", args=(asdict(source.notice),))
         elif source is not None:
             raise ValueError("vLLM's workers take weights from a file, or in a process group that they join")
         self._memory.bring("weights")
         try:
-            if call is not None:
+            if load is not None:
                 with self._core_stopped():
-                    self._engine.collective_rpc(call[0], args=(call[1],))
+                    load()
         except Exception as error:
             self._failure = EngineError(f"vLLM could not take the weights of version {version}: {error}")
             raise self._failure from error
@@ -186,6 +201,9 @@ class VllmEngine(SteppingEngine):
     def wake(self) -> None:
         self._memory.bring(*PARTS)
 
+    def _start(self, arguments: Mapping[str, Any]) -> LLMEngine:
+        return LLMEngine.from_engine_args(EngineArgs(**arguments))
+
     def _accept(self, row: EngineRow) -> None:
         self._waiting.append(row)
 
@@ -195,7 +213,7 @@ class VllmEngine(SteppingEngine):
         # The salt keeps prompts computed with other weights from being reused.
         prompt = {"prompt_token_ids": request.prompt.tolist(), "cache_salt": str(self.version)}
         params = params_of(row, row_draws(request, self.seed) if self._reproducible else None)
-        self._engine.add_request(name, prompt, params)
+        self._engine.add_request(name, prompt, params, lora_request=self._adapter)
         self._flights[name] = RemoteRow(row, name)
 
     def _leave(self, flight: RemoteRow) -> None:
@@ -214,20 +232,6 @@ class VllmEngine(SteppingEngine):
         if output.finished:
             del self._flights[flight.name]
         return bool(output.finished)
-
-
-def start(
-    folder: Path, slots: int, max_sequence_tokens: int, dtype: str, options: dict[str, Any], reproducible: bool
-) -> LLMEngine:
-    """Start vLLM with the model. Raises UserError for what it does not take."""
-    arguments = arguments_of(folder, slots, max_sequence_tokens, dtype, options, reproducible)
-    if reproducible:
-        os.environ.update(REPRODUCIBLE_SETTINGS)
-    gc.freeze()  # vLLM looks for garbage four times while it starts, a quarter of the work that starting is; what was imported is none.
-    try:
-        return LLMEngine.from_engine_args(EngineArgs(**arguments))
-    except (ValueError, TypeError) as error:
-        raise UserError(f"rollout.engine=vllm: {' '.join(str(error).split())}") from error
 
 
 def arguments_of(

@@ -18,7 +18,7 @@ from braidrl.config.layout import ParallelLayout
 from braidrl.config.section import SandboxConfig
 from braidrl.engines.embedded.sharded_decoding import check_heads
 from braidrl.engines.engine import ENGINES
-from braidrl.engines.factory import engine_processes, generation_layout, pools_ranks, training_sampling
+from braidrl.engines.factory import engine_processes, generation_layout, hosts_vllm, pools_ranks, training_sampling
 from braidrl.engines.http.dialects import DIALECTS, vllm_log_prob_modes
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
@@ -64,8 +64,10 @@ def check_names(config: Config) -> None:
     check_engines_own_draws(config)
     for key, sandbox, _ in own_code(config):
         check_walls(key, sandbox)
-    if engine == "vllm" and config.rollout.engines == 0:
-        raise UserError(f"rollout.engine={engine} generates in processes of its own; write rollout.engines=1")
+    if engine == "vllm" and config.rollout.engines == 0 and config.runtime == "streaming":
+        raise UserError(
+            "rollout.engines=0: under runtime=streaming vLLM generates in processes of its own; write rollout.engines=1"
+        )
     if placement not in PLACEMENTS:
         raise UserError(f"no placement is called {placement!r}. {suggest(placement, PLACEMENTS)}")
     if config.rollout.engine_settings and engine in ENGINES:
@@ -126,11 +128,19 @@ def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
     """Raise UserError if engines of several processes are not supported with the stages of a run."""
     generating = {str(stage.role): stage for stage in stages if stage.kind is Kind.GENERATE}
     layout, rollout = generation_layout(config), config.rollout
+    if hosts_vllm(config):
+        check_hosted_vllm(config, generating, any("environment" in stage.params for stage in stages))
+        return
     if layout == GenerationLayout():
         return
     key = f"rollout.tensor={layout.tensor}" if layout.tensor > 1 else f"rollout.pipeline={layout.pipeline}"
     if rollout.engine in ("vllm", "http"):
-        check_shape_of_foreign_engines(config, key, generating)
+        if rollout.grouping:
+            raise UserError(
+                f"rollout.grouping={rollout.grouping} is for ranks that train and generate, and rollout.engine={rollout.engine} "
+                "generates in processes of its own; remove it, or write rollout.engines=0 for vLLM on these ranks"
+            )
+        check_attention_heads(config, key, generating)
         return
     if rollout.engine != "embedded":
         raise UserError(f"{key} shards the embedded engine, vLLM and servers, and rollout.engine is {rollout.engine}")
@@ -153,14 +163,43 @@ def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
             )
 
 
-def check_shape_of_foreign_engines(config: Config, key: str, generating: Iterable[str]) -> None:
-    """Raise UserError for a shape that vLLM or a server cannot have."""
+def check_hosted_vllm(config: Config, generating: Iterable[str], environments: bool) -> None:
+    """Raise UserError for what vLLM on the ranks that train does not support."""
     rollout = config.rollout
-    if rollout.grouping:
+    if rollout.python is not None:
         raise UserError(
-            f"rollout.grouping={rollout.grouping} is for ranks that train and generate, and rollout.engine={rollout.engine} "
-            "generates in processes of its own; remove it"
+            "rollout.engines=0: vLLM on the ranks that train runs in Braid's own interpreter, and rollout.python names another one; "
+            "start `braid` from the environment that has vLLM and remove rollout.python, or leave rollout.engines out"
         )
+    if config.trainer.resident_gib is not None:
+        raise UserError(
+            "trainer.resident_gib does not move vLLM on the ranks that train (rollout.engines=0), whose memory takes turns with "
+            "training's in any case; remove one of the two"
+        )
+    if rollout.vllm.get("enable_sleep_mode") is False:
+        raise UserError(
+            "rollout.vllm.enable_sleep_mode=false: vLLM on the ranks that train leaves them the device between generations; remove it"
+        )
+    if rollout.pipeline > 1:
+        raise UserError(
+            f"rollout.pipeline={rollout.pipeline}: vLLM on the ranks that train divides matrices alone; write rollout.tensor"
+        )
+    if len(list(generating)) > 1:
+        raise UserError(
+            "rollout.engines=0: one role alone generates with vLLM on the ranks that train, since vLLM keeps the groups of a process; "
+            "leave rollout.engines out"
+        )
+    key = f"rollout.engine=vllm on {'this process' if config.runtime == 'eager' else 'the ranks that train'}"
+    if config.runtime != "eager" or rollout.tensor > 1:
+        check_pooled_engines(
+            config, key if rollout.tensor == 1 else f"rollout.tensor={rollout.tensor}", generating, environments
+        )
+    check_attention_heads(config, f"rollout.tensor={rollout.tensor}", generating)
+
+
+def check_attention_heads(config: Config, key: str, generating: Iterable[str]) -> None:
+    """Raise UserError if the ranks of vLLM or a server do not divide the model's heads."""
+    rollout = config.rollout
     for role in generating:
         heads = model_settings(model_path(role, config)).get("num_attention_heads", rollout.tensor)
         if heads % rollout.tensor:
@@ -211,6 +250,11 @@ def check_engines_own_draws(config: Config) -> None:
     if rollout.engine != "vllm" and (rollout.engine != "http" or rollout.servers.dialect != "vllm"):
         return
     if rollout.is_reproducible:
+        if rollout.vllm.get("speculative_config"):
+            raise UserError(
+                "rollout.vllm.speculative_config draws several tokens at once, and rollout.reproducible=true draws each by its own number; "
+                "remove one of the two"
+            )
         if rollout.vllm.get("async_scheduling"):
             raise UserError(
                 "rollout.vllm.async_scheduling=true draws a token before the one before it is known, and rollout.reproducible=true "

@@ -28,7 +28,7 @@ from braidrl.cluster.process_groups import background_group
 from braidrl.errors import UserError
 from braidrl.training.lora import (
     ADAPTER,
-    WEIGHTS,
+    ADAPTER_WEIGHTS,
     adapter_name,
     adapter_parameters,
     is_adapter,
@@ -186,7 +186,7 @@ def saved_parameters(worker: RoleModel, folder: Path) -> Mapping[str, Tensor]:
             f"{folder} was trained {how} trainer.lora or roles.{worker.role}.lora; {now} to go on from there"
         )
     if worker.lora:
-        return load_file(folder / ADAPTER / WEIGHTS)
+        return load_file(folder / ADAPTER / ADAPTER_WEIGHTS)
     if not worker.ranks.is_sharded:
         return dict(worker.load_model(folder).named_parameters())
     # A pipeline rank lacks the buffers of other ranks' layers: match buffer names by pattern.

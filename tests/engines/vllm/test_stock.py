@@ -111,9 +111,9 @@ def test_a_stock_vllm_draws_other_tokens_each_time(stock: Served) -> None:
 def test_settings_of_vllm_reach_its_engine_in_both_modes(model: Path) -> None:
     own = {
         "enable_prefix_caching": False, "enable_chunked_prefill": False, "kv_cache_dtype": "fp8", "quantization": "fp8",
-        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4},
     }  # fmt: skip
-    asked = json.dumps([(own, False), (own, True)])
+    ngram = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}}
+    asked = json.dumps([(own | ngram, False), (own, True)])
     done = subprocess.run(
         [str(vllm_python() or sys.executable), "-c", ARGUMENTS, str(model), asked],
         cwd=ROOT,
@@ -124,5 +124,6 @@ def test_settings_of_vllm_reach_its_engine_in_both_modes(model: Path) -> None:
     stock, by_row = json.loads(done.stdout.rpartition("found ")[2])
     for arguments in (stock, by_row):
         assert {name: arguments[name] for name in own} == own
+    assert stock["speculative_config"] == ngram["speculative_config"]
     assert not stock["logits_processors"] and "async_scheduling" not in stock
     assert by_row["logits_processors"] == ["DrawByRow"] and by_row["async_scheduling"] is False

@@ -1,0 +1,128 @@
+"""How long a version of 1 GB takes to two vLLM engines of two tensor ranks each, beside a copy in memory and a broadcast by gloo.
+
+python -m benchmarks.weights              # measures, and writes benchmarks/results/weights.json; needs `make vllm`
+
+The trainer is one process. `sent` are the bytes that it sends for a version, `written` those of its file in shared memory.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from braidrl.cluster.ranks import run_ranks
+from braidrl.cluster.world import Ranks, World
+from braidrl.engines.process.process_engine import EngineProcess
+from braidrl.engines.routing.service import EngineService
+from braidrl.engines.wire import EngineSpec
+from braidrl.weights.collective import CollectivePublisher, WeightOffer, WeightTransfer
+from braidrl.weights.file import FilePublisher, WeightWriter, stored_in_memory
+from braidrl.weights.publisher import TransferVolume
+from braidrl.weights.shard_index import weight_parts
+from tests.tiny import ROOT, TOKENIZER
+
+RESULT = Path("benchmarks/results/weights.json")
+PYTHON = ROOT / "build" / "vllm-venv" / "bin" / "python"
+ENGINES, TENSOR, TURNS, LIMIT_S, CHUNK = 2, 2, 5, 600.0, 64 << 20
+RANK = 32
+SENT = TransferVolume()
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_model(Path(folder))
+        parts = lambda: weight_parts(model)  # noqa: E731
+        size = sum(part.local.nbytes for part in parts().values())
+        floors = run_ranks("benchmarks.weights:floors", {"bytes": size}, 1 + ENGINES * TENSOR, LIMIT_S)
+        count_sent()
+        spec = EngineSpec("vllm", folder, 8, 64, tensor=TENSOR, limit_s=LIMIT_S)
+        processes = [EngineProcess(spec, f"engine {n}", PYTHON, LIMIT_S) for n in range(ENGINES)]
+        engine = EngineService(processes, LIMIT_S, stored_in_memory)
+        try:
+            offer = WeightOffer(Ranks(), "127.0.0.1", LIMIT_S, torch.device("cpu"))
+            collective = CollectivePublisher(offer, parts, engine, Ranks(), lambda: 0)
+            file = FilePublisher(WeightWriter(parts(), Ranks()), parts, engine)
+            ways = {"collective": timed(collective.publish), "file": timed(file.publish) | {"written": size}}
+            collective.close()
+            file.close()
+        finally:
+            engine.close()
+    head = {"benchmark": "weights", "date": datetime.date.today().isoformat(), "bytes": size, "turns": TURNS}
+    result = head | floors | ways
+    print(json.dumps(result, indent=1))
+    if "--keep" in sys.argv:
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def write_model(folder: Path) -> Any:
+    """Write and return a model of 1 GB in float32 that two ranks divide."""
+    config = Qwen3Config(
+        vocab_size=32768, hidden_size=1024, intermediate_size=3072, num_hidden_layers=14, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=64, tie_word_embeddings=False, max_position_embeddings=256,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return model
+
+
+def timed(publish: Callable[[int], object]) -> dict[str, Any]:
+    """Return the median, least and most seconds of a publication, after a first one, and the bytes that were sent for one."""
+    publish(1)
+    before, seconds = SENT.sent, []
+    for version in range(2, 2 + TURNS):
+        start = time.perf_counter()
+        publish(version)
+        seconds.append(time.perf_counter() - start)
+    return {
+        "seconds": median(seconds), "least": min(seconds), "most": max(seconds), "sent": (SENT.sent - before) // TURNS,
+    }  # fmt: skip
+
+
+def count_sent() -> None:
+    """Add up what all transfers of this process send."""
+    run: Any = WeightTransfer.run
+
+    def counted(*arguments: Any) -> Any:
+        moved = run(*arguments)
+        SENT.sent += moved.sent
+        return moved
+
+    setattr(WeightTransfer, "run", counted)  # noqa: B010
+
+
+def floors(world: World, task: dict[str, Any]) -> dict[str, float]:
+    """Return the seconds of a copy in memory, and of a broadcast to all other ranks."""
+    torch.set_num_threads(1)
+    values = (
+        torch.ones(task["bytes"], dtype=torch.uint8) if world.first else torch.empty(task["bytes"], dtype=torch.uint8)
+    )
+    found: dict[str, list[float]] = {"copy": [], "broadcast": []}
+    for _ in range(1 + TURNS):
+        start = time.perf_counter()
+        if world.first:
+            values.clone()
+        found["copy"].append(time.perf_counter() - start)
+        dist.barrier()
+        start = time.perf_counter()
+        for chunk in values.split(CHUNK):
+            dist.broadcast(chunk, 0)
+        dist.barrier()
+        found["broadcast"].append(time.perf_counter() - start)
+    return {name: median(seconds[1:]) for name, seconds in found.items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""vLLM's live parameters as parts of a model's tensors, found by running vLLM's own loader on tensors without values.
+
+q_proj.weight, on the meta device ╮                       ╭─▶ rows 0 to 63 of qkv_proj.weight      a part: a view of the parameter,
+k_proj.weight                     ┼─vLLM's loader: slices─┼─▶ rows 64 to 95                        and its block of the tensor
+v_proj.weight                     ╯         watched       ╰─▶ rows 96 to 127
+
+A transfer then writes each worker's slices where they belong; no worker holds a whole tensor. A model whose weights vLLM changes after
+it has loaded them (quantised, packed, absorbed) has no such parts.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.model_executor.layers import utils
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.platforms import current_platform
+
+from braidrl.weights.boxes import Box, Slices
+from braidrl.weights.shard_index import WeightPart
+
+PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, Attention)
+"""What computes with a parameter as it was loaded."""
+
+
+class WeightsNotLive(ValueError):
+    """vLLM keeps a model's weights in another form than it loads them in; the message names the module."""
+
+
+class CopyWatch(TorchDispatchMode):
+    """Records which view of a meta tensor is copied to which parameter, in place of copying."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
+            self.copies.append((args[0], args[1]))
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def keep_weights_plain() -> None:
+    """On a CPU compute with the loaded weights, where vLLM would pack them into memory that no transfer can write to."""
+    if current_platform.is_cpu():
+        utils.dispatch_cpu_unquantized_gemm = compute_plainly
+
+
+def compute_plainly(layer: Any, remove_weight: bool) -> None:
+    """Let a layer multiply by its own parameter."""
+    layer.cpu_linear = nn.functional.linear
+
+
+def live_parts(model: Any, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> dict[str, WeightPart]:
+    """Return this worker's parts of a model; a tied tensor under the name that vLLM loads.
+
+    Args:
+        model: vLLM's module, after loading.
+        shapes: The global shape of every tensor by its name in the checkpoint.
+        dtype: The dtype that vLLM computes in.
+
+    Raises:
+        WeightsNotLive: Some of the weights are kept in another form.
+    """
+    check_plain(model)
+    given = {name: torch.empty(tuple(shape), dtype=dtype, device="meta") for name, shape in shapes.items()}
+    with CopyWatch() as watch:
+        try:
+            model.load_weights(iter(given.items()))
+        except Exception as error:
+            raise WeightsNotLive(f"vLLM computes with values while it loads them ({error})") from error
+    names = {tensor.untyped_storage()._cdata: name for name, tensor in given.items()}
+    whole = {name: torch.Size(shape) for name, shape in shapes.items()}
+    parts: dict[str, WeightPart] = {}
+    for place, source in watch.copies:
+        name = names.get(source.untyped_storage()._cdata)
+        box = None if name is None else block_of(source, whole[name])
+        if name is None or box is None or name in parts:
+            raise WeightsNotLive(f"vLLM puts {name or 'a computed tensor'} together of several pieces")
+        parts[name] = WeightPart([name], place, Slices({name: whole[name]}, {name: box}))
+    filled = {part.local.untyped_storage()._cdata for part in parts.values()}
+    for name, parameter in model.named_parameters():
+        if parameter.untyped_storage()._cdata not in filled:
+            raise WeightsNotLive(f"vLLM makes {name} itself")
+    return parts
+
+
+def check_plain(model: nn.Module) -> None:
+    """Raise WeightsNotLive if vLLM changes some weights after it has loaded them."""
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", module)
+        if hasattr(method, "process_weights_after_loading") and not isinstance(method, PLAIN):
+            raise WeightsNotLive(f"vLLM changes {name or 'the model'} after loading ({type(method).__name__})")
+
+
+def block_of(view: Tensor, shape: torch.Size) -> Box | None:
+    """Return the block that a view of a contiguous tensor of this shape shows; None if it is no block."""
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    own = zip(view.shape, view.stride(), strides, strict=False)
+    if view.dim() != len(shape) or any(size > 1 and step != stride for size, step, stride in own):
+        return None
+    offsets, rest = [], int(view.storage_offset())
+    for stride in strides:
+        offsets.append(rest // stride)
+        rest %= stride
+    return Box(tuple(offsets), tuple(view.shape))

@@ -1,0 +1,117 @@
+"""The study of vLLM's own server: a run learns from tokens that it draws by its own numbers, at its own speed.
+
+Both servers are asked by the same run; the second one is started as `rollout.reproducible=true` needs it, and draws for a few steps.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pages import curve, table
+from study import RESPONSE_TOKENS, SCORE, Numbers, Study
+
+from braidrl.observe.metrics import read_metrics
+
+PYTHON = Path("build/vllm-venv/bin/python")
+STARTED = (
+    "--enforce-eager", "--dtype", "float32", "--max-model-len", str(64 + RESPONSE_TOKENS), "--max-num-seqs", "128",
+    "--kv-cache-memory-bytes", str(64 << 20),
+)  # fmt: skip
+WAYS = {
+    "false": (),
+    "true": (
+        "--logprobs-mode", "processed_logits", "--no-async-scheduling",
+        "--logits-processors", "braidrl.engines.vllm.logits_processor:DrawByRow",
+    ),
+}  # fmt: skip
+"""What a server is started with, by `rollout.reproducible`: nothing, or what draws tokens by row."""
+SETTINGS = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+STEPS, BESIDE, START_S = 30, 5, 600.0
+
+
+def vllm(study: Study) -> Numbers:
+    """GRPO with a stock server, and its speed beside that of one that draws by row."""
+    model, found = study.warm_model(), {}
+    for way, arguments in WAYS.items():
+        with server(model, *arguments) as url:
+            tree = study.policy(
+                "grpo", {}, rollout={
+                    "engine": "http", "servers": {"urls": [url]}, "reproducible": way == "true", "samples_per_prompt": 8,
+                    "max_response_tokens": RESPONSE_TOKENS, "slots": 128,
+                },
+            )  # fmt: skip
+            tree["trainer"] |= {"steps": STEPS if way == "false" else BESIDE}
+            found[way] = read_metrics(study.run(f"vllm-{way}", tree))
+    points = curve(found["false"], SCORE)
+    gap = max(line["train/rollout_log_prob_gap"] for line in found["false"])
+    speed = {way: speed_of(lines[1 : 1 + BESIDE]) for way, lines in found.items()}
+    text = table(
+        ["`rollout.reproducible`", "tokens per second of generation", "largest `train/rollout_log_prob_gap`, nats"],
+        [
+            [way, f"{speed[way]:.0f}", f"{max(line['train/rollout_log_prob_gap'] for line in lines):.1e}"]
+            for way, lines in found.items()
+        ],
+    )
+    study.page(
+        "vllm", "A stock vLLM server that a run learns from",
+        "GRPO on sums, 32 prompts with 8 responses a step. `vllm serve` draws by its own random numbers, with async scheduling and in a "
+        "process of its own, and reads each version from a folder. "
+        f"Held-out avg@4 goes from {points[0][1]:.2f} at step {points[0][0]:.0f} to {points[-1][1]:.2f} at step {points[-1][0]:.0f}."
+        f"\n\n{text}\n"
+        + study.curves("vllm", "Held-out avg@4", {"rollout.reproducible=false": points}),
+    )  # fmt: skip
+    return {
+        "first": points[0][1],
+        "last": points[-1][1],
+        "gap": gap,
+        **{f"speed {way}": own for way, own in speed.items()},
+    }
+
+
+def speed_of(lines: list[dict[str, Any]]) -> float:
+    """Return the median of the tokens drawn in a second of generation."""
+    return median(line["tokens/generated"] / line["time/actor.generate"] for line in lines)
+
+
+@contextmanager
+def server(model: Path, *arguments: str) -> Iterator[str]:
+    """The address of `vllm serve`, which ends with the block."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1"]
+    settings = SETTINGS | {"PYTHONPATH": os.getcwd()} | ({"VLLM_USE_V2_MODEL_RUNNER": "0"} if arguments else {})
+    process = subprocess.Popen(
+        [*command, "--port", str(port), *STARTED, *arguments], env=os.environ | settings, start_new_session=True
+    )
+    try:
+        end, url = time.monotonic() + START_S, f"http://127.0.0.1:{port}"
+        while not answers(url):
+            if process.poll() is not None or time.monotonic() > end:
+                raise SystemExit(f"vLLM's server did not start; its exit status is {process.returncode}")
+            time.sleep(0.5)
+        yield url
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def answers(url: str) -> bool:
+    with suppress(OSError):
+        return bool(urllib.request.urlopen(f"{url}/health", timeout=1).status == 200)
+    return False
