@@ -90,7 +90,7 @@ class StreamingBackend:
         while not stream.schedule.is_done(stage.name):
             self.wait()
         with self.control.changed:
-            table = stream.table.stored(uids, stream.writers[: stream.writers.index(stage.name) + 1])
+            table = stream.stored(uids)
         if stage is stream.flow.stages[-1]:
             self.control.end_stream(stream)
             self.evaluating = None
