@@ -14,7 +14,7 @@ import pytest
 from braidrl.data.packing import balanced_partition
 from braidrl.flow import Flow, Kind
 from braidrl.flow.batches import Sizes
-from braidrl.flow.readiness import Uid
+from braidrl.data.rows import Uid
 from braidrl.plan.simulation import Streaming
 from braidrl.plan.workload import Workload
 from braidrl.queue.client import Client

@@ -15,7 +15,7 @@ from braidrl.data.rows import Rows
 from braidrl.errors import UserError, WorkerError
 from braidrl.flow import Flow, Stage
 from braidrl.flow.batches import Sizes
-from braidrl.flow.readiness import Uid
+from braidrl.data.rows import Uid
 from braidrl.observe.metrics import Sums
 from braidrl.queue.table import StoredRows
 from braidrl.runtimes.interfaces import BegunBatch

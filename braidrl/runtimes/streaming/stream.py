@@ -162,7 +162,9 @@ class Stream:
 
     def stored(self, uids: Sequence[Uid], recorded: bool = False) -> StoredRows:
         """Return rows with every column that they have; with `recorded` without those of stages after the recorded ones."""
-        rows = self.table.stored(uids, self.consumers.writers)
+        early = {ADMISSION, *self.schedule.recorded, *self.consumers.verdicts}
+        writers = [name for name in self.consumers.writers if name in early or not recorded]
+        rows = self.table.stored(uids, writers)
         later = self.written_later - self.written_before_recording
         return self.table.hold(rows.without(later)) if recorded and later else rows
 

@@ -45,7 +45,7 @@ LONGEST_FIRST = f"{Path(__file__).parents[3]}/examples/longest_first.py:longest_
 """A user's own sampler, in a file outside the package."""
 MANY = 2000
 """More changes than a run of a few steps has, and fewer than a program makes in two seconds that looks without a pause."""
-TWO_EACH = {"actor.generate": 2, "compute": 2, "actor": 2}
+TWO_EACH = {"actor.generate": 2, "actor": 2}
 FLOWS: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm": {"kl_coef": 0.1}, "trainer": {"rows_per_update": 8, "epochs": 2}},
     "dapo": {"flow": "dapo", "algorithm": {"overlong_cache": 4}, "trainer": {"rows_per_update": 8}},
@@ -162,7 +162,7 @@ def test_without_staleness_streaming_gives_what_eager_gives(
 @pytest.mark.soak
 @pytest.mark.parametrize("weights", ["end", "delayed"])
 @pytest.mark.parametrize("dispatch_rows", [1, 5, 64])
-@pytest.mark.parametrize("workers", [{}, TWO_EACH, {"actor.generate": 3, "compute": 1, "actor": 4}])
+@pytest.mark.parametrize("workers", [{}, TWO_EACH, {"actor.generate": 3, "actor": 4}])
 @pytest.mark.parametrize("flow", list(FLOWS))
 def test_the_same_result_under_every_setting_that_must_not_matter(
     workshop: Workshop, eager: Callable[..., Path], flow: str, workers: dict[str, int], dispatch_rows: int, weights: str
