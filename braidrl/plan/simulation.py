@@ -314,7 +314,7 @@ class Streaming:
             due = [stage for stage in worker.consumer.updates if stage.when.includes(batch.iteration)]
             steps = batch.steps, batch.size
             worker.batch = SimulatedTraining(due, steps, UpdatesInProgress(*steps), len(batch.plan))
-        training, numbers = worker.batch, [batch.updates[uid] for uid in lease.rows]
+        training, numbers = worker.batch, batch.updates_of(lease.rows)
         training.leases.append(lease)
         training.pieces.append((lease, numbers))
         training.rows_left -= len(lease.rows)

@@ -6,7 +6,7 @@ which one writer wrote for some rows at once, and finds columns by writer. A par
 
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -179,9 +179,9 @@ class Table:
     def replace(self, part: StoredPart) -> list[Block]:
         """Replace the part of the same writer; return the blocks that are now free."""
         known = self.parts.get(part.writer, {})
-        before = [(row, known[row]) for row in part.rows if row in known]
+        before = set(map(known.__getitem__, part.rows.keys() & known.keys())) if known else ()
         self.add(part)
-        return self._drop(before)
+        return self._drop(part.rows.keys(), before)
 
     def stored(self, uids: Sequence[Row], writers: Sequence[str]) -> StoredRows:
         """Return rows with the parts of some writers; their memory stays as long as the result lives."""
@@ -231,18 +231,28 @@ class Table:
 
     def evict(self, uids: Iterable[Row]) -> list[Block]:
         """Remove rows; return the blocks that are now free."""
-        uids, places = list(uids), dict[tuple[Row, StoredPart], None]()
+        gone, parts = set(uids), set[StoredPart]()
         for known in self.parts.values():
+            here = gone & known.keys()
             # A writer of several names has stored the same part under each.
-            places |= {(uid, part): None for uid in uids if (part := known.pop(uid, None)) is not None}
-        return self._drop(places)
+            parts.update(map(known.__getitem__, here))
+            if len(here) == len(known):
+                known.clear()
+            else:
+                for uid in here:
+                    del known[uid]
+        return self._drop(gone, parts)
 
-    def _drop(self, places: Iterable[tuple[Row, StoredPart]]) -> list[Block]:
+    def _drop(self, gone: Set[Row], parts: Iterable[StoredPart]) -> list[Block]:
+        """Remove rows from parts; return the blocks that are now free."""
         freed = []
-        for uid, part in places:
-            del part.rows[uid]
-            if not part.rows and part.block is not None:
-                freed += self.held.release([part.block])
+        for part in parts:
+            if part.rows.keys() <= gone:
+                part.rows.clear()
+                freed += self.held.release([part.block]) if part.block is not None else []
+            else:
+                for uid in part.rows.keys() & gone:
+                    del part.rows[uid]
         return freed
 
     def _writers_of(self, uids: Sequence[Row], writers: Sequence[str]) -> list[str]:

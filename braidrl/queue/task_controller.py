@@ -149,7 +149,7 @@ class TaskController(QueueController):
             if number in self.closing or number in self.closed:
                 continue
             try:
-                self._finish(number, self.tasks.acknowledge(number, self.clock()).rows, request["parts"])
+                self._finish(number, self.tasks.complete(number, self.clock()), request["parts"])
             except LeaseLost:
                 lost.append(number)
         for number in request["leases"]:

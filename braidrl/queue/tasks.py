@@ -189,16 +189,16 @@ class Task:
             self._withdraw(rows)
             for row in rows:
                 self._groups.setdefault(self.group[row], {})[row] = False
-        if not self.waits:
-            self._enter(rows)
+        self._enter(self._complete(rows))
 
     def write(self, rows: Sequence[Row]) -> None:
         """Record that one of the awaited writers has written rows."""
-        self._enter(self._free(self._complete(rows)))
+        known = rows if self.table.keys() >= set(rows) else [row for row in rows if row in self.table]
+        self._enter(self._free(self._complete(known)))
 
     def unwrite(self, rows: Sequence[Row]) -> None:
         """Record the loss of an awaited writer's columns. The holder of a row keeps it."""
-        self._withdraw(self._free(rows))
+        self._withdraw(self._free([row for row in rows if row in self.table]))
 
     def finish(self, rows: Sequence[Row]) -> None:
         """Record completed rows; a task may also skip rows without taking them."""
@@ -219,8 +219,8 @@ class Task:
         self.give_back(done)
 
     def move(self, rows: Iterable[Row], table: Any) -> None:
-        """Move rows to another table; completed ones stay completed."""
-        rows = [row for row in rows if self.table[row] != table]
+        """Move those rows that have entered to another table; completed ones stay completed."""
+        rows = [row for row in rows if self.table.get(row, table) != table]
         left = [self.table[row] for row in rows if self.lease.get(row, 0) is not None]
         self.undone.subtract(left)
         self.undone[table] += len(left)
@@ -231,6 +231,7 @@ class Task:
 
     def forget(self, rows: Sequence[Row]) -> None:
         """Remove rows."""
+        rows = rows if self.table.keys() >= set(rows) else [row for row in rows if row in self.table]
         left = [self.table[row] for row in rows if self.lease.get(row, 0) is not None]
         self.undone.subtract(left)
         self._withdraw(rows if left else ())
@@ -367,8 +368,13 @@ class Tasks:
         self.facts: Callable[[Row], Candidate] = lambda row: Candidate(row)
         self._admitted = count()
 
-    def admit(self, rows: Iterable[Row], group: Callable[[Row], Any], table: Any = 0) -> None:
-        """Admit rows to a table. Raises ValueError for a row that is in work already."""
+    def admit(
+        self, rows: Iterable[Row], group: Callable[[Row], Any], table: Any = 0, names: Iterable[Any] | None = None
+    ) -> None:
+        """Admit rows to a table of all tasks, or of the named ones; they may enter others later.
+
+        Raises ValueError for a row that is in work already.
+        """
         rows = list(rows)
         if not self.rows.keys().isdisjoint(rows):
             raise ValueError(f"row {next(row for row in rows if row in self.rows)} is admitted twice")
@@ -376,8 +382,12 @@ class Tasks:
         if len(set(rows)) < len(rows):
             raise ValueError(f"a row of {rows[:4]} is admitted twice")
         self.group.update(zip(rows, map(group, rows), strict=True))
-        for task in self.tasks.values():
-            task.admit(rows, table)
+        for name in self.tasks if names is None else names:
+            self.tasks[name].admit(rows, table)
+
+    def enter(self, name: Any, rows: Sequence[Row], table: Any) -> None:
+        """Let rows in work enter one more task."""
+        self.tasks[name].admit(rows, table)
 
     def write(self, writer: str, rows: Sequence[Row]) -> None:
         """Record written rows. Raises ValueError for a second write: columns are immutable."""
@@ -437,12 +447,6 @@ class Tasks:
             self.leases.shrink(lease, len(rows))
             self.tasks[lease.task].finish(rows)
         return rows
-
-    def acknowledge(self, number: int, now: float) -> Lease:
-        """End a lease with all of its rows completed. Raises LeaseLost if it has expired or was released."""
-        lease = self.leases.current(number, now)
-        self.complete(number, now)
-        return lease
 
     def left(self, lease: Lease, places: Sequence[int] | None = None) -> list[Row]:
         """Return the rows of a lease that are not completed, or those at some positions."""

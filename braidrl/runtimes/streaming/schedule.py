@@ -64,6 +64,8 @@ class StreamSchedule:
         """Consumers of groups that may not be in the batch."""
         self.after = [c for c in every if c not in self.segment and c.takes_rows]
         """Consumers of rows of a batch."""
+        self.early = [*self.consumers.verdicts, *(c.name for c in self.segment)]
+        """Tasks that rows enter with their admission; they enter the others with their batch."""
         self.recorded = [c.name for c in every if c.stages[0] in flow.stages[: flow.recorded_stages]]
         """Consumers of rows before they are recorded."""
         self.batches: dict[int, TrainingBatch] = {}
@@ -102,7 +104,7 @@ class StreamSchedule:
         self.published = self.opened = done
         self.sampling = sampling
         self._admit(list(surplus), done)
-        for name in [*(consumer.name for consumer in self.segment), *self.consumers.verdicts]:
+        for name in self.early:
             self._leave_out(name, list(surplus))
         self.iteration_of.update(dict.fromkeys((uid[1] for uid in surplus), done))
         self.versions.update(surplus)
@@ -126,9 +128,9 @@ class StreamSchedule:
         self._admit(uids, self.opened)
         self.versions.update(versions)
         groups = dict.fromkeys(uid[1] for uid in uids)
+        self._join_groups(batch, [(group, place, place) for place, group in enumerate(groups)])
         for name in [*self.recorded, *self.consumers.verdicts]:
             self._leave_out(name, uids)
-        self._join_groups(batch, [(group, place, place) for place, group in enumerate(groups)])
         batch.is_known = True
 
     def older_batches(self) -> list[int]:
@@ -198,7 +200,7 @@ class StreamSchedule:
         self.dropped = self._forget(self.released)
         batch.uids.sort(key=lambda uid: uid[1:])
         carried = [uid for group in outcome.carried for uid in self.rows_of[group]]
-        for name in self.tasks.tasks if carried else ():
+        for name in self.early if carried else ():
             self.tasks.move(name, carried, (self.opened + 1, 0))
         self.iteration_of.update(dict.fromkeys(outcome.carried, self.opened + 1))
         self._hold_back(self.opened + 1)
@@ -439,22 +441,22 @@ class StreamSchedule:
         joined, sure = list[Uid](), list[Uid]()
         for group, least, largest in members:
             if group not in batch.joined:
-                batch.joined[group] = False
+                batch.joined[group] = None
                 joined += self.rows_of[group]
                 self.iteration_of[group] = batch.iteration
-            if not batch.joined[group] and (numbers := batch.sure_updates(least, largest)) is not None:
-                batch.joined[group] = True
-                uids = sorted(self.rows_of[group], key=lambda uid: uid[2])
-                batch.updates.update(zip(uids, numbers, strict=True))
-                sure += uids
+            if batch.joined[group] is None and (numbers := batch.sure_updates(least, largest)) is not None:
+                batch.joined[group] = numbers
+                sure += self.rows_of[group]
         batch.uids += joined
-        table, trainers = (batch.iteration, 1), {consumer.name for consumer in self.trainers}
-        for name in self.tasks.tasks if joined else ():
-            if name not in trainers:
-                self.tasks.move(name, joined, table)
-        for name in trainers & self.tasks.tasks.keys() if sure else ():
-            self.tasks.move(name, sure, table)
-        self._skip(self.after, joined)
+        table = batch.iteration, 1
+        for name in self.consumers.verdicts if joined else ():
+            self.tasks.move(name, joined, table)
+        for consumer in self.segment if joined else ():
+            self.tasks.move(consumer.name, joined, table)
+        for consumer in self.after:
+            if rows := sure if consumer.kind is Kind.TRAIN else joined:
+                self.tasks.enter(consumer.name, rows, table)
+                self._skip([consumer], rows)
 
     def _expected(self, groups: Sequence[int]) -> dict[int, Sequence[int]]:
         """Return by iteration the next groups that it should need: their rows must be fresh enough for it."""
@@ -485,7 +487,7 @@ class StreamSchedule:
     def _continue_in(self, group: int, iteration: int) -> None:
         """Move a group to an iteration; its unfinished rows continue there."""
         self.iteration_of[group] = iteration
-        for name in self.tasks.tasks:
+        for name in self.early:
             self.tasks.move(name, self.rows_of[group], (iteration, SET_ASIDE if name in self.generating else 0))
 
     def _await_unfinished(self) -> None:
@@ -563,7 +565,7 @@ class StreamSchedule:
     def _admit(self, uids: Sequence[Uid], iteration: int) -> None:
         for uid in uids:
             self.rows_of.setdefault(uid[1], []).append(uid)
-        self.tasks.admit(uids, lambda uid: uid[1], (iteration, 0))
+        self.tasks.admit(uids, lambda uid: uid[1], (iteration, 0), self.early)
         self.tasks.write(ADMISSION, uids)
 
     def _skip(self, consumers: Iterable[Consumer], uids: Sequence[Uid]) -> None:

@@ -198,7 +198,7 @@ class Stream:
         if consumer.kind is Kind.TRAIN:
             batch = schedule.batches[schedule.published + 1]
             answer |= {
-                "updates": [batch.updates[uid] for uid in uids], "update_rows": batch.size, "steps": batch.steps,
+                "updates": batch.updates_of(uids), "update_rows": batch.size, "steps": batch.steps,
                 "batch_rows": len(batch.plan),
             }  # fmt: skip
         # What the main process has computed lies in no block.

@@ -26,31 +26,34 @@ class TrainingBatch:
     """Rows of an update."""
     plan: list[list[int]]
     """The updates of each row, by the position of its group and its sample."""
+    steps: int
+    """Optimizer steps of a train stage with a loss."""
     uids: list[Uid] = field(default_factory=list)
     is_known: bool = False
     """True if all of its groups have joined."""
-    updates: dict[Uid, list[int]] = field(default_factory=dict)
-    """The updates of each row, as far as they are certain."""
-    joined: dict[int, bool] = field(default_factory=dict)
-    """The groups in it, with True if their rows' updates are certain."""
+    joined: dict[int, list[list[int]] | None] = field(default_factory=dict)
+    """The groups in it, with the updates of each of their samples once these are certain."""
     made: Counter[str] = field(default_factory=Counter)
     """Optimizer steps made, by train stage."""
 
     @staticmethod
     def planned(sizes: Sizes, iteration: int) -> "TrainingBatch":
         """Return a batch without rows, with its planned updates."""
-        samples = sizes.samples_per_prompt
-        places = [(0, n // samples, n % samples) for n in range(sizes.prompts_per_step * samples)]
-        plan: list[list[int]] = [[] for _ in places]
-        for number, step in enumerate(sizes.updates(iteration, places)):
+        samples, rows = sizes.samples_per_prompt, sizes.prompts_per_step * sizes.samples_per_prompt
+        if sizes.rows_per_update == rows:
+            plan = [list(range(sizes.epochs))] * rows
+            return TrainingBatch(iteration, samples, rows, plan, sizes.epochs)
+        places = [(0, n // samples, n % samples) for n in range(rows)]
+        plan = [[] for _ in places]
+        updates = sizes.updates(iteration, places)
+        for number, step in enumerate(updates):
             for _, place, sample in step.rows:
                 plan[place * samples + sample].append(number)
-        return TrainingBatch(iteration, samples, sizes.rows_per_update, plan)
+        return TrainingBatch(iteration, samples, sizes.rows_per_update, plan, len(updates))
 
-    @property
-    def steps(self) -> int:
-        """Return the number of optimizer steps of a train stage with a loss."""
-        return sum(map(len, self.plan)) // self.size
+    def updates_of(self, uids: Iterable[Uid]) -> list[list[int]]:
+        """Return the updates of rows, which are certain."""
+        return [(self.joined[group] or [])[sample] for _, group, sample in uids]
 
     def sure_updates(self, least: int, largest: int) -> list[list[int]] | None:
         """Return the updates of each row of a group, or None while they depend on which of these positions it will have."""
