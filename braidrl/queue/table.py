@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from zlib import crc32
 
-import msgpack
-
 from braidrl.data.codec import decode, encode
 from braidrl.data.frames import Frame
+from braidrl.data.messages import pack_message
 from braidrl.data.rows import Column, Rows
 
 Row = Any
@@ -158,7 +157,7 @@ def row_name(name: Any) -> Row:
 
 def home(row: Row, units: int) -> int:
     """Return the storage unit of a row; for tuples the first part decides."""
-    return crc32(msgpack.packb(row[0] if isinstance(row, tuple) else row)) % units if units > 1 else 0
+    return crc32(pack_message(row[0] if isinstance(row, tuple) else row)) % units if units > 1 else 0
 
 
 class Table:

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import msgpack
 import torch
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.codec import decode, encode
 from braidrl.data.frames import Frame
+from braidrl.data.messages import pack_message
 from braidrl.data.rows import Objects, Rows, Uid
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.batches import Sizes
@@ -115,7 +115,7 @@ def client(server: QueueServer, node: StorageNode, name: str, generates: bool = 
 
 def deliver(worker: Client, work: WorkItem, columns: Mapping[str, Any], **more: Any) -> list[int]:
     """Write columns of all rows of a lease, and report these as done; the leases that are lost."""
-    written = [(write_columns(worker.data, columns), [(work.lease, range(work.size))])] if columns else []
+    written = [(write_columns(worker.data, columns), [(work.lease, list(range(work.size)))])] if columns else []
     return worker.done(work.consumer, [(work.lease, None)], written, **more)
 
 
@@ -183,7 +183,7 @@ def serve(pipe: Any, arguments: Mapping[str, Any]) -> None:
         node,
     ):
         control.allow(arguments["iterations"])
-        pipe.send_bytes(msgpack.packb([server.address, node.place()]))
+        pipe.send_bytes(pack_message([server.address, node.place()]))
         pipe.recv_bytes()
 
 

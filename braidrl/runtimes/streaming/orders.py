@@ -11,11 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from braidrl.data.rows import Rows
+from braidrl.data.rows import Rows, Uid
 from braidrl.errors import UserError, WorkerError
 from braidrl.flow import Flow, Stage
 from braidrl.flow.batches import Sizes
-from braidrl.data.rows import Uid
 from braidrl.observe.metrics import Sums
 from braidrl.queue.table import StoredRows
 from braidrl.runtimes.interfaces import BegunBatch

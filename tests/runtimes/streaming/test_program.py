@@ -278,7 +278,7 @@ def is_saved(run: TrainingRun, lease: Lease) -> bool:
 
 def test_killed_workers_and_trainer_lose_no_row_or_step(workshop: Workshop, eager: Callable[..., Path]) -> None:
     """The trainer dies while the last checkpoint is of the last published version: then rows in the queue are kept."""
-    killed: dict[str, list[int]] = {group: [] for group in ("actor.generate", "compute", "reference", "actor")}
+    killed: dict[str, list[int]] = {group: [] for group in ("actor.generate", "reference", "actor")}
     with in_process(
         workshop, "killed", **sections_of("grpo", trainer={"checkpoint_every": 1, "max_restarts": 1})
     ) as run:
@@ -306,13 +306,13 @@ def test_a_worker_that_hangs_is_replaced(workshop: Workshop, eager: Callable[...
     stopped: list[int] = []
     with in_process(workshop, "hung", streaming={"lease_s": 2.0, "wait_s": 0.5}, **sections_of("dapo")) as run:
         assert isinstance(run.backend, StreamingBackend)
-        killer = threading.Timer(0.0, kill_when_it_holds_rows, (run.backend, "compute", stopped, signal.SIGSTOP))
+        killer = threading.Timer(0.0, kill_when_it_holds_rows, (run.backend, "actor.generate", stopped, signal.SIGSTOP))
         killer.start()
         run.train()
         killer.join()
         # The main process, which waits for a batch meanwhile, must not wake all waiting threads continuously.
         assert run.backend.control.changes < MANY
-        assert [m.starts for m in run.backend.processes.members if m.group.name == "compute"] == [1]
+        assert [m.starts for m in run.backend.processes.members if m.group.name == "actor.generate"] == [1]
     assert_same(eager("dapo"), run.folder)
 
 
@@ -351,7 +351,7 @@ def faulty(workshop: Workshop) -> dict[str, Any]:
 def test_an_exception_in_a_worker_ends_the_run_with_its_traceback(workshop: Workshop) -> None:
     with in_process(workshop, "faulty", **faulty(workshop)) as run, pytest.raises(WorkerError) as caught:
         run.train()
-    for part in ("compute-0", "the shape of water", "stage faulty", "rows (0, "):
+    for part in ("actor-0", "the shape of water", "stage faulty", "rows (0, "):
         assert part in str(caught.value)
     assert isinstance(run.backend, StreamingBackend) and run.backend.processes.members == []
 
@@ -464,7 +464,7 @@ def test_every_worker_writes_a_trace(workshop: Workshop) -> None:
     run = stream(workshop, "traced", "grpo", {"workers": {"actor.generate": 2}, "dispatch_rows": 4}, steps=3)
     spans = read_trace(run)
     busy = [span for span in spans if span.state == "busy"]
-    assert {span.worker for span in busy} >= {"actor.generate-0", "compute-0", "reference-0", "actor-0"}
+    assert {span.worker for span in busy} >= {"actor.generate-0", "reference-0", "actor-0"}
     for stage in ("actor.generate", "reward.verify", "reference.log_probs"):
         assert sum(span.rows for span in busy if span.stage == stage) == 3 * 16
     assert sum(span.rows for span in busy if span.stage == "actor.update") == 3 * 16 * 2
