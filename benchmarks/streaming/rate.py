@@ -189,7 +189,17 @@ def control_cost(rows: int) -> float:
                 done = [[answer[0]["lease"], list(range(answer[0]["size"]))]]
                 parts, frames = part(drawn, answer[0]["size"], ["tokens"], done)
                 report = {"sums": {}, "stage": "actor.generate", "seconds": 0.0}
-                ask("done", frames, consumer="actor.generate", done=done, parts=parts, totals={}, reports=[report], unfinished=False, **engine)
+                ask(
+                    "done",
+                    frames,
+                    consumer="actor.generate",
+                    done=done,
+                    parts=parts,
+                    totals={},
+                    reports=[report],
+                    unfinished=False,
+                    **engine,
+                )
             ready = ["actor.update"] if sum(size for _, size in leases) == rows else []
             answer = ask("take", consumers=["train.actor"], most=64, ranks=1, role="actor", ready=ready, **trainer)
             if not isinstance(answer[0], dict):
@@ -197,11 +207,26 @@ def control_cost(rows: int) -> float:
             if answer[0]["kind"] == "rows":
                 leases.append([answer[0]["lease"], answer[0]["size"]])
             elif answer[0]["kind"] == "step":
-                ask("stepped", stage="actor.update", report={"sums": {}, "stage": "actor.update", "seconds": 0.0}, **trainer)
+                ask(
+                    "stepped",
+                    stage="actor.update",
+                    report={"sums": {}, "stage": "actor.update", "seconds": 0.0},
+                    **trainer,
+                )
                 whole = [[lease, list(range(size))] for lease, size in leases]
                 parts, frames = part(computed, rows, [], whole)
                 done = [[lease, None] for lease, _ in leases]
-                ask("done", frames, consumer="train.actor", done=done, parts=parts, totals={}, reports=[], unfinished=False, **trainer)
+                ask(
+                    "done",
+                    frames,
+                    consumer="train.actor",
+                    done=done,
+                    parts=parts,
+                    totals={},
+                    reports=[],
+                    unfinished=False,
+                    **trainer,
+                )
         return spent / rows * 1e6
     finally:
         node.close()

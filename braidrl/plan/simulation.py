@@ -207,7 +207,11 @@ class Streaming:
             self.clock.after(max(shares), partial(setattr, training, "busy", False))
             return True
         infers = any(other.kind is Kind.INFER for other in worker.consumer.stages)
-        due = training.updates.is_complete and not (infers and training.rows_left) if is_optimized(stage) else not training.rows_left
+        due = (
+            training.updates.is_complete and not (infers and training.rows_left)
+            if is_optimized(stage)
+            else not training.rows_left
+        )
         if not due or not self.schedule.may_step(stage):
             return False
         self.schedule.stepped(stage.name)
@@ -333,7 +337,11 @@ class Streaming:
         """Return how long a new row of an engine waits: it misses the decode step that runs when it is requested."""
         if not worker.work:
             worker.steps_since = self.clock.now
-        if not self.work.step_seconds or worker.consumer.kind is not Kind.GENERATE or worker.steps_since == self.clock.now:
+        if (
+            not self.work.step_seconds
+            or worker.consumer.kind is not Kind.GENERATE
+            or worker.steps_since == self.clock.now
+        ):
             return 0.0
         return self._until_step(worker) or self.work.step_seconds
 

@@ -91,9 +91,7 @@ class Client:
     def _hello(self) -> None:
         self.ask("hello", generates=self.generates, address=self.data.address, held=list(self.held.items()))
 
-    def take(
-        self, consumers: Sequence[str], most: int, wait_s: float, ranks: int = 1, **fields: Any
-    ) -> WorkItem:
+    def take(self, consumers: Sequence[str], most: int, wait_s: float, ranks: int = 1, **fields: Any) -> WorkItem:
         """Return the next work for one of the consumers: of kind `stop` at the run's end, and `wait` after the time limit.
 
         Args:

@@ -85,7 +85,9 @@ class Consumers:
         }
         """By stage what it waits for."""
         self.of_stage = {stage.name: c.name for c in self.by_name.values() for stage in c.stages}
-        self.reporting = {stage: name for name, c in reversed(self.by_name.items()) for stage in (s.name for s in c.stages)}
+        self.reporting = {
+            stage: name for name, c in reversed(self.by_name.items()) for stage in (s.name for s in c.stages)
+        }
         """The consumer that reports a stage which several run: the first."""
 
     def __iter__(self) -> Iterator[Consumer]:
@@ -128,7 +130,10 @@ class Consumers:
     def _trained(self) -> dict[str, list[str]]:
         """Return the stages of each trained role's consumer; infer stages that no other group needs move into it."""
         flow = self.flow
-        hosted = {role: [s.name for s in flow.stages if s.kind is Kind.TRAIN and s.role == role] for role in flow.changed_roles}
+        hosted = {
+            role: [s.name for s in flow.stages if s.kind is Kind.TRAIN and s.role == role]
+            for role in flow.changed_roles
+        }
         if not hosted:
             return {}
         # Computations and own inference that no update needs are for the record.
@@ -143,7 +148,9 @@ class Consumers:
                 continue
             role = str(stage.role)
             # Another group, or a stage before the updates, needs its columns.
-            early = [s.name for s in flow.stages if self._home[s.name] not in (None, stage.name) and s.kind is not Kind.TRAIN]
+            early = [
+                s.name for s in flow.stages if self._home[s.name] not in (None, stage.name) and s.kind is not Kind.TRAIN
+            ]
             others = {name for name in early if stage.name in self._needed([name])}
             elsewhere = any(stage.name in self._needed(stages) for other, stages in needed.items() if other != role)
             if not others and not elsewhere and stage not in flow.sampling_segment:
@@ -158,7 +165,9 @@ class Consumers:
             name = open_names.pop()
             if name not in found:
                 found.add(name)
-                open_names += [w for w in self._waits[name] if w != ADMISSION and self._home[w] in (None, f"train.{role}")]
+                open_names += [
+                    w for w in self._waits[name] if w != ADMISSION and self._home[w] in (None, f"train.{role}")
+                ]
         return self._sorted(found)
 
     def _needed(self, names: Iterable[str]) -> set[str]:
@@ -189,7 +198,9 @@ class Consumers:
                     continue
                 home = self._home[writer]
                 if home is None or (home.startswith("train.") and writer not in own):
-                    raise UserError(f"runtime=streaming cannot run {name} in another process than {writer}; write runtime=eager")
+                    raise UserError(
+                        f"runtime=streaming cannot run {name} in another process than {writer}; write runtime=eager"
+                    )
                 found.add(writer if home == VERDICTS else home)
         return frozenset(found)
 

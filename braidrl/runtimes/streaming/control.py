@@ -159,7 +159,9 @@ class ControlPlane(QueueController):
             record = stream.record_of(iteration)
             trains = stream.consumers.by_name[name].kind is Kind.TRAIN
             (record.training if trains else record.reports).extend(request["reports"])
-            stream.follow({n: own for n, own in request["totals"].items() if stream.consumers.reporting[n] == name}, iteration)
+            stream.follow(
+                {n: own for n, own in request["totals"].items() if stream.consumers.reporting[n] == name}, iteration
+            )
         finish = stream.suspend if request["unfinished"] else partial(stream.complete, name)
         lost, freed = finish(done, parts, self.clock())
         self.data.free(freed)

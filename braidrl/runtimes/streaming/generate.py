@@ -139,7 +139,10 @@ class GenerateLoop:
     def _gone(self, lost: Collection[int], dropped: Iterable[tuple[int, Sequence[int]]]) -> list[Key]:
         """Return the running rows that this worker has lost, by lease, or by lease and position."""
         gone = [key for key in self.flight if key[0] in lost] if lost else []
-        return [*gone, *((lease, place) for lease, places in dropped for place in places if (lease, place) in self.flight)]
+        return [
+            *gone,
+            *((lease, place) for lease, places in dropped for place in places if (lease, place) in self.flight),
+        ]
 
     # Rows
 

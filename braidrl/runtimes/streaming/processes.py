@@ -259,9 +259,7 @@ def work(arguments: Mapping[str, Any]) -> None:
     leader = arguments["leader"], arguments["queue"]
     node = Place(*arguments["place"])
     ip = urlsplit(node.address).hostname or LOOPBACK
-    context = WorkerContext(
-        group, config.streaming, consumers, executor, data, progress, trace, *leader, node.run, ip
-    )
+    context = WorkerContext(group, config.streaming, consumers, executor, data, progress, trace, *leader, node.run, ip)
     try:
         run_loop(context, world, arguments)
         world.close()

@@ -228,7 +228,14 @@ class StreamSchedule:
     # Work
 
     def take(
-        self, name: str, holder: str, now: float, seconds: float, most: int, engine_version: int | None = None, ranks: int = 1
+        self,
+        name: str,
+        holder: str,
+        now: float,
+        seconds: float,
+        most: int,
+        engine_version: int | None = None,
+        ranks: int = 1,
     ) -> Lease | None:
         """Lease ready rows, or return None.
 
@@ -255,7 +262,9 @@ class StreamSchedule:
             return None
         if consumer.kind is Kind.GENERATE and engine_version is not None and self.sizes.max_staleness:
             for row in lease.rows:
-                self.begun[row] = min(engine_version, self.suspended_rows.get(row, engine_version), self.begun.get(row, engine_version))
+                self.begun[row] = min(
+                    engine_version, self.suspended_rows.get(row, engine_version), self.begun.get(row, engine_version)
+                )
         if consumer.kind is Kind.TRAIN:
             versions = [self.versions[row] for row in lease.rows]
             stale = check_staleness(self.published + 1, versions, self.sizes.max_staleness, lease.rows)
@@ -367,7 +376,9 @@ class StreamSchedule:
         batch = self.coming
         if batch is None or not batch.is_known:
             return None
-        stages = (stage for consumer in self.trainers for stage in consumer.updates if stage.when.includes(batch.iteration))
+        stages = (
+            stage for consumer in self.trainers for stage in consumer.updates if stage.when.includes(batch.iteration)
+        )
         if not all(self._is_made(stage, batch) for stage in stages):
             return None
         return batch.iteration if all(self._is_done(name, batch) for name in self.tasks.tasks) else None
@@ -395,7 +406,9 @@ class StreamSchedule:
         """Return the number of rows that the coming batch's updates have trained, over all roles and epochs, and their total."""
         if (batch := self.coming) is None:
             return 0, 0
-        stages = [s.name for c in self.trainers for s in c.updates if is_optimized(s) and s.when.includes(batch.iteration)]
+        stages = [
+            s.name for c in self.trainers for s in c.updates if is_optimized(s) and s.when.includes(batch.iteration)
+        ]
         return sum(batch.made[name] for name in stages) * batch.size, len(stages) * batch.steps * batch.size
 
     def _is_made(self, stage: Stage, batch: TrainingBatch) -> bool:
@@ -470,7 +483,10 @@ class StreamSchedule:
     def _begun_with(self, group: int) -> int | None:
         """Return the oldest version on which a group's rows were started, or None before the start."""
         uids = self.rows_of[group]
-        known = (*(self.begun[uid] for uid in uids if uid in self.begun), *(self.versions[uid] for uid in uids if uid in self.versions))
+        known = (
+            *(self.begun[uid] for uid in uids if uid in self.begun),
+            *(self.versions[uid] for uid in uids if uid in self.versions),
+        )
         return min(known, default=None)
 
     def _is_young(self, group: int) -> bool:

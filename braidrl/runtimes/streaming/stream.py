@@ -126,7 +126,9 @@ class Stream:
         for uid in (uid for group in groups for uid in self.schedule.rows_of[group]):
             ended[uid in self.table.parts.get(stage, {})].append(uid)
         later = [name for other in self.flow.stages if other.name != stage for name in other.writes]
-        found = {was: self.table.stored(uids, [ADMISSION, stage if was else DRAWN]) for was, uids in ended.items() if uids}
+        found = {
+            was: self.table.stored(uids, [ADMISSION, stage if was else DRAWN]) for was, uids in ended.items() if uids
+        }
         return [self.table.hold(rows.without(later)) for rows in found.values()]
 
     def restore(self, rows: StoredRows) -> None:
@@ -213,7 +215,9 @@ class Stream:
             found += self.table.payload(uids, [DRAWN], None, index=True)
         return found
 
-    def complete(self, name: str, done: Places, parts: Sequence[tuple[StoredPart, Places]], now: float) -> tuple[list[int], list[Block]]:
+    def complete(
+        self, name: str, done: Places, parts: Sequence[tuple[StoredPart, Places]], now: float
+    ) -> tuple[list[int], list[Block]]:
         """Record completed rows of a consumer, with the written parts; return the lost leases, and the blocks that are now free."""
         lost, kept, freed = list[int](), list[Uid](), list[Block]()
         leases = {number: lease for number, _ in done if (lease := self.tasks.leases.held.get(number)) is not None}
@@ -230,7 +234,9 @@ class Stream:
         self.schedule.done(name, kept, versions)
         return lost, freed
 
-    def suspend(self, done: Places, parts: Sequence[tuple[StoredPart, Places]], now: float) -> tuple[list[int], list[Block]]:
+    def suspend(
+        self, done: Places, parts: Sequence[tuple[StoredPart, Places]], now: float
+    ) -> tuple[list[int], list[Block]]:
         """Record the tokens of suspended rows; return the lost leases, and the blocks that are now free."""
         lost, freed = list[int](), list[Block]()
         leases = {number: lease for number, _ in done if (lease := self.tasks.leases.held.get(number)) is not None}
@@ -276,7 +282,9 @@ class Stream:
             stage, index = self.flow[name], self.table.index(rows, self.before[name])
             if stage.kind is not Kind.SELECT:
                 columns = computed(stage, index)
-                self.table.add(StoredPart(name, Rows(columns), None, (), len(rows), {uid: n for n, uid in enumerate(rows)}))
+                self.table.add(
+                    StoredPart(name, Rows(columns), None, (), len(rows), {uid: n for n, uid in enumerate(rows)})
+                )
                 self.schedule.judged(name, rows)
                 continue
             reasons = dropped(stage, index)

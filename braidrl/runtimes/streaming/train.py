@@ -166,7 +166,9 @@ class Trainer:
         """Return True after the last stage of a batch."""
         return bool(self.iteration) and self.at == len(self.stages) and not self.rows_left
 
-    def finish(self) -> tuple[tuple[StoredPart, Any] | None, list[int], list[dict[str, Any]], dict[str, dict[str, float]]]:
+    def finish(
+        self,
+    ) -> tuple[tuple[StoredPart, Any] | None, list[int], list[dict[str, Any]], dict[str, dict[str, float]]]:
         """End the batch. Return this rank's written columns with their rows, the leases, reports, and sums for states."""
         names = list(dict.fromkeys(name for stage in self.stages for name in stage.writes))
         own = [piece for piece in self.pieces if piece.own]

@@ -2,9 +2,9 @@
 
 import pytest
 
+from braidrl.data.rows import Uid
 from braidrl.flow import Flow, Kind, Scope, Stage, actor, reference
 from braidrl.flow.batches import Sizes
-from braidrl.data.rows import Uid
 from braidrl.flow.selecting import begun_too_many
 from braidrl.flow.stage import Signature
 from braidrl.queue.tasks import Lease, LeaseLost
