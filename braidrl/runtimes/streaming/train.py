@@ -132,17 +132,16 @@ class Trainer:
         return [stage.name] if self.updates.is_complete and not waits else []
 
     def step(self, stage: Stage, iteration: int) -> dict[str, Any]:
-        """Make the optimizer step that is ready; return the stage's report since the last one."""
+        """Make the optimizer step that is ready; return its report."""
         with self._busy(stage, ()) as span:
             # Every rank has the global sums: the first one reports them.
             losses, first = self.losses, self.world.first
             counts = UpdateCounts.of(Rows.cat(self.counted))
             self.executor.optim_step(stage, losses if first else {}, counts, iteration, span.sums, counted=first)
             self._gathered({}, span)
-        self._note(span)
         self.losses, self.counted = {}, []
-        seconds, sums = self.reports.pop(stage.name)
-        return {"stage": stage.name, "seconds": seconds, "sums": sums.pairs()}
+        report: dict[str, Any] = span.report()
+        return report
 
     def go_on(self, stage: Stage) -> None:
         """Continue after a step of a train stage: with its next update, or with the stages after its last one."""
