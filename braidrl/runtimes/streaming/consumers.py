@@ -40,8 +40,8 @@ class Consumer:
         return any(stage.when.includes(iteration) for stage in self.stages)
 
     def due(self, iteration: int) -> list[Stage]:
-        """Return its stages that run in an iteration."""
-        return [stage for stage in self.stages if stage.when.includes(iteration)]
+        """Return its stages that run in an iteration; in iteration 0, an evaluation before the first, those of the first."""
+        return [stage for stage in self.stages if stage.when.includes(max(iteration, 1))]
 
     @property
     def updates(self) -> list[Stage]:

@@ -24,6 +24,8 @@ from braidrl.runtimes.streaming.control import ControlPlane
 
 def stored(data: DataPlane, rows: Rows) -> StoredRows:
     """Put the payload of rows into storage."""
+    if not len(rows):
+        return StoredRows(rows.index)
     part = write_columns(data, dict(rows.items()), rows.uids())
     return StoredRows(part.index, [piece(part, part.columns, list(range(len(rows))), rows.uids())])
 
