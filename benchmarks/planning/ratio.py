@@ -100,8 +100,8 @@ class Timed(Streaming):
         # One process beside the twelve for each stage whose work takes no time.
         self.clock = ProcessClock(WORKERS + 2)  # type: ignore[assignment]
 
-    def _shares(self, worker: SimulatedWorker, rows: Sequence[Uid]) -> list[float]:
-        shares = super()._shares(worker, rows)
+    def _shares(self, worker: SimulatedWorker, rows: Sequence[Uid], stage: Stage | None = None) -> list[float]:
+        shares = super()._shares(worker, rows, stage)
         self.clock.shares = shares  # type: ignore[attr-defined]
         return shares
 

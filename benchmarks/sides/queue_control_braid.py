@@ -72,7 +72,8 @@ def of_one_row(rows: int) -> Callable[[], float]:
         for _ in range(pairs):
             lease = schedule.take("put", "worker", 0.0, 60.0, 1)
             assert lease is not None
-            schedule.acknowledge(lease.number, 0.0, 0)
+            done = schedule.tasks.complete(lease.number, 0.0)
+            schedule.done("put", done, dict.fromkeys(done, 0))
             schedule.close()
             schedule.due_publication()
         taken += pairs
@@ -123,7 +124,8 @@ def consume(address: str, threads: int, ready: Barrier) -> None:
             connected.wait()
             while (work := worker.take(["train"], LEASE, 1.0)).kind != "stop":
                 if work.kind == "rows":
-                    worker.done("train", [number for number, _ in work.leases], [], {})
+                    worker.ask("done", leases=[work.lease], parts=[])
+                    worker.forget_leases([work.lease])
 
     connected = threading.Barrier(threads + 1)
     workers = [threading.Thread(target=client, args=(number,)) for number in range(threads)]

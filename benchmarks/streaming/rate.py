@@ -129,19 +129,24 @@ def settings(folder: Path, rows: int) -> dict[str, Any]:
 def control_cost(rows: int) -> float:
     """Return the microseconds that the control plane needs per row to answer idle workers, without sockets.
 
-    An engine takes and gives back 64 rows at a time; a compute worker and a trainer do so too. The last step publishes the version.
+    An engine takes and gives back 64 rows at a time, and a trainer takes them; its last step publishes the version.
     """
-    from braidrl.data.codec import decode, encode
+    if not find_spec("braidrl.runtimes.streaming.consumers"):
+        # This file runs as a script, beside that one.
+        before: float = import_module("control_before").control_cost(passed(), rows, SAMPLES)
+        return before
+    from braidrl.data.codec import encode
+    from braidrl.data.messages import pack_message, unpack_message
     from braidrl.data.rows import Objects, Rows
     from braidrl.flow.batches import Sizes
     from braidrl.queue.owner import StorageNode
     from braidrl.queue.table import Block
     from braidrl.runtimes.streaming.control import ControlPlane
+    from braidrl.runtimes.streaming.rows import stored
     from braidrl.runtimes.streaming.stream import Stream
 
-    flow, spent = passed(), 0.0
-    node = StorageNode("here", "127.0.0.1")
-    control = ControlPlane(Stream(flow, Sizes(1, rows // SAMPLES, SAMPLES, rows)), node.data, 600.0)
+    spent, node = 0.0, StorageNode("here", "127.0.0.1")
+    control = ControlPlane(Stream(passed(), Sizes(1, rows // SAMPLES, SAMPLES, rows)), node.data, 600.0)
 
     def timed(call: Any) -> Any:
         nonlocal spent
@@ -151,55 +156,77 @@ def control_cost(rows: int) -> float:
         return found
 
     def ask(request: str, frames: Any = (), **fields: Any) -> Any:
-        return timed(lambda: control.handle({"request": request, "held": [], **fields}, frames))
+        message = pack_message({"request": request, "held": [], **fields})
+        return timed(lambda: control.handle(unpack_message(message), frames))
+
+    def part(columns: dict[str, Any], count: int, payload: list[str], rows: Any) -> tuple[Any, list[bytes]]:
+        index = Rows({name: make(count, dtype=torch.int64) for name, make in columns.items()})
+        frames = [bytes(frame) for frame in encode(index)]
+        where = {"block": block, "columns": payload, "frames": [0, len(frames)], "size": count}
+        return [{**where, "rows": rows}], frames
 
     try:
-        for holder in ("engine.0.0", "compute.0.0", "trainer.0.0"):
-            ask("hello", holder=holder, address=node.data.address, generates=holder.startswith("engine"))
-        control.allowed = 1
+        for holder in ("actor.generate.0.0", "actor.0.0"):
+            ask("hello", holder=holder, address=node.data.address, generates="generate" in holder)
+        control.allow(1)
         timed(lambda: control.training.schedule.groups_wanted(0))
         numbers = torch.arange(rows)
-        born: Any = Rows(
+        admitted = Rows(
             {
                 "source": torch.zeros(rows, dtype=torch.int64), "group": numbers // SAMPLES, "sample": numbers % SAMPLES,
                 "prompt_length": torch.full((rows,), 4), "metadata": Objects(({},) * rows),
             }
         )  # fmt: skip
-        if find_spec("braidrl.runtimes.streaming.rows"):
-            born = import_module("braidrl.runtimes.streaming.rows").stored(node.data, born)
+        born = stored(node.data, admitted)
         timed(lambda: control.admit(control.training, born))
-        names = [stage.name for stage in flow.stages]
-        columns_of = [
-            {"version": torch.zeros, "length": torch.ones},
-            {"score": torch.ones},
-            {"advantage": torch.ones},
-            {},
-        ]
-        written = dict(zip(names, columns_of, strict=True))
-        work = {"engine.0.0": names[:1], "compute.0.0": names[1:3], "trainer.0.0": names[3:]}
         block = Block("here", node.data.address, "braid-0-nothing-0", 8)
+        drawn, computed = {"version": torch.zeros, "length": torch.ones, "score": torch.ones}, {"advantage": torch.ones}
+        engine, trainer = {"holder": "actor.generate.0.0"}, {"holder": "actor.0.0"}
+        leases: list[list[Any]] = []
         while not control.finished:
-            for holder, stages in work.items():
-                single = holder.startswith("engine")
-                answer = ask("take", holder=holder, stages=stages, most=64, single=single, whole=[], ranks=1)
-                if not isinstance(answer[0], dict):
-                    continue
-                if answer[0]["kind"] == "step":
-                    ask("stepped", holder=holder, stage=names[3], report={"sums": [], "stage": names[3]})
-                if answer[0]["kind"] != "rows":
-                    continue
-                index, stage = decode(list(answer[1])), answer[0]["stage"]
-                columns = {name: make(len(index), dtype=torch.int64) for name, make in written[stage].items()}
-                frames = [bytes(frame) for frame in encode(Rows(columns))] if columns else []
-                payload = ["tokens"] if stage == names[0] else []
-                part = {
-                    "uids": [list(uid) for uid in index.uids()], "block": block if payload else None, "columns": payload,
-                    "frames": [0, len(frames)],
-                }  # fmt: skip
+            answer = ask("take", consumers=["actor.generate"], most=64, ranks=1, slots=AtOnce.slots, **engine)
+            if isinstance(answer[0], dict) and answer[0]["kind"] == "rows":
+                done = [[answer[0]["lease"], list(range(answer[0]["size"]))]]
+                parts, frames = part(drawn, answer[0]["size"], ["tokens"], done)
+                report = {"sums": {}, "stage": "actor.generate", "seconds": 0.0}
                 ask(
-                    "done", frames, holder=holder, stage=stage, leases=[number for number, _ in answer[0]["leases"]],
-                    parts=[part] if columns else [], totals={}, report={"sums": [], "stage": stage},
-                )  # fmt: skip
+                    "done",
+                    frames,
+                    consumer="actor.generate",
+                    done=done,
+                    parts=parts,
+                    totals={},
+                    reports=[report],
+                    unfinished=False,
+                    **engine,
+                )
+            ready = ["actor.update"] if sum(size for _, size in leases) == rows else []
+            answer = ask("take", consumers=["train.actor"], most=64, ranks=1, role="actor", ready=ready, **trainer)
+            if not isinstance(answer[0], dict):
+                continue
+            if answer[0]["kind"] == "rows":
+                leases.append([answer[0]["lease"], answer[0]["size"]])
+            elif answer[0]["kind"] == "step":
+                ask(
+                    "stepped",
+                    stage="actor.update",
+                    report={"sums": {}, "stage": "actor.update", "seconds": 0.0},
+                    **trainer,
+                )
+                whole = [[lease, list(range(size))] for lease, size in leases]
+                parts, frames = part(computed, rows, [], whole)
+                done = [[lease, None] for lease, _ in leases]
+                ask(
+                    "done",
+                    frames,
+                    consumer="train.actor",
+                    done=done,
+                    parts=parts,
+                    totals={},
+                    reports=[],
+                    unfinished=False,
+                    **trainer,
+                )
         return spent / rows * 1e6
     finally:
         node.close()

@@ -33,8 +33,8 @@ class StreamingConfig(Section):
     """Settings of the streaming runtime. Without staleness none of them changes the result of a run."""
 
     workers: dict[str, int] = {}
-    """Processes by worker group: `actor.generate`, `compute`, and each role that infers or trains. The default is 1, or as many as the
-    role's layout needs."""
+    """Processes by worker group: `actor.generate`, and each role that infers or trains. The default is 1, or as many as the role's
+    layout needs. `compute` has no effect: checks and computations run with generation and training."""
     dispatch_rows: int = Field(16, ge=1, le=MOST_ROWS)
     """Maximum number of rows that a worker takes at once: a lower number balances the load better, a higher one needs fewer requests."""
     sampler: str | dict[str, str] = "first_in"

@@ -3,19 +3,10 @@
 A runtime derives from them one serial chain, or groups of stages that may run at the same time.
 """
 
-from typing import NamedTuple
-
 from braidrl.data.rows import Uid as Uid
 from braidrl.flow.columns import ADMISSION
 from braidrl.flow.flow import Flow, touched_weights
 from braidrl.flow.stage import Kind, Stage
-
-
-class Consumer(NamedTuple):
-    """A consumer of rows: a stage in one of its epochs (0 except for training)."""
-
-    stage: str
-    epoch: int = 0
 
 
 def waits_for(flow: Flow) -> dict[str, tuple[str, ...]]:

@@ -1,6 +1,6 @@
 """Simulated runtimes in virtual time: the streaming runtime's schedule, and the hybrid runtime's calls.
 
-workers of each stage ── take ──▶ schedule ── rows ──▶ seconds pass, a worker dies, an answer is late ──▶ acknowledge
+workers of each consumer ─ take ─▶ schedule ── rows ──▶ seconds pass, a worker dies, an answer is late ──▶ done
 engines               ── load ──▶ which weights, and when ──▶ seconds pass while their rows are paused
 """
 
@@ -13,10 +13,13 @@ from typing import Literal
 
 from braidrl.data.packing import balanced_partition
 from braidrl.data.rows import Uid
+from braidrl.flow.flow import is_optimized
 from braidrl.flow.stage import Kind, Stage
 from braidrl.plan.workload import Fate, SimulatedSpan, Simulation, Workload
 from braidrl.queue.tasks import Lease, LeaseLost
+from braidrl.runtimes.streaming.consumers import Consumer
 from braidrl.runtimes.streaming.schedule import StreamSchedule
+from braidrl.runtimes.streaming.training_batch import UpdatesInProgress
 from braidrl.weights.versions import LoadingSchedule
 
 Runtime = Literal["eager", "hybrid", "distributed", "streaming"]
@@ -64,10 +67,10 @@ class LeaseUnderWay:
 
 @dataclass
 class SimulatedWorker:
-    """A worker of one stage. A train stage has one worker of several ranks; an engine has several slots."""
+    """A worker of one consumer. A trainer has several ranks; an engine has several slots."""
 
     name: str
-    stage: Stage
+    consumer: Consumer
     ranks: int = 1
     slots: int = 1
     work: dict[int, LeaseUnderWay] = field(default_factory=dict)
@@ -75,11 +78,36 @@ class SimulatedWorker:
     loads: bool = False
     steps_since: float = 0.0
     """The time at which an engine's current series of decode steps started."""
+    batch: "SimulatedTraining | None" = None
+    """A trainer's batch."""
+
+    @property
+    def stage(self) -> Stage:
+        """Return the stage whose workers it stands for."""
+        return (self.consumer.updates or self.consumer.stages)[0]
 
     @property
     def is_free(self) -> bool:
         """Return whether it can take another lease."""
         return not self.loads and len(self.work) < self.slots
+
+
+@dataclass
+class SimulatedTraining:
+    """A trainer's work on one batch: the leases that it keeps, and the updates of its train stages, one stage after the other."""
+
+    stages: list[Stage]
+    steps: tuple[int, int]
+    updates: UpdatesInProgress
+    rows_left: int
+    leases: list[Lease] = field(default_factory=list)
+    pieces: list[tuple[Lease, list[list[int]]]] = field(default_factory=list)
+    busy: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether all of its rows have come and all updates are made."""
+        return not self.stages and not self.rows_left and not self.busy
 
 
 class Streaming:
@@ -90,8 +118,8 @@ class Streaming:
         self.result = Simulation()
         self.clock = Clock()
         self.schedule = StreamSchedule(work.flow, work.sizes)
-        self.workers = [worker for stage in work.flow.stages for worker in _workers(work, stage)]
-        self.engines = [worker for worker in self.workers if worker.stage.kind is Kind.GENERATE]
+        self.workers = [worker for consumer in self.schedule.consumers for worker in _workers(work, consumer)]
+        self.engines = [worker for worker in self.workers if worker.consumer.kind is Kind.GENERATE]
         self.loading = LoadingSchedule(work.loading, max(1, len(self.engines) // 2))
         for engine in self.engines:
             self.loading.join(engine.name)
@@ -112,12 +140,12 @@ class Streaming:
 
     def _decide(self) -> None:
         """Start everything that can start now."""
-        while self._admit() or self._step() or self._publish() or self._load():
+        while self._admit() or self._judge() or self._train() or self._publish() or self._load():
             pass
         idle: set[tuple[str, int | None]] = set()
         for worker in self.workers:
             # If one worker of a stage finds no rows, others of the same version find none either.
-            kind = worker.stage.name, self.loading.version_of(worker.name)
+            kind = worker.consumer.name, self.loading.version_of(worker.name)
             if kind not in idle and self.loading.takes_rows(worker.name):
                 while worker.is_free and kind not in idle:
                     if not self._begin(worker):
@@ -135,11 +163,66 @@ class Streaming:
             self.result.finish_batch(outcome)
         return count > 0 or outcome is not None
 
-    def _step(self) -> bool:
-        due = self.schedule.due_steps()
-        for stage in due:
-            self.schedule.stepped(stage)
-        return bool(due)
+    def _judge(self) -> bool:
+        """Run the verdict stages on complete groups; the last select decides, those before it keep everything."""
+        judged = False
+        for name in self.schedule.consumers.verdicts:
+            if rows := self.schedule.groups_to_judge(name):
+                decides = name == self.schedule.selects[-1]
+                verdicts = {group: self.work.verdict(group) if decides else None for group in {uid[1] for uid in rows}}
+                self.schedule.judged(name, rows, {group: why for group, why in verdicts.items() if why is not None})
+                judged = True
+        return judged
+
+    def _train(self) -> bool:
+        """Let trainers accumulate, make due steps, and end their batches."""
+        changed, coming = False, self.schedule.coming
+        for worker in self.workers if coming is not None else ():
+            training = worker.batch
+            if not worker.consumer.takes_rows:
+                due = [stage for stage in worker.consumer.updates if self.schedule.may_step(stage)]
+                for stage in due:
+                    self.schedule.stepped(stage.name)
+                changed |= bool(due)
+            elif training is not None and not training.busy:
+                changed |= self._go_on(worker, training)
+        return changed
+
+    def _go_on(self, worker: SimulatedWorker, training: SimulatedTraining) -> bool:
+        if training.is_over:
+            for lease in training.leases:
+                self.schedule.done(worker.consumer.name, self.schedule.tasks.complete(lease.number, self.clock.now))
+            worker.batch = None
+            return True
+        if not training.stages:
+            return False
+        stage = training.stages[0]
+        if pieces := training.updates.take():
+            rows = [lease.rows[place] for lease, places in pieces for place in places]
+            shares, lease = self._shares(worker, rows, stage), pieces[0][0]
+            training.busy = True
+            self._note(worker, lease, shares, stage, len(rows))
+            epoch = training.updates.made // (training.steps[0] // self.work.sizes.epochs)
+            self.result.trained.update(((stage.name, epoch), row) for row in rows)
+            self.clock.after(max(shares), partial(setattr, training, "busy", False))
+            return True
+        infers = any(other.kind is Kind.INFER for other in worker.consumer.stages)
+        due = (
+            training.updates.is_complete and not (infers and training.rows_left)
+            if is_optimized(stage)
+            else not training.rows_left
+        )
+        if not due or not self.schedule.may_step(stage):
+            return False
+        self.schedule.stepped(stage.name)
+        if is_optimized(stage):
+            training.updates.stepped()
+        if not is_optimized(stage) or training.updates.is_over:
+            training.stages.pop(0)
+            training.updates = UpdatesInProgress(*training.steps)
+            for lease, numbers in training.pieces:
+                training.updates.add(lease, numbers)
+        return True
 
     def _publish(self) -> bool:
         if self.schedule.due_publication() is None:
@@ -187,18 +270,22 @@ class Streaming:
         """Give a worker ready rows; return False if there are none."""
         version = self.loading.version_of(worker.name)
         most = self.work.dispatch_rows if version is None else 1
-        lease = self.schedule.take(
-            worker.stage.name, worker.name, self.clock.now, self.work.lease_seconds, most, engine_version=version
-        )
+        if worker.batch is not None and worker.batch.busy:
+            return False
+        seconds = math.inf if worker.consumer.kind is Kind.TRAIN else self.work.lease_seconds
+        lease = self.schedule.take(worker.consumer.name, worker.name, self.clock.now, seconds, most, version)
         if lease is None:
             return False
+        if worker.consumer.kind is Kind.TRAIN:
+            self._take_in(worker, lease)
+            return True
         shares = self._shares(worker, lease.rows)
         drawn: float | None = None
-        if worker.stage.kind is Kind.GENERATE:
+        if worker.consumer.kind is Kind.GENERATE:
             # A row that needs more seconds than an iteration allows is suspended (partial rollout).
             before, limit = self.drawn.get(lease.rows[0], 0.0), self.work.seconds_per_iteration
             shares = [shares[0] - before]
-            if shares[0] > limit and self.schedule.may_suspend(lease):
+            if shares[0] > limit and self.schedule.may_suspend(lease.rows[0]):
                 shares, drawn = [limit], before + limit
         fate, seconds = self.work.fate(lease.number), max(shares) + self._until_begun(worker)
         late = self.work.lease_seconds if fate == "late" else 0.0
@@ -223,15 +310,38 @@ class Streaming:
         else:
             self._answers(worker, work)
 
-    def _shares(self, worker: SimulatedWorker, rows: Sequence[Uid]) -> list[float]:
-        costs = [self.work.seconds(worker.stage.name, row) for row in rows]
+    def _take_in(self, worker: SimulatedWorker, lease: Lease) -> None:
+        """Run a trainer's stages before its updates on new rows, which it keeps."""
+        batch = self.schedule.coming
+        assert batch is not None
+        if worker.batch is None:
+            due = [stage for stage in worker.consumer.updates if stage.when.includes(batch.iteration)]
+            steps = batch.steps, batch.size
+            worker.batch = SimulatedTraining(due, steps, UpdatesInProgress(*steps), len(batch.plan))
+        training, numbers = worker.batch, batch.updates_of(lease.rows)
+        training.leases.append(lease)
+        training.pieces.append((lease, numbers))
+        training.rows_left -= len(lease.rows)
+        training.updates.add(lease, numbers)
+        shares = self._shares(worker, lease.rows)
+        training.busy = True
+        self.clock.after(max(shares), partial(setattr, training, "busy", False))
+
+    def _shares(self, worker: SimulatedWorker, rows: Sequence[Uid], stage: Stage | None = None) -> list[float]:
+        """Return the seconds of each rank for rows of one stage; by default of all of the consumer's stages that do not train."""
+        stages = [stage] if stage is not None else [one for one in worker.consumer.stages if one.kind is not Kind.TRAIN]
+        costs = [sum(self.work.seconds(one.name, row) for one in stages) for row in rows]
         return [sum(costs[i] for i in part) for part in balanced_partition(costs, worker.ranks)]
 
     def _until_begun(self, worker: SimulatedWorker) -> float:
         """Return how long a new row of an engine waits: it misses the decode step that runs when it is requested."""
         if not worker.work:
             worker.steps_since = self.clock.now
-        if not self.work.step_seconds or worker.stage.kind is not Kind.GENERATE or worker.steps_since == self.clock.now:
+        if (
+            not self.work.step_seconds
+            or worker.consumer.kind is not Kind.GENERATE
+            or worker.steps_since == self.clock.now
+        ):
             return 0.0
         return self._until_step(worker) or self.work.step_seconds
 
@@ -244,32 +354,30 @@ class Streaming:
         done = round((self.clock.now - engine.steps_since) / seconds, 6)
         return (math.ceil(done) - done) * seconds
 
-    def _note(self, worker: SimulatedWorker, lease: Lease, shares: Sequence[float]) -> None:
+    def _note(
+        self, worker: SimulatedWorker, lease: Lease, shares: Sequence[float], stage: Stage | None = None, rows: int = 0
+    ) -> None:
         iteration = self.schedule.iteration_of[lease.rows[0][1]]
         for rank, share in enumerate(shares):
             name = worker.name if worker.ranks == 1 else f"{worker.name}/{rank}"
-            start, rows = self.clock.now, len(lease.rows)
-            self.result.spans.append(SimulatedSpan(name, worker.stage.name, start, start + share, rows, iteration))
+            span = (self.clock.now, self.clock.now + share, rows or len(lease.rows), iteration)
+            self.result.spans.append(SimulatedSpan(name, (stage or worker.stage).name, *span))
 
     def _answers(self, worker: SimulatedWorker, work: LeaseUnderWay) -> None:
-        lease = work.lease
+        lease, now = work.lease, self.clock.now
         try:
-            if worker.stage.kind is Kind.SELECT:
-                # The last select decides; those before it keep everything.
-                decides = worker.stage.name == self.schedule.selects[-1]
-                groups = dict.fromkeys(uid[1] for uid in lease.rows)
-                reasons = {group: self.work.verdict(group) if decides else None for group in groups}
-                self.schedule.select(lease.number, self.clock.now, reasons)
-            elif work.drawn is not None:
-                self.schedule.suspend(lease.number, self.clock.now, work.version or 0)
-                self.drawn[lease.rows[0]] = work.drawn
-            else:
-                self.schedule.acknowledge(lease.number, self.clock.now, work.version)
+            self.schedule.tasks.leases.current(lease.number, now)
         except LeaseLost:
             # Its rows were leased again or dropped: discard the result.
             return
-        if worker.stage.kind is Kind.TRAIN:
-            self.result.trained.update((lease.task, row) for row in lease.rows)
+        if work.drawn is not None:
+            rows = self.schedule.tasks.left(lease)
+            self.schedule.suspend(lease, dict.fromkeys(rows, work.version or 0))
+            self.drawn[lease.rows[0]] = work.drawn
+            return
+        rows = self.schedule.tasks.complete(lease.number, now)
+        versions = dict.fromkeys(rows, work.version or 0) if worker.consumer.kind is Kind.GENERATE else None
+        self.schedule.done(worker.consumer.name, rows, versions)
 
     def _watch(self) -> None:
         """Schedule a check when the next lease expires."""
@@ -286,12 +394,15 @@ class Streaming:
         self._watch()
 
 
-def _workers(work: Workload, stage: Stage) -> list[SimulatedWorker]:
-    count = work.workers.get(stage.name, 1)
-    if stage.kind is Kind.TRAIN:
-        return [SimulatedWorker(f"{stage.name}/0", stage, ranks=count)]
-    slots = work.slots if stage.kind is Kind.GENERATE else 1
-    return [SimulatedWorker(f"{stage.name}/{number}", stage, slots=slots) for number in range(count)]
+def _workers(work: Workload, consumer: Consumer) -> list[SimulatedWorker]:
+    """Return a consumer's workers: as many as its slowest kind of stage has, or none if a stage has none."""
+    counts = [work.workers[stage.name] for stage in consumer.stages if stage.name in work.workers]
+    if consumer.kind is Kind.TRAIN:
+        ranks = [work.workers.get(stage.name, 1) for stage in consumer.updates]
+        return [SimulatedWorker(f"{consumer.stages[-1].name}/0", consumer, ranks=max(ranks))]
+    own = work.workers.get(consumer.name, 1) if 0 not in counts else 0
+    slots = work.slots if consumer.kind is Kind.GENERATE else 1
+    return [SimulatedWorker(f"{consumer.name}/{number}", consumer, slots=slots) for number in range(own)]
 
 
 def call_times(

@@ -9,7 +9,6 @@ from typing import Literal, NamedTuple
 from braidrl.data.rows import Uid
 from braidrl.flow.batches import Sizes
 from braidrl.flow.flow import Flow
-from braidrl.flow.readiness import Consumer
 from braidrl.flow.selecting import Selection
 from braidrl.weights.versions import Way
 
@@ -75,7 +74,8 @@ class Simulation:
     spans: list[SimulatedSpan] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
     admitted: set[Uid] = field(default_factory=set)
-    trained: Counter[tuple[Consumer, Uid]] = field(default_factory=Counter)
+    trained: Counter[tuple[tuple[str, int], Uid]] = field(default_factory=Counter)
+    """By train stage and epoch, and row."""
     batches: list[tuple[int, ...]] = field(default_factory=list)
     """The groups of each iteration's batch."""
     versions: list[list[int]] = field(default_factory=list)

@@ -10,8 +10,9 @@ from typing import Any, Protocol
 import zmq
 
 from braidrl.data.frames import Frame
+from braidrl.data.messages import pack_message
 from braidrl.queue.requests import Handler
-from braidrl.queue.transport import QueueServer, asking_socket, pack, send, unpack
+from braidrl.queue.transport import QueueServer, asking_socket, send, unpack
 
 CALL_AGAIN_S = 0.2
 """Seconds before an unanswered request between servers is repeated; short, so that a restarted server is found soon."""
@@ -66,7 +67,7 @@ class Calls:
             self._lines[line] = asking_socket(self._context, address, self._secret)
             self._poller.register(self._lines[line], zmq.POLLIN)
         self._numbers += 1
-        message = [pack({**request, "number": self._numbers}), *frames]
+        message = [pack_message({**request, "number": self._numbers}), *frames]
         self._open[line] = (self._numbers, message, then, time.monotonic())
         send(self._lines[line], message)
 

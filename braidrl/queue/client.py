@@ -1,18 +1,19 @@
-"""A worker's side of the queue: take ready rows, read them as views, write columns, acknowledge.
+"""A worker's side of the queue: take ready rows, read them as views, write columns, report them as done.
 
-for work in StreamLoader(client, ["actor.log_probs"], most=64):
-    rows = work.rows()
-    written = client.write(rows.uids(), {"old_log_probs": ...})
-    client.done(work.stage, [number for number, _ in work.leases], [written], report={})
+while (work := client.take(["reference.log_probs"], most=64, wait_s=5.0)).kind != "stop":
+    if work.kind == "rows":
+        part = write_columns(client.data, {"ref_log_probs": ...})
+        client.done(work.consumer, [(work.lease, None)], [(part, work.places)])
 """
 
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from braidrl.data.codec import decode
+from braidrl.data.codec import decode, encode
 from braidrl.data.frames import Frame
 from braidrl.data.rows import Column, Rows
 from braidrl.queue.requests import Answer
@@ -22,20 +23,22 @@ from braidrl.queue.table import Block, Row, StoredPart, in_order
 
 @dataclass(frozen=True)
 class WorkItem:
-    """A piece of work: `rows` of a stage, an optimizer `step`, weights to `load`, or an `order`."""
+    """A piece of work: `rows` of a consumer, an optimizer `step`, weights to `load`, or an `order`."""
 
     kind: str
     data: DataPlane
     message: Mapping[str, Any]
-    index: Rows
-    """Index columns of the leased rows; for a `step` those of all rows of the update."""
+    inline: Rows
+    """Index columns that came with the message."""
     lost: tuple[int, ...] = ()
     """Leases that this worker has lost."""
+    dropped: tuple[tuple[int, list[int]], ...] = ()
+    """Rows that it has lost, by lease and positions in it."""
 
     @property
-    def stage(self) -> str:
-        """Return its stage."""
-        return str(self.message["stage"])
+    def consumer(self) -> str:
+        """Return its consumer."""
+        return str(self.message["consumer"])
 
     @property
     def iteration(self) -> int:
@@ -43,13 +46,26 @@ class WorkItem:
         return int(self.message["iteration"])
 
     @property
-    def leases(self) -> list[tuple[int, int]]:
-        """Return number and rows of each lease, in the order of the rows."""
-        return [(number, rows) for number, rows in self.message["leases"]]
+    def lease(self) -> int:
+        """Return the number of its lease."""
+        return int(self.message["lease"])
+
+    @property
+    def size(self) -> int:
+        """Return the number of its rows."""
+        return int(self.message["size"])
+
+    @cached_property
+    def index(self) -> Rows:
+        """Return the index columns of all rows. Raises Evicted."""
+        return self._read(None, index=True)
 
     def rows(self, places: Sequence[int] | None = None) -> Rows:
-        """Return the leased rows, or those at some positions, with all columns that the stage reads. Raises Evicted."""
-        return assembled(self.data, self.index, self.message["payload"], places)
+        """Return the rows, or those at some positions, with all columns that the consumer reads. Raises Evicted."""
+        return self._read(places, index=False)
+
+    def _read(self, places: Sequence[int] | None, index: bool) -> Rows:
+        return assembled(self.data, self.inline, self.message["payload"], self.size, places, index)
 
 
 class Client:
@@ -75,71 +91,64 @@ class Client:
     def _hello(self) -> None:
         self.ask("hello", generates=self.generates, address=self.data.address, held=list(self.held.items()))
 
-    def take(
-        self, stages: Sequence[str], most: int, wait_s: float, single: bool = False, whole: Collection[str] = (),
-        ranks: int = 1, **fields: Any,
-    ) -> WorkItem:  # fmt: skip
-        """Return the next work for one of the stages: of kind `stop` at the run's end, and `wait` after the time limit.
+    def take(self, consumers: Sequence[str], most: int, wait_s: float, ranks: int = 1, **fields: Any) -> WorkItem:
+        """Return the next work for one of the consumers: of kind `stop` at the run's end, and `wait` after the time limit.
 
         Args:
-            stages: Stages of this worker, the most urgent first.
+            consumers: Names of consumers, the most urgent first.
             most: Limit of rows.
             wait_s: Seconds to wait for work.
-            single: Make a lease for each row.
-            whole: Train stages that need all rows of an update at once.
             ranks: Processes that share the rows.
             fields: Further fields of the request.
         """
         answer, frames = self.ask(
-            "take", wait_s=wait_s, stages=list(stages), most=most, single=single, whole=list(whole), ranks=ranks,
-            held=sorted(self.held), **fields,
-        )  # fmt: skip
+            "take", wait_s=wait_s, consumers=list(consumers), most=most, ranks=ranks, held=sorted(self.held), **fields
+        )
         lost = tuple(answer.get("lost", ()))
         self.forget_leases(lost)
         kind = "wait" if answer.get("waited") else answer["kind"]
         if kind == "rows":
-            self.held.update((number, answer.get("rows", ())) for number, _ in answer["leases"])
-        return WorkItem(kind, self.data, answer, decode(frames) if frames else Rows({}), lost)
-
-    def write(self, uids: Sequence[Row], columns: Mapping[str, Column]) -> StoredPart:
-        """Put the payload of new columns into storage; `done` reports it to the queue."""
-        return write_columns(self.data, uids, columns)
+            self.held[answer["lease"]] = answer.get("rows", ())
+        inline = decode([bytes(frame) for frame in frames]) if frames else Rows({})
+        return WorkItem(kind, self.data, answer, inline, lost, tuple(answer.get("dropped", ())))
 
     def done(
-        self, stage: str, leases: Sequence[int], written: Sequence[StoredPart], report: Mapping[str, Any],
-        totals: Mapping[str, float] | None = None, **fields: Any,
+        self, consumer: str, done: Sequence[tuple[int, Sequence[int] | None]],
+        written: Sequence[tuple[StoredPart, Any]] = (), reports: Sequence[Mapping[str, Any]] = (),
+        totals: Mapping[str, Mapping[str, float]] | None = None, unfinished: bool = False, keeps: bool = False,
     ) -> list[int]:  # fmt: skip
-        """Report that the leases' rows are done.
+        """Report that rows are done.
 
         Args:
-            stage: Name of the stage.
-            leases: Lease numbers.
-            written: The new columns of these rows.
-            report: Content for the iteration's metrics.
-            totals: Sums over the rows for the stage's state.
-            fields: Further fields of the request.
+            consumer: Name of the consumer.
+            done: Lease numbers with positions in the lease; None is all rows of the lease.
+            written: New columns, with the rows of each part in the form of `done`.
+            reports: Content for the iteration's metrics.
+            totals: By stage with a state, sums over its batch.
+            unfinished: True if the rows are suspended: they have tokens, and are not done.
+            keeps: True if the leases have further rows.
 
         Returns:
             The numbers of lost leases, whose rows now belong to other workers.
         """
         frames: list[Frame] = []
-        parts = [part.message(frames) for part in written]
-        return self._done(stage, leases, {"parts": parts, "totals": dict(totals or {}), **fields}, report, frames)
+        parts = [{**part.message(frames), "rows": rows} for part, rows in written]
+        answer, _ = self.ask(
+            "done", frames, consumer=consumer, done=list(done), parts=parts, reports=list(reports), totals=dict(totals or {}),
+            unfinished=unfinished,
+        )  # fmt: skip
+        if not keeps:
+            self.forget_leases(number for number, _ in done)
+        return list(answer["lost"])
 
-    def selected(
-        self, stage: str, lease: int, reasons: Mapping[int, str | None], report: Mapping[str, Any]
-    ) -> list[int]:
-        """Report a select stage's verdicts by group; None keeps."""
-        return self._done(stage, [lease], {"reasons": list(reasons.items()), "parts": []}, report, ())
-
-    def renew(self, every_s: float = 0.0) -> list[int]:
-        """Send a heartbeat if the last request is `every_s` seconds old; return the leases that were lost nevertheless."""
+    def renew(self, every_s: float = 0.0) -> tuple[list[int], list[tuple[int, list[int]]]]:
+        """Send a heartbeat if the last request is `every_s` seconds old; return lost leases and dropped rows, as in a WorkItem."""
         if time.monotonic() - self._renewed < every_s:
-            return []
+            return [], []
         self._renewed = time.monotonic()
-        lost = list(self.ask("renew", held=sorted(self.held))[0]["lost"])
-        self.forget_leases(lost)
-        return lost
+        answer = self.ask("renew", held=sorted(self.held))[0]
+        self.forget_leases(answer["lost"])
+        return list(answer["lost"]), list(answer.get("dropped", ()))
 
     def close(self) -> None:
         """Close all connections."""
@@ -150,68 +159,47 @@ class Client:
         for number in leases:
             self.held.pop(number, None)
 
-    def _done(
-        self, stage: str, leases: Sequence[int], content: Mapping[str, Any], report: Mapping[str, Any],
-        frames: Sequence[Frame],
-    ) -> list[int]:  # fmt: skip
-        answer, _ = self.ask("done", frames, stage=stage, leases=list(leases), report=dict(report), **content)
-        self.forget_leases(leases)
-        return list(answer["lost"])
 
-
-class StreamLoader:
-    """Iterates over the work of some stages until the run ends."""
-
-    def __init__(
-        self, client: Client, stages: Sequence[str], most: int, wait_s: float = 5.0, whole: Collection[str] = (),
-        ranks: int = 1,
-    ) -> None:  # fmt: skip
-        """Request work as `Client.take` does."""
-        self.client, self.stages, self.most, self.wait_s = client, stages, most, wait_s
-        self.whole, self.ranks = whole, ranks
-
-    def __iter__(self) -> Iterator[WorkItem]:
-        while True:
-            work = self.client.take(self.stages, self.most, self.wait_s, whole=self.whole, ranks=self.ranks)
-            if work.kind == "stop":
-                return
-            yield work
-
-
-def write_columns(data: DataPlane, uids: Sequence[Row], columns: Mapping[str, Column]) -> StoredPart:
-    """Put the payload of new columns of these rows into storage."""
-    rows = Rows(columns)
-    places = {uid: place for place, uid in enumerate(uids)}
-    return StoredPart("", rows.index, data.write_rows(rows), tuple(rows.payload), len(places), places)
+def write_columns(data: DataPlane, columns: Mapping[str, Column], rows: Sequence[Row] = ()) -> StoredPart:
+    """Put new columns of these rows into storage, index columns too."""
+    written = Rows(columns)
+    block = data.write(encode(written)) if columns else None
+    places = {row: place for place, row in enumerate(rows)}
+    return StoredPart("", written.index, block, tuple(written.payload), len(written), places)
 
 
 def assembled(
-    data: DataPlane, index: Rows, payload: Sequence[Mapping[str, Any]], places: Sequence[int] | None = None
-) -> Rows:
-    """Return index columns together with payload from its blocks.
+    data: DataPlane, inline: Rows, payload: Sequence[Mapping[str, Any]], size: int, places: Sequence[int] | None = None,
+    index: bool = False,
+) -> Rows:  # fmt: skip
+    """Return rows with columns read from their blocks.
 
     Args:
         data: Reads the blocks.
-        index: The index columns.
+        inline: Columns that are not in a block.
         payload: Pieces of blocks, from `Table.payload`.
+        size: The number of rows.
         places: Positions of the wanted rows, in this order; None is all.
+        index: Read only the index columns.
 
     Raises:
         Evicted: A block is gone.
     """
-    asked = range(len(index)) if places is None else places
-    standing = {place: number for number, place in enumerate(asked)}
-    found: defaultdict[tuple[str, ...], list[tuple[Rows, list[int]]]] = defaultdict(list)
+    standing = None if places is None else {place: number for number, place in enumerate(places)}
+    found: defaultdict[tuple[str, ...], list[tuple[Rows, Sequence[int]]]] = defaultdict(list)
     for piece in payload:
-        pairs = [(p, standing[at]) for p, at in zip(piece["positions"], piece["places"], strict=True) if at in standing]
-        if not pairs:
+        names = piece["index"] if index else piece["columns"]
+        positions, at = piece["positions"], piece["places"]
+        if standing is not None:
+            pairs = [(p, standing[a]) for p, a in zip(positions, at, strict=True) if a in standing]
+            positions, at = [p for p, _ in pairs], [a for _, a in pairs]
+        if not len(positions) or not names:
             continue
-        positions = [position for position, _ in pairs]
-        whole = positions == list(range(piece["rows"]))
-        rows = data.read_rows(Block(*piece["block"]), piece["columns"], None if whole else positions)
-        found[tuple(piece["columns"])].append((rows, [at for _, at in pairs]))
-    columns = dict((index if places is None else index.take(places)).items())
+        whole = len(positions) == piece["rows"] and positions == list(range(piece["rows"]))
+        found[tuple(names)].append((data.read_rows(Block(*piece["block"]), names, None if whole else positions), at))
+    columns = dict[str, Column]()
     for parts in found.values():
         rows = Rows.cat([part for part, _ in parts]) if len(parts) > 1 else parts[0][0]
-        columns.update(in_order(rows, [at for _, many in parts for at in many]).items())
+        columns.update(in_order(rows, [a for _, many in parts for a in many]).items())
+    columns.update((inline if places is None or not len(inline) else inline.take(places)).items())
     return Rows(columns)

@@ -205,6 +205,13 @@ class QueueController(ABC):
                 tasks.leases.renew(lease.number, now, max(self.lease_s, lease.deadline - now))
         return {"lost": self.lost(request["held"])}, ()
 
+    def on_give_back(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        """Release leases whose holder cannot use them."""
+        for tasks in self.queues:
+            held = tasks.leases.held
+            tasks.give_up([held[number] for number in request["leases"] if number in held])
+        return {}, ()
+
     def lost(self, held: Sequence[int]) -> list[int]:
         """Return those leases that are no longer held."""
         return [number for number in held if not any(number in tasks.leases.held for tasks in self.queues)]

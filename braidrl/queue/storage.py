@@ -25,6 +25,8 @@ from braidrl.queue.requests import Answer
 from braidrl.queue.table import Block
 from braidrl.queue.transport import Connections
 
+DECODED = 4
+"""Number of blocks that a process keeps decoded."""
 NAME = re.compile(r"braid-[0-9a-f]+-[A-Za-z0-9_.]+-[0-9]+")
 
 
@@ -75,6 +77,8 @@ class DataPlane:
         """True if this process must not read or write payload."""
         self.connections = Connections(limit_s, secret)
         """Connections to other nodes' servers, and to all servers that this process asks."""
+        self._decoded: dict[tuple[str, tuple[str, ...]], Rows] = {}
+        """The last blocks of this node that were read in part."""
 
     def write(self, frames: Sequence[Frame]) -> Block:
         """Write frames to a segment of this node. Raises OSError if memory is full."""
@@ -95,8 +99,16 @@ class DataPlane:
 
     def read_rows(self, block: Block, columns: Sequence[str], positions: Sequence[int] | None = None) -> Rows:
         """Return the named payload columns of a block, for all rows or some positions. Raises Evicted."""
+        if block.host == self.host and positions is not None:
+            # Workers take a large block in small leases: it is decoded once.
+            key = block.name, tuple(columns)
+            if (rows := self._decoded.get(key)) is None:
+                rows = self._decoded[key] = decode(self._carry(self._here(block.name)), columns)
+                while len(self._decoded) > DECODED:
+                    self._decoded.pop(next(iter(self._decoded)), None)
+            return rows.take(positions)
         if block.host == self.host:
-            return chosen(self._carry(self._here(block.name)), columns, positions)
+            return decode(self._carry(self._here(block.name)), columns)
         wanted = {"columns": list(columns), "positions": positions}
         return decode(self._carry(self._from(block, {"request": "rows", "name": block.name, **wanted})))
 
@@ -151,6 +163,7 @@ class DataPlane:
 
     def close(self) -> None:
         """Close all connections."""
+        self._decoded.clear()
         self.connections.close()
 
     def _carry(self, frames: Sequence[Frame]) -> Sequence[Frame]:

@@ -6,15 +6,14 @@ which one writer wrote for some rows at once, and finds columns by writer. A par
 
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from zlib import crc32
 
-import msgpack
-
 from braidrl.data.codec import decode, encode
 from braidrl.data.frames import Frame
+from braidrl.data.messages import pack_message
 from braidrl.data.rows import Column, Rows
 
 Row = Any
@@ -32,31 +31,31 @@ class Block(NamedTuple):
 
 @dataclass(eq=False)
 class StoredPart:
-    """The columns that `writer` wrote for some rows: index columns, and a block with payload columns."""
+    """The columns that `writer` wrote for some rows: a block with all of them, and the index columns also here."""
 
     writer: str
     index: Rows
     block: Block | None
     columns: tuple[str, ...]
+    """The payload columns."""
     size: int
     """The written rows; some may have been removed since."""
     rows: dict[Row, int] = field(default_factory=dict)
     """The position of each remaining row."""
 
     def message(self, frames: list[Frame]) -> dict[str, Any]:
-        """Encode the part for a message; append the index columns to the message's frames."""
+        """Encode the part for a message, without its rows; append the index columns to the message's frames."""
         own, first = encode(self.index), len(frames)
         frames += own
-        return {"uids": list(self.rows), "block": self.block, "columns": self.columns, "frames": [first, len(own)]}
+        return {"block": self.block, "columns": self.columns, "frames": [first, len(own)], "size": self.size}
 
     @staticmethod
     def received(writer: str, message: Mapping[str, Any], frames: Sequence[Frame]) -> "StoredPart":
-        """Decode a part from a message with these frames."""
+        """Decode a part from a message with these frames; the caller adds the rows."""
         first, count = message["frames"]
-        rows = {row_name(uid): place for place, uid in enumerate(message["uids"])}
         block = Block(*message["block"]) if message["block"] else None
         index = decode(list(frames[first : first + count]))
-        return StoredPart(writer, index, block, tuple(message["columns"]), len(rows), rows)
+        return StoredPart(writer, index, block, tuple(message["columns"]), message["size"])
 
 
 @dataclass(eq=False)
@@ -91,6 +90,11 @@ class StoredRows:
         index = self.index.with_columns({name: column for name, column in later.index.items() if name not in known})
         return StoredRows(index, [*self.payload, *(piece for piece in pieces if piece["columns"])])
 
+    def without(self, names: Collection[str]) -> "StoredRows":
+        """Return these rows without some columns."""
+        pieces = [{**p, "columns": [name for name in p["columns"] if name not in names]} for p in self.payload]
+        return StoredRows(self.index.without(list(names)), [piece for piece in pieces if piece["columns"]])
+
     def part(self, writer: str, names: Iterable[str], rows: Iterable[Row] | None = None) -> StoredPart:
         """Return some columns of all rows, or of the named ones, as a part of `writer`. The rows must be in one block."""
         wanted, uids = set(names), self.uids()
@@ -98,7 +102,7 @@ class StoredRows:
         columns, block = tuple[str, ...](), None
         for piece in self.payload:
             columns = tuple(name for name in piece["columns"] if name in wanted)
-            block = Block(*piece["block"]) if columns else None
+            block = Block(*piece["block"])
         places = {uid: place for place, uid in enumerate(uids)}
         kept = places if rows is None else {uid: places[uid] for uid in rows}
         return StoredPart(
@@ -153,7 +157,7 @@ def row_name(name: Any) -> Row:
 
 def home(row: Row, units: int) -> int:
     """Return the storage unit of a row; for tuples the first part decides."""
-    return crc32(msgpack.packb(row[0] if isinstance(row, tuple) else row)) % units if units > 1 else 0
+    return crc32(pack_message(row[0] if isinstance(row, tuple) else row)) % units if units > 1 else 0
 
 
 class Table:
@@ -174,13 +178,17 @@ class Table:
     def replace(self, part: StoredPart) -> list[Block]:
         """Replace the part of the same writer; return the blocks that are now free."""
         known = self.parts.get(part.writer, {})
-        before = [(row, known[row]) for row in part.rows if row in known]
+        before = set(map(known.__getitem__, part.rows.keys() & known.keys())) if known else ()
         self.add(part)
-        return self._drop(before)
+        return self._drop(part.rows.keys(), before)
 
     def stored(self, uids: Sequence[Row], writers: Sequence[str]) -> StoredRows:
         """Return rows with the parts of some writers; their memory stays as long as the result lives."""
-        return self.held.hold_for(StoredRows(self.index(uids, writers), self.payload(uids, writers, None)))
+        return self.hold(StoredRows(self.index(uids, writers), self.payload(uids, writers, None)))
+
+    def hold(self, rows: StoredRows) -> StoredRows:
+        """Keep the blocks of rows as long as the object lives."""
+        return self.held.hold_for(rows)
 
     def index(self, uids: Sequence[Row], writers: Sequence[str]) -> Rows:
         """Return the index columns of these rows in the order given; for one name, the last writer's.
@@ -192,17 +200,24 @@ class Table:
             columns.update(self._gathered(uids, writer).items())
         return Rows(columns)
 
-    def payload(self, uids: Sequence[Row], writers: Sequence[str], wanted: set[str] | None) -> list[dict[str, Any]]:
-        """Return the locations of the wanted payload columns (None: all): pieces of blocks, with `places` among `uids`."""
+    def payload(
+        self, uids: Sequence[Row], writers: Sequence[str], wanted: Collection[str] | None, index: bool = False
+    ) -> list[dict[str, Any]]:
+        """Return the locations of the wanted payload columns (None: all): pieces of blocks, with `places` among `uids`.
+
+        With `index` the locations of all index columns too. Of one name, the last writer's column is meant.
+        """
         source: dict[str, str] = {}
         for writer in self._writers_of(uids, writers):
-            columns = self.parts[writer][uids[0]].columns
-            source.update({name: writer for name in columns if wanted is None or name in wanted})
+            part = self.parts[writer][uids[0]]
+            source.update({name: writer for name in part.columns if wanted is None or name in wanted})
+            source.update(dict.fromkeys(part.index if index else (), writer))
         pieces = []
         for writer in dict.fromkeys(source.values()):
             names = [name for name, chosen in source.items() if chosen == writer]
             for part, places in self._by_part(uids, writer).items():
-                pieces.append(piece(part, names, places, uids))
+                own = [name for name in names if name in part.index]
+                pieces.append({**piece(part, names, places, uids), "index": own})
         return pieces
 
     def columns(self, rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]]:
@@ -215,18 +230,28 @@ class Table:
 
     def evict(self, uids: Iterable[Row]) -> list[Block]:
         """Remove rows; return the blocks that are now free."""
-        uids, places = list(uids), dict[tuple[Row, StoredPart], None]()
+        gone, parts = set(uids), set[StoredPart]()
         for known in self.parts.values():
+            here = gone & known.keys()
             # A writer of several names has stored the same part under each.
-            places |= {(uid, part): None for uid in uids if (part := known.pop(uid, None)) is not None}
-        return self._drop(places)
+            parts.update(map(known.__getitem__, here))
+            if len(here) == len(known):
+                known.clear()
+            else:
+                for uid in here:
+                    del known[uid]
+        return self._drop(gone, parts)
 
-    def _drop(self, places: Iterable[tuple[Row, StoredPart]]) -> list[Block]:
+    def _drop(self, gone: Set[Row], parts: Iterable[StoredPart]) -> list[Block]:
+        """Remove rows from parts; return the blocks that are now free."""
         freed = []
-        for uid, part in places:
-            del part.rows[uid]
-            if not part.rows and part.block is not None:
-                freed += self.held.release([part.block])
+        for part in parts:
+            if part.rows.keys() <= gone:
+                part.rows.clear()
+                freed += self.held.release([part.block]) if part.block is not None else []
+            else:
+                for uid in part.rows.keys() & gone:
+                    del part.rows[uid]
         return freed
 
     def _writers_of(self, uids: Sequence[Row], writers: Sequence[str]) -> list[str]:

@@ -7,7 +7,6 @@ It has no state of its own: after a restart it learns the rows and completed wor
 
 import secrets
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -130,8 +129,8 @@ class TaskController(QueueController):
         if lease is not None:
             columns = request.get("columns") or sorted(self.rows.columns)
             return {
-                "kind": "rows", "stage": self.name, "leases": [[lease.number, len(lease.rows)]], "rows": lease.rows,
-                "payload": self.rows.table.columns(lease.rows, columns), "lost": lost, "state": {}, "iteration": 0,
+                "kind": "rows", "consumer": self.name, "lease": lease.number, "size": len(lease.rows), "rows": lease.rows,
+                "payload": self.rows.table.columns(lease.rows, columns), "lost": lost,
             }, ()  # fmt: skip
         if all(unit.finished for unit in self.units) and not any(self.task.undone.values()):
             return {"kind": "stop", "lost": lost}, ()
@@ -150,7 +149,7 @@ class TaskController(QueueController):
             if number in self.closing or number in self.closed:
                 continue
             try:
-                self._finish(number, self.tasks.acknowledge(number, self.clock()).rows, request["parts"])
+                self._finish(number, self.tasks.complete(number, self.clock()), request["parts"])
             except LeaseLost:
                 lost.append(number)
         for number in request["leases"]:
@@ -158,16 +157,9 @@ class TaskController(QueueController):
                 return Wait(("closed", number), limited=False)
         return {"lost": lost}, ()
 
-    def on_give_back(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Release leases whose holder cannot use them."""
-        held = self.tasks.leases.held
-        self.tasks.give_up([held[number] for number in request["leases"] if number in held])
-        return {}, ()
-
     def on_usage(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Return the number of remaining rows, and how many each holder has."""
-        held = Counter(lease.holder for lease in self.tasks.leases.held.values() for _ in lease.rows)
-        return {"undone": sum(self.task.undone.values()), "held": list(held.items())}, ()
+        return {"undone": sum(self.task.undone.values()), "held": list(self.tasks.leases.rows_of.items())}, ()
 
     def tick(self) -> None:
         """Release expired leases, and lease rows again once clients have had time to report."""

@@ -102,7 +102,11 @@ class TaskRows:
         """Return a table, by default the first with ready rows, and the unit of its oldest ready row."""
         first = min((place[0] for place in self.task.ready), default=None) if table is None else table
         places = [place for place in self.task.ready if place[0] == first]
-        return min(places, key=lambda place: self.task.numbers[self.task.ready[place].first(1)[0]], default=None)
+        return min(
+            places,
+            key=lambda place: self.task.numbers[self.task.ready[place].first(1, self.task.numbers)[0]],
+            default=None,
+        )
 
     def of_unit(self, number: int) -> tuple[list[dict[str, Any]], list[tuple[int, Row]]]:
         """Return all that is known of a unit as changes, and its completed rows, each after its lease."""

@@ -1,18 +1,18 @@
 """The tasks of a queue: for each the ready rows, leases and completed rows. Any names serve as rows; time is an argument.
 
-write ──▶ the writers that the task waits for ──none left──▶ ready ──take──▶ lease ──acknowledge──▶ done
-  ◀── unwrite: a column was lost                               ▲              │                      │
-                                                               └── give back ─┴─────── reopen ───────┘
+write ──▶ the writers that the task waits for ──none left──▶ ready ──take──▶ lease ──complete──▶ done
+  ◀── unwrite: a column was lost                               ▲              │                    │
+                                                               └── give back ─┴────── reopen ──────┘
                                       a lease is given back when it expires, its holder is gone, or one of its rows is removed
 
-Ready rows are indexed, never searched for: one row costs the logarithm of the number of rows in work.
+A lease covers all rows of one take; its rows may be completed in parts. Ready rows are indexed, never searched for.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heappop, heappush
-from itertools import count, takewhile
+from itertools import count
 from typing import Any
 
 from braidrl.queue.samplers import FIRST_IN, Candidate, Sampler, checked
@@ -26,7 +26,7 @@ class LeaseLost(RuntimeError):
     """Raised for an expired or released lease: another holder may have its rows, and results for them must not be used."""
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Lease:
     """Rows that `holder` works on for `task` until `deadline`."""
 
@@ -35,6 +35,8 @@ class Lease:
     holder: str
     rows: tuple[Row, ...]
     deadline: float
+    left: int = 0
+    """Number of its rows that are not completed."""
 
 
 class Leases:
@@ -43,6 +45,8 @@ class Leases:
     def __init__(self) -> None:
         self.held: dict[int, Lease] = {}
         self.by_holder: defaultdict[str, set[int]] = defaultdict(set)
+        self.rows_of: Counter[str] = Counter()
+        """Number of rows that each holder has."""
         self._deadlines: list[tuple[float, int]] = []
         self.numbers = count()
 
@@ -50,9 +54,12 @@ class Leases:
         self, task: Hashable, holder: str, rows: Sequence[Row], now: float, seconds: float, number: int | None = None
     ) -> Lease:
         """Lease rows to a holder for this many seconds, under the next number or a previous one."""
-        lease = Lease(next(self.numbers) if number is None else number, task, holder, tuple(rows), now + seconds)
-        self.by_holder[holder].add(lease.number)
-        self._hold(lease)
+        number = next(self.numbers) if number is None else number
+        lease = Lease(number, task, holder, tuple(rows), now + seconds, len(rows))
+        self.by_holder[holder].add(number)
+        self.rows_of[holder] += len(rows)
+        self.held[number] = lease
+        heappush(self._deadlines, (lease.deadline, number))
         return lease
 
     def current(self, number: int, now: float) -> Lease:
@@ -66,27 +73,25 @@ class Leases:
 
     def renew(self, number: int, now: float, seconds: float) -> Lease:
         """Extend the deadline of a holder that sends heartbeats. Raises LeaseLost as `current` does."""
-        lease = replace(self.current(number, now), deadline=now + seconds)
-        self._hold(lease)
+        lease = self.current(number, now)
+        lease.deadline = now + seconds
+        heappush(self._deadlines, (lease.deadline, number))
         return lease
 
-    def end(self, number: int) -> Lease:
-        """Remove a lease. Raises LeaseLost if its number is unknown."""
-        if number not in self.held:
-            raise LeaseLost(f"lease {number} is not held")
-        lease = self.held.pop(number)
-        self.by_holder[lease.holder].discard(number)
+    def shrink(self, lease: Lease, rows: int) -> None:
+        """Record that some rows of a lease are completed or free; after its last row a lease ends."""
+        lease.left -= rows
+        self.rows_of[lease.holder] -= rows
+        if lease.left:
+            return
+        del self.held[lease.number]
+        self.by_holder[lease.holder].discard(lease.number)
         if not self.by_holder[lease.holder]:
-            del self.by_holder[lease.holder]
-        return lease
+            del self.by_holder[lease.holder], self.rows_of[lease.holder]
 
     def of(self, holder: str) -> list[Lease]:
         """Return the leases of one holder."""
         return [self.held[number] for number in sorted(self.by_holder.get(holder, ()))]
-
-    def count(self, holder: str) -> int:
-        """Return the number of a holder's leases."""
-        return len(self.by_holder.get(holder, ()))
 
     def expired(self, now: float) -> list[Lease]:
         """Return the leases whose deadline has passed."""
@@ -106,56 +111,48 @@ class Leases:
             heappop(self._deadlines)
         return None
 
-    def _hold(self, lease: Lease) -> None:
-        self.held[lease.number] = lease
-        heappush(self._deadlines, (lease.deadline, lease.number))
-
 
 class Ordered:
-    """A set that returns its members in order of their numbers; adding or removing one costs the logarithm of its size."""
+    """Rows in the order of their numbers; adding or removing one costs the logarithm of how many there are."""
 
     def __init__(self) -> None:
-        self._numbers: dict[Row, int] = {}
-        self._heap: list[tuple[int, Row]] = []
+        self.rows: dict[int, Row] = {}
+        self._heap: list[int] = []
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self.rows)
 
-    def __contains__(self, member: object) -> bool:
-        return member in self._numbers
+    def add(self, rows: Iterable[Row], numbers: Mapping[Row, int]) -> None:
+        """Add rows."""
+        new = {numbers[row]: row for row in rows}
+        self.rows.update(new)
+        if not self._heap:
+            # A sorted list is a heap.
+            self._heap = sorted(new)
+            return
+        for number in new:
+            heappush(self._heap, number)
 
-    def add(self, members: Iterable[Row], numbers: Mapping[Row, int]) -> None:
-        """Add members under unused numbers."""
-        for member in members:
-            number = self._numbers[member] = numbers[member]
-            heappush(self._heap, (number, member))
-
-    def discard(self, members: Iterable[Row]) -> None:
-        """Remove those members that are present."""
-        for member in members:
-            self._numbers.pop(member, None)
+    def discard(self, rows: Iterable[Row], numbers: Mapping[Row, int]) -> None:
+        """Remove those rows that are present."""
+        for row in rows:
+            self.rows.pop(numbers[row], None)
 
     def take(self, most: int) -> list[Row]:
-        """Remove and return up to `most` members with the lowest numbers."""
+        """Remove and return up to `most` rows with the lowest numbers."""
         found: list[Row] = []
         while self._heap and len(found) < most:
-            number, member = heappop(self._heap)
-            # Removed members, and those added again, are still in the heap.
-            if self._numbers.get(member) == number:
-                del self._numbers[member]
-                found.append(member)
+            # Removed rows, and those added twice, are still in the heap.
+            row = self.rows.pop(heappop(self._heap), None)
+            if row is not None:
+                found.append(row)
         return found
 
-    def first(self, most: int) -> list[Row]:
-        """Return up to `most` members with the lowest numbers, without removing them."""
-        found: dict[Row, int] = {}
-        while self._heap and len(found) < most:
-            number, member = heappop(self._heap)
-            if self._numbers.get(member) == number:
-                found[member] = number
-        for member, number in found.items():
-            heappush(self._heap, (number, member))
-        return list(found)
+    def first(self, most: int, numbers: Mapping[Row, int]) -> list[Row]:
+        """Return up to `most` rows with the lowest numbers, without removing them."""
+        found = self.take(most)
+        self.add(found, numbers)
+        return found
 
 
 class Task:
@@ -192,27 +189,25 @@ class Task:
             self._withdraw(rows)
             for row in rows:
                 self._groups.setdefault(self.group[row], {})[row] = False
-        if not self.waits:
-            self._enter(rows)
+        self._enter(self._complete(rows))
 
-    def write(self, rows: Iterable[Row]) -> None:
+    def write(self, rows: Sequence[Row]) -> None:
         """Record that one of the awaited writers has written rows."""
-        self._enter([row for row in self._complete(rows) if row not in self.lease])
+        known = rows if self.table.keys() >= set(rows) else [row for row in rows if row in self.table]
+        self._enter(self._free(self._complete(known)))
 
-    def unwrite(self, rows: Iterable[Row]) -> None:
+    def unwrite(self, rows: Sequence[Row]) -> None:
         """Record the loss of an awaited writer's columns. The holder of a row keeps it."""
-        self._withdraw([row for row in rows if row not in self.lease])
+        self._withdraw(self._free([row for row in rows if row in self.table]))
 
-    def finish(self, rows: Iterable[Row]) -> None:
+    def finish(self, rows: Sequence[Row]) -> None:
         """Record completed rows; a task may also skip rows without taking them."""
-        rows = list(rows)
-        self._withdraw([row for row in rows if row not in self.lease])
+        self._withdraw(self._free(rows))
         self.lease.update(dict.fromkeys(rows))
         self.undone.subtract(map(self.table.__getitem__, rows))
 
-    def give_back(self, rows: Iterable[Row]) -> None:
+    def give_back(self, rows: Sequence[Row]) -> None:
         """Make leased rows available again."""
-        rows = list(rows)
         for row in rows:
             del self.lease[row]
         self._enter(self._complete(rows))
@@ -224,21 +219,22 @@ class Task:
         self.give_back(done)
 
     def move(self, rows: Iterable[Row], table: Any) -> None:
-        """Move rows to another table; completed ones stay completed."""
-        rows = [row for row in rows if self.table[row] != table]
+        """Move those rows that have entered to another table; completed ones stay completed."""
+        rows = [row for row in rows if self.table.get(row, table) != table]
         left = [self.table[row] for row in rows if self.lease.get(row, 0) is not None]
         self.undone.subtract(left)
         self.undone[table] += len(left)
-        ready = [row for row in self._complete(rows) if row not in self.lease]
+        ready = self._free(self._complete(rows))
         self._withdraw(ready)
         self.table.update(dict.fromkeys(rows, table))
         self._enter(ready)
 
     def forget(self, rows: Sequence[Row]) -> None:
         """Remove rows."""
+        rows = rows if self.table.keys() >= set(rows) else [row for row in rows if row in self.table]
         left = [self.table[row] for row in rows if self.lease.get(row, 0) is not None]
         self.undone.subtract(left)
-        self._withdraw(rows)
+        self._withdraw(rows if left else ())
         for row in rows if self.whole_groups else ():
             members = self._groups[self.group[row]]
             del members[row]
@@ -262,13 +258,13 @@ class Task:
         if not ready:
             return []
         if self.whole_groups:
-            most = max(1, most // len(self._groups[self.group[ready.first(1)[0]]]))
+            most = max(1, most // len(self._groups[self.group[ready.first(1, self.numbers)[0]]]))
         if sampler is FIRST_IN:
             rows = ready.take(most)
             if not ready:
                 del self.ready[table]
         else:
-            rows = ready.first(most * sampler.looks_at)
+            rows = ready.first(most * sampler.looks_at, self.numbers)
             chosen = checked(sampler, [self._described(row, facts) for row in rows], most, ranks)
             self._passed[table] = 0 if 0 in chosen else self._passed[table] + 1
             if self._passed[table] >= PATIENCE:
@@ -283,12 +279,6 @@ class Task:
         self._withdraw(rows)
         self.lease.update(dict.fromkeys(rows, number))
 
-    def hold_each(self, rows: Sequence[Row], numbers: Sequence[int]) -> None:
-        """Do as `hold`, with a lease for each row."""
-        if rows:
-            self.hold(rows, numbers[0])
-            self.lease.update(zip(rows, numbers, strict=True))
-
     def are_free(self, rows: Sequence[Row]) -> bool:
         """Return True if all of these rows, which are in work, can be taken."""
         return self.lease.keys().isdisjoint(rows) and all(written.issuperset(rows) for written in self._written)
@@ -297,11 +287,16 @@ class Task:
         """Return True if this many rows of a table are ready; not for tasks that take whole groups."""
         return len(self.ready.get(table, ())) == rows
 
-    def _complete(self, rows: Iterable[Row]) -> list[Row]:
+    def _free(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """Return those rows that no lease holds and that are not completed."""
+        return rows if self.lease.keys().isdisjoint(rows) else [row for row in rows if row not in self.lease]
+
+    def _complete(self, rows: Sequence[Row]) -> Sequence[Row]:
         """Return those rows that all awaited writers have written."""
         for written in self._written:
-            rows = [row for row in rows if row in written]
-        return list(rows)
+            if not written.issuperset(rows):
+                rows = [row for row in rows if row in written]
+        return rows
 
     def _enter(self, rows: Sequence[Row]) -> None:
         """Make rows ready; with whole groups, the groups that they complete."""
@@ -325,19 +320,27 @@ class Task:
 
     def _withdraw(self, rows: Sequence[Row]) -> None:
         """Remove rows from the ready ones; with whole groups, their groups too."""
-        if self.whole_groups:
-            named: dict[Row, None] = {}
-            for row in rows:
-                if members := self._groups.get(self.group[row]):
-                    named[next(iter(members))] = None
-                    if row in members:
-                        members[row] = False
-            rows = list(named)
-        for table, some in by_value(rows, self.table):
+        if not self.ready or not rows:
+            self._unmark(rows)
+            return
+        first = self._unmark(rows)
+        for table, some in by_value(first, self.table):
             if (ready := self.ready.get(table)) is not None:
-                ready.discard(some)
+                ready.discard(some, self.numbers)
                 if not ready:
                     del self.ready[table]
+
+    def _unmark(self, rows: Sequence[Row]) -> Sequence[Row]:
+        """With whole groups, record that rows are not ready; return the rows that stand for them."""
+        if not self.whole_groups:
+            return rows
+        named: dict[Row, None] = {}
+        for row in rows:
+            if members := self._groups.get(self.group[row]):
+                named[next(iter(members))] = None
+                if row in members:
+                    members[row] = False
+        return list(named)
 
 
 def by_value(rows: Sequence[Row], values: Mapping[Row, Any]) -> Iterable[tuple[Any, Sequence[Row]]]:
@@ -365,17 +368,26 @@ class Tasks:
         self.facts: Callable[[Row], Candidate] = lambda row: Candidate(row)
         self._admitted = count()
 
-    def admit(self, rows: Iterable[Row], group: Callable[[Row], Any], table: Any = 0) -> None:
-        """Admit rows to a table. Raises ValueError for a row that is in work already."""
+    def admit(
+        self, rows: Iterable[Row], group: Callable[[Row], Any], table: Any = 0, names: Iterable[Any] | None = None
+    ) -> None:
+        """Admit rows to a table of all tasks, or of the named ones; they may enter others later.
+
+        Raises ValueError for a row that is in work already.
+        """
         rows = list(rows)
-        if doubled := [row for row in rows if row in self.rows]:
-            raise ValueError(f"row {doubled[0]} is admitted twice")
+        if not self.rows.keys().isdisjoint(rows):
+            raise ValueError(f"row {next(row for row in rows if row in self.rows)} is admitted twice")
         self.rows.update(zip(rows, self._admitted, strict=False))
         if len(set(rows)) < len(rows):
             raise ValueError(f"a row of {rows[:4]} is admitted twice")
-        self.group.update((row, group(row)) for row in rows)
-        for task in self.tasks.values():
-            task.admit(rows, table)
+        self.group.update(zip(rows, map(group, rows), strict=True))
+        for name in self.tasks if names is None else names:
+            self.tasks[name].admit(rows, table)
+
+    def enter(self, name: Any, rows: Sequence[Row], table: Any) -> None:
+        """Let rows in work enter one more task."""
+        self.tasks[name].admit(rows, table)
 
     def write(self, writer: str, rows: Sequence[Row]) -> None:
         """Record written rows. Raises ValueError for a second write: columns are immutable."""
@@ -388,9 +400,8 @@ class Tasks:
             if writer in task.waits:
                 task.write(rows)
 
-    def unwrite(self, writer: str, rows: Iterable[Row]) -> None:
+    def unwrite(self, writer: str, rows: Sequence[Row]) -> None:
         """Record the loss of written columns, which may be written again."""
-        rows = list(rows)
         for row in rows:
             self.written[writer].remove(row)
         for task in self.tasks.values():
@@ -418,19 +429,6 @@ class Tasks:
             table = min(task.ready, default=None)
         return self.lease(name, task.take(table, most, ranks, sampler, self.facts), holder, now, seconds)
 
-    def take_each(
-        self, name: Any, holder: str, now: float, seconds: float, most: int, sampler: Sampler = FIRST_IN, table: Any = None,
-    ) -> list[Lease]:  # fmt: skip
-        """Do as `take`, with a lease for each row; a sampler chooses one row after the other."""
-        if sampler is not FIRST_IN:
-            chosen = (self.take(name, holder, now, seconds, 1, sampler, 1, table) for _ in range(most))
-            return [lease for lease in takewhile(lambda lease: lease is not None, chosen) if lease is not None]
-        task = self.tasks[name]
-        rows = task.take(table, most, 1, sampler, self.facts)
-        leases = [self.leases.take(name, holder, (row,), now, seconds) for row in rows]
-        task.hold_each(rows, [lease.number for lease in leases])
-        return leases
-
     def lease(
         self, name: Any, rows: Sequence[Row], holder: str, now: float, seconds: float, number: int | None = None
     ) -> Lease | None:
@@ -441,33 +439,36 @@ class Tasks:
         self.tasks[name].hold(rows, lease.number)
         return lease
 
-    def acknowledge(self, number: int, now: float) -> Lease:
-        """End a lease with its rows completed. Raises LeaseLost if it has expired or was released."""
-        self.leases.current(number, now)
-        return self.acknowledge_all([number], now)[0][0]
+    def complete(self, number: int, now: float, places: Sequence[int] | None = None) -> list[Row]:
+        """Complete rows of a lease, those at some positions or all; return the rows that it still held. Raises LeaseLost."""
+        lease = self.leases.current(number, now)
+        rows = self.left(lease, places)
+        if rows:
+            self.leases.shrink(lease, len(rows))
+            self.tasks[lease.task].finish(rows)
+        return rows
 
-    def acknowledge_all(self, numbers: Iterable[int], now: float) -> tuple[list[Lease], list[int]]:
-        """End leases with their rows completed; return them, and the numbers of lost ones."""
-        done, lost, rows = list[Lease](), list[int](), defaultdict[Any, list[Row]](list)
-        for number in numbers:
-            lease = self.leases.held.get(number)
-            if lease is None or lease.deadline < now:
-                lost.append(number)
-                continue
-            done.append(self.leases.end(number))
-            rows[lease.task] += lease.rows
-        for name, some in rows.items():
-            self.tasks[name].finish(some)
-        return done, lost
+    def left(self, lease: Lease, places: Sequence[int] | None = None) -> list[Row]:
+        """Return the rows of a lease that are not completed, or those at some positions."""
+        rows = list(lease.rows) if places is None else [lease.rows[place] for place in places]
+        if lease.left == len(lease.rows):
+            return rows
+        held = self.tasks[lease.task].lease
+        return [row for row in rows if held.get(row) == lease.number]
 
     def give_up(self, leases: Iterable[Lease]) -> list[Lease]:
-        """End leases; their rows are available again."""
-        ended = [self.leases.end(lease.number) for lease in list(leases)]
+        """End leases; their remaining rows are available again."""
+        ended = list(leases)
         for lease in ended:
-            self.tasks[lease.task].give_back(lease.rows)
+            self.release(lease, self.left(lease))
         return ended
 
-    def skip(self, name: Any, rows: Iterable[Row]) -> None:
+    def release(self, lease: Lease, rows: Sequence[Row]) -> None:
+        """Take some rows out of a lease; they are available again."""
+        self.leases.shrink(lease, len(rows))
+        self.tasks[lease.task].give_back(rows)
+
+    def skip(self, name: Any, rows: Sequence[Row]) -> None:
         """Skip rows in a task: they are completed without being taken."""
         self.tasks[name].finish(rows)
 
@@ -479,13 +480,16 @@ class Tasks:
         """Move rows of one task to another table."""
         self.tasks[name].move(rows, table)
 
-    def forget(self, rows: Iterable[Row]) -> list[Lease]:
-        """Remove rows; leases on any of them end, with their other rows available again."""
+    def forget(self, rows: Iterable[Row]) -> dict[Lease, list[Row]]:
+        """Remove rows; leases keep their other rows. Return the leases that lost some, with these."""
         gone = [row for row in dict.fromkeys(rows) if row in self.rows]
-        held = {
-            number for task in self.tasks.values() if task.lease for number in map(task.lease.get, gone) if number is not None
-        }  # fmt: skip
-        lost = self.give_up(self.leases.held[number] for number in sorted(held))
+        lost: dict[Lease, list[Row]] = {}
+        for task in self.tasks.values():
+            for row in gone if task.lease else ():
+                if (number := task.lease.get(row)) is not None:
+                    lost.setdefault(self.leases.held[number], []).append(row)
+        for lease, some in lost.items():
+            self.leases.shrink(lease, len(some))
         for task in self.tasks.values():
             task.forget(gone)
         for written in self.written.values():

@@ -191,7 +191,7 @@ class TransferQueue:
         while True:
             left = max(0.0, until - time.monotonic())
             with self._explained():
-                work = client.take([task], rows, min(left, ASK_AGAIN_S), ranks=ranks, columns=columns, table=table)
+                work = client.take([task], rows, min(left, ASK_AGAIN_S), ranks, columns=columns, table=table)
             if work.kind == "stop":
                 return None
             if work.kind == "rows" and (batch := self._read(client, work)) is not None:
@@ -252,7 +252,7 @@ class TransferQueue:
 
     def renew(self) -> list[int]:
         """Send a heartbeat of this slow process; return the leases that were lost nevertheless."""
-        return [lease for client in list(self._clients.values()) for lease in client.renew()]
+        return [lease for client in list(self._clients.values()) for lease in client.renew()[0]]
 
     def usage(self) -> dict[str, Any]:
         """Return bytes and rows in the queue, remaining rows by task, and rows by holder."""
@@ -328,16 +328,16 @@ class TransferQueue:
 
     def _read(self, client: Client, work: WorkItem) -> Batch | None:
         """Return the rows of a lease; None if their payload is gone, which is reported to the queue."""
-        names, leases = [row_name(row) for row in work.message["rows"]], [number for number, _ in work.leases]
+        names, leases = [row_name(row) for row in work.message["rows"]], [work.lease]
         try:
-            read = assembled(self.data, Rows({}), work.message["payload"], range(len(names)))
+            read = assembled(self.data, Rows({}), work.message["payload"], len(names))
         except (Evicted, QueueTimeout):
             for unit in range(len(self.units)):
                 self._ask(unit, "missing", blocks=[piece["block"] for piece in work.message["payload"]])
             client.ask("give_back", leases=leases)
             client.forget_leases(leases)
             return None
-        return Batch(names, read, work.stage, leases)
+        return Batch(names, read, work.consumer, leases)
 
 
 def chosen(values: Sequence[Any] | None, places: Sequence[int]) -> list[Any] | None:

@@ -1,4 +1,4 @@
-"""The queue's sockets: a msgpack map, then raw frames; every request gets one answer, and is repeated until then.
+"""The queue's sockets: a map, then raw frames; every request gets one answer, and is repeated until then.
 
            ┌───────────── request ────────────▶ handle ──▶ answer at once
 client ────┤    again after REPEAT_S, same number   └── Wait ──▶ parked until the awaited change ──▶ answer
@@ -17,11 +17,11 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
-import msgpack
 import zmq
 from zmq.utils import z85
 
 from braidrl.data.frames import Frame
+from braidrl.data.messages import pack_message, unpack_message
 from braidrl.queue.requests import Answer, Handler, Parking
 
 REPEAT_S = 1.0
@@ -50,17 +50,9 @@ class QueueTimeout(TimeoutError):
     """Raised if the queue does not answer."""
 
 
-def pack(message: Mapping[str, Any]) -> bytes:
-    """Encode a message as one frame."""
-    packed: bytes = msgpack.packb(dict(message))
-    return packed
-
-
 def unpack(frame: Frame) -> dict[str, Any]:
     """Decode the message in a frame. Raises ValueError for bytes that are no map."""
-    message = msgpack.unpackb(frame, strict_map_key=False)
-    if not isinstance(message, dict):
-        raise ValueError(f"a message is a map, not {type(message).__name__}")
+    message: dict[str, Any] = unpack_message(frame, dict[str, Any])
     return message
 
 
@@ -116,7 +108,7 @@ class Connection:
             QueueTimeout: No answer arrived within the limits.
         """
         self._number += 1
-        message, limit = [pack({**request, "number": self._number}), *frames], self.limit_s + wait_s
+        message, limit = [pack_message({**request, "number": self._number}), *frames], self.limit_s + wait_s
         until = time.monotonic() + limit
         while (left := until - time.monotonic()) > 0:
             send(self._socket, message)
@@ -141,7 +133,7 @@ class Connection:
         while self._socket.poll(0):
             self._socket.recv_multipart(copy=False)
         self._number += 1
-        send(self._socket, [pack({**request, "number": self._number})])
+        send(self._socket, [pack_message({**request, "number": self._number})])
 
     def close(self) -> None:
         """Close the socket."""
@@ -312,4 +304,4 @@ class QueueServer:
         self._parking.receive(sender, number, request, frames[1:], time.monotonic())
 
     def _send(self, sender: bytes, number: int, answer: Answer) -> None:
-        self._router.send_multipart([sender, pack({**answer[0], "number": number}), *answer[1]], copy=False)
+        self._router.send_multipart([sender, pack_message({**answer[0], "number": number}), *answer[1]], copy=False)

@@ -150,7 +150,7 @@ def test_the_streaming_example_splits_eight_devices(tmp_path: Path) -> None:
     config = load_config(ROOT / "examples" / "gsm8k" / "streaming.yaml", overrides(model=model))
     flow = build_flow(config)
     check_streaming(config, flow)
-    groups = {group.name: group.processes for group in worker_groups(config, flow, None) if group.kind != "compute"}
+    groups = {group.name: group.processes for group in worker_groups(config, flow, None)}
     assert groups == {"actor.generate": 5, "actor": 2, "reference": 1}
 
 

@@ -13,7 +13,6 @@ from braidrl.data.packing import balanced_partition
 from braidrl.data.rows import Uid
 from braidrl.flow.batches import check_staleness, trained_on
 from braidrl.flow.flow import ADMISSION, is_optimized, touched_weights, written_weights
-from braidrl.flow.readiness import Consumer
 from braidrl.flow.selecting import Verdict
 from braidrl.flow.stage import Kind, Scope, Stage
 from braidrl.plan.workload import SimulatedSpan, Simulation, Workload
@@ -74,7 +73,7 @@ class Iterations(ABC):
         if not is_optimized(stage):
             return [list(uids)]
         updates = self.work.sizes.updates(self.iteration, uids)
-        self.result.trained.update((Consumer(stage.name, epoch), uid) for epoch, rows in updates for uid in rows)
+        self.result.trained.update(((stage.name, epoch), uid) for epoch, rows in updates for uid in rows)
         return [list(rows) for _, rows in updates]
 
     def shares(self, stage: Stage, uids: Sequence[Uid], workers: int) -> list[float]:

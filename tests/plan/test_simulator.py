@@ -13,7 +13,6 @@ from braidrl.data.rows import Uid
 from braidrl.flow import Flow, Kind, Scope, Stage, actor, critic, reference, reward
 from braidrl.flow.batches import Sizes, trained_on
 from braidrl.flow.flow import is_optimized
-from braidrl.flow.readiness import Consumer
 from braidrl.flow.stage import Signature, When
 from braidrl.plan.simulation import Deadlock, Runtime
 from braidrl.plan.workload import Fate, Simulation, Workload
@@ -115,7 +114,7 @@ def account(work: Workload, result: Simulation) -> None:
     """Assert that each row was trained once per train stage and epoch, dropped with a reason, or is still in work."""
     trained = [uid for groups in result.batches[: work.sizes.iterations] for uid in work.uids(groups)]
     expected = Counter(
-        (Consumer(stage.name, epoch), uid)
+        ((stage.name, epoch), uid)
         for iteration, groups in enumerate(result.batches[: work.sizes.iterations], 1)
         for stage in work.flow.stages
         if is_optimized(stage) and stage.when.includes(iteration)

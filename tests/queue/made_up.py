@@ -7,17 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import msgpack
 import torch
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.codec import decode, encode
 from braidrl.data.frames import Frame
-from braidrl.data.rows import Objects, Rows
+from braidrl.data.messages import pack_message
+from braidrl.data.rows import Objects, Rows, Uid
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.batches import Sizes
 from braidrl.flow.stage import Signature
-from braidrl.queue.client import Client
+from braidrl.queue.client import Client, WorkItem, write_columns
 from braidrl.queue.owner import StorageNode
 from braidrl.queue.requests import Answer
 from braidrl.queue.storage_backends import data_plane
@@ -34,12 +34,13 @@ LOADED: dict[str, int] = {}
 
 
 def stage(name: str, kind: Kind, reads: Sequence[str], writes: Sequence[str] = (), scope: Scope = Scope.ROW) -> Stage:
-    role = "actor" if kind is Kind.TRAIN else None
+    role = {Kind.TRAIN: "actor", Kind.GENERATE: "actor", Kind.INFER: "judge"}.get(kind)
     return Stage(name, name, role, Signature(kind, tuple(reads), tuple(writes), scope=scope))
 
 
 GENERATE = stage("generate", Kind.GENERATE, ("prompt",), ("tokens", "length", "version"))
-CHECK = stage("check", Kind.COMPUTE, ("tokens",), ("reward",))
+CHECK = stage("check", Kind.INFER, ("tokens",), ("reward",))
+"""Has workers of its own, as a reward model."""
 NORMALISE = stage("normalise", Kind.COMPUTE, ("reward",), ("advantage",), Scope.GROUP)
 UPDATE = stage("update", Kind.TRAIN, ("tokens", "advantage"))
 FLOW = Flow("made-up", [GENERATE, CHECK, NORMALISE, UPDATE])
@@ -112,29 +113,52 @@ def client(server: QueueServer, node: StorageNode, name: str, generates: bool = 
     return Client(server.address, name, data_plane(node.place(), name, 10.0), generates)
 
 
-def work_once(
-    worker: Client, stages: Sequence[str] = ("generate", "check", "normalise", "update"), wait_s: float = 0.0
-) -> str:
-    """Does the next thing; its kind."""
-    work = worker.take(stages, 8, wait_s)
-    if work.kind == "rows":
-        written = []
-        if work.stage != "update":
-            rows = work.rows()
-            written = [worker.write(rows.uids(), made_from(work.stage, rows, LOADED.get(worker.holder, 0)))]
-        worker.done(work.stage, [number for number, _ in work.leases], written, {})
-    elif work.kind == "step":
-        worker.ask("stepped", stage=work.stage, report={})
-    elif work.kind == "load":
-        LOADED[worker.holder] = work.message["version"]
-        worker.ask("loaded", version=work.message["version"], bytes=0, sent=0)
-    return work.kind
+def deliver(worker: Client, work: WorkItem, columns: Mapping[str, Any], **more: Any) -> list[int]:
+    """Write columns of all rows of a lease, and report these as done; the leases that are lost."""
+    written = [(write_columns(worker.data, columns), [(work.lease, list(range(work.size)))])] if columns else []
+    return worker.done(work.consumer, [(work.lease, None)], written, **more)
+
+
+class Worker:
+    """A worker of every kind; as a trainer it keeps the rows of its batch."""
+
+    def __init__(self, client: Client) -> None:
+        self.client = client
+        self.kept: list[WorkItem] = []
+        self.trained: list[Uid] = []
+
+    def once(self, consumers: Sequence[str] = ("train.actor", "check", "generate"), wait_s: float = 0.0) -> str:
+        """Does the next thing; its kind."""
+        rows = sum(work.size for work in self.kept)
+        ready = ["update"] if self.kept and rows == self.kept[0].message["batch_rows"] else []
+        asks = {"role": "actor", "ready": ready} if "train.actor" in consumers else {}
+        work = self.client.take(consumers, 8, wait_s, **asks)
+        if work.kind == "rows" and work.consumer == "train.actor":
+            self.kept.append(work)
+        elif work.kind == "rows":
+            own = work.rows()
+            deliver(self.client, work, made_from(work.consumer, own, LOADED.get(self.client.holder, 0)))
+        elif work.kind == "step":
+            for kept in self.kept:
+                self.trained += kept.index.uids()
+            self.client.ask("stepped", stage=work.message["stage"], report={})
+            for kept in self.kept:
+                own = kept.rows()
+                deliver(self.client, kept, made_from("normalise", own) if "reward" in own else {})
+            self.kept = []
+        elif work.kind == "load":
+            LOADED[self.client.holder] = work.message["version"]
+            self.client.ask("loaded", version=work.message["version"], bytes=0, sent=0)
+        return work.kind
+
+    def close(self) -> None:
+        self.client.close()
 
 
 def main_program(control: ControlPlane, server: QueueServer, iterations: int, limit_s: float = 60.0) -> list[Any]:
     """Admits what is wanted and lets steps be made until so many iterations are finished; those."""
     groups, seen, finished, deadline = 0, -1, [], time.monotonic() + limit_s
-    control.allowed = iterations
+    control.allow(iterations)
     while len(finished) < iterations:
         assert time.monotonic() < deadline, f"only {len(finished)} iterations came to their end"
         with control.changed:
@@ -158,8 +182,8 @@ def serve(pipe: Any, arguments: Mapping[str, Any]) -> None:
         server,
         node,
     ):
-        control.allowed = arguments["iterations"]
-        pipe.send_bytes(msgpack.packb([server.address, node.place()]))
+        control.allow(arguments["iterations"])
+        pipe.send_bytes(pack_message([server.address, node.place()]))
         pipe.recv_bytes()
 
 

@@ -124,7 +124,7 @@ class Client:
             self.ask(self.task, "done", leases=[number], parts=parts)
         else:
             most = self.network.chance.randint(1, 4)
-            self.ask(self.task, "take", wait_s=1.0, stages=[self.task], most=most, ranks=2, held=[])
+            self.ask(self.task, "take", wait_s=1.0, consumers=[self.task], most=most, ranks=2, held=[])
 
     def hear(self, message: dict[str, Any]) -> None:
         if self.asking is None or self.asking.hear(message) is None:
@@ -143,7 +143,7 @@ class Client:
 
     def finish(self, asked: Mapping[str, Any], message: Mapping[str, Any]) -> None:
         if asked["request"] == "take" and message.get("kind") == "rows":
-            self.batch = [(message["leases"][0][0], list(message["rows"]))]
+            self.batch = [(message["lease"], list(message["rows"]))]
         elif asked["request"] == "done":
             (number, rows), self.batch = self.batch[0], []
             if number in message["lost"]:

@@ -12,17 +12,17 @@ import time
 import pytest
 
 from braidrl.data.packing import balanced_partition
+from braidrl.data.rows import Uid
 from braidrl.flow import Flow, Kind
 from braidrl.flow.batches import Sizes
-from braidrl.flow.readiness import Uid
 from braidrl.plan.simulation import Streaming
 from braidrl.plan.workload import Workload
-from braidrl.queue.client import Client
+from braidrl.queue.client import Client, WorkItem
 from braidrl.queue.transport import QueueServer
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.weights.versions import LoadingSchedule
 from tests.plan.durations import long_tailed
-from tests.queue.made_up import GENERATE, SAMPLES, client, made_from, main_program, queue, stage
+from tests.queue.made_up import GENERATE, SAMPLES, client, deliver, made_from, main_program, queue, stage
 
 FLOW = Flow("overlap", [GENERATE, stage("update", Kind.TRAIN, ("tokens",))])
 GENERATING, TRAINING, ROWS = 8, 4, 16
@@ -47,24 +47,29 @@ def generate(worker: Client, work: Workload) -> None:
         if given.kind == "load":
             loaded = given.message["version"]
             worker.ask("loaded", version=loaded, bytes=0, sent=0)
-        elif given.kind == "receive":
-            worker.ask("received", version=given.message["version"])
         elif given.kind == "rows":
             rows = given.rows()
             time.sleep(work.seconds("generate", rows.uids()[0]))
-            written = worker.write(rows.uids(), made_from("generate", rows, loaded))
-            worker.done("generate", [number for number, _ in given.leases], [written], {})
+            deliver(worker, given, made_from("generate", rows, loaded))
 
 
 def train(worker: Client, work: Workload) -> None:
-    """The leader of a group: the lease takes as long as the largest share."""
-    while (given := worker.take(["update"], work.dispatch_rows, 5.0)).kind != "stop":
+    """The leader of a group: a lease takes as long as the largest share."""
+    kept: list[WorkItem] = []
+    while True:
+        rows = sum(item.size for item in kept)
+        ready = ["update"] if rows == ROWS else []
+        given = worker.take(["train.actor"], work.dispatch_rows, 5.0, role="actor", ready=ready)
+        if given.kind == "stop":
+            return
         if given.kind == "step":
             worker.ask("stepped", stage="update", report={})
+            worker.done("train.actor", [(item.lease, None) for item in kept])
+            kept = []
         elif given.kind == "rows":
             costs = [work.seconds("update", uid) for uid in given.index.uids()]
             time.sleep(max(sum(costs[i] for i in part) for part in balanced_partition(costs, TRAINING)))
-            worker.done("update", [number for number, _ in given.leases], [], {})
+            kept.append(given)
 
 
 def measured(work: Workload) -> float:

@@ -11,21 +11,22 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from braidrl.algorithms import registry
 from braidrl.algorithms.ragged import Ragged
 from braidrl.cluster.shared_memory import shared_folder
-from braidrl.data.rows import Rows
+from braidrl.data.messages import unpack_message
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.stage import Signature
-from braidrl.queue.client import Client, assembled
+from braidrl.queue.client import Client, assembled, write_columns
 from braidrl.queue.owner import Owner, StorageNode, owner_path, remove_abandoned
 from braidrl.queue.storage import Evicted, Place, Segments
 from braidrl.queue.storage_backends import data_plane
@@ -34,31 +35,35 @@ from braidrl.runtimes.streaming.control import ControlPlane
 from tests.queue.made_up import (
     CHECK,
     GENERATE,
+    LOADED,
     NORMALISE,
+    SAMPLES,
     UPDATE,
+    Worker,
     admit,
     admit_over_the_wire,
     born,
     client,
+    deliver,
     made_from,
     main_program,
     queue,
     serve,
     stage,
-    work_once,
 )  # fmt: skip
 
 
 def test_every_column_of_every_stage_comes_back_as_it_was_put() -> None:
     with queue(iterations=2) as (control, server, node):
-        worker = client(server, node, "worker", generates=True)
+        worker = Worker(client(server, node, "worker", generates=True))
         stop = threading.Event()
-        thread = threading.Thread(target=lambda: [work_once(worker, wait_s=0.05) for _ in iter(stop.is_set, True)])
+        thread = threading.Thread(target=lambda: [worker.once(wait_s=0.05) for _ in iter(stop.is_set, True)])
         thread.start()
         finished = main_program(control, server, 2)
         stop.set()
         thread.join()
-        rows = assembled(control.data, finished[0].final.index, finished[0].final.payload)
+        final = finished[0].final
+        rows = assembled(control.data, final.index, final.payload, len(final))
         expected = born([0, 1])
         for name in ("generate", "check"):
             expected = expected.with_columns(made_from(name, expected))
@@ -82,12 +87,7 @@ def test_a_stage_gets_the_payload_that_it_reads_and_no_other() -> None:
         admit(control, [0, 1])
         work = worker.take(["generate"], 8, 0.0)
         assert list(work.rows().payload) == ["prompt"]
-        worker.done(
-            "generate",
-            [n for n, _ in work.leases],
-            [worker.write(work.rows().uids(), made_from("generate", work.rows()))],
-            {},
-        )
+        deliver(worker, work, made_from("generate", work.rows()))
         assert list(worker.take(["check"], 8, 0.0).rows().payload) == ["tokens"]
         worker.close()
 
@@ -102,7 +102,7 @@ def test_waiting_reader_does_not_block_and_is_served_promptly() -> None:
         control.training.schedule.groups_wanted(0)
         admit(control, [0, 1])
         start = time.monotonic()
-        assert work_once(writer, ["generate"]) == "rows"
+        assert Worker(writer).once(["generate"]) == "rows"
         written = time.monotonic()
         thread.join()
         assert written - start < 30, "the writer was answered while the reader was waiting"
@@ -143,15 +143,9 @@ def test_expired_lease_moves_on_and_late_answer_is_refused() -> None:
         passed(31.0)
         again = quick.take(["generate"], 8, 60.0)
         assert again.rows().uids() == rows.uids()
-        leases = [number for number, _ in work.leases]
-        assert slow.done("generate", leases, [slow.write(rows.uids(), made_from("generate", rows))], {}) == leases
+        assert deliver(slow, work, made_from("generate", rows)) == [work.lease]
         assert owner_names(node, "slow") == [], "what came too late takes no memory"
-        assert (
-            quick.done(
-                "generate", [n for n, _ in again.leases], [quick.write(rows.uids(), made_from("generate", rows))], {}
-            )
-            == []
-        )
+        assert deliver(quick, again, made_from("generate", rows)) == []
         slow.close()
         quick.close()
 
@@ -165,14 +159,9 @@ def test_a_worker_that_renews_keeps_its_rows() -> None:
         rows = (work := slow.take(["generate"], 8, 0.0)).rows()
         for _ in range(5):
             passed(20.0)
-            assert slow.renew() == []
+            assert slow.renew() == ([], [])
         assert quick.take(["generate"], 8, 0.0).kind == "wait"
-        assert (
-            slow.done(
-                "generate", [n for n, _ in work.leases], [slow.write(rows.uids(), made_from("generate", rows))], {}
-            )
-            == []
-        )
+        assert deliver(slow, work, made_from("generate", rows)) == []
         slow.close()
         quick.close()
 
@@ -182,9 +171,9 @@ def test_late_renewal_returns_lost_leases() -> None:
         slow = client(server, node, "slow", generates=True)
         control.training.schedule.groups_wanted(0)
         admit(control, [0, 1])
-        leases = [number for number, _ in slow.take(["generate"], 8, 0.0).leases]
+        lease = slow.take(["generate"], 8, 0.0).lease
         time.sleep(0.03)
-        assert slow.renew() == leases and not slow.held
+        assert slow.renew() == ([lease], []) and not slow.held
         slow.close()
 
 
@@ -194,7 +183,7 @@ def test_dead_worker_rows_are_leased_again_and_unreported_blocks_freed() -> None
         control.training.schedule.groups_wanted(0)
         admit(control, [0, 1])
         rows = dead.take(["generate"], 8, 0.0).rows()
-        dead.write(rows.uids(), made_from("generate", rows))
+        write_columns(dead.data, made_from("generate", rows))
         assert len(owner_names(node, "dead")) == 1
         control.fail("dead")
         assert owner_names(node, "dead") == []
@@ -210,9 +199,9 @@ def owner_names(node: StorageNode, writer: str) -> list[str]:
 
 def test_eviction_frees_the_memory_of_rows_that_are_done() -> None:
     with queue(iterations=4) as (control, server, node):
-        worker = client(server, node, "worker", generates=True)
+        worker = Worker(client(server, node, "worker", generates=True))
         stop = threading.Event()
-        thread = threading.Thread(target=lambda: [work_once(worker, wait_s=0.05) for _ in iter(stop.is_set, True)])
+        thread = threading.Thread(target=lambda: [worker.once(wait_s=0.05) for _ in iter(stop.is_set, True)])
         thread.start()
         finished = main_program(control, server, 4)
         stop.set()
@@ -262,16 +251,16 @@ def test_two_nodes_exchange_only_requested_rows() -> None:
             "prompts of the other group came too"
         )
         rows = work.rows()
-        far.done("generate", [n for n, _ in work.leases], [far.write(rows.uids(), made_from("generate", rows))], {})
+        deliver(far, work, made_from("generate", rows))
         work = near.take(["check"], 8, 1.0)
-        assert {piece["block"][0] for piece in work.message["payload"]} == {"node-b"}
+        assert {piece["block"][0] for piece in work.message["payload"] if "tokens" in piece["columns"]} == {"node-b"}
         assert torch.equal(work.rows()["tokens"].values, born([0])["prompt"].values * 2)
         assert control.data.served_by(node.place().address) == node.data.served > 0
 
 
 def test_rows_that_lie_on_ones_own_node_do_not_travel() -> None:
     with two_nodes() as (_, near, far, node):
-        assert work_once(far, ["generate"]) == "rows"
+        assert Worker(far).once(["generate"]) == "rows"
         before = node.data.served
         other = Client(near.address, "beside", data_plane(node.place(), "beside"))
         assert len(other.take(["check"], 8, 1.0).rows()["tokens"].values) == len(born([0, 1])["prompt"].values)
@@ -287,7 +276,7 @@ def test_remote_memory_is_freed_even_of_dead_worker() -> None:
         wait_until(lambda: names() == [])
         with pytest.raises(Evicted):
             control.data.read(known)
-        far.write(work.rows().uids(), made_from("generate", work.rows()))
+        write_columns(far.data, made_from("generate", work.rows()))
         assert len(names()) == 1
         control.fail("far")
         wait_until(lambda: names() == [])
@@ -313,7 +302,7 @@ def test_a_name_from_the_network_cannot_lead_out_of_shared_memory() -> None:
 def test_bad_request_is_answered_and_harmless() -> None:
     with queue() as (_, server, node):
         connection = Connection(server.address, 5.0)
-        for request in ({"request": "nonsense"}, {"request": "done", "stage": "generate"}, {"request": "stepped"}):
+        for request in ({"request": "nonsense"}, {"request": "done", "consumer": "generate"}, {"request": "stepped"}):
             with pytest.raises(QueueError):
                 connection.ask(request)
         connection._socket.send_multipart([b"\x93not msgpack of ours"])
@@ -329,26 +318,48 @@ def test_missing_queue_is_named_after_time_limit() -> None:
 
 
 def test_selected_group_continues_and_dropped_group_frees_memory() -> None:
-    flow = Flow(
-        "selecting", [GENERATE, stage("choose", Kind.SELECT, ("length",), (), Scope.GROUP), CHECK, NORMALISE, UPDATE]
-    )
+    select = stage("informative", Kind.SELECT, ("length",), (), Scope.GROUP)
+    flow = Flow("selecting", [GENERATE, replace(select, type=f"{__name__}:even_groups"), CHECK, NORMALISE, UPDATE])
+    with queue(flow, iterations=1, prompts=1) as (control, server, node):
+        worker = Worker(client(server, node, "worker", generates=True))
+        control.training.schedule.groups_wanted(0)
+        admit(control, [1])
+        assert worker.once(["generate"]) == "rows"
+        assert control.training.schedule.groups_wanted(0) == 1
+        admit(control, [2])
+        assert worker.once(["generate"]) == "rows"
+        outcome = control.training.records[1].outcome
+        assert outcome is not None and outcome.dropped == {"odd": 1}
+        assert {uid[1] for uid in control.training.table.parts["generate"]} == {2}
+        assert len(Segments(node.owner.run, "looker").names()) == 2, "prompt and tokens of the group that was kept"
+        worker.close()
+
+
+def test_worker_learns_which_rows_of_its_lease_were_dropped() -> None:
+    select = stage("informative", Kind.SELECT, ("length",), (), Scope.GROUP)
+    flow = Flow("selecting", [GENERATE, replace(select, type=f"{__name__}:even_groups"), CHECK, NORMALISE, UPDATE])
     with queue(flow, iterations=1, prompts=1) as (control, server, node):
         worker = client(server, node, "worker", generates=True)
         control.training.schedule.groups_wanted(0)
-        admit(control, [0])
-        assert work_once(worker, ["generate"]) == "rows"
-        work = worker.take(["choose"], 8, 0.0)
-        worker.selected("choose", work.leases[0][0], {0: "dull"}, {})
-        assert control.training.schedule.groups_wanted(0) == 1
         admit(control, [1])
-        assert work_once(worker, ["generate"]) == "rows"
-        work = worker.take(["choose"], 8, 0.0)
-        worker.selected("choose", work.leases[0][0], {1: None}, {})
-        assert control.training.records[1].outcome is not None
-        assert control.training.records[1].outcome.dropped == {"dull": 1}
-        assert {uid[1] for uid in control.training.table.parts["generate"]} == {1}
-        assert len(Segments(node.owner.run, "looker").names()) == 2, "prompt and tokens of the group that was kept"
+        assert Worker(worker).once(["generate"]) == "rows"
+        control.training.schedule.sampling.over_sampling = 2.0
+        control.training.schedule.groups_wanted(0)
+        admit(control, [2, 3])
+        work = worker.take(["generate"], 8, 0.0)
+        assert [uid[1] for uid in work.index.uids()] == [2, 2, 3, 3]
+        rows = work.rows([0, 1])
+        written = write_columns(worker.data, made_from("generate", rows))
+        assert worker.done("generate", [(work.lease, [0, 1])], [(written, [(work.lease, [0, 1])])], keeps=True) == []
+        again = worker.take(["generate"], 8, 0.0)
+        assert again.kind == "lost" and [list(one) for one in again.dropped] == [[work.lease, [2, 3]]]
         worker.close()
+
+
+@registry.selections.register()
+def even_groups(length: torch.Tensor, group: torch.Tensor) -> dict[int, str]:
+    """Drop groups with odd numbers."""
+    return {number: "odd" for number in group.unique().tolist() if number % 2}
 
 
 def test_later_run_removes_segments_of_killed_run(tmp_path: Path) -> None:
@@ -385,7 +396,7 @@ def test_rows_train_once_despite_dead_or_late_workers(
     arguments = {"iterations": iterations, "prompts": prompts, "lease_s": 0.15}
     process = context.Process(target=serve, args=(theirs, arguments))
     process.start()
-    address, place = msgpack.unpackb(ours.recv_bytes())
+    address, place = unpack_message(ours.recv_bytes())
     trained = play(address, Place(*place), iterations, prompts, workers, random.Random(seed))
     ours.send_bytes(b"end")
     process.join(60)
@@ -402,59 +413,47 @@ def play(
     def join(number: int) -> Client:
         return Client(address, f"w{number}", data_plane(where, f"w{number}", 10.0), generates=True)
 
-    trained: Counter[tuple[int, int, int]] = Counter()
-    clients, joined, steps, admitted = [join(n) for n in range(workers)], workers, 0, -1
+    engines, joined, admitted, trainer = [join(n) for n in range(workers)], workers, 0, Worker(join(1000))
     deadline = time.monotonic() + 60
-    while steps < iterations:
+    while len(trainer.trained) < iterations * prompts * SAMPLES:
         assert time.monotonic() < deadline
-        if admitted < steps:
-            admitted = steps
-            admit_over_the_wire(clients[0], born(range(steps * prompts, (steps + 1) * prompts)))
-        place = chance.randrange(len(clients))
-        worker, fate = clients[place], chance.random()
-        work = worker.take(["update", "normalise", "check", "generate"], 3, 0.02)
+        if admitted * prompts * SAMPLES <= len(trainer.trained):
+            groups = range(admitted * prompts, (admitted + 1) * prompts)
+            admit_over_the_wire(engines[0], born(groups))
+            admitted += 1
+        trainer.once(["train.actor"], 0.02)
+        place, fate = chance.randrange(len(engines)), chance.random()
+        worker = engines[place]
+        work = worker.take(["check", "generate"], 3, 0.02)
         if work.kind == "load":
+            LOADED[worker.holder] = work.message["version"]
             worker.ask("loaded", version=work.message["version"], bytes=0, sent=0)
-        elif work.kind == "step":
-            worker.ask("stepped", stage="update", report={})
-            steps += 1
-        elif work.kind == "rows" and work.stage == "update":
-            trained.update(work.index.uids())
-            worker.done("update", [n for n, _ in work.leases], [], {})
         elif work.kind == "rows" and fate < 0.2:
-            clients[place] = join(joined)  # The old one forgets what it holds; its lease runs out.
+            engines[place] = join(joined)  # The old one forgets what it holds; its lease runs out.
             joined += 1
             worker.close()
         elif work.kind == "rows":
             rows = work.rows()
             if fate < 0.3:
                 time.sleep(0.3)  # Too late: the lease has run out.
-            worker.done(
-                work.stage,
-                [n for n, _ in work.leases],
-                [worker.write(rows.uids(), made_from(work.stage, rows, steps))],
-                {},
-            )
-    for worker in clients:
+            deliver(worker, work, made_from(work.consumer, rows, LOADED.get(worker.holder, 0)))
+    for worker in [*engines, trainer.client]:
         worker.close()
-    return trained
+    return Counter(trainer.trained)
 
 
-def test_stage_reads_requested_version_of_column() -> None:
-    shaped = stage("shape", Kind.COMPUTE, ("reward",), ("reward",))
+def test_consumer_reads_requested_version_of_column() -> None:
+    shaped = replace(stage("shape", Kind.INFER, ("reward",), ("reward",)), role="other")
     flow = Flow("versions", [GENERATE, CHECK, shaped, NORMALISE, UPDATE])
     with queue(flow, iterations=1) as (control, server, node):
         worker = client(server, node, "worker", generates=True)
         control.training.schedule.groups_wanted(0)
         admit(control, [0, 1])
-        assert work_once(worker, ["generate"]) == "rows" and work_once(worker, ["check"]) == "rows"
+        assert Worker(worker).once(["generate"]) == "rows" and Worker(worker).once(["check"]) == "rows"
         work = worker.take(["shape"], 8, 0.0)
         before = work.rows()["reward"]
-        worker.done(
-            "shape", [n for n, _ in work.leases], [worker.write(work.rows().uids(), {"reward": before + 100})], {}
-        )
-        assert torch.equal(worker.take(["normalise"], 8, 0.0).rows()["reward"], before + 100)
-        assert isinstance(work.rows(), Rows)
+        deliver(worker, work, {"reward": before + 100})
+        assert torch.equal(worker.take(["train.actor"], 8, 0.0).rows()["reward"], before + 100)
         worker.close()
 
 
@@ -466,22 +465,23 @@ def test_weight_copy_is_asked_of_another_worker_when_the_first_dies(tmp_path: Pa
         node,
     ):
         first, second = client(server, node, "first", generates=True), client(server, node, "second")
-        follower = client(server, node, "follower")
-        control.allowed = 1
+        follower, trainer = client(server, node, "follower"), Worker(first)
+        control.allow(1)
         control.training.schedule.groups_wanted(0)
         admit(control, [0, 1])
-        assert [work_once(first) for _ in range(5)] == ["rows"] * 4 + ["step"]
-        assert follower.take(["follow"], 8, 0.0).kind == "wait"
-        asked = first.take(["update"], 8, 0.0)
-        assert (asked.kind, asked.stage) == ("give", "follow")
-        assert second.take(["update"], 8, 0.0).kind == "wait", "one of them is enough"
+        assert [trainer.once() for _ in range(4)] == ["rows"] * 3 + ["step"]
+        own, others = {"role": "actor", "ready": []}, {"role": "reference", "ready": []}
+        assert follower.take([], 8, 0.0, **others).kind == "wait"
+        asked = first.take([], 8, 0.0, **own)
+        assert (asked.kind, asked.message["stage"]) == ("give", "follow")
+        assert second.take([], 8, 0.0, **own).kind == "wait", "one of them is enough"
         control.fail("first")
-        assert second.take(["update"], 8, 0.0).kind == "give"
+        assert second.take([], 8, 0.0, **own).kind == "give"
         file = tmp_path / "weights"
         file.write_bytes(b"weights")
         place: dict[str, Any] = {"path": str(file), "machines": [], "offer": None, "number": 1, "bytes": 7}
         second.ask("given", stage="follow", place=place)
-        step = follower.take(["follow"], 8, 0.0)
+        step = follower.take([], 8, 0.0, **others)
         assert step.kind == "step" and step.message["weights"] == place
         follower.ask("stepped", stage="follow", report={})
         assert not file.exists(), "weights that were taken over are still kept"

@@ -37,7 +37,8 @@ class TaskMachine(RuleBasedStateMachine):
 
     def ready(self, name: str) -> list[Row]:
         """Rows that can be taken, searched for among all rows in work."""
-        held = {row for lease in self.tasks.leases.held.values() if lease.task == name for row in lease.rows}
+        leases = [lease for lease in self.tasks.leases.held.values() if lease.task == name]
+        held = {row for lease in leases for row in self.tasks.left(lease)}
         free = [
             row for row in self.work
             if row not in held and (name, row) not in self.done
@@ -79,13 +80,16 @@ class TaskMachine(RuleBasedStateMachine):
         lease = self.tasks.leases.held.get(number)
         if lease is None or lease.deadline < self.now:
             with pytest.raises(LeaseLost):
-                self.tasks.acknowledge(number, self.now)
+                self.tasks.complete(number, self.now)
             return
-        self.tasks.acknowledge(number, self.now)
-        assert not self.done & {(lease.task, row) for row in lease.rows}, "no row is done twice"
-        self.done |= {(lease.task, row) for row in lease.rows}
-        self.written |= {(lease.task, row) for row in lease.rows}
-        self.tasks.write(lease.task, lease.rows)
+        places = data.draw(st.none() | st.sets(st.integers(0, len(lease.rows) - 1)))
+        left = set(self.tasks.left(lease))
+        rows = self.tasks.complete(number, self.now, None if places is None else sorted(places))
+        assert set(rows) == (left if places is None else left & {lease.rows[place] for place in places})
+        assert not self.done & {(lease.task, row) for row in rows}, "no row is done twice"
+        self.done |= {(lease.task, row) for row in rows}
+        self.written |= {(lease.task, row) for row in rows}
+        self.tasks.write(lease.task, rows)
 
     @precondition(lambda self: self.numbers)
     @rule(data=st.data())
@@ -114,8 +118,8 @@ class TaskMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def rows_leave(self, data: st.DataObject) -> None:
         gone = set(data.draw(st.lists(st.sampled_from(self.work), max_size=3)))
-        lost = {n for n, lease in self.tasks.leases.held.items() if gone & set(lease.rows)}
-        assert {lease.number for lease in self.tasks.forget(gone)} == lost
+        lost = {lease: own for lease in self.tasks.leases.held.values() if (own := gone & {*self.tasks.left(lease)})}
+        assert {lease: set(rows) for lease, rows in self.tasks.forget(gone).items()} == lost
         self.work = [row for row in self.work if row not in gone]
 
     @precondition(lambda self: self.work)
@@ -138,7 +142,7 @@ class TaskMachine(RuleBasedStateMachine):
         self.tasks.give_up(self.tasks.leases.expired(self.now + 100))
         for name in TASKS:
             while (lease := self.tasks.take(name, "z", self.now, 1.0, 5)) is not None:
-                self.tasks.acknowledge(lease.number, self.now)
+                self.tasks.complete(lease.number, self.now)
                 self.tasks.write(name, lease.rows)
                 self.done |= {(name, row) for row in lease.rows}
         assert {(name, row) for name in TASKS for row in self.work} <= self.done, "every row comes to its end"
@@ -152,13 +156,13 @@ def test_late_acknowledgement_is_refused_without_clock_tick() -> None:
     lease = tasks.take("generate", "a", 0.0, 5.0, 2)
     assert lease is not None
     with pytest.raises(LeaseLost, match="free again"):
-        tasks.acknowledge(lease.number, now=5.1)
+        tasks.complete(lease.number, now=5.1)
     assert tasks.give_up(tasks.leases.expired(5.1)) == [lease]
     again = tasks.take("generate", "b", 5.1, 5.0, 2)
     assert again is not None and again.rows == lease.rows
     with pytest.raises(LeaseLost):
-        tasks.acknowledge(lease.number, now=5.2)
-    tasks.acknowledge(again.number, now=10.1)
+        tasks.complete(lease.number, now=5.2)
+    tasks.complete(again.number, now=10.1)
 
 
 def test_group_is_leased_alone_once_complete() -> None:
@@ -195,10 +199,11 @@ def test_the_oldest_row_is_not_passed_over_for_ever() -> None:
 
 
 @given(st.sets(st.sampled_from(ROWS)), st.sets(st.sampled_from(ROWS)))
-def test_rows_that_leave_free_the_others_of_their_lease(held: set[Row], gone: set[Row]) -> None:
+def test_rows_that_leave_are_taken_out_of_their_lease_alone(held: set[Row], gone: set[Row]) -> None:
     tasks = begin()
     lease = tasks.lease("generate", sorted(held), "a", 0.0, 1.0)
     lost = tasks.forget(gone)
-    assert lost == ([lease] if held & gone else [])
-    if lost and held - gone:
-        assert tasks.lease("generate", sorted(held - gone), "b", 0.0, 1.0) is not None
+    assert {one: set(rows) for one, rows in lost.items()} == ({lease: held & gone} if held & gone else {})
+    assert tasks.leases.rows_of["a"] == len(held - gone)
+    if lease is not None and held - gone:
+        assert tasks.complete(lease.number, 0.0) == sorted(held - gone)

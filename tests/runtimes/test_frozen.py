@@ -28,7 +28,6 @@ KINDS: dict[str, tuple[dict[str, Any], str, bool]] = {
     "streaming trainer": (STREAMING, "actor-0", False),
     "streaming trainer's second rank": (STREAMING, "actor-1", False),
     "streaming generator": (STREAMING, "actor.generate-", True),
-    "streaming compute": (STREAMING, "compute-0", True),
     "verifier": ({"reward": {"sandbox": "process"}}, "verifier", True),
     "engine": ({"rollout": {"engines": 1}}, "engine", True),
     "rank 0": ({"runtime": "distributed", "workers": 2}, "rank 0", False),

@@ -4,6 +4,7 @@ engine ──finished rows──▶ EarlyChecks ──some at a time──▶ Ch
                                        verify stage ──▶ Checks.results ◀──┘
 """
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
@@ -35,6 +36,7 @@ class Checks:
     def __init__(self, rewards: RuleRewards | None, progress: Progress) -> None:
         self.rewards, self.progress = rewards, progress
         self.pending: dict[str, list[tuple[Rows, Pending]]] = {}
+        self.lock = threading.Lock()
         self.shown: set[tuple[str, str]] = set()
 
     def begin(self, stage: Stage, rows: Rows) -> Pending:
@@ -45,10 +47,15 @@ class Checks:
         return begun
 
     def results(self, stage: Stage, rows: Rows, sums: Sums) -> Rows:
-        """Return the results of `rows`, in their order; missing checks start now."""
-        if stage.name not in self.pending:
-            self.begin(stage, rows)
-        begun = self.pending.pop(stage.name)
+        """Return the results of `rows`, in their order; missing checks start now. Several threads may ask for theirs."""
+        uids = set(rows.uids())
+        with self.lock:
+            if not any(uids.issuperset(part.uids()) for part, _ in self.pending.get(stage.name, ())):
+                self.begin(stage, rows)
+            known = self.pending.pop(stage.name)
+            begun = [(part, pending) for part, pending in known if uids.issuperset(part.uids())]
+            if len(begun) < len(known):
+                self.pending[stage.name] = [one for one in known if not uids.issuperset(one[0].uids())]
         with self.progress.stage(stage.name, len(rows)) as bar:
             parts = []
             for part, pending in begun:

@@ -317,6 +317,10 @@ def without_effect(config: Config) -> list[str]:
         lines.append(
             "streaming.share_out has no effect: with streaming.weights=rolling half of the engines may be out at a time"
         )
+    if "compute" in config.streaming.workers:
+        lines.append(
+            "streaming.workers.compute has no effect: checks and computations run with generation and training"
+        )
     if config.placement != PlacementConfig() and config.runtime != "hybrid":
         lines.append(f"placement has no effect: only runtime=hybrid has pools, and this is runtime={config.runtime}")
     if config.trainer.resident_gib is not None and config.runtime == "streaming":

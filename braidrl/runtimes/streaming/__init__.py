@@ -1,7 +1,13 @@
-"""The streaming runtime: every stage is a loop on its own worker group, and pulls ready rows from the transfer queue.
+"""The streaming runtime: generation, frozen models and trainers are loops on worker groups, which pull ready rows from the queue.
 
-program ──admits──▶ control: streams of rows, schedule, weights ◀──take, done── worker, generate ──▶ executor
+program ──admits──▶ control: schedule, table, verdicts ◀──take, done── generate ─▶ worker ─▶ train ──▶ executor
 
-`program` opens the queue and drives iterations, `orders` is the backend beside them, `groups` derives the worker groups of a flow,
-`processes` starts and watches them, and `weights` brings new weights from trainers to engines.
+* `consumers`: a row leaves the queue for generation, for inference with devices of its own, and once for each trained role. All other
+  stages run beside one of these: checks and shaping where rows are generated, computations of an update in its trainer.
+* `schedule`, `training_batch`: pure decisions on rows of consumers: admission, leases, the batch, publication.
+* `stream`, `control`: a flow's rows and locations; the answers to workers. Selection runs here, on index columns.
+* `generate`, `worker`, `train`: a worker's loops. A trainer takes each row of a batch once, keeps it, runs its stages through the
+  executor, accumulates as rows arrive, and asks only for permission to step. It reports the batch's columns once, at its end.
+* `program` opens the queue and drives iterations, `orders` is the backend beside them, `groups` derives the processes of a flow,
+  `processes` starts and watches them, and `weights` brings new weights from trainers to engines.
 """

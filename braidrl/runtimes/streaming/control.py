@@ -1,21 +1,23 @@
 """The control plane: answers workers' requests from the schedule, and hands them weights and orders.
 
-take  ─▶ rows (leases, index columns, payload locations) │ step │ give weights │ receive, load │ order │ stop │ wait
-done, stepped, given, weights, loaded, ordered, renew ─▶ recorded, then: close the batch? publish? let engines load?
+take  ─▶ rows (a lease, payload locations) │ step │ give weights │ load │ order │ stop │ wait
+done, stepped, given, weights, loaded, ordered, renew ─▶ recorded, then: verdicts? close the batch? publish? let engines load?
 
 The server's thread and the main process call these methods: one lock guards everything.
 """
 
 import math
+import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
-from braidrl.data.codec import decode, encode
+from braidrl.data.codec import decode
 from braidrl.data.frames import Frame
-from braidrl.errors import UserError
+from braidrl.errors import UserError, WorkerError
 from braidrl.flow import Kind, Stage
 from braidrl.flow.flow import is_optimized
 from braidrl.queue.requests import Answer, Holder, QueueController, Wait
@@ -37,6 +39,8 @@ class WorkerHolder(Holder):
 
     group: str = ""
     orders: deque[Answer] = field(default_factory=deque)
+    dropped: list[tuple[int, list[int]]] = field(default_factory=list)
+    """Rows, by lease and positions, that selection has dropped and that the worker does not know to be."""
 
 
 class ControlPlane(QueueController):
@@ -73,11 +77,13 @@ class ControlPlane(QueueController):
         """Bytes of weights received by engines on other machines."""
         self.allowed = 0
         """The last iteration whose optimizer steps are allowed."""
+        self.is_due = False
+        """True if a trainer could make a step that is not allowed yet."""
         self.stepping: set[str] = set()
         """Train stages with a step in progress."""
         self.unloaded: frozenset[str] = frozenset()
         """Groups that get no rows until they have loaded a checkpoint."""
-        self.refused: UserError | None = None
+        self.refused: UserError | WorkerError | None = None
         """The user's error that ends the run: selection kept nothing for a whole epoch."""
         self.finished: deque[IterationRecord] = deque()
         self.results: dict[int, tuple[dict[str, Any], StoredRows | None]] = {}
@@ -88,7 +94,7 @@ class ControlPlane(QueueController):
     @property
     def queues(self) -> list[Tasks]:
         """Return the task controllers of all streams."""
-        return [stream.schedule.tasks for stream in self.streams]
+        return [stream.tasks for stream in self.streams]
 
     # Requests
 
@@ -118,45 +124,56 @@ class ControlPlane(QueueController):
         holder = self.holders.get(request["holder"])
         if holder is None or self.stopping:
             return {"kind": "stop"}, ()
-        lost = self.lost(request["held"])
+        lost = {"lost": self.lost(request["held"]), "dropped": holder.dropped}
+        holder.dropped = []
         if holder.orders:
             order, content = holder.orders.popleft()
-            return {**order, "kind": "order", "lost": lost}, content
+            return {**order, "kind": "order", **lost}, content
         if (weights := self._weights_for(holder.name)) is not None:
-            return {**weights, "lost": lost}, ()
+            return {**weights, **lost}, ()
+        if (step := self._step(request)) is not None:
+            return {**step, **lost}, ()
         version, lags = self.loading.version_of(holder.name), self.loading.lags(holder.name)
         takes_rows = self.loading.takes_rows(holder.name) and holder.group not in self.unloaded
-        for name in request["stages"] if takes_rows else ():
+        for name in request["consumers"] if takes_rows else ():
             for stream in self.streams:
                 # An evaluation uses a single version.
-                if name in stream.stages and not (lags and stream.during is not None):
-                    answer = self._work(stream, stream.flow[name], request, version)
+                if name in stream.before and not (lags and stream.during is not None):
+                    answer = self._work(stream, name, request, version)
                     if answer is not None:
                         self._note_activity()
-                        return {**answer[0], "lost": lost}, answer[1]
-        return ({"kind": "lost", "lost": lost}, ()) if lost else Wait()
+                        return {**answer[0], **lost}, answer[1]
+        return ({"kind": "lost", **lost}, ()) if any(lost.values()) else Wait()
 
     def on_done(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Record completed leases; the message has index columns, and the locations of the payload."""
-        parts = [StoredPart.received(request["stage"], part, frames) for part in request["parts"]]
-        stream = next((stream for stream in self.streams if request["stage"] in stream.stages), None)
+        """Record completed rows; the message has index columns, and the locations of the payload."""
+        name, done = request["consumer"], request["done"]
+        parts = [(StoredPart.received(name, part, frames), part["rows"]) for part in request["parts"]]
+        stream = next((stream for stream in self.streams if name in stream.before), None)
         if stream is None:
-            self.data.free([part.block for part in parts if part.block])
-            return {"lost": request["leases"]}, ()
-        held = stream.schedule.tasks.leases.held
-        known = next((held[number] for number in request["leases"] if number in held), None)
+            self.data.free([part.block for part, _ in parts if part.block])
+            return {"lost": [number for number, _ in done]}, ()
+        known = next((lease for number, _ in done if (lease := stream.tasks.leases.held.get(number)) is not None), None)
         if known is not None:
-            stream.report(known, request["report"])
-        now = self.clock()
-        if stream.flow[request["stage"]].kind is Kind.SELECT:
-            return {"lost": stream.select(request["leases"][0], dict(request["reasons"]), now)}, ()
-        if request.get("unfinished"):
-            lost, freed = stream.suspend(request["leases"], parts, now)
-            self.data.free(freed)
-            return {"lost": lost}, ()
-        lost = stream.acknowledge(request["leases"], parts, now, request["totals"])
-        self.data.free([part.block for part in parts if part.block is not None and not part.rows])
+            iteration = stream.schedule.iteration_of[next(iter(stream.tasks.left(known)))[1]]
+            record = stream.record_of(iteration)
+            trains = stream.consumers.by_name[name].kind is Kind.TRAIN
+            (record.training if trains else record.reports).extend(request["reports"])
+            stream.follow(
+                {n: own for n, own in request["totals"].items() if stream.consumers.reporting[n] == name}, iteration
+            )
+        finish = stream.suspend if request["unfinished"] else partial(stream.complete, name)
+        lost, freed = finish(done, parts, self.clock())
+        self.data.free(freed)
         return {"lost": lost}, ()
+
+    def on_renew(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        """Extend the leases of a slow worker that sends heartbeats, and name rows that selection has dropped."""
+        answer, holder = super().on_renew(request, frames)[0], self.holders.get(request["holder"])
+        found, dropped = (holder.dropped, list[tuple[int, list[int]]]()) if holder else ([], [])
+        if holder:
+            holder.dropped = dropped
+        return {**answer, "dropped": found}, ()
 
     def on_stepped(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Record an optimizer step."""
@@ -165,7 +182,7 @@ class ControlPlane(QueueController):
         schedule.stepped(name)
         self.stepping.discard(name)
         self._free(self.copies.taken(name))
-        self.training.record_of(iteration).reports.append(request["report"])
+        self.training.record_of(iteration).training.append(request["report"])
         return {}, ()
 
     def on_given(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
@@ -212,6 +229,10 @@ class ControlPlane(QueueController):
             self.advance()
         self.notify()
 
+    def allow(self, iteration: int) -> None:
+        """Allow the optimizer steps of an iteration."""
+        self.allowed, self.is_due = iteration, False
+
     def admit(self, stream: Stream, rows: StoredRows) -> None:
         """Admit rows whose payload is in the queue, unless their batch has been closed meanwhile."""
         with self.changed:
@@ -233,7 +254,7 @@ class ControlPlane(QueueController):
         """Forget a stream with all of its rows."""
         with self.changed:
             self.streams.remove(stream)
-            self.data.free(stream.table.evict(stream.schedule.tasks.rows))
+            self.data.free(stream.table.evict(stream.tasks.rows))
 
     def fail(self, holder: str) -> None:
         """Release the leases of a dead worker, and free blocks that it wrote without a message."""
@@ -258,7 +279,7 @@ class ControlPlane(QueueController):
                 return False
             self.training.train_again()
             self._free(list(self.copies.places()))
-            self.copies, self.allowed = Copies(), version
+            self.copies, self.allowed, self.is_due = Copies(), version, False
             self.stepping.clear()
             return True
 
@@ -266,14 +287,14 @@ class ControlPlane(QueueController):
         """Forget all rows and weights; engines wait for the weights of the checkpoint to be loaded."""
         with self.changed:
             # Late messages of workers must not name a lease of the new stream.
-            stream.schedule.tasks.leases.numbers = self.training.schedule.tasks.leases.numbers
+            stream.tasks.leases.numbers = self.training.tasks.leases.numbers
             for known in self.streams:
-                self.data.free(known.table.evict(list(known.schedule.tasks.rows)))
+                self.data.free(known.table.evict(list(known.tasks.rows)))
             self.forgotten += [*self.weights.places(), *self.copies.places()]
             self.training, self.streams = stream, [stream]
             self.weights, self.copies = Versions(self.exported), Copies()
             self.loading.forget()
-            self.allowed, self.finished = 0, deque()
+            self.allowed, self.is_due, self.finished = 0, False, deque()
             self.stepping.clear()
             for holder in self.holders.values():
                 holder.orders.clear()
@@ -281,8 +302,7 @@ class ControlPlane(QueueController):
     def advance(self) -> None:
         """Make all decisions possible now: the end of selection, publications, and loading by engines."""
         for stream in self.streams:
-            while (freed := stream.close()) is not None:
-                self.data.free(freed)
+            self._decide(stream)
         schedule = self.training.schedule
         while schedule.due_publication() is not None:
             record, freed = self.training.publish()
@@ -295,17 +315,30 @@ class ControlPlane(QueueController):
 
     # Inside
 
-    def _work(self, stream: Stream, stage: Stage, request: dict[str, Any], version: int | None) -> Answer | None:
-        """Return work of a stage, for an engine that holds `version` of the weights; None if there is none."""
-        if (wanted := self._copy_from(stage)) is not None:
-            self.copies.ask(wanted, request["holder"])
-            return {"kind": "give", "stage": wanted}, ()
-        if stage.kind is Kind.TRAIN and stage.name in stream.schedule.due_steps():
-            return self._step(stream, stage)
+    def _decide(self, stream: Stream) -> None:
+        """Run the verdict stages, and close batches that are complete. A user's function that fails ends the run."""
+        try:
+            stream.decide()
+        except UserError:
+            raise
+        except Exception:
+            failed = f"a stage of the selection failed in the main process:\n{traceback.format_exc()}"
+            self.refused, self.stopping = WorkerError(failed), True
+            return
+        while (freed := stream.close()) is not None:
+            self.data.free(freed)
+            for lease, rows in stream.schedule.dropped.items():
+                if lease.holder in self.holders:
+                    places = {row: place for place, row in enumerate(lease.rows)}
+                    self.holders[lease.holder].dropped.append((lease.number, [places[row] for row in rows]))
+
+    def _work(self, stream: Stream, name: str, request: dict[str, Any], version: int | None) -> Answer | None:
+        """Return rows for a consumer, for an engine that holds `version` of the weights; None if there are none."""
+        consumer = stream.consumers.by_name[name]
         # Accumulated gradients cannot be undone: a trainer keeps its rows until it is known to be dead.
-        seconds = math.inf if stage.kind is Kind.TRAIN else self.lease_s
-        request = {**request, "most": self._most(stage, request)}
-        return stream.take(stage, request, self.clock(), seconds, version if stream is self.training else None)
+        seconds = math.inf if consumer.kind is Kind.TRAIN else self.lease_s
+        request = {**request, "most": self._most(consumer.stages[0], request)}
+        return stream.take(name, request, self.clock(), seconds, version if stream is self.training else None)
 
     def _most(self, stage: Stage, request: dict[str, Any]) -> int:
         """Return the limit of rows to give: for an engine its free slots now, not at the time of the request."""
@@ -317,46 +350,55 @@ class ControlPlane(QueueController):
         return most
 
     def _episodes_under_way(self) -> int:
-        leases = ((stream.flow[lease.task.stage], lease) for stream in self.streams for lease in stream.leases())
-        return sum(len(lease.rows) for stage, lease in leases if "environment" in stage.params)
+        leases = ((stream.consumers.by_name[lease.task], lease) for stream in self.streams for lease in stream.leases())
+        return sum(lease.left for consumer, lease in leases if "environment" in consumer.stages[0].params)
 
-    def _step(self, stream: Stream, stage: Stage) -> Answer | None:
-        schedule = stream.schedule
+    def _step(self, request: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the step for which a trainer asks, or an order to give its weights for another role's; None if neither is due."""
+        schedule, flow, role = self.training.schedule, self.training.flow, request.get("role")
         iteration = schedule.published + 1
-        if iteration > self.allowed or stage.name in self.stepping:
+        if role is None:
             return None
-        exported = iteration if self._is_last_step(stage, iteration) else None
-        outdated, self.outdated = self.outdated, []
-        answer = {
-            "kind": "step", "stage": stage.name, "iteration": iteration, "export": exported, "outdated": outdated,
-        }  # fmt: skip
-        if not is_optimized(stage):
-            if (weights := self.copies.given(stage.name)) is None:
-                return None
+        copies = [(s, c.takes_rows) for c in schedule.trainers for s in c.updates if not is_optimized(s)]
+        for stage in [s for s, _ in copies if s.params["source"] == role and s.name not in self.copies]:
+            if schedule.may_step(stage) and self._is_allowed(iteration):
+                self.copies.ask(stage.name, request["holder"])
+                return {"kind": "give", "stage": stage.name}
+        # A worker that only copies weights is always ready.
+        alone = [stage for stage, takes_rows in copies if not takes_rows and stage.role == role]
+        for stage in [*alone, *map(flow.__getitem__, request["ready"])]:
+            if stage.name in self.stepping or not schedule.may_step(stage) or not self._is_allowed(iteration):
+                continue
+            weights = self.copies.given(stage.name)
+            if weights is None and not is_optimized(stage):
+                continue
+            exported = iteration if self._is_last_step(stage, iteration) else None
+            outdated, self.outdated = self.outdated, []
             self.stepping.add(stage.name)
-            return {**answer, "weights": weights}, ()
-        self.stepping.add(stage.name)
-        index, _ = stream.read(stage.name, schedule.batches[iteration].updates[stage.name][0].rows)
-        return answer, encode(index)
+            return {
+                "kind": "step", "stage": stage.name, "iteration": iteration, "export": exported, "outdated": outdated,
+                "weights": weights,
+            }  # fmt: skip
+        return None
+
+    def _is_allowed(self, iteration: int) -> bool:
+        if iteration > self.allowed and not self.is_due:
+            self.is_due = True
+            self.changes += 1
+            self.changed.notify_all()
+        return iteration <= self.allowed
 
     def _is_last_step(self, stage: Stage, iteration: int) -> bool:
         """Return True if this step is the role's last one of the iteration, after which its weights are published."""
-        schedule = self.training.schedule
+        batch = self.training.schedule.batches[iteration]
         others = [one.name for one in self._updates_of(str(stage.role), iteration) if one.name != stage.name]
-        left = schedule.batches[iteration].updates[stage.name]
-        return stage.role in self.exported and len(left) <= 1 and all(schedule.trained[n] >= iteration for n in others)
-
-    def _copy_from(self, stage: Stage) -> str | None:
-        """Return the due update that waits for the weights of this stage's worker."""
-        schedule, flow = self.training.schedule, self.training.flow
-        if stage.kind not in (Kind.INFER, Kind.TRAIN) or schedule.published + 1 > self.allowed:
-            return None
-        due = [flow[name] for name in schedule.due_steps() if name not in self.copies]
-        return next((copy.name for copy in due if copy.params.get("source", "") == stage.role), None)
+        left = batch.steps - batch.made[stage.name] if is_optimized(stage) else 1
+        through = all(self.training.schedule.is_through(name, batch) for name in others)
+        return stage.role in self.exported and left <= 1 and through
 
     def rows_held(self, holder: str) -> int:
-        """Return the number of a worker's leases."""
-        return sum(tasks.leases.count(holder) for tasks in self.queues)
+        """Return the number of rows that a worker has."""
+        return sum(tasks.leases.rows_of[holder] for tasks in self.queues)
 
     def seen_now(self) -> dict[str, float]:
         """Return the rows on engines, and the oldest version among them."""

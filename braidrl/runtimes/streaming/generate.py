@@ -1,8 +1,8 @@
-"""The loop of a generation worker, for every engine: rows go to the engine as slots become free, and leave one by one.
+"""The loop of a generation worker, for every engine: rows go to the engine as slots become free, and leave as they end.
 
-take ──lease per row──▶ engine ──▶ finished rows, episodes ──▶ columns, acknowledged at once
-                           ▲
-                           └── new weights, all at once: between rows, or between two tokens of running rows
+take ──a lease of rows──▶ engine ──▶ finished rows, episodes ──▶ checks, computations ──▶ columns, reported in a thread
+                             ▲
+                             └── new weights, all at once: between rows, or between two tokens of running rows
 
 One request to the queue is always pending, so that rows and weights arrive as soon as they are available. The loop shares the
 engine's event loop: an engine of this process steps in it, others answer in it.
@@ -10,27 +10,27 @@ engine's event loop: an engine of this process steps in it, others answer in it.
 
 import asyncio
 import time
-from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Collection, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
 from braidrl.agents.player import Episode
-from braidrl.data.rows import Column, FinishReason, Rows, tokens_of
+from braidrl.data.rows import FinishReason, Rows, Uid, tokens_of
 from braidrl.engines.engine import Engine
-from braidrl.engines.requests import Response
+from braidrl.engines.requests import Request, Response
 from braidrl.engines.resuming import ResumingEngine
 from braidrl.flow import Stage
 from braidrl.flow.compute import of_namespace
-from braidrl.flow.readiness import Uid
 from braidrl.observe.metrics import Sums
 from braidrl.observe.stalls import WORK, PieceOfWork
 from braidrl.observe.trace import BusySpan
-from braidrl.queue.client import Client, WorkItem
+from braidrl.queue.client import Client, WorkItem, write_columns
 from braidrl.queue.storage import Evicted
 from braidrl.runtimes.generating.generation import limits_of, requests_of
 from braidrl.runtimes.generating.partial import to_the_end
+from braidrl.runtimes.streaming.consumers import Consumer
 from braidrl.runtimes.streaming.weights import source_of
 from braidrl.runtimes.streaming.worker import WorkerContext
 from braidrl.runtimes.usage import Drawn
@@ -38,6 +38,8 @@ from braidrl.training.parallel.replicated import DataParallel
 from braidrl.weights.file import WeightFile
 
 LOAD = "load weights"
+Key = tuple[int, int]
+"""A running row: the number of its lease, and its position in it."""
 
 
 class Ended(NamedTuple):
@@ -52,19 +54,25 @@ class Ended(NamedTuple):
         return isinstance(self.result, Response) and self.result.finish_reason is FinishReason.ABORT
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class Leased:
+    """The rows of a lease that still exist, with their positions in it."""
+
+    lease: int
+    consumer: Consumer
+    iteration: int
+    rows: Rows
+    places: dict[int, int]
+    """By position in the lease, the position in `rows`."""
+
+
+@dataclass(frozen=True, eq=False)
 class Flight:
-    """A running row: its work, its data, and its task."""
+    """A running row, and its task."""
 
-    work: WorkItem
-    row: Rows
+    leased: Leased
+    uid: Uid
     task: asyncio.Task[Ended]
-
-    @property
-    def uid(self) -> Uid:
-        """Return its uid."""
-        (uid,) = self.row.uids()
-        return uid
 
 
 class GenerateLoop:
@@ -78,11 +86,14 @@ class GenerateLoop:
         # The queue limits the number of episodes.
         self.limits = limits_of(context.executor.config, self.engine.max_sequence_tokens, DataParallel())
         self.version = 0
-        self.flight: dict[int, Flight] = {}
-        """Running rows by lease number."""
+        self.flight: dict[Key, Flight] = {}
+        self.left: dict[int, int] = {}
+        """Number of running rows by lease."""
         self.last: dict[Uid, asyncio.Task[Ended]] = {}
         """The latest generation task of each row: an engine draws one response of a row at a time."""
-        self.ended: list[int] = []
+        self.ended: list[Key] = []
+        self.reporting: dict[asyncio.Task[None], int] = {}
+        """Tasks that check and write finished rows, with the number of these."""
         self.spans: dict[str, BusySpan] = {}
         """The span in which the engine has rows of a stage, by stage."""
         self.pieces: dict[str, PieceOfWork] = {}
@@ -104,117 +115,174 @@ class GenerateLoop:
             await self._end(list(self.flight))
 
     async def _next(self, slots: int) -> WorkItem:
-        """Return the worker's next work from the queue; rows that end meanwhile are delivered."""
-        settings, stages = self.context.settings, self.context.group.stages
-        take = partial(self.client.take, stages, settings.dispatch_rows, settings.wait_s, single=True, slots=slots)
+        """Return the worker's next work from the queue; rows that end meanwhile are checked, written and reported."""
+        settings, consumers = self.context.settings, self.context.group.consumers
+        slots += sum(self.reporting.values())
+        take = partial(self.client.take, consumers, settings.dispatch_rows, settings.wait_s, slots=slots)
         asked = asyncio.ensure_future(asyncio.to_thread(take))
         asked.add_done_callback(lambda _: self.news.set())
         while not asked.done():
             with suppress(TimeoutError):
                 await asyncio.wait_for(self.news.wait(), settings.lease_s / 3)
             self.news.clear()
-            await self._deliver()
-            await self._end(self.client.renew(settings.lease_s / 3))
+            self._deliver()
+            await self._end(self._gone(*self.client.renew(settings.lease_s / 3)))
         return await asked
 
     async def _act(self, engine: ResumingEngine, work: WorkItem) -> None:
-        await self._end(work.lost)
+        await self._end(self._gone(work.lost, work.dropped))
         if work.kind == "rows":
-            for lease, row in leased_rows(work):
-                self._begin(engine, lease, work, row)
+            self._begin(engine, work)
         elif work.kind == "load":
             await self._load(engine, work)
 
+    def _gone(self, lost: Collection[int], dropped: Iterable[tuple[int, Sequence[int]]]) -> list[Key]:
+        """Return the running rows that this worker has lost, by lease, or by lease and position."""
+        gone = [key for key in self.flight if key[0] in lost] if lost else []
+        return [
+            *gone,
+            *((lease, place) for lease, places in dropped for place in places if (lease, place) in self.flight),
+        ]
+
     # Rows
 
-    def _begin(self, engine: ResumingEngine, lease: int, work: WorkItem, row: Rows) -> None:
-        stage = self.context.stage(work.stage)
-        (uid,) = row.uids()
-        if lease in work.message.get("to_the_end", ()):
-            stage = to_the_end(stage)
-        generate = self._play if "environment" in stage.params else self._respond
-        task = asyncio.create_task(self._after(self.last.get(uid), generate(engine, stage, row)))
-        task.add_done_callback(lambda _: self._note_end(lease))
-        self.flight[lease], self.last[uid] = Flight(work, row, task), task
-        if work.stage not in self.spans:
-            self.spans[work.stage] = self.context.trace.begin(work.stage, work.iteration, self.version)
-            self.pieces[work.stage] = WORK.begin(work.stage)
+    def _begin(self, engine: ResumingEngine, work: WorkItem) -> None:
+        """Give the rows of a lease to the engine."""
+        leased = existing_rows(work, self.context.consumers[work.consumer])
+        if not leased.places:
+            self.client.forget_leases([work.lease])
+            return
+        stage, own, ends = leased.consumer.stages[0], leased.rows, set(work.message.get("to_the_end", ()))
+        requests, uids = requests_of(stage, own, self.context.executor.config), own.uids()
+        self.left[work.lease] = len(leased.places)
+        for place, number in leased.places.items():
+            key, uid = (work.lease, place), uids[number]
+            if "environment" in stage.params:
+                generate = self._play(engine, stage, own.take([number]))
+            elif self.context.executor.config.rollout.tokens_per_iteration is not None:
+                generate = self._continue(engine, to_the_end(stage) if place in ends else stage, own.take([number]))
+            else:
+                generate = self._respond(engine, requests[number])
+            if uid in self.last:
+                generate = self._after(self.last[uid], generate)
+            task = asyncio.create_task(generate)
+            task.add_done_callback(partial(self._note_end, key))
+            self.flight[key], self.last[uid] = Flight(leased, uid, task), task
+        if stage.name not in self.spans:
+            self.spans[stage.name] = self.context.trace.begin(stage.name, work.iteration, self.version)
+            self.pieces[stage.name] = WORK.begin(stage.name)
         self.crowd = max(self.crowd, len(self.flight))
 
-    async def _after(self, before: asyncio.Task[Ended] | None, generate: Coroutine[Any, Any, Ended]) -> Ended:
+    async def _after(self, before: asyncio.Task[Ended], generate: Coroutine[Any, Any, Ended]) -> Ended:
         try:
-            if before is not None:
-                await asyncio.wait([before])
+            await asyncio.wait([before])
             return await generate
         finally:
             generate.close()
 
-    async def _respond(self, engine: Engine, stage: Stage, row: Rows) -> Ended:
+    async def _respond(self, engine: Engine, request: Request) -> Ended:
+        response = await engine.submit(request)
+        return Ended(response, Drawn.of(request.prompt, response))
+
+    async def _continue(self, engine: Engine, stage: Stage, row: Rows) -> Ended:
+        """Resume a row that may have tokens, within its budget; one that has ended stays as it is."""
         requests = requests_of(stage, row, self.context.executor.config)
         partial = self.generation.partial(stage, row, self.version)
-        (request,) = partial.rest(requests) if partial else requests
+        assert partial is not None
+        if complete := partial.complete:
+            return Ended(next(iter(complete.values())), Drawn(0, 0))
+        (request,) = partial.rest(requests)
         response = await engine.submit(request)
-        whole = partial.joined(response, self.engine.max_sequence_tokens) if partial else response
+        whole = partial.joined(response, self.engine.max_sequence_tokens)
         return Ended(whole, Drawn.of(request.prompt, response))
 
     async def _play(self, engine: Engine, stage: Stage, row: Rows) -> Ended:
         (episode,) = await self.generation.played(engine, stage, row, self.limits)
         return Ended(episode, Drawn.of(row["prompt"][0], episode))
 
-    def _note_end(self, lease: int) -> None:
-        self.ended.append(lease)
+    def _note_end(self, key: Key, _: object) -> None:
+        self.ended.append(key)
         self.news.set()
 
-    async def _deliver(self) -> None:
-        """Write and acknowledge finished rows while the engine continues; rows of lost leases belong to another worker."""
-        ended, self.ended = [lease for lease in self.ended if lease in self.flight], []
-        alike: dict[tuple[str, bool], list[int]] = {}
-        for lease in ended:
+    def _deliver(self) -> None:
+        """Begin to check, write and report finished rows, while the engine continues; rows of lost leases are another worker's."""
+        for task in [task for task in self.reporting if task.done()]:
+            del self.reporting[task]
+            # Raises the error of a check.
+            task.result()
+        ended, self.ended = [key for key in self.ended if key in self.flight], []
+        alike: dict[tuple[str, bool], list[Key]] = {}
+        for key in ended:
             # Raises the error of a row's generation.
-            result = self.flight[lease].task.result()
-            alike.setdefault((self.flight[lease].work.stage, result.is_suspended), []).append(lease)
-        for (name, unfinished), leases in alike.items():
-            flights = [self.flight[lease] for lease in leases]
-            results = [flight.task.result() for flight in flights]
+            result = self.flight[key].task.result()
+            alike.setdefault((self.flight[key].leased.consumer.name, result.is_suspended), []).append(key)
+        for (_, unfinished), keys in alike.items():
             WORK.advanced()
-            rows = Rows.cat([flight.row for flight in flights])
-            await asyncio.to_thread(self._write, self.context.stage(name), leases, rows, results, unfinished)
-        self._forget(ended)
+            task = asyncio.create_task(self._report(keys, unfinished))
+            task.add_done_callback(lambda _: self.news.set())
+            self.reporting[task] = len(keys)
 
-    def _write(self, stage: Stage, leases: Sequence[int], rows: Rows, ended: Sequence[Ended], unfinished: bool) -> None:
-        sums, usage = Sums(), self.generation.usage
-        columns = self._columns(stage, rows, [one.result for one in ended], sums)
+    async def _report(self, keys: Sequence[Key], unfinished: bool) -> None:
+        flights = [self.flight[key] for key in keys]
+        rows, done = of_leases(list(zip(keys, flights, strict=True)))
+        results = {flight.uid: flight.task.result() for flight in flights}
+        consumer = flights[0].leased.consumer
+        await asyncio.to_thread(self._write, consumer, flights[0].leased.iteration, rows, done, results, unfinished)
+        self._forget(keys)
+
+    def _write(
+        self, consumer: Consumer, iteration: int, rows: Rows, done: list[tuple[int, list[int]]], ended: dict[Uid, Ended],
+        unfinished: bool,
+    ) -> None:  # fmt: skip
+        stage, sums, usage = consumer.stages[0], Sums(), self.generation.usage
+        results = [ended[uid] for uid in rows.uids()]
+        columns = dict(self._columns(stage, rows, [one.result for one in results], sums))
         # A suspended row counts when it has ended.
         tokens = 0 if unfinished else tokens_of(of_namespace(Rows(columns), stage.params.get("into")))
         report = self.context.trace.count(self.spans[stage.name], stage.name, len(rows), tokens)
-        drawn = [one.drawn for one in ended]
+        drawn = [one.drawn for one in results]
         usage.decoded(stage, drawn, self.engine.slots, report["seconds"], sums, self.crowd)
         usage.note_memory(stage, sums)
-        report["sums"] = sums.pairs()
-        self.client.done(stage.name, leases, [self.client.write(rows.uids(), columns)], report, unfinished=unfinished)
+        reports = [{**report, "sums": sums.pairs()}]
+        whole = rows.with_columns(columns)
+        for other in consumer.due(iteration) if not unfinished else ():
+            if other is not stage:
+                with self.context.trace.busy(other.name, iteration, whole.uids()) as span:
+                    found = self.context.executor.run(other, whole, span.sums)
+                whole, columns = whole.with_columns(found), {**columns, **found}
+                reports.append(span.report())
+        part = write_columns(self.context.data, columns)
+        self.client.done(consumer.name, done, [(part, done)], reports, unfinished=unfinished, keeps=True)
 
-    def _columns(
-        self, stage: Stage, rows: Rows, results: Sequence[Response | Episode], sums: Sums
-    ) -> Mapping[str, Column]:
+    def _columns(self, stage: Stage, rows: Rows, results: Sequence[Response | Episode], sums: Sums) -> Any:
         if "environment" in stage.params:
             episodes = [result for result in results if isinstance(result, Episode)]
             return self.generation.episode_columns(stage, episodes, self.limits, sums)
         return self.generation.columns(stage, rows, [result for result in results if isinstance(result, Response)])
 
-    async def _end(self, leases: Collection[int]) -> None:
-        """End rows with a lost lease: selection dropped them, or another worker generates them."""
-        gone = [lease for lease in leases if lease in self.flight]
-        for lease in gone:
-            self.flight[lease].task.cancel()
-        await asyncio.gather(*(self.flight[lease].task for lease in gone), return_exceptions=True)
-        self._forget(gone)
+    async def _end(self, keys: Collection[Key]) -> None:
+        """End rows that this worker has lost: selection dropped them, or another worker generates them."""
+        if not keys:
+            return
+        for key in keys:
+            self.flight[key].task.cancel()
+        await asyncio.gather(*(self.flight[key].task for key in keys), return_exceptions=True)
+        self._forget(keys)
 
-    def _forget(self, leases: Iterable[int]) -> None:
-        for lease in leases:
-            flight = self.flight.pop(lease)
+    def _forget(self, keys: Iterable[Key]) -> None:
+        for key in keys:
+            flight = self.flight.pop(key, None)
+            if flight is None:
+                continue
             if self.last.get(flight.uid) is flight.task:
                 del self.last[flight.uid]
-        left = {flight.work.stage for flight in self.flight.values()}
+            self.left[key[0]] -= 1
+            if not self.left[key[0]]:
+                del self.left[key[0]]
+                self.client.forget_leases([key[0]])
+        if self.flight and len(self.spans) == 1:
+            return
+        left = {flight.leased.consumer.stages[0].name for flight in self.flight.values()}
         for stage in self.spans.keys() - left:
             self.context.trace.end(self.spans.pop(stage))
             WORK.end(self.pieces.pop(stage))
@@ -225,7 +293,7 @@ class GenerateLoop:
     async def _load(self, engine: ResumingEngine, work: WorkItem) -> None:
         """Load a whole version. If rows do not continue with it, running ones were dropped before."""
         if not work.message["keeps_rows"]:
-            await self._end(list(self.flight))
+            await self._end([key for key, flight in self.flight.items() if not flight.task.done()])
         version = int(work.message["version"])
         place = next((place for role, _, place in work.message["weights"] if role == self.role), None)
         source = source_of(place) if place else None
@@ -241,14 +309,23 @@ class GenerateLoop:
         self.client.ask("loaded", **loaded)
 
 
-def leased_rows(work: WorkItem) -> list[tuple[int, Rows]]:
-    """Return each lease with its row. A row that selection has dropped meanwhile is gone, and so is its lease."""
-    numbers = [number for number, _ in work.leases]
+def existing_rows(work: WorkItem, consumer: Consumer) -> Leased:
+    """Return the rows of a lease. Rows that selection has dropped meanwhile are gone."""
     with suppress(Evicted):
         rows = work.rows()
-        return [(number, rows.take([place])) for place, number in enumerate(numbers)]
-    found: list[tuple[int, Rows]] = []
-    for place, number in enumerate(numbers):
+        return Leased(work.lease, consumer, work.iteration, rows, {place: place for place in range(work.size)})
+    found: dict[int, Rows] = {}
+    for place in range(work.size):
         with suppress(Evicted):
-            found.append((number, work.rows([place])))
-    return found
+            found[place] = work.rows([place])
+    rows = Rows.cat(list(found.values())) if found else Rows({})
+    return Leased(work.lease, consumer, work.iteration, rows, {place: number for number, place in enumerate(found)})
+
+
+def of_leases(flights: Sequence[tuple[Key, Flight]]) -> tuple[Rows, list[tuple[int, list[int]]]]:
+    """Return running rows lease by lease, and their leases with the positions in each."""
+    places: dict[Leased, list[int]] = {}
+    for (_, place), flight in flights:
+        places.setdefault(flight.leased, []).append(place)
+    parts = [leased.rows.take([leased.places[place] for place in own]) for leased, own in places.items()]
+    return Rows.cat(parts), [(leased.lease, own) for leased, own in places.items()]

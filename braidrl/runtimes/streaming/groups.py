@@ -1,7 +1,6 @@
 """The worker groups of a flow, and the check that it can stream.
 
 actor.generate    engines with their own weights, one group per generating role; each process has, starts or calls engines
-compute           verifiers, computations, selection
 actor, critic     the model of a role that changes: its inference and its updates, as the ranks of its layout
 reference         a frozen role's model: independent workers, or the ranks of a layout that shards it
 """
@@ -16,24 +15,26 @@ from braidrl.config import Config
 from braidrl.engines.engine import ENGINES
 from braidrl.engines.factory import with_engines
 from braidrl.errors import UserError, suggest
-from braidrl.flow import Flow, Kind, Stage
+from braidrl.flow import Flow, Kind
 from braidrl.flow.selecting import older_places
 from braidrl.queue.samplers import Sampler, sampler_named
+from braidrl.runtimes.streaming.consumers import Consumer, Consumers
 from braidrl.training.role_settings import inference_layout_key, inference_layouts, layout_key, layout_of
 
 COMPUTE = "compute"
+"""A former group: computations run with generation, inference or training now."""
 ROWS = "rows"
 """The process that makes rows and writes them to files."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Processes with the same stages. Those that share a role's model, or its changes, are one worker; else each process is one."""
+    """Processes with the same consumers. Those that share a role's model, or its changes, are one worker; else each process is one."""
 
     name: str
-    kind: Literal["generate", "compute", "model", "rows"]
+    kind: Literal["generate", "model", "rows"]
     role: str | None
-    stages: tuple[str, ...]
+    consumers: tuple[str, ...]
     processes: int
     trained: bool = False
     divided: bool = False
@@ -51,40 +52,28 @@ class Group:
 
 def pools_of(groups: Sequence[Group], config: Config) -> list[Pool]:
     """Return the groups' processes as pools; generating ones start the engine processes of `rollout`."""
-    pools = [
-        Pool((g.name,), g.processes, g.kind != "compute", generating=(g.name,) if g.kind == "generate" else ())
-        for g in groups
-    ]
+    pools = [Pool((g.name,), g.processes, True, generating=(g.name,) if g.kind == "generate" else ()) for g in groups]
     return list(with_engines(pools, config))
 
 
 def worker_groups(config: Config, flow: Flow, evaluation: Flow | None) -> list[Group]:
     """Return the groups of a run. Raises UserError for a worker count of an unknown group."""
-    every = [*flow.stages, *(evaluation.stages if evaluation else ())]
-    stages: dict[str, list[Stage]] = {}
-    for stage in every:
-        stages.setdefault(group_of(stage), []).append(stage)
+    found: dict[str, list[Consumer]] = {}
+    for one in (flow, evaluation) if evaluation else (flow,):
+        for consumer in Consumers(one):
+            found.setdefault(consumer.group, []).append(consumer)
     for name in config.streaming.workers:
-        if name not in stages:
-            raise UserError(f"streaming.workers: the flow has no worker group {name!r}. {suggest(name, list(stages))}")
-    return [_group(name, many, flow, config) for name, many in stages.items()]
+        if name not in found and name != COMPUTE:
+            raise UserError(f"streaming.workers: the flow has no worker group {name!r}. {suggest(name, list(found))}")
+    return [_group(name, many, flow, config) for name, many in found.items()]
 
 
-def group_of(stage: Stage) -> str:
-    """Return the name of the group that runs a stage."""
-    if stage.kind is Kind.GENERATE:
-        return f"{stage.role}.generate"
-    return str(stage.role) if stage.kind in (Kind.INFER, Kind.TRAIN) else COMPUTE
-
-
-def _group(name: str, stages: Sequence[Stage], flow: Flow, config: Config) -> Group:
+def _group(name: str, consumers: Sequence[Consumer], flow: Flow, config: Config) -> Group:
     # Later stages come first: their rows are closer to the end.
-    names, first = tuple(stage.name for stage in reversed(stages)), stages[0]
+    names, role = tuple(consumer.name for consumer in reversed(consumers)), consumers[0].stages[0].role
     asked = config.streaming.workers.get(name)
-    if first.kind is Kind.GENERATE:
-        return Group(name, "generate", first.role, names, asked or 1)
-    if name == COMPUTE:
-        return Group(name, "compute", None, names, asked or 1)
+    if consumers[0].kind is Kind.GENERATE:
+        return Group(name, "generate", role, names, asked or 1)
     layout = layout_of(name, config)
     processes = asked or layout.ranks_per_replica * (layout.data or 1)
     divided = not layout.is_replicated or (layout.data or 1) > 1

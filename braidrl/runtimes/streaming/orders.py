@@ -11,11 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from braidrl.data.rows import Rows
+from braidrl.data.rows import Rows, Uid
 from braidrl.errors import UserError, WorkerError
 from braidrl.flow import Flow, Stage
 from braidrl.flow.batches import Sizes
-from braidrl.flow.readiness import Uid
 from braidrl.observe.metrics import Sums
 from braidrl.queue.table import StoredRows
 from braidrl.runtimes.interfaces import BegunBatch
@@ -90,7 +89,7 @@ class StreamingBackend:
         while not stream.schedule.is_done(stage.name):
             self.wait()
         with self.control.changed:
-            table = stream.table.stored(uids, stream.writers[: stream.writers.index(stage.name) + 1])
+            table = stream.stored(uids)
         if stage is stream.flow.stages[-1]:
             self.control.end_stream(stream)
             self.evaluating = None

@@ -31,6 +31,7 @@ from braidrl.queue.storage_backends import data_plane
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow
 from braidrl.runtimes.prepare.setup import rule_rewards, set_up_torch
+from braidrl.runtimes.streaming.consumers import Consumers
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.generate import GenerateLoop
 from braidrl.runtimes.streaming.groups import ROWS, Group, pools_of
@@ -247,18 +248,18 @@ def work(arguments: Mapping[str, Any]) -> None:
     data = data_plane(Place(*arguments["place"]), arguments["holder"], config.cluster.wait_limit_s, arguments["secret"])
     generating = [str(group.role)] if group.kind == "generate" else []
     ranks = OneOf(None, None, arguments["number"], group.processes) if generating else DataParallel(world.group, world)
+    consumers = {**Consumers(flow).by_name, **Consumers(evaluation).by_name}
+    checks = any(stage.type == "verify" for name in group.consumers for stage in consumers[name].stages)
     executor = StageExecutor(
         config, flow, [str(group.role)] if group.kind == "model" else [], tokenizer,
-        rule_rewards(config, [*flow.stages, *evaluation.stages], tokenizer) if group.kind == "compute" else None,
+        rule_rewards(config, [*flow.stages, *evaluation.stages], tokenizer) if checks else None,
         progress, generating, ranks, group.trained,
     )  # fmt: skip
     trace = WorkerTrace(Path(arguments["folder"]), arguments["name"], group.role or group.name)
     leader = arguments["leader"], arguments["queue"]
     node = Place(*arguments["place"])
     ip = urlsplit(node.address).hostname or LOOPBACK
-    context = WorkerContext(
-        group, config.streaming, flow, evaluation, executor, data, progress, trace, *leader, node.run, ip
-    )
+    context = WorkerContext(group, config.streaming, consumers, executor, data, progress, trace, *leader, node.run, ip)
     try:
         run_loop(context, world, arguments)
         world.close()

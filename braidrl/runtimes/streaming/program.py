@@ -26,6 +26,7 @@ from braidrl.queue.transport import QueueServer
 from braidrl.runtimes.interfaces import BegunBatch, IterationResult, Position, Restart, needed
 from braidrl.runtimes.prepare.setup import Prepared
 from braidrl.runtimes.row_store import Admission, Surplus
+from braidrl.runtimes.streaming.consumers import Consumers
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.groups import (
     ROWS,
@@ -116,11 +117,11 @@ class StreamingProgram:
             while not self.control.finished:
                 self._admit()
                 with self.control.changed:
-                    due = self.control.allowed < iteration and self.stream.schedule.due_steps()
+                    due = self.control.allowed < iteration and self.control.is_due
                     self._show(generation, training)
                 if due:
                     before_training()
-                    self.control.change(lambda: setattr(self.control, "allowed", iteration))
+                    self.control.change(partial(self.control.allow, iteration))
                 try:
                     self.wait()
                 except BadUpdate as error:
@@ -157,11 +158,11 @@ class StreamingProgram:
         """Return a batch after its recorded stages, in the form of a checkpoint."""
         stream = self.stream
         uids, record = stream.schedule.batches[number].uids, stream.record_of(number)
-        table = stream.table.stored(uids, stream.recorded_writers)
+        table = stream.stored(uids)
         names = [name for name in table.index if all(name in rows for rows in record.generated)]
         left_out = StoredRows(Rows.cat([rows.only(names) for rows in record.generated]))
-        recorded = {stage.name for stage in stream.flow.stages[: stream.flow.recorded_stages]}
-        reports = [report for report in record.reports if report["stage"] in recorded]
+        drawn = {s.name for name in stream.schedule.recorded for s in stream.consumers.by_name[name].stages}
+        reports = [report for report in record.reports if report["stage"] in drawn]
         assert record.outcome is not None, "its groups are known"
         after = self.opening.get(number + 1) or self._current()
         return BegunBatch(number, table, left_out, record.outcome, reports, after)
@@ -177,7 +178,7 @@ class StreamingProgram:
             self.backend.restored = None
             return Restart.WITH_ROWS
         with self.control.changed:
-            self.backend.forgotten = {uid for _, uid in self.stream.schedule.begun}
+            self.backend.forgotten = set(self.stream.schedule.begun) | set(self.stream.schedule.versions)
         self.stream, self.opening = self.new_stream(), {}
         self.control.begin_again(self.stream)
         self.backend.stream, self.backend.evaluating = self.stream, None
@@ -192,7 +193,7 @@ class StreamingProgram:
         self.loader.restore(last.loader)
         self.backend.restored = last.sampling, last.surplus
         self.backend.begun = begun
-        known = self.stream.states.values
+        known = self.stream.states
         known |= {name: dict(state) for name, state in position.stages.items() if name in known}
 
     def _usable(self, begun: Sequence[BegunBatch]) -> list[BegunBatch]:
@@ -254,7 +255,7 @@ class StreamingProgram:
         sampling = schedule.sampling.settled(schedule.sizes.sets_aside)
         waiting = [uid for group in schedule.sampling.waiting for uid in schedule.rows_of[group]]
         if waiting:
-            surplus.append(self.stream.table.stored(waiting, self.stream.recorded_writers))
+            surplus.append(self.stream.stored(waiting, recorded=True))
         if sampling.pending:
             surplus += self.stream.unfinished(sampling.pending)
         return Position({**self.loader.state(), "admitted": sampling.admitted + 1}, sampling.state(), surplus, {})
@@ -274,7 +275,7 @@ class StreamingProgram:
         stream = self.stream
         with self.control.changed:
             uids = sorted(stream.schedule.batches[iteration].uids, key=lambda uid: uid[1:])
-            return stream.table.stored(uids, stream.recorded_writers), stream.table.stored(uids, stream.writers)
+            return stream.stored(uids, recorded=True), stream.stored(uids)
 
     def _result(self, finished: IterationRecord) -> IterationResult[StoredRows]:
         result = iteration_result(self.stream.flow, self.stream.schedule.sampling.surplus, finished)
@@ -314,9 +315,14 @@ def iteration_result(flow: Flow, surplus: str, finished: IterationRecord) -> Ite
 def stage_seconds(flow: Flow, groups: Sequence[Group], reports: Sequence[Report]) -> dict[str, float]:
     """Return for each stage the mean busy seconds of its workers."""
     seconds = dict.fromkeys((stage.name for stage in flow.stages), 0.0)
-    workers = {name: group.processes // group.ranks for group in groups for name in group.stages}
+    consumers = Consumers(flow)
+    workers = {
+        stage.name: group.processes // group.ranks
+        for group in groups for name in group.consumers if name in consumers.by_name
+        for stage in consumers.by_name[name].stages
+    }  # fmt: skip
     for report in reports:
-        seconds[report["stage"]] += report["seconds"] / workers[report["stage"]]
+        seconds[report["stage"]] += report["seconds"] / workers.get(report["stage"], 1)
     return seconds
 
 

@@ -13,7 +13,7 @@ from braidrl.config import Config
 from braidrl.data.codec import encode
 from braidrl.data.rows import Rows
 from braidrl.errors import first_line
-from braidrl.queue.client import Client, WorkItem, write_columns
+from braidrl.queue.client import Client, WorkItem, assembled, write_columns
 from braidrl.queue.storage import DataPlane
 from braidrl.queue.table import StoredRows, piece
 from braidrl.runtimes.prepare.setup import with_data, without_data
@@ -24,9 +24,10 @@ from braidrl.runtimes.streaming.control import ControlPlane
 
 def stored(data: DataPlane, rows: Rows) -> StoredRows:
     """Put the payload of rows into storage."""
-    part = write_columns(data, rows.uids(), dict(rows.items()))
-    pieces = [piece(part, part.columns, list(range(len(rows))), rows.uids())] if part.block else []
-    return StoredRows(part.index, pieces)
+    if not len(rows):
+        return StoredRows(rows.index)
+    part = write_columns(data, dict(rows.items()), rows.uids())
+    return StoredRows(part.index, [piece(part, part.columns, list(range(len(rows))), rows.uids())])
 
 
 def as_order(origin: Origin) -> dict[str, Any]:
@@ -107,7 +108,7 @@ def carry_out(client: Client, store: RowStore, work: WorkItem) -> None:
         return
     write, trouble = {"record": store.record, "keep": store.save}[order["do"]], ""
     try:
-        write(Path(order["path"]), work.rows())
+        write(Path(order["path"]), assembled(client.data, work.inline, order["payload"], len(work.inline)))
     except OSError as error:
         trouble = first_line(error)
     client.ask("ordered", order=order["order"], result={"trouble": trouble})

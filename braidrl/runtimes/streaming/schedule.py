@@ -1,25 +1,29 @@
 """The decisions of the streaming runtime as one state machine: admission, leases, steps, publications. No clock, no socket, no payload.
 
-    groups_wanted ─▶ admit ─▶ [rows: written, consumed, leased] ◀─ take, acknowledge, select ─ workers
-          ▲                        │ close: the batch is known
-          └── published ◀── due_publication ◀── due_steps ◀── updates whose rows are all acknowledged
+    groups_wanted ─▶ admit ─▶ [rows of each consumer: ready, leased, done] ◀─ take, complete ─ workers
+          ▲                        │ verdicts on complete groups ─▶ close: the batch is known
+          └── published ◀── due_publication ◀── trainers: may_step, stepped, all rows done
 
 The runtime and the simulator drive the same object; time is an argument.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from braidrl.data.rows import Uid
 from braidrl.flow.batches import Sizes, admissible, check_staleness, trained_on
-from braidrl.flow.flow import ADMISSION, Flow, is_optimized
-from braidrl.flow.readiness import Consumer, Uid, waits_for
+from braidrl.flow.columns import ADMISSION
+from braidrl.flow.flow import Flow, is_optimized
+from braidrl.flow.readiness import weights_wait_for
 from braidrl.flow.selecting import UNFINISHED, GroupSelector, Selection, Verdict, begun_too_many, waiting_groups
-from braidrl.flow.stage import Kind, Scope, Stage
+from braidrl.flow.stage import Kind, Stage
 from braidrl.queue.samplers import FIRST_IN, Candidate, Sampler
 from braidrl.queue.tasks import Lease, Tasks
-from braidrl.runtimes.streaming.training_schedule import OWN_VERSION, Taken, TrainingBatch, TrainingSchedule
+from braidrl.runtimes.streaming.consumers import Consumer, Consumers
+from braidrl.runtimes.streaming.training_batch import TrainingBatch
 
+OWN_VERSION = 2
+"""Added to the table number of rows that need an engine with the batch's own version."""
 SET_ASIDE = 4
 """Table number of rows that continue once the batch of their iteration is open."""
 
@@ -31,27 +35,42 @@ class UnfinishedRow(NamedTuple):
     has_ended: bool
 
 
-class StreamSchedule(TrainingSchedule):
+class StreamSchedule:
     """The schedule of all rows in work.
 
-    A stage, or an epoch of a train stage, is a task. Its rows are in the table (iteration, 0) while their batch is open, then in
-    (iteration, 1); those of a train stage are in one table per optimizer step, (iteration, 1 + remaining steps). Rows that need an
-    engine with the batch's own version are in (iteration, 2), then in (iteration, 3).
+    Each consumer is a task. Its rows are in the table (iteration, 0) while their batch is open, then in (iteration, 1); a trainer
+    takes them from there once their updates are certain. Rows that need an engine with the batch's own version are in (iteration, 2),
+    then in (iteration, 3).
 
     A group with a suspended row continues with the next batch, in (iteration, 4), as long as it is fresh enough for that batch;
     other groups are drawn to their ends. Another group takes its place in the open batch.
     """
 
     def __init__(self, flow: Flow, sizes: Sizes, samplers: Mapping[str, Sampler] | None = None) -> None:
-        """Begin a run; `samplers` are those of stages that do not take the oldest rows first."""
-        super().__init__(flow, tasks_of(flow, sizes.epochs))
-        self.sizes, self.samplers = sizes, samplers or {}
+        """Begin a run; `samplers` are those of stages whose consumers do not take the oldest rows first."""
+        self.flow, self.sizes, self.consumers = flow, sizes, Consumers(flow)
+        self.weights_wait = weights_wait_for(flow)
+        every = list(self.consumers.by_name.values())
+        waits = {c.name: c.waits for c in every if c.takes_rows} | self.consumers.verdicts
+        self.tasks = Tasks(waits, [*self.consumers.verdicts, *(c.name for c in every if c.takes_groups)])
         self.tasks.facts = self._facts
+        self.samplers = {c.name: s for c in every for stage in c.stages if (s := (samplers or {}).get(stage.name))}
         self.sampling = sizes.sampling()
-        self.generating = [stage.name for stage in flow.stages if stage.kind is Kind.GENERATE]
+        self.generating = [c.name for c in every if c.kind is Kind.GENERATE]
+        self.trainers = [c for c in every if c.kind is Kind.TRAIN]
         self.selects = [stage.name for stage in flow.stages if stage.kind is Kind.SELECT]
-        self.segment = flow.stages[: flow.recorded_stages] if sizes.sets_aside else flow.sampling_segment
-        """Stages of groups that may not be in the batch."""
+        segment = flow.stages[: flow.recorded_stages] if sizes.sets_aside else flow.sampling_segment
+        self.segment = [c for c in every if c.stages[0] in segment and c.kind is not Kind.TRAIN]
+        """Consumers of groups that may not be in the batch."""
+        self.after = [c for c in every if c not in self.segment and c.takes_rows]
+        """Consumers of rows of a batch."""
+        self.early = [*self.consumers.verdicts, *(c.name for c in self.segment)]
+        """Tasks that rows enter with their admission; they enter the others with their batch."""
+        self.recorded = [c.name for c in every if c.stages[0] in flow.stages[: flow.recorded_stages]]
+        """Consumers of rows before they are recorded."""
+        self.batches: dict[int, TrainingBatch] = {}
+        """The batches that are open or known. One trains at a time, and is complete when its version is published."""
+        self.published = 0
         self.rows_of: dict[int, list[Uid]] = {}
         self.iteration_of: dict[int, int] = {}
         """By group: the batch of its admission, later the batch that contains it."""
@@ -59,8 +78,8 @@ class StreamSchedule(TrainingSchedule):
         """The oldest version among a row's tokens, once it is generated."""
         self.tokens: dict[Uid, int] = {}
         """The known length of a row."""
-        self.begun: dict[tuple[str, Uid], int] = {}
-        """By generate stage and row: the version of the engine that got it."""
+        self.begun: dict[Uid, int] = {}
+        """By row: the oldest version of an engine that got it."""
         self.suspended_rows: dict[Uid, int] = {}
         """The oldest version among the tokens of suspended rows."""
         self.going_on: set[int] = set()
@@ -73,6 +92,8 @@ class StreamSchedule(TrainingSchedule):
         self.is_open = self.decided = False
         self.released: dict[int, list[Uid]] = {}
         """Rows of the groups released with the last closed batch."""
+        self.dropped: dict[Lease, list[Uid]] = {}
+        """By lease, its rows in these groups."""
         self.max_staleness_seen = 0
 
     def resume(
@@ -81,49 +102,36 @@ class StreamSchedule(TrainingSchedule):
     ) -> None:  # fmt: skip
         """Resume after `done` iterations, with the selection's state, the versions of waiting surplus rows, and unfinished rows."""
         self.published = self.opened = done
-        self.trained = dict.fromkeys(self.trained, done)
         self.sampling = sampling
-        self._be_born(list(surplus), done)
-        for stage in self.segment:
-            self._leave_out(stage.name, list(surplus))
-        for uid, version in surplus.items():
-            self.rows_of.setdefault(uid[1], []).append(uid)
-            self.iteration_of[uid[1]] = done
-            self.versions[uid] = version
+        self._admit(list(surplus), done)
+        for name in self.early:
+            self._leave_out(name, list(surplus))
+        self.iteration_of.update(dict.fromkeys((uid[1] for uid in surplus), done))
+        self.versions.update(surplus)
         self._resume_rows(unfinished or {})
 
     def _resume_rows(self, rows: Mapping[Uid, UnfinishedRow]) -> None:
-        """Admit rows of a checkpoint that are generated, or suspended, in pending groups."""
-        self._be_born(list(rows), self.opened + 1)
-        for uid, known in rows.items():
-            self.rows_of.setdefault(uid[1], []).append(uid)
-            if known.version is not None:
-                self.suspended_rows[uid] = known.version
-                self.begun.update({(stage, uid): known.version for stage in self.generating})
-            if known.has_ended:
-                self.versions[uid] = known.version or 0
-                for stage in self.generating:
-                    self._leave_out(stage, [uid])
+        """Admit rows of a checkpoint that are generated, or suspended, in pending groups. An engine passes completed ones on."""
+        self._admit(list(rows), self.opened + 1)
+        drawn = {uid: known.version for uid, known in rows.items() if known.version is not None}
+        self.suspended_rows.update(drawn)
+        self.begun.update(drawn)
         self.going_on = {uid[1] for uid in rows}
         for group in self.going_on:
             self._continue_in(group, self.opened + 1)
-        self._decide_generated(self.going_on)
 
     def put_back(self, versions: Mapping[Uid, int]) -> None:
         """Restore the next batch of a checkpoint, whose rows, of these versions, have passed the recorded stages."""
         self.opened += 1
-        batch = self.batches[self.opened] = TrainingBatch.planned(self.flow, self.sizes, self.opened)
+        batch = self.batches[self.opened] = TrainingBatch.planned(self.sizes, self.opened)
         uids = sorted(versions, key=lambda uid: uid[1:])
-        self._be_born(uids, self.opened)
+        self._admit(uids, self.opened)
         self.versions.update(versions)
-        for uid in uids:
-            self.rows_of.setdefault(uid[1], []).append(uid)
         groups = dict.fromkeys(uid[1] for uid in uids)
         self._join_groups(batch, [(group, place, place) for place, group in enumerate(groups)])
+        for name in [*self.recorded, *self.consumers.verdicts]:
+            self._leave_out(name, uids)
         batch.is_known = True
-        for stage in self.flow.stages[: self.flow.recorded_stages]:
-            written = self.tasks.written[stage.name]
-            self._leave_out(stage.name, [uid for uid in uids if uid not in written])
 
     def older_batches(self) -> list[int]:
         """Return the batches from the next to the last open or known one with rows started on an older version."""
@@ -160,14 +168,17 @@ class StreamSchedule(TrainingSchedule):
 
     def admit(self, uids: Sequence[Uid]) -> None:
         """Admit the rows of a wave; group numbers rise."""
-        groups = list(dict.fromkeys(group for _, group, _ in uids))
+        groups = dict[int, list[Uid]]()
         for uid in uids:
-            self.rows_of.setdefault(uid[1], []).append(uid)
-        for iteration, among in self._expected(groups).items():
-            self._be_born([uid for group in among for uid in self.rows_of[group]], iteration)
+            groups.setdefault(uid[1], []).append(uid)
+        for iteration, among in self._expected(list(groups)).items():
+            self._admit([uid for group in among for uid in groups[group]], iteration)
             self.iteration_of.update(dict.fromkeys(among, iteration))
         self._skip(self.segment, uids)
-        self.sampling.admit(groups)
+        for name in self.consumers.verdicts:
+            if not self.flow[name].when.includes(self.opened):
+                self._leave_out(name, uids)
+        self.sampling.admit(list(groups))
         self._assign()
         self.decided = True
         if not self.segment:
@@ -186,11 +197,11 @@ class StreamSchedule(TrainingSchedule):
         outcome = self.sampling.finish(self._usable())
         self.is_open, batch.is_known = False, True
         self.released = {group: self.rows_of[group] for group in (*outcome.released, *outcome.returned)}
-        self._forget(self.released)
+        self.dropped = self._forget(self.released)
         batch.uids.sort(key=lambda uid: uid[1:])
         carried = [uid for group in outcome.carried for uid in self.rows_of[group]]
-        for consumer in self.tasks.tasks:
-            self.tasks.move(consumer, carried, (self.opened + 1, 0))
+        for name in self.early if carried else ():
+            self.tasks.move(name, carried, (self.opened + 1, 0))
         self.iteration_of.update(dict.fromkeys(outcome.carried, self.opened + 1))
         self._hold_back(self.opened + 1)
         for group in self.going_on.intersection(self.sampling.pending):
@@ -206,171 +217,222 @@ class StreamSchedule(TrainingSchedule):
         if self.is_open and not self._awaits_newer(engine_version):
             return False
         # Rows carried over to the next batch and not yet started may wait for weights that engines have not loaded.
-        tables = [table for name in self.generating for table in self.tasks.tasks[Consumer(name)].undone.items()]
+        tables = [table for name in self.generating for table in self.tasks.tasks[name].undone.items()]
         waits = any(n for table, n in tables if table[0] <= self.opened and self._may_begin(table, engine_version))
-        return not waits and not any(lease.task.stage in self.generating for lease in self.tasks.leases.held.values())
+        return not waits and not any(lease.task in self.generating for lease in self.tasks.leases.held.values())
 
     def is_done(self, stage: str) -> bool:
-        """Return True if a stage that does not train is done with all rows in work."""
-        return not any(self.tasks.tasks[Consumer(stage)].undone.values())
+        """Return True if the consumer of a stage that does not train is done with all rows in work."""
+        return not any(self.tasks.tasks[self.consumers.of_stage[stage]].undone.values())
 
     # Work
 
     def take(
-        self, stage: str, holder: str, now: float, seconds: float, most: int,
-        whole_update: bool = False, engine_version: int | None = None, ranks: int = 1,
-    ) -> Lease | None:  # fmt: skip
+        self,
+        name: str,
+        holder: str,
+        now: float,
+        seconds: float,
+        most: int,
+        engine_version: int | None = None,
+        ranks: int = 1,
+    ) -> Lease | None:
         """Lease ready rows, or return None.
 
         Args:
-            stage: The stage that takes them.
+            name: The consumer that takes them.
             holder: The worker that takes them.
             now: Time in seconds, on any clock.
             seconds: Duration of the lease without renewal.
-            most: Limit of rows.
-            whole_update: A train stage gets all rows of its next optimizer step at once, as some losses need.
+            most: Limit of rows; without effect for a consumer that takes whole batches.
             engine_version: Version of a possibly stale engine: it gets no rows that would be too stale for training.
             ranks: Processes that share the rows.
         """
-        known = self.flow[stage]
-        found = self._table_for(known, engine_version)
-        if found is None:
+        consumer = self.consumers.by_name[name]
+        table = self._table_for(consumer, engine_version) if most > 0 and consumer.takes_rows else None
+        if table is None:
             return None
-        consumer, table, rows = found
-        task = self.tasks.tasks[consumer]
-        if whole_update or known.scope is Scope.BATCH:
-            whole = list(rows) if rows and task.is_ready(table, len(rows)) else []
-            lease = self.tasks.lease(consumer, whole, holder, now, seconds)
+        if consumer.takes_batches:
+            batch = self.batches[table[0]]
+            rows = batch.uids if batch.is_known and self.tasks.tasks[name].are_free(batch.uids) else ()
+            lease = self.tasks.lease(name, rows, holder, now, seconds)
         else:
-            sampler = self.samplers.get(stage, FIRST_IN)
-            lease = self.tasks.take(consumer, holder, now, seconds, most, sampler, ranks, table)
-        if lease is not None:
-            self._note_begun(known, lease.rows, engine_version)
-        return lease
-
-    def take_each(
-        self, stage: str, holder: str, now: float, seconds: float, most: int, engine_version: int | None = None
-    ) -> list[Lease]:
-        """Lease up to `most` ready rows of one table to an engine, each under its own lease, as each ends by itself."""
-        known = self.flow[stage]
-        found = self._table_for(known, engine_version) if most > 0 else None
-        if found is None:
-            return []
-        consumer, table, _ = found
-        leases = self.tasks.take_each(consumer, holder, now, seconds, most, self.samplers.get(stage, FIRST_IN), table)
-        self._note_begun(known, [row for lease in leases for row in lease.rows], engine_version)
-        return leases
-
-    def _note_begun(self, stage: Stage, rows: Sequence[Uid], engine_version: int | None) -> None:
-        """Record the version of the engine that starts rows, or check that rows to train on are fresh enough."""
-        if stage.kind is Kind.GENERATE and engine_version is not None:
-            oldest = ((row, self.suspended_rows.get(row, engine_version)) for row in rows)
-            self.begun.update({(stage.name, row): min(version, engine_version) for row, version in oldest})
-        if stage.kind is Kind.TRAIN:
-            versions = [self.versions[row] for row in rows]
-            stale = check_staleness(self.published + 1, versions, self.sizes.max_staleness, rows)
+            lease = self.tasks.take(name, holder, now, seconds, most, self.samplers.get(name, FIRST_IN), ranks, table)
+        if lease is None:
+            return None
+        if consumer.kind is Kind.GENERATE and engine_version is not None and self.sizes.max_staleness:
+            for row in lease.rows:
+                self.begun[row] = min(
+                    engine_version, self.suspended_rows.get(row, engine_version), self.begun.get(row, engine_version)
+                )
+        if consumer.kind is Kind.TRAIN:
+            versions = [self.versions[row] for row in lease.rows]
+            stale = check_staleness(self.published + 1, versions, self.sizes.max_staleness, lease.rows)
             self.max_staleness_seen = max(self.max_staleness_seen, stale)
-
-    def acknowledge(self, number: int, now: float, version: int | None = None) -> Lease:
-        """Do as `acknowledge_all` with one lease; `version` is the oldest that generated its rows. Raises LeaseLost."""
-        rows = self.tasks.leases.current(number, now).rows
-        (lease,), _ = self.acknowledge_all([number], now, {} if version is None else dict.fromkeys(rows, version))
         return lease
 
-    def acknowledge_all(
-        self, numbers: Sequence[int], now: float, versions: Mapping[Uid, int]
-    ) -> tuple[list[Lease], list[int]]:
-        """Record that the rows of leases of one stage are done and written.
-
-        Args:
-            numbers: Lease numbers.
-            now: Time in seconds.
-            versions: For a generate stage the oldest version that generated each row.
-
-        Returns:
-            The leases, and the numbers of lost ones.
-        """
-        leases, lost = self.tasks.acknowledge_all(numbers, now)
-        if not leases:
-            return leases, lost
-        stage, rows = self.flow[leases[0].task.stage], [row for lease in leases for row in lease.rows]
-        if stage.kind is not Kind.TRAIN:
-            self.tasks.write(stage.name, rows)
-        if stage.kind is Kind.GENERATE:
+    def done(self, name: str, rows: Sequence[Uid], versions: Mapping[Uid, int] | None = None) -> None:
+        """Record that a consumer has completed rows of its leases; of a generate stage, with the oldest version of each."""
+        self.tasks.write(name, rows)
+        if versions and name in self.generating:
             known = self.versions
-            known.update({row: min(versions[row], known.get(row, versions[row])) for row in rows if row in versions})
-        if stage.kind is Kind.GENERATE and self.sizes.sets_aside:
+            if len(self.generating) == 1:
+                known.update(versions)
+            else:
+                known.update({row: min(version, known.get(row, version)) for row, version in versions.items()})
+        if self.sizes.sets_aside and name in self.generating:
             self._decide_generated({row[1] for row in rows})
-        return leases, lost
 
-    def may_suspend(self, lease: Lease) -> bool:
-        """Return True if the rows of a generate stage's lease may continue with the next batch, False if they must finish."""
-        return self.sizes.sets_aside and all(self._may_continue(row[1]) for row in lease.rows)
+    def may_suspend(self, row: Uid) -> bool:
+        """Return True if a row may continue with the next batch, False if it must finish."""
+        return self.sizes.sets_aside and self._may_continue(row[1])
 
-    def suspend(self, number: int, now: float, version: int) -> Lease:
-        """Suspend a lease's rows after their token budget, the oldest token with `version`. Raises LeaseLost.
+    def suspend(self, lease: Lease, rows: Mapping[Uid, int]) -> None:
+        """Suspend rows of a lease after their token budget, with the oldest version among their tokens.
 
         They resume with the next batch; rows that have become too stale for it resume at once.
         """
-        lease = self.tasks.leases.current(number, now)
-        self.tasks.give_up([lease])
-        self.suspended_rows.update({row: min(version, self.suspended_rows.get(row, version)) for row in lease.rows})
-        for group in {row[1] for row in lease.rows}:
+        self.tasks.release(lease, list(rows))
+        for row, version in rows.items():
+            self.suspended_rows[row] = min(version, self.suspended_rows.get(row, version))
+        for group in {row[1] for row in rows}:
             self.going_on.add(group)
             if self._may_continue(group):
                 self._continue_in(group, self.opened + 1)
                 if self.is_open and group in self.sampling.pending:
                     self.sampling.decide({group: Verdict(UNFINISHED)})
         self.decided = True
-        return lease
 
-    def select(
-        self,
-        number: int,
-        now: float,
-        reasons: dict[int, str | None],
+    def groups_to_judge(self, name: str) -> list[Uid]:
+        """Return, and complete, the rows of all groups that are ready for a verdict stage."""
+        task, rows = self.tasks.tasks[name], list[Uid]()
+        for table in list(task.ready):
+            rows += task.take(table, len(task.numbers) + 1, 1, FIRST_IN, self._facts)
+        task.finish(rows)
+        return rows
+
+    def judged(
+        self, name: str, rows: Sequence[Uid], reasons: Mapping[int, str] | None = None,
         scores: Mapping[int, tuple[float, float]] | None = None,
-    ) -> Lease:
-        """Record a select stage's verdicts (None keeps) on the groups of a lease, and scores of dropped ones. Raises LeaseLost."""
-        lease = self.tasks.acknowledge(number, now)
-        name = lease.task.stage
-        self.tasks.write(name, [row for row in lease.rows if reasons[row[1]] is None])
-        for group, reason in reasons.items():
-            if reason is not None or name == self.selects[-1]:
+    ) -> None:  # fmt: skip
+        """Record a verdict stage's result on the rows of some groups.
+
+        Args:
+            name: The stage.
+            rows: Complete groups.
+            reasons: Of a select stage, the reasons of the groups that it drops.
+            scores: The lowest and highest scores of these.
+        """
+        dropped = reasons or {}
+        self.tasks.write(name, [row for row in rows if row[1] not in dropped] if dropped else rows)
+        if name not in self.selects:
+            return
+        for group in dict.fromkeys(row[1] for row in rows):
+            if group in dropped or name == self.selects[-1]:
                 version = min(self.versions[row] for row in self.rows_of[group])
-                self.sampling.decide({group: Verdict(reason, version, (scores or {}).get(group))})
+                self.sampling.decide({group: Verdict(dropped.get(group), version, (scores or {}).get(group))})
         self._assign()
         self.decided = True
-        return lease
 
     def fail_holder(self, holder: str) -> None:
         """Release the leases of a dead worker."""
         self.tasks.give_up(self.tasks.leases.of(holder))
 
+    # Training
+
+    @property
+    def coming(self) -> TrainingBatch | None:
+        """Return the batch that trains next, as far as it is known."""
+        return self.batches.get(self.published + 1)
+
+    def may_step(self, stage: Stage) -> bool:
+        """Return True if a trainer may make its next step: other workers are done with the weights that it uses or changes.
+
+        The trainer itself waits for the rows of the step, and for its own stages.
+        """
+        batch = self.coming
+        if batch is None or not stage.when.includes(batch.iteration) or self._is_made(stage, batch):
+            return False
+        own = self.consumers.of_stage[stage.name]
+        others = [name for name in self.weights_wait[stage.name] if self.consumers.of_stage[name] != own]
+        return (is_optimized(stage) or batch.is_known) and all(self.is_through(name, batch) for name in others)
+
+    def stepped(self, stage: str) -> None:
+        """Record an optimizer step, or a copy of weights."""
+        self.batches[self.published + 1].made[stage] += 1
+
+    def train_again(self) -> None:
+        """Forget the training towards the next version; its trainers' leases have been released."""
+        if (batch := self.coming) is not None:
+            batch.made.clear()
+            for consumer in self.trainers:
+                if consumer.takes_rows:
+                    done = [uid for uid in batch.uids if uid in self.tasks.written[consumer.name]]
+                    self.tasks.unwrite(consumer.name, done)
+                    self.tasks.reopen(consumer.name, done)
+
+    def due_publication(self) -> int | None:
+        """Return the version to publish now, or None while rows or steps of its batch are pending."""
+        batch = self.coming
+        if batch is None or not batch.is_known:
+            return None
+        stages = (
+            stage for consumer in self.trainers for stage in consumer.updates if stage.when.includes(batch.iteration)
+        )
+        if not all(self._is_made(stage, batch) for stage in stages):
+            return None
+        return batch.iteration if all(self._is_done(name, batch) for name in self.tasks.tasks) else None
+
     def publish(self) -> TrainingBatch:
         """Publish the due version; its batch is complete and its rows are forgotten."""
-        batch = super().publish()
-        self._forget(dict.fromkeys(uid[1] for uid in batch.uids))
+        self.published += 1
+        batch = self.batches.pop(self.published)
+        self._forget(batch.joined)
         return batch
 
-    def _table_for(self, stage: Stage, engine_version: int | None) -> Taken | None:
-        """Return the task of a stage, the table to take from, and the rows of this update or batch if all are known."""
-        if stage.kind is Kind.TRAIN:
-            return self.update_to_take(stage)
-        if stage.scope is Scope.BATCH or stage.state:
-            return self.batch_to_take(stage)
-        consumer = Consumer(stage.name)
-        ready = self.tasks.tasks[consumer].ready
+    def is_drawn(self, iteration: int) -> bool:
+        """Return True if all rows of a batch have passed the recorded stages."""
+        batch = self.batches[iteration]
+        return batch.is_known and all(self._is_done(name, batch) for name in self.recorded)
+
+    def is_through(self, stage: str, batch: TrainingBatch) -> bool:
+        """Return True if a stage has done, or skips, all rows of a batch."""
+        known = self.flow[stage]
+        if known.kind is Kind.TRAIN:
+            return not known.when.includes(batch.iteration) or self._is_made(known, batch)
+        return batch.is_known and self._is_done(self.consumers.of_stage[stage], batch)
+
+    def rows_trained(self) -> tuple[int, int]:
+        """Return the number of rows that the coming batch's updates have trained, over all roles and epochs, and their total."""
+        if (batch := self.coming) is None:
+            return 0, 0
+        stages = [
+            s.name for c in self.trainers for s in c.updates if is_optimized(s) and s.when.includes(batch.iteration)
+        ]
+        return sum(batch.made[name] for name in stages) * batch.size, len(stages) * batch.steps * batch.size
+
+    def _is_made(self, stage: Stage, batch: TrainingBatch) -> bool:
+        return batch.made[stage.name] >= (batch.steps if is_optimized(stage) else 1)
+
+    def _is_done(self, name: str, batch: TrainingBatch) -> bool:
+        """Return True if a consumer is done with all rows of a batch."""
+        undone = self.tasks.tasks[name].undone
+        return not any(undone[batch.iteration, number] for number in (1, 1 + OWN_VERSION))
+
+    def _table_for(self, consumer: Consumer, engine_version: int | None) -> tuple[int, int] | None:
+        """Return the table that a consumer takes from now."""
+        ready, coming = self.tasks.tasks[consumer.name].ready, self.published + 1
+        if consumer.kind is Kind.TRAIN:
+            return (coming, 1) if (coming, 1) in ready else None
         # Stages after the selection run only for rows of a batch.
-        after = self.segment and stage not in self.segment
-        tables = sorted(
-            table for table in ready if (not after or table[1] % 2) and self._may_begin(table, engine_version)
-        )
+        after = self.segment and consumer in self.after
+        tables = (table for table in ready if (not after or table[1] % 2) and self._may_begin(table, engine_version))
         # Inference with changing weights uses the version that the batch trains on, at its position in the list.
-        if stage.kind is Kind.INFER and stage.role in self.flow.changed_roles:
-            has_weights = self.has_its_weights(stage)
-            tables = [table for table in tables if has_weights and table[0] == self.published + 1]
-        return (consumer, tables[0], ()) if tables else None
+        if consumer.kind is Kind.INFER and consumer.stages[0].role in self.flow.changed_roles:
+            before, batch = self.weights_wait[consumer.name], self.coming
+            has_weights = not before or (batch is not None and all(self.is_through(name, batch) for name in before))
+            tables = (table for table in list(tables) if has_weights and table[0] == coming)
+        return min(tables, default=None)
 
     def _facts(self, uid: Uid) -> Candidate:
         group = uid[1]
@@ -380,7 +442,7 @@ class StreamSchedule(TrainingSchedule):
         self.opened, self.is_open, self.decided = iteration, True, True
         self.sampling.begin(trained_on(iteration))
         self._assign()
-        self.batches[iteration] = TrainingBatch.planned(self.flow, self.sizes, iteration)
+        self.batches[iteration] = TrainingBatch.planned(self.sizes, iteration)
 
     def _join(self, batch: TrainingBatch) -> None:
         """Add groups guaranteed to be selected to a batch, and to updates that are certain."""
@@ -388,24 +450,26 @@ class StreamSchedule(TrainingSchedule):
         self._hold_back(batch.iteration)
 
     def _join_groups(self, batch: TrainingBatch, members: Iterable[tuple[int, int, int]]) -> None:
-        """Add groups to a batch, and to updates that are the same for every position from the least to the largest."""
-        joined, moved = list[Uid](), defaultdict[tuple[Consumer, tuple[int, int]], list[Uid]](list)
+        """Add groups to a batch; trainers get those whose updates are the same for every position from the least to the largest."""
+        joined, sure = list[Uid](), list[Uid]()
         for group, least, largest in members:
             if group not in batch.joined:
-                batch.joined[group] = False
+                batch.joined[group] = None
                 joined += self.rows_of[group]
                 self.iteration_of[group] = batch.iteration
-            if not batch.joined[group] and (numbers := batch.sure_updates(least, largest)) is not None:
-                batch.joined[group] = True
-                for consumer, uid, table in batch.enter_updates(self.rows_of[group], numbers):
-                    moved[consumer, table].append(uid)
+            if batch.joined[group] is None and (numbers := batch.sure_updates(least, largest)) is not None:
+                batch.joined[group] = numbers
+                sure += self.rows_of[group]
         batch.uids += joined
-        for stage in self.flow.stages if joined else ():
-            if stage.kind is not Kind.TRAIN:
-                self.tasks.move(Consumer(stage.name), joined, (batch.iteration, 1))
-        self._skip(self.flow.stages[len(self.segment) :], joined)
-        for (consumer, table), uids in moved.items():
-            self.tasks.move(consumer, uids, table)
+        table = batch.iteration, 1
+        for name in self.consumers.verdicts if joined else ():
+            self.tasks.move(name, joined, table)
+        for consumer in self.segment if joined else ():
+            self.tasks.move(consumer.name, joined, table)
+        for consumer in self.after:
+            if rows := sure if consumer.kind is Kind.TRAIN else joined:
+                self.tasks.enter(consumer.name, rows, table)
+                self._skip([consumer], rows)
 
     def _expected(self, groups: Sequence[int]) -> dict[int, Sequence[int]]:
         """Return by iteration the next groups that it should need: their rows must be fresh enough for it."""
@@ -419,8 +483,11 @@ class StreamSchedule(TrainingSchedule):
     def _begun_with(self, group: int) -> int | None:
         """Return the oldest version on which a group's rows were started, or None before the start."""
         uids = self.rows_of[group]
-        begun = [self.begun[stage, uid] for stage in self.generating for uid in uids if (stage, uid) in self.begun]
-        return min((*begun, *(self.versions[uid] for uid in uids if uid in self.versions)), default=None)
+        known = (
+            *(self.begun[uid] for uid in uids if uid in self.begun),
+            *(self.versions[uid] for uid in uids if uid in self.versions),
+        )
+        return min(known, default=None)
 
     def _is_young(self, group: int) -> bool:
         """Return True if a group's started rows may be in the batch after the open one."""
@@ -436,9 +503,8 @@ class StreamSchedule(TrainingSchedule):
     def _continue_in(self, group: int, iteration: int) -> None:
         """Move a group to an iteration; its unfinished rows continue there."""
         self.iteration_of[group] = iteration
-        for consumer in self.tasks.tasks:
-            number = SET_ASIDE if consumer.stage in self.generating else 0
-            self.tasks.move(consumer, self.rows_of[group], (iteration, number))
+        for name in self.early:
+            self.tasks.move(name, self.rows_of[group], (iteration, SET_ASIDE if name in self.generating else 0))
 
     def _await_unfinished(self) -> None:
         """Finish the rows that the open batch lacks if no more groups may start."""
@@ -490,8 +556,8 @@ class StreamSchedule(TrainingSchedule):
         waiting = waiting_groups(begun, groups, trained_on(iteration), self.sizes.older_groups)
         for group in groups:
             table = iteration, (batch is not None and group in batch.joined) + OWN_VERSION * (group in waiting)
-            for stage in self.generating:
-                self.tasks.move(Consumer(stage), self.rows_of[group], table)
+            for name in self.generating:
+                self.tasks.move(name, self.rows_of[group], table)
 
     def _begun(self, groups: Iterable[int]) -> dict[int, int | None]:
         """Return, for each of these groups that is not dropped, the oldest version on which its rows were started."""
@@ -508,46 +574,37 @@ class StreamSchedule(TrainingSchedule):
     def _awaits_newer(self, engine_version: int | None) -> bool:
         """Return True if all groups that the open batch lacks wait for a newer version."""
         lacking = [group for group in self.sampling.pending if self.iteration_of[group] == self.opened]
-        table = self.tasks.tasks[Consumer(self.generating[0])].table if self.generating else {}
+        table = self.tasks.tasks[self.generating[0]].table if self.generating else {}
         tables = [table[uid] for group in lacking for uid in self.rows_of[group]]
         return bool(tables) and not any(self._may_begin(table, engine_version) for table in tables)
 
-    def _be_born(self, uids: Sequence[Uid], iteration: int) -> None:
-        self.tasks.admit(uids, lambda uid: uid[1], (iteration, 0))
+    def _admit(self, uids: Sequence[Uid], iteration: int) -> None:
+        for uid in uids:
+            self.rows_of.setdefault(uid[1], []).append(uid)
+        self.tasks.admit(uids, lambda uid: uid[1], (iteration, 0), self.early)
         self.tasks.write(ADMISSION, uids)
 
-    def _skip(self, stages: Iterable[Stage], uids: Sequence[Uid]) -> None:
-        """Skip these rows in stages that `when` leaves out of the open iteration."""
-        for stage in stages:
-            if stage.kind is not Kind.TRAIN and not stage.when.includes(self.opened):
-                self._leave_out(stage.name, uids)
+    def _skip(self, consumers: Iterable[Consumer], uids: Sequence[Uid]) -> None:
+        """Skip these rows in consumers that do nothing in the open iteration."""
+        for consumer in consumers if uids else ():
+            if not consumer.runs_in(self.opened):
+                self._leave_out(consumer.name, uids)
 
-    def _leave_out(self, stage: str, uids: Sequence[Uid]) -> None:
-        """Skip rows in a stage: no task waits for it, and it takes none of them."""
-        self.tasks.write(stage, uids)
-        self.tasks.skip(Consumer(stage), uids)
+    def _leave_out(self, name: str, uids: Sequence[Uid]) -> None:
+        """Skip rows in a consumer: no task waits for it, and it takes none of them."""
+        self.tasks.write(name, uids)
+        self.tasks.skip(name, uids)
 
-    def _forget(self, groups: Iterable[int]) -> None:
+    def _forget(self, groups: Iterable[int]) -> dict[Lease, list[Uid]]:
+        """Forget groups; return the leases that lost rows, with these."""
         groups = list(groups)
         uids = [uid for group in groups for uid in self.rows_of.pop(group)]
-        self.tasks.forget(uids)
-        for known in (self.versions, self.tokens, self.suspended_rows):
+        lost = self.tasks.forget(uids)
+        for known in (self.versions, self.tokens, self.suspended_rows, self.begun):
             for uid in uids if known else ():
                 known.pop(uid, None)
-        for stage in self.generating:
-            for uid in uids:
-                self.begun.pop((stage, uid), None)
         for group in groups:
             self.iteration_of.pop(group, None)
             self.going_on.discard(group)
             self.ending.discard(group)
-
-
-def tasks_of(flow: Flow, epochs: int) -> Tasks:
-    """Return a task for each stage of a flow, and for each epoch of a train stage, that waits for the stages before it."""
-    waits, consumers = waits_for(flow), {}
-    for stage in flow.stages:
-        for epoch in range(epochs if is_optimized(stage) else 1):
-            consumers[Consumer(stage.name, epoch)] = stage
-    groups = [consumer for consumer, stage in consumers.items() if stage.scope is Scope.GROUP]
-    return Tasks({consumer: waits[consumer.stage] for consumer in consumers}, groups)
+        return lost

@@ -23,7 +23,7 @@ from tests.tiny import Workshop, braid, recorded, sums, wait_for_steps, write_js
 pytestmark = pytest.mark.soak
 
 WAYS = ["end", "delayed", "rolling", "interrupt"]
-KINDS = ["actor.generate", "compute", "reference", "actor"]
+KINDS = ["actor.generate", "reference", "actor"]
 STEPS, PROMPTS, SAMPLES = 16, 4, 4
 STALENESS = {None: 1, 8: 2}
 """Staleness by token budget; one of the versions is for the resumption of suspended rows."""

@@ -99,7 +99,7 @@ def test_two_nodes_with_killed_worker_equal_eager(workshop: Workshop, cluster: R
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
-    assert told["starts"] == {"actor.generate": 1, "compute": 0, "reference": 0, "actor": 0, "rows": 0}
+    assert told["starts"] == {"actor.generate": 1, "reference": 0, "actor": 0, "rows": 0}
     assert len(told["runs"]) == 2
     assert not [path for run in told["runs"] for path in shared_folder().glob(f"{PREFIX}{run}*")]
     ours = workshop.folder / "ours"
@@ -116,7 +116,7 @@ def test_an_exception_on_a_node_ends_the_run_with_its_traceback(workshop: Worksh
     _, errors = process.communicate(timeout=280)
     assert process.returncode == 1, errors
     assert errors.count("Traceback") == 1, "the worker's own, and not that of the main program too"
-    for part in ("braid: compute-0 failed", "the shape of water", "stage faulty", "rows (0, "):
+    for part in ("braid: actor-0 failed", "the shape of water", "stage faulty", "rows (0, "):
         assert part in errors
 
 

@@ -45,7 +45,7 @@ LONGEST_FIRST = f"{Path(__file__).parents[3]}/examples/longest_first.py:longest_
 """A user's own sampler, in a file outside the package."""
 MANY = 2000
 """More changes than a run of a few steps has, and fewer than a program makes in two seconds that looks without a pause."""
-TWO_EACH = {"actor.generate": 2, "compute": 2, "actor": 2}
+TWO_EACH = {"actor.generate": 2, "actor": 2}
 FLOWS: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm": {"kl_coef": 0.1}, "trainer": {"rows_per_update": 8, "epochs": 2}},
     "dapo": {"flow": "dapo", "algorithm": {"overlong_cache": 4}, "trainer": {"rows_per_update": 8}},
@@ -162,7 +162,7 @@ def test_without_staleness_streaming_gives_what_eager_gives(
 @pytest.mark.soak
 @pytest.mark.parametrize("weights", ["end", "delayed"])
 @pytest.mark.parametrize("dispatch_rows", [1, 5, 64])
-@pytest.mark.parametrize("workers", [{}, TWO_EACH, {"actor.generate": 3, "compute": 1, "actor": 4}])
+@pytest.mark.parametrize("workers", [{}, TWO_EACH, {"actor.generate": 3, "actor": 4}])
 @pytest.mark.parametrize("flow", list(FLOWS))
 def test_the_same_result_under_every_setting_that_must_not_matter(
     workshop: Workshop, eager: Callable[..., Path], flow: str, workers: dict[str, int], dispatch_rows: int, weights: str
@@ -278,7 +278,7 @@ def is_saved(run: TrainingRun, lease: Lease) -> bool:
 
 def test_killed_workers_and_trainer_lose_no_row_or_step(workshop: Workshop, eager: Callable[..., Path]) -> None:
     """The trainer dies while the last checkpoint is of the last published version: then rows in the queue are kept."""
-    killed: dict[str, list[int]] = {group: [] for group in ("actor.generate", "compute", "reference", "actor")}
+    killed: dict[str, list[int]] = {group: [] for group in ("actor.generate", "reference", "actor")}
     with in_process(
         workshop, "killed", **sections_of("grpo", trainer={"checkpoint_every": 1, "max_restarts": 1})
     ) as run:
@@ -306,13 +306,13 @@ def test_a_worker_that_hangs_is_replaced(workshop: Workshop, eager: Callable[...
     stopped: list[int] = []
     with in_process(workshop, "hung", streaming={"lease_s": 2.0, "wait_s": 0.5}, **sections_of("dapo")) as run:
         assert isinstance(run.backend, StreamingBackend)
-        killer = threading.Timer(0.0, kill_when_it_holds_rows, (run.backend, "compute", stopped, signal.SIGSTOP))
+        killer = threading.Timer(0.0, kill_when_it_holds_rows, (run.backend, "actor.generate", stopped, signal.SIGSTOP))
         killer.start()
         run.train()
         killer.join()
         # The main process, which waits for a batch meanwhile, must not wake all waiting threads continuously.
         assert run.backend.control.changes < MANY
-        assert [m.starts for m in run.backend.processes.members if m.group.name == "compute"] == [1]
+        assert [m.starts for m in run.backend.processes.members if m.group.name == "actor.generate"] == [1]
     assert_same(eager("dapo"), run.folder)
 
 
@@ -351,7 +351,7 @@ def faulty(workshop: Workshop) -> dict[str, Any]:
 def test_an_exception_in_a_worker_ends_the_run_with_its_traceback(workshop: Workshop) -> None:
     with in_process(workshop, "faulty", **faulty(workshop)) as run, pytest.raises(WorkerError) as caught:
         run.train()
-    for part in ("compute-0", "the shape of water", "stage faulty", "rows (0, "):
+    for part in ("actor-0", "the shape of water", "stage faulty", "rows (0, "):
         assert part in str(caught.value)
     assert isinstance(run.backend, StreamingBackend) and run.backend.processes.members == []
 
@@ -464,7 +464,7 @@ def test_every_worker_writes_a_trace(workshop: Workshop) -> None:
     run = stream(workshop, "traced", "grpo", {"workers": {"actor.generate": 2}, "dispatch_rows": 4}, steps=3)
     spans = read_trace(run)
     busy = [span for span in spans if span.state == "busy"]
-    assert {span.worker for span in busy} >= {"actor.generate-0", "compute-0", "reference-0", "actor-0"}
+    assert {span.worker for span in busy} >= {"actor.generate-0", "reference-0", "actor-0"}
     for stage in ("actor.generate", "reward.verify", "reference.log_probs"):
         assert sum(span.rows for span in busy if span.stage == stage) == 3 * 16
     assert sum(span.rows for span in busy if span.stage == "actor.update") == 3 * 16 * 2

@@ -2,21 +2,26 @@
 
 import pytest
 
+from braidrl.data.rows import Uid
 from braidrl.flow import Flow, Kind, Scope, Stage, actor, reference
 from braidrl.flow.batches import Sizes
-from braidrl.flow.readiness import Consumer, Uid
 from braidrl.flow.selecting import begun_too_many
 from braidrl.flow.stage import Signature
 from braidrl.queue.tasks import Lease, LeaseLost
 from braidrl.runtimes.streaming.schedule import StreamSchedule
+from braidrl.runtimes.streaming.training_batch import UpdatesInProgress
 
 SELECT = Stage("informative", "informative", None, Signature(Kind.SELECT, ("tokens",), scope=Scope.GROUP))
 UPDATE = Stage("actor.update", "update", "actor", Signature(Kind.TRAIN, ("tokens", "old_log_probs")))
 UPDATE_NOW = Stage("actor.update", "update", "actor", Signature(Kind.TRAIN, ("tokens",)))
+UPDATE_SCORED = Stage("actor.update", "update", "actor", Signature(Kind.TRAIN, ("tokens", "score")))
 UPDATE_AFTER = Stage("actor.update", "update", "actor", Signature(Kind.TRAIN, ("tokens", "ref_log_probs")))
 PLAIN = Flow("plain", [actor.generate(), actor.log_probs(), UPDATE])
 AT_ONCE = Flow("at once", [actor.generate(), SELECT, UPDATE_NOW])
 SELECTING = Flow("selecting", [actor.generate(), SELECT, actor.log_probs(), UPDATE])
+
+
+TRAIN = "train.actor"
 
 
 def begin(flow: Flow, staleness: int = 0) -> StreamSchedule:
@@ -31,53 +36,82 @@ def admit(schedule: StreamSchedule, first: int, engine: int = 0, samples: int = 
     return uids
 
 
-def work(schedule: StreamSchedule, stage: str, most: int = 99, version: int = 0) -> list[Uid]:
+def work(schedule: StreamSchedule, name: str, most: int = 99, version: int = 0) -> list[Uid]:
     """One worker takes what is ready and does it."""
-    lease = schedule.take(stage, "worker", 0.0, 1.0, most)
-    return list(schedule.acknowledge(lease.number, 0.0, version).rows) if lease else []
+    lease = schedule.take(name, "worker", 0.0, 1.0, most)
+    return finish(schedule, lease, version) if lease else []
+
+
+def finish(schedule: StreamSchedule, lease: Lease, version: int = 0, now: float = 0.0) -> list[Uid]:
+    """Complete a lease; raises LeaseLost if it is lost."""
+    rows = schedule.tasks.complete(lease.number, now)
+    schedule.done(lease.task, rows, dict.fromkeys(rows, version))
+    return rows
 
 
 def finish_iteration(schedule: StreamSchedule) -> None:
-    while schedule.due_publication() is None:
-        work(schedule, "actor.log_probs")
-        work(schedule, "actor.update")
-        for stage in schedule.due_steps():
-            schedule.stepped(stage)
+    """A trainer takes what is ready, makes all steps, and ends the batch."""
+    work(schedule, TRAIN)
+    steps(schedule)
     schedule.publish()
 
 
-def test_first_step_waits_for_old_log_probs_of_whole_batch() -> None:
+def steps(schedule: StreamSchedule) -> None:
+    stage, batch = schedule.flow["actor.update"], schedule.coming
+    assert batch is not None
+    while schedule.may_step(stage):
+        schedule.stepped(stage.name)
+    assert schedule.due_publication() == batch.iteration
+
+
+def test_updates_accumulate_as_rows_arrive_in_order_of_steps() -> None:
+    schedule = StreamSchedule(PLAIN, Sizes(5, 4, 2, 4, epochs=2))
+    uids = admit(schedule, 0)
+    work(schedule, "actor.generate")
+    batch, progress = schedule.batches[1], UpdatesInProgress(4, 4)
+    leases = [schedule.take(TRAIN, "trainer", 0.0, 9.0, 4) for _ in range(2)]
+    trained: list[list[Uid]] = [[] for _ in range(4)]
+    for lease in leases:
+        assert lease is not None
+        progress.add(lease, batch.updates_of(lease.rows))
+        for piece, places in progress.take():
+            trained[0] += [piece.rows[place] for place in places]
+    assert progress.is_complete and schedule.rows_trained() == (0, 16)
+    for number in range(1, 4):
+        progress.stepped()
+        schedule.stepped("actor.update")
+        assert progress.is_complete
+        trained[number] = [piece.rows[place] for piece, places in progress.take() for place in places]
+    assert sorted(trained[0] + trained[1]) == sorted(trained[2] + trained[3]) == sorted(uids)
+    assert [step.rows for step in schedule.sizes.updates(1, uids)] == [tuple(sorted(rows)) for rows in trained]
+    assert schedule.due_publication() is None and schedule.rows_trained() == (12, 16)
+
+
+def test_a_batch_is_published_after_its_rows_and_steps_are_done() -> None:
     schedule = begin(PLAIN)
     uids = admit(schedule, 0)
     work(schedule, "actor.generate")
-    update = schedule.batches[1].updates["actor.update"][0]
-    leases = [lease for _ in uids if (lease := schedule.take("actor.log_probs", "worker", 0.0, 1.0, 1))]
-    leases.sort(key=lambda lease: lease.rows[0] not in update.rows)
-    for lease in leases[:2]:
-        schedule.acknowledge(lease.number, 0.0)
-    assert sorted(work(schedule, "actor.update")) == sorted(update.rows), "accumulating does not wait"
-    assert schedule.due_steps() == []
-    for lease in leases[2:]:
-        schedule.acknowledge(lease.number, 0.0)
-    assert schedule.due_steps() == ["actor.update"] and schedule.rows_trained() == (2, 4)
-    schedule.stepped("actor.update")
-    assert schedule.due_steps() == [] and schedule.due_publication() is None and schedule.rows_trained() == (2, 4)
-    assert sorted(work(schedule, "actor.update")) == sorted(set(uids) - set(update.rows))
-    assert schedule.rows_trained() == (4, 4)
-    schedule.stepped("actor.update")
+    lease = schedule.take(TRAIN, "trainer", 0.0, 9.0, 99)
+    assert lease is not None
+    for _ in range(2):
+        schedule.stepped("actor.update")
+    assert schedule.due_publication() is None
+    finish(schedule, lease)
     assert schedule.due_publication() == 1
     assert schedule.publish().uids == uids and not schedule.tasks.rows
 
 
-def test_next_batch_log_probs_wait_for_its_training_version() -> None:
+def test_next_batch_trains_after_publication_of_its_version() -> None:
     schedule = begin(PLAIN, staleness=1)
     first, second = admit(schedule, 0), admit(schedule, 2)
     assert len(work(schedule, "actor.generate", most=8)) == 4 and len(work(schedule, "actor.generate", most=8)) == 4
-    assert work(schedule, "actor.log_probs") == first
-    assert work(schedule, "actor.log_probs") == []
-    finish_iteration(schedule)
-    assert work(schedule, "actor.log_probs") == second
-    finish_iteration(schedule)
+    assert work(schedule, TRAIN) == first
+    assert work(schedule, TRAIN) == []
+    steps(schedule)
+    schedule.publish()
+    assert work(schedule, TRAIN) == second
+    steps(schedule)
+    schedule.publish()
     assert schedule.published == 2 and schedule.max_staleness_seen == 1
 
 
@@ -90,13 +124,13 @@ def test_batch_started_before_checkpoint_trains_unchanged() -> None:
     assert lease is not None and schedule.older_batches() == [], "no version is older than the first"
     finish_iteration(schedule)
     assert schedule.older_batches() == [2] and not schedule.is_drawn(2)
-    schedule.acknowledge(lease.number, 0.0, 0)
+    finish(schedule, lease)
     work(schedule, "actor.generate")
     assert schedule.is_drawn(2)
     again.resume(1, schedule.sampling.settled(), {})
     again.put_back(dict.fromkeys(second, 0))
     assert again.older_batches() == [2] and again.is_drawn(2) and again.next_group == schedule.next_group
-    assert again.batches[2].updates == schedule.batches[2].updates
+    assert again.batches[2].updates_of(second) == schedule.batches[2].updates_of(second)
     finish_iteration(again)
     assert again.published == 2 and again.max_staleness_seen == 1 and not again.tasks.rows
 
@@ -118,44 +152,45 @@ def test_an_engine_that_lags_behind_the_published_version_holds_admission_back()
     assert schedule.published == 1 and schedule.groups_wanted(0) == 0 and schedule.groups_wanted(1) == 2
 
 
+def judge(schedule: StreamSchedule, reasons: dict[int, str | None]) -> None:
+    """The main process gives verdicts on all groups that are ready, which must be these."""
+    rows = schedule.groups_to_judge("informative")
+    assert {uid[1] for uid in rows} == set(reasons)
+    schedule.judged("informative", rows, {group: why for group, why in reasons.items() if why is not None})
+
+
 def test_dropped_groups_leave_and_are_replaced_before_the_batch_is_known() -> None:
     schedule = begin(SELECTING)
-    uids = admit(schedule, 0)
+    admit(schedule, 0)
     work(schedule, "actor.generate")
-    lease = schedule.take("informative", "worker", 0.0, 1.0, 99)
-    assert lease is not None and list(lease.rows) == uids
-    schedule.select(lease.number, 0.5, {0: "all_wrong", 1: None})
+    judge(schedule, {0: "all_wrong", 1: None})
     assert schedule.close() is None
     refill = admit(schedule, 2)
     assert {uid[1] for uid in refill} == {2, 3}
     work(schedule, "actor.generate")
-    held = schedule.take("informative", "slow", 0.0, 1.0, 99)
-    assert held is not None and list(held.rows) == refill
-    schedule.select(held.number, 0.5, {2: None, 3: None})
+    judge(schedule, {2: None, 3: None})
     outcome = schedule.close()
     assert outcome is not None and outcome.groups == (1, 2)
     assert outcome.dropped == {"all_wrong": 1, "surplus": 1} and outcome.released == (0, 3)
     assert {uid[1] for uid in schedule.tasks.rows} == {1, 2}
 
 
-def test_batch_closes_before_surplus_and_late_answer_is_refused() -> None:
+def test_batch_closes_before_surplus_and_its_rows_leave_their_leases() -> None:
     schedule = begin(SELECTING)
     admit(schedule, 0)
     work(schedule, "actor.generate")
-    lease = schedule.take("informative", "worker", 0.0, 1.0, 99)
-    assert lease is not None
-    schedule.select(lease.number, 0.0, {0: "all_wrong", 1: None})
+    judge(schedule, {0: "all_wrong", 1: None})
     admit(schedule, 2)
-    assert work(schedule, "actor.generate", most=2) == [(0, 2, 0), (0, 2, 1)]
-    generating = schedule.take("actor.generate", "slow", 0.0, 9.0, 2)
-    assert generating is not None and generating.rows == ((0, 3, 0), (0, 3, 1))
-    lease = schedule.take("informative", "worker", 0.0, 1.0, 99)
-    assert lease is not None
-    schedule.select(lease.number, 0.0, {2: None})
+    lease = schedule.take("actor.generate", "slow", 0.0, 9.0, 4)
+    assert lease is not None and lease.rows == ((0, 2, 0), (0, 2, 1), (0, 3, 0), (0, 3, 1))
+    rows = schedule.tasks.complete(lease.number, 0.0, [0, 1])
+    schedule.done("actor.generate", rows, dict.fromkeys(rows, 0))
+    judge(schedule, {2: None})
     outcome = schedule.close()
     assert outcome is not None and outcome.groups == (1, 2) and outcome.dropped == {"all_wrong": 1, "surplus": 1}
+    assert schedule.dropped == {lease: [(0, 3, 0), (0, 3, 1)]}
     with pytest.raises(LeaseLost):
-        schedule.acknowledge(generating.number, 1.0, 0)
+        schedule.tasks.complete(lease.number, 1.0, [2, 3])
 
 
 def test_rows_of_dead_or_hanging_worker_are_leased_again() -> None:
@@ -169,7 +204,7 @@ def test_rows_of_dead_or_hanging_worker_are_leased_again() -> None:
     schedule.tasks.give_up(schedule.tasks.leases.expired(2.0))
     assert work(schedule, "actor.generate") == uids
     with pytest.raises(LeaseLost):
-        schedule.acknowledge(silent.number, 2.0, 0)
+        finish(schedule, silent, now=2.0)
 
 
 def test_engines_may_load_together_only_between_two_batches() -> None:
@@ -179,38 +214,37 @@ def test_engines_may_load_together_only_between_two_batches() -> None:
     assert not schedule.is_generation_over()
     work(schedule, "actor.generate")
     assert not schedule.is_generation_over(), "the batch may need another wave"
-    lease = schedule.take("informative", "worker", 0.0, 1.0, 99)
-    assert lease is not None
-    schedule.select(lease.number, 0.0, {0: None, 1: None})
+    judge(schedule, {0: None, 1: None})
     assert schedule.close() is not None and schedule.is_generation_over()
 
 
-def test_group_stages_take_whole_groups_beyond_row_limit() -> None:
-    schedule = begin(SELECTING)
+def test_trainer_with_a_group_stage_takes_whole_groups_beyond_row_limit() -> None:
+    signature = Signature(Kind.COMPUTE, ("version",), ("score",), scope=Scope.GROUP)
+    normalized = Stage("normalized", "normalized", None, signature)
+    schedule = begin(Flow("grouped", [actor.generate(), normalized, UPDATE_SCORED]))
     uids = admit(schedule, 0)
-    work(schedule, "actor.generate")
-    lease = schedule.take("informative", "worker", 0.0, 1.0, 1)
-    assert lease is not None and list(lease.rows) == uids[:2]
+    lease = schedule.take("actor.generate", "engine", 0.0, 9.0, 3)
+    assert lease is not None
+    finish(schedule, lease)
+    assert work(schedule, TRAIN, most=1) == uids[:2] and work(schedule, TRAIN, most=1) == []
 
 
 def test_replacement_trainer_trains_rows_again() -> None:
     schedule = begin(PLAIN, staleness=1)
     uids, second = admit(schedule, 0), admit(schedule, 2)
     assert len(work(schedule, "actor.generate", most=4)) == 4 and len(work(schedule, "actor.generate", most=4)) == 4
-    work(schedule, "actor.log_probs")
-    planned = [list(update.rows) for update in schedule.batches[1].updates["actor.update"]]
-    assert sorted(work(schedule, "actor.update")) == sorted(planned[0])
-    schedule.stepped("actor.update")
-    lost = schedule.take("actor.update", "lost", 0.0, 1.0, 1)
+    lost = schedule.take(TRAIN, "lost", 0.0, 1.0, 3)
     assert lost is not None
+    schedule.stepped("actor.update")
     schedule.fail_holder("lost")
     schedule.train_again()
-    assert [update.rows for update in schedule.batches[1].updates["actor.update"]] == planned
-    for rows in planned:
-        assert schedule.due_steps() == []
-        assert sorted(work(schedule, "actor.update")) == sorted(rows)
-        schedule.stepped("actor.update")
-    assert schedule.due_publication() == 1 and schedule.publish().uids == uids
+    assert schedule.rows_trained() == (0, 4)
+    assert work(schedule, TRAIN) == uids
+    # Another trained role's worker dies after this one is done.
+    schedule.train_again()
+    assert work(schedule, TRAIN) == uids
+    steps(schedule)
+    assert schedule.publish().uids == uids
     schedule.train_again()
     finish_iteration(schedule)
     assert schedule.published == 2 and not schedule.tasks.rows and {uid[1] for uid in second} == {2, 3}
@@ -223,30 +257,31 @@ def test_inference_after_an_update_in_the_list_waits_for_it() -> None:
     admit(schedule, 0)
     assert work(schedule, "actor.generate")
     assert work(schedule, "reference.log_probs") == []
-    assert schedule.due_steps() == ["reference.update"]
+    assert schedule.may_step(follow) and not schedule.may_step(UPDATE_AFTER)
     schedule.stepped("reference.update")
+    assert not schedule.may_step(follow) and schedule.may_step(UPDATE_AFTER)
     assert len(work(schedule, "reference.log_probs")) == 4
 
 
 def decided(schedule: StreamSchedule, reasons: dict[int, str | None], version: int = 0) -> None:
     """Generates and selects some groups, whatever else is ready."""
     for group in reasons:
-        lease = schedule.tasks.lease(Consumer("actor.generate"), schedule.rows_of[group], "engine", 0.0, 9.0)
+        lease = schedule.tasks.lease("actor.generate", schedule.rows_of[group], "engine", 0.0, 9.0)
         assert lease is not None
-        schedule.acknowledge(lease.number, 0.0, version)
+        finish(schedule, lease, version)
     selected(schedule, reasons)
 
 
 def selected(schedule: StreamSchedule, reasons: dict[int, str | None]) -> None:
-    for group, reason in reasons.items():
-        lease = schedule.tasks.lease(Consumer("informative"), schedule.rows_of[group], "compute", 0.0, 9.0)
-        assert lease is not None
-        schedule.select(lease.number, 0.0, {group: reason})
+    task, rows = schedule.tasks.tasks["informative"], [uid for group in reasons for uid in schedule.rows_of[group]]
+    assert task.are_free(rows)
+    task.finish(rows)
+    schedule.judged("informative", rows, {group: why for group, why in reasons.items() if why is not None})
     schedule.close()
 
 
 def trained(schedule: StreamSchedule) -> set[int]:
-    return {uid[1] for uid in work(schedule, "actor.update")}
+    return {uid[1] for uid in work(schedule, TRAIN)}
 
 
 def test_kept_group_trains_once_its_selection_is_certain() -> None:
@@ -259,11 +294,9 @@ def test_kept_group_trains_once_its_selection_is_certain() -> None:
     decided(schedule, {5: None})
     assert trained(schedule) == set(), "1, 3 and 4 could all be kept"
     decided(schedule, {4: "all_wrong"})
-    assert trained(schedule) == {5}
-    assert schedule.is_open and schedule.due_steps() == []
+    assert trained(schedule) == {5} and schedule.is_open
     decided(schedule, {1: None, 3: None})
     assert trained(schedule) == {1, 3} and not schedule.is_open
-    assert schedule.due_steps() == ["actor.update"]
 
 
 def test_group_joins_its_update_once_position_is_certain() -> None:
@@ -272,10 +305,11 @@ def test_group_joins_its_update_once_position_is_certain() -> None:
     admit(schedule, 0)
     admit(closed, 0)
     decided(schedule, {3: None, 1: None, 2: None})
-    assert not any(update.rows for update in schedule.batches[1].updates["actor.update"])
+    assert trained(schedule) == set()
     decided(schedule, {0: None})
-    planned = [sorted(update.rows) for update in closed.batches[1].updates["actor.update"]]
-    assert [sorted(update.rows) for update in schedule.batches[1].updates["actor.update"]] == planned
+    uids = schedule.batches[1].uids
+    assert schedule.batches[1].updates_of(uids) == closed.batches[1].updates_of(uids)
+    assert trained(schedule) == {0, 1, 2, 3}
 
 
 def test_groups_admitted_ahead_of_decisions_are_returned_on_policy() -> None:
@@ -313,7 +347,7 @@ def test_group_too_stale_for_next_batch_is_surplus(engine: int) -> None:
     leases = [schedule.take("actor.generate", "engine", 0.0, 9.0, 1, engine_version=engine) for _ in range(3)]
     assert [lease.rows[0][1] for lease in leases if lease] == [17, 18, 19]
     assert leases[0] is not None
-    schedule.acknowledge(leases[0].number, 0.0, engine)
+    finish(schedule, leases[0], engine)
     selected(schedule, {17: None})
     assert not schedule.is_open
     assert set(schedule.rows_of) == {*range(8), 10, 11, *range(12, 18)} | ({19} if engine else set())
@@ -338,7 +372,7 @@ def begun(schedule: StreamSchedule, version: int) -> list[int]:
     """The groups whose rows an engine of this version is given, and does."""
     groups = []
     while lease := schedule.take("actor.generate", "engine", 0.0, 9.0, 1, engine_version=version):
-        groups += [group for _, group, _ in schedule.acknowledge(lease.number, 0.0, version).rows]
+        groups += [group for _, group, _ in finish(schedule, lease, version)]
     return groups
 
 
@@ -399,9 +433,9 @@ def test_suspended_row_resumes_and_finishes_in_next_batch() -> None:
     schedule = setting_aside(2)
     admit(schedule, 0, samples=1)
     long, short = leased(schedule, 0), leased(schedule, 0)
-    assert schedule.may_suspend(long)
-    schedule.suspend(long.number, 0.0, version=0)
-    schedule.acknowledge(short.number, 0.0, 0)
+    assert schedule.may_suspend(long.rows[0])
+    schedule.suspend(long, {long.rows[0]: 0})
+    finish(schedule, short)
     assert schedule.close() is None, "its place is another group's"
     assert admit(schedule, 2, samples=1) == work(schedule, "actor.generate") == [(0, 2, 0), (0, 3, 0)]
     outcome = schedule.close()
@@ -412,8 +446,8 @@ def test_suspended_row_resumes_and_finishes_in_next_batch() -> None:
     finish_iteration(schedule)
     assert schedule.groups_wanted(1) == 0 and schedule.is_open and schedule.sampling.pending == [0]
     again = leased(schedule, 1)
-    assert again.rows == long.rows and not schedule.may_suspend(again)
-    schedule.acknowledge(again.number, 0.0, 0)
+    assert again.rows == long.rows and not schedule.may_suspend(again.rows[0])
+    finish(schedule, again)
     outcome = schedule.close()
     assert outcome is not None and outcome.groups == (0, 3)
     finish_iteration(schedule)
@@ -423,10 +457,11 @@ def test_suspended_row_resumes_and_finishes_in_next_batch() -> None:
 def test_first_groups_finish_when_suspended_ones_fill_staleness() -> None:
     schedule = setting_aside(1)
     admit(schedule, 0, samples=1)
-    schedule.suspend(leased(schedule, 0).number, 0.0, version=0)
+    first = leased(schedule, 0)
+    schedule.suspend(first, {first.rows[0]: 0})
     assert schedule.close() is None and schedule.groups_wanted(0) == 0
     to_its_end = leased(schedule, 0)
-    assert to_its_end.rows == ((0, 0, 0),) and not schedule.may_suspend(to_its_end)
-    schedule.acknowledge(to_its_end.number, 0.0, 0)
+    assert to_its_end.rows == ((0, 0, 0),) and not schedule.may_suspend(to_its_end.rows[0])
+    finish(schedule, to_its_end)
     outcome = schedule.close()
     assert outcome is not None and outcome.groups == (0,)

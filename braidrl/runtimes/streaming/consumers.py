@@ -1,0 +1,208 @@
+"""The consumers of a flow: where rows leave the queue. All other stages run beside one, without the queue.
+
+actor.generate ──▶ verdicts ──▶ reference.log_probs ──▶ train.actor          consumers of the queue, and the main process's verdicts
+  verify, shape     select        (a frozen model)       log_probs, advantage, update
+
+* A generate stage, and an infer stage with devices of its own, is a consumer. So is an infer stage of a trained role that another
+  group's stages need.
+* Each trained role has one consumer, named `train.ROLE`: its remaining infer stages, its updates, and every computation they need.
+* Computations before the selection, and checks, run beside the last consumer whose columns they need.
+* Selection, and computations on whole groups before it, need only index columns: the main process runs them (`verdicts`).
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from braidrl.errors import UserError
+from braidrl.flow import Flow, Kind, Scope, Stage
+from braidrl.flow.columns import ADMISSION
+from braidrl.flow.flow import is_optimized
+from braidrl.flow.readiness import waits_for
+
+VERDICTS = "verdicts"
+
+
+@dataclass(frozen=True)
+class Consumer:
+    """The stages that a worker group runs on a row in one visit, in the flow's order."""
+
+    name: str
+    kind: Kind
+    group: str
+    """Its worker group."""
+    stages: tuple[Stage, ...]
+    waits: frozenset[str] = frozenset()
+    """The consumers and verdict stages that must process a row first."""
+
+    def runs_in(self, iteration: int) -> bool:
+        """Return True if one of its stages runs in an iteration."""
+        return any(stage.when.includes(iteration) for stage in self.stages)
+
+    def due(self, iteration: int) -> list[Stage]:
+        """Return its stages that run in an iteration; in iteration 0, an evaluation before the first, those of the first."""
+        return [stage for stage in self.stages if stage.when.includes(max(iteration, 1))]
+
+    @property
+    def updates(self) -> list[Stage]:
+        """Return its train stages."""
+        return [stage for stage in self.stages if stage.kind is Kind.TRAIN]
+
+    @property
+    def takes_rows(self) -> bool:
+        """Return False if it only copies weights."""
+        return any(is_optimized(stage) or stage.kind is not Kind.TRAIN for stage in self.stages)
+
+    @cached_property
+    def takes_groups(self) -> bool:
+        """Return True if it takes whole groups, as one of its stages needs them."""
+        return any(stage.scope is Scope.GROUP for stage in self.stages)
+
+    @cached_property
+    def takes_batches(self) -> bool:
+        """Return True if it takes whole batches, as one of its stages needs them or has a state."""
+        return any(stage.scope is Scope.BATCH or stage.state for stage in self.stages)
+
+
+class Consumers:
+    """All consumers of a flow by name, in the flow's order, and the verdict stages."""
+
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+        self._waits = waits_for(flow)
+        self._place = {stage.name: place for place, stage in enumerate(flow.stages)}
+        self._home: dict[str, str | None] = {}
+        """The consumer of a stage, VERDICTS, or None: it runs wherever an update needs it."""
+        for stage in flow.stages:
+            self._home[stage.name] = self._home_of(stage)
+        hosted = self._trained()
+        self.by_name = {consumer.name: consumer for consumer in self._with_own_devices()}
+        for role, stages in hosted.items():
+            consumer = Consumer(f"train.{role}", Kind.TRAIN, role, tuple(flow[name] for name in self._sorted(stages)))
+            self.by_name[consumer.name] = replace(consumer, waits=self._waits_of(stages))
+        self.verdicts = {
+            stage.name: self._waits_of([stage.name]) for stage in flow.stages if self._home[stage.name] == VERDICTS
+        }
+        """By stage what it waits for."""
+        self.of_stage = {stage.name: c.name for c in self.by_name.values() for stage in c.stages}
+        self.reporting = {
+            stage: name for name, c in reversed(self.by_name.items()) for stage in (s.name for s in c.stages)
+        }
+        """The consumer that reports a stage which several run: the first."""
+
+    def __iter__(self) -> Iterator[Consumer]:
+        return iter(self.by_name.values())
+
+    def before(self, name: str) -> list[str]:
+        """Return the writers of a row when it is ready for a consumer or verdict stage: admission, then in the flow's order."""
+        found, open_names = {ADMISSION}, [name]
+        while open_names:
+            one = open_names.pop()
+            waits = self.by_name[one].waits if one in self.by_name else self.verdicts[one]
+            open_names += waits - found - {ADMISSION}
+            found |= waits
+        return [writer for writer in self.writers if writer in found]
+
+    @cached_property
+    def writers(self) -> list[str]:
+        """Return all writers of columns, in the flow's order."""
+        names = {*self.by_name, *self.verdicts}
+        first = {n: self._place[self.by_name[n].stages[0].name] if n in self.by_name else self._place[n] for n in names}
+        trains = [name for name, consumer in self.by_name.items() if consumer.kind is Kind.TRAIN]
+        return [ADMISSION, *sorted(names - {*trains}, key=first.__getitem__), *trains]
+
+    def _home_of(self, stage: Stage) -> str | None:
+        if stage.kind in (Kind.GENERATE, Kind.INFER):
+            return stage.name
+        if stage.kind is Kind.TRAIN:
+            return f"train.{stage.role}"
+        infers = [other.name for other in self.flow.stages if other.kind is Kind.INFER]
+        is_early = stage in self.flow.sampling_segment or stage.type == "verify" or stage.name in self._needed(infers)
+        if not is_early and self.flow.changed_roles:
+            return None
+        homes = {self._home[name] for name in self._needed([stage.name]) if name != stage.name}
+        if stage.kind is Kind.SELECT or stage.scope is Scope.GROUP or VERDICTS in homes:
+            return VERDICTS
+        hosts = homes or {s.name for s in self.flow.stages if s.kind in (Kind.GENERATE, Kind.INFER)}
+        chosen = sorted((home for home in hosts if home), key=self._place.__getitem__)
+        return chosen[-1] if homes else chosen[0]
+
+    def _trained(self) -> dict[str, list[str]]:
+        """Return the stages of each trained role's consumer; infer stages that no other group needs move into it."""
+        flow = self.flow
+        hosted = {
+            role: [s.name for s in flow.stages if s.kind is Kind.TRAIN and s.role == role]
+            for role in flow.changed_roles
+        }
+        if not hosted:
+            return {}
+        # Computations and own inference that no update needs are for the record.
+        needed = {role: self._closure(stages, role) for role, stages in hosted.items()}
+        known = {name for stages in needed.values() for name in stages}
+        for stage in flow.stages:
+            if stage.name not in known and self._home[stage.name] is None:
+                role = [*hosted, *flow.trained_roles][-1]
+                needed[role] = self._closure([*needed[role], stage.name], role)
+        for stage in flow.stages:
+            if stage.kind is not Kind.INFER or stage.role not in hosted or self._home[stage.name] != stage.name:
+                continue
+            role = str(stage.role)
+            # Another group, or a stage before the updates, needs its columns.
+            early = [
+                s.name for s in flow.stages if self._home[s.name] not in (None, stage.name) and s.kind is not Kind.TRAIN
+            ]
+            others = {name for name in early if stage.name in self._needed([name])}
+            elsewhere = any(stage.name in self._needed(stages) for other, stages in needed.items() if other != role)
+            if not others and not elsewhere and stage not in flow.sampling_segment:
+                self._home[stage.name] = f"train.{role}"
+                needed[role] = self._closure([*needed[role], stage.name], role)
+        return needed
+
+    def _closure(self, names: Iterable[str], role: str) -> list[str]:
+        """Return these stages with the computations that they need, as far as these run with the updates."""
+        found, open_names = set[str](), list(names)
+        while open_names:
+            name = open_names.pop()
+            if name not in found:
+                found.add(name)
+                open_names += [
+                    w for w in self._waits[name] if w != ADMISSION and self._home[w] in (None, f"train.{role}")
+                ]
+        return self._sorted(found)
+
+    def _needed(self, names: Iterable[str]) -> set[str]:
+        """Return these stages and all stages that they wait for."""
+        found, open_names = set[str](), list(names)
+        while open_names:
+            name = open_names.pop()
+            if name not in found and name != ADMISSION:
+                found.add(name)
+                open_names += self._waits[name]
+        return found
+
+    def _with_own_devices(self) -> Iterable[Consumer]:
+        for stage in self.flow.stages:
+            if stage.kind not in (Kind.GENERATE, Kind.INFER) or self._home[stage.name] != stage.name:
+                continue
+            names = [s.name for s in self.flow.stages if self._home[s.name] == stage.name]
+            group = f"{stage.role}.generate" if stage.kind is Kind.GENERATE else str(stage.role)
+            stages = tuple(self.flow[name] for name in names)
+            yield Consumer(stage.name, stage.kind, group, stages, self._waits_of(names))
+
+    def _waits_of(self, stages: Iterable[str]) -> frozenset[str]:
+        """Return the consumers and verdict stages that rows of these stages come from."""
+        own, found = set(stages), {ADMISSION}
+        for name in own:
+            for writer in self._waits[name]:
+                if writer == ADMISSION or writer in own or self.flow[writer].kind is Kind.TRAIN:
+                    continue
+                home = self._home[writer]
+                if home is None or (home.startswith("train.") and writer not in own):
+                    raise UserError(
+                        f"runtime=streaming cannot run {name} in another process than {writer}; write runtime=eager"
+                    )
+                found.add(writer if home == VERDICTS else home)
+        return frozenset(found)
+
+    def _sorted(self, names: Iterable[str]) -> list[str]:
+        return sorted(names, key=self._place.__getitem__)

@@ -1,0 +1,296 @@
+"""A trainer: one rank's share of a trained role's work on a batch. It receives each row once and keeps it until the batch is trained.
+
+take_in: a piece of rows ──infer, compute──▶ columns ──▶ updates in progress ──forward_backward, as rows arrive──▶ ready
+step ──optim_step──▶ the next update ... the last one ──▶ later stages ──▶ finish: written columns, reports
+
+Stages run through the executor, as in every runtime. All ranks of the role call the same methods in the same order.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from braidrl.cluster.world import World
+from braidrl.data.codec import pack_rows, unpack_rows
+from braidrl.data.messages import pack_message, unpack_message
+from braidrl.data.packing import balanced_partition
+from braidrl.data.rows import Rows, tokens_of
+from braidrl.flow import Kind, Scope, Stage
+from braidrl.flow.batches import trained_on
+from braidrl.flow.compute import State, summed, with_state
+from braidrl.flow.flow import is_optimized
+from braidrl.observe.metrics import Sums
+from braidrl.observe.progress import Bar
+from braidrl.observe.trace import BusySpan, WorkerTrace
+from braidrl.queue.client import WorkItem, write_columns
+from braidrl.queue.storage import DataPlane
+from braidrl.queue.table import StoredPart
+from braidrl.runtimes.executor import StageExecutor
+from braidrl.runtimes.streaming.consumers import Consumer
+from braidrl.runtimes.streaming.training_batch import UpdatesInProgress
+from braidrl.training.objective import UpdateCounts
+
+
+@dataclass(eq=False)
+class Piece:
+    """The rows of one lease, and this rank's share of them."""
+
+    lease: int
+    index: Rows
+    """Index columns of all rows, as they came."""
+    own: list[int]
+    """Positions of this rank's rows."""
+    rows: Rows
+    """This rank's rows, with the columns computed so far."""
+    updates: list[list[int]]
+    """The updates of each row."""
+
+    def share(self, places: Sequence[int]) -> Rows:
+        """Return this rank's rows among those at some positions."""
+        if len(places) == len(self.updates) and len(self.own) == len(places):
+            return self.rows
+        standing = {place: number for number, place in enumerate(self.own)}
+        mine = [standing[place] for place in places if place in standing]
+        return self.rows.take(mine) if mine else Rows({})
+
+
+class Trainer:
+    """One rank."""
+
+    def __init__(
+        self, consumer: Consumer, executor: StageExecutor, trace: WorkerTrace, data: DataPlane, world: World, most: int,
+        advanced: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """Begin without a batch.
+
+        Args:
+            consumer: The role's consumer of rows.
+            executor: Runs its stages.
+            trace: Records their time.
+            data: Reads and writes payload.
+            world: The ranks.
+            most: Limit of the rows that pass through the model at a time, over all ranks.
+            advanced: Called as rows pass.
+        """
+        self.consumer, self.executor, self.trace, self.data = consumer, executor, trace, data
+        self.world, self.most, self.advanced = world, most, advanced
+        self._forget()
+
+    def _forget(self) -> None:
+        self.iteration = 0
+        self.stages: list[Stage] = []
+        self.at = 0
+        """Position of the train stage that is next among the stages."""
+        self.pieces: list[Piece] = []
+        self.rows_left = 0
+        """Rows of the batch that have not arrived."""
+        self.states: Mapping[str, State] = {}
+        self.totals: dict[str, dict[str, float]] = {}
+        self.reports: dict[str, tuple[float, Sums]] = {}
+        """Seconds and sums of each stage."""
+        self.updates: UpdatesInProgress | None = None
+        self.counted: list[Rows] = []
+        """Index columns of the rows that the current update has."""
+        self.losses: dict[str, float] = {}
+        """Loss sums of the current update, of all ranks."""
+
+    def take_in(self, work: WorkItem) -> None:
+        """Run the stages before the first update on new rows, and accumulate those of the current update."""
+        message = work.message
+        if not self.iteration:
+            self.iteration, self.states = work.iteration, message["states"]
+            self.stages, self.rows_left = self.consumer.due(work.iteration), int(message["batch_rows"])
+            self.at, self.steps = self._next_update(0), (int(message["steps"]), int(message["update_rows"]))
+            self.updates = UpdatesInProgress(*self.steps)
+        assert self.updates is not None
+        if self.world.size == 1:
+            rows = work.rows()
+            piece = Piece(work.lease, rows.index, list(range(work.size)), rows, message["updates"])
+        else:
+            own = self._own_places(work.index)
+            piece = Piece(work.lease, work.index, own, work.rows(own) if own else Rows({}), message["updates"])
+        self.rows_left -= work.size
+        self.pieces.append(piece)
+        for stage in self.stages[: self.at]:
+            self._run(stage, piece)
+        self.updates.add(piece, piece.updates)
+        self._accumulate()
+
+    def ready(self) -> list[str]:
+        """Return the train stage whose next step can be made, as far as this worker knows."""
+        if not self.iteration or self.at == len(self.stages):
+            return []
+        stage, before = self.stages[self.at], self.stages[: self.at]
+        # Old log-probs are those of the weights before the first step.
+        waits = self.rows_left and any(other.kind is Kind.INFER for other in before)
+        if not is_optimized(stage):
+            return [] if self.rows_left else [stage.name]
+        assert self.updates is not None
+        return [stage.name] if self.updates.is_complete and not waits else []
+
+    def step(self, stage: Stage, iteration: int) -> dict[str, Any]:
+        """Make the optimizer step that is ready; return its report."""
+        with self._busy(stage, ()) as span:
+            # Every rank has the global sums: the first one reports them.
+            losses, first = self.losses, self.world.first
+            counts = UpdateCounts.of(Rows.cat(self.counted))
+            self.executor.optim_step(stage, losses if first else {}, counts, iteration, span.sums, counted=first)
+            self._gathered({}, span)
+        self.losses, self.counted = {}, []
+        report: dict[str, Any] = span.report()
+        return report
+
+    def go_on(self, stage: Stage) -> None:
+        """Continue after a step of a train stage: with its next update, or with the stages after its last one."""
+        assert self.updates is not None
+        if is_optimized(stage):
+            self.updates.stepped()
+            if not self.updates.is_over:
+                self._accumulate()
+                return
+        before, self.at = self.at, self._next_update(self.at + 1)
+        for later in self.stages[before + 1 : self.at]:
+            for piece in self.pieces:
+                self._run(later, piece)
+        self.updates = UpdatesInProgress(*self.steps)
+        for piece in self.pieces:
+            self.updates.add(piece, piece.updates)
+        self._accumulate()
+
+    @property
+    def is_over(self) -> bool:
+        """Return True after the last stage of a batch."""
+        return bool(self.iteration) and self.at == len(self.stages) and not self.rows_left
+
+    def finish(
+        self,
+    ) -> tuple[tuple[StoredPart, Any] | None, list[int], list[dict[str, Any]], dict[str, dict[str, float]]]:
+        """End the batch. Return this rank's written columns with their rows, the leases, reports, and sums for states."""
+        names = list(dict.fromkeys(name for stage in self.stages for name in stage.writes))
+        own = [piece for piece in self.pieces if piece.own]
+        part = None
+        if names and own:
+            rows = Rows.cat([piece.rows.only(names) for piece in own])
+            part = write_columns(self.data, dict(rows.items())), [(piece.lease, piece.own) for piece in own]
+        reports = [
+            {"stage": name, "seconds": seconds, "sums": sums.pairs()} for name, (seconds, sums) in self.reports.items()
+        ]
+        found = part, [piece.lease for piece in self.pieces], reports, self.totals
+        self._forget()
+        return found
+
+    def _next_update(self, start: int) -> int:
+        """Return the position of the first train stage from a position on; without one the end."""
+        trains = (place for place in range(start, len(self.stages)) if self.stages[place].kind is Kind.TRAIN)
+        return next(trains, len(self.stages))
+
+    def _own_places(self, index: Rows) -> list[int]:
+        """Return the positions of this rank's rows, an equal share of the tokens of each dispatch."""
+        lengths, found = index["length"].tolist(), list[int]()
+        for places in self._dispatches(range(len(index))):
+            parts = balanced_partition([lengths[place] for place in places], self.world.size)
+            found += [places[position] for position in sorted(parts[self.world.rank])]
+        return found
+
+    def _dispatches(self, places: Sequence[int]) -> Iterator[Sequence[int]]:
+        return (places[start : start + self.most] for start in range(0, len(places), self.most))
+
+    # Stages that write columns
+
+    def _run(self, stage: Stage, piece: Piece) -> None:
+        """Run an infer or compute stage on a piece."""
+        stage = with_state(stage, self.states.get(stage.name, {}))
+        rows, found = piece.rows, list[Rows]()
+        with self._busy(stage, rows.uids() if piece.own else ()) as span:
+            columns: dict[str, Any]
+            if stage.scope is Scope.GROUP and self.world.size > 1:
+                columns = self._of_groups(stage, piece, span.sums)
+            elif stage.kind is Kind.INFER:
+                for places in self._dispatches(range(len(piece.updates))):
+                    part = piece.share(places)
+                    if written := self.executor.run(stage, part, span.sums):
+                        found.append(Rows(written))
+                columns = dict(Rows.cat(found).items())
+            else:
+                columns = dict(self.executor.run(stage, rows, span.sums, reduce=self._reduced).items())
+            if stage.state:
+                own = summed(stage, rows) if piece.own else {}
+                self.totals[stage.name] = {name: float(total) for name, total in self._reduced(own).items()}
+            span.tokens = tokens_of(rows) if piece.own else 0
+        piece.rows = rows.with_columns(columns) if columns else rows
+        self._note(span)
+
+    def _of_groups(self, stage: Stage, piece: Piece, sums: Sums) -> dict[str, Any]:
+        """Return a group-scope stage's columns of this rank's rows: groups lie on several ranks."""
+        parts = self.world.gather("index columns", pack_rows(piece.rows.index) if piece.own else b"")
+        index = Rows.cat([unpack_rows(bytes(part)) for part in parts if len(part)]).ordered()
+        standing = {uid: place for place, uid in enumerate(index.uids())}
+        found = Rows(self.executor.run(stage, index, sums))
+        return dict(found.take([standing[uid] for uid in piece.rows.uids()]).items()) if piece.own else {}
+
+    def _reduced(self, totals: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return the sums over all ranks."""
+        if self.world.size == 1:
+            return totals
+        parts = self.world.gather("sums", pack_message({name: total.tolist() for name, total in totals.items()}))
+        found: dict[str, Tensor] = {}
+        for part in parts:
+            for name, value in unpack_message(bytes(part)).items():
+                total = torch.tensor(value, dtype=torch.float64)
+                found[name] = found[name] + total if name in found else total
+        return found
+
+    # Updates
+
+    def _accumulate(self) -> None:
+        """Pass the rows of the current update that have arrived through the model."""
+        if self.at == len(self.stages) or not is_optimized(self.stages[self.at]):
+            return
+        stage, updates = self.stages[self.at], self.updates
+        assert updates is not None
+        whole = self.executor.objective(stage).needs_group_tokens
+        pieces = updates.take(whole)
+        index = [piece.index.take(places) for piece, places in pieces]
+        self.counted += index
+        if whole and pieces:
+            shares = [rows for piece, places in pieces if len(rows := piece.share(places))]
+            rows = Rows.cat(shares).ordered() if shares else Rows({})
+            self._forward_backward(stage, self.executor.update(stage, Rows.cat(index), rows)[1])
+            return
+        for piece, places in pieces:
+            for some in self._dispatches(places):
+                self._forward_backward(stage, piece.share(some))
+
+    def _forward_backward(self, stage: Stage, rows: Rows) -> None:
+        losses: dict[str, float] = {}
+        with self._busy(stage, rows.uids() if len(rows) else ()) as span:
+            # Ranks that shard the model meet also if one has no row.
+            if len(rows) or self.executor.workers[str(stage.role)].ranks.forward_is_collective:
+                bar = Bar(stage.name, len(rows), 0.0, self.advanced)
+                span.tokens = tokens_of(rows)
+                losses = self.executor.forward_backward(stage, rows, span.sums, bar)
+        for found in self._gathered(losses, span):
+            for name, loss in found.items():
+                self.losses[name] = self.losses.get(name, 0.0) + loss
+        self._note(span)
+
+    def _gathered(self, losses: dict[str, float], span: BusySpan) -> list[dict[str, float]]:
+        """Gather the loss sums of all ranks, and add all metric sums to the span."""
+        if self.world.size == 1:
+            return [losses]
+        parts = self.world.gather("loss sums", pack_message([losses, span.sums.pairs()]))
+        found = [unpack_message(bytes(part)) for part in parts]
+        span.sums = Sums.merged(Sums(pairs) for _, pairs in found)
+        return [own for own, _ in found]
+
+    def _busy(self, stage: Stage, uids: Sequence[Any]) -> Any:
+        return self.trace.busy(stage.name, self.iteration, uids, trained_on(self.iteration))
+
+    def _note(self, span: BusySpan) -> None:
+        """Add a span to its stage's report."""
+        seconds, sums = self.reports.get(span.stage, (0.0, Sums()))
+        sums.merge(span.sums)
+        self.reports[span.stage] = seconds + span.seconds, sums
