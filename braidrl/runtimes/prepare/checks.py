@@ -344,11 +344,9 @@ def check_plan(path: Path, layout: ParallelLayout, key: str) -> None:
         return
     config = read_model_config(path)
     plan = proven_plan(config, path)
-    kept = axes if plan.by_rows else [axis for axis in axes if axis == "tensor" and plan.mixers]
-    if kept:
-        why = ", ".join(plan.mixers) or "its attention"
+    if plan.by_rows:
         raise UserError(
-            f"{key}: {kept[0]} does not divide the model in {path}, where {why} mixes tokens in its own way; write data alone"
+            f"{key}: {axes[0]} does not divide the model in {path}, where its attention mixes tokens in its own way; write data alone"
         )
     if layout.pipeline > 1:
         finding = pipeline_finding(config, plan)

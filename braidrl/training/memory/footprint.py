@@ -34,7 +34,7 @@ from braidrl.training.loading import read_model_config
 from braidrl.training.lora import add_adapters
 from braidrl.training.optimizer import MASTER_BYTES
 from braidrl.training.parallel.pipeline import RUN
-from braidrl.training.parallel.tensor import blocks_of, copied_factors, in_layer, plan_of
+from braidrl.training.parallel.tensor import ROWS, copied_factors, plan_of, styles_by_block
 
 MOMENTS = 2
 UNIFORM = {"qwen2", "qwen3", "llama", "mistral", "ministral3", "smollm3", "qwen3_moe"}
@@ -340,14 +340,15 @@ def divide_tokens(model: Any, ranks: int) -> None:
             return (given[0].repeat(1, ranks, 1), *given[1:]), named
         return given, {**named, "hidden_states": named["hidden_states"].repeat(1, ranks, 1)}
 
-    body, styles = body_of(model), in_layer(plan_of(model))
+    body, plan = body_of(model), plan_of(model)
     body.embedding.register_forward_hook(scattered)
     for layer in body.layers:
-        for name in blocks_of(styles):
-            layer.get_submodule(name).register_forward_pre_hook(gathered, with_kwargs=True)
-        for name, style in styles.items():
-            if style == "rowwise":
-                layer.get_submodule(name).register_forward_hook(scattered)
+        for block, styles in styles_by_block(layer, plan).items():
+            if styles:
+                layer.get_submodule(block).register_forward_pre_hook(gathered, with_kwargs=True)
+            for name, style in styles.items():
+                if style in ROWS:
+                    layer.get_submodule(name).register_forward_hook(scattered)
     body.norm.register_forward_hook(lambda _, __, states: states.repeat(1, ranks, 1))
 
 
