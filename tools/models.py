@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from braidrl.cli.check_model import described, may_train, measured
 from braidrl.errors import first_line
-from braidrl.training.acceptance import OPTIONAL
+from braidrl.training.acceptance import AXES, OPTIONAL
 from braidrl.training.decoders.proof import FAILURES, Refusal, Twin, quietly
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
@@ -92,7 +92,7 @@ def row_of(name: str) -> tuple[bool, str]:
         worst = next(f for f in wrong if f.name not in OPTIONAL and f is not engine)
         return False, f"| {name} | no | | {cell(f'{worst.name}: {worst.note or worst.value}')} |"
     lacks = {
-        "pipeline ranks equal one": "pipeline",
+        **{name: axis for axis, name in AXES.items()},
         "adapters equal merged weights": "adapters",
         engine.name: "engine",
     }

@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM
 from braidrl.config import LoraConfig
 from braidrl.errors import first_line
 from braidrl.training.compute.attention import PackedSequences
-from braidrl.training.decoders.body import ForwardPlan, body_of, run_body, set_training, use_plan
+from braidrl.training.decoders.body import ForwardPlan, body_of, decoder_of, run_body, set_training, use_plan
 from braidrl.training.decoders.proof import BOUND, FAILURES, Finding, Twin, distance, packed_log_probs, quietly
 from braidrl.training.loading import read_buffers, rebuild_buffers
 from braidrl.training.lora import add_adapters, merged, plain_names
+from braidrl.training.memory.footprint import divide_tokens
 from braidrl.training.parallel.pipeline import split_layers
 from braidrl.weights.model_files import ModelFiles
 
@@ -48,6 +49,23 @@ def pipeline_stages(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
         hidden = run_body(model, None if rank else ids, places, sequences, hidden)
     assert hidden is not None
     return distance([hidden], [run_body(whole, ids, places, sequences)]), BOUND
+
+
+@torch.no_grad()
+def tensor_ranks(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
+    """Run the twin with the tokens that one of two tensor ranks has between its blocks; `layout_proof` starts real ranks."""
+    if plan.by_rows:
+        raise ValueError("its attention is its own")
+    model = twin.model(plan)
+    if not model.config.get_text_config().base_model_tp_plan:
+        raise ValueError("transformers has no tensor-parallel plan of it")
+    divide_tokens(model, 2)
+    sequences = PackedSequences.of([len(row) for row in twin.rows[:2]])
+    try:
+        run_body(model, torch.cat(twin.rows[:2])[None], sequences.position_ids(), sequences)
+    except RuntimeError as error:
+        raise ValueError(f"{type(decoder_of(model)).__name__} computes with all tokens between its blocks") from error
+    return 0.0, BOUND
 
 
 def adapters(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
@@ -157,13 +175,16 @@ def resumed(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
 
 MEASURES: dict[str, Measure] = {
     "pipeline ranks equal one": pipeline_stages,
+    "tensor ranks divide its tokens": tensor_ranks,
     "adapters equal merged weights": adapters,
     "bfloat16 within rounding": half_precision,
     "an export has the same logits in transformers": exported,
     "read in parts by file names, buffers rebuilt": read_in_parts,
     "a resumed run has the same weights": resumed,
 }
-OPTIONAL = {"pipeline ranks equal one", "adapters equal merged weights"}
+AXES = {"pipeline": "pipeline ranks equal one", "tensor": "tensor ranks divide its tokens"}
+"""The property that an axis of a layout needs."""
+OPTIONAL = {*AXES.values(), "adapters equal merged weights"}
 """Properties that a model may lack; the setting that needs one is then refused."""
 
 
@@ -176,7 +197,7 @@ def accept(name: str, twin: Twin, plan: ForwardPlan) -> Finding:
     return Finding(name, value, bound)
 
 
-def pipeline_finding(config: Any, plan: ForwardPlan) -> Finding:
-    """Measure whether pipeline ranks can divide the model that a configuration describes."""
+def axis_finding(config: Any, plan: ForwardPlan, axis: str) -> Finding:
+    """Measure whether the ranks along an axis can divide the model that a configuration describes."""
     with quietly():
-        return accept("pipeline ranks equal one", Twin(config), plan)
+        return accept(AXES[axis], Twin(config), plan)

@@ -28,7 +28,7 @@ from braidrl.rewards.verifier import resolve
 from braidrl.rewards.verifiers import VERIFIERS
 from braidrl.sandbox.hosts import check_walls
 from braidrl.sandbox.walls import POLICIES, walls_missing
-from braidrl.training.acceptance import pipeline_finding
+from braidrl.training.acceptance import AXES, axis_finding
 from braidrl.training.backends import BACKENDS
 from braidrl.training.decoders.proven import proven_plan
 from braidrl.training.four_bit import import_bitsandbytes
@@ -348,11 +348,10 @@ def check_plan(path: Path, layout: ParallelLayout, key: str) -> None:
         raise UserError(
             f"{key}: {axes[0]} does not divide the model in {path}, where its attention mixes tokens in its own way; write data alone"
         )
-    if layout.pipeline > 1:
-        finding = pipeline_finding(config, plan)
-        if not finding.holds:
+    for axis in AXES:
+        if getattr(layout, axis) > 1 and not (finding := axis_finding(config, plan, axis)).holds:
             raise UserError(
-                f"{key}: pipeline does not divide the model in {path}: {finding.note or 'its ranks do not equal one'}; write pipeline=1"
+                f"{key}: {axis} does not divide the model in {path}: {finding.note or 'its ranks do not equal one'}; write {axis}=1"
             )
 
 

@@ -103,8 +103,8 @@ class Sharded(DataParallel):
         for layer in local_layers(model):
             read_parameters(layer)
             if plan:
-                mixers = plan_of_model(model).mixers
-                tensor_parallel.parallelize_layer(layer, plan, mixers, self.mesh["tensor"], self._shard_by_tokens)
+                blocks = tensor_parallel.blocks_of(layer, plan, plan_of_model(model).mixers)
+                tensor_parallel.parallelize_layer(layer, blocks, self.mesh["tensor"], self._shard_by_tokens)
             if self.uses_fsdp:
                 self._shard(layer, self._fsdp_mesh(self.mesh, "shard"))
         read_parameters(model)

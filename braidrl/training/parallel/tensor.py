@@ -10,9 +10,9 @@ Megatron's sequence parallelism: one rank computes, and saves for the backward p
 block every plain tensor has all tokens, and its gradient on a rank is a part of the sum over ranks: for this rank's columns, heads or
 tokens. So the gradient of a replicated weight is also summed over ranks.
 
-    matrices    column-wise and row-wise products (`BlockStyle.MATRICES`); where heads cannot be split, the outputs of columns are gathered
-    attention   of a block that the plan does not split: all ranks compute all tokens (`BlockStyle.ALL_TOKENS`)
-    experts     each rank computes its own tokens with all experts (`BlockStyle.OWN_TOKENS`)
+    matrices    column-wise and row-wise products; where heads cannot be split, the ranks gather the outputs of columns
+    attention   that the plan does not split: every rank computes all tokens
+    experts     each rank computes its own tokens with all experts
 
 The weights of the last two are sharded too: FSDP2 gathers them, over the tensor ranks, while a block computes.
 
@@ -23,25 +23,28 @@ Adapters (down, up): the factor next to the sharded dimension is sharded too: `u
 one by columns. The other factor is replicated.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from enum import Enum, auto
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
-    PrepareModuleOutput,
     RowwiseParallel,
     parallelize_module,
 )
 from torch.utils._pytree import tree_map
+from transformers.utils import ModelOutput
 
 from braidrl.errors import UserError
+from braidrl.training.compute.attention import HEADS_RANK
 from braidrl.training.compute.packed import Packed
 from braidrl.training.decoders.body import body_of
+from braidrl.training.decoders.head import head_of
 from braidrl.training.lora import NAME
 from braidrl.training.parallel.pipeline import PassThrough, is_tied, local_layers
 from braidrl.training.parallel.replicated import Predict
@@ -52,6 +55,8 @@ AXES = ("tensor", "tokens")
 LAYERS = "layers.*."
 TOKENS = Shard(1)
 """Hidden states (1, N, D) sharded equally by tokens."""
+LAYER_NUMBER = "layer_idx"
+"""The attribute by which transformers' attention layers find their cache."""
 REPLICATED = ("replicated_with_grad_allreduce", "mla_kv_a_proj")
 """The styles of modules that every rank computes in full."""
 
@@ -98,7 +103,7 @@ def replicate(sharded: DTensor) -> Tensor:
 
 def local_chunk(whole: Tensor, mesh: DeviceMesh, dimension: int) -> Tensor:
     """Return this rank's chunk of a tensor."""
-    return whole.chunk(mesh.size(), dimension)[mesh.get_local_rank()].contiguous()
+    return whole.chunk(mesh.size(), dimension)[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
 
 
 COLUMNS: dict[str, Callable[[], ParallelStyle]] = {
@@ -109,19 +114,11 @@ ROWS: dict[str, Callable[[], ParallelStyle]] = {"rowwise": Rows, "rowwise_split_
 STYLES = COLUMNS | ROWS
 
 
-class BlockStyle(Enum):
-    """The computation of a layer's block by the tensor ranks."""
-
-    MATRICES = auto()
-    ALL_TOKENS = auto()
-    OWN_TOKENS = auto()
-
-
 def plan_of(model: Any, key: str = "trainer.layout.tensor", remedy: str = "tensor=1 and shard=full") -> dict[str, str]:
     """Return the style of each module of a model. Raises UserError, naming `key`, for a model without a plan."""
     plan = model.config.get_text_config().base_model_tp_plan
     if not plan:
-        raise UserError(f"{key}: the tensor-parallel plan of {type(model).__name__} has none; write {remedy}")
+        raise UserError(f"{key}: transformers has no tensor-parallel plan of {type(model).__name__}; write {remedy}")
     # The embedding is in no plan, except for tied models in some versions of transformers.
     return {**plan, "embed_tokens": "embedding_rowwise"}
 
@@ -140,55 +137,78 @@ def full_plan_of(model: Any, key: str, remedy: str) -> dict[str, str]:
     return plan
 
 
-def styles_by_block(layer: nn.Module, plan: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Return the blocks of a layer by name, each with the styles of its modules; a block is a module that no list holds."""
-    found: dict[str, dict[str, str]] = {}
+@dataclass(frozen=True)
+class Block:
+    """A part of a layer, such as attention or an MLP: a module that no list holds."""
+
+    name: str
+    products: dict[str, str]
+    """The style of each matrix; without any, FSDP shards the block's weights over the tensor ranks."""
+    gathers: dict[str, bool]
+    """The modules whose input is gathered, each with whether its output has all tokens, and this rank's are taken."""
+
+
+def blocks_of(layer: nn.Module, plan: Mapping[str, str], mixers: Collection[str] = ()) -> list[Block]:
+    """Return the blocks of a layer that are sharded; the weights of others, such as norms, are replicated.
+
+    Args:
+        layer: The layer.
+        plan: The styles of `plan_of`.
+        mixers: Names of the model's classes that mix tokens outside attention.
+    """
+    styles: dict[str, dict[str, str]] = {}
     for name, _ in layer.named_modules():
         around = [name.rsplit(".", up)[0] for up in range(name.count("."), -1, -1)]
         block = next((n for n in around if not isinstance(layer.get_submodule(n), nn.ModuleList)), "")
+        style = plan.get(LAYERS + pattern_of(name), "")
         if block:
-            style = plan.get(LAYERS + pattern_of(name), "")
-            found.setdefault(block, {}).update({name: style} if style and style not in REPLICATED else {})
+            styles.setdefault(block, {}).update({name: style} if style and style not in REPLICATED else {})
+    found = []
+    for block, products in styles.items():
+        inside = list(layer.get_submodule(block).modules())
+        is_mixer = any(type(module).__name__ in mixers for module in inside)
+        needs_all = is_mixer or any(hasattr(module, LAYER_NUMBER) for module in inside)
+        # A mixer computes rows of equal length: outputs inside of it cannot be scattered by tokens.
+        if products and set(products.values()) <= (COLUMNS.keys() if is_mixer else STYLES.keys()):
+            parents = {name.rpartition(".")[0] for name, style in products.items() if style in COLUMNS}
+            gathers = {}
+            for place in {block} if needs_all else parents:
+                inner = [style for name, style in products.items() if name.startswith(place)]
+                gathers[place] = not any(style in ROWS for style in inner)
+            found.append(Block(block, products, gathers))
+        elif needs_all or products:
+            found.append(Block(block, {}, {block: True} if needs_all else {}))
     return found
 
 
-def block_style(block: nn.Module, styles: Mapping[str, str], mixers: Collection[str]) -> BlockStyle | None:
-    """Return a block's style; None for norms and others that are replicated and compute this rank's tokens."""
-    is_mixer = any(type(module).__name__ in mixers for module in block.modules())
-    splits = set(styles.values()) <= (COLUMNS.keys() if is_mixer else STYLES.keys())
-    if styles and splits:
-        return BlockStyle.MATRICES
-    if is_mixer or any(hasattr(module, "layer_idx") for module in block.modules()):
-        return BlockStyle.ALL_TOKENS
-    return BlockStyle.OWN_TOKENS if styles else None
-
-
 def parallelize_layer(
-    layer: nn.Module,
-    plan: Mapping[str, str],
-    mixers: Collection[str],
-    mesh: DeviceMesh,
-    shard: Callable[[nn.Module], None],
+    layer: nn.Module, blocks: Iterable[Block], mesh: DeviceMesh, shard: Callable[[nn.Module], None]
 ) -> None:
     """Shard a decoder layer in place.
 
     Args:
         layer: The layer.
-        plan: The styles of `plan_of`.
-        mixers: Names of classes that mix tokens in their own way.
+        blocks: Its blocks.
         mesh: The one-dimensional mesh of the tensor ranks.
         shard: Shards a module's weights over ranks that compute different tokens.
     """
-    for name, styles in styles_by_block(layer, plan).items():
-        block = layer.get_submodule(name)
-        style = block_style(block, styles, mixers)
-        if style is BlockStyle.MATRICES:
-            for module, own in styles.items():
-                parallelize_module(layer, mesh, styles_of_module(layer, module, own))
-        elif style is not None:
-            shard(block)
-        if style in (BlockStyle.MATRICES, BlockStyle.ALL_TOKENS):
-            gather_tokens(block, mesh, scatter=not ROWS.keys() & set(styles.values()))
+    for block in blocks:
+        module = layer.get_submodule(block.name)
+        for name, style in block.products.items():
+            parallelize_module(layer, mesh, styles_of_module(layer, name, style))
+        for name, scatter in block.gathers.items():
+            gather_tokens(layer.get_submodule(name), mesh, scatter)
+        for part in module.modules() if block.products else ():
+            if hasattr(part, LAYER_NUMBER):
+                setattr(part, HEADS_RANK, mesh.get_local_rank())
+        if not block.products:
+            # FSDP must not be given a view, which the layer may change in place.
+            module.register_forward_hook(lambda _, __, output: tree_map(copy_of_view, output))
+            shard(module)
+
+
+def copy_of_view(output: Any) -> Any:
+    return output.clone() if isinstance(output, Tensor) and output._is_view() else output
 
 
 def gather_tokens(block: nn.Module, mesh: DeviceMesh, scatter: bool) -> None:
@@ -225,32 +245,36 @@ def has_adapter(module: nn.Module) -> bool:
 def copied_factors(model: Any, plan: Mapping[str, str]) -> Iterator[nn.Module]:
     """Yield the replicated adapter factors."""
     for layer in local_layers(model):
-        for styles in styles_by_block(layer, plan).values():
-            for name, style in styles.items():
+        for block in blocks_of(layer, plan):
+            for name, style in block.products.items():
                 module: Any = layer.get_submodule(name)
-                if has_adapter(module) and style in STYLES:
+                if has_adapter(module):
                     yield (module.lora_B if style in ROWS else module.lora_A)[NAME]
 
 
 def parallelize_rest(model: Any, mesh: DeviceMesh) -> None:
-    """Shard everything outside the layers: the vocabulary, and the tokens of the last norm."""
+    """Shard everything outside the layers: the vocabulary of embedding and output layer, and the tokens of the last norm."""
     output, tied, body = model.get_output_embeddings(), is_tied(model), body_of(model)
-    rest: dict[str, ParallelStyle] = {}
     if not isinstance(body.embedding, PassThrough):
-        rest[body.embedding_name] = RowwiseParallel(input_layouts=Replicate(), output_layouts=TOKENS)
+        parallelize_module(body.embedding, mesh, RowwiseParallel(input_layouts=Replicate(), output_layouts=TOKENS))
     if not isinstance(body.norm, PassThrough):
-        rest[body.norm_name] = PrepareModuleOutput(output_layouts=TOKENS, desired_output_layouts=Replicate())
-    parallelize_module(body.decoder, mesh, rest)
+
+        def gathered(_: nn.Module, __: Any, found: Any) -> Any:
+            if isinstance(found, ModelOutput):  # not the given states of `own_logits`
+                own = DTensor.from_local(found.last_hidden_state, mesh, [TOKENS], run_check=False)
+                found["last_hidden_state"] = own.redistribute(placements=[Replicate()]).to_local()
+            return found
+
+        body.decoder.register_forward_hook(gathered)
     if tied:
         output.weight = model.get_input_embeddings().weight
-    elif isinstance(output, nn.Linear):
+    elif isinstance(output, nn.Linear) and not head_of(model).is_own:
         parallelize_module(output, mesh, ColwiseParallel())
 
 
 def partial_gradient_parameters(model: Any) -> list[Tensor]:
     """Return the replicated parameters whose gradient is a partial sum, over this rank's tokens or heads."""
-    modules = [*local_layers(model), body_of(model).norm]
-    return [parameter for module in modules for parameter in module.parameters() if not is_tensor_parallel(parameter)]
+    return [parameter for parameter in body_of(model).decoder.parameters() if not is_tensor_parallel(parameter)]
 
 
 def is_tensor_parallel(parameter: Tensor) -> bool:
