@@ -6,12 +6,14 @@ notice ──▶ worker: joins a group, receives ──┘
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from braidrl.weights.collective import Incoming, TransferNotice
 from braidrl.weights.file import WeightFile
+from braidrl.weights.model_files import HubNames, hub_names
 
 
 class TakesWeights:
@@ -23,6 +25,8 @@ class TakesWeights:
     rank: int
     device: Any
     has_weights_in_part = False
+    hub_names: HubNames | None = None
+    """The conversion to the names that vLLM's loaders know, made once."""
 
     def take_weights(self, path: str) -> None:
         """Load weights from a file. The caller has checked that they fit the model."""
@@ -41,9 +45,11 @@ class TakesWeights:
         """
         if self.has_weights_in_part:
             raise RuntimeError("only a part of an earlier version arrived: vLLM has to be started anew")
+        if self.hub_names is None:
+            self.hub_names = hub_names(Path(self.vllm_config.model_config.model))
         first = next(tensors)
         try:
-            self.reload_weights(weights_iterator=chain([first], tensors))
+            self.reload_weights(weights_iterator=self.hub_names.of(chain([first], tensors)))
         except BaseException:
             self.has_weights_in_part = True
             raise

@@ -1,0 +1,108 @@
+"""The hub's newest families train under every runtime and layout as in one process, and resume after a kill."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from braidrl.observe.metrics import read_metrics
+from braidrl.runtimes.run import TrainingRun
+from braidrl.runtimes.saving.folders import run_config
+from tests.engines.served import vllm_python
+from tests.invariants.traces import merged, weights
+from tests.runtimes.spmd.ranks import run_in_ranks
+from tests.tiny import Workshop, braid, metrics_agree, recorded, wait_for_steps
+from tests.training.decoders.families import FAMILIES, FLOWS, write_family, write_pairs
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "data": {"data": 2}, "sequence": {"sequence": 2}, "tensor": {"tensor": 2}, "full": {"shard": "full"},
+}  # fmt: skip
+WITHOUT_TENSOR = {"gpt_oss": "no tensor-parallel plan", "gemma4_text": "Gemma4TextModel computes with all tokens"}
+TOLERANCE = 1e-6
+"""Parts of these models compute in float32 whatever the dtype of their weights."""
+ON_VLLM = ("gemma4_text",)
+ON_RANKS: dict[str, str] = {"qwen3_5_text": "tensor", "deepseek_v3": "tensor", "gpt_oss": "full"}
+
+
+def shop_of(folder: Path, name: str, **changes: Any) -> Workshop:
+    return Workshop(folder, write_family(folder / "model", name, **changes), write_pairs(folder / "pairs.jsonl"))
+
+
+def assert_same_run(ours: Path, theirs: Path) -> None:
+    """Tokens, where rows are recorded, are identical; metrics (gradient norms among them) and the weights of each step to 1e-6."""
+    assert metrics_agree(ours, theirs, TOLERANCE)
+    for line in read_metrics(theirs):
+        step = line["step"]
+        if (theirs / "rollouts").is_dir():
+            rows = [recorded(run, step).ordered()["tokens"].values.tolist() for run in (ours, theirs)]
+            assert rows[0] == rows[1]
+        first, second = (weights(run / "checkpoints" / f"step-{step}") for run in (ours, theirs))
+        assert first.keys() == second.keys() != set()
+        for name, tensor in first.items():
+            torch.testing.assert_close(tensor, second[name], atol=TOLERANCE, rtol=0)
+
+
+def laid_out(sections: dict[str, Any], layout: str) -> dict[str, Any]:
+    return merged(sections, {"runtime": "distributed", "workers": 2, "trainer": {"layout": LAYOUTS[layout]}})
+
+
+def test_families_train_on_two_ranks_as_in_one_process(tmp_path: Path) -> None:
+    sections = merged(FLOWS["grpo"], {"trainer": {"steps": 1}})
+    shops = {name: shop_of(tmp_path / name, name) for name in ON_RANKS}
+    run_in_ranks([shops[name].tree("ranks", **laid_out(sections, layout)) for name, layout in ON_RANKS.items()], 2)
+    for shop in shops.values():
+        assert_same_run(shop.folder / "ranks", shop.run("alone", **sections))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_flow_on_a_family_is_the_same_under_every_layout_and_runtime(tmp_path: Path, name: str) -> None:
+    shop = shop_of(tmp_path, name)
+    layouts = [layout for layout in LAYOUTS if layout != "tensor" or name not in WITHOUT_TENSOR]
+    runs = {f"{flow}-{layout}": laid_out(FLOWS[flow], layout) for flow in FLOWS for layout in layouts}
+    run_in_ranks([shop.tree(each, **sections) for each, sections in runs.items()], 2)
+    for flow, sections in FLOWS.items():
+        alone = shop.run(flow, **sections)
+        for layout in layouts:
+            assert_same_run(shop.folder / f"{flow}-{layout}", alone)
+        if flow in ("grpo", "dapo"):
+            streamed = shop.run(f"{flow}-streaming", **sections, runtime="streaming")
+            assert metrics_agree(streamed, alone, TOLERANCE)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", [None, "full"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family_is_killed_and_resumes_as_if_nothing_had_happened(tmp_path: Path, name: str, layout: str | None) -> None:
+    shop = shop_of(tmp_path, name)
+    sections = merged(FLOWS["grpo"], {"trainer": {"steps": 4}})
+    config = shop.config_file("killed", **(laid_out(sections, layout) if layout else sections))
+    killed, process = shop.folder / "killed", braid("train", config)
+    wait_for_steps(killed, 2, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert len(read_metrics(killed)) < 4
+    if layout:
+        again = braid("train", "--resume", killed)
+        _, said = again.communicate(timeout=180)
+        assert again.returncode == 0, said
+    else:
+        with TrainingRun(run_config(killed), resume=killed) as run:
+            run.train()
+    assert_same_run(killed, shop.run("whole", **sections))
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(vllm_python() is None, reason="vLLM is not installed")
+@pytest.mark.parametrize("name", ON_VLLM)
+def test_family_generates_with_vllm_what_the_trainer_computes(tmp_path: Path, name: str) -> None:
+    shop = shop_of(tmp_path, name, head=64)
+    for flow in ("grpo", "dapo"):
+        sections = {**FLOWS[flow], "dtype": "float32"}
+        served = merged(sections, {"rollout": {"engine": "vllm", "reproducible": True}})
+        assert metrics_agree(shop.run(f"{flow}-vllm", **served), shop.run(flow, **sections), 1e-4)
