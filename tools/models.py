@@ -22,7 +22,7 @@ from braidrl.training.decoders.proof import FAILURES, Refusal, Twin, quietly
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 PROCESSES = 2
-LIMIT_S = 240
+LIMIT_S = 600
 CONVOLUTIONS = ["conv", "full_attention", "conv", "full_attention"]
 REAL: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": CONVOLUTIONS, "num_hidden_layers": 4},

@@ -226,8 +226,11 @@ def rebuild_buffers(model: Any) -> bool:
             made.append(torch.zeros(buffer.shape, dtype=buffer.dtype) if empty is None else empty)
             model.get_submodule(owner).register_buffer(own, made[-1], persistent=False)
             parts |= dict.fromkeys(owner.rsplit(".", up)[0] for up in range(owner.count(".") + 1))
-    for part in (*parts, "") if made else ():
-        model._init_weights(model.get_submodule(part))
+    try:
+        for part in (*parts, "") if made else ():
+            model._init_weights(model.get_submodule(part))
+    except AttributeError:  # gemma3n's initialization names attributes that its model lacks; it is loaded in full
+        return False
     return not any(bool(buffer.isnan().any()) for buffer in made if buffer.is_floating_point())
 
 
