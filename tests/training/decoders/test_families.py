@@ -32,7 +32,7 @@ ON_VLLM: dict[str, dict[str, Any]] = {
     "gemma4_text": {"head_dim": 64, "global_head_dim": 64, "num_experts": None, "top_k_experts": None},
 }  # fmt: skip
 """Heads as wide as vLLM needs on a CPU, where it has no kernels for Qwen3.5 and DeepSeek V3. Files of Qwen3 MoE have other names."""
-ON_RANKS: dict[str, str] = {"qwen3_5_text": "tensor", "deepseek_v3": "tensor", "gpt_oss": "full"}
+ON_RANKS: dict[str, str] = {"qwen3_5_text": "tensor", "deepseek_v3": "tensor"}
 
 
 def shop_of(folder: Path, name: str, **changes: Any) -> Workshop:
