@@ -6,10 +6,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 MODELS = Path("build/bench-models")
 END = 0
@@ -58,14 +59,51 @@ def model_folder(shape: Shape) -> Path:
         head_dim=shape.head_width, max_position_embeddings=4096, tie_word_embeddings=True,
         bos_token_id=None, eos_token_id=END, pad_token_id=END,
     )  # fmt: skip
+    write_model(folder, config)
+    return folder
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": {
+        "intermediate_size": 768, "num_key_value_heads": 2, "linear_num_key_heads": 4, "linear_num_value_heads": 4,
+        "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+    },
+    "gpt_oss": {"intermediate_size": 256, "num_key_value_heads": 2, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        "intermediate_size": 768, "moe_intermediate_size": 128, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 1,
+        "topk_group": 1, "first_k_dense_replace": 1, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 32,
+        "qk_nope_head_dim": 32, "v_head_dim": 64, "num_key_value_heads": 4,
+    },
+    "gemma4_text": {
+        "intermediate_size": 768, "num_key_value_heads": 2, "global_head_dim": 64, "hidden_size_per_layer_input": 64,
+        "num_kv_shared_layers": 0, "vocab_size_per_layer_input": 128, "num_experts": None, "top_k_experts": None,
+    },
+}  # fmt: skip
+"""The settings of the hub's newest families beside the widths that all share."""
+
+
+def family_folder(name: str, vocabulary: int) -> Path:
+    """Return a randomly initialised model of a family, about as large as `Shape`, with its tokenizer; made once."""
+    folder = MODELS / f"{name}-{vocabulary}"
+    if not (folder / "tokenizer.json").is_file():
+        head = {} if name == "deepseek_v3" else {"head_dim": 64}
+        write_model(folder, AutoConfig.for_model(
+            name, vocab_size=vocabulary, hidden_size=256, num_hidden_layers=4, num_attention_heads=4, bos_token_id=None,
+            eos_token_id=END, pad_token_id=END, tie_word_embeddings=True, **head, **FAMILIES[name],
+        ))  # fmt: skip
+    return folder
+
+
+def write_model(folder: Path, config: Any) -> None:
+    """Write a randomly initialised model, and a tokenizer with one word for each id."""
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({word(i): i for i in range(shape.vocabulary)}, unk_token=word(END)))
+    vocabulary = config.vocab_size
+    tokenizer = Tokenizer(models.WordLevel({word(i): i for i in range(vocabulary)}, unk_token=word(END)))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=word(END), pad_token=word(END), padding_side="left"
     ).save_pretrained(folder)
-    return folder
 
 
 def word(token: int) -> str:

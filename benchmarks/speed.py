@@ -8,7 +8,17 @@ from typing import Any
 from benchmarks.case import Case, Rates
 from benchmarks.comparison import Comparison
 from benchmarks.duel import Side
-from benchmarks.shapes import MODELS, Shape, equal_lengths, long_tail, model_folder, prompts, write_prompts
+from benchmarks.shapes import (
+    FAMILIES,
+    MODELS,
+    Shape,
+    equal_lengths,
+    family_folder,
+    long_tail,
+    model_folder,
+    prompts,
+    write_prompts,
+)
 
 GROUP = 8
 PROMPT = 16
@@ -98,6 +108,24 @@ def grpo_case(shape: Shape, lengths: list[int], at_once: bool = True) -> Compari
     tokens = f"{max(lengths)} tokens each" if min(lengths) == max(lengths) else f"up to {max(lengths)} tokens"
     name = f"GRPO step, 64 rows, {tokens}, {shape.layers} layers x {shape.width}, vocabulary {shape.vocabulary}"
     return Comparison(name, sides, at_once=at_once, goals=goals, floor=floor)
+
+
+def models() -> list[Case]:
+    """The hub's newest families: decoding beside transformers' generate, and a GRPO step beside TRL; a long tail of lengths."""
+    lengths = long_tail(64, 32, 4)
+    found: list[Case] = []
+    for name in FAMILIES:
+        data = MODELS / "prompts-128.jsonl"
+        write_prompts(data, prompts(64, PROMPT, 128))
+        case = {
+            "model": str(family_folder(name, 128)), "lengths": lengths, "group": GROUP, "data": str(data),
+            "prompts": prompts(64 // GROUP, PROMPT, 128), "prompt_tokens": PROMPT, "dtype": "float32",
+        }  # fmt: skip
+        for what, peer, goal in (("decode", "transformers", 1.5), ("grpo", "trl", 2.0)):
+            sides = [Side(side, f"{what}_{side}", case) for side in ("braid", peer)]
+            title = f"{'decoding' if what == 'decode' else 'GRPO step'}, {name}, 64 rows of up to {max(lengths)} tokens"
+            found.append(Comparison(title, sides, goals=[("braid", peer, goal)]))
+    return found
 
 
 def shared_prompt() -> list[Case]:

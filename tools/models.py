@@ -17,12 +17,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from braidrl.cli.check_model import described, may_train, measured
 from braidrl.errors import first_line
-from braidrl.training.acceptance import OPTIONAL
+from braidrl.training.acceptance import ADAPTERS, AXES, HALF, OPTIONAL
 from braidrl.training.decoders.proof import FAILURES, Refusal, Twin, quietly
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 PROCESSES = 2
-LIMIT_S = 240
+LIMIT_S = 600
 CONVOLUTIONS = ["conv", "full_attention", "conv", "full_attention"]
 REAL: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": CONVOLUTIONS, "num_hidden_layers": 4},
@@ -46,8 +46,8 @@ refused before its weights are read, with the reason given here. A new type is r
 * **packed**: rows go through the model without padding, in one forward pass.
 * **mixers**: packed as well, but linear attention, convolutions and state-space layers run once for each length, over rows of that length.
 * **by rows**: the whole model runs once for each length, with transformers' own attention; layouts other than `data` are refused.
-* **not**: features that are refused: `pipeline` or `adapters`. `engine` means that the embedded engine is refused; training on given
-  rows (SFT, DPO, reward models) works.
+* **not**: features that are refused: the axes `pipeline` and `tensor`, `adapters`, `bfloat16`. `engine` means that the embedded engine is
+  refused; training on given rows (SFT, DPO, reward models) works.
 
 | type | trains | not | what was found |
 |---|---|---|---|
@@ -85,15 +85,19 @@ def row_of(name: str) -> tuple[bool, str]:
     except Refusal as refusal:
         return False, f"| {name} | no | | {cell(str(refusal))} |"
     except FAILURES as error:
-        return False, f"| {name} | no | | {cell(first_line(error))} |"
+        return (
+            False,
+            f"| {name} | no | | {cell(f'transformers computes no tiny model of its structure: {first_line(error)}')} |",
+        )
     wrong = [finding for finding in findings if not finding.holds]
     engine = next(f for f in findings if f.name.startswith("embedded engine"))
     if not may_train(f for f in findings if f is not engine):
         worst = next(f for f in wrong if f.name not in OPTIONAL and f is not engine)
         return False, f"| {name} | no | | {cell(f'{worst.name}: {worst.note or worst.value}')} |"
     lacks = {
-        "pipeline ranks equal one": "pipeline",
-        "adapters equal merged weights": "adapters",
+        **{name: axis for axis, name in AXES.items()},
+        ADAPTERS: "adapters",
+        HALF: "bfloat16",
         engine.name: "engine",
     }
     figure = max(f.value for f in findings[:4])

@@ -48,6 +48,7 @@ from braidrl.weights.collective import CollectivePublisher, LayoutCopy, Parts, W
 from braidrl.weights.file import FilePublisher, WeightWriter, stored_in_folder, stored_in_memory
 from braidrl.weights.generation_layout import GenerationLayout
 from braidrl.weights.in_place import InPlacePublisher, shapes_of
+from braidrl.weights.model_files import hub_names
 from braidrl.weights.publisher import ModelWeights, Publisher
 from braidrl.weights.shard_index import WeightPart
 
@@ -318,8 +319,10 @@ def reach_servers(worker: Generated, config: Config, tokenizer: PreTrainedTokeni
     store = stored_in_memory if sent else partial(stored_in_folder, within=rollout.servers.folder)
     sending = NetworkSettings(device, rollout.check_weights) if sent else None
     needs = ServerNeeds(longest, rollout.is_reproducible, training_sampling(config), rollout.tensor, rollout.pipeline)
+    names = None if sent else hub_names(model)
     spec = ServerSpec(
         tokenizer, end_ids_of(model, tokenizer), shapes_of(model), slots_of(config), needs, config.seed, store,
+        names if names and names.differ else None,
     )  # fmt: skip
     limit_s, dialect = config.cluster.wait_limit_s, DIALECTS[rollout.servers.dialect]
     engines = [HttpEngine(GenerationServer(url, dialect, limit_s, sending), spec) for url in urls]

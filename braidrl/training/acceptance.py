@@ -6,6 +6,7 @@ Each measure takes a twin and its plan, and returns a value and its bound, witho
 import copy
 import tempfile
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from braidrl.config import LoraConfig
-from braidrl.errors import first_line
+from braidrl.errors import UserError, first_line
 from braidrl.training.compute.attention import PackedSequences
-from braidrl.training.decoders.body import ForwardPlan, body_of, run_body, set_training, use_plan
+from braidrl.training.decoders.body import ForwardPlan, body_of, decoder_of, run_body, set_training, use_plan
 from braidrl.training.decoders.proof import BOUND, FAILURES, Finding, Twin, distance, packed_log_probs, quietly
+from braidrl.training.decoders.proven import remembered
+from braidrl.training.decoders.shrink import tiny_model
 from braidrl.training.loading import read_buffers, rebuild_buffers
 from braidrl.training.lora import add_adapters, merged, plain_names
+from braidrl.training.memory.footprint import divide_tokens
 from braidrl.training.parallel.pipeline import split_layers
 from braidrl.weights.model_files import ModelFiles
 
@@ -48,6 +52,23 @@ def pipeline_stages(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
         hidden = run_body(model, None if rank else ids, places, sequences, hidden)
     assert hidden is not None
     return distance([hidden], [run_body(whole, ids, places, sequences)]), BOUND
+
+
+@torch.no_grad()
+def tensor_ranks(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
+    """Run the twin with the tokens that one of two tensor ranks has between its blocks; `layout_proof` starts real ranks."""
+    if plan.by_rows:
+        raise ValueError("its attention is its own")
+    model = twin.model(plan)
+    if not model.config.get_text_config().base_model_tp_plan:
+        raise ValueError("transformers has no tensor-parallel plan of it")
+    divide_tokens(model, 2)
+    sequences = PackedSequences.of([len(row) for row in twin.rows[:2]])
+    try:
+        run_body(model, torch.cat(twin.rows[:2])[None], sequences.position_ids(), sequences)
+    except RuntimeError as error:
+        raise ValueError(f"{type(decoder_of(model)).__name__} computes with all tokens between its blocks") from error
+    return 0.0, BOUND
 
 
 def adapters(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
@@ -81,7 +102,7 @@ def adapters(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
 def half_precision(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
     """Compare packed rows in bfloat16 to float32, relative to transformers' own single rows in bfloat16."""
     ours = packed_log_probs(twin.model(plan).to(torch.bfloat16), twin.rows)
-    model = copy.deepcopy(twin.own).to(torch.bfloat16)
+    model = tiny_model(twin.config, twin.seed, attn_implementation="eager").to(torch.bfloat16)
     theirs = []
     for row in twin.rows:
         logits = model(input_ids=row[None], use_cache=False).logits[0, :-1].float()
@@ -106,6 +127,8 @@ def exported(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
 @torch.no_grad()
 def read_in_parts(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
     """Read each parameter from files into a model on the meta device, as sharding ranks do, and rebuild its buffers."""
+    if plan.by_rows:
+        return 0.0, EXACT  # no layout shards such a model
     model = twin.model(plan)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -157,13 +180,19 @@ def resumed(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
 
 MEASURES: dict[str, Measure] = {
     "pipeline ranks equal one": pipeline_stages,
+    "tensor ranks divide its tokens": tensor_ranks,
     "adapters equal merged weights": adapters,
-    "bfloat16 within rounding": half_precision,
+    "bfloat16 is within rounding": half_precision,
     "an export has the same logits in transformers": exported,
     "read in parts by file names, buffers rebuilt": read_in_parts,
     "a resumed run has the same weights": resumed,
 }
-OPTIONAL = {"pipeline ranks equal one", "adapters equal merged weights"}
+AXES = {"pipeline": "pipeline ranks equal one", "tensor": "tensor ranks divide its tokens"}
+"""The property that an axis of a layout needs."""
+HALF, ADAPTERS = "bfloat16 is within rounding", "adapters equal merged weights"
+FILES = ("an export has the same logits in transformers", "a resumed run has the same weights")
+"""The properties that every training run needs, besides those of its plan."""
+OPTIONAL = {*AXES.values(), HALF, ADAPTERS}
 """Properties that a model may lack; the setting that needs one is then refused."""
 
 
@@ -176,7 +205,14 @@ def accept(name: str, twin: Twin, plan: ForwardPlan) -> Finding:
     return Finding(name, value, bound)
 
 
-def pipeline_finding(config: Any, plan: ForwardPlan) -> Finding:
-    """Measure whether pipeline ranks can divide the model that a configuration describes."""
-    with quietly():
-        return accept("pipeline ranks equal one", Twin(config), plan)
+def check_accepted(config: Any, plan: ForwardPlan, folder: Path, name: str, remedy: str) -> None:
+    """Raise UserError, with the remedy, if a property of a model does not hold; each configuration is measured once on a machine."""
+
+    def measured() -> dict[str, Any]:
+        with quietly(), torch.enable_grad():
+            return asdict(accept(name, Twin(config), plan))
+
+    finding = Finding(**remembered(config, name.replace(" ", "-"), measured))
+    if not finding.holds:
+        why = finding.note or f"it differs by {finding.value:.1g}"
+        raise UserError(f"{remedy}: for the model in {folder} it is not proven that {name}: {why}")

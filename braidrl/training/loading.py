@@ -158,9 +158,7 @@ def _load(
             read_buffers(model, files)
             if not on_meta and missing <= {HEAD}:
                 ParameterReader(folder, model, files=files)(model)
-            use_fast_products(model)
-            use_plan(model, plan)
-            return model, sorted(missing)
+            return prepared_model(model, plan, dtype), sorted(missing)
     # Silence transformers' table of missing weights: the caller reports those that matter in one line.
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
@@ -173,9 +171,17 @@ def _load(
         raise UserError(f"model: {folder} cannot be loaded: {named_error(error)}") from error
     finally:
         transformers_logging.set_verbosity(verbosity)
+    return prepared_model(model, plan, dtype), sorted(loaded["missing_keys"])
+
+
+def prepared_model(model: Any, plan: ForwardPlan, dtype: torch.dtype) -> PreTrainedModel:
+    """Prepare a model in place for its plan and for products in its dtype."""
     use_fast_products(model)
     use_plan(model, plan)
-    return model, sorted(loaded["missing_keys"])
+    if dtype is torch.float64:  # torch's grouped products of experts support no float64
+        model.set_experts_implementation("eager")
+    found: PreTrainedModel = model
+    return found
 
 
 def _skeleton(auto: Any, folder: Path, config: Any, plan: ForwardPlan, dtype: torch.dtype) -> tuple[Any, bool]:
@@ -220,8 +226,11 @@ def rebuild_buffers(model: Any) -> bool:
             made.append(torch.zeros(buffer.shape, dtype=buffer.dtype) if empty is None else empty)
             model.get_submodule(owner).register_buffer(own, made[-1], persistent=False)
             parts |= dict.fromkeys(owner.rsplit(".", up)[0] for up in range(owner.count(".") + 1))
-    for part in (*parts, "") if made else ():
-        model._init_weights(model.get_submodule(part))
+    try:
+        for part in (*parts, "") if made else ():
+            model._init_weights(model.get_submodule(part))
+    except AttributeError:  # gemma3n's initialization names attributes that its model lacks; it is loaded in full
+        return False
     return not any(bool(buffer.isnan().any()) for buffer in made if buffer.is_floating_point())
 
 

@@ -4,20 +4,22 @@
     experts.0.up_proj.weight   ┼──transformers' conversions──▶ experts.gate_up_proj        the hub's names ──▶ the module's
     experts.1.gate_proj.weight ╯
 
-Reading a tensor reads only its sources. Transformers' `save_pretrained` does the reverse. Weights in FP8 with block scales
+Reading a tensor reads only its sources. `HubNames` does the reverse, tensor by tensor, for engines; transformers' `save_pretrained` does
+it for checkpoints. Weights in FP8 with block scales
 (`NAME_scale_inv`) and experts in MXFP4 (`NAME_blocks`, `NAME_scales`) are dequantised.
 """
 
 import json
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming, rename_source_key
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from braidrl.weights.checkpoint_files import WeightFiles
@@ -56,25 +58,15 @@ class ModelFiles(WeightFiles):
         by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
         groups: dict[str, tuple[Any, list[tuple[str, str, str]]]] = {}
 
-        def numeric(name: str) -> list[tuple[int, int | str]]:
-            return [(0, int(part)) if part.isdecimal() else (1, part) for part in name.split(".")]
-
         for source in sorted(self._files, key=numeric):
             target, pattern = rename_source_key(source, renamings, converters, self._model.base_model_prefix, own)
             made_by = WeightRenaming(source, target) if pattern is None else by_pattern[pattern]
             groups.setdefault(target, (made_by, []))[1].append((target, source, pattern or source))
         for conversion, parts in groups.values():
             shapes = {source: torch.empty(self._stored_shape(source), device="meta") for _, source, _ in parts}
-            for name, value in self._converted(conversion, parts, shapes).items():
+            for name, value in converted(self._model, conversion, parts, shapes).items():
                 self._made_by[name] = conversion, tuple(parts)
                 self._shapes[name] = value.shape
-
-    def _converted(self, conversion: Any, parts: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        made = deepcopy(conversion)
-        for target, source, pattern in parts:
-            made.add_tensor(target, source, pattern, values[source])
-        found = made.convert(parts[0][0], model=self._model, config=self._model.config)
-        return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
 
     def __getitem__(self, name: str) -> Tensor:
         if not self._made_by:
@@ -82,7 +74,7 @@ class ModelFiles(WeightFiles):
         conversion, parts = self._made_by[name]
         if self._last[0] is not parts:
             values = {source: self._read(source) for _, source, _ in parts}
-            self._last = parts, self._converted(conversion, parts, values)
+            self._last = parts, converted(self._model, conversion, parts, values)
         return self._last[1][name]
 
     def without(self, names: Set[str]) -> "ModelFiles":
@@ -121,6 +113,64 @@ class ModelFiles(WeightFiles):
             experts, rows, groups, half = self._stored[name + BLOCKS].get_slice(name + BLOCKS).get_shape()
             return torch.Size((experts, groups * half * 2, rows))
         return torch.Size(self._stored[name].get_slice(name).get_shape())
+
+
+def numeric(name: str) -> list[tuple[int, int | str]]:
+    """Return a key that sorts names by the numbers in them."""
+    return [(0, int(part)) if part.isdecimal() else (1, part) for part in name.split(".")]
+
+
+def converted(
+    model: Any, conversion: Any, parts: Iterable[tuple[str, str, str]], values: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return the results of a conversion by name, from the values of its parts by source name."""
+    made, target = deepcopy(conversion), ""
+    for target, source, pattern in parts:
+        made.add_tensor(target, source, pattern, values[source])
+    found = made.convert(target, model=model, config=model.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+
+
+class HubNames:
+    """The conversion of a model's tensors to the names and shapes of the hub's files, as `save_pretrained` does it."""
+
+    def __init__(self, model: Any) -> None:
+        """Plan the conversion of a model, which may be on the meta device."""
+        known = [c for c in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(c, PrefixChange)]
+        reverse = [conversion.reverse_transform() for conversion in reversed(known)]
+        renamings = [each for each in reverse if isinstance(each, WeightRenaming)]
+        converters = [each for each in reverse if isinstance(each, WeightConverter)]
+        by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+        self._model, self._made_by = model, dict[str, Any]()
+        self._parts: dict[str, list[tuple[str, str, str]]] = {}
+        for source in sorted(model.state_dict(), key=numeric):
+            target, pattern = rename_source_key(source, renamings, converters, reverse=True)
+            self._made_by.setdefault(target, WeightRenaming(source, target) if pattern is None else by_pattern[pattern])
+            self._parts.setdefault(target, []).append((target, source, pattern or source))
+        self._targets = {source: target for target, parts in self._parts.items() for _, source, _ in parts}
+
+    @property
+    def differ(self) -> bool:
+        """Return whether any name or shape differs from the model's own."""
+        return any(
+            not isinstance(self._made_by[target], WeightRenaming) or target != source
+            for source, target in self._targets.items()
+        )
+
+    def of(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the hub's tensors, each as soon as all tensors that it is made of have come."""
+        come: dict[str, dict[str, Tensor]] = {}
+        for source, tensor in tensors:
+            target = self._targets[source]
+            come.setdefault(target, {})[source] = tensor
+            if len(come[target]) == len(self._parts[target]):
+                yield from converted(self._model, self._made_by[target], self._parts[target], come.pop(target)).items()
+
+
+def hub_names(folder: Path) -> HubNames:
+    """Return the conversion for the model of a Hugging Face directory, without reading weights."""
+    with torch.device("meta"):
+        return HubNames(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True)))
 
 
 def dequantised(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:

@@ -31,13 +31,14 @@ SCORE = "eval/held_out/avg@8"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--family", choices=("qwen3", "qwen3_5_text"), default="qwen3", help="the model's architecture")
     parser.add_argument(
         "--folder", type=Path, default=Path("build/arithmetic"), help="its earlier contents are replaced"
     )
     arguments = parser.parse_args()
     print("Learns to add by SFT, then DAPO, on this machine's CPU: two to four minutes on two cores.", flush=True)
     start = time.perf_counter()
-    run = learn(arguments.folder, arguments.seed)
+    run = learn(arguments.folder, arguments.seed, family=arguments.family)
     scores = [line[SCORE] for line in read_metrics(run) if line.get(SCORE) is not None]
     minutes = (time.perf_counter() - start) / 60
     print(
@@ -47,8 +48,9 @@ def main() -> None:
 
 
 def learn(
-    folder: Path, seed: int, held_out: int = HELD_OUT, warm_start: Sequence[str] = (), dapo: Sequence[str] = ()
-) -> Path:
+    folder: Path, seed: int, held_out: int = HELD_OUT, warm_start: Sequence[str] = (), dapo: Sequence[str] = (),
+    family: str = "qwen3",
+) -> Path:  # fmt: skip
     """Make data and model, warm-start, then train by DAPO; return the run folder of DAPO.
 
     `warm_start` and `dapo` are overrides of the two configurations.
@@ -58,7 +60,7 @@ def learn(
     write_jsonl(folder / "held_out.jsonl", questions(pairs[:held_out]))
     write_jsonl(folder / "train.jsonl", questions(pairs[held_out:]))
     write_jsonl(folder / "demonstrations.jsonl", demonstrations(pairs[held_out:], mistakes=0.55, seed=seed))
-    write_model(folder / "untrained", seed)
+    write_model(folder / "untrained", seed, family=family)
     common = [f"seed={seed}", f"output={folder}", *across_cores()]
     warm = train(load_config(HERE / "warm_start.yaml", [
         *common, f"model={folder}/untrained", f"data.train={folder}/demonstrations.jsonl", *warm_start,

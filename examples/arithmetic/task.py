@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 SYMBOLS = [*"0123456789+= ", "####"]
 END, PAD = "<end>", "<pad>"
@@ -78,14 +78,21 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token=PAD)
 
 
-def write_model(folder: Path, seed: int, layers: int = 3, width: int = 128) -> None:
-    """Write a small Qwen3 with random weights, and its tokenizer, as a Hugging Face directory."""
+LINEAR_ATTENTION = {
+    "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+}  # fmt: skip
+"""Further sizes of Qwen3.5: of four layers, three have linear attention."""
+
+
+def write_model(folder: Path, seed: int, layers: int = 3, width: int = 128, family: str = "qwen3") -> None:
+    """Write a small model with random weights, of the family `qwen3` or `qwen3_5_text`, with its tokenizer, as a Hugging Face directory."""
     torch.manual_seed(seed)
     tokenizer = make_tokenizer()
-    config = Qwen3Config(
-        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
+    more = {} if family == "qwen3" else LINEAR_ATTENTION
+    config = AutoConfig.for_model(
+        family, vocab_size=len(tokenizer), hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers + bool(more),
         num_attention_heads=4, num_key_value_heads=2, head_dim=width // 4, max_position_embeddings=512,
-        tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, **more,
     )  # fmt: skip
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -28,6 +28,7 @@ from braidrl.errors import UserError
 from braidrl.observe.stalls import WORK
 from braidrl.weights.collective import OfferedWeights
 from braidrl.weights.file import WeightFile, stored_in_folder
+from braidrl.weights.model_files import HubNames
 from braidrl.weights.publisher import WeightSource, check_shapes
 
 ABORT_AGAIN_S = 0.1
@@ -49,6 +50,8 @@ class ServerSpec:
     seed: int = 0
     store: Callable[[Iterable[tuple[str, Tensor]]], WeightFile] = stored_in_folder
     """The writer of weights, to where the server reads them or they are sent from."""
+    hub_names: HubNames | None = None
+    """The conversion to the names that the server's loaders know, if a folder's weights have other names."""
 
 
 @dataclass
@@ -117,6 +120,13 @@ class HttpEngine:
             return
         if isinstance(source, WeightFile):
             check_shapes(source.shapes(), self.spec.shapes)
+            if self.spec.hub_names is not None:
+                with closing(self.spec.store(self.spec.hub_names.of(source.tensors()))) as stored:
+                    await self._load(version, stored)
+                return
+        await self._load(version, source)
+
+    async def _load(self, version: int, source: WeightFile | OfferedWeights) -> None:
         self._updating = True
         try:
             await self._interrupt_all()

@@ -7,6 +7,7 @@ notice ──▶ worker: joins a group, receives ──┴─tensor by tensor─
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from braidrl.weights.collective import Incoming, TransferNotice
 from braidrl.weights.file import WeightFile
 from braidrl.weights.in_place import shapes_of
+from braidrl.weights.model_files import HubNames, hub_names
 from braidrl.weights.shard_index import WeightPart
 
 if "vllm" in sys.modules:
@@ -35,6 +37,8 @@ class TakesWeights:
     has_weights_in_part = False
     live: Mapping[str, WeightPart] | None = None
     """The live parameters; empty where vLLM keeps them in another form, None before they are looked for."""
+    hub_names: HubNames | None = None
+    """The conversion to the names that vLLM's loaders know, made once."""
 
     def take_weights(self, path: str) -> None:
         """Load weights from a file. The caller has checked that they fit the model."""
@@ -83,9 +87,11 @@ class TakesWeights:
         Nothing changes before the first one arrives. After a partial load vLLM would take the next version's tensors for the missing ones.
         """
         self._check_whole()
+        if self.hub_names is None:
+            self.hub_names = hub_names(Path(self.vllm_config.model_config.model))
         first = next(tensors)
         try:
-            self.reload_weights(weights_iterator=chain([first], tensors))
+            self.reload_weights(weights_iterator=self.hub_names.of(chain([first], tensors)))
         except BaseException:
             self.has_weights_in_part = True
             raise

@@ -28,7 +28,7 @@ from braidrl.rewards.verifier import resolve
 from braidrl.rewards.verifiers import VERIFIERS
 from braidrl.sandbox.hosts import check_walls
 from braidrl.sandbox.walls import POLICIES, walls_missing
-from braidrl.training.acceptance import pipeline_finding
+from braidrl.training.acceptance import AXES, FILES, HALF, check_accepted
 from braidrl.training.backends import BACKENDS
 from braidrl.training.decoders.proven import proven_plan
 from braidrl.training.four_bit import import_bitsandbytes
@@ -385,29 +385,26 @@ def check_layouts(config: Config, flow: Flow, roles: Iterable[str], devices: int
 
 
 def check_plan(path: Path, layout: ParallelLayout, key: str) -> None:
-    """Raise UserError for axes that cannot shard a model which does not run packed."""
-    axes = [axis for axis in ("tensor", "sequence", "pipeline") if getattr(layout, axis) > 1]
-    axes += ["shard"] * (layout.shard != "none")
-    if not axes or not path.expanduser().is_dir():
+    """Raise UserError for axes that cannot shard a model, and for a model whose checkpoints are not proven."""
+    if not path.expanduser().is_dir():
         return
     config = read_model_config(path)
     plan = proven_plan(config, path)
-    kept = axes if plan.by_rows else [axis for axis in axes if axis == "tensor" and plan.mixers]
-    if kept:
-        why = ", ".join(plan.mixers) or "its attention"
+    for name in FILES:
+        check_accepted(config, plan, path, name, "model")
+    axes = [axis for axis in ("tensor", "sequence", "pipeline") if getattr(layout, axis) > 1]
+    axes += ["shard"] * (layout.shard != "none")
+    if axes and plan.by_rows:
         raise UserError(
-            f"{key}: {kept[0]} does not divide the model in {path}, where {why} mixes tokens in its own way; write data alone"
+            f"{key}: {axes[0]} does not divide the model in {path}, where its attention mixes tokens in its own way; write data alone"
         )
-    if layout.pipeline > 1:
-        finding = pipeline_finding(config, plan)
-        if not finding.holds:
-            raise UserError(
-                f"{key}: pipeline does not divide the model in {path}: {finding.note or 'its ranks do not equal one'}; write pipeline=1"
-            )
+    for axis, name in AXES.items():
+        if getattr(layout, axis) > 1:
+            check_accepted(config, plan, path, name, f"{key}: write {axis}=1")
 
 
 def check_dtypes(config: Config, roles: Iterable[str]) -> None:
-    """Raise UserError for a data type that the device does not support."""
+    """Raise UserError for a data type that the device or the model does not support."""
     on_cuda = choose_device(config.device).type == "cuda"
     for role in roles:
         if on_cuda and dtype_of(role, config) == torch.bfloat16 and not has_bfloat16():
@@ -415,6 +412,14 @@ def check_dtypes(config: Config, roles: Iterable[str]) -> None:
             raise UserError(
                 f"{key}=bfloat16: {torch.cuda.get_device_name()} does not compute in it; write {key}=float32"
             )
+        path = model_path(role, config)
+        if (
+            dtype_of(role, config) == torch.bfloat16
+            and backend_of(role, config) == "torch"
+            and path.expanduser().is_dir()
+        ):
+            found = read_model_config(path)
+            check_accepted(found, proven_plan(found, path), path, HALF, "dtype: write float32")
 
 
 def check_backends(config: Config, flow: Flow) -> None:

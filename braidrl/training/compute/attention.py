@@ -120,12 +120,16 @@ def braid_attention(
             f"{type(module).__name__}: {', '.join(unknown) or 'masks and dropout'} in attention are not supported"
         )
     window, chunk = _layer_window(module)
+    if s_aux is not None and len(s_aux) != query.shape[1]:
+        s_aux = s_aux.unflatten(0, (-1, query.shape[1]))[getattr(module, HEADS_RANK)]
     scores = Scores(
         query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window or window, chunk, softcap, s_aux
     )
     return sequences.attend(module, query, key, value, scores), None
 
 
+HEADS_RANK = "heads_rank"
+"""Attribute of an attention layer whose heads are sharded: the rank whose heads it has, for parameters of all heads."""
 UNKNOWN = {"position_bias", "head_mask", "indices", "block_tables"}
 """Arguments that change the scores and that Braid does not support."""
 

@@ -87,7 +87,8 @@ def logits_of(model: Any, hidden: Tensor) -> Tensor:
     head = head_of(model)
     if head.is_own:
         return own_logits(model, hidden.reshape(1, -1, hidden.shape[-1])).unflatten(1, hidden.shape[:-1])[0]
-    return head.shape(model.get_output_embeddings()(hidden))
+    output = model.get_output_embeddings()
+    return head.shape(output(hidden.to(output.weight.dtype)))
 
 
 def predicted_log_probs(
@@ -100,8 +101,15 @@ def predicted_log_probs(
         return _own_log_probs(model, hidden, targets, temperature, with_entropy_grad)
     # logits over temperature: scale · product / T, or cap · tanh(scale · product / cap) / T
     cap = None if head.cap is None else head.cap / temperature
+    # some decoders (Mamba) end in float32
     return linear_log_probs(
-        hidden, output.weight, targets, temperature / head.scale, with_entropy_grad, compiled=compiled, cap=cap
+        hidden.to(output.weight.dtype),
+        output.weight,
+        targets,
+        temperature / head.scale,
+        with_entropy_grad,
+        compiled=compiled,
+        cap=cap,
     )
 
 

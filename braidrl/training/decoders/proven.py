@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,24 +34,29 @@ UNNAMED = (
 
 def proven_plan(config: Any, folder: Path | str) -> ForwardPlan:
     """Return the proven forward plan of a configuration. Raises UserError, in one line, if no plan is proven correct."""
-    key = _key(config)
-    if key not in KNOWN:
-        path = cache_folder() / f"decoder-{key}.json"
-        known = _read(path)
-        if known is None:
-            known = _proven(config)
-            _write(path, known)
-        KNOWN[key] = known
-    found = KNOWN[key]
+    found = remembered(config, "decoder", lambda: _proven(config))
     if "refused" in found:
         raise UserError(f"model: {folder}, {config.model_type}, is not proven to train correctly: {found['refused']}")
     return ForwardPlan(tuple(found["mixers"]), found["by_rows"])
 
 
+def remembered(config: Any, about: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what this machine has measured of a configuration, or measure it and keep it."""
+    key = f"{about}-{_key(config)}"
+    if key not in KNOWN:
+        path = cache_folder() / f"{key}.json"
+        known = _read(path)
+        if known is None:
+            known = measure()
+            _write(path, known)
+        KNOWN[key] = known
+    return KNOWN[key]
+
+
 def check_decodes(config: Any, folder: Path | str) -> None:
     """Raise UserError if the embedded engine is not proven to compute the trainer's log-probs."""
     proven_plan(config, folder)
-    if why := KNOWN[_key(config)]["decoding"]:
+    if why := remembered(config, "decoder", lambda: _proven(config))["decoding"]:
         raise UserError(f"model: {folder}, {config.model_type}, is not proven to decode in the embedded engine: {why}")
 
 
@@ -80,8 +86,9 @@ def best_plan(twin: Twin) -> tuple[ForwardPlan, Finding]:
 
 def _key(config: Any) -> str:
     settings = {name: value for name, value in config.to_dict().items() if name not in UNNAMED}
-    # A proof also depends on transformers and on the code of this folder.
-    files = sorted([*Path(__file__).parent.glob("*.py"), Path(attention.__file__)])
+    # A proof also depends on transformers and on the code that proves.
+    folder = Path(__file__).parent
+    files = sorted([*folder.glob("*.py"), folder.with_name("acceptance.py"), Path(attention.__file__)])
     code = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     about = json.dumps(settings, sort_keys=True, default=str) + transformers.__version__ + code
     return hashlib.sha256(about.encode()).hexdigest()[:24]

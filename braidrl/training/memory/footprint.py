@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_map
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 from braidrl.config import LoraConfig
@@ -25,7 +26,7 @@ from braidrl.config.layout import ParallelLayout
 from braidrl.training.compute.attention import ATTENTION, Forward, Scores
 from braidrl.training.compute.log_probs import CHUNK_BYTES
 from braidrl.training.compute.slots import MixerCache, cache_name
-from braidrl.training.decoders.body import PACKED, body_of, run_body, use_plan
+from braidrl.training.decoders.body import PACKED, body_of, plan_of_model, run_body, use_plan
 from braidrl.training.decoders.proof import FAILURES
 from braidrl.training.decoders.proven import proven_plan
 from braidrl.training.decoders.shrink import HEADS, KEY_HEADS, LAYERS, WIDTHS
@@ -34,7 +35,7 @@ from braidrl.training.loading import read_model_config
 from braidrl.training.lora import add_adapters
 from braidrl.training.optimizer import MASTER_BYTES
 from braidrl.training.parallel.pipeline import RUN
-from braidrl.training.parallel.tensor import blocks_of, copied_factors, in_layer, plan_of
+from braidrl.training.parallel.tensor import ROWS, blocks_of, copied_factors, plan_of
 
 MOMENTS = 2
 UNIFORM = {"qwen2", "qwen3", "llama", "mistral", "ministral3", "smollm3", "qwen3_moe"}
@@ -330,7 +331,7 @@ def kept_bytes(model: Any, tokens: int) -> int:
 
 
 def divide_tokens(model: Any, ranks: int) -> None:
-    """Make a model on the meta device scatter and gather tokens as one of `ranks` tensor-parallel ranks does."""
+    """Make a model scatter and gather tokens as one of `ranks` tensor-parallel ranks does, with this rank's tokens for all others'."""
 
     def scattered(_: nn.Module, __: Any, states: Tensor) -> Tensor:
         return states[:, : states.shape[1] // ranks].clone()
@@ -340,15 +341,25 @@ def divide_tokens(model: Any, ranks: int) -> None:
             return (given[0].repeat(1, ranks, 1), *given[1:]), named
         return given, {**named, "hidden_states": named["hidden_states"].repeat(1, ranks, 1)}
 
-    body, styles = body_of(model), in_layer(plan_of(model))
+    def own_tokens(output: Any) -> Any:
+        return scattered(model, None, output) if isinstance(output, Tensor) and output.dim() == 3 else output
+
+    def whole(_: nn.Module, __: Any, found: Any) -> Any:
+        found["last_hidden_state"] = found.last_hidden_state.repeat(1, ranks, 1)
+        return found
+
+    body, plan = body_of(model), plan_of(model)
     body.embedding.register_forward_hook(scattered)
     for layer in body.layers:
-        for name in blocks_of(styles):
-            layer.get_submodule(name).register_forward_pre_hook(gathered, with_kwargs=True)
-        for name, style in styles.items():
-            if style == "rowwise":
-                layer.get_submodule(name).register_forward_hook(scattered)
-    body.norm.register_forward_hook(lambda _, __, states: states.repeat(1, ranks, 1))
+        for block in blocks_of(layer, plan, plan_of_model(model).mixers):
+            for name, scatter in block.gathers.items():
+                layer.get_submodule(name).register_forward_pre_hook(gathered, with_kwargs=True)
+                if scatter:
+                    layer.get_submodule(name).register_forward_hook(lambda *call: tree_map(own_tokens, call[-1]))
+            for name, style in block.products.items():
+                if style in ROWS:
+                    layer.get_submodule(name).register_forward_hook(scattered)
+    body.decoder.register_forward_hook(whole)
 
 
 class FusedAttention:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
@@ -28,6 +28,7 @@ from braidrl.data.codec import encode, unpack_rows
 from braidrl.data.frames import join
 from braidrl.data.rows import Rows
 from braidrl.training.compute.packed import Packed
+from braidrl.training.decoders.body import plan_of_model
 from braidrl.training.parallel import tensor as tensor_parallel
 from braidrl.training.parallel.pipeline import Pipeline, is_tied, local_layers, split_layers
 from braidrl.training.parallel.replicated import (
@@ -50,6 +51,8 @@ class Sharded(DataParallel):
     """All ranks of the role."""
     mesh: DeviceMesh | None = None
     """Mesh with dimensions (pipeline, node, shard, tensor); ranks along `node` and `shard` have different tokens."""
+    token_mesh: DeviceMesh | None = None
+    """Mesh with dimensions (pipeline, node, tokens), where `tokens` are `shard` and `tensor`; None without tensor parallelism."""
     replica_group: dist.ProcessGroup | None = None
     """All ranks of this replica."""
     sequence_group: dist.ProcessGroup | None = None
@@ -100,12 +103,15 @@ class Sharded(DataParallel):
         for layer in local_layers(model):
             read_parameters(layer)
             if plan:
-                tensor_parallel.parallelize_layer(layer, plan, self.mesh["tensor"])
-            self._shard(layer)
+                blocks = tensor_parallel.blocks_of(layer, plan, plan_of_model(model).mixers)
+                tensor_parallel.parallelize_layer(layer, blocks, self.mesh["tensor"], self._shard_by_tokens)
+            if self.uses_fsdp:
+                self._shard(layer, self._fsdp_mesh(self.mesh, "shard"))
         read_parameters(model)
         if plan:
-            tensor_parallel.parallelize_rest(model, plan, self.mesh["tensor"])
-        self._shard(model)
+            tensor_parallel.parallelize_rest(model, self.mesh["tensor"])
+        if self.uses_fsdp:
+            self._shard(model, self._fsdp_mesh(self.mesh, "shard"))
         if plan:
             self.partial_gradients.extend(tensor_parallel.partial_gradient_parameters(model))
         if self.uses_fsdp:
@@ -117,19 +123,25 @@ class Sharded(DataParallel):
             self.tied_embedding.append(model.get_input_embeddings().weight)
         return predict
 
-    def _shard(self, module: Any) -> None:
-        assert self.mesh is not None
-        if not self.uses_fsdp:
-            return
+    def _fsdp_mesh(self, mesh: DeviceMesh, dimension: str) -> DeviceMesh:
+        """Return the part of a mesh along a dimension; with several nodes, each has all shards."""
+        return mesh["node", dimension] if self.layout.nodes > 1 else mesh[dimension]
+
+    def _shard(self, module: Any, mesh: DeviceMesh) -> None:
+        """Shard a module with FSDP2."""
         # Gradients are reduced in float32 for any weight dtype; loss sums are divided once, at `step`.
         dtype = next(module.parameters()).dtype
         policy = MixedPrecisionPolicy(reduce_dtype=torch.promote_types(dtype, torch.float32))
         keep = self.layout.shard == "optimizer"
-        mesh = self.mesh["node", "shard"] if self.layout.nodes > 1 else self.mesh["shard"]
         fully_shard(module, mesh=mesh, reshard_after_forward=not keep, mp_policy=policy)
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
         module.set_reshard_after_backward(not keep, recurse=False)
+
+    def _shard_by_tokens(self, module: nn.Module) -> None:
+        """Shard a module over the tensor ranks, which compute different tokens, and with FSDP over ranks with other rows too."""
+        assert self.mesh is not None and self.token_mesh is not None
+        self._shard(module, self._fsdp_mesh(self.token_mesh, "tokens") if self.uses_fsdp else self.mesh["tensor"])
 
     def reshard(self, model: Any) -> None:
         for module in sharded_modules(model):
@@ -219,6 +231,9 @@ def apply_layout(layout: ParallelLayout, world: DataParallel, device: torch.devi
     different = world.size // (layout.pipeline * layout.nodes * layout.tensor)
     shape = (layout.pipeline, layout.nodes, different, layout.tensor)
     mesh = mesh_of(device.type, shape, ("pipeline", "node", "shard", "tensor"))
+    tokens = None
+    if layout.tensor > 1:
+        tokens = mesh_of(device.type, (*shape[:2], different * layout.tensor), ("pipeline", "node", "tokens"))
     pipeline = None
     if layout.pipeline > 1:
         # Separate groups: a CUDA mesh's group may not support CPU tensors.
@@ -226,7 +241,7 @@ def apply_layout(layout: ParallelLayout, world: DataParallel, device: torch.devi
         assert pipeline_ranks is not None
         pipeline = Pipeline(pipeline_ranks, embedding_group, layout.sequence * layout.tensor, device)
     return Sharded(
-        world.group, world.supervisor, layout, world, mesh, subgroup(pools), subgroup(sequence_group), pipeline
+        world.group, world.supervisor, layout, world, mesh, tokens, subgroup(pools), subgroup(sequence_group), pipeline
     )
 
 

@@ -5,85 +5,237 @@ rank 0    tokens 0..n   ╮  all tokens ───── its columns ─── al
 rank 1    tokens n..2n  ┴  all tokens ───── its columns ─── all tokens, part of the sum ┴  tokens n..2n
                     gathered                                              summed and scattered
 
-The plan is the model's own (`base_model_tp_plan` of transformers). Between matrix products, tokens are sharded as in Megatron's sequence
-parallelism: one rank computes, and saves for the backward pass, the norms and residuals of each token. A replicated weight thus sees a
-part of the tokens or heads on each rank, and its gradient is the sum over ranks. Embedding and output layer are sharded by vocabulary.
-The output layer is never called: `linear_log_probs` reads this rank's shard of its weight.
+The plan is the model's own (`base_model_tp_plan` of transformers). Between a layer's blocks (attention, MLP), tokens are sharded as in
+Megatron's sequence parallelism: one rank computes, and saves for the backward pass, the norms and residuals of each token. Within a
+block every plain tensor has all tokens, and its gradient on a rank is a part of the sum over ranks: for this rank's columns, heads or
+tokens. So the gradient of a replicated weight is also summed over ranks.
+
+    matrices    column-wise and row-wise products; where heads cannot be split, the ranks gather the outputs of columns
+    attention   that the plan does not split: every rank computes all tokens
+    experts     each rank computes its own tokens with all experts
+
+The weights of the last two are sharded too: FSDP2 gathers them, over the tensor ranks, while a block computes.
+
+Embedding and output layer are sharded by vocabulary. The output layer is never called: `linear_log_probs` reads this rank's shard of
+its weight.
 
 Adapters (down, up): the factor next to the sharded dimension is sharded too: `up` of a column-wise product by rows, `down` of a row-wise
-one by columns. The other factor is replicated. Its local gradient covers only this rank's columns (`down`) or tokens (`up`), so it is
-also summed over ranks.
+one by columns. The other factor is replicated.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
-    PrepareModuleOutput,
     RowwiseParallel,
     parallelize_module,
 )
+from torch.utils._pytree import tree_map
+from transformers.utils import ModelOutput
 
 from braidrl.errors import UserError
+from braidrl.training.compute.attention import HEADS_RANK
 from braidrl.training.compute.packed import Packed
 from braidrl.training.decoders.body import body_of
+from braidrl.training.decoders.head import head_of
 from braidrl.training.lora import NAME
 from braidrl.training.parallel.pipeline import PassThrough, is_tied, local_layers
 from braidrl.training.parallel.replicated import Predict
+from braidrl.weights.boxes import pattern_of
 
-AXIS = "tensor"
+AXES = ("tensor", "tokens")
+"""Mesh dimensions with ranks that compute different tokens of the same rows: `tokens` also has ranks with other rows."""
 LAYERS = "layers.*."
-COPIED = "replicated_with_grad_allreduce"
-"""The style of a replicated weight, such as a norm of heads."""
 TOKENS = Shard(1)
 """Hidden states (1, N, D) sharded equally by tokens."""
-STYLES: dict[str, Callable[[], ParallelStyle]] = {
-    "colwise": ColwiseParallel,
-    "rowwise": lambda: RowwiseParallel(output_layouts=TOKENS),
-    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate(), output_layouts=TOKENS),
+LAYER_NUMBER = "layer_idx"
+"""The attribute by which transformers' attention layers find their cache."""
+REPLICATED = ("replicated_with_grad_allreduce", "mla_kv_a_proj")
+"""The styles of modules that every rank computes in full."""
+
+
+class Columns(ColwiseParallel):
+    """A column-wise product. The ranks gather the outputs of all columns if heads cannot be split."""
+
+    def __init__(self, gather: bool = False) -> None:
+        super().__init__(use_local_output=not gather)
+        self.gather = gather
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def replicated(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+            # By default, torch would all-reduce the gradient of the input here, for each product of a block.
+            input = DTensor.from_local(
+                given[0], device_mesh, [Replicate()], run_check=False, grad_placements=[Partial()]
+            )
+            return (input, *given[1:])
+
+        module.register_forward_pre_hook(replicated)
+        super()._apply(module, device_mesh)
+        if self.gather:
+            module.register_forward_hook(lambda _, __, columns: replicate(columns))
+        return module
+
+
+class Rows(RowwiseParallel):
+    """A row-wise product, summed and scattered to the ranks' tokens; with `split`, from an input with all columns."""
+
+    def __init__(self, split: bool = False) -> None:
+        super().__init__(output_layouts=TOKENS)
+        self.split = split
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if self.split:
+            module.register_forward_pre_hook(lambda _, given: (local_chunk(given[0], device_mesh, -1), *given[1:]))
+        return super()._apply(module, device_mesh)
+
+
+def replicate(sharded: DTensor) -> Tensor:
+    """Gather a DTensor on every rank; its gradients are reduce-scattered."""
+    return sharded.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+
+def local_chunk(whole: Tensor, mesh: DeviceMesh, dimension: int) -> Tensor:
+    """Return this rank's chunk of a tensor."""
+    return whole.chunk(mesh.size(), dimension)[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
+
+
+COLUMNS: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": Columns,
+    "colwise_gather_output": lambda: Columns(gather=True),
 }
+ROWS: dict[str, Callable[[], ParallelStyle]] = {"rowwise": Rows, "rowwise_split_input": lambda: Rows(split=True)}
+STYLES = COLUMNS | ROWS
 
 
 def plan_of(model: Any, key: str = "trainer.layout.tensor", remedy: str = "tensor=1 and shard=full") -> dict[str, str]:
-    """Return the style of each module of a model. Raises UserError, naming `key`, without a plan and for an unknown style."""
+    """Return the style of each module of a model. Raises UserError, naming `key`, for a model without a plan."""
+    plan = model.config.get_text_config().base_model_tp_plan
+    if not plan:
+        raise UserError(f"{key}: transformers has no tensor-parallel plan of {type(model).__name__}; write {remedy}")
     # The embedding is in no plan, except for tied models in some versions of transformers.
-    plan = {**(model.config.base_model_tp_plan or {}), "embed_tokens": "embedding_rowwise"}
-    unknown = sorted(set(plan.values()) - {*STYLES, COPIED})
-    if len(plan) == 1 or unknown:
-        why = f"uses {', '.join(unknown)}" if unknown else "has none"
-        raise UserError(f"{key}: the tensor-parallel plan of {type(model).__name__} {why}; write {remedy}")
-    return {name: style for name, style in plan.items() if style != COPIED}
+    return {**plan, "embed_tokens": "embedding_rowwise"}
 
 
 def full_plan_of(model: Any, key: str, remedy: str) -> dict[str, str]:
-    """Return `plan_of` by full module names, with a linear output layer."""
-    plan = {f"{model.base_model_prefix}.{name}": style for name, style in plan_of(model, key, remedy).items()}
+    """Return `plan_of` by full module names, with a linear output layer, for decoding. Raises UserError for a style without slices."""
+    whole = plan_of(model, key, remedy)
+    if unknown := sorted(set(whole.values()) - {"colwise", "rowwise", "embedding_rowwise", *REPLICATED[:1]}):
+        raise UserError(
+            f"{key}: the tensor-parallel plan of {type(model).__name__} uses {', '.join(unknown)}; write {remedy}"
+        )
+    plan = {f"{model.base_model_prefix}.{name}": style for name, style in whole.items()}
     output = model.get_output_embeddings()
     if isinstance(output, nn.Linear):
         plan[next(name for name, module in model.named_modules() if module is output)] = "colwise"
     return plan
 
 
-def parallelize_layer(layer: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
-    """Shard a decoder layer in place over a one-dimensional mesh."""
-    own = in_layer(plan)
-    for name, style in own.items():
-        parallelize_module(layer, mesh, styles_of_module(layer, name, style))
-    parallelize_module(layer, mesh, {name: GatherTokens() for name in blocks_of(own)})
+@dataclass(frozen=True)
+class Block:
+    """A part of a layer, such as attention or an MLP: a module that no list holds."""
+
+    name: str
+    products: dict[str, str]
+    """The style of each matrix; without any, FSDP shards the block's weights over the tensor ranks."""
+    gathers: dict[str, bool]
+    """The modules whose input is gathered, each with whether its output has all tokens, and this rank's are taken."""
+
+
+def blocks_of(layer: nn.Module, plan: Mapping[str, str], mixers: Collection[str] = ()) -> list[Block]:
+    """Return the blocks of a layer that are sharded; the weights of others, such as norms, are replicated.
+
+    Args:
+        layer: The layer.
+        plan: The styles of `plan_of`.
+        mixers: Names of the model's classes that mix tokens outside attention.
+    """
+    styles: dict[str, dict[str, str]] = {}
+    for name, _ in layer.named_modules():
+        around = [name.rsplit(".", up)[0] for up in range(name.count("."), -1, -1)]
+        block = next((n for n in around if not isinstance(layer.get_submodule(n), nn.ModuleList)), "")
+        style = plan.get(LAYERS + pattern_of(name), "")
+        if block:
+            styles.setdefault(block, {}).update({name: style} if style and style not in REPLICATED else {})
+    found = []
+    for block, products in styles.items():
+        inside = list(layer.get_submodule(block).modules())
+        is_mixer = any(type(module).__name__ in mixers for module in inside)
+        needs_all = is_mixer or any(hasattr(module, LAYER_NUMBER) for module in inside)
+        # A mixer computes rows of equal length: outputs inside of it cannot be scattered by tokens.
+        if products and set(products.values()) <= (COLUMNS.keys() if is_mixer else STYLES.keys()):
+            parents = {name.rpartition(".")[0] for name, style in products.items() if style in COLUMNS}
+            gathers = {}
+            for place in {block} if needs_all else parents:
+                inner = [style for name, style in products.items() if name.startswith(place)]
+                gathers[place] = not any(style in ROWS for style in inner)
+            found.append(Block(block, products, gathers))
+        elif needs_all or products:
+            found.append(Block(block, {}, {block: True} if needs_all else {}))
+    return found
+
+
+def parallelize_layer(
+    layer: nn.Module, blocks: Iterable[Block], mesh: DeviceMesh, shard: Callable[[nn.Module], None]
+) -> None:
+    """Shard a decoder layer in place.
+
+    Args:
+        layer: The layer.
+        blocks: Its blocks.
+        mesh: The one-dimensional mesh of the tensor ranks.
+        shard: Shards a module's weights over ranks that compute different tokens.
+    """
+    for block in blocks:
+        module = layer.get_submodule(block.name)
+        for name, style in block.products.items():
+            parallelize_module(layer, mesh, styles_of_module(layer, name, style))
+        for name, scatter in block.gathers.items():
+            gather_tokens(layer.get_submodule(name), mesh, scatter)
+        for part in module.modules() if block.products else ():
+            if hasattr(part, LAYER_NUMBER):
+                setattr(part, HEADS_RANK, mesh.get_local_rank())
+        if not block.products:
+            # FSDP must not be given a view, which the layer may change in place.
+            module.register_forward_hook(lambda _, __, output: tree_map(copy_of_view, output))
+            shard(module)
+
+
+def copy_of_view(output: Any) -> Any:
+    return output.clone() if isinstance(output, Tensor) and output._is_view() else output
+
+
+def gather_tokens(block: nn.Module, mesh: DeviceMesh, scatter: bool) -> None:
+    """Gather the tokens of a block's first argument; with `scatter`, return this rank's tokens of its output."""
+
+    def gathered(own: Tensor) -> Tensor:
+        return replicate(DTensor.from_local(own, mesh, [TOKENS], run_check=False))
+
+    def prepared(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if given:
+            return (gathered(given[0]), *given[1:]), named
+        return given, {**named, "hidden_states": gathered(named["hidden_states"])}
+
+    def own_tokens(output: Any) -> Any:
+        return local_chunk(output, mesh, 1) if isinstance(output, Tensor) and output.dim() == 3 else output
+
+    block.register_forward_pre_hook(prepared, with_kwargs=True)
+    if scatter:
+        block.register_forward_hook(lambda _, __, output: tree_map(own_tokens, output))
 
 
 def styles_of_module(layer: nn.Module, name: str, style: str) -> dict[str, ParallelStyle]:
-    """Return the parallel style of a layer's module, or of its base and adapter factors."""
+    """Return the parallel style of a layer's module, or of its base and the adapter's sharded factor."""
     if not has_adapter(layer.get_submodule(name)):
         return {name: STYLES[style]()}
-    down, up = f"{name}.lora_A.{NAME}", f"{name}.lora_B.{NAME}"
-    whole = {f"{name}.base_layer": STYLES[style]()}
-    return whole | ({down: STYLES[style]()} if style == "rowwise" else {down: ReplicatedModule(), up: STYLES[style]()})
+    factor = f"{name}.lora_{'A' if style in ROWS else 'B'}.{NAME}"
+    return {f"{name}.base_layer": STYLES[style](), factor: STYLES[style]()}
 
 
 def has_adapter(module: nn.Module) -> bool:
@@ -93,82 +245,40 @@ def has_adapter(module: nn.Module) -> bool:
 def copied_factors(model: Any, plan: Mapping[str, str]) -> Iterator[nn.Module]:
     """Yield the replicated adapter factors."""
     for layer in local_layers(model):
-        for name, style in in_layer(plan).items():
-            module: Any = layer.get_submodule(name)
-            if has_adapter(module):
-                yield (module.lora_A if style == "colwise" else module.lora_B)[NAME]
+        for block in blocks_of(layer, plan):
+            for name, style in block.products.items():
+                module: Any = layer.get_submodule(name)
+                if has_adapter(module):
+                    yield (module.lora_B if style in ROWS else module.lora_A)[NAME]
 
 
-def in_layer(plan: Mapping[str, str]) -> dict[str, str]:
-    """Return the styles of one layer's modules by their names in the layer."""
-    return {name.removeprefix(LAYERS): style for name, style in plan.items() if name.startswith(LAYERS)}
-
-
-def blocks_of(styles: Mapping[str, str]) -> set[str]:
-    """Return the modules of a layer that start with column-wise products; tokens are gathered once per module."""
-    return {name.rpartition(".")[0] for name, style in styles.items() if style == "colwise"}
-
-
-def parallelize_rest(model: Any, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
-    """Shard everything outside the layers: the vocabulary, and the tokens of the last norm."""
+def parallelize_rest(model: Any, mesh: DeviceMesh) -> None:
+    """Shard everything outside the layers: the vocabulary of embedding and output layer, and the tokens of the last norm."""
     output, tied, body = model.get_output_embeddings(), is_tied(model), body_of(model)
-    rest = {name: STYLES[style]() for name, style in plan.items() if not name.startswith(LAYERS)}
-    if isinstance(model.get_input_embeddings(), PassThrough):
-        del rest["embed_tokens"]
+    if not isinstance(body.embedding, PassThrough):
+        parallelize_module(body.embedding, mesh, RowwiseParallel(input_layouts=Replicate(), output_layouts=TOKENS))
     if not isinstance(body.norm, PassThrough):
-        rest[body.norm_name] = PrepareModuleOutput(output_layouts=TOKENS, desired_output_layouts=Replicate())
-    parallelize_module(body.decoder, mesh, rest)
+
+        def gathered(_: nn.Module, __: Any, found: Any) -> Any:
+            if isinstance(found, ModelOutput):  # not the given states of `own_logits`
+                own = DTensor.from_local(found.last_hidden_state, mesh, [TOKENS], run_check=False)
+                found["last_hidden_state"] = own.redistribute(placements=[Replicate()]).to_local()
+            return found
+
+        body.decoder.register_forward_hook(gathered)
     if tied:
         output.weight = model.get_input_embeddings().weight
-    elif isinstance(output, nn.Linear):
+    elif isinstance(output, nn.Linear) and not head_of(model).is_own:
         parallelize_module(output, mesh, ColwiseParallel())
-
-
-class GatherTokens(ParallelStyle):
-    """A style that gathers the tokens of a module's first argument.
-
-    The gradient of the input is a partial sum on each rank; it is reduce-scattered.
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gathered(own: Tensor) -> Tensor:
-            return DTensor.from_local(own, device_mesh, [TOKENS], run_check=False).redistribute(
-                placements=[Replicate()]
-            )
-
-        def prepared(_: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            if given:
-                return (gathered(given[0]), *given[1:]), named
-            return given, {**named, "hidden_states": gathered(named["hidden_states"])}
-
-        module.register_forward_pre_hook(prepared, with_kwargs=True)
-        return module
-
-
-class ReplicatedModule(ParallelStyle):
-    """A replicated module between sharded ones: the gradients of its weights and input are partial sums on each rank."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def prepared(_: nn.Module, given: tuple[Any, ...]) -> Tensor:
-            own: Tensor = given[0].to_local(grad_placements=(Partial(),))
-            return own
-
-        def known(_: nn.Module, __: Any, own: Tensor) -> Tensor:
-            return DTensor.from_local(own, device_mesh, (Replicate(),), run_check=False, grad_placements=(Partial(),))
-
-        module.register_forward_pre_hook(prepared)
-        module.register_forward_hook(known)
-        return module
 
 
 def partial_gradient_parameters(model: Any) -> list[Tensor]:
     """Return the replicated parameters whose gradient is a partial sum, over this rank's tokens or heads."""
-    modules = [*local_layers(model), body_of(model).norm]
-    return [parameter for module in modules for parameter in module.parameters() if not is_tensor_parallel(parameter)]
+    return [parameter for parameter in body_of(model).decoder.parameters() if not is_tensor_parallel(parameter)]
 
 
 def is_tensor_parallel(parameter: Tensor) -> bool:
-    return isinstance(parameter, DTensor) and AXIS in (parameter.device_mesh.mesh_dim_names or ())
+    return isinstance(parameter, DTensor) and bool({*AXES} & {*(parameter.device_mesh.mesh_dim_names or ())})
 
 
 def pad_to_multiple(predict: Predict, divisor: int) -> Predict:

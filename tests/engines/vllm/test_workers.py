@@ -19,6 +19,7 @@ from braidrl.engines.engine import EngineError
 from braidrl.engines.engine_contract import EngineUnderTest, all_of, requests
 from braidrl.engines.requests import Request, Response
 from braidrl.engines.vllm.vllm_worker import TakesWeights
+from braidrl.weights.model_files import HubNames
 from braidrl.weights.publisher import ModelWeights
 from tests.engines.served import (
     LIMIT,
@@ -128,8 +129,13 @@ def test_workers_end_with_the_process_that_schedules_for_them(divided: Served) -
     assert all_gone(workers)
 
 
+NAMES = list(MODEL.state_dict())[:2]
+
+
 class Loader(TakesWeights):
     """The worker class as vLLM makes it, with a loader that accepts everything."""
+
+    hub_names = HubNames(MODEL)
 
     def __init__(self) -> None:
         self.loaded: list[str] = []
@@ -149,12 +155,12 @@ def coming(*names: str, then_fails: bool = False) -> Iterator[tuple[str, torch.T
 
 def test_vllm_keeps_its_weights_without_an_update_and_refuses_after_a_partial_one() -> None:
     worker = Loader()
-    worker.load_as_they_come(coming("a", "b"))
+    worker.load_as_they_come(coming(NAMES[0], NAMES[1]))
     with pytest.raises(ConnectionError):
         worker.load_as_they_come(coming(then_fails=True))
-    assert worker.loaded == ["a", "b"]
-    worker.load_as_they_come(coming("b", "a"))
+    assert worker.loaded == [NAMES[0], NAMES[1]]
+    worker.load_as_they_come(coming(NAMES[1], NAMES[0]))
     with pytest.raises(ConnectionError):
-        worker.load_as_they_come(coming("a", then_fails=True))
+        worker.load_as_they_come(coming(NAMES[0], then_fails=True))
     with pytest.raises(RuntimeError, match="vLLM has to be started anew"):
-        worker.load_as_they_come(coming("a", "b"))
+        worker.load_as_they_come(coming(NAMES[0], NAMES[1]))
