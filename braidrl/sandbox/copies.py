@@ -99,7 +99,7 @@ class SandboxedCopies:
     """The running copies of this process."""
 
     def __init__(self, run: socket.socket, serve: Callable[[socket.socket], None], limits: SandboxLimits) -> None:
-        """SandboxedCopy nothing yet.
+        """Start no copy yet.
 
         Args:
             run: The connection over which the run asks for copies.
