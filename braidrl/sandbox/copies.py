@@ -79,7 +79,7 @@ class SandboxLimits:
 
 
 @dataclass(eq=False)
-class Copy:
+class SandboxedCopy:
     """A copy of the host, as the host sees it."""
 
     process: int
@@ -95,11 +95,11 @@ class Copy:
     next_look: float = 0.0
 
 
-class Copies:
+class SandboxedCopies:
     """The running copies of this process."""
 
     def __init__(self, run: socket.socket, serve: Callable[[socket.socket], None], limits: SandboxLimits) -> None:
-        """Copy nothing yet.
+        """Start no copy yet.
 
         Args:
             run: The connection over which the run asks for copies.
@@ -107,7 +107,7 @@ class Copies:
             limits: The limits of a copy.
         """
         self.run, self.serve, self.limits, self.isolated = run, serve, limits, bool(limits.fresh)
-        self.copies: dict[int, Copy] = {}
+        self.copies: dict[int, SandboxedCopy] = {}
         self.actions: dict[int, Callable[[int], None]] = {}
         self.poll, self.number = select.poll(), 0
         self.imported: set[int] | None = None
@@ -175,7 +175,7 @@ class Copies:
                 os._exit(1)
         if self.isolated:
             checked(LIBC.setns(self.namespace, NEW_PROCESSES))
-        copy = self.copies[self.number] = Copy(process, os.pidfd_open(process), talk, printed)
+        copy = self.copies[self.number] = SandboxedCopy(process, os.pidfd_open(process), talk, printed)
         self._watch(copy.handle, select.POLLIN, lambda _, number=self.number: self._on_end(number))  # type: ignore[misc]
         self._watch(talk.fileno(), select.POLLRDHUP, lambda _: self._kill(copy, NOT_WAITED_FOR))
 
@@ -205,7 +205,7 @@ class Copies:
         for listener in listeners:
             self._watch(listener, select.POLLIN, lambda events: self._on_start(copy, events))
 
-    def _on_start(self, copy: Copy, events: int) -> None:
+    def _on_start(self, copy: SandboxedCopy, events: int) -> None:
         """Allow the copy's next start, or kill it if it then exceeds a limit."""
         listener = copy.listeners[0]
         if not events & select.POLLIN:  # no process is left
@@ -216,7 +216,7 @@ class Copies:
             else:
                 allow(listener, start)
 
-    def _kill(self, copy: Copy, failure: Message) -> None:
+    def _kill(self, copy: SandboxedCopy, failure: Message) -> None:
         """Kill a copy and, with its namespace's first process, all that it started; pending and later starts are refused."""
         copy.failure = copy.failure or failure
         self._forget(copy.talk.fileno())
@@ -239,7 +239,7 @@ class Copies:
         os.close(copy.handle)
         os.close(copy.printed)
 
-    def _excess(self, copy: Copy, start: Start | None) -> str:
+    def _excess(self, copy: SandboxedCopy, start: Start | None) -> str:
         """Return the limit that a copy's processes exceed, with a pending start; an empty text if none."""
         limits, root = self.limits, f"/proc/{copy.process}/root"
         try:

@@ -24,7 +24,7 @@ import traceback
 from collections.abc import Awaitable
 
 from braidrl.sandbox.answers import Answerer, Message
-from braidrl.sandbox.copies import Copies, SandboxLimits
+from braidrl.sandbox.copies import SandboxedCopies, SandboxLimits
 
 LISTEN, HERE, APART, TOGETHER = b"N", b"H", b"A", b"T"
 LOAD_LIMIT_S = 120.0
@@ -55,7 +55,7 @@ def main(descriptor: int) -> None:
 
 def serve(run: socket.socket, answer: Answerer, seconds: float, limits: SandboxLimits | None) -> None:
     """Execute the run's requests, one after the other, except that copies work on their own."""
-    copies = Copies(run, lambda end: answer_all(answer, end), limits) if limits else None
+    copies = SandboxedCopies(run, lambda end: answer_all(answer, end), limits) if limits else None
     while True:
         if copies:
             copies.watch_until_asked()
