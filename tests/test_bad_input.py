@@ -84,7 +84,7 @@ CONFIGURATION = {
     "rollout.engine_settings={depth: 2}": r"rollout.engine_settings are those of an engine of your own, and rollout.engine is embedded",
     "trainer.backend=torhc": r"no training backend is called 'torhc'. Did you mean 'torch'[?] Your own is written module:name",
     "roles.actor.backend=torch:nothing": r"torch has no function 'nothing'",
-    "trainer={backend: torch:compile, lora: {}}": r"trainer.lora needs the backend torch, and actor has torch:compile; remove it, or write",
+    "trainer={backend: torch:compile, lora: {}}": r"trainer.lora is not supported by the backend torch:compile of actor; remove",
     "rollout.weights=handles": r"handles are not supported any more; write collective between CUDA devices, or file",
     "rollout.weights=collective": r"sends weights to engine processes, and none starts; write rollout.engines=1, or remove it",
     "rollout.environment=countdown": r"no environment is called 'countdown'. Your own is written module:name",

@@ -235,11 +235,17 @@ def plan(
     calibrate: Annotated[
         list[Path] | None, typer.Option(help="A run to fit rates to; they are saved to --rates.")
     ] = None,
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure", help="Fit rates to short runs of CONFIG on a device here; they are saved to --rates."
+        ),
+    ] = False,
 ) -> None:
     """Find the fastest placement, layouts and runtime for a configuration on given devices, without these devices."""
     from rich.console import Console
 
-    from braidrl.cli.plan_command import Wanted, calibrated
+    from braidrl.cli.plan_command import Wanted, calibrated, measured
     from braidrl.cli.plan_command import plan as find_plans
     from braidrl.config import load_config
 
@@ -249,6 +255,11 @@ def plan(
         typer.echo(f"rates fitted to {len(calibrate)} runs are in {file}; use them with --rates {file}")
         return
     settings = load_config(*split_config(config, overrides))
+    if measure:
+        file = rates or Path("rates.yaml")
+        measured(settings, devices, file, typer.echo)
+        typer.echo(f"rates of {devices} are in {file}; use them with --rates {file}")
+        return
     wanted = Wanted(devices, lengths, seconds or (), rates, like, max_staleness, time_limit)
     find_plans(settings, wanted, overlay, html, Console())
 

@@ -4,24 +4,27 @@ config ──flow, lengths──▶ Problem ──search──▶ plans ──�
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
 
 import yaml
 from rich.console import Console
 
 from braidrl.cluster.device_kinds import Cluster, read_cluster
-from braidrl.config import Config
+from braidrl.config import Config, PlacementConfig, StreamingConfig, parse_config
+from braidrl.config.layout import ParallelLayout
 from braidrl.data.prompts import LoadedSource, load_train
 from braidrl.errors import UserError, suggest
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import recorded_steps
 from braidrl.observe.trace import read_trace
-from braidrl.plan.calibration import Observed, calibrate, written_rates
+from braidrl.plan.calibration import WARM_UP, Observed, calibrate, written_rates
+from braidrl.plan.configured import overlay_of, predicted
 from braidrl.plan.lengths import batch_lengths, step_lengths
 from braidrl.plan.named import like
-from braidrl.plan.overlay import overlay_of
 from braidrl.plan.plan_report import show, timeline
 from braidrl.plan.problem import Problem
 from braidrl.plan.rates import Rates, read_rates
@@ -30,10 +33,13 @@ from braidrl.plan.streaming import StreamingSearch
 from braidrl.plan.work import Lengths
 from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.run_flow import build_flow
+from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.saving.folders import run_config
 from braidrl.training.loading import load_tokenizer
 
 SHOWN = 8
+MEASURED_ROWS, MEASURED_TOKENS, MEASURED_STEPS = 64, 1024, 4
+"""Rows, longest response and steps of the runs of `--measure`."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +64,14 @@ def plan(config: Config, wanted: Wanted, overlay: Path | None, html: Path | None
     """
     problem = problem_of(config, wanted)
     plans = best_plans(problem, wanted) if wanted.like is None else [like(problem, wanted.like)]
-    show(problem, plans, console)
+    show(problem, plans, console, search=wanted.like is None)
     if html is not None:
         html.write_text(timeline(plans[0], f"{problem.flow.name} on {problem.cluster}"), encoding="utf-8")
         console.print(f"drawn in {html}", soft_wrap=True)
     if overlay is not None:
         overlay.write_text(yaml.safe_dump(overlay_of(plans[0], problem), sort_keys=False), encoding="utf-8")
         console.print(
-            f"plan 1 is in {overlay}; it lies over the configuration: braid train CONFIG {overlay}", soft_wrap=True
+            f"plan 1 is in {overlay}; start it by braid train CONFIG {overlay}", soft_wrap=True, highlight=False
         )
     return plans
 
@@ -104,8 +110,9 @@ def best_plans(problem: Problem, wanted: Wanted) -> list[Plan]:
         found += search.colocated("eager")
         found += [] if found else search.hybrid()
     else:
-        found += search.hybrid()
+        # Where roles share all devices, no controller is needed.
         found += search.colocated("distributed")
+        found += search.hybrid()
     if "streaming" in wanted.runtimes and any(model.generates for model in problem.models.values()):
         found += streaming_plans(problem, wanted.max_staleness)
     found = [one for one in found if one.runtime in wanted.runtimes]
@@ -135,6 +142,66 @@ def calibrated(runs: Sequence[Path], devices: str, file: Path) -> Rates:
     rates = calibrate([observe(run, cluster) for run in runs], known)
     file.write_text(written_rates({**known, cluster.groups[0].kind: rates}), encoding="utf-8")
     return rates
+
+
+def measured(config: Config, devices: str, file: Path, say: Callable[[str], object]) -> Rates:
+    """Fit rates to short runs of a configuration on one device of this machine, and add them to a file as `calibrated`.
+
+    The runs differ in rows and lengths. They use the configuration's model, data and engine, and are deleted afterwards.
+
+    Args:
+        config: The configuration.
+        devices: The kind of the device.
+        file: The file of rates.
+        say: Prints a line.
+
+    Raises:
+        UserError: The configuration cannot run here.
+    """
+    rows = config.rollout.slots or MEASURED_ROWS
+    groups = max(2, min(config.trainer.prompts_per_step, rows // config.rollout.samples_per_prompt))
+    tokens = min(config.rollout.max_response_tokens, MEASURED_TOKENS)
+    with TemporaryDirectory() as folder:
+        runs = []
+        for number, (prompts, longest) in enumerate(
+            ((groups, tokens), (groups // 2, tokens), (groups, tokens // 4 or 1))
+        ):
+            sized = measuring_config(config, prompts, longest, Path(folder), f"measure-{number}")
+            with TrainingRun(sized) as run:
+                run.train()
+            runs.append(run.folder)
+        rates = calibrated(runs, devices, file)
+        for seen in (observe(run, read_cluster(devices)) for run in runs):
+            steps = list(seen.steps())
+            said = [
+                predicted(replace(problem, rates={read_cluster(devices).groups[0].kind: rates})) for _, problem in steps
+            ]
+            took = median(seen.step_seconds[step] for step, _ in steps)
+            say(
+                f"{steps[0][1].rows} rows: {took:.3g} s a step, {median(plan.seconds for plan in said):.3g} s by the fitted rates"
+            )
+    return rates
+
+
+def measuring_config(config: Config, prompts: int, longest: int, folder: Path, name: str) -> Config:
+    """Return a configuration of a short run on one device, without layouts, evaluation, checkpoints and trackers."""
+    roles = {
+        role: own.model_copy(update={"layout": None, "inference_layout": None}) for role, own in config.roles.items()
+    }
+    trainer = config.trainer.model_copy(update={
+        "steps": WARM_UP + MEASURED_STEPS, "prompts_per_step": prompts, "rows_per_update": None, "layout": ParallelLayout(),
+        "inference_layout": None, "max_staleness": 0, "checkpoint_every": 0, "resident_gib": None,
+    })  # fmt: skip
+    rollout = config.rollout.model_copy(
+        update={"max_response_tokens": longest, "tensor": 1, "pipeline": 1, "grouping": None}
+    )
+    # Validated again: keys depend on each other.
+    short = config.model_copy(update={
+        "runtime": "eager", "workers": 1, "placement": PlacementConfig(), "streaming": StreamingConfig(), "trainer": trainer,
+        "rollout": rollout, "roles": roles, "output": folder, "name": name, "trackers": [],
+        "evaluation": config.evaluation.model_copy(update={"every": 0}),
+    })  # fmt: skip
+    return parse_config(short.model_dump(mode="json", exclude_unset=True))
 
 
 def observe(run: Path, cluster: Cluster) -> Observed:

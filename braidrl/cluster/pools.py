@@ -34,6 +34,10 @@ class Pool:
     """Devices of each engine."""
     generating: tuple[str, ...] = ()
     """Roles that generate here."""
+    kind: str | None = None
+    """Kind of its devices, if only one will do."""
+    nodes: int | None = None
+    """Number of nodes that share its processes equally, if given."""
 
     @property
     def name(self) -> str:
@@ -56,6 +60,11 @@ def place(
     if placement.pools:
         check_partition(placement.pools, roles, generating)
         parts = [(tuple(pool.roles), pool.workers or workers) for pool in placement.pools]
+        for pool, (_, size) in zip(placement.pools, parts, strict=True):
+            if pool.nodes and size % pool.nodes:
+                raise UserError(
+                    f"placement: {'+'.join(pool.roles)} has {size} workers, which nodes={pool.nodes} does not divide; write another"
+                )
     elif placement.name not in NAMES:
         raise UserError(f"no placement is called {placement.name!r}. {suggest(placement.name, NAMES)}")
     else:
@@ -64,11 +73,14 @@ def place(
             "colocate": [tuple(roles)], "standalone": [(role,) for role in roles], "split": [generate, others],
         }  # fmt: skip
         parts = [(part, workers) for part in named[placement.name] if part]
+    pinned = [(pool.kind, pool.nodes) for pool in placement.pools] or [(None, None)] * len(parts)
     apart = {name for part, _ in parts for name in part if name.endswith(GENERATE)}
     places = {role: role + GENERATE if role + GENERATE in apart else role for role in generating}
     return tuple(
-        Pool(part, size, generating=tuple(role for role, name in places.items() if name in part))
-        for part, size in parts
+        Pool(
+            part, size, generating=tuple(role for role, name in places.items() if name in part), kind=kind, nodes=nodes
+        )
+        for (part, size), (kind, nodes) in zip(parts, pinned, strict=True)
     )
 
 
@@ -98,18 +110,18 @@ def check_partition(pools: Sequence[PoolConfig], roles: Sequence[str], generatin
         raise UserError(f"placement: {missing[0]} is in no pool; add it to one, or write placement=colocate")
 
 
-def check_exchange(pools: Sequence[Pool], backends: Mapping[str, str], grouped: bool) -> None:
+def check_exchange(pools: Sequence[Pool], whole: Mapping[str, str], grouped: bool) -> None:
     """Raise UserError if a role generates in another pool than it trains in, and its weights cannot be sent there.
 
     Args:
         pools: Pools of the run.
-        backends: Training backend of each role.
+        whole: Roles whose training backend gives its weights to engines of its own process alone, with its name.
         grouped: True if the configuration groups training ranks for generation.
     """
     for role in (role for pool in pools for role in pool.generating if role not in pool.models):
-        if backends[role] != "torch":
+        if role in whole:
             raise UserError(
-                f"placement: {role} and {role}{GENERATE} are in different pools, and weights of the backend {backends[role]} cannot go "
+                f"placement: {role} and {role}{GENERATE} are in different pools, and weights of the backend {whole[role]} cannot go "
                 f"from one to the other; remove {role}{GENERATE}, or write backend=torch"
             )
         if grouped:

@@ -21,6 +21,8 @@ from braidrl.errors import LostProcess, UserError, WorkerError
 
 BEATS = "beats"
 """Concurrency group of every actor's heartbeat."""
+KIND, SOME = "accelerator_type:", 0.001
+"""Prefix of the resource by which Ray names a node's kind of device, and the share of it that a bundle takes."""
 INLINE_BYTES = 1 << 20
 """Rows up to this size travel inside the message; by default Ray sends more than 100 KiB through its object store."""
 
@@ -116,14 +118,31 @@ class RayCluster:
             ) from error
 
     def reserve(self, pools: Sequence[Pool]) -> list[list[Reservation]]:
-        """Reserve resources for each pool and return its bundles. Raises UserError if devices are missing, or stay occupied."""
+        """Reserve resources for each pool and return the place of each rank, in the order of nodes.
+
+        Raises UserError if devices, or the kind of a pool, are missing, or stay occupied.
+        """
+        kinds = {name.removeprefix(KIND) for name in self.ray.cluster_resources() if name.startswith(KIND)}
+        for pool in pools:
+            if pool.kind and pool.kind != "cpu" and pool.kind.partition("-")[0] not in kinds:
+                raise UserError(
+                    f"placement: {pool.name} needs devices of kind {pool.kind}, and the cluster has {', '.join(sorted(kinds)) or 'none'}; "
+                    "make a plan for these (`braid plan --devices`), or remove kind"
+                )
         # A worker with a device takes a CPU too.
         check_devices(pools, int(self.ray.cluster_resources().get("CPU", 0)), "CPUs")
         each = devices_each(pools, self.devices, "the cluster") if self.kind == "GPU" else {}
         util = self.ray.util
         for pool in pools:
-            gpus = {"GPU": each[pool.name]} if each.get(pool.name) else {}
-            self.groups.append(util.placement_group([{"CPU": 1, **gpus}] * pool.workers, strategy="PACK"))
+            # Ranks that share a node of a pinned pool share one bundle.
+            together = pool.workers // pool.nodes if pool.nodes else 1
+            bundle: dict[str, float] = {"CPU": together}
+            if each.get(pool.name):
+                bundle["GPU"] = together * each[pool.name]
+            if pool.kind and pool.kind != "cpu":
+                bundle[KIND + pool.kind.partition("-")[0]] = SOME
+            bundles = [bundle] * (pool.workers // together)
+            self.groups.append(util.placement_group(bundles, strategy="STRICT_SPREAD" if pool.nodes else "PACK"))
         for pool, group in zip(pools, self.groups, strict=True):
             if not group.wait(self.config.start_limit_s):
                 raise UserError(
@@ -131,10 +150,17 @@ class RayCluster:
                     "other work holds them: end it, or raise cluster.start_limit_s"
                 )
         strategy = util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        return [
-            [Reservation(strategy(group, n), 1, each.get(pool.name, 0)) for n in range(pool.workers)]
-            for pool, group in zip(pools, self.groups, strict=True)
-        ]
+        found = []
+        for pool, group in zip(pools, self.groups, strict=True):
+            nodes: dict[int, str] = util.placement_group_table(group)["bundles_to_node_id"]
+            # The bundles of a node are neighbours, nodes in the order of their first bundles.
+            order = [
+                n for node in dict.fromkeys(nodes[n] for n in sorted(nodes)) for n in sorted(nodes) if nodes[n] == node
+            ]
+            each_bundle = pool.workers // len(order)
+            places = [strategy(group, n) for n in order for _ in range(each_bundle)]
+            found.append([Reservation(place, 1, each.get(pool.name, 0)) for place in places])
+        return found
 
     def node_of(self, place: Reservation) -> str:
         """Return the node id of a reservation."""

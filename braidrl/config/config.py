@@ -73,6 +73,10 @@ class PoolConfig(Section):
     """Names of the roles."""
     workers: int | None = Field(None, ge=1, le=MOST_PROCESSES)
     """Processes, each with a device of its own; by default the configuration's `workers`."""
+    kind: str | None = None
+    """Kind of device, as `braid plan --devices` names it (`H100-80GB`); a run is refused where its cluster has none. By default any."""
+    nodes: int | None = Field(None, ge=1, le=MOST_PROCESSES)
+    """Number of nodes, with equal numbers of processes; by default as few as possible. Ranks are in the order of nodes."""
 
 
 class PlacementConfig(Section):

@@ -37,7 +37,7 @@ from braidrl.engines.routing.service import EngineService
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.engines.wire import EngineSpec
 from braidrl.errors import UserError
-from braidrl.training.backends import TrainingBackend
+from braidrl.training.backends import ShardedBackend, TrainingBackend
 from braidrl.training.loading import load_decoder, read_model_config
 from braidrl.training.lora import adapter_config
 from braidrl.training.parallel.replicated import DataParallel
@@ -105,8 +105,8 @@ def start_engine(worker: Generated, config: Config, tokenizer: PreTrainedTokeniz
 
 def publisher_of(worker: TrainingBackend, engine: RoleEngine, config: Config) -> Publisher:
     """Return the publisher that brings the weights of `worker` to its engine; all ranks that generate for the role call this together."""
-    if not isinstance(worker, RoleWorker):
-        # A user's own backend: every full tensor by its name.
+    if not isinstance(worker, ShardedBackend):
+        # A user's own backend without an index of its weights: every full tensor by its name.
         shared = worker.shared_model is not None and isinstance(engine, EmbeddedEngine)
         return InPlacePublisher(engine, source=None if shared else worker)
     parts, own = partial(local_weight_parts, worker), config.roles.get(worker.role)
@@ -140,7 +140,7 @@ def adapters_sent(worker: Generated, config: Config) -> LoraConfig | None:
 
 
 def exchange_publisher(
-    worker: RoleWorker | None, engine: RoleEngine | None, config: Config, ranks: DataParallel
+    worker: ShardedBackend | None, engine: RoleEngine | None, config: Config, ranks: DataParallel
 ) -> Publisher:
     """Return the publisher between the pool that trains a role and the pool that generates for it; all `ranks` of both call this.
 
@@ -242,7 +242,7 @@ def own_engine(config: Config, spec: EngineSpec) -> RoleEngine:
 
 def spmd_engine(worker: Generated, config: Config, tokenizer: PreTrainedTokenizerBase, spec: EngineSpec) -> SpmdEngine:
     """Return the engine with which ranks decode together; all ranks call this at the same time. Raises UserError as `start_engine`."""
-    rollout, layout, trains = config.rollout, generation_layout(config), isinstance(worker, RoleWorker)
+    rollout, layout, trains = config.rollout, generation_layout(config), not isinstance(worker, Remote)
     training = (layout_of(worker.role, config) if trains else ParallelLayout()).resolve(worker.ranks.size)
     groups = layout.groups(training)
     group = subgroup(groups.flatten(1)) if worker.ranks.group is not None else None

@@ -21,7 +21,7 @@ from braidrl.flow.flow import is_optimized
 from braidrl.observe.trace import Span
 from braidrl.plan.configured import deployment, devices_of, predicted
 from braidrl.plan.problem import Problem
-from braidrl.plan.rates import Phase, PhaseRates, Rates, RuntimeRates, Work, rates_for
+from braidrl.plan.rates import VLLM, EngineRates, Phase, PhaseRates, Rates, RuntimeRates, Work, rates_for
 from braidrl.plan.work import Lengths
 
 WARM_UP = 2
@@ -32,8 +32,6 @@ SHARED = ("memory", "link", "network", "collectives")
 """Quantities whose unit cost is the same in all phases."""
 FITTED_AS: Mapping[Phase, Phase] = {"train": "train", "infer": "infer", "prefill": "infer", "decode": "decode"}
 """Prefill is priced as inference: traces do not record its seconds separately."""
-
-
 REWEIGHED = 20
 """Rounds of iterative reweighting."""
 SMALL = 0.02
@@ -68,17 +66,23 @@ def stage_seconds(spans: Sequence[Span]) -> dict[tuple[str, int], float]:
     return dict(found)
 
 
-def quantities(done: Iterable[Work], behind: float) -> dict[str, float]:
+def fitted_as(phase: Phase, engine: str) -> str:
+    """Return the name of the unit costs that explain a phase; vLLM decodes at its own."""
+    return "vllm" if phase == "decode" and engine in VLLM else FITTED_AS[phase]
+
+
+def quantities(done: Iterable[Work], behind: float, engine: str = "embedded") -> dict[str, float]:
     """Return the quantities that a stage's seconds are made of, by the name of their unit cost.
 
     Args:
         done: The work of the stage.
         behind: Share of compute that communication can overlap; at 1, overlapped communication is not visible.
+        engine: The run's engine.
     """
     found: dict[str, float] = defaultdict(float)
     for work in done:
         for name in OWN:
-            found[f"{FITTED_AS[work.phase]}.{name}"] += float(getattr(work, name))
+            found[f"{fitted_as(work.phase, engine)}.{name}"] += float(getattr(work, name))
         found["memory"] += work.memory
         found["link"] += work.link + (1 - behind) * work.behind_link
         found["network"] += work.network + (1 - behind) * work.behind_network
@@ -161,7 +165,7 @@ def calibrate(runs: Sequence[Observed], before: Mapping[str, Rates]) -> Rates:
                 elif stage.kind is not Kind.TRAIN or is_optimized(stage):
                     devices = devices_of(problem, stage)
                     done = problem.works(stage, deployment(problem, stage, devices), cluster.groups[0], devices)
-                    samples.append((quantities(done, rates.behind), seconds))
+                    samples.append((quantities(done, rates.behind, problem.config.rollout.engine), seconds))
     if not samples:
         raise UserError(f"--calibrate: the runs have no iterations after the first {WARM_UP}; make longer ones")
     costs = least_squares(*zip(*samples, strict=True))
@@ -174,9 +178,15 @@ def calibrate(runs: Sequence[Observed], before: Mapping[str, Rates]) -> Rates:
 def fitted_rates(costs: Mapping[str, float], rates: Rates, kind: DeviceKind, dtype: str) -> Rates:
     """Return unit costs as rates; keep those that no run shows."""
     found: dict[str, Any] = {}
+
+    def fitted(source: str, known: PhaseRates) -> PhaseRates:
+        if f"{source}.operations" not in costs:
+            return known
+        return phase_rates({name: costs.get(f"{source}.{name}", 0.0) for name in OWN}, kind.peak[dtype])
+
     for phase, source in FITTED_AS.items():
-        if f"{source}.operations" in costs:
-            found[phase] = phase_rates({name: costs.get(f"{source}.{name}", 0.0) for name in OWN}, kind.peak[dtype])
+        found[phase] = fitted(source, rates.of(phase))
+    found["vllm"] = EngineRates(prefill=fitted("infer", rates.vllm.prefill), decode=fitted("vllm", rates.vllm.decode))
     for name, full in (("memory", kind.bandwidth), ("link", kind.link), ("network", kind.network)):
         if costs.get(name, 0.0) > 0:
             found[name] = 1.0 / (costs[name] * full)

@@ -7,21 +7,29 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal
 
 from braidrl.cluster.device_kinds import NodeGroup
 from braidrl.config.layout import ParallelLayout
+from braidrl.errors import UserError
 from braidrl.flow import Kind
-from braidrl.plan.layouts import activations, divisors, layouts
 from braidrl.plan.problem import USABLE, Model, Problem
 from braidrl.plan.rates import Cost
 from braidrl.runtimes.memory.budget import CACHE, ENGINE, Deployment, EngineUse, assets, at_once, role_memory
 from braidrl.runtimes.memory.residency import Asset, AssetPart
+from braidrl.runtimes.sizing import MOST_SLOTS
+from braidrl.training.memory.footprint import Shape, saved_bytes
 from braidrl.training.role_settings import slots_of, usual_max_tokens
+from braidrl.weights.generation_layout import GenerationLayout
 
 RolePart = Literal["all", "model", "generate"]
 PARTS: tuple[AssetPart, ...] = ("weights", "optimizer", "engine", "inference")
+LONG = 8192
+"""Tokens from which a row is worth sequence parallelism."""
+AT_ONCE = 2048
+"""Tokens at which activations are counted; other sizes are scaled linearly."""
+FEWEST_SLOTS = 16
 
 
 @dataclass(frozen=True)
@@ -67,17 +75,9 @@ def best(choices: Iterable[Choice]) -> list[Choice]:
 class Choices:
     """The cached choices of a problem's roles; `layouts_tried` counts evaluated deployments."""
 
-    def __init__(
-        self, problem: Problem, laid_out: bool = True, allowed: Callable[[Choice], bool] | None = None
-    ) -> None:
-        """Prepare an empty cache.
-
-        Args:
-            problem: The planning problem.
-            laid_out: Try parallel layouts; False (eager, streaming): one copy of the model per device.
-            allowed: Filter for the choices of a named placement; None allows all.
-        """
-        self.problem, self.laid_out, self.allowed = problem, laid_out, allowed
+    def __init__(self, problem: Problem, allowed: Callable[[Choice], bool] | None = None) -> None:
+        """Prepare an empty cache; `allowed` filters the choices of a named placement, None allows all."""
+        self.problem, self.allowed = problem, allowed
         self.layouts_tried = 0
         self._roles: dict[tuple[str, str, int, str], list[Choice]] = {}
 
@@ -111,15 +111,11 @@ class Choices:
             keep: Reduces the choices of one layout; the best micro-batch does not depend on the engine.
         """
         if part == "generate":
-            yield from self._fitting(
-                model, group, self._engines_alone(model, group, devices), devices, part, apart=True
-            )
+            yield from self._fitting(model, group, self._engines_alone(model, group, devices), devices, part, True)
             return
-        found = (
-            list(layouts(model.shape, devices, group, model.trained, self.problem.config.max_sequence_tokens))
-            if self.laid_out
-            else [ParallelLayout(data=devices)]
-        )
+        longest = self.problem.config.max_sequence_tokens
+        every = layouts(model.shape, devices, group, model.trained, longest)
+        found = [layout for layout in every if self.problem.allows(model.role, layout)]
         for layout in found:
             # If training gathers its weights, inference may use a copy in a layout that does not.
             copies: list[ParallelLayout | None] = [None]
@@ -136,7 +132,7 @@ class Choices:
                 continue
             engines = [
                 replace(problem_use, engine=engine)
-                for engine in self.engines(model, group, devices, not layout.is_replicated)
+                for engine in self.engines(model, group, devices, layout)
                 for problem_use in (self.problem.use(model.role, layout, 1),)
             ]
             decoders = keep(self._fitting(model, group, engines, devices, "generate"))
@@ -157,7 +153,7 @@ class Choices:
         for use in uses:
             self.layouts_tried += 1
             resident, working = role_memory(use, activations)
-            if part == "generate" and (self.laid_out or not apart):
+            if part == "generate":
                 # The trainer's own memory is counted with its model part.
                 resident, working = {name: size for name, size in resident.items() if name in (ENGINE, CACHE)}, {}
             if largest_stage(model.role, resident) + sum(working.values()) > room:
@@ -176,14 +172,21 @@ class Choices:
         """Yield engines on separate devices, with their own weights."""
         use = self.problem.use(model.role, ParallelLayout(data=devices), usual_max_tokens(self.problem.config))
         use = replace(use, shape=model.plain, trained=False)
-        for engine in self.engines(model, group, devices, own_weights=self.laid_out):
-            whole = replace(engine, shape=replace(model.plain, dtype=engine.shape.dtype))
+        for engine in self.engines(model, group, devices):
+            whole = engine and replace(engine, shape=replace(model.plain, dtype=engine.shape.dtype), own_weights=True)
             yield replace(use, engine=whole)
 
-    def engines(self, model: Model, group: NodeGroup, devices: int, own_weights: bool) -> Iterator[EngineUse]:
-        for divisor in self._engine_ranks(model, group, devices):
+    def engines(
+        self, model: Model, group: NodeGroup, devices: int, layout: ParallelLayout | None = None
+    ) -> Iterator[EngineUse | None]:
+        """Yield the engines to try on devices that train in `layout`, or on devices of their own; None stands for servers."""
+        engine = self.problem.config.rollout.engine
+        if engine == "http":
+            yield None
+            return
+        for divisor in self._engine_ranks(model, group, devices, layout):
             for slots in self._slots(devices // divisor):
-                yield self.problem.engine(model, slots, divisor, own_weights)
+                yield self.problem.engine(model.role, layout or ParallelLayout(), slots, divisor)
 
     def _tokens(self) -> list[int]:
         """Return the micro-batch sizes to try, in tokens: configured, four times that, and the longest row."""
@@ -191,17 +194,36 @@ class Choices:
         return sorted({longest, max(longest, given), max(longest, given * 4)})
 
     def _slots(self, engines: int) -> list[int]:
-        """Return the slot counts to try: configured, all rows of the engine at once, and a quarter of these."""
+        """Return the slot counts to try: all rows of the engine at once, halves of that, and the configured count."""
         rows = math.ceil(self.problem.rows * self.problem.lengths.generated / max(1, engines))
-        enough = -(-rows // 16) * 16
-        return sorted({min(slots_of(self.problem.config), enough), enough, max(16, enough // 4)})
+        enough = min(-(-rows // FEWEST_SLOTS) * FEWEST_SLOTS, MOST_SLOTS)
+        halves = {(enough >> power) // FEWEST_SLOTS * FEWEST_SLOTS for power in range(enough.bit_length())} - {0}
+        return sorted({min(slots_of(self.problem.config), enough), *halves})
 
-    def _engine_ranks(self, model: Model, group: NodeGroup, devices: int) -> list[int]:
-        if not self.laid_out:
+    def _engine_ranks(self, model: Model, group: NodeGroup, devices: int, layout: ParallelLayout | None) -> list[int]:
+        """Return the numbers of ranks of an engine to try, within a node."""
+        config, problem = model.shape.sizes, self.problem
+        heads, engine = config.num_attention_heads, problem.config.rollout.engine
+        if engine == "embedded":
+            heads = math.gcd(heads, config.num_key_value_heads)
+        found = divisors(math.gcd(heads, math.gcd(devices, group.devices)))
+        if engine not in ("embedded", "vllm"):
             return [1]
-        config = model.shape.sizes
-        heads = math.gcd(config.num_attention_heads, config.num_key_value_heads)
-        return divisors(math.gcd(heads, math.gcd(devices, group.devices)))
+        if layout is None:
+            return found
+        # Ranks that decode together take no turns in an environment, and a grouping fits some layouts alone.
+        if engine == "embedded" and any("environment" in stage.params for stage in model.stages):
+            return [1]
+        return [ranks for ranks in found if nests(problem.generation(ranks), layout, devices)]
+
+
+def nests(target: GenerationLayout, layout: ParallelLayout, devices: int) -> bool:
+    """Return whether ranks that train in `layout` can form generation groups of `target`."""
+    try:
+        target.check(layout, devices)
+    except UserError:
+        return False
+    return True
 
 
 def largest_stage(role: str, resident: Mapping[str, int]) -> int:
@@ -212,3 +234,47 @@ def largest_stage(role: str, resident: Mapping[str, int]) -> int:
         return sum(sizes.get(Asset(role, part), 0) for part in parts)
 
     return max(size("weights", "optimizer"), size("weights", "inference"), size("engine"))
+
+
+def layouts(shape: Shape, devices: int, group: NodeGroup, trained: bool, longest: int) -> Iterator[ParallelLayout]:
+    """Yield the layouts of a model on `devices` devices, with `data` filled in.
+
+    Tensor and sequence parallelism stay within a node; sequence parallelism needs rows of at least LONG tokens.
+    """
+    config = shape.sizes
+    heads = math.gcd(config.num_attention_heads, config.num_key_value_heads)
+    within = math.gcd(devices, group.devices) if devices > group.devices else devices
+    for tensor, sequence in itertools.product(divisors(math.gcd(heads, within)), repeat=2):
+        if within % (tensor * sequence) or heads % (tensor * sequence) or (sequence > 1 and longest < LONG):
+            continue
+        for pipeline in divisors(math.gcd(config.num_hidden_layers, devices // (tensor * sequence))):
+            data = devices // (tensor * sequence * pipeline)
+            plain = ParallelLayout(pipeline=pipeline, tensor=tensor, data=data, sequence=sequence)
+            yield plain
+            if data * sequence > 1:
+                yield plain.model_copy(update={"shard": "full"})
+                nodes = devices // group.devices
+                if nodes > 1 and data % nodes == 0:
+                    yield plain.model_copy(update={"shard": "full", "nodes": nodes})
+                if trained and pipeline == 1:
+                    yield plain.model_copy(update={"shard": "optimizer"})
+
+
+def divisors(number: int) -> list[int]:
+    """Return the divisors of `number` in ascending order."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+@cache
+def _saved(shape: Shape, layers: int, tensor: int) -> float:
+    return saved_bytes(shape, layers, AT_ONCE * tensor, tensor) / AT_ONCE
+
+
+def activations(shape: Shape, tokens: int, checkpointing: bool, layout: ParallelLayout) -> int:
+    """Return activation bytes as `footprint.activation_bytes`, measured once per (model, tensor) and scaled linearly in tokens."""
+    share = -(-tokens // (layout.sequence * layout.tensor))
+    one, two = (_saved(shape, layers, layout.tensor) * share for layers in (1, 2))
+    layers = shape.sizes.num_hidden_layers
+    if not checkpointing:
+        return int(one + (layers - 1) * (two - one))
+    return int(one + layers * share * shape.sizes.hidden_size * shape.element_bytes)

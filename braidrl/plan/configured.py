@@ -1,24 +1,33 @@
-"""The plan of an existing configuration: deployments of its roles, and predicted seconds.
+"""The plan of an existing configuration, and a plan as a configuration overlay: `braid train CONFIG overlay.yaml`.
 
 configuration ──runtime, workers, placement──▶ pools ──layouts──▶ a choice for each role ──▶ Plan
+Plan ──▶ {runtime, workers, placement, streaming.workers, roles.ROLE.layout ..., rollout.slots, trainer.resident_gib}
 """
 
 from dataclasses import replace
+from typing import Any
 
 from braidrl.cluster.pools import GENERATE, place
 from braidrl.config.layout import ParallelLayout
-from braidrl.engines.factory import generation_layout
+from braidrl.engines.factory import generation_layout, own_engines
 from braidrl.flow import Kind, Stage
 from braidrl.plan.choices import Choice
-from braidrl.plan.problem import Problem
+from braidrl.plan.problem import USABLE, Problem
 from braidrl.plan.search import Plan, Search
-from braidrl.plan.sets import SetChoice
-from braidrl.plan.streaming import StreamingSearch, members
-from braidrl.runtimes.memory.budget import Deployment, at_once, role_memory
-from braidrl.training.role_settings import checkpoints_activations, layout_of, max_tokens_of, slots_of
+from braidrl.plan.sets import SetChoice, Sets
+from braidrl.plan.streaming import StreamingSearch
+from braidrl.runtimes.memory.budget import CACHE, GIB, Deployment, at_once, role_memory
+from braidrl.runtimes.streaming.groups import worker_groups
+from braidrl.training.role_settings import (
+    checkpoints_activations,
+    inference_layouts,
+    layout_of,
+    max_tokens_of,
+    slots_of,
+)
 
 Pools = dict[tuple[str, ...], int]
-"""The number of processes of each pool, by its roles; under streaming by its worker group's name."""
+"""The number of devices of each pool, by its roles; under streaming by its worker group's name."""
 
 
 def predicted(problem: Problem) -> Plan:
@@ -30,10 +39,12 @@ def predicted(problem: Problem) -> Plan:
 
 
 def configured_pools(problem: Problem) -> Pools:
-    """Return the pools of a configuration, each with its processes."""
+    """Return the pools of a configuration, each with its devices."""
     config = problem.config
     if config.runtime == "streaming":
-        return {(one.name,): config.streaming.workers.get(one.name, 1) for one in members(problem)}
+        groups = [group for group in worker_groups(config, problem.flow, None) if group.role]
+        each = max(1, own_engines(config) * generation_layout(config).ranks)
+        return {(g.name,): g.processes * (each if g.kind == "generate" else 1) for g in groups}
     if config.runtime == "hybrid":
         generating = [model.role for model in problem.models.values() if model.generates]
         pools = place(config.placement, problem.flow.roles, generating, config.workers)
@@ -42,11 +53,16 @@ def configured_pools(problem: Problem) -> Pools:
 
 
 def configured_set(problem: Problem, pool: tuple[str, ...], devices: int) -> SetChoice:
-    """Return the roles of one pool as the configuration deploys them."""
+    """Return the roles of one pool as the configuration deploys them, offloaded as its budget says."""
     roles = {name: configured_choice(problem, name, devices) for name in pool}
+    group, budget = problem.cluster.groups[0], problem.config.trainer.resident_gib
+    if budget is not None and problem.config.runtime != "streaming":
+        offloaded = Sets(problem).in_turns(roles, group, devices, int(budget * GIB))
+        if offloaded is not None:
+            return offloaded
     costs = {stage: cost for choice in roles.values() for stage, cost in choice.costs.items()}
     memory = at_once([choice.resident for choice in roles.values()], max(choice.working for choice in roles.values()))
-    return SetChoice(problem.cluster.groups[0], devices, roles, costs, memory)
+    return SetChoice(group, devices, roles, costs, memory)
 
 
 def configured_choice(problem: Problem, name: str, devices: int) -> Choice:
@@ -66,19 +82,90 @@ def configured_choice(problem: Problem, name: str, devices: int) -> Choice:
 def deployment(problem: Problem, stage: Stage, devices: int) -> Deployment:
     """Return the configured deployment of a stage's role."""
     config, role = problem.config, str(stage.role)
-    generates_apart = stage.kind is Kind.GENERATE and any(role + GENERATE in pool for pool in configured_pools(problem))
-    layout = (ParallelLayout() if generates_apart else layout_of(role, config)).resolve(devices)
-    use = problem.use(role, layout, max_tokens_of(role, config), checkpoints_activations(role, config))
+    target = generation_layout(config)
+    tokens, again = max_tokens_of(role, config), checkpoints_activations(role, config)
+    if stage.kind is Kind.GENERATE and any(role + GENERATE in pool for pool in configured_pools(problem)):
+        # Engines alone hold their role's weights, by their own layout, without adapters.
+        layout = ParallelLayout(pipeline=target.pipeline, tensor=target.tensor).resolve(devices)
+        use = problem.use(role, layout, tokens, again)
+        engine = problem.engine(role, layout, slots_of(config), target.ranks)
+        engine = engine and replace(engine, shape=replace(use.plain, dtype=engine.shape.dtype), own_weights=False)
+        return replace(use, shape=use.plain, trained=False, computes=False, engine=engine)
+    layout = layout_of(role, config).resolve(devices)
+    use = problem.use(role, layout, tokens, again)
+    if problem.models[role].trained and (other := inference_layouts(config, problem.flow).get(role)):
+        use = replace(use, inference=other.resolve(devices))
     if stage.kind is not Kind.GENERATE:
         return use
-    engine = problem.engine(
-        problem.models[role], slots_of(config), generation_layout(config).ranks, not layout.is_replicated
-    )
-    return replace(use, engine=engine)
+    return replace(use, engine=problem.engine(role, layout, slots_of(config), target.ranks))
 
 
 def devices_of(problem: Problem, stage: Stage) -> int:
-    """Return the number of processes that run a stage of a model."""
+    """Return the number of devices that run a stage of a model."""
     pools, role = configured_pools(problem), str(stage.role)
     apart = stage.kind is Kind.GENERATE and any(role + GENERATE in pool for pool in pools)
     return next(devices for pool, devices in pools.items() if role + GENERATE * apart in pool)
+
+
+def overlay_of(plan: Plan, problem: Problem) -> dict[str, Any]:
+    """Return a plan's configuration keys as nested dicts and lists of plain values."""
+    rollout = problem.config.rollout
+    tree: dict[str, Any] = {
+        "runtime": plan.runtime, "device": problem.cluster.device, "roles": {}, "rollout": {},
+        "trainer": {"layout": {}, "inference_layout": None, "max_staleness": plan.staleness},
+    }  # fmt: skip
+    engines = {}
+    for one in plan.sets:
+        for name, choice in one.roles.items():
+            role = name.removesuffix(GENERATE)
+            if name == role:
+                tree["roles"][role] = role_settings(choice, role, problem, plan.runtime)
+            if choice.use.engine is not None:
+                engines[name] = choice.use.engine
+    if engines:
+        # Engines of several roles share one setting: the smallest fits everywhere.
+        shape = problem.generation(next(iter(engines.values())).divisor)
+        slots = min(engine.slots for engine in engines.values())
+        tree["rollout"] = {"engines": None, "slots": slots, "tensor": shape.tensor, "pipeline": shape.pipeline}
+    if engines and rollout.engine == "vllm" and problem.cluster.device == "cuda":
+        room = min(problem.kind(one.group).memory for one in plan.sets)
+        held = max(e.shape.parameters * e.shape.element_bytes // e.divisor for e in engines.values())
+        pages = max(
+            role_memory(replace(c.use, computes=False))[0][CACHE]
+            for s in plan.sets
+            for c in s.roles.values()
+            if c.use.engine
+        )
+        share = min(USABLE, round((held + pages) / room + 0.05, 2))
+        sleeps = {"enable_sleep_mode": True} if any(not name.endswith(GENERATE) for name in engines) else {}
+        tree["rollout"]["vllm"] = {"gpu_memory_utilization": share, **sleeps}
+    if plan.runtime == "streaming":
+        each = {name: engine.divisor for name, engine in engines.items()}
+        counts = {name: one.devices // each.get(name, 1) for one in plan.sets for name in one.roles}
+        tree |= {"streaming": {"workers": counts}, "placement": "colocate"}
+    elif plan.runtime == "hybrid":
+        pools = [{"roles": list(one.roles), "workers": one.devices} for one in plan.sets]
+        if len({group.kind for group in problem.cluster.groups}) > 1:
+            pools = [{**pool, "kind": one.group.kind} for pool, one in zip(pools, plan.sets, strict=True)]
+        tree |= {"placement": pools, "cluster": {"cpus": plan.devices}}
+    else:
+        tree |= {"workers": plan.devices, "placement": "colocate"}
+    budgets = [one.budget for one in plan.sets if one.budget is not None]
+    tree["trainer"]["resident_gib"] = round(min(budgets) / GIB, 3) if budgets else None
+    return tree
+
+
+def role_settings(choice: Choice, role: str, problem: Problem, runtime: str) -> dict[str, Any]:
+    """Return a role's configuration; layouts only if the runtime supports them."""
+    found: dict[str, Any] = {"max_tokens_per_device": choice.use.tokens}
+    if role in problem.flow.trained_roles:
+        found["activation_checkpointing"] = choice.use.checkpointing
+    if runtime == "eager":
+        return found
+    found["layout"] = choice.use.layout.model_dump(exclude_defaults=True)
+    if runtime == "streaming" and role not in problem.flow.changed_roles and choice.use.layout.is_replicated:
+        # Without a number of its own, each process of a frozen role takes rows alone.
+        found["layout"] = {}
+    if choice.use.inference is not None:
+        found["inference_layout"] = choice.use.inference.model_dump(exclude_defaults=True)
+    return found

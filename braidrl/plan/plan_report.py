@@ -1,98 +1,114 @@
-"""The report of a plan: a table, the best plan's stages, roles and timeline, and why the others are slower.
+"""The report of a plan in 80 columns: plans, the best one's stages and roles, what was varied, and what decided.
 
-plans ──▶ table, breakdown, reasons ──▶ terminal          best plan ──spans──▶ the page that `braid timeline` draws
+plans ──▶ tables, neighbours of the best, reasons ──▶ terminal      best plan ──spans──▶ the page that `braid timeline` draws
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
 
+from braidrl.cluster.pools import GENERATE
 from braidrl.config.layout import AXES, ParallelLayout
+from braidrl.flow import Kind
 from braidrl.observe.timeline import timeline_page
 from braidrl.observe.trace import Span
-from braidrl.plan.choices import Choice
-from braidrl.plan.problem import Problem
+from braidrl.plan.choices import Choice, activations
+from braidrl.plan.problem import USABLE, Problem
 from braidrl.plan.rates import Cost
 from braidrl.plan.search import Plan
-from braidrl.runtimes.memory.budget import in_units
+from braidrl.plan.sets import SetChoice
+from braidrl.runtimes.memory.budget import CACHE, ENGINE, Deployment, at_once, in_units, role_memory
 
 SHOWN = 0.005
 """Differences below this share of an iteration are not listed as reasons."""
 
 
-def show(problem: Problem, plans: Sequence[Plan], console: Console) -> None:
-    """Print the plans, fastest first, with the breakdown of the first and the reasons against the others."""
-    lengths = problem.lengths
-    console.print(
-        f"flow {problem.flow.name} on {problem.cluster}: {problem.rows:,} rows of {lengths.tokens / len(lengths):,.0f} tokens "
-        f"on average, the longest {lengths.longest:,}", soft_wrap=True,
-    )  # fmt: skip
-    console.print(plans_table(problem, plans))
-    console.print(stages_table(plans[0]))
-    console.print(roles_table(plans[0]))
-    for number, plan in enumerate(plans[1:], 2):
-        console.print(
-            f"{number} is {plan.seconds - plans[0].seconds:,.3g} s slower: {reason(plan, plans[0])}", soft_wrap=True
+def show(problem: Problem, plans: Sequence[Plan], console: Console, search: bool = True) -> None:
+    """Print the plans, fastest first, the first one in detail, and why it is the first; `search` is False for a given placement."""
+    lengths, first, config = problem.lengths, plans[0], problem.config
+    write = lambda text: console.print(text, highlight=False)  # noqa: E731
+    write(
+        f"flow {problem.flow.name} on {problem.cluster}, engine {config.rollout.engine}: {problem.rows:,} rows, "
+        f"{lengths.tokens / len(lengths):,.0f} tokens on average, longest {lengths.longest:,}"
+    )
+    write(plans_table(problem, plans))
+    write(stages_table(first))
+    write(roles_table(first))
+    if search:
+        write(
+            "varied: runtime, placement, devices of each role, layouts, tokens of a micro-batch, recomputation"
+            + (", slots, ranks of an engine" if config.rollout.engine in ("embedded", "vllm") else "")
         )
+    write(
+        f"kept: rollout.engine={config.rollout.engine}, batch, lengths, dtypes, optimizer, adapters, weight-update policy"
+    )
+    name, cost = max(first.costs.items(), key=lambda pair: pair[1].seconds)
+    write(f"decided: {name} takes {cost.seconds / first.seconds:.0%} of plan 1, most of it {cost.bound}")
+    for line in neighbours(problem, first):
+        write(f"  {line}")
+    for number, plan in enumerate(plans[1:], 2):
+        more = plan.seconds - first.seconds
+        slower = f"{more:,.3g} s slower: {reason(plan, first)}" if more > SHOWN * first.seconds else "as fast"
+        write(f"  plan {number} is {slower}")
 
 
-def table(title: str, columns: Sequence[str], right: range) -> Table:
-    """Return an empty table; the columns `right` are right-aligned."""
-    found = Table(*columns, title=title, title_justify="left")
-    for i in right:
-        found.columns[i].justify = "right"
+def table(title: str, columns: Sequence[str], right: Sequence[int]) -> Table:
+    """Return an empty table without borders; the columns `right` are right-aligned, and the last one wraps."""
+    found = Table(*columns, title=title, title_justify="left", box=None, pad_edge=False)
+    for i, column in enumerate(found.columns):
+        column.no_wrap = i < len(columns) - 1
+        column.justify = "right" if i in right else "left"
+        column.overflow = "fold"
     return found
 
 
 def plans_table(problem: Problem, plans: Sequence[Plan]) -> Table:
     """Return a table with a row for each plan."""
-    columns = ("", "runtime", "placement", "seconds", "tokens/s/device", "memory", "bound by")
-    lines = table("plans", columns, range(3, 6))
+    columns = ("", "runtime", "seconds", "tokens/s/device", "memory", "placement")
+    lines = table("plans", columns, (2, 3, 4))
     for number, plan in enumerate(plans, 1):
         runtime = plan.runtime + (f", staleness {plan.staleness}" if plan.staleness else "")
-        lines.add_row(
-            str(number), runtime, plan.name, f"{plan.seconds:,.3g}", f"{tokens_per_second(problem, plan):,.1f}",
-            in_units(max(one.memory for one in plan.sets)), bound(plan),
-        )  # fmt: skip
+        rate = float(problem.lengths.tokens / plan.seconds / problem.cluster.size)
+        memory = in_units(max(one.memory for one in plan.sets))
+        lines.add_row(str(number), runtime, f"{plan.seconds:,.3g}", f"{rate:,.1f}", memory, plan.name)
     return lines
 
 
-def tokens_per_second(problem: Problem, plan: Plan) -> float:
-    """Return tokens (prompts and responses) per second and device."""
-    return float(problem.lengths.tokens / plan.seconds / problem.cluster.size)
-
-
-def bound(plan: Plan) -> str:
-    """Name the slowest stage and the largest part of its time."""
-    name, cost = max(plan.costs.items(), key=lambda pair: pair[1].seconds)
-    return f"{name}: {cost.bound}"
-
-
 def stages_table(plan: Plan) -> Table:
-    """Return a table of each stage's seconds, split by cause."""
-    lines = table("stages of plan 1", ("stage", "seconds", *Cost._fields), range(1, 2 + len(Cost._fields)))
+    """Return a table of each stage's seconds, with their causes, largest first."""
+    lines = table("stages of plan 1", ("stage", "seconds", "made of"), (1,))
     for name, cost in plan.costs.items():
-        lines.add_row(name, f"{cost.seconds:,.3g}", *(f"{part:,.2g}" if part else "" for part in cost))
+        parts = sorted(zip(cost, Cost._fields, strict=True), reverse=True)
+        causes = ", ".join(f"{cause} {seconds:,.2g}" for seconds, cause in parts if seconds > 0.01 * cost.seconds > 0)
+        lines.add_row(name, f"{cost.seconds:,.3g}", causes)
     return lines
 
 
 def roles_table(plan: Plan) -> Table:
     """Return a table of each role's deployment."""
-    lines = table("roles of plan 1", ("role", "devices", "layout", "micro-batch", "engine", "memory"), range(0))
+    lines = table("roles of plan 1", ("role", "devices", "memory", "deployment"), (2,))
     for one in plan.sets:
         for name, choice in one.roles.items():
             # If not everything fits at once, roles are offloaded while others work.
             memory = in_units(min(choice.peak, one.memory))
-            where = f"{one.devices} x {one.group.kind}"
-            lines.add_row(name, where, spelled(choice), micro_batch(choice), engine(choice), memory)
+            lines.add_row(name, f"{one.devices} x {one.group.kind}", memory, "; ".join(deployed(choice.use)))
+    budgets = [one.budget for one in plan.sets if one.budget is not None]
+    if budgets:
+        lines.caption = f"roles take turns within {in_units(min(budgets))} of resident bytes"
     return lines
 
 
-def spelled(choice: Choice) -> str:
-    """Describe a role's layouts."""
-    training = layout_name(choice.use.layout)
-    return training if choice.use.inference is None else f"{training}; infers in {layout_name(choice.use.inference)}"
+def deployed(use: Deployment) -> Iterator[str]:
+    """Yield the parts of a role's deployment: its layouts, micro-batch and engine."""
+    if use.computes:
+        yield ("trains in " if use.trained else "infers in ") + layout_name(use.layout)
+        if use.inference is not None:
+            yield f"infers in {layout_name(use.inference)}"
+        yield f"{use.tokens:,} tokens at once" + (", recomputed" if use.checkpointing else "")
+    if use.engine is not None:
+        yield f"{use.engine.slots:,} slots" + (f", tensor {use.engine.divisor}" if use.engine.divisor > 1 else "")
 
 
 def layout_name(layout: ParallelLayout) -> str:
@@ -101,19 +117,44 @@ def layout_name(layout: ParallelLayout) -> str:
     return axes if layout.shard == "none" else f"{axes}, shard {layout.shard}"
 
 
-def micro_batch(choice: Choice) -> str:
-    """Describe a role's micro-batch."""
-    if not choice.use.computes:
-        return ""
-    return f"{choice.use.tokens:,} tokens" + (", checkpointing" if choice.use.checkpointing else "")
+def neighbours(problem: Problem, plan: Plan) -> Iterator[str]:
+    """Yield what changing one thing of a plan would do: the seconds of its stages, or that it does not fit."""
+    for one in plan.sets:
+        for name, choice in one.roles.items():
+            if (engine := choice.use.engine) is not None:
+                sizes = {"slots": engine.slots, "tensor": engine.divisor}
+                others = [{**sizes, key: size} for key, size in sizes.items() for size in (size * 2, size // 2) if size]
+                lines = [found for other in others if (found := changed(problem, one, name, choice, other))]
+                if lines:
+                    yield f"{name}: " + "; ".join(lines)
 
 
-def engine(choice: Choice) -> str:
-    """Describe a role's engine."""
-    used = choice.use.engine
-    if used is None:
+def changed(problem: Problem, one: SetChoice, name: str, choice: Choice, sizes: dict[str, int]) -> str:
+    """Describe a role's generation with other slots, or ranks of an engine; empty if a run cannot have them."""
+    engine, role, group = choice.use.engine, name.removesuffix(GENERATE), one.group
+    assert engine is not None
+    heads = problem.models[role].shape.sizes.num_attention_heads
+    key, size = next((k, n) for k, n in sizes.items() if n != {"slots": engine.slots, "tensor": engine.divisor}[k])
+    if heads % sizes["tensor"] or one.devices % sizes["tensor"] or sizes["tensor"] > group.devices:
         return ""
-    return f"{used.slots} slots" + (f", tensor {used.divisor}" if used.divisor > 1 else "")
+    if key == "slots" and size > 2 * problem.rows * sizes["tensor"] / one.devices:
+        return ""
+    other = replace(engine, slots=sizes["slots"], divisor=sizes["tensor"], own_weights=engine.own_weights or size > 1)
+    use = replace(choice.use, engine=other)
+    resident, _ = role_memory(use, activations)
+    if name != role:
+        resident = {part: n for part, n in resident.items() if part in (ENGINE, CACHE)}
+    beside = [held.resident for key, held in one.roles.items() if key != name]
+    working = max(held.working for held in one.roles.values())
+    room = problem.kind(group).memory * USABLE
+    if one.budget is None and at_once([*beside, resident], working) > room:
+        return f"{key} {size:,} does not fit"
+    stages = [stage for stage in problem.models[role].stages if stage.kind is Kind.GENERATE]
+    more = sum(
+        problem.stage_cost(stage, use, group, one.devices, name != role).seconds - choice.costs[stage.name].seconds
+        for stage in stages
+    )
+    return f"{key} {size:,} takes {abs(more):,.2g} s {'more' if more >= 0 else 'less'}"
 
 
 def reason(plan: Plan, first: Plan) -> str:

@@ -12,16 +12,18 @@ from typing import Any
 from braidrl.cluster.device_kinds import Cluster, DeviceKind, NodeGroup
 from braidrl.config import Config
 from braidrl.config.layout import ParallelLayout
+from braidrl.engines.factory import generation_layout
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.flow import is_optimized
-from braidrl.plan.generation_work import generate_work
 from braidrl.plan.rates import Cost, Rates, RuntimeRates, Work, price, rates_for
-from braidrl.plan.work import Lengths, Nodes, infer_work, reshard_bytes, train_work
-from braidrl.runtimes.memory.budget import Deployment, EngineUse, shape_of
+from braidrl.plan.work import Lengths, Nodes, generate_work, infer_work, reshard_bytes, train_work
+from braidrl.runtimes.memory.budget import Deployment, EngineUse, engine_use, shape_of
+from braidrl.runtimes.prepare.checks import check_plan
 from braidrl.training.memory.footprint import Shape, model_shape
 from braidrl.training.optimizer import moment_bytes
-from braidrl.training.role_settings import DTYPES, dtype_name, lora_of, model_path
+from braidrl.training.role_settings import DTYPES, dtype_name, lora_of, model_path, slots_of
+from braidrl.weights.generation_layout import GenerationLayout
 
 USABLE = 0.92
 """Share of a device's memory that a plan uses; allocators and communication libraries need the rest."""
@@ -62,7 +64,10 @@ class Model:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """The problem. `seconds` gives the seconds per iteration of stages by name, for stages that cannot be derived."""
+    """The problem. `seconds` gives the seconds per iteration of stages by name, for stages that cannot be derived.
+
+    Its configuration is the one of a run on the cluster: what a role's dtype and an engine's weights are depends on the device.
+    """
 
     config: Config
     flow: Flow
@@ -71,13 +76,17 @@ class Problem:
     rates: Mapping[str, Rates] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Set the device."""
+        object.__setattr__(self, "config", self.config.model_copy(update={"device": self.cluster.device}))
+
     @cached_property
     def models(self) -> dict[str, Model]:
         """Return the roles that need a model, in order of first use."""
         return {role: self._model(role) for role in self.flow.roles}
 
     def _model(self, role: str) -> Model:
-        dtype = dtype_name(role, self.config, self.cluster.device)
+        dtype = dtype_name(role, self.config)
         scalar, trained = role in self.flow.scalar_roles, role in self.flow.trained_roles
         folder = model_path(role, self.config)
         plain = shape_of(folder, DTYPES[dtype], scalar)
@@ -114,7 +123,10 @@ class Problem:
         """Raise UserError for a stage without a known cost, with the option that gives it."""
         for stage in self.flow.stages:
             if not self._is_priced(stage):
-                what = "plays in an environment" if stage.kind is Kind.GENERATE else "is a function of yours"
+                what = "is a function of yours"
+                if stage.kind is Kind.GENERATE:
+                    plays = "environment" in stage.params
+                    what = "plays in an environment" if plays else f"is done by {self.config.rollout.engine}"
                 raise UserError(
                     f"{stage.name} {what}, whose time cannot be derived; give its seconds per iteration as in "
                     f"--seconds {stage.name}=2.5, or calibrate with a run that has it"
@@ -126,7 +138,7 @@ class Problem:
         ):
             return True
         if stage.kind is Kind.GENERATE:
-            return "environment" not in stage.params
+            return "environment" not in stage.params and self.config.rollout.engine in ("embedded", "vllm", "http")
         return stage.role is not None or stage.type.startswith(COMPUTED)
 
     def rows_of(self, stage: Stage) -> Lengths:
@@ -160,19 +172,19 @@ class Problem:
         model = self.models[str(stage.role)]
         if stage.kind is Kind.GENERATE:
             # Many training layouts share an engine configuration: simulate its generation once.
-            assert use.engine is not None
-            key = (model.role, group.kind, devices, use.engine.divisor, use.engine.slots, use.engine.shape.dtype)
+            engine = use.engine
+            key = (model.role, group.kind, devices, engine and (engine.divisor, engine.slots, engine.shape.dtype))
             if key not in self._generation:
                 prefill, decode = self.works(stage, use, group, devices)
                 self._generation[key] = self.price(model, prefill, group).plus(self.price(model, decode, group))
-            return self._generation[key].plus(Cost(weights=self.publication_seconds(model, use, group, apart)))
+            return self._generation[key].plus(Cost(weights=self.publication_seconds(use, group, apart)))
         if stage.kind is Kind.TRAIN and not is_optimized(stage):
             return Cost(memory=3 * model.shape.parameters * 4 / self.kind(group).bandwidth)
         (work,) = self.works(stage, use, group, devices)
         cost = self.price(model, work, group)
         if stage.kind is Kind.INFER and use.inference is not None:
-            divisor = use.inference.tensor * use.inference.pipeline
-            moved = reshard_bytes(model.plain, use.layout, divisor, True, use.plain.element_bytes)
+            target = GenerationLayout(use.inference.pipeline, use.inference.tensor, None)
+            moved = reshard_bytes(model.plain, use.layout, target, model.plain.element_bytes)
             cost = cost.plus(Cost(weights=moved / (self.kind(group).link * self.rates_of(group).link)))
         return cost
 
@@ -184,9 +196,10 @@ class Problem:
         """Return the work of a model's stage on its busiest device; generation returns prefill and decode."""
         model, nodes, config = self.models[str(stage.role)], Nodes(group.devices), self.config
         if stage.kind is Kind.GENERATE:
-            assert use.engine is not None
-            engine, multiple = use.engine, ROW_MULTIPLE if self.cluster.device == "cpu" else 1
-            replicas = max(1, devices // engine.divisor)
+            # Servers are as many as there are addresses, each with what vLLM does by default.
+            engine = use.engine or EngineUse(model.shape, slots_of(config), 0)
+            replicas = max(1, devices // engine.divisor if use.engine else len(config.rollout.servers.urls))
+            multiple = ROW_MULTIPLE if self.cluster.device == "cpu" and config.rollout.engine == "embedded" else 1
             samples = config.rollout.samples_per_prompt
             return [*generate_work(
                 engine.shape, engine.divisor, replicas, self.lengths, engine.slots, samples, nodes, multiple
@@ -194,7 +207,8 @@ class Problem:
         lengths, tokens = self.rows_of(stage), use.tokens
         if config.runtime == "streaming":
             # A micro-batch cannot exceed one dispatch.
-            tokens = min(tokens, math.ceil(config.streaming.dispatch_rows * lengths.tokens / len(lengths)))
+            rows = config.streaming.dispatch_rows * use.layout.ranks_per_replica
+            tokens = min(tokens, math.ceil(rows * lengths.tokens / len(lengths)))
         if stage.kind is Kind.INFER:
             return [infer_work(model.plain, use.inference or use.layout, lengths, tokens, model.scalar, nodes)]
         return [train_work(
@@ -202,26 +216,55 @@ class Problem:
             config.trainer.epochs,
         )]  # fmt: skip
 
-    def publication_seconds(self, model: Model, use: Deployment, group: NodeGroup, apart: bool) -> float:
-        """Return the seconds of a weight update; 0 if engines share the trainer's weights."""
-        engine = use.engine
-        if engine is None or not (engine.own_weights or apart):
+    def publication_seconds(self, use: Deployment, group: NodeGroup, apart: bool) -> float:
+        """Return the seconds of a weight update; 0 if engines share the trainer's weights.
+
+        Ranks that generate receive the slices that they lack. Engines on other devices receive theirs whole: by a process group between
+        CUDA devices, else from a file in host memory.
+        """
+        engine, kind, rates = use.engine, self.kind(group), self.rates_of(group)
+        if engine is None:
+            written = use.plain.parameters * use.plain.element_bytes
+            return 2 * written / (kind.host * rates.host)
+        if not (engine.own_weights or apart):
             return 0.0
-        moved = reshard_bytes(engine.shape, use.layout, engine.divisor, not apart, engine.shape.element_bytes)
-        kind, rates = self.kind(group), self.rates_of(group)
-        within = not apart and use.layout.ranks_per_replica * (use.layout.data or 1) <= group.devices
-        return moved / (kind.link * rates.link if within else kind.network * rates.network)
+        size, link = engine.shape.element_bytes, kind.link * rates.link
+        network, host = kind.network * rates.network, kind.host * rates.host
+        if apart:
+            moved = engine.shape.parameters * size / engine.divisor
+            if self.cluster.device == "cpu" or self.config.rollout.weights == "file":
+                return 2 * moved / host
+            return moved / (link if self.cluster.size <= group.devices else network)
+        moved = reshard_bytes(engine.shape, use.layout, self.generation(engine.divisor), size)
+        sharing = use.layout.ranks_per_replica * (1 if use.layout.shard == "none" else use.layout.data or 1)
+        return moved / (link if sharing <= group.devices else network)
+
+    def generation(self, divisor: int) -> GenerationLayout:
+        """Return the layout of engines of `divisor` ranks: as configured, or tensor-parallel alone."""
+        given = generation_layout(self.config)
+        return given if divisor == given.ranks else GenerationLayout(1, divisor, given.grouping)
+
+    def allows(self, role: str, layout: ParallelLayout) -> bool:
+        """Return whether a run can shard the role's model by this layout."""
+        axes = (role, layout.pipeline > 1, layout.tensor > 1, layout.sequence > 1, layout.shard != "none")
+        if axes not in self._allowed:
+            try:
+                check_plan(model_path(role, self.config), layout, "layout")
+            except UserError:
+                self._allowed[axes] = False
+        return self._allowed.setdefault(axes, True)
+
+    @cached_property
+    def _allowed(self) -> dict[Any, bool]:
+        return {}
 
     def price(self, model: Model, work: Work, group: NodeGroup) -> Cost:
         """Return the cost of work of a model."""
-        return price(work, self.kind(group), self.rates_of(group), model.dtype)
+        return price(work, self.kind(group), self.rates_of(group), model.dtype, self.config.rollout.engine)
 
-    def engine(self, model: Model, slots: int, divisor: int, own_weights: bool) -> EngineUse:
-        """Return the embedded engine of a role."""
-        rollout = self.config.rollout
-        shape = replace(model.shape, dtype=DTYPES[rollout.dtype]) if rollout.dtype else model.shape
-        other = shape.dtype != model.shape.dtype or (model.shape is not model.plain and not model.shape.four_bit)
-        return EngineUse(shape, slots, self.config.max_sequence_tokens, divisor, own_weights or other or divisor > 1)
+    def engine(self, role: str, layout: ParallelLayout, slots: int, divisor: int) -> EngineUse | None:
+        """Return the role's engine on devices that hold it in a layout."""
+        return engine_use(role, self.models[role].shape, layout, self.config, slots, divisor)
 
     def use(self, role: str, layout: ParallelLayout, tokens: int, checkpointing: bool = False) -> Deployment:
         """Return a role's deployment in a layout, without an engine."""

@@ -18,7 +18,8 @@ from braidrl.errors import UserError
 from braidrl.parsing import read_yaml
 
 Phase = Literal["train", "infer", "prefill", "decode"]
-PHASES: tuple[Phase, ...] = ("train", "infer", "prefill", "decode")
+VLLM = ("vllm", "http")
+"""Values of `rollout.engine` that vLLM's rates describe."""
 
 
 class Work(NamedTuple):
@@ -105,6 +106,15 @@ class RuntimeRates(Section):
     """Seconds per second of its stages, as workers share cores or memory bandwidth."""
 
 
+class EngineRates(Section):
+    """The achieved rates of one engine. The defaults are typical of vLLM on a GPU."""
+
+    prefill: PhaseRates = PhaseRates(share=0.5, call_s=50e-6)
+    """Prefill."""
+    decode: PhaseRates = PhaseRates(share=0.5, call_s=20e-6, step_s=3e-3)
+    """Decoding."""
+
+
 class Rates(Section):
     """The achieved rates on one kind of device."""
 
@@ -113,9 +123,11 @@ class Rates(Section):
     infer: PhaseRates = PhaseRates(share=0.5, call_s=100e-6)
     """Forward passes."""
     prefill: PhaseRates = PhaseRates(share=0.5, call_s=50e-6)
-    """Prefill."""
-    decode: PhaseRates = PhaseRates(share=0.5, call_s=20e-6, step_s=3e-3)
-    """Decoding."""
+    """Prefill by the embedded engine, or by an engine of your own."""
+    decode: PhaseRates = PhaseRates(share=0.5, token_s=5e-6, step_s=4.2e-3)
+    """Decoding by these engines. Defaults: the embedded engine on an H200 (benchmarks/results/gpu-nvidia-h200-full.json)."""
+    vllm: EngineRates = EngineRates()
+    """Prefill and decoding by vLLM, in a run's own engines or in servers."""
     memory: float = Field(0.7, gt=0)
     """Share of the memory's bandwidth."""
     link: float = Field(0.7, gt=0)
@@ -133,9 +145,10 @@ class Rates(Section):
     stages: dict[str, float] = Field(default_factory=dict)
     """Seconds per row of stages without a model, by stage type."""
 
-    def of(self, phase: Phase) -> PhaseRates:
-        """Return the rates of one phase."""
-        rates: PhaseRates = getattr(self, phase)
+    def of(self, phase: Phase, engine: str = "embedded") -> PhaseRates:
+        """Return the rates of one phase, which for prefill and decode depend on the engine (`rollout.engine`)."""
+        generates = self.vllm if phase in ("prefill", "decode") and engine in VLLM else self
+        rates: PhaseRates = getattr(generates, phase)
         return rates
 
 
@@ -161,7 +174,7 @@ def rates_for(kind: str, known: Mapping[str, Rates]) -> Rates:
     return known.get(kind) or default_rates().get(kind) or Rates()
 
 
-def price(work: Work, kind: DeviceKind, rates: Rates, dtype: str) -> Cost:
+def price(work: Work, kind: DeviceKind, rates: Rates, dtype: str, engine: str = "embedded") -> Cost:
     """Return the cost of work on a kind of device.
 
     Args:
@@ -169,8 +182,9 @@ def price(work: Work, kind: DeviceKind, rates: Rates, dtype: str) -> Cost:
         kind: Its peak figures.
         rates: The achieved rates.
         dtype: The dtype of the operands, a key of `kind.peak`.
+        engine: The engine of prefill and decode, as `rollout.engine`.
     """
-    phase = rates.of(work.phase)
+    phase = rates.of(work.phase, engine)
     compute = work.operations / (kind.peak[dtype] * phase.share)
     memory = work.memory / (kind.bandwidth * rates.memory) + work.activations * phase.activation_s
     overhead = (

@@ -14,8 +14,8 @@ from braidrl.errors import UserError
 from braidrl.plan.choices import Choice, Choices, RolePart
 from braidrl.plan.problem import USABLE, Problem
 from braidrl.plan.rates import Cost
-from braidrl.runtimes.memory.budget import asleep, assets, at_once
-from braidrl.runtimes.memory.residency import PUBLISH, residency_plan
+from braidrl.runtimes.memory.budget import at_once, taking_turns
+from braidrl.runtimes.memory.residency import PUBLISH
 
 MOST_TRIED = 20_000
 """Most combinations of choices that are tried per set and size; a tenth of this once one fits."""
@@ -90,34 +90,25 @@ class Sets:
         # Lower bound: the excess is offloaded and loaded at least once.
         if 2 * (most - room) / self._host(group) >= limit:
             return None
-        return self._in_turns(roles, costs, group, devices, room - working, working)
+        return self.in_turns(roles, group, devices, room - working)
 
-    def _in_turns(
-        self,
-        roles: Mapping[str, Choice],
-        costs: Mapping[str, Cost],
-        group: NodeGroup,
-        devices: int,
-        budget: int,
-        working: int,
-    ) -> SetChoice | None:
-        problem = self.problem
-        sizes = {a: size for role, one in roles.items() for a, size in assets(role, dict(one.resident)).items()}
-        shared = frozenset(r for r, one in roles.items() if one.use.engine and not one.use.engine.own_weights)
-        copied = frozenset(r for r, one in roles.items() if one.use.inference is not None)
-        sleeping = {a: size for role, one in roles.items() for a, size in asleep(role, dict(one.resident)).items()}
+    def in_turns(self, roles: Mapping[str, Choice], group: NodeGroup, devices: int, budget: int) -> SetChoice | None:
+        """Return these choices with the moves of a budget of resident bytes; None if a stage alone needs more."""
+        problem, working = self.problem, max(choice.working for choice in roles.values())
+        generating = [role for role, one in roles.items() if one.use.engine]
+        resident = {role: dict(one.resident) for role, one in roles.items()}
         try:
-            plan = residency_plan(problem.flow, sizes, budget, shared, copied, sleeping)
+            sizes, plan, peak = taking_turns(problem.flow, resident, generating, budget)
         except UserError:
             return None
-        moved = dict(costs)
+        moved = {name: cost for choice in roles.values() for name, cost in choice.costs.items()}
         for step, moves in plan.before.items():
             # Loads before publication are charged to the next generation.
-            name = next(iter(costs)) if step == PUBLISH else step
+            name = next(iter(moved)) if step == PUBLISH else step
             seconds = sum(sizes[move.asset] for move in moves) / self._host(group)
             if name in moved and seconds:
                 moved[name] = moved[name].plus(Cost(moves=seconds))
-        return SetChoice(group, devices, roles, moved, budget + working, budget)
+        return SetChoice(group, devices, roles, moved, peak + working, budget)
 
     def _host(self, group: NodeGroup) -> float:
         return self.problem.kind(group).host * self.problem.rates_of(group).host

@@ -5,20 +5,21 @@ devices of each group ──lower bound: its busiest group──▶ in order of 
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from braidrl.cluster.device_kinds import NodeGroup
 from braidrl.data.rows import Uid
-from braidrl.flow import Kind, Stage
+from braidrl.flow import Kind
 from braidrl.flow.batches import Sizes
 from braidrl.flow.selecting import older_places
-from braidrl.plan.choices import Choice, Choices, RolePart
+from braidrl.plan.choices import Choices, RolePart
 from braidrl.plan.problem import USABLE, Problem
 from braidrl.plan.rates import Cost
 from braidrl.plan.search import Plan, allocations, unit_of
 from braidrl.plan.sets import SetChoice
 from braidrl.plan.simulation import Streaming
 from braidrl.plan.workload import Workload
+from braidrl.runtimes.streaming.consumers import Consumers
+from braidrl.runtimes.streaming.groups import Group, worker_groups
 
 ITERATIONS = 6
 SKIPPED = 2
@@ -28,35 +29,15 @@ MOST_SIMULATED = 24
 """Most allocations that are simulated, the most promising first."""
 
 
-@dataclass(frozen=True)
-class PlannedMember:
-    """A worker group that needs devices: a role's model, or its engines."""
-
-    name: str
-    role: str
-    part: RolePart
-
-
-def members(problem: Problem) -> list[PlannedMember]:
-    """Return the worker groups of a flow that need devices."""
-    found = []
-    for model in problem.models.values():
-        if model.generates:
-            found.append(PlannedMember(f"{model.role}.generate", model.role, "generate"))
-        if model.computes:
-            found.append(PlannedMember(model.role, model.role, "model"))
-    return found
-
-
 class StreamingSearch:
-    """A search over the devices of worker groups; each device holds a full copy of its group's model."""
+    """A search over the devices of worker groups, each with a layout or engines of its own."""
 
     def __init__(self, problem: Problem) -> None:
         problem.check_stages()
         self.problem = problem
-        self.choices = Choices(problem, laid_out=False)
-        self.members = members(problem)
-        self.simulated = 0
+        self.choices = Choices(problem)
+        self.groups = [group for group in worker_groups(problem.config, problem.flow, None) if group.role]
+        """The worker groups that need devices."""
 
     def best(self, staleness: int) -> Plan | None:
         """Return the fastest plan with this maximum staleness; None if a group does not fit."""
@@ -73,18 +54,21 @@ class StreamingSearch:
 
     def _allocated(self) -> Iterator[list[SetChoice]]:
         for group in self.problem.cluster.groups:
-            if group.size // unit_of(group) < len(self.members):
+            if group.size // unit_of(group) < len(self.groups):
                 continue
-            for sizes in allocations(group.size, len(self.members), unit_of(group)):
-                sets = [self.member_set(one, group, n) for one, n in zip(self.members, sizes, strict=True)]
+            for sizes in allocations(group.size, len(self.groups), unit_of(group)):
+                sets = [self.group_set(one, group, n) for one, n in zip(self.groups, sizes, strict=True)]
                 if all(one is not None for one in sets):
                     yield [one for one in sets if one is not None]
 
-    def member_set(self, member: PlannedMember, group: NodeGroup, devices: int) -> SetChoice | None:
+    def group_set(self, member: Group, group: NodeGroup, devices: int) -> SetChoice | None:
         """Return the fastest choice of a worker group that fits the devices; None if none fits."""
+        part: RolePart = "generate" if member.kind == "generate" else "model"
         room = self.problem.kind(group).memory * USABLE
-        options = self.choices.of_role(member.role, group, devices, member.part)
-        fitting = [one for one in options if one.peak <= room]
+        fitting = [one for one in self.choices.of_role(str(member.role), group, devices, part) if one.peak <= room]
+        if part == "generate" and self.problem.config.streaming.weights == "rolling":
+            # One engine generates while another loads.
+            fitting = [one for one in fitting if one.use.engine is None or devices > one.use.engine.divisor]
         if not fitting:
             return None
         choice = min(fitting, key=lambda one: one.busy)
@@ -97,17 +81,13 @@ class StreamingSearch:
             stage.name: costs.get(stage.name) or self.problem.compute_cost(stage, sets[0].group)
             for stage in self.problem.flow.stages
         }
-        devices = {name: one.devices for one in sets for name in one.costs}
-        result = Streaming(self.workload(sets, every, devices, staleness)).simulate()
-        self.simulated += 1
+        result = Streaming(self.workload(sets, every, staleness)).simulate()
         seconds = self.problem.with_runtime("streaming", result.seconds_per_iteration(SKIPPED))
         return Plan("streaming", tuple(sets), seconds, every, {}, staleness, result)
 
-    def workload(
-        self, sets: Sequence[SetChoice], costs: Mapping[str, Cost], devices: Mapping[str, int], staleness: int
-    ) -> Workload:
+    def workload(self, sets: Sequence[SetChoice], costs: Mapping[str, Cost], staleness: int) -> Workload:
         """Return the workload to simulate; in large batches, each of its rows stands for several."""
-        config = self.problem.config
+        config, flow, lengths = self.problem.config, self.problem.flow, self.problem.lengths
         samples = config.rollout.samples_per_prompt
         prompts = max(1, min(config.trainer.prompts_per_step, MOST_ROWS // samples))
         scale = config.trainer.prompts_per_step / prompts
@@ -117,11 +97,23 @@ class StreamingSearch:
             ITERATIONS, prompts, samples, rows // updates, config.trainer.epochs, staleness,
             older_groups=older_places(config.streaming.on_policy_share, prompts),
         )  # fmt: skip
-        seconds = {
-            stage.name: self._row_seconds(stage, sets, costs, devices, scale, staleness)
-            for stage in self.problem.flow.stages
-        }
-        lengths = self.problem.lengths
+        # Stages without a model run where their rows are.
+        workers = dict[str, int]()
+        seconds = {name: cost.seconds / len(lengths) * scale for name, cost in costs.items()}
+        for consumer in Consumers(flow):
+            one = next((one for one in sets if consumer.group in one.roles), None)
+            if one is None:
+                continue
+            layout = one.roles[consumer.group].use.layout
+            shared = consumer.group not in flow.changed_roles and not layout.is_replicated
+            count = 1 if shared else layout.data or 1
+            for stage in consumer.stages:
+                if stage.kind is Kind.GENERATE:
+                    count, seconds[stage.name] = self._engines(one, costs[stage.name], scale, staleness)
+                elif stage.name in one.costs:
+                    passes = config.trainer.epochs if stage.kind is Kind.TRAIN else 1
+                    seconds[stage.name] *= count / passes
+            workers |= dict.fromkeys((consumer.name, *(stage.name for stage in consumer.stages)), count)
         picks = [int(i * (len(lengths) - 1) / max(1, rows - 1)) for i in range(rows)]
         responses = lengths.ordered[picks] / lengths.ordered[picks].mean()
         order = [(i * 7919) % rows for i in range(rows)] if math.gcd(rows, 7919) == 1 else list(range(rows))
@@ -130,42 +122,22 @@ class StreamingSearch:
             share = float(responses[order[(uid[1] * samples + uid[2]) % rows]])
             return seconds[stage] * share
 
-        workers = {stage.name: self._workers(stage, sets, devices, scale) for stage in self.problem.flow.stages}
+        update = max((costs[stage.name].weights for stage in flow.stages if stage.kind is Kind.GENERATE), default=0.0)
         dispatch = max(1, round(config.streaming.dispatch_rows / scale))
         return Workload(
-            self.problem.flow, sizes, row_seconds, workers=workers, dispatch_rows=dispatch,
-            loading=config.streaming.weights,
+            flow, sizes, row_seconds, workers=workers,
+            dispatch_rows=dispatch, loading=config.streaming.weights, receive_seconds=update,
         )  # fmt: skip
 
-    def _engine(self, stage: Stage, sets: Sequence[SetChoice]) -> Choice:
-        return next(one.roles[f"{stage.role}.generate"] for one in sets if f"{stage.role}.generate" in one.roles)
-
-    def _workers(self, stage: Stage, sets: Sequence[SetChoice], devices: Mapping[str, int], scale: float) -> int:
-        """Return the number of simulated workers: one per slot for generation, else one per device."""
-        count = devices.get(stage.name, 1)
-        if stage.kind is not Kind.GENERATE:
-            return count
-        engine = self._engine(stage, sets).use.engine
-        assert engine is not None
-        return max(1, round(count * engine.slots / scale))
-
-    def _row_seconds(
-        self, stage: Stage, sets: Sequence[SetChoice], costs: Mapping[str, Cost], devices: Mapping[str, int], scale: float,
-        staleness: int,
-    ) -> float:  # fmt: skip
-        """Return the seconds of a simulated row of mean length on one worker."""
-        total = costs[stage.name].seconds
-        lengths = self.problem.lengths
-        if stage.kind is not Kind.GENERATE:
-            passes = self.problem.config.trainer.epochs if stage.kind is Kind.TRAIN else 1
-            return total * devices.get(stage.name, 1) / len(lengths) * scale / passes
-        engine = self._engine(stage, sets).use.engine
-        assert engine is not None
-        count = devices[stage.name]
-        if staleness == 0:
+    def _engines(self, one: SetChoice, cost: Cost, scale: float, staleness: int) -> tuple[int, float]:
+        """Return the number of simulated engines, one for each slot, and the seconds of a simulated row of mean length on one."""
+        total, lengths = cost.seconds - cost.weights, self.problem.lengths
+        (choice,) = one.roles.values()
+        engine = choice.use.engine
+        slots = engine.slots * max(1, one.devices // engine.divisor) if engine else len(lengths)
+        workers = max(1, round(slots / scale))
+        if staleness == 0 and slots >= len(lengths):
             # On-policy iterations start and end with idle slots: use the mean decode step of `total`.
-            steps = total / float(lengths.ordered[-1]) if engine.slots * count >= len(lengths) else 0.0
-            if steps:
-                return steps * float(lengths.responses.mean())
+            return workers, total / float(lengths.ordered[-1]) * float(lengths.responses.mean())
         # Slots are always full: throughput is that of the engine.
-        return total * min(engine.slots * count, len(lengths) * (1 + staleness)) / len(lengths)
+        return workers, total * min(slots, len(lengths) * (1 + staleness)) / len(lengths)

@@ -1,11 +1,12 @@
-"""The work of a role in a layout: training, inference, and the bytes of resharding.
+"""The work of a role in a layout: training, inference, generation, and the bytes of resharding.
 
 rows' lengths, a model's shape, a layout ──▶ Work of the busiest device ──rates.price──▶ seconds
 
 Operations of a forward pass over N tokens: 2·N·P for P matrix parameters, 2·H·D·T² per layer for causal attention over a row of T tokens
 with H heads of size D. A backward pass takes twice as many; recomputed activations add one forward pass. Tensor parallelism
 gathers and scatters tokens twice per layer and pass (Korthikanti et al., arXiv 2205.05198); a pipeline of p ranks and n micro-batches
-idles (p - 1) of n + p - 1 turns; a ring of g ranks carries (g - 1) / g of the bytes for each of gather and scatter.
+idles (p - 1) of n + p - 1 turns; a ring of g ranks carries (g - 1) / g of the bytes for each of gather and scatter. An engine batches
+continuously: slots refill as rows end, and each step reads all weights, and all keys and values of its rows.
 """
 
 import math
@@ -21,6 +22,7 @@ from braidrl.plan.rates import Phase, Work
 from braidrl.training import operations
 from braidrl.training.memory.footprint import MASTER_BYTES, Shape, beside_layers
 from braidrl.training.parallel.pipeline import RUN
+from braidrl.weights.generation_layout import GenerationLayout
 
 OPTIMIZER_BYTES = 30
 """Bytes that an AdamW step reads and writes per parameter: float32 gradient, master weight and moments, and the weight."""
@@ -221,18 +223,92 @@ def infer_work(
     )  # fmt: skip
 
 
-def reshard_bytes(shape: Shape, layout: ParallelLayout, target: int, shared: bool, element_bytes: int) -> float:
-    """Return the bytes that a rank receives when weights are resharded from training to `target` shards.
+def generate_work(
+    shape: Shape,
+    tensor: int,
+    replicas: int,
+    lengths: Lengths,
+    slots: int,
+    samples: int,
+    nodes: Nodes,
+    multiple: int = 1,
+) -> tuple[Work, Work]:
+    """Return the work of one rank in generation: (prefill, decode).
 
-    Blocks that a rank already holds are not sent (HybridFlow's zero-redundancy resharding, arXiv 2409.19256, table 2).
+    Args:
+        shape: The engine's model.
+        tensor: Tensor-parallel ranks of an engine.
+        replicas: The number of engines.
+        lengths: The rows of the batch.
+        slots: Rows that an engine decodes at once.
+        samples: Rows per prompt, which share its prefill.
+        nodes: Decides which links carry collectives.
+        multiple: Rows are padded to a multiple of this in each decode step.
+    """
+    rows = max(1, math.ceil(len(lengths) * lengths.generated / replicas))
+    config = shape.sizes
+    own = responses_of_one(lengths, rows)
+    prompt = lengths.prompts.mean()
+    prompts = max(1.0, rows / samples)
+    path = operations.decoding(own, slots, multiple)
+    computed = forward_operations(shape, prompts * prompt, prompts * float((lengths.prompts**2).mean()), True) / tensor
+    context = float((own * prompt + own * own / 2.0).sum())
+    sizes = matrix_sizes(shape, False)
+    decoded = (2.0 * (sizes.body + sizes.head) * path.slot_steps + 4.0 * sizes.queries * context) / tensor
+    read = operations.decoding_bytes(sizes, shape.element_bytes, path.steps, context) / tensor
+    layers = config.num_hidden_layers
+    width = config.hidden_size * shape.element_bytes
+    summed = 2 * 2 * layers * width * (tensor - 1) / tensor
+    prefill = Work(
+        "prefill", computed, activations=layers * width * prompts * prompt / tensor, calls=layers, steps=1,
+        collectives=2 * layers * (tensor > 1), **nodes.sent(1, tensor, summed * prompts * prompt)._asdict(),
+    )  # fmt: skip
+    decode = Work(
+        "decode", decoded, read, layers * width * path.slot_steps / tensor, path.slot_steps,
+        layers * path.steps, 0.0, path.steps, collectives=2 * layers * path.steps * (tensor > 1),
+        **nodes.sent(1, tensor, summed * float(own.sum()))._asdict(),
+    )  # fmt: skip
+    return prefill, decode
+
+
+def responses_of_one(lengths: Lengths, rows: int) -> IntArray:
+    """Return response lengths of the slowest engine: an even sample of all lengths with the longest, shuffled."""
+    places = (
+        np.linspace(0, len(lengths) - 1, rows).round().astype(np.int64) if rows > 1 else np.array([len(lengths) - 1])
+    )
+    return lengths.ordered[places][np.random.default_rng(0).permutation(rows)]
+
+
+def reshard_bytes(shape: Shape, layout: ParallelLayout, target: GenerationLayout, element_bytes: int) -> float:
+    """Return the most bytes that a rank receives when its own ranks reshard weights from training to generation.
 
     Args:
         shape: The model.
         layout: The training layout, with `data` filled in.
-        target: The number of shards in the target layout.
-        shared: Trainer and target are the same ranks.
+        target: The layout of generation on the same ranks, with its grouping.
         element_bytes: Bytes per element as sent.
     """
-    whole = shape.parameters * element_bytes
-    held = whole / (layout.tensor * layout.pipeline * layout.shard_ranks) if shared else 0.0
-    return max(0.0, whole / target - held)
+    return shape.parameters * element_bytes * share_received(layout, target)
+
+
+@cache
+def share_received(layout: ParallelLayout, target: GenerationLayout) -> float:
+    """Return the share of the model that a rank receives at most (HybridFlow, arXiv 2409.19256, table 2).
+
+    `neighbour` and `gather` collect whole tensors; otherwise slices that a rank already holds are not sent.
+    """
+    pipeline, tensor = layout.pipeline, layout.tensor
+    if target.grouping in ("neighbour", "gather"):
+        ranks = pipeline * tensor * (1 if target.grouping == "neighbour" else layout.data or 1)
+        return (ranks - 1) / ranks
+    groups = target.groups(layout).numpy()
+    stage, rank = groups // (groups.size // pipeline), groups % tensor
+    parts = np.arange(target.pipeline)[:, None], np.arange(target.tensor)[None, :]
+    held = overlap(stage, pipeline, parts[0], target.pipeline) * overlap(rank, tensor, parts[1], target.tensor)
+    return float(1 / target.ranks - held.min() / layout.shard_ranks)
+
+
+def overlap(one: IntArray, ones: int, other: IntArray, others: int) -> npt.NDArray[np.float64]:
+    """Return the length that part `one` of `ones` equal parts of [0, 1] shares with part `other` of `others`."""
+    ends = np.minimum((one + 1) / ones, (other + 1) / others)
+    return np.asarray(np.maximum(0.0, ends - np.maximum(one / ones, other / others)))

@@ -149,7 +149,12 @@ def device_groups(prepared: Prepared) -> list[DeviceGroup]:
 
     if config.runtime == "streaming":
         groups = worker_groups(config, prepared.flow, prepared.evaluation if config.data.evaluation_sources else None)
-        return [DeviceGroup(group.processes, (use_of(group),)) for group in groups if group.role]
+        each = max(1, own_engines(config) * generation_layout(config).ranks)
+        return [
+            DeviceGroup(group.processes * (each if group.kind == "generate" else 1), (use_of(group),))
+            for group in groups
+            if group.role
+        ]
     if config.runtime == "hybrid":
         pools = place(config.placement, roles, prepared.generating, config.workers)
         return [DeviceGroup(pool.workers, uses_of(pool)) for pool in pools]

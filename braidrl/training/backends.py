@@ -3,7 +3,11 @@
 forward_backward ─┐
 forward_backward ─┴─▶ optim_step ─▶ forward           a batch may arrive in pieces of any size; a rank may get none
                   ├───▶ export ─▶ load
-                  └───▶ tensors ─▶ engines
+                  ├───▶ tensors ─▶ engines
+                  └───▶ weights ─▶ engines of other processes or layouts, streaming        each rank's shards
+
+A backend says by its class attribute `supports` what else it can do (FEATURES). `tensor`, `pipeline`, `sequence` and `shard` are axes of
+a layout: `spec.join()` gives the rank's place in it. A backend that shards its model is a `ShardedBackend`.
 
 `braidrl.training.backend_contract` holds the checks that a backend must pass.
 """
@@ -11,7 +15,7 @@ forward_backward ─┴─▶ optim_step ─▶ forward           a batch may ar
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,17 +23,34 @@ from torch import Tensor
 from braidrl.algorithms.ragged import Ragged
 from braidrl.cluster.devices import choose_device
 from braidrl.config import Config
+from braidrl.config.layout import ParallelLayout
 from braidrl.data.rows import Rows
 from braidrl.importing import PluginRegistry
 from braidrl.observe.metrics import Sums
+from braidrl.training.memory.offload import OffloadableTensors
 from braidrl.training.objective import Objective
 from braidrl.training.parallel.replicated import DataParallel
-from braidrl.training.role_settings import dtype_of, learning_rate_of, model_path
+from braidrl.training.parallel.sharded import apply_layout
+from braidrl.training.role_settings import dtype_of, layout_of, learning_rate_of, model_path
+from braidrl.weights.shard_index import WeightPart
 
 Advance = Callable[[int, int], None]
 """Called after each micro-batch with its numbers of rows and tokens."""
 
 
+FEATURES = (
+    "tensor",
+    "pipeline",
+    "sequence",
+    "shard",
+    "streaming",
+    "offload",
+    "lora",
+    "copies",
+    "optimizers",
+    "checkpoint_async",
+)
+"""Features of the built-in backend, each of which another may declare in `supports`. `streaming`, `offload` and `copies` need `weights`."""
 BACKENDS = PluginRegistry("training backend", {"torch": "braidrl.training.roles.make:torch_backend"})
 """Training backends by name: functions from a `BackendSpec` to a `TrainingBackend`."""
 
@@ -67,6 +88,24 @@ class BackendSpec:
     def learning_rate(self) -> float:
         """Return the learning rate after warm-up."""
         return learning_rate_of(self.role, self.config)
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """Return the role's layout, with `data` filled in."""
+        return layout_of(self.role, self.config).resolve(self.ranks.size)
+
+    def join(self) -> DataParallel:
+        """Return this rank's place in the layout; all ranks of the role call this together, before they build their model.
+
+        `gather_rows` gives the rows of all ranks that hold one replica, `all_reduce_gradients` sums over replicas, `gradient_norm` counts
+        each element of a DTensor once, and one rank of each replica `is_reporting_rank`. Ranks are numbered with tensor fastest.
+        """
+        return apply_layout(layout_of(self.role, self.config), self.ranks, self.device)
+
+
+def supported(backend: str) -> frozenset[str]:
+    """Return the features of a backend. Raises UserError if there is none of this name."""
+    return frozenset(FEATURES if backend in BACKENDS else getattr(BACKENDS.find(backend), "supports", ()))
 
 
 class TrainingBackend(Protocol):
@@ -133,3 +172,23 @@ class TrainingBackend(Protocol):
             folder: An existing directory.
             write: Whether this rank writes the data that all ranks have in full.
         """
+
+
+@runtime_checkable
+class ShardedBackend(TrainingBackend, Protocol):
+    """A backend whose ranks may hold shards, and whose weights go to other processes and layouts."""
+
+    weight_updates: int
+    """The number of changes of the weights."""
+    device: torch.device
+    offloadable: Mapping[str, OffloadableTensors]
+    """Tensors to offload while other roles need the device: `weights`, and of a trained role `optimizer`."""
+
+    def weights(self) -> Mapping[str, WeightPart]:
+        """Return this rank's part of each tensor by its name in the Hugging Face directory, without communication.
+
+        `braidrl.weights.shard_index.weight_parts` makes them of DTensors by name.
+        """
+
+    def bytes_of(self, part: str) -> int:
+        """Return the bytes of an entry of `offloadable`, also while it is away."""

@@ -42,12 +42,12 @@ def dtype_of(role: str, config: Config) -> torch.dtype:
     return DTYPES[dtype_name(role, config)]
 
 
-def dtype_name(role: str, config: Config, device: str | None = None) -> str:
-    """Return the dtype name of a role's weights: its own, or the run's on this device type (default: the configured device)."""
+def dtype_name(role: str, config: Config) -> str:
+    """Return the dtype name of a role's weights: its own, or the run's on its type of device."""
     name = own_settings(role, config).dtype or config.dtype
     if name != "auto":
         return name
-    on_cuda = (device or choose_device(config.device).type) == "cuda"
+    on_cuda = choose_device(config.device).type == "cuda"
     return "bfloat16" if on_cuda and has_bfloat16() else "float32"
 
 

@@ -16,6 +16,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
+from transformers import Qwen2Config
 
 from braidrl.cli.commands import app
 from braidrl.cli.dry_run import dry_run
@@ -24,14 +25,13 @@ from braidrl.config import load_config
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
 from braidrl.plan.calibration import least_squares, nonnegative, runtime_rates
-from braidrl.plan.configured import predicted
+from braidrl.plan.configured import overlay_of, predicted
 from braidrl.plan.named import NAMES, like
-from braidrl.plan.overlay import overlay_of
 from braidrl.plan.plan_report import plans_table, roles_table, spans_of
 from braidrl.plan.rates import read_rates
-from braidrl.runtimes.memory.budget import peak
+from braidrl.runtimes.memory.budget import moving, peak
 from braidrl.runtimes.run import TrainingRun
-from tests.tiny import Workshop, braid
+from tests.tiny import ROOT, TOKENIZER, Workshop, braid
 
 PPO: dict[str, Any] = {
     "flow": "ppo",
@@ -64,10 +64,88 @@ def test_every_plan_is_a_configuration_with_the_plans_settings(workshop: Worksho
         assert predicted(problem_of(settings, Wanted("1x4xcpu"))).seconds == pytest.approx(found.seconds, rel=0.1)
 
 
+QWEN = {
+    "0.5B": (896, 4864, 24, 14, 2, 151936, True), "7B": (3584, 18944, 28, 28, 4, 152064, False),
+    "32B": (5120, 27648, 64, 40, 8, 152064, False),
+}  # fmt: skip
+"""Width, inner width, layers, heads, key/value heads, vocabulary and tied embedding of Qwen2.5, as their configurations state them."""
+
+
+def qwen(folder: Path, size: str) -> Path:
+    """Write a Qwen2.5's configuration without weights."""
+    width, inner, layers, heads, key_values, vocabulary, tied = QWEN[size]
+    Qwen2Config(
+        hidden_size=width, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
+        num_key_value_heads=key_values, vocab_size=vocabulary, tie_word_embeddings=tied, max_position_embeddings=32768,
+        architectures=["Qwen2ForCausalLM"], eos_token_id=TOKENIZER.eos_token_id,
+    ).save_pretrained(folder)  # fmt: skip
+    TOKENIZER.save_pretrained(folder)
+    return folder
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.soak)
+
+
+@pytest.mark.parametrize(
+    ("example", "size", "devices", "engine"),
+    [
+        ("gsm8k/config", "0.5B", "1x1xH100-80GB", "embedded"), slow("dapo_math/qwen2.5-0.5b", "0.5B", "1x1xH100-80GB", "embedded"),
+        slow("dapo_math/qwen2.5-7b", "7B", "1x8xH100-80GB", "embedded"), slow("dapo_math/qwen2.5-7b", "7B", "1x8xH100-80GB", "vllm"),
+        slow("dapo_math/qwen2.5-32b", "32B", "16x8xH100-80GB", "embedded"), slow("gsm8k/streaming", "0.5B", "1x8xH100-80GB", "embedded"),
+        slow("gsm8k/streaming", "0.5B", "1x8xH100-80GB", "vllm"),
+    ],
+)  # fmt: skip
+def test_planned_memory_of_examples_is_that_of_the_dry_run(
+    tmp_path: Path, sums_file: Path, example: str, size: str, devices: str, engine: str
+) -> None:
+    """As they are configured, and as the best plans of each runtime configure them."""
+    path, wanted = ROOT / "examples" / f"{example}.yaml", Wanted(devices)
+    changes = [f"model={qwen(tmp_path, size)}", f"data.train={sums_file}", "data.eval={}", "reward.verify=gsm8k", "device=cuda",
+               f"rollout.engine={engine}"]  # fmt: skip
+    config = load_config(path, changes)
+    problem = problem_of(config, wanted)
+    plans = [(config, predicted(problem))]
+    for number, found in enumerate(best_plans(problem, wanted)[:3]):
+        overlay = tmp_path / f"{number}.yaml"
+        overlay.write_text(yaml.safe_dump(overlay_of(found, problem)))
+        plans.append((load_config(path, [str(overlay), *changes]), found))
+    for settings, found in plans:
+        planned = sorted((one.devices, one.memory) for one in found.sets)
+        groups = [(group.devices, footprints) for group, footprints in dry_run(settings, QUIET) if footprints]
+        counted = sorted((n, peak(own, moving(settings, problem.flow, own)[0])) for n, own in groups)
+        assert [n for n, _ in planned] == [n for n, _ in counted]
+        assert [size for _, size in planned] == pytest.approx([size for _, size in counted], rel=0.1)
+        assert predicted(problem_of(settings, wanted)).seconds == pytest.approx(found.seconds, rel=0.1)
+
+
+def test_plans_differ_where_engines_differ(workshop: Workshop) -> None:
+    rates = workshop.folder / "rates.yaml"
+    rates.write_text("cpu: {decode: {step_s: 0.01}, vllm: {decode: {step_s: 0.0001}}}")
+    seconds = {}
+    for engine in ("embedded", "vllm"):
+        wanted = Wanted("1x1xcpu", rates=rates)
+        problem = problem_of(workshop.config(rollout={"engine": engine}), wanted)
+        (first, *_) = best_plans(problem, wanted)
+        seconds[engine] = first.costs["actor.generate"].seconds
+        held = first.sets[0].roles["actor"].resident
+        assert ("weights of the engine" in held) == (engine == "vllm")
+    assert seconds["vllm"] < 0.5 * seconds["embedded"]
+
+
+def test_the_report_fits_eighty_columns_and_says_what_was_varied(workshop: Workshop) -> None:
+    shown, wanted = StringIO(), Wanted("1x4xcpu", max_staleness=1)
+    plan(workshop.config(**PPO), wanted, None, None, Console(file=shown, width=80))
+    lines = shown.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80 and "…" not in shown.getvalue()
+    assert all(any(line.startswith(word) for line in lines) for word in ("varied:", "kept:", "decided:"))
+    assert any(line.startswith("  actor") and "slots" in line for line in lines)
+
+
 def test_a_standalone_role_has_the_memory_of_its_plan(workshop: Workshop) -> None:
     problem = problem_of(workshop.config(algorithm={"kl_coef": 0}), Wanted("1x2xcpu", max_staleness=1))
     for found in best_plans(problem, Wanted("1x2xcpu", max_staleness=1)):
-        (whole,), roles = plans_table(problem, [found]).columns[5].cells, list(roles_table(found).columns[5].cells)
+        (whole,), roles = plans_table(problem, [found]).columns[4].cells, list(roles_table(found).columns[2].cells)
         assert roles == [whole] if len(roles) == 1 else whole in roles
 
 

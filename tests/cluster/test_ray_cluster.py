@@ -181,3 +181,33 @@ def test_killed_worker_ends_run_without_leaving_process_or_port(workshop: Worksh
     assert process.returncode == 1, errors
     assert ("actor+reference rank" in errors and "died in" in errors) or "failed in" in errors
     assert_nothing_is_left(mark, sockets)
+
+
+@pytest.mark.soak
+def test_pools_pin_nodes_and_kinds_and_ranks_are_in_node_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+    from ray.cluster_utils import Cluster
+
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+    try:
+        for kind in ("H100", "H100", "L4"):
+            nodes.add_node(num_cpus=4, resources={f"accelerator_type:{kind}": 1})
+        nodes.wait_for_nodes()
+        ray.init(nodes.address)
+        cluster = RayCluster(ClusterConfig(start_limit_s=120), "cpu")
+        with pytest.raises(
+            UserError, match=r"actor needs devices of kind A100-80GB, and the cluster has H100, L4; make a plan"
+        ):
+            cluster.reserve([Pool(("actor",), 2, kind="A100-80GB")])
+        (pinned, small, packed) = cluster.reserve(
+            [Pool(("actor",), 4, kind="H100-80GB", nodes=2), Pool(("critic",), 2, kind="L4"), Pool(("reference",), 5)]
+        )
+        places = [cluster.node_of(place) for place in pinned]
+        assert places[0] == places[1] != places[2] == places[3]
+        assert len({cluster.node_of(place) for place in small} - set(places)) == 1
+        own = [cluster.node_of(place) for place in packed]
+        assert own == sorted(own, key=own.index), "ranks of a node are neighbours"
+        cluster.close()
+    finally:
+        ray.shutdown()
+        nodes.shutdown()

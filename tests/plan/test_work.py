@@ -13,20 +13,21 @@ from hypothesis import strategies as st
 
 from braidrl.cluster.device_kinds import known_kinds
 from braidrl.config.layout import ParallelLayout
-from braidrl.plan.generation_work import generate_work
-from braidrl.plan.layouts import activations
+from braidrl.plan.choices import activations
 from braidrl.plan.lengths import batch_lengths, spread
 from braidrl.plan.rates import Rates, Work, price
 from braidrl.plan.work import (
     Lengths,
     Nodes,
     forward_operations,
+    generate_work,
     infer_work,
     reshard_bytes,
     train_work,
 )
 from braidrl.training.memory.footprint import activation_bytes, model_shape
 from braidrl.training.operations import decoding
+from braidrl.weights.generation_layout import GenerationLayout
 from tests.plan.problems import cluster, problem, write_sizes
 
 NODE = Nodes(8)
@@ -123,11 +124,19 @@ def test_decoding_reads_weights_once_a_step_and_slots_make_fewer_steps(shape) ->
 
 def test_resharding_sends_only_missing_blocks_as_in_hybridflow_table_2(shape) -> None:  # type: ignore[no-untyped-def]
     whole = shape.parameters * 4
+
+    def received(train: ParallelLayout, *generation: object) -> float:
+        return reshard_bytes(shape, train, GenerationLayout(*generation), 4) / whole  # type: ignore[arg-type]
+
     train = ParallelLayout(data=2, tensor=4)
     # (t·p − t_g·p_g) / (t·p · t_g·p_g) of the model, of which the trainer's t·p is 4 and the engine's t_g·p_g 2.
-    assert reshard_bytes(shape, train, 2, True, 4) == pytest.approx(whole * (4 - 2) / (4 * 2))
-    assert reshard_bytes(shape, train, 4, True, 4) == 0
-    assert reshard_bytes(shape, train, 2, False, 4) == whole / 2
+    assert received(train, 1, 2) == pytest.approx((4 - 2) / (4 * 2))
+    assert received(ParallelLayout(data=1, pipeline=2, tensor=4), 1, 2) == pytest.approx((8 - 2) / (8 * 2))
+    assert received(train, 1, 4) == 0
+    assert received(train, 1, 2, "neighbour") == pytest.approx(3 / 4)
+    assert received(ParallelLayout(data=4, shard="full"), 1, 2, "gather") == pytest.approx(3 / 4)
+    # Neighbours that do not nest: some rank trains nothing of what it generates with.
+    assert received(ParallelLayout(data=4, tensor=2), 1, 8) == pytest.approx(1 / 8)
 
 
 @given(st.integers(1, 6), st.sampled_from([1, 2, 4]), st.booleans())

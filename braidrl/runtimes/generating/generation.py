@@ -37,9 +37,8 @@ from braidrl.runtimes.generating.early_stop import EarlyStop
 from braidrl.runtimes.generating.partial import PartialResponses
 from braidrl.runtimes.generating.verification import Checks, EarlyChecks, early_verify_stages, verified
 from braidrl.runtimes.usage import DeviceUsage, Drawn
-from braidrl.training.backends import TrainingBackend
+from braidrl.training.backends import ShardedBackend, TrainingBackend
 from braidrl.training.parallel.replicated import DataParallel
-from braidrl.training.roles.make import torch_worker
 from braidrl.weights.publisher import Publisher, TransferVolume
 
 
@@ -108,7 +107,7 @@ class Generation:
             worker: Trains the role here; None if an engine of this process receives the weights.
             ranks: All ranks that train or generate.
         """
-        trained = torch_worker(worker) if worker is not None else None
+        trained = worker if isinstance(worker, ShardedBackend) else None
         if role in self.publishers:
             self.publishers[role].close()
         self.publishers[role] = exchange_publisher(trained, self.engines.get(role), self.config, ranks)

@@ -3,15 +3,23 @@
 configuration or candidate ──▶ Deployment ──role_memory──▶ Footprint(resident, working) ──peak──▶ bytes of a device
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 from braidrl.config import Config
 from braidrl.config.layout import ParallelLayout
 from braidrl.engines.factory import engine_processes, generation_layout
 from braidrl.flow import Flow, Kind
-from braidrl.runtimes.memory.residency import GIB, Asset, needed_assets, residency_plan, sizes_during
+from braidrl.runtimes.memory.residency import (
+    GIB,
+    Asset,
+    ResidencyPlan,
+    needed_assets,
+    residency_plan,
+    sizes_during,
+)
 from braidrl.training.memory.footprint import (
     Shape,
     activation_bytes,
@@ -56,7 +64,7 @@ class RoleUse:
 
 @dataclass(frozen=True)
 class EngineUse:
-    """An embedded engine: `divisor` ranks shard it; without `own_weights` it decodes with the trainer's."""
+    """An engine: `divisor` ranks shard it; without `own_weights` it decodes with the trainer's."""
 
     shape: Shape
     slots: int
@@ -152,9 +160,10 @@ def footprint(use: RoleUse, config: Config, flow: Flow, devices: int, decoding_r
     lora = lora_of(role, config) if use.trained else None
     shape = model_shape(model_path(role, config), dtype, scalar, lora) if lora else plain
     layout = layout_of(role, config)
-    if use.apart and engine_processes(config):
+    if engine_processes(config):
         # Each process that generates starts engines of its own.
-        devices = decoding_ranks = generation_layout(config).ranks
+        decoding_ranks = generation_layout(config).ranks
+        devices = decoding_ranks if use.apart else devices
     if use.apart:
         layout = ParallelLayout(pipeline=rollout.pipeline, tensor=decoding_ranks // rollout.pipeline)
     layout, sizes = layout.resolve(devices), shape.sizes
@@ -162,14 +171,10 @@ def footprint(use: RoleUse, config: Config, flow: Flow, devices: int, decoding_r
         layout.check_model(sizes.num_attention_heads, sizes.num_key_value_heads, sizes.num_hidden_layers)
     other = inference_layouts(config, flow).get(role) if use.trained else None
     engine = None
-    # Servers have their own devices.
-    if use.generates and rollout.engine != "http":
-        decoder = replace(shape, dtype=DTYPES[rollout.dtype]) if rollout.dtype else shape
-        differs = (
-            decoder.dtype != dtype or merges_adapters(lora, config) or not layout.is_replicated or decoding_ranks > 1
-        )
-        own_weights = differs and not use.apart
-        engine = EngineUse(decoder, slots_of(config), config.max_sequence_tokens, decoding_ranks, own_weights)
+    if use.generates:
+        engine = engine_use(role, shape, layout, config, slots_of(config), decoding_ranks)
+        # An engine on devices of its own has the role's weights there, counted as such.
+        engine = engine and replace(engine, own_weights=engine.own_weights and not use.apart)
     computes = not use.apart and any(
         stage.role == role and stage.kind in (Kind.INFER, Kind.TRAIN) for stage in flow.stages
     )
@@ -178,6 +183,29 @@ def footprint(use: RoleUse, config: Config, flow: Flow, devices: int, decoding_r
         checkpoints_activations(role, config), other and other.resolve(devices), engine, moment_bytes(config.trainer),
     )  # fmt: skip
     return Footprint(use, shape, *role_memory(deployed))
+
+
+def engine_use(
+    role: str, shape: Shape, layout: ParallelLayout, config: Config, slots: int, divisor: int
+) -> EngineUse | None:
+    """Return the engine of a role on devices that train it, or None for servers, which have their own devices.
+
+    Args:
+        role: The role.
+        shape: Its model, with adapters.
+        layout: The layout in which the devices hold it.
+        config: The run's configuration.
+        slots: Rows that one engine decodes at once.
+        divisor: Ranks of one engine.
+    """
+    rollout = config.rollout
+    if rollout.engine == "http":
+        return None
+    decoder = replace(shape, dtype=DTYPES[rollout.dtype]) if rollout.dtype else shape
+    lora = lora_of(role, config) if shape.trained < shape.parameters else None
+    shares = rollout.engine == "embedded" and decoder.dtype == shape.dtype and layout.is_replicated and divisor == 1
+    own_weights = not shares or merges_adapters(lora, config)
+    return EngineUse(decoder, slots, config.max_sequence_tokens, divisor, own_weights)
 
 
 def peak(footprints: Sequence[Footprint], resident: int | None = None) -> int:
@@ -205,11 +233,6 @@ def assets(role: str, resident: dict[str, int]) -> dict[Asset, int]:
     return found
 
 
-def asleep(role: str, resident: dict[str, int]) -> dict[Asset, int]:
-    """Return the bytes of a role's sleeping engine: its own weights, without keys and values."""
-    return {asset: size for asset, size in assets(role, {**resident, CACHE: 0}).items() if asset.part == "engine"}
-
-
 def moving(config: Config, flow: Flow, footprints: Sequence[Footprint]) -> tuple[int | None, list[Asset]]:
     """Return, under `trainer.resident_gib`, the peak bytes of a device, and the assets that must leave it for others.
 
@@ -218,16 +241,41 @@ def moving(config: Config, flow: Flow, footprints: Sequence[Footprint]) -> tuple
     gib = config.trainer.resident_gib
     if gib is None:
         return None, []
-    sizes = {asset: size for one in footprints for asset, size in assets(one.use.role, one.resident).items()}
-    shared = frozenset(one.use.role for one in footprints if one.use.generates and ENGINE not in one.resident)
-    copied = frozenset(one.use.role for one in footprints if INFERENCE in one.resident)
-    sleeping = {asset: size for one in footprints for asset, size in asleep(one.use.role, one.resident).items()}
-    plan = residency_plan(flow, sizes, int(gib * GIB), shared, copied, sleeping)
+    resident = {one.use.role: one.resident for one in footprints}
+    generating = [one.use.role for one in footprints if one.use.generates]
+    turns = taking_turns(flow, resident, generating, int(gib * GIB))
+    return turns.peak, sorted(turns.sizes.keys() - turns.plan.kept)
+
+
+class Turns(NamedTuple):
+    """Roles that take turns on a device: the bytes of each asset, the plan of moves, and the most resident bytes at once."""
+
+    sizes: dict[Asset, int]
+    plan: ResidencyPlan
+    peak: int
+
+
+def taking_turns(flow: Flow, resident: Mapping[str, dict[str, int]], generating: Collection[str], budget: int) -> Turns:
+    """Plan the moves of roles that share a device under a budget. Raises UserError for a stage that alone needs more.
+
+    Args:
+        flow: The run's flow.
+        resident: The resident bytes of each role, by part.
+        generating: Roles that generate on the device.
+        budget: Limit of resident bytes.
+    """
+    sizes = {asset: size for role, parts in resident.items() for asset, size in assets(role, parts).items()}
+    shared = frozenset(role for role in generating if ENGINE not in resident[role])
+    copied = frozenset(role for role, parts in resident.items() if INFERENCE in parts)
+    # A sleeping engine has its own weights, without keys and values.
+    without = {role: {**parts, CACHE: 0} for role, parts in resident.items()}
+    sleeping = {a: n for role, parts in without.items() for a, n in assets(role, parts).items() if a.part == "engine"}
+    plan = residency_plan(flow, sizes, budget, shared, copied, sleeping)
     during, needs = sizes_during(flow, sizes, sleeping), needed_assets(flow, shared, copied)
     most = max(
         sum(during[step][asset] for asset in plan.kept | (needed & sizes.keys())) for step, needed in needs.items()
     )
-    return most, sorted(sizes.keys() - plan.kept)
+    return Turns(sizes, plan, most)
 
 
 def in_units(size: int) -> str:

@@ -23,10 +23,8 @@ from braidrl.errors import UserError
 from braidrl.flow.flow import Flow, is_optimized, touched_weights
 from braidrl.flow.stage import Kind, Stage
 from braidrl.runtimes.generating.generation import WeightMoves
-from braidrl.training.backends import TrainingBackend
+from braidrl.training.backends import ShardedBackend, TrainingBackend
 from braidrl.training.memory.offload import OffloadableTensors, storages
-from braidrl.training.roles.base import RoleWorker
-from braidrl.training.roles.make import torch_worker
 from braidrl.weights.in_place import GenerationWeights
 
 GIB = 1 << 30
@@ -203,7 +201,7 @@ class Residency:
         # A checkpoint may be written beside a stage that runs.
         self._lock = threading.RLock()
 
-    def add(self, worker: TrainingBackend, engine: RoleEngine | None, inferring: RoleWorker | None = None) -> None:
+    def add(self, worker: TrainingBackend, engine: RoleEngine | None, inferring: ShardedBackend | None = None) -> None:
         """Register a new role with its inference copy, and offload it to make room for the next one."""
         if engine is not None:
             self.engines[worker.role] = engine
@@ -211,10 +209,10 @@ class Residency:
             self.phases[worker.role] = engine.memory.weights
         if self.budget is None:
             return
-        worker = torch_worker(worker)
+        assert isinstance(worker, ShardedBackend), f"check_backends lets {worker.role} have no other here"
         found = held_by(worker)
         if engine is not None and (memory := engine.memory) is not None:
-            shared = memory.model is worker.model
+            shared = memory.model is worker.shared_model
             own = [] if shared else list(memory.model.parameters())
             weights = sum(storage.nbytes() for storage in storages(own))
             offloadable = OffloadableTensors(lambda: own)
@@ -222,7 +220,7 @@ class Residency:
             if shared:
                 self.shared |= {worker.role}
         if inferring is not None:
-            found[Asset(worker.role, "inference")] = held_weights(inferring)
+            found[Asset(worker.role, "inference")] = held_by(inferring)[Asset(worker.role, "weights")]
             self.copied |= {worker.role}
         self.held |= found
         self.resident |= found.keys()
@@ -289,15 +287,11 @@ class Residency:
             self.current = needed
 
 
-def held_by(worker: RoleWorker) -> dict[Asset, Held]:
+def held_by(worker: ShardedBackend) -> dict[Asset, Held]:
     """Return a role's weights and, if it is trained, its master weights, moments and gradients."""
-    found = {Asset(worker.role, "weights"): held_weights(worker)}
-    if worker.optimizer is not None:
-        found[Asset(worker.role, "optimizer")] = Held(worker.optimizer.bytes_in_use, worker.offloadable["optimizer"])
-    return found
-
-
-def held_weights(worker: RoleWorker) -> Held:
-    """Return a worker's weights alone."""
-    size = sum(storage.nbytes() for storage in storages(worker.model.parameters()))
-    return Held(size, worker.offloadable["weights"])
+    parts: tuple[AssetPart, ...] = ("weights", "optimizer")
+    return {
+        Asset(worker.role, part): Held(worker.bytes_of(part), worker.offloadable[part])
+        for part in parts
+        if part in worker.offloadable
+    }

@@ -29,7 +29,7 @@ from braidrl.rewards.verifiers import VERIFIERS
 from braidrl.sandbox.hosts import check_walls
 from braidrl.sandbox.walls import POLICIES, walls_missing
 from braidrl.training.acceptance import AXES, FILES, HALF, check_accepted
-from braidrl.training.backends import BACKENDS
+from braidrl.training.backends import BACKENDS, supported
 from braidrl.training.decoders.proven import proven_plan
 from braidrl.training.four_bit import import_bitsandbytes
 from braidrl.training.loading import read_model_config, read_object
@@ -423,26 +423,30 @@ def check_dtypes(config: Config, roles: Iterable[str]) -> None:
 
 
 def check_backends(config: Config, flow: Flow) -> None:
-    """Raise UserError for an unknown training backend, and for features that a user's backend lacks."""
+    """Raise UserError for an unknown training backend, and for features that it does not support."""
     for role in flow.roles:
         backend = backend_of(role, config)
         BACKENDS.check(backend)
-        if backend in BACKENDS:
-            continue
+        known, layout = supported(backend), layout_of(role, config)
         follows = [s.name for s in flow.stages if "source" in s.params and role in (s.role, s.params["source"])]
-        torch_only = {
-            layout_key(role, config): layout_of(role, config) != ParallelLayout(),
-            inference_layout_key(role, config): role in inference_layouts(config, flow),
-            "trainer.lora": lora_of(role, config) is not None,
-            "trainer.resident_gib": config.trainer.resident_gib is not None,
-            "trainer.checkpoint_async": config.trainer.checkpoint_async,
-            "trainer.optimizer": config.trainer.optimizer != "adamw",
-            "runtime=streaming": config.runtime == "streaming",
-            f"stage {', '.join(follows)}": bool(follows),
-        }
-        if key := next((key for key, asked in torch_only.items() if asked), None):
+        copied = role in inference_layouts(config, flow)
+        wanted = [
+            *(
+                (axis, f"{layout_key(role, config)}.{axis}", getattr(layout, axis) > 1)
+                for axis in ("tensor", "pipeline", "sequence")
+            ),
+            ("shard", f"{layout_key(role, config)}.shard", layout.shard != "none"),
+            ("copies", inference_layout_key(role, config), copied),
+            ("copies", f"stage {', '.join(follows)}", bool(follows)),
+            ("lora", "trainer.lora", lora_of(role, config) is not None),
+            ("offload", "trainer.resident_gib", config.trainer.resident_gib is not None),
+            ("checkpoint_async", "trainer.checkpoint_async", config.trainer.checkpoint_async),
+            ("optimizers", "trainer.optimizer", config.trainer.optimizer != "adamw"),
+            ("streaming", "runtime=streaming", config.runtime == "streaming"),
+        ]
+        if key := next((key for feature, key, asked in wanted if asked and feature not in known), None):
             raise UserError(
-                f"{key} needs the backend torch, and {role} has {backend}; remove it, or write trainer.backend=torch"
+                f"{key} is not supported by the backend {backend} of {role}; remove it, or write trainer.backend=torch"
             )
 
 

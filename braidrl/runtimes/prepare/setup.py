@@ -40,6 +40,7 @@ from braidrl.runtimes.prepare.checks import (
 from braidrl.runtimes.prepare.fetching import is_hub_name
 from braidrl.runtimes.prepare.run_flow import build_flow, check_copies, evaluation_flow, with_own_samples
 from braidrl.runtimes.row_store import RowStore
+from braidrl.training.backends import supported
 from braidrl.training.decoders.proven import check_decodes
 from braidrl.training.loading import check_model, check_scorer, check_tokens, load_tokenizer, read_model_config
 from braidrl.training.role_settings import backend_of, model_path, own_tokenizer, usual_max_tokens
@@ -183,9 +184,9 @@ def without_data(config: Config, train: bool = True, check: Check = at_once) -> 
     if config.runtime == "hybrid":
         pools = place(config.placement, prepared.roles(), prepared.generating, config.workers)
         check_copies(flow, pools)
-        check_exchange(
-            pools, {role: backend_of(role, config) for role in prepared.roles()}, bool(config.rollout.grouping)
-        )
+        backends = {role: backend_of(role, config) for role in prepared.roles()}
+        whole = {role: name for role, name in backends.items() if "streaming" not in supported(name)}
+        check_exchange(pools, whole, bool(config.rollout.grouping))
         for pool in pools:
             check_layouts(config, flow, pool.models, pool.workers)
             check_generating_ranks(config, pool)

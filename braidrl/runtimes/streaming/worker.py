@@ -38,6 +38,7 @@ from braidrl.runtimes.streaming.consumers import Consumer
 from braidrl.runtimes.streaming.groups import Group
 from braidrl.runtimes.streaming.train import Trainer
 from braidrl.runtimes.streaming.weights import Place, VersionWriter, source_of
+from braidrl.training.backends import ShardedBackend
 from braidrl.training.roles.copies import copied_parts, local_weight_parts
 from braidrl.training.roles.make import torch_worker
 from braidrl.weights.collective import Incoming, OfferedWeights
@@ -318,7 +319,8 @@ class StageLoop:
 
     def _versions(self) -> VersionWriter:
         if self.versions is None:
-            worker, context = torch_worker(self.context.executor.workers[self.role]), self.context
+            worker, context = self.context.executor.workers[self.role], self.context
+            assert isinstance(worker, ShardedBackend), f"check_backends lets {self.role} have no other here"
             parts = partial(local_weight_parts, worker)
             self.versions = VersionWriter(
                 self.role, parts, self.world, context.executor.config, context.run, context.ip

@@ -16,14 +16,17 @@ from braidrl.algorithms.ragged import Ragged
 from braidrl.data.packing import plan_micro_batches
 from braidrl.data.rows import Rows
 from braidrl.observe.metrics import Sums
-from braidrl.training.backends import Advance, TrainingBackend
+from braidrl.training.backends import Advance, ShardedBackend
 from braidrl.training.compute.packed import Packed, empty_packed, pack
 from braidrl.training.compute.shared_prompts import pack_shared, plan_shared, saves_enough
 from braidrl.training.decoders.body import plan_of_model, set_training
+from braidrl.training.lora import plain_names
 from braidrl.training.objective import Likelihood, Objective, nonfinite_tokens
 from braidrl.training.parallel.replicated import OnPrediction
 from braidrl.training.roles.checkpoint import full_state_dict, load_worker, save_worker
 from braidrl.training.roles.model import RoleModel
+from braidrl.weights.shard_index import WeightPart, weight_parts
+from braidrl.weights.shards import storages
 
 
 def zero_loss(predicted: Mapping[str, Tensor]) -> Tensor:
@@ -40,7 +43,7 @@ class MicroBatch:
     packed: Packed
 
 
-class RoleWorker(RoleModel, TrainingBackend):
+class RoleWorker(RoleModel, ShardedBackend):
     """The built-in training backend on plain torch."""
 
     _nonfinite: tuple[str, ...] = ()
@@ -161,6 +164,16 @@ class RoleWorker(RoleModel, TrainingBackend):
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Yield every full tensor of the model, adapters merged; all ranks of a sharded model call this at the same time."""
         return full_state_dict(self).items()
+
+    def weights(self) -> Mapping[str, WeightPart]:
+        """Return the local shards by name, with adapters that are merged on demand."""
+        self.ranks.reshard(self.model)
+        return weight_parts(plain_names(self.model, self.model.state_dict(keep_vars=True)))
+
+    def bytes_of(self, part: str) -> int:
+        if part == "weights":
+            return sum(storage.nbytes() for storage in storages(self.model.parameters()))
+        return self.optimizer.bytes_in_use if self.optimizer is not None else 0
 
     def load(self, folder: Path) -> None:
         load_worker(self, folder)

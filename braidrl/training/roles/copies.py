@@ -14,7 +14,8 @@ from functools import partial
 import torch
 
 from braidrl.errors import UserError
-from braidrl.training.lora import adapter_parameters, plain_names
+from braidrl.training.backends import ShardedBackend
+from braidrl.training.lora import adapter_parameters
 from braidrl.training.parallel.replicated import DataParallel
 from braidrl.training.roles.base import RoleWorker
 from braidrl.weights.collective import LIMIT_BYTES, LayoutCopy, Parts
@@ -22,15 +23,16 @@ from braidrl.weights.publisher import TransferVolume
 from braidrl.weights.shard_index import WeightPart, weight_parts
 
 
-def local_weight_parts(worker: RoleWorker, adapters_alone: bool = False) -> Mapping[str, WeightPart]:
-    """Return the worker's local shards after resharding; with `adapters_alone`, only trained parameters by peft's names."""
+def local_weight_parts(worker: ShardedBackend, adapters_alone: bool = False) -> Mapping[str, WeightPart]:
+    """Return the worker's local shards; with `adapters_alone`, only trained parameters by peft's names."""
+    if not adapters_alone:
+        return worker.weights()
+    assert isinstance(worker, RoleWorker), f"{worker.role} has no adapters"
     worker.ranks.reshard(worker.model)
-    if adapters_alone:
-        return weight_parts(adapter_parameters(worker.model))
-    return weight_parts(plain_names(worker.model, worker.model.state_dict(keep_vars=True)))
+    return weight_parts(adapter_parameters(worker.model))
 
 
-def copy_within(worker: RoleWorker, target: Parts, divided: bool, limit_bytes: int = LIMIT_BYTES) -> LayoutCopy:
+def copy_within(worker: ShardedBackend, target: Parts, divided: bool, limit_bytes: int = LIMIT_BYTES) -> LayoutCopy:
     """Plan a copy of a worker's weights on its own ranks; `divided`: the second model is sharded."""
     # If each rank holds both models in full, no communication is needed.
     meet = worker.ranks if worker.ranks.is_sharded or divided else DataParallel()

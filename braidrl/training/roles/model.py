@@ -4,6 +4,7 @@ folder ──read──▶ model ──adapters──▶ sharded ──▶ optim
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -93,10 +94,10 @@ class RoleModel(ABC):
                 _ = self.side_files
         self.background: dist.ProcessGroup | None = None
         """The process group for writing a checkpoint during training."""
-        self.offloadable = {"weights": OffloadableTensors(self._weights)}
+        self.offloadable: Mapping[str, OffloadableTensors] = {"weights": OffloadableTensors(self._weights)}
         """Tensors to offload while other roles need the device."""
         if self.optimizer is not None:
-            self.offloadable["optimizer"] = OffloadableTensors(self.optimizer.tensors)
+            self.offloadable = {**self.offloadable, "optimizer": OffloadableTensors(self.optimizer.tensors)}
 
     def _weights(self) -> list[Tensor]:
         self.ranks.reshard(self.model)
