@@ -15,10 +15,11 @@ import transformers
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from braidrl.cli.check_model import described, may_train, measured
+from braidrl.cli.check_model import described
 from braidrl.errors import first_line
-from braidrl.training.acceptance import ADAPTERS, AXES, HALF, OPTIONAL
-from braidrl.training.decoders.proof import FAILURES, Refusal, Twin, quietly
+from braidrl.training.acceptance import ADAPTERS, AXES, HALF, MEASURES, OPTIONAL, accept
+from braidrl.training.decoders.proof import FAILURES, Refusal, Twin, packed_findings, quietly
+from braidrl.training.decoders.proven import best_plan
 
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 PROCESSES = 2
@@ -81,7 +82,13 @@ def row_of(name: str) -> tuple[bool, str]:
     torch.set_num_threads(1)
     try:
         with quietly():
-            plan, findings = measured(Twin(configuration(name)))
+            twin = Twin(configuration(name))
+            plan, engine = best_plan(twin)
+            findings = [
+                *packed_findings(twin, twin.model(plan)),
+                engine,
+                *(accept(each, twin, plan) for each in MEASURES),
+            ]
     except Refusal as refusal:
         return False, f"| {name} | no | | {cell(str(refusal))} |"
     except FAILURES as error:
@@ -90,9 +97,7 @@ def row_of(name: str) -> tuple[bool, str]:
             f"| {name} | no | | {cell(f'transformers computes no tiny model of its structure: {first_line(error)}')} |",
         )
     wrong = [finding for finding in findings if not finding.holds]
-    engine = next(f for f in findings if f.name.startswith("embedded engine"))
-    if not may_train(f for f in findings if f is not engine):
-        worst = next(f for f in wrong if f.name not in OPTIONAL and f is not engine)
+    if worst := next((f for f in wrong if f.name not in OPTIONAL and f is not engine), None):
         return False, f"| {name} | no | | {cell(f'{worst.name}: {worst.note or worst.value}')} |"
     lacks = {
         **{name: axis for axis, name in AXES.items()},
