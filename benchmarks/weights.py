@@ -1,6 +1,6 @@
 """How long a version of 1 GB takes to two vLLM engines of two tensor ranks each, beside a copy in memory and a broadcast by gloo.
 
-python -m benchmarks.weights              # measures, and writes benchmarks/results/weights.json; needs `make vllm`
+python -m benchmarks.weights              # measures; with --keep it writes benchmarks/results/weights.json; needs `make vllm`
 
 The trainer is one process. `sent` are the bytes that it sends for a version, `written` those of its file in shared memory.
 """
@@ -62,7 +62,8 @@ def main() -> None:
     result = head | floors | ways
     print(json.dumps(result, indent=1))
     if "--keep" in sys.argv:
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+        kept = json.loads(RESULT.read_text()) | {"slices to each worker": result}
+        RESULT.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 def write_model(folder: Path) -> Any:

@@ -109,7 +109,7 @@ def test_hybrid_hosts_vllm_colocated_and_apart(wide: Workshop) -> None:
     }
     by_tensor = {**merged(BY_TENSOR, TRAINED_BY_TENSOR), "workers": 2}
     runs = {"colocated": by_tensor, "apart": {**by_tensor, **apart}}
-    run_in_place(wide, runs, runtime="hybrid")
+    run_in_place(wide, runs, runtime="hybrid", cluster={"cpus": 4})
     alone = wide.run("alone", **GRPO)
     for name in runs:
         assert_equal_runs(wide.folder / name, alone)

@@ -18,7 +18,9 @@ STEPS = 6
 def streamed(weights: str) -> dict[str, Any]:
     python = vllm_python()
     return {
-        "runtime": "streaming", "streaming": {"weights": weights}, "algorithm": {"old": "recompute"},
+        "runtime": "streaming", "algorithm": {"old": "recompute"},
+        # While one engine of `rolling` loads, another one generates.
+        "streaming": {"weights": weights, "workers": {"actor.generate": 2 if weights == "rolling" else 1}},
         "rollout": {
             "engine": "vllm", "tensor": 2, "weights": "collective", "max_response_tokens": 40, "samples_per_prompt": 2,
             **({"python": str(python)} if python else {}),
