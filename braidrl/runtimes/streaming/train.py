@@ -35,7 +35,7 @@ from braidrl.training.objective import UpdateCounts
 
 
 @dataclass(eq=False)
-class Piece:
+class LeasedRows:
     """The rows of one lease, and this rank's share of them."""
 
     lease: int
@@ -84,7 +84,7 @@ class Trainer:
         self.stages: list[Stage] = []
         self.at = 0
         """Position of the train stage that is next among the stages."""
-        self.pieces: list[Piece] = []
+        self.pieces: list[LeasedRows] = []
         self.rows_left = 0
         """Rows of the batch that have not arrived."""
         self.states: Mapping[str, State] = {}
@@ -108,10 +108,10 @@ class Trainer:
         assert self.updates is not None
         if self.world.size == 1:
             rows = work.rows()
-            piece = Piece(work.lease, rows.index, list(range(work.size)), rows, message["updates"])
+            piece = LeasedRows(work.lease, rows.index, list(range(work.size)), rows, message["updates"])
         else:
             own = self._own_places(work.index)
-            piece = Piece(work.lease, work.index, own, work.rows(own) if own else Rows({}), message["updates"])
+            piece = LeasedRows(work.lease, work.index, own, work.rows(own) if own else Rows({}), message["updates"])
         self.rows_left -= work.size
         self.pieces.append(piece)
         for stage in self.stages[: self.at]:
@@ -200,7 +200,7 @@ class Trainer:
 
     # Stages that write columns
 
-    def _run(self, stage: Stage, piece: Piece) -> None:
+    def _run(self, stage: Stage, piece: LeasedRows) -> None:
         """Run an infer or compute stage on a piece."""
         stage = with_state(stage, self.states.get(stage.name, {}))
         rows, found = piece.rows, list[Rows]()
@@ -223,7 +223,7 @@ class Trainer:
         piece.rows = rows.with_columns(columns) if columns else rows
         self._note(span)
 
-    def _of_groups(self, stage: Stage, piece: Piece, sums: Sums) -> dict[str, Any]:
+    def _of_groups(self, stage: Stage, piece: LeasedRows, sums: Sums) -> dict[str, Any]:
         """Return a group-scope stage's columns of this rank's rows: groups lie on several ranks."""
         parts = self.world.gather("index columns", pack_rows(piece.rows.index) if piece.own else b"")
         index = Rows.cat([unpack_rows(bytes(part)) for part in parts if len(part)]).ordered()
