@@ -413,6 +413,7 @@ def play(
     def join(number: int) -> Client:
         return Client(address, f"w{number}", data_plane(where, f"w{number}", 10.0), generates=True)
 
+    LOADED.clear()
     engines, joined, admitted, trainer = [join(n) for n in range(workers)], workers, 0, Worker(join(1000))
     deadline = time.monotonic() + 60
     while len(trainer.trained) < iterations * prompts * SAMPLES:
