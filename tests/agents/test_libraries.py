@@ -78,7 +78,7 @@ def test_tools_of_a_command_are_called_and_their_errors_returned() -> None:
     (episode,) = played(config, [calls, "56"], ["what is 7 times 8"])
     text = make_chat_tokenizer("chatml").decode(episode.trajectory.tokens)
     assert (episode.failure, episode.turns, episode.score) == (None, 2, 0.0), "the example has no answer"
-    assert '"name": "multiply"' in text and "The product of two numbers." in text, "the prompt lists the tools"
+    assert '"name": "multiply"' in text and "Return the product of two numbers." in text, "the prompt lists the tools"
     assert "<tool_response>\n56\n" in text
     assert (
         "error: no tool is called 'divide'; there are add, multiply" in text

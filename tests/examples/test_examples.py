@@ -91,7 +91,7 @@ def test_the_demos_path_warm_start_then_dapo_ends_with_scores_and_a_report(
 def test_the_demo_deletes_only_its_own_files(tmp_path: Path) -> None:
     demo = load_module(ARITHMETIC / "demo.py")
     (tmp_path / "thesis.tex").write_text("precious")
-    with pytest.raises(SystemExit, match="choose another one with --folder"):
+    with pytest.raises(SystemExit, match="choose another folder with --folder"):
         demo.learn(tmp_path, 0)
     assert (tmp_path / "thesis.tex").read_text() == "precious"
 

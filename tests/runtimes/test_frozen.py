@@ -123,7 +123,7 @@ def test_the_main_program_reports_its_own_stalled_work(tmp_path: Path) -> None:
     (line,) = said
     said_so = r"made no progress in reward.verify for \d+ s, where \d+\.\d s were the longest of late; its stack is in "
     assert re.match(said_so, line)
-    assert "in test_the_main_program_says" in Path(line.partition("its stack is in ")[2]).read_text()
+    assert "in test_the_main_program_reports" in Path(line.partition("its stack is in ")[2]).read_text()
 
 
 def test_stopped_process_leaves_its_stack(tmp_path: Path) -> None:

@@ -58,6 +58,11 @@ class TakesWeights:
         else:
             self.load_as_they_come(incoming.tensors())
 
+    @property
+    def model_folder(self) -> Path:
+        """Return the model's directory. `model_config.model` becomes the folder of the last update, which may be gone."""
+        return Path(self.vllm_config.model_config.hf_config.name_or_path)
+
     def live_parts(self) -> Mapping[str, WeightPart]:
         """Return this worker's parts of the live weights; empty where vLLM keeps them in another form."""
         if self.live is None:
@@ -65,7 +70,7 @@ class TakesWeights:
 
             config = self.vllm_config.model_config
             try:
-                self.live = live_parts(self.model_runner.get_model(), shapes_of(config.model), config.dtype)
+                self.live = live_parts(self.model_runner.get_model(), shapes_of(self.model_folder), config.dtype)
             except WeightsNotLive:
                 self.live = {}
         return self.live
@@ -88,7 +93,7 @@ class TakesWeights:
         """
         self._check_whole()
         if self.hub_names is None:
-            self.hub_names = hub_names(Path(self.vllm_config.model_config.model))
+            self.hub_names = hub_names(self.model_folder)
         first = next(tensors)
         try:
             self.reload_weights(weights_iterator=self.hub_names.of(chain([first], tensors)))

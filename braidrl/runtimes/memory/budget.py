@@ -247,7 +247,7 @@ def moving(config: Config, flow: Flow, footprints: Sequence[Footprint]) -> tuple
     return turns.peak, sorted(turns.sizes.keys() - turns.plan.kept)
 
 
-class Turns(NamedTuple):
+class DeviceTurns(NamedTuple):
     """Roles that take turns on a device: the bytes of each asset, the plan of moves, and the most resident bytes at once."""
 
     sizes: dict[Asset, int]
@@ -255,7 +255,9 @@ class Turns(NamedTuple):
     peak: int
 
 
-def taking_turns(flow: Flow, resident: Mapping[str, dict[str, int]], generating: Collection[str], budget: int) -> Turns:
+def taking_turns(
+    flow: Flow, resident: Mapping[str, dict[str, int]], generating: Collection[str], budget: int
+) -> DeviceTurns:
     """Plan the moves of roles that share a device under a budget. Raises UserError for a stage that alone needs more.
 
     Args:
@@ -275,7 +277,7 @@ def taking_turns(flow: Flow, resident: Mapping[str, dict[str, int]], generating:
     most = max(
         sum(during[step][asset] for asset in plan.kept | (needed & sizes.keys())) for step, needed in needs.items()
     )
-    return Turns(sizes, plan, most)
+    return DeviceTurns(sizes, plan, most)
 
 
 def in_units(size: int) -> str:

@@ -61,7 +61,7 @@ REPLICATED = ("replicated_with_grad_allreduce", "mla_kv_a_proj")
 """The styles of modules that every rank computes in full."""
 
 
-class Columns(ColwiseParallel):
+class ColumnProduct(ColwiseParallel):
     """A column-wise product. The ranks gather the outputs of all columns if heads cannot be split."""
 
     def __init__(self, gather: bool = False) -> None:
@@ -83,7 +83,7 @@ class Columns(ColwiseParallel):
         return module
 
 
-class Rows(RowwiseParallel):
+class RowProduct(RowwiseParallel):
     """A row-wise product, summed and scattered to the ranks' tokens; with `split`, from an input with all columns."""
 
     def __init__(self, split: bool = False) -> None:
@@ -107,10 +107,13 @@ def local_chunk(whole: Tensor, mesh: DeviceMesh, dimension: int) -> Tensor:
 
 
 COLUMNS: dict[str, Callable[[], ParallelStyle]] = {
-    "colwise": Columns,
-    "colwise_gather_output": lambda: Columns(gather=True),
+    "colwise": ColumnProduct,
+    "colwise_gather_output": lambda: ColumnProduct(gather=True),
 }
-ROWS: dict[str, Callable[[], ParallelStyle]] = {"rowwise": Rows, "rowwise_split_input": lambda: Rows(split=True)}
+ROWS: dict[str, Callable[[], ParallelStyle]] = {
+    "rowwise": RowProduct,
+    "rowwise_split_input": lambda: RowProduct(split=True),
+}
 STYLES = COLUMNS | ROWS
 
 
@@ -138,7 +141,7 @@ def full_plan_of(model: Any, key: str, remedy: str) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class Block:
+class LayerBlock:
     """A part of a layer, such as attention or an MLP: a module that no list holds."""
 
     name: str
@@ -148,7 +151,7 @@ class Block:
     """The modules whose input is gathered, each with whether its output has all tokens, and this rank's are taken."""
 
 
-def blocks_of(layer: nn.Module, plan: Mapping[str, str], mixers: Collection[str] = ()) -> list[Block]:
+def blocks_of(layer: nn.Module, plan: Mapping[str, str], mixers: Collection[str] = ()) -> list[LayerBlock]:
     """Return the blocks of a layer that are sharded; the weights of others, such as norms, are replicated.
 
     Args:
@@ -175,14 +178,14 @@ def blocks_of(layer: nn.Module, plan: Mapping[str, str], mixers: Collection[str]
             for place in {block} if needs_all else parents:
                 inner = [style for name, style in products.items() if name.startswith(place)]
                 gathers[place] = not any(style in ROWS for style in inner)
-            found.append(Block(block, products, gathers))
+            found.append(LayerBlock(block, products, gathers))
         elif needs_all or products:
-            found.append(Block(block, {}, {block: True} if needs_all else {}))
+            found.append(LayerBlock(block, {}, {block: True} if needs_all else {}))
     return found
 
 
 def parallelize_layer(
-    layer: nn.Module, blocks: Iterable[Block], mesh: DeviceMesh, shard: Callable[[nn.Module], None]
+    layer: nn.Module, blocks: Iterable[LayerBlock], mesh: DeviceMesh, shard: Callable[[nn.Module], None]
 ) -> None:
     """Shard a decoder layer in place.
 

@@ -8,7 +8,7 @@ import pytest
 
 from braidrl.errors import UserError
 from braidrl.training.loading import load_decoder
-from braidrl.training.parallel.tensor import Block, blocks_of, full_plan_of, plan_of
+from braidrl.training.parallel.tensor import LayerBlock, blocks_of, full_plan_of, plan_of
 
 MIXED = {
     "layers.*.self_attn.q_proj": "colwise_gather_output", "layers.*.self_attn.o_proj": "rowwise_split_input",
@@ -36,7 +36,7 @@ def test_attention_without_plan_gathers_tokens_and_scatters_its_output(tiny_mode
     layer = load_decoder(tiny_models["qwen3"]).model.layers[0]
     plan = {"layers.*.mlp.gate_proj": "colwise", "layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"}
     products = {name.removeprefix("layers.*."): style for name, style in plan.items()}
-    attention, mlp = Block("self_attn", {}, {"self_attn": True}), Block("mlp", products, {"mlp": False})
+    attention, mlp = LayerBlock("self_attn", {}, {"self_attn": True}), LayerBlock("mlp", products, {"mlp": False})
     assert blocks_of(layer, plan) == [attention, mlp]
     # An unknown style leaves the products whole, and each rank computes its own tokens.
-    assert blocks_of(layer, {**plan, "layers.*.mlp.act_fn": "moe_tp_experts"}) == [attention, Block("mlp", {}, {})]
+    assert blocks_of(layer, {**plan, "layers.*.mlp.act_fn": "moe_tp_experts"}) == [attention, LayerBlock("mlp", {}, {})]
