@@ -31,7 +31,7 @@ from tests.engines.tiny import END, training_log_probs
 from tests.tiny import ROOT
 
 # vLLM starts twice, on a busy machine for minutes.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.soak]
 MODEL = served_model()
 ARGUMENTS = """
 import json, sys

@@ -33,7 +33,7 @@ from tests.engines.served import (
 from tests.engines.tiny import END, make_tokenizer, training_log_probs
 
 # Three processes of vLLM start, on a busy machine for minutes.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.soak]
 MODEL = served_model()
 # Checks that depend on the computing process; another test compares log-probs with training's.
 CHECKS = (

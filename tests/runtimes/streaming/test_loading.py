@@ -117,7 +117,9 @@ def test_rolling_updates_give_batches_of_two_versions(workshop: Workshop) -> Non
     size = sum(t.nbytes for t in load_file(weights_at(workshop, run, 0) / "model.safetensors").values())
     lines = read_metrics(run)
     assert all(0 <= line[f"streaming/idle/{group}"] <= 1 for line in lines for group in ("actor.generate", "actor"))
-    assert all(line["streaming/oldest_version"] <= line["step"] and line["streaming/in_flight"] <= 6 for line in lines)
+    assert all(line["streaming/oldest_version"] <= line["step"] for line in lines)
+    # Two engines of three slots; a worker takes as many rows while it checks finished ones.
+    assert all(line["streaming/in_flight"] <= 12 for line in lines)
     assert max(line["streaming/in_flight"] for line in lines) > 0
     assert sum(line["streaming/weight_bytes"] for line in lines) > size * (STEPS - 2)
     mixed = [step for step in range(2, STEPS + 1) if len(recorded(run, step)["version"].unique()) == 2]
