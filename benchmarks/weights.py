@@ -1,4 +1,4 @@
-"""How long a version of 1 GB takes to two vLLM engines of two tensor ranks each, beside a copy in memory and a broadcast by gloo.
+"""Measure the seconds and bytes of a version of 1 GB to two vLLM engines of two tensor ranks, beside a copy in memory and a gloo broadcast.
 
 python -m benchmarks.weights              # measures; with --keep it writes benchmarks/results/weights.json; needs `make vllm`
 

@@ -20,8 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from importlib import import_module
-from importlib.util import find_spec
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,19 +28,24 @@ import torch
 from torch import Tensor
 
 from braidrl.algorithms.registry import advantages, losses
-from braidrl.data.rows import FinishReason
+from braidrl.data.codec import encode
+from braidrl.data.messages import pack_message, unpack_message
+from braidrl.data.rows import FinishReason, Objects, Rows
 from braidrl.engines.requests import Response, Uid
+from braidrl.engines.stepping import SteppingEngine
 from braidrl.engines.wire import EngineSpec
 from braidrl.flow import Flow, actor, advantage, loss
+from braidrl.flow.batches import Sizes
+from braidrl.queue.owner import StorageNode
+from braidrl.queue.table import Block
+from braidrl.runtimes.streaming.control import ControlPlane
+from braidrl.runtimes.streaming.rows import stored
+from braidrl.runtimes.streaming.stream import Stream
 from braidrl.training.loading import load_tokenizer
-
-try:
-    from braidrl.engines.stepping import SteppingEngine
-except ImportError:  # In an earlier version.
-    from braidrl.engines.embedded.stepping import SteppingEngine  # type: ignore[import-not-found, no-redef]
 
 FILE, ROOT = Path(__file__).resolve(), Path(__file__).resolve().parents[2]
 SAMPLES, STEPS = 8, 3
+ENGINE, TRAINER = "actor.generate.0.0", "actor.0.0"
 
 
 class AtOnce(SteppingEngine):
@@ -126,108 +130,82 @@ def settings(folder: Path, rows: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def control_cost(rows: int) -> float:
-    """Return the microseconds that the control plane needs per row to answer idle workers, without sockets.
+class TimedControl:
+    """A control plane without sockets, asked by an engine and a trainer that compute nothing; counts its CPU seconds."""
 
-    An engine takes and gives back 64 rows at a time, and a trainer takes them; its last step publishes the version.
-    """
-    if not find_spec("braidrl.runtimes.streaming.consumers"):
-        # This file runs as a script, beside that one.
-        before: float = import_module("control_before").control_cost(passed(), rows, SAMPLES)
-        return before
-    from braidrl.data.codec import encode
-    from braidrl.data.messages import pack_message, unpack_message
-    from braidrl.data.rows import Objects, Rows
-    from braidrl.flow.batches import Sizes
-    from braidrl.queue.owner import StorageNode
-    from braidrl.queue.table import Block
-    from braidrl.runtimes.streaming.control import ControlPlane
-    from braidrl.runtimes.streaming.rows import stored
-    from braidrl.runtimes.streaming.stream import Stream
+    def __init__(self, node: StorageNode, rows: int) -> None:
+        """Admit all rows of one iteration."""
+        self.rows, self.spent, self.leases = rows, 0.0, list[list[Any]]()
+        self.block = Block("here", node.data.address, "braid-0-nothing-0", 8)
+        self.control = ControlPlane(Stream(passed(), Sizes(1, rows // SAMPLES, SAMPLES, rows)), node.data, 600.0)
+        for holder in (ENGINE, TRAINER):
+            self.ask("hello", holder, address=node.data.address, generates=holder == ENGINE)
+        self.control.allow(1)
+        self.timed(lambda: self.control.training.schedule.groups_wanted(0))
+        numbers = torch.arange(rows)
+        columns: dict[str, Any] = {
+            "source": torch.zeros(rows, dtype=torch.int64), "group": numbers // SAMPLES, "sample": numbers % SAMPLES,
+            "prompt_length": torch.full((rows,), 4), "metadata": Objects(({},) * rows),
+        }  # fmt: skip
+        admitted = stored(node.data, Rows(columns))
+        self.timed(lambda: self.control.admit(self.control.training, admitted))
 
-    spent, node = 0.0, StorageNode("here", "127.0.0.1")
-    control = ControlPlane(Stream(passed(), Sizes(1, rows // SAMPLES, SAMPLES, rows)), node.data, 600.0)
-
-    def timed(call: Any) -> Any:
-        nonlocal spent
+    def timed(self, call: Callable[[], Any]) -> Any:
+        """Return the result of a call; add its CPU seconds to `spent`."""
         start = time.thread_time()
         found = call()
-        spent += time.thread_time() - start
+        self.spent += time.thread_time() - start
         return found
 
-    def ask(request: str, frames: Any = (), **fields: Any) -> Any:
-        message = pack_message({"request": request, "held": [], **fields})
-        return timed(lambda: control.handle(unpack_message(message), frames))
+    def ask(self, request: str, holder: str, frames: Any = (), **fields: Any) -> dict[str, Any]:
+        """Return the answer to a request as it arrives from a socket; empty if the holder must wait."""
+        message = pack_message({"request": request, "holder": holder, "held": [], **fields})
+        answer = self.timed(lambda: self.control.handle(unpack_message(message), frames))
+        return answer[0] if isinstance(answer[0], dict) else {}
 
-    def part(columns: dict[str, Any], count: int, payload: list[str], rows: Any) -> tuple[Any, list[bytes]]:
-        index = Rows({name: make(count, dtype=torch.int64) for name, make in columns.items()})
-        frames = [bytes(frame) for frame in encode(index)]
-        where = {"block": block, "columns": payload, "frames": [0, len(frames)], "size": count}
-        return [{**where, "rows": rows}], frames
-
-    try:
-        for holder in ("actor.generate.0.0", "actor.0.0"):
-            ask("hello", holder=holder, address=node.data.address, generates="generate" in holder)
-        control.allow(1)
-        timed(lambda: control.training.schedule.groups_wanted(0))
-        numbers = torch.arange(rows)
-        admitted = Rows(
-            {
-                "source": torch.zeros(rows, dtype=torch.int64), "group": numbers // SAMPLES, "sample": numbers % SAMPLES,
-                "prompt_length": torch.full((rows,), 4), "metadata": Objects(({},) * rows),
-            }
+    def done(self, holder: str, consumer: str, done: Any, written: tuple[dict[str, Any], int, list[str], Any]) -> None:
+        """Report leases as done, with the columns written for their rows."""
+        columns, count, payload, rows = written
+        frames = encode(Rows({name: make(count, dtype=torch.int64) for name, make in columns.items()}))
+        part = {"block": self.block, "columns": payload, "frames": [0, len(frames)], "size": count, "rows": rows}
+        self.ask(
+            "done", holder, [bytes(frame) for frame in frames], consumer=consumer, done=done, parts=[part], totals={},
+            reports=[], unfinished=False,
         )  # fmt: skip
-        born = stored(node.data, admitted)
-        timed(lambda: control.admit(control.training, born))
-        block = Block("here", node.data.address, "braid-0-nothing-0", 8)
-        drawn, computed = {"version": torch.zeros, "length": torch.ones, "score": torch.ones}, {"advantage": torch.ones}
-        engine, trainer = {"holder": "actor.generate.0.0"}, {"holder": "actor.0.0"}
-        leases: list[list[Any]] = []
-        while not control.finished:
-            answer = ask("take", consumers=["actor.generate"], most=64, ranks=1, slots=AtOnce.slots, **engine)
-            if isinstance(answer[0], dict) and answer[0]["kind"] == "rows":
-                done = [[answer[0]["lease"], list(range(answer[0]["size"]))]]
-                parts, frames = part(drawn, answer[0]["size"], ["tokens"], done)
-                report = {"sums": {}, "stage": "actor.generate", "seconds": 0.0}
-                ask(
-                    "done",
-                    frames,
-                    consumer="actor.generate",
-                    done=done,
-                    parts=parts,
-                    totals={},
-                    reports=[report],
-                    unfinished=False,
-                    **engine,
-                )
-            ready = ["actor.update"] if sum(size for _, size in leases) == rows else []
-            answer = ask("take", consumers=["train.actor"], most=64, ranks=1, role="actor", ready=ready, **trainer)
-            if not isinstance(answer[0], dict):
-                continue
-            if answer[0]["kind"] == "rows":
-                leases.append([answer[0]["lease"], answer[0]["size"]])
-            elif answer[0]["kind"] == "step":
-                ask(
-                    "stepped",
-                    stage="actor.update",
-                    report={"sums": {}, "stage": "actor.update", "seconds": 0.0},
-                    **trainer,
-                )
-                whole = [[lease, list(range(size))] for lease, size in leases]
-                parts, frames = part(computed, rows, [], whole)
-                done = [[lease, None] for lease, _ in leases]
-                ask(
-                    "done",
-                    frames,
-                    consumer="train.actor",
-                    done=done,
-                    parts=parts,
-                    totals={},
-                    reports=[],
-                    unfinished=False,
-                    **trainer,
-                )
-        return spent / rows * 1e6
+
+    def generate(self) -> None:
+        """Take up to 64 rows as an engine, and return them."""
+        work = self.ask("take", ENGINE, consumers=["actor.generate"], most=64, ranks=1, slots=AtOnce.slots)
+        if work.get("kind") == "rows":
+            done = [[work["lease"], list(range(work["size"]))]]
+            drawn = {"version": torch.zeros, "length": torch.ones, "score": torch.ones}
+            self.done(ENGINE, "actor.generate", done, (drawn, work["size"], ["tokens"], done))
+
+    def train(self) -> None:
+        """Take up to 64 rows as a trainer; after the last ones, step and report the batch."""
+        ready = ["actor.update"] if sum(size for _, size in self.leases) == self.rows else []
+        work = self.ask("take", TRAINER, consumers=["train.actor"], most=64, ranks=1, role="actor", ready=ready)
+        if work.get("kind") == "rows":
+            self.leases.append([work["lease"], work["size"]])
+        elif work.get("kind") == "step":
+            report = {"sums": {}, "stage": "actor.update", "seconds": 0.0}
+            self.ask("stepped", TRAINER, stage="actor.update", report=report)
+            whole = [[lease, list(range(size))] for lease, size in self.leases]
+            computed = {"advantage": torch.ones}
+            self.done(
+                TRAINER, "train.actor", [[lease, None] for lease, _ in self.leases], (computed, self.rows, [], whole)
+            )
+
+
+def control_cost(rows: int) -> float:
+    """Return the microseconds of CPU that the control plane needs per row; the trainer's last step publishes the version."""
+    node = StorageNode("here", "127.0.0.1")
+    try:
+        timed = TimedControl(node, rows)
+        while not timed.control.finished:
+            timed.generate()
+            timed.train()
+        return timed.spent / rows * 1e6
     finally:
         node.close()
 

@@ -331,7 +331,7 @@ class Task:
                     del self.ready[table]
 
     def _unmark(self, rows: Sequence[Row]) -> Sequence[Row]:
-        """With whole groups, record that rows are not ready; return the rows that stand for them."""
+        """Record that rows are not ready; return them, or with whole groups the first row of each group."""
         if not self.whole_groups:
             return rows
         named: dict[Row, None] = {}

@@ -1,4 +1,4 @@
-"""In an update with several terms each term is divided by its own global count, however rows are split into micro-batches."""
+"""Each term of an update is divided by its own global count, however rows are split into micro-batches."""
 
 from __future__ import annotations
 
