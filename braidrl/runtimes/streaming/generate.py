@@ -218,28 +218,30 @@ class GenerateLoop:
             alike.setdefault((self.flight[key].leased.consumer.name, result.is_suspended), []).append(key)
         for (_, unfinished), keys in alike.items():
             WORK.advanced()
-            task = asyncio.create_task(self._report(keys, unfinished))
+            flights = [self.flight[key] for key in keys]
+            # Selection may drop these rows, and the span may end, while they are checked.
+            span = self.spans[flights[0].leased.consumer.stages[0].name]
+            task = asyncio.create_task(self._report(keys, flights, span, unfinished))
             task.add_done_callback(lambda _: self.news.set())
             self.reporting[task] = len(keys)
 
-    async def _report(self, keys: Sequence[Key], unfinished: bool) -> None:
-        flights = [self.flight[key] for key in keys]
+    async def _report(self, keys: Sequence[Key], flights: Sequence[Flight], span: BusySpan, unfinished: bool) -> None:
         rows, done = of_leases(list(zip(keys, flights, strict=True)))
         results = {flight.uid: flight.task.result() for flight in flights}
-        consumer = flights[0].leased.consumer
-        await asyncio.to_thread(self._write, consumer, flights[0].leased.iteration, rows, done, results, unfinished)
+        leased = flights[0].leased
+        await asyncio.to_thread(self._write, leased.consumer, leased.iteration, rows, done, results, span, unfinished)
         self._forget(keys)
 
     def _write(
         self, consumer: Consumer, iteration: int, rows: Rows, done: list[tuple[int, list[int]]], ended: dict[Uid, Ended],
-        unfinished: bool,
+        span: BusySpan, unfinished: bool,
     ) -> None:  # fmt: skip
         stage, sums, usage = consumer.stages[0], Sums(), self.generation.usage
         results = [ended[uid] for uid in rows.uids()]
         columns = dict(self._columns(stage, rows, [one.result for one in results], sums))
         # A suspended row counts when it has ended.
         tokens = 0 if unfinished else tokens_of(of_namespace(Rows(columns), stage.params.get("into")))
-        report = self.context.trace.count(self.spans[stage.name], stage.name, len(rows), tokens)
+        report = self.context.trace.count(span, stage.name, len(rows), tokens)
         drawn = [one.drawn for one in results]
         usage.decoded(stage, drawn, self.engine.slots, report["seconds"], sums, self.crowd)
         usage.note_memory(stage, sums)
@@ -247,10 +249,10 @@ class GenerateLoop:
         whole = rows.with_columns(columns)
         for other in consumer.due(iteration) if not unfinished else ():
             if other is not stage:
-                with self.context.trace.busy(other.name, iteration, whole.uids()) as span:
-                    found = self.context.executor.run(other, whole, span.sums)
+                with self.context.trace.busy(other.name, iteration, whole.uids()) as checked:
+                    found = self.context.executor.run(other, whole, checked.sums)
                 whole, columns = whole.with_columns(found), {**columns, **found}
-                reports.append(span.report())
+                reports.append(checked.report())
         part = write_columns(self.context.data, columns)
         self.client.done(consumer.name, done, [(part, done)], reports, unfinished=unfinished, keeps=True)
 
