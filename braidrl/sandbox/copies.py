@@ -220,10 +220,11 @@ class SandboxedCopies:
         """Kill a copy and, with its namespace's first process, all that it started; pending and later starts are refused."""
         copy.failure = copy.failure or failure
         self._forget(copy.talk.fileno())
+        # First: a process whose start is refused must not see the error, and answer with it.
+        kill(copy.process)
         while copy.listeners:
             self._forget(copy.listeners[-1])
             os.close(copy.listeners.pop())
-        kill(copy.process)
 
     def _on_end(self, number: int) -> None:
         """Tell the run why the copy ended, if it still listens, and show what the copy printed."""

@@ -92,8 +92,8 @@ class GenerateLoop:
         self.last: dict[Uid, asyncio.Task[Ended]] = {}
         """The latest generation task of each row: an engine draws one response of a row at a time."""
         self.ended: list[Key] = []
-        self.reporting: dict[asyncio.Task[None], int] = {}
-        """Tasks that check and write finished rows, with the number of these."""
+        self.reporting: dict[asyncio.Task[None], list[Key]] = {}
+        """Tasks that check and write finished rows, with these. The rows stay in `flight` until their task has ended."""
         self.spans: dict[str, BusySpan] = {}
         """The span in which the engine has rows of a stage, by stage."""
         self.pieces: dict[str, PieceOfWork] = {}
@@ -112,12 +112,13 @@ class GenerateLoop:
             while (work := await self._next(engine.load().slots)).kind != "stop":
                 await self._act(engine, work)
         finally:
+            await asyncio.gather(*self.reporting, return_exceptions=True)
             await self._end(list(self.flight))
 
     async def _next(self, slots: int) -> WorkItem:
         """Return the worker's next work from the queue; rows that end meanwhile are checked, written and reported."""
         settings, consumers = self.context.settings, self.context.group.consumers
-        slots += sum(self.reporting.values())
+        slots += sum(map(len, self.reporting.values()))
         take = partial(self.client.take, consumers, settings.dispatch_rows, settings.wait_s, slots=slots)
         asked = asyncio.ensure_future(asyncio.to_thread(take))
         asked.add_done_callback(lambda _: self.news.set())
@@ -137,12 +138,14 @@ class GenerateLoop:
             await self._load(engine, work)
 
     def _gone(self, lost: Collection[int], dropped: Iterable[tuple[int, Sequence[int]]]) -> list[Key]:
-        """Return the running rows that this worker has lost, by lease, or by lease and position."""
+        """Return the running rows that this worker has lost, by lease, or by lease and position.
+
+        A row that is being reported is left alone: the queue refuses its report.
+        """
+        reported = {key for keys in self.reporting.values() for key in keys}
         gone = [key for key in self.flight if key[0] in lost] if lost else []
-        return [
-            *gone,
-            *((lease, place) for lease, places in dropped for place in places if (lease, place) in self.flight),
-        ]
+        gone += [(lease, place) for lease, places in dropped for place in places if (lease, place) in self.flight]
+        return [key for key in gone if key not in reported]
 
     # Rows
 
@@ -218,30 +221,28 @@ class GenerateLoop:
             alike.setdefault((self.flight[key].leased.consumer.name, result.is_suspended), []).append(key)
         for (_, unfinished), keys in alike.items():
             WORK.advanced()
-            flights = [self.flight[key] for key in keys]
-            # Selection may drop these rows, and the span may end, while they are checked.
-            span = self.spans[flights[0].leased.consumer.stages[0].name]
-            task = asyncio.create_task(self._report(keys, flights, span, unfinished))
+            task = asyncio.create_task(self._report(keys, unfinished))
             task.add_done_callback(lambda _: self.news.set())
-            self.reporting[task] = len(keys)
+            self.reporting[task] = keys
 
-    async def _report(self, keys: Sequence[Key], flights: Sequence[Flight], span: BusySpan, unfinished: bool) -> None:
+    async def _report(self, keys: Sequence[Key], unfinished: bool) -> None:
+        flights = [self.flight[key] for key in keys]
         rows, done = of_leases(list(zip(keys, flights, strict=True)))
         results = {flight.uid: flight.task.result() for flight in flights}
-        leased = flights[0].leased
-        await asyncio.to_thread(self._write, leased.consumer, leased.iteration, rows, done, results, span, unfinished)
+        consumer = flights[0].leased.consumer
+        await asyncio.to_thread(self._write, consumer, flights[0].leased.iteration, rows, done, results, unfinished)
         self._forget(keys)
 
     def _write(
         self, consumer: Consumer, iteration: int, rows: Rows, done: list[tuple[int, list[int]]], ended: dict[Uid, Ended],
-        span: BusySpan, unfinished: bool,
+        unfinished: bool,
     ) -> None:  # fmt: skip
         stage, sums, usage = consumer.stages[0], Sums(), self.generation.usage
         results = [ended[uid] for uid in rows.uids()]
         columns = dict(self._columns(stage, rows, [one.result for one in results], sums))
         # A suspended row counts when it has ended.
         tokens = 0 if unfinished else tokens_of(of_namespace(Rows(columns), stage.params.get("into")))
-        report = self.context.trace.count(span, stage.name, len(rows), tokens)
+        report = self.context.trace.count(self.spans[stage.name], stage.name, len(rows), tokens)
         drawn = [one.drawn for one in results]
         usage.decoded(stage, drawn, self.engine.slots, report["seconds"], sums, self.crowd)
         usage.note_memory(stage, sums)
@@ -249,10 +250,10 @@ class GenerateLoop:
         whole = rows.with_columns(columns)
         for other in consumer.due(iteration) if not unfinished else ():
             if other is not stage:
-                with self.context.trace.busy(other.name, iteration, whole.uids()) as checked:
-                    found = self.context.executor.run(other, whole, checked.sums)
+                with self.context.trace.busy(other.name, iteration, whole.uids()) as span:
+                    found = self.context.executor.run(other, whole, span.sums)
                 whole, columns = whole.with_columns(found), {**columns, **found}
-                reports.append(checked.report())
+                reports.append(span.report())
         part = write_columns(self.context.data, columns)
         self.client.done(consumer.name, done, [(part, done)], reports, unfinished=unfinished, keeps=True)
 
