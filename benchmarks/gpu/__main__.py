@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,19 @@ from transformers.utils import logging
 
 from benchmarks.gpu.checks import CHECKS, Place, lacking
 from benchmarks.gpu.models import SHAPES
-from benchmarks.gpu.tables import SIZES, TABLES, rates
+from benchmarks.gpu.tables import SIZES, TABLES, hybrid, rates
 
 
 class Record:
     """Results so far, in a file that is written after each part."""
 
-    def __init__(self, path: Path, head: dict[str, Any]) -> None:
-        self.path, self.found, self.failed = path, {**head, "parts": {}}, False
+    def __init__(self, path: Path, head: dict[str, Any], only: Sequence[str] = ()) -> None:
+        self.path, self.found, self.failed, self.only = path, {**head, "parts": {}}, False, only
 
     def part(self, name: str, work: Callable[[], Any]) -> Any:
-        """Run one part, print its result and save it."""
+        """Run one part, print its result and save it; None if only others were asked for."""
+        if self.only and not any(word in name for word in (*self.only, "rates")):
+            return None
         start, said = time.perf_counter(), None
         try:
             said = work()
@@ -76,6 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--size", choices=tuple(SIZES), default="full")
+    parser.add_argument("--parts", default="", help="only the parts whose names contain one of these words")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
@@ -90,7 +93,9 @@ def main() -> None:
         "transformers": transformers.__version__,
     }
     arguments.output.mkdir(parents=True, exist_ok=True)
-    record = Record(arguments.output / f"gpu-{name.replace(' ', '-').lower()}-{arguments.size}.json", head)
+    record = Record(
+        arguments.output / f"gpu-{name.replace(' ', '-').lower()}-{arguments.size}.json", head, arguments.parts.split()
+    )
     with tempfile.TemporaryDirectory(prefix="braid-gpu-") as folder:
         run(record, arguments.device, arguments.size, Path(folder))
     sys.exit(record.failed)
@@ -104,6 +109,7 @@ def run(record: Record, device: str, size: str, folder: Path) -> None:
             print(f"{name}: needs {', '.join(missing)}, left out", flush=True)
             continue
         record.part(name, lambda check=check: check(place))  # type: ignore[misc]
+    record.part("linear attention", lambda: hybrid(device, folder, size, SIZES[size].repeats))
     known = record.part("rates", lambda: rates(device))
     for shape in SHAPES[size] if known else ():
         for name, table in TABLES.items():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen3_5TextConfig
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.config import Config, parse_config
@@ -78,6 +78,39 @@ def write(shape: Shape, folder: Path) -> Path:
     return place
 
 
+def write_hybrid(size: str, folder: Path) -> Path:
+    """Write a Qwen3.5 of 0.8B parameters, or a tiny one: three of four layers have linear attention."""
+    place = folder / f"hybrid-{size}"
+    if not place.is_dir():
+        torch.manual_seed(0)
+        small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 16, "vocab_size": 256}
+        small |= {
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        }
+        full = {
+            "hidden_size": 1024,
+            "intermediate_size": 3584,
+            "num_hidden_layers": 24,
+            "head_dim": 256,
+            "vocab_size": 151936,
+        }
+        full |= {
+            "linear_num_value_heads": 16,
+            "linear_num_key_heads": 16,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+        }
+        config = Qwen3_5TextConfig(
+            **(full if size == "full" else small), num_attention_heads=8, num_key_value_heads=2, tie_word_embeddings=True,
+            eos_token_id=0, bos_token_id=None, pad_token_id=0,
+        )  # fmt: skip
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(place)
+    return place
+
+
 def settings(model: Path, device: str, dtype: str, **trainer: Any) -> Config:
     """Return the configuration of a role on a device."""
     trainer = {"learning_rate": 1e-3, "max_tokens_per_device": 16384, **trainer}
@@ -109,13 +142,17 @@ def random_rows(count: int, tokens: int, vocabulary: int) -> Rows:
 
 def as_rows(tokens: Tensor, advantage: Tensor, prompt: int) -> Rows:
     """Return rows (B, T) of prompts and responses in the form that training takes."""
-    count, length = tokens.shape
-    mask = (torch.arange(length) >= prompt).repeat(count)
-    lengths = torch.full((count,), length)
+    return packed_rows(tokens.flatten(), torch.full((len(tokens),), tokens.shape[1]), advantage, prompt)
+
+
+def packed_rows(tokens: Tensor, lengths: Tensor, advantage: Tensor, prompt: int) -> Rows:
+    """Return rows of the lengths (B,), whose tokens are packed, in the form that training takes."""
+    count = len(lengths)
+    mask = torch.cat([torch.arange(int(length)) >= prompt for length in lengths])
     return Rows({
         "source": torch.zeros(count, dtype=torch.int64), "group": torch.arange(count), "sample": torch.zeros(count, dtype=torch.int64),
         "length": lengths, "action_tokens": lengths - prompt, "advantage": advantage.double(),
-        "tokens": Ragged.from_lengths(tokens.flatten(), lengths), "action_mask": Ragged.from_lengths(mask, lengths),
+        "tokens": Ragged.from_lengths(tokens, lengths), "action_mask": Ragged.from_lengths(mask, lengths),
         "sequence_lengths": Ragged.from_lengths(lengths, torch.ones_like(lengths)),
     })  # fmt: skip
 

@@ -132,4 +132,15 @@ def grpo_step(device: str, folder: Path, shape: Shape, sizes: Sizes, known: dict
     }]  # fmt: skip
 
 
+def hybrid(device: str, folder: Path, size: str, repeats: int) -> list[dict[str, Any]]:
+    """Return tokens per second of training a model with linear attention on rows of different lengths."""
+    role = models.worker(models.write_hybrid(size, folder), device, "bfloat16")
+    draw = torch.Generator().manual_seed(3)
+    lengths = torch.randint(*((256, 2048, (24,)) if size == "full" else (8, 24, (4,))), generator=draw)
+    tokens = torch.randint(1, 256, (int(lengths.sum()),), generator=draw)
+    rows = models.packed_rows(tokens, lengths, torch.randn(len(lengths), generator=draw), 1)
+    took = seconds(device, lambda: models.train(role, rows), repeats)
+    return [{"rows": len(lengths), "tokens_per_second": len(tokens) / took, "seconds": took}]
+
+
 TABLES = {"training": training, "decoding": decoding, "GRPO step": grpo_step}

@@ -14,7 +14,7 @@ from braidrl.errors import UserError, first_line
 from braidrl.training.acceptance import MEASURES, OPTIONAL, accept
 from braidrl.training.decoders.body import ForwardPlan
 from braidrl.training.decoders.proof import FAILURES, Finding, Refusal, Twin, packed_findings, quietly
-from braidrl.training.decoders.proven import best_plan
+from braidrl.training.decoders.proven import best_plan, proof_device
 from braidrl.training.layout_proof import layout_findings
 from braidrl.training.loading import check_model, read_model_config
 
@@ -38,7 +38,7 @@ def check(model: str, layouts: bool, say: Callable[[str], None]) -> bool:
     config = config_of(model)
     try:
         with quietly():
-            twin = Twin(config)
+            twin = Twin(config, device=proof_device())
             plan, decoding = best_plan(twin)
             findings = [*packed_findings(twin, twin.model(plan)), decoding]
             findings += [accept(name, twin, plan) for name in MEASURES]

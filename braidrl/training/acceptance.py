@@ -19,8 +19,7 @@ from braidrl.errors import UserError, first_line
 from braidrl.training.compute.attention import PackedSequences
 from braidrl.training.decoders.body import ForwardPlan, body_of, decoder_of, run_body, set_training, use_plan
 from braidrl.training.decoders.proof import BOUND, FAILURES, Finding, Twin, distance, packed_log_probs, quietly
-from braidrl.training.decoders.proven import remembered
-from braidrl.training.decoders.shrink import tiny_model
+from braidrl.training.decoders.proven import proof_device, remembered
 from braidrl.training.loading import read_buffers, rebuild_buffers
 from braidrl.training.lora import add_adapters, merged, plain_names
 from braidrl.training.memory.footprint import divide_tokens
@@ -43,7 +42,7 @@ def pipeline_stages(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
     whole = twin.model(plan)
     layers = len(body_of(whole).layers)
     ranks = 2 if layers % 2 == 0 else layers
-    sequences = PackedSequences.of([len(row) for row in twin.rows])
+    sequences = PackedSequences.of([len(row) for row in twin.rows], twin.device)
     ids, places = torch.cat(twin.rows)[None], sequences.position_ids()
     hidden = None
     for rank in range(ranks):
@@ -63,7 +62,7 @@ def tensor_ranks(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
     if not model.config.get_text_config().base_model_tp_plan:
         raise ValueError("transformers has no tensor-parallel plan of it")
     divide_tokens(model, 2)
-    sequences = PackedSequences.of([len(row) for row in twin.rows[:2]])
+    sequences = PackedSequences.of([len(row) for row in twin.rows[:2]], twin.device)
     try:
         run_body(model, torch.cat(twin.rows[:2])[None], sequences.position_ids(), sequences)
     except RuntimeError as error:
@@ -102,7 +101,7 @@ def adapters(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
 def half_precision(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
     """Compare packed rows in bfloat16 to float32, relative to transformers' own single rows in bfloat16."""
     ours = packed_log_probs(twin.model(plan).to(torch.bfloat16), twin.rows)
-    model = tiny_model(twin.config, twin.seed, attn_implementation="eager").to(torch.bfloat16)
+    model = copy.deepcopy(twin.own).to(torch.bfloat16)
     theirs = []
     for row in twin.rows:
         logits = model(input_ids=row[None], use_cache=False).logits[0, :-1].float()
@@ -118,7 +117,8 @@ def exported(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder:
         model = twin.model(plan)
         model.save_pretrained(folder, state_dict=dict(model.state_dict()))
-        loaded = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+        loaded.to(twin.device).eval()
     row = twin.rows[1][None]
     logits = [m(input_ids=row, use_cache=False).logits for m in (loaded, twin.own)]
     return distance(logits[:1], logits[1:]), BOUND
@@ -145,7 +145,7 @@ def read_in_parts(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
             setattr(skeleton.get_submodule(owner), own, nn.Parameter(files[name].to(parameter.dtype)))
         skeleton.tie_weights()
     use_plan(skeleton, plan)
-    skeleton.eval()
+    skeleton.to(twin.device).eval()
     return distance(packed_log_probs(skeleton, twin.rows), packed_log_probs(model, twin.rows)), EXACT
 
 
@@ -171,7 +171,7 @@ def resumed(twin: Twin, plan: ForwardPlan) -> tuple[float, float]:
         second: Any = AutoModelForCausalLM.from_pretrained(
             folder, attn_implementation=plan.attention, dtype=torch.float32
         )
-    use_plan(second, plan)
+    use_plan(second.to(twin.device), plan)
     again = started(second)
     again.load_state_dict(optimizers[1].state_dict())
     step(second, again)
@@ -210,7 +210,7 @@ def check_accepted(config: Any, plan: ForwardPlan, folder: Path, name: str, reme
 
     def measured() -> dict[str, Any]:
         with quietly(), torch.enable_grad():
-            return asdict(accept(name, Twin(config), plan))
+            return asdict(accept(name, Twin(config, device=proof_device()), plan))
 
     finding = Finding(**remembered(config, name.replace(" ", "-"), measured))
     if not finding.holds:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from transformers import AutoConfig
 
 from braidrl.cluster.world import Ranks
 from braidrl.config import load_config
@@ -26,10 +27,13 @@ from braidrl.flow.recipes import RECIPES
 from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.run import TrainingRun, train
 from braidrl.runtimes.streaming.weights import beside_computing
+from braidrl.training.acceptance import MEASURES, OPTIONAL, accept
 from braidrl.training.compute import cuda_layers as layers
 from braidrl.training.compute import log_probs
 from braidrl.training.compute.cuda_layers import LayerKernels, rms_norm, rotary, silu_gate
 from braidrl.training.compute.log_probs import ChunkKernels, chunk_gradient, chunk_statistics
+from braidrl.training.decoders.proof import Twin
+from braidrl.training.decoders.proven import best_plan
 from braidrl.training.memory.offload import OffloadableTensors
 from braidrl.training.roles.make import DecoderWorker
 from braidrl.weights.file import WeightWriter
@@ -37,6 +41,7 @@ from braidrl.weights.shard_index import full_parts
 from braidrl.weights.shards import empty, occupy, storages
 from tests.cuda.allowed import DOUBLES, WAITS
 from tests.cuda.twin import CudaTwin, cuda_twin
+from tests.cuda.variants import VARIANTS
 from tests.recipes.test_training import SETTINGS, placed
 from tests.recipes.tiny import make_config, write_data, write_decoder, write_scorer, write_texts
 
@@ -94,18 +99,6 @@ def test_every_recipe_trains(name: str, folder: Path, tmp_path: Path, twin: Cuda
     assert updated and all(metrics[f"utilisation/operations/{stage}"] > 0 for stage in updated)
     assert all(metrics[f"memory/{stage}/allocated_max"] == 3 << 20 for stage in updated)
     check_places(twin)
-
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "recorded steps": {"rollout__compile": True, "trainer__steps": 2},
-    "adapters": {"trainer__lora": {"rank": 4}, "algorithm": {"old": "recompute"}},
-    "shared prompts": {"trainer__share_prompts": True, "algorithm": {"old": "recompute"}},
-    "activation checkpointing": {"trainer__activation_checkpointing": True},
-    "top-k and top-p": {"rollout__top_k": 5, "rollout__top_p": 0.9},
-    "an engine of another type": {"dtype": "float32", "rollout__dtype": "bfloat16", "trainer__steps": 2},
-    "moments of 8 bits": {"trainer__optimizer": "adamw8bit", "trainer__optimizer_settings": {"min_8bit_size": 256}},
-    "weights of 4 bits": {"trainer__lora": {"rank": 4, "base_dtype": "nf4"}},
-}
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -285,3 +278,12 @@ def test_the_device_is_torchs_own_fake_one() -> None:
         tensor = torch.empty(2, device="cuda", requires_grad=True)
         tensor.sum().backward()
         assert isinstance(tensor.grad, FakeTensor) and tensor.grad.is_cuda
+
+
+def test_the_proof_of_a_decoder_runs_on_the_device(twin: CudaTwin) -> None:
+    """Kernels of linear attention compute only there, so the proof must not leave a tensor on the CPU."""
+    proven = Twin(AutoConfig.for_model("qwen3"), device="cuda")
+    plan, decoding = best_plan(proven)
+    assert decoding.holds and plan.is_packed
+    for measure in MEASURES:
+        assert accept(measure, proven, plan).holds or measure in OPTIONAL, measure

@@ -62,7 +62,7 @@ class EmbeddedEngine(SteppingEngine):
         native = native_decoder(self._weights.model) if compile else None
         # states of mixers and caches of cohorts need not stay where a recorded step has found them
         recorded = compile and slices is None and model.device.type == "cuda" and plan_of_model(model).is_packed
-        graphs = StepGraphs(CudaRecorder()) if recorded else None
+        graphs = StepGraphs(CudaRecorder) if recorded else None
         self._batch = SlotBatch(
             self._weights.model, round_up(slots, ROW_MULTIPLE), seed, shrink, native, graphs, pipeline
         )

@@ -3,7 +3,8 @@
     rows in the step, positions read ──▶ a graph, recorded the first time ──replay──▶ logits
 
 A graph reads and writes the same addresses each time, so its tensors stay in place between generations. When a tensor has moved (longer
-rows, other weights), graphs are recorded again.
+rows, other weights), graphs are recorded again. Steps that the recorder refuses, such as those of experts whose tokens the host counts,
+run as they are.
 
 Shapes: B slots in the step, V vocabulary.
 """
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from braidrl.errors import first_line
 from braidrl.training.compute.slots import READ_MULTIPLE, round_up
 
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]
@@ -27,8 +29,10 @@ logger = logging.getLogger(__name__)
 class StepGraphs:
     """Recorded steps by shape."""
 
-    def __init__(self, record: Recorder) -> None:
-        self._record = record
+    def __init__(self, recorder: Callable[[], Recorder]) -> None:
+        """Start without graphs; `recorder` makes a recorder for each set of graphs that read the same tensors."""
+        self._recorder, self._record = recorder, recorder()
+        self._recordable = True
         self._graphs: dict[tuple[int, int], Callable[[], None]] = {}
         self._results: dict[int, Tensor] = {}
         self._places: tuple[int, ...] = ()
@@ -42,13 +46,24 @@ class StepGraphs:
         if places != self._places:
             self._graphs.clear()
             self._results.clear()
-            self._places = places
+            self._places, self._record = places, self._recorder()
 
     def logits(self, rows: int, positions: int, compute: Callable[[int], Tensor]) -> Tensor:
         """Return `compute`'s logits (B, V), reading at least `positions` positions; the next call overwrites them."""
         read = padded_positions(positions)
-        if (rows, read) not in self._graphs:
-            self._graphs[rows, read] = self._recorded(rows, read, compute)
+        if (rows, read) not in self._graphs and self._recordable:
+            try:
+                self._graphs[rows, read] = self._recorded(rows, read, compute)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                self._recordable = False
+                self._graphs.clear()
+                logger.warning(
+                    "decode steps of this model cannot be recorded as CUDA graphs and run slower: %s", first_line(error)
+                )
+        if not self._recordable:
+            return compute(read)
         self._graphs[rows, read]()
         return self._results[rows]
 
@@ -67,7 +82,10 @@ class StepGraphs:
 
 
 class CudaRecorder:
-    """Recorder of CUDA graphs that share one memory pool, since only one runs at a time."""
+    """Recorder of CUDA graphs that share one memory pool, since only one runs at a time.
+
+    When its graphs are dropped, the pool can outlive them in a tensor that Python has not freed yet; no graph may be recorded into it then.
+    """
 
     def __init__(self) -> None:
         self._pool: Any = torch.cuda.graph_pool_handle()

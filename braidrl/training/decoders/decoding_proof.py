@@ -32,16 +32,16 @@ def decoding_finding(twin: Twin, plan: ForwardPlan) -> Finding:
 
 def decoded_from_slots(model: object, twin: Twin) -> list[Tensor]:
     """Return the log-probs of each row's response, decoded from slots; rows also move between slots."""
-    cache = SlotCache(SLOTS, torch.float32, torch.device("cpu"))
+    cache = SlotCache(SLOTS, torch.float32, twin.device)
     cache.reserve(max(len(row) for row in twin.rows))
     long = [n for n, prompt in enumerate(PROMPTS) if prompt > 1]
-    sequences = PackedSequences.of([PROMPTS[n] - 1 for n in long])
+    sequences = PackedSequences.of([PROMPTS[n] - 1 for n in long], twin.device)
     keeping = PrefillSequences(sequences)
     ids = torch.cat([twin.rows[n][: PROMPTS[n] - 1] for n in long])
     run_body(model, ids[None], sequences.position_ids(), keeping)
     prefixes = dict(zip(long, keeping.prefixes(len(long)), strict=True))
     for number in range(len(twin.rows)):
-        cache.fill(torch.tensor([number + 1]), prefixes.get(number))
+        cache.fill(torch.tensor([number + 1], device=twin.device), prefixes.get(number))
     for number in reversed(range(len(twin.rows))):
         cache.move(number + 1, number + 4, PROMPTS[number])
 
@@ -68,7 +68,7 @@ def _stepped(model: object, twin: Twin, hidden: object, first: int) -> list[Tens
     """Feed each row's own tokens, one per step; row n is in slot n + `first`. Return the log-probs of responses."""
     found: list[list[Tensor]] = [[] for _ in twin.rows]
     for step in range(max(len(row) - prompt for row, prompt in zip(twin.rows, PROMPTS, strict=True))):
-        current, position = torch.zeros(SLOTS, dtype=torch.int64), torch.zeros(SLOTS, dtype=torch.int64)
+        current, position = (torch.zeros(SLOTS, dtype=torch.int64, device=twin.device) for _ in range(2))
         places = [min(prompt - 1 + step, len(row) - 1) for row, prompt in zip(twin.rows, PROMPTS, strict=True)]
         for number, (row, place) in enumerate(zip(twin.rows, places, strict=True)):
             current[number + first], position[number + first] = row[place], place
@@ -76,4 +76,4 @@ def _stepped(model: object, twin: Twin, hidden: object, first: int) -> list[Tens
         for number, (row, place) in enumerate(zip(twin.rows, places, strict=True)):
             if place + 1 < len(row):
                 found[number].append(logits[number + first, row[place + 1]])
-    return [torch.stack(values) if values else torch.zeros(0) for values in found]
+    return [torch.stack(values) if values else torch.zeros(0, device=twin.device) for values in found]

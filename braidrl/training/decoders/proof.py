@@ -69,19 +69,23 @@ class Finding:
 class Twin:
     """A tiny model with the structure of a configuration, random rows, and transformers' results on them."""
 
-    def __init__(self, config: Any, seed: int = 0, alter: Callable[[Any], None] | None = None) -> None:
+    def __init__(
+        self, config: Any, seed: int = 0, alter: Callable[[Any], None] | None = None, device: str = "cpu"
+    ) -> None:
         """Shrink a configuration; tests inject faults into Braid's models by `alter`."""
-        self.config = shrink_config(config)
+        self.config, self.device = shrink_config(config), torch.device(device)
         still(self.config)
         self.seed, self._alter = seed, alter
         text = self.config.get_text_config()
         generator = torch.Generator().manual_seed(seed)
-        self.rows = [torch.randint(2, text.vocab_size - 4, (length,), generator=generator) for length in LENGTHS]
-        self.weights = [torch.randn(length - 1, generator=generator) for length in LENGTHS]
+        rows = [torch.randint(2, text.vocab_size - 4, (length,), generator=generator) for length in LENGTHS]
+        weights = [torch.randn(length - 1, generator=generator) for length in LENGTHS]
+        self.rows, self.weights = ([each.to(self.device) for each in drawn] for drawn in (rows, weights))
 
     def model(self, plan: ForwardPlan) -> Any:
         """Create the twin for a plan, always with the same weights."""
-        model = tiny_model(self.config, self.seed, attn_implementation=plan.attention)
+        model: Any = tiny_model(self.config, self.seed, attn_implementation=plan.attention)
+        model.to(self.device)
         use_plan(model, plan)
         if self._alter is not None:
             self._alter(model)
@@ -90,7 +94,8 @@ class Twin:
     @cached_property
     def own(self) -> Any:
         """Return the twin with transformers' own attention."""
-        return tiny_model(self.config, self.seed, attn_implementation="eager")
+        model: Any = tiny_model(self.config, self.seed, attn_implementation="eager")
+        return model.to(self.device)
 
     @cached_property
     @torch.enable_grad()  # also under a caller's no_grad
@@ -119,10 +124,10 @@ def gradients_of(model: Any) -> dict[str, Tensor]:
 
 def packed_log_probs(model: Any, rows: Sequence[Tensor]) -> list[Tensor]:
     """Return the log-probs of packed rows, as in training."""
-    sequences = PackedSequences.of([len(row) for row in rows], keep_scores=True)
+    sequences = PackedSequences.of([len(row) for row in rows], rows[0].device, keep_scores=True)
     hidden = run_body(model, torch.cat(list(rows))[None], sequences.position_ids(), sequences)[0]
     ends = torch.tensor([len(row) for row in rows]).cumsum(0) - 1
-    kept = torch.ones(len(hidden), dtype=torch.bool)
+    kept = torch.ones(len(hidden), dtype=torch.bool, device=hidden.device)
     kept[ends] = False
     found, _ = predicted_log_probs(model, hidden[kept], torch.cat([row[1:] for row in rows]))
     return list(found.split([len(row) - 1 for row in rows]))
@@ -254,7 +259,7 @@ def _calls(model: Any, rows: Sequence[Tensor], packed: bool) -> list[tuple[str, 
         hooks += [module.register_forward_pre_hook(begin, with_kwargs=True), module.register_forward_hook(end)]
     try:
         for part in [list(rows)] if packed else [[row] for row in rows]:
-            sequences = PackedSequences.of([len(row) for row in part])
+            sequences = PackedSequences.of([len(row) for row in part], part[0].device)
             tokens = sum(sequences.lengths)
             found.append([])
             run_body(model, torch.cat(part)[None], sequences.position_ids(), sequences)

@@ -1,6 +1,7 @@
 """The cache of proven plans on this machine, by configuration, transformers version and code of the proof."""
 
 import hashlib
+import importlib.util
 import json
 import os
 import tempfile
@@ -63,13 +64,18 @@ def check_decodes(config: Any, folder: Path | str) -> None:
 def _proven(config: Any) -> dict[str, Any]:
     try:
         with quietly(), torch.enable_grad():  # a checkpoint may be loaded under no_grad
-            plan, decoding = best_plan(Twin(config))
+            plan, decoding = best_plan(Twin(config, device=proof_device()))
     except Refusal as refusal:
         return {"refused": str(refusal)}
     except FAILURES as error:
         return {"refused": f"a tiny model of its structure cannot be loaded: {first_line(error)}"}
     why = "" if decoding.holds else decoding.note or f"log-probs differ by {decoding.value:.1g}"
     return {"mixers": plan.mixers, "by_rows": plan.by_rows, "decoding": why}
+
+
+def proof_device() -> str:
+    """Return CUDA where transformers would use kernels that compute only there, else the CPU."""
+    return "cuda" if torch.cuda.is_available() and importlib.util.find_spec("fla") else "cpu"
 
 
 def best_plan(twin: Twin) -> tuple[ForwardPlan, Finding]:
@@ -90,7 +96,7 @@ def _key(config: Any) -> str:
     folder = Path(__file__).parent
     files = sorted([*folder.glob("*.py"), folder.with_name("acceptance.py"), Path(attention.__file__)])
     code = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-    about = json.dumps(settings, sort_keys=True, default=str) + transformers.__version__ + code
+    about = json.dumps(settings, sort_keys=True, default=str) + transformers.__version__ + code + proof_device()
     return hashlib.sha256(about.encode()).hexdigest()[:24]
 
 

@@ -6,6 +6,7 @@ in the same memory. It therefore reveals everything that a step computes outside
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from braidrl.engines.embedded.batch import SlotBatch
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
-from braidrl.engines.embedded.graphs import StepGraphs, padded_positions
+from braidrl.engines.embedded.graphs import Recorder, StepGraphs, padded_positions
 from braidrl.engines.requests import Response, SamplingParams
 from tests.engines.tiny import CONFIGS, make_model, make_requests, make_tokenizer
 
@@ -42,15 +43,31 @@ class Tape(TorchDispatchMode):
                     old.copy_(new)
 
 
-def record(step: Callable[[], None]) -> Callable[[], None]:
-    with torch.no_grad(), Tape() as tape:
-        step()
-    return tape.replay
+class TapeRecorder:
+    """A recorder that, as CUDA's with its memory pool, records nothing more once one of its graphs has been dropped."""
+
+    def __init__(self) -> None:
+        self.made: list[weakref.ref[Tape]] = []
+
+    def __call__(self, step: Callable[[], None]) -> Callable[[], None]:
+        assert all(tape() is not None for tape in self.made), "the pool has outlived a graph"
+        with torch.no_grad(), Tape() as tape:
+            step()
+        self.made.append(weakref.ref(tape))
+        return tape.replay
 
 
-def recording_engine(name: str, dtype: torch.dtype = torch.float32) -> tuple[EmbeddedEngine, StepGraphs]:
+def refuse(step: Callable[[], None]) -> Callable[[], None]:
+    raise RuntimeError(
+        "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned."
+    )
+
+
+def recording_engine(
+    name: str, dtype: torch.dtype = torch.float32, recorder: Callable[[], Recorder] = TapeRecorder
+) -> tuple[EmbeddedEngine, StepGraphs]:
     model = make_model(name, dtype)
-    engine, graphs = EmbeddedEngine(model, make_tokenizer(), 16, 256, shrink=False, compile=False), StepGraphs(record)
+    engine, graphs = EmbeddedEngine(model, make_tokenizer(), 16, 256, shrink=False, compile=False), StepGraphs(recorder)
     engine._batch = SlotBatch(model, 16, 0, shrink=False, graphs=graphs)
     return engine, graphs
 
@@ -102,6 +119,17 @@ def test_steps_are_recorded_anew_where_memory_moved() -> None:
     assert engine._batch._cache.capacity == 0
     assert same(engine.generate(short), plain.generate(short))
     assert len(graphs) == 1
+
+
+def test_steps_that_cannot_be_recorded_run_as_they_are_and_say_so(caplog: pytest.LogCaptureFixture) -> None:
+    requests = make_requests(4, 4, SamplingParams(max_tokens=12, ends=False))
+    engine, graphs = recording_engine("qwen3", recorder=lambda: refuse)
+    plain = plain_engine("qwen3")
+    for _ in range(2):
+        assert same(engine.generate(requests), plain.generate(requests))
+    assert len(graphs) == 0
+    assert [line.getMessage() for line in caplog.records if "cannot be recorded" in line.getMessage()][1:] == []
+    assert "during CUDA graph capture" in caplog.text
 
 
 def test_few_lengths_are_recorded_and_little_is_read_in_vain() -> None:
