@@ -1,6 +1,6 @@
 """Ray's workers as copies of the tests' fork server: a fresh interpreter would import torch and transformers for five seconds.
 
-raylet ──starts──▶ this file, in place of Ray's setup_worker.py ──arguments, environment, outputs──▶ server ──fork──▶ Ray's default_worker.py
+raylet ──▶ this file, in place of setup_worker.py ──arguments, environment, outputs──▶ server ──fork──▶ default_worker.py
 """
 
 from __future__ import annotations

@@ -50,7 +50,9 @@ def tokenizer(smollm2: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(smollm2)
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(30, marks=pytest.mark.soak)], ids=lambda layers: f"{layers} layers")
+@pytest.fixture(
+    scope="module", params=[2, pytest.param(30, marks=pytest.mark.soak)], ids=lambda layers: f"{layers} layers"
+)
 def workshop(smollm2: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Workshop:
     """Train one GRPO step of the first layers on chat prompts, with a learning rate that moves every weight."""
     folder = tmp_path_factory.mktemp("smollm2")

@@ -146,7 +146,9 @@ def eager(workshop: Workshop) -> Callable[..., Path]:
         ("dapo", {"workers": TWO_EACH, "dispatch_rows": 3, "sampler": "token_balanced"}),
         ("over-sampled", {"workers": {"actor.generate": 2}, "dispatch_rows": 4}),
         pytest.param(
-            "prompt-mean", {"workers": {"actor": 2}, "sampler": {"actor.update": "whole_groups"}}, marks=pytest.mark.soak
+            "prompt-mean",
+            {"workers": {"actor": 2}, "sampler": {"actor.update": "whole_groups"}},
+            marks=pytest.mark.soak,
         ),
         ("diamond", {"dispatch_rows": 1, "sampler": LONGEST_FIRST}),
         ("ppo", {"workers": {"critic": 2}}),
