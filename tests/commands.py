@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver, reduction, resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -118,15 +118,24 @@ def received(sent: Any) -> int:
 
 def become(arguments: list[str], folder: str, environment: dict[str, str], told: int, complained: int) -> NoReturn:
     """Run `braid` with these arguments in this process, and end as an interpreter does."""
-    os.setsid()
     for descriptor, standard in ((told, 1), (complained, 2)):
         os.dup2(descriptor, standard)
         os.close(descriptor)
+    run_as_interpreter(
+        ["braid", *arguments], folder, environment, lambda: importlib.import_module("braidrl.cli.commands").main()
+    )
+
+
+def run_as_interpreter(
+    arguments: list[str], folder: str, environment: dict[str, str], main: Callable[[], Any]
+) -> NoReturn:
+    """Call `main` in this copy of the fork server as the program of a new interpreter, in a session of its own, and end as one does."""
+    os.setsid()
     sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
-    sys.argv, sys.path[0] = ["braid", *arguments], ""
+    sys.argv, sys.path[0] = arguments, ""
     # Its children are independent of the tests' fork server and of its cleanup process.
     multiprocessing.set_start_method(None, force=True)
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
@@ -134,7 +143,7 @@ def become(arguments: list[str], folder: str, environment: dict[str, str], told:
         importlib.reload(module)
     status = 0
     try:
-        importlib.import_module("braidrl.cli.commands").main()
+        main()
     except SystemExit as ended:
         status = ended.code if isinstance(ended.code, int) else bool(ended.code)
     except BaseException:

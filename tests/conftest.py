@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -118,19 +119,27 @@ def ray_cluster() -> Iterator[None]:
     """Start one Ray cluster for all tests, with as many CPUs and devices as they request, whatever this machine has."""
     # Imported here, because the import takes a second that tests without Ray need not spend.
     from braidrl.cluster.ray_cluster import import_ray
+    from tests import ray_workers
 
     ray = import_ray()
-    ray.init(
-        "local",
-        num_cpus=16,
-        num_gpus=8,
-        include_dashboard=False,
-        object_store_memory=200 * 2**20,
-        log_to_driver=False,
-        logging_level="ERROR",
-    )
+    os.environ[ray_workers.SERVER] = f"{OWN_MEMORY.name}/ray_workers"
+    server = FORK_SERVER.Process(target=ray_workers.serve, args=(os.environ[ray_workers.SERVER],), daemon=True)
+    server.start()
+    with pytest.MonkeyPatch.context() as patched:
+        settings = partial(ray._private.parameter.RayParams, setup_worker_path=ray_workers.__file__)
+        patched.setattr(ray._private.parameter, "RayParams", settings)
+        ray.init(
+            "local",
+            num_cpus=16,
+            num_gpus=8,
+            include_dashboard=False,
+            object_store_memory=200 * 2**20,
+            log_to_driver=False,
+            logging_level="ERROR",
+        )
     yield
     ray.shutdown()
+    server.kill()
 
 
 @pytest.fixture(scope="session")

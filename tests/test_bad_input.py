@@ -405,9 +405,5 @@ def test_a_full_disk_while_rollouts_are_recorded_is_one_line_too(workshop: Works
 
 
 def test_the_module_is_the_command(workshop: Workshop) -> None:
-    run = subprocess.run(
-        [sys.executable, "-m", "braidrl.cli", "flow", "grop"], capture_output=True, text=True, cwd=ROOT
-    )
-    assert run.returncode == 2 and run.stderr.startswith(
-        "braid: no recipe is called 'grop'. Did you mean 'grpo'? Your own"
-    )
+    run = subprocess.run([sys.executable, "-m", "braidrl.cli", "trian"], capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 2 and "No such command 'trian'. Did you mean 'train'?" in run.stderr

@@ -62,7 +62,7 @@ def other_weights() -> ModelWeights:
     return ModelWeights(changed)
 
 
-async def largest_gap(engine: Engine, wanted: Sequence[Request], updates: int = 20, offered: bool = False) -> float:
+async def largest_gap(engine: Engine, wanted: Sequence[Request], updates: int = 6, offered: bool = False) -> float:
     """Return the largest gap of the engine's log-probs to training's, in nats, after each of several weight updates.
 
     With `offered` every other version is received in a process group.

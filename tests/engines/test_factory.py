@@ -20,7 +20,6 @@ from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.step_metrics import GAP, GapWatch
 from tests.engines.served import vllm_python
 from tests.invariants.traces import assert_same_weights
-from tests.runtimes.hybrid.warm import WarmCluster
 from tests.tiny import SIZES, TOKENIZER, Workshop, recorded, weights_of
 
 SERVER = "http://127.0.0.1:9"
@@ -50,8 +49,10 @@ def gaps_of(run: Path, steps: int) -> list[float]:
     ],
 )
 def test_engine_processes_give_the_result_of_the_trainers_own_engine(
-    workshop: Workshop, warm_cluster: WarmCluster, runtime: str, processes: int, weights: dict[str, Any]
+    workshop: Workshop, request: pytest.FixtureRequest, runtime: str, processes: int, weights: dict[str, Any]
 ) -> None:
+    if runtime == "hybrid":
+        request.getfixturevalue("warm_cluster")
     alone = workshop.run("alone", trainer=TRAINER)
     served = workshop.run("served", trainer=TRAINER, runtime=runtime, rollout={"engines": processes, **weights})
     assert tokens_of(served, 3) == tokens_of(alone, 3)

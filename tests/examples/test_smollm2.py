@@ -32,7 +32,7 @@ from tests.engines.tiny import training_log_probs
 from tests.tiny import ROOT, Workshop, load_module, recorded, weights_of, write_jsonl
 
 QUESTIONS = ["What is two plus three?", "Name a colour.", [{"role": "user", "content": "Say hello in French."}]]
-NEW_TOKENS = 12
+NEW_TOKENS, SAMPLES = 12, 4
 
 
 @pytest.fixture(scope="module")
@@ -50,16 +50,22 @@ def tokenizer(smollm2: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(smollm2)
 
 
-@pytest.fixture(scope="module")
-def workshop(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    """Train one GRPO step on chat prompts, with a learning rate that moves every weight."""
+@pytest.fixture(
+    scope="module", params=[2, pytest.param(30, marks=pytest.mark.soak)], ids=lambda layers: f"{layers} layers"
+)
+def workshop(smollm2: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Workshop:
+    """Train one GRPO step of the first layers on chat prompts, with a learning rate that moves every weight."""
     folder = tmp_path_factory.mktemp("smollm2")
+    if request.param < 30:
+        AutoModelForCausalLM.from_pretrained(smollm2, num_hidden_layers=request.param).save_pretrained(folder / "model")
+        AutoTokenizer.from_pretrained(smollm2).save_pretrained(folder / "model")
+        smollm2 = folder / "model"
     data = write_jsonl(folder / "questions.jsonl", [{"prompt": question, "answer": "5"} for question in QUESTIONS])
     shop = Workshop(folder, smollm2, data)
     (folder / "even.py").write_text("def even(response: str) -> bool:\n    return len(response) % 2 == 0\n")
     shop.run(
         flow="grpo", algorithm={"old": "recompute", "kl_coef": 0.0}, reward={"verify": f"{folder}/even.py:even"},
-        rollout={"samples_per_prompt": 2, "max_response_tokens": NEW_TOKENS}, data={"shuffle": False},
+        rollout={"samples_per_prompt": SAMPLES, "max_response_tokens": NEW_TOKENS}, data={"shuffle": False},
         trainer={"steps": 1, "prompts_per_step": len(QUESTIONS), "learning_rate": 1e-5},
     )  # fmt: skip
     return shop
@@ -178,7 +184,7 @@ def test_trained_ids_are_the_templates_prompt_and_the_sampled_tokens(
     workshop: Workshop, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     rows, model = recorded(workshop.folder / "run", 1), load(workshop.model)
-    assert len(rows) == 2 * len(QUESTIONS)
+    assert len(rows) == SAMPLES * len(QUESTIONS)
     for row in range(len(rows)):
         question = QUESTIONS[int(rows["group"][row])]
         messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
@@ -192,7 +198,7 @@ def test_trained_ids_are_the_templates_prompt_and_the_sampled_tokens(
         torch.testing.assert_close(rows["rollout_log_probs"][row], expected, rtol=0, atol=2e-4)
         gap = (rows["rollout_log_probs"][row] - rows["old_log_probs"][row]).abs().max()
         print(f"largest gap of row {row}: {gap:.1e} nats")
-        assert gap < 1e-4, "engine and trainer agree on each token to float32's rounding through 30 layers"
+        assert gap < 1e-4, "engine and trainer agree on each token to float32's rounding through all layers"
 
 
 def test_an_exported_checkpoint_is_a_directory_that_transformers_loads_and_continues_as_trained(

@@ -163,9 +163,12 @@ def test_mixed_kinds_put_each_set_on_one_kind(tmp_path: Path) -> None:
     assert plans[0].seconds <= Search(problem(model, fast)).hybrid()[0].seconds
 
 
-def test_a_thousand_devices_are_planned_for_in_seconds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("nodes", [16, pytest.param(128, marks=pytest.mark.soak)])
+def test_a_thousand_devices_are_planned_for_in_seconds(tmp_path: Path, nodes: int) -> None:
     model = write_sizes(tmp_path / "70b", 8192, 80, 64, 32000)
-    asked = problem(model, cluster(128, 8, 640 * GIB, speed=5e14), rows=1024, response=1024, max_tokens_per_device=8192)
+    asked = problem(
+        model, cluster(nodes, 8, 640 * GIB, speed=5e14), rows=1024, response=1024, max_tokens_per_device=8192
+    )
     began = time.thread_time()
     search = Search(asked)
     assert search.hybrid()

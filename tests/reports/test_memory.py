@@ -1,4 +1,4 @@
-"""A long run's memory stays constant after its first steps. `-m soak` runs 1,500 steps and prints the curve."""
+"""A long run's memory stays constant after its first steps. One run has 1,500 steps and prints the curve."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ def curve(folder: Path, steps: int, every: int) -> dict[int, float]:
     }
 
 
+@pytest.mark.soak
 def test_a_process_grows_little_after_its_first_steps(tmp_path: Path) -> None:
     found = curve(tmp_path, 24, 8)
     # Without a bound on compiled kernels this grows by some 300 MiB in 24 steps, and by 650 in 80.

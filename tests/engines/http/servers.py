@@ -40,14 +40,23 @@ SETTINGS = {
 }  # fmt: skip
 
 
+FORKED = """
+import multiprocessing, runpy
+get_context = multiprocessing.get_context
+multiprocessing.get_context = lambda method=None: get_context("fork" if method == "spawn" else method)
+runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+"""
+"""vLLM's server, whose engine and worker are copies of it: on a CPU each would import vLLM again, for ten seconds."""
+
+
 class VllmServer:
-    """Start vLLM's server in a separate process, as a user does."""
+    """Start vLLM's server in a separate process."""
 
     def __init__(self, model: Path, limit_s: float = 500.0, arguments: Sequence[str] = ARGUMENTS) -> None:
         self.model, port, python = model, free_port(), vllm_python()
         self.url = f"http://127.0.0.1:{port}"
         self._process = subprocess.Popen(
-            [str(python or sys.executable), "-W", "ignore", "-m", "vllm.entrypoints.openai.api_server", *arguments,
+            [str(python or sys.executable), "-W", "ignore", "-c", FORKED, *arguments,
              "--model", str(model), "--host", "127.0.0.1", "--port", str(port)],
             env={**os.environ, **SETTINGS}, start_new_session=True,
         )  # fmt: skip

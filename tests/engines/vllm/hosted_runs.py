@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from braidrl.cluster.fork_server import copy_as_fork_server
 from braidrl.cluster.ranks import run_ranks
 from braidrl.config import parse_config
 from braidrl.runtimes.run import TrainingRun
@@ -57,6 +58,8 @@ def main(given: Path, found: Path) -> None:
         found.write_text(json.dumps(run_ranks(entry, task["measure"], task["workers"], 600.0)))
         return
     if task["workers"]:
+        # The ranks are copies of a process that has imported vLLM, which takes ten seconds.
+        assert copy_as_fork_server(["braidrl.engines.vllm.hosted", "tests.runtimes.spmd.ranks"])
         run_in_ranks(task["runs"], task["workers"])
     else:
         for tree in task["runs"]:

@@ -99,7 +99,7 @@ def test_interrupted_rows_keep_log_probs_of_each_tokens_version(
     workshop: Workshop,
 ) -> None:
     # A batch takes far longer to generate than to train on, so that new weights find rows under way.
-    many = {"steps": 10, "keep_checkpoints": 10, "prompts_per_step": 24, "rows_per_update": None}
+    many = {"steps": 6, "keep_checkpoints": 6, "prompts_per_step": 24, "rows_per_update": None}
     more = {"trainer": many, "rollout": {"slots": 16, "compile": False}, "algorithm": {"kl_coef": 0.0}}
     run, _ = streamed(workshop, "interrupt", "interrupt", streaming={"workers": {"actor.generate": 1}}, **more)
     check_bounds(run)

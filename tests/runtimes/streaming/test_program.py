@@ -145,7 +145,11 @@ def eager(workshop: Workshop) -> Callable[..., Path]:
         ("grpo", {"weights": "delayed"}),
         ("dapo", {"workers": TWO_EACH, "dispatch_rows": 3, "sampler": "token_balanced"}),
         ("over-sampled", {"workers": {"actor.generate": 2}, "dispatch_rows": 4}),
-        ("prompt-mean", {"workers": {"actor": 2}, "sampler": {"actor.update": "whole_groups"}}),
+        pytest.param(
+            "prompt-mean",
+            {"workers": {"actor": 2}, "sampler": {"actor.update": "whole_groups"}},
+            marks=pytest.mark.soak,
+        ),
         ("diamond", {"dispatch_rows": 1, "sampler": LONGEST_FIRST}),
         ("ppo", {"workers": {"critic": 2}}),
         ("played", {"workers": {"actor.generate": 2}, "dispatch_rows": 3}),
@@ -154,8 +158,8 @@ def eager(workshop: Workshop) -> Callable[..., Path]:
 def test_without_staleness_streaming_gives_what_eager_gives(
     workshop: Workshop, eager: Callable[..., Path], flow: str, streaming: dict[str, Any]
 ) -> None:
-    streamed = stream(workshop, f"streaming-{flow}", flow, streaming)
-    assert_same(eager(flow), streamed)
+    streamed = stream(workshop, f"streaming-{flow}", flow, streaming, steps=3)
+    assert_same(eager(flow, 3), streamed)
     assert_usage_is_told(read_metrics(streamed))
 
 
@@ -186,14 +190,14 @@ def test_main_program_carries_no_payload_and_refuses_to(workshop: Workshop) -> N
 def test_payload_on_a_disk_gives_the_same_result(
     workshop: Workshop, eager: Callable[..., Path], tmp_path: Path
 ) -> None:
-    assert_same(eager("grpo"), stream(workshop, "streaming-file", "grpo", {"storage": f"file:{tmp_path}"}))
+    assert_same(eager("grpo", 3), stream(workshop, "streaming-file", "grpo", {"storage": f"file:{tmp_path}"}, steps=3))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_payload_in_redis_gives_the_same_result(
     workshop: Workshop, eager: Callable[..., Path], redis_server: str
 ) -> None:
-    assert_same(eager("grpo"), stream(workshop, "streaming-redis", "grpo", {"storage": redis_server}))
+    assert_same(eager("grpo", 3), stream(workshop, "streaming-redis", "grpo", {"storage": redis_server}, steps=3))
 
 
 def test_text_of_a_second_source_is_streamed_with_its_rows(workshop: Workshop) -> None:
