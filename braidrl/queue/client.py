@@ -16,9 +16,9 @@ from typing import Any
 from braidrl.data.codec import decode, encode
 from braidrl.data.frames import Frame
 from braidrl.data.rows import Column, Rows
-from braidrl.queue.requests import Answer
 from braidrl.queue.storage import DataPlane
 from braidrl.queue.table import Block, Row, StoredPart, in_order
+from braidrl.queue.transport import Answer
 
 
 @dataclass(frozen=True)
@@ -73,23 +73,16 @@ class Client:
 
     def __init__(self, address: str, holder: str, data: DataPlane, generates: bool = False) -> None:
         """Register, over the connections of `data`. Raises QueueTimeout if no queue answers at the address."""
-        self.address, self.holder, self.data, self.generates = address, holder, data, generates
-        self.held: dict[int, Sequence[Row]] = {}
-        """Leases, with their rows if a restarted controller will ask for them."""
+        self.address, self.holder, self.data = address, holder, data
+        self.held: set[int] = set()
+        """Numbers of its leases."""
         self._renewed = time.monotonic()
-        self._hello()
+        self.ask("hello", generates=generates, address=data.address)
 
     def ask(self, request: str, frames: Sequence[Frame] = (), wait_s: float = 0.0, **fields: Any) -> Answer:
         """Send one request of this process and return its answer; the queue may hold it back for `wait_s` seconds."""
         message = {"request": request, "holder": self.holder, "wait_s": wait_s, **fields}
-        while True:
-            answer = self.data.connections.ask(self.address, message, frames, wait_s)
-            if not answer[0].get("unknown"):
-                return answer
-            self._hello()
-
-    def _hello(self) -> None:
-        self.ask("hello", generates=self.generates, address=self.data.address, held=list(self.held.items()))
+        return self.data.connections.ask(self.address, message, frames, wait_s)
 
     def take(self, consumers: Sequence[str], most: int, wait_s: float, ranks: int = 1, **fields: Any) -> WorkItem:
         """Return the next work for one of the consumers: of kind `stop` at the run's end, and `wait` after the time limit.
@@ -108,7 +101,7 @@ class Client:
         self.forget_leases(lost)
         kind = "wait" if answer.get("waited") else answer["kind"]
         if kind == "rows":
-            self.held[answer["lease"]] = answer.get("rows", ())
+            self.held.add(answer["lease"])
         inline = decode([bytes(frame) for frame in frames]) if frames else Rows({})
         return WorkItem(kind, self.data, answer, inline, lost, tuple(answer.get("dropped", ())))
 
@@ -156,8 +149,7 @@ class Client:
 
     def forget_leases(self, leases: Iterable[int]) -> None:
         """Forget completed or lost leases."""
-        for number in leases:
-            self.held.pop(number, None)
+        self.held.difference_update(leases)
 
 
 def write_columns(data: DataPlane, columns: Mapping[str, Column], rows: Sequence[Row] = ()) -> StoredPart:

@@ -21,9 +21,8 @@ from braidrl.cluster.shared_memory import PREFIX, shared_folder
 from braidrl.data.codec import decode, encode
 from braidrl.data.frames import Frame, laid_out, split
 from braidrl.data.rows import Rows
-from braidrl.queue.requests import Answer
 from braidrl.queue.table import Block
-from braidrl.queue.transport import Connections
+from braidrl.queue.transport import Answer, Connections
 
 DECODED = 4
 """Number of blocks that a process keeps decoded."""

@@ -16,8 +16,10 @@ from itertools import count
 from typing import Any
 
 from braidrl.queue.samplers import FIRST_IN, Candidate, Sampler, checked
-from braidrl.queue.table import Row
+from braidrl.queue.table import Row, StoredPart
 
+Places = Sequence[tuple[int, Sequence[int] | None]]
+"""Rows by lease number and positions in the lease; None is all rows that are left."""
 PATIENCE = 8
 """Number of times that a sampler may skip the oldest row it sees; then that row is leased."""
 
@@ -50,11 +52,9 @@ class Leases:
         self._deadlines: list[tuple[float, int]] = []
         self.numbers = count()
 
-    def take(
-        self, task: Hashable, holder: str, rows: Sequence[Row], now: float, seconds: float, number: int | None = None
-    ) -> Lease:
-        """Lease rows to a holder for this many seconds, under the next number or a previous one."""
-        number = next(self.numbers) if number is None else number
+    def take(self, task: Hashable, holder: str, rows: Sequence[Row], now: float, seconds: float) -> Lease:
+        """Lease rows to a holder for this many seconds."""
+        number = next(self.numbers)
         lease = Lease(number, task, holder, tuple(rows), now + seconds, len(rows))
         self.by_holder[holder].add(number)
         self.rows_of[holder] += len(rows)
@@ -429,13 +429,11 @@ class Tasks:
             table = min(task.ready, default=None)
         return self.lease(name, task.take(table, most, ranks, sampler, self.facts), holder, now, seconds)
 
-    def lease(
-        self, name: Any, rows: Sequence[Row], holder: str, now: float, seconds: float, number: int | None = None
-    ) -> Lease | None:
+    def lease(self, name: Any, rows: Sequence[Row], holder: str, now: float, seconds: float) -> Lease | None:
         """Lease these rows, all of which must be ready, as `Leases.take` does; None without rows."""
         if not rows:
             return None
-        lease = self.leases.take(name, holder, rows, now, seconds, number)
+        lease = self.leases.take(name, holder, rows, now, seconds)
         self.tasks[name].hold(rows, lease.number)
         return lease
 
@@ -447,6 +445,25 @@ class Tasks:
             self.leases.shrink(lease, len(rows))
             self.tasks[lease.task].finish(rows)
         return rows
+
+    def complete_parts(
+        self, done: Places, parts: Sequence[tuple[StoredPart, Places]], now: float
+    ) -> tuple[list[int], list[Row]]:
+        """Complete rows of leases; the parts written for them get the names of these rows, without those of lost leases.
+
+        Return the lost leases, and the completed rows.
+        """
+        lost, kept = list[int](), list[Row]()
+        leases = {number: lease for number, _ in done if (lease := self.leases.held.get(number)) is not None}
+        for number, places in done:
+            if number not in leases or leases[number].deadline < now:
+                lost.append(number)
+            else:
+                kept += self.complete(number, now, places)
+        chosen = set(kept)
+        for part, rows in parts:
+            part.rows = {row: place for place, row in enumerate(rows_at(leases, rows)) if row in chosen}
+        return lost, kept
 
     def left(self, lease: Lease, places: Sequence[int] | None = None) -> list[Row]:
         """Return the rows of a lease that are not completed, or those at some positions."""
@@ -497,3 +514,12 @@ class Tasks:
         for row in gone:
             del self.rows[row], self.group[row]
         return lost
+
+
+def rows_at(leases: Mapping[int, Lease], places: Places) -> list[Row]:
+    """Return the rows at some positions of leases; None where a lease is lost."""
+    found: list[Row] = []
+    for number, own in places:
+        lease = leases.get(number)
+        found += [None if lease is None else lease.rows[place] for place in own or ()]
+    return found

@@ -19,10 +19,9 @@ from braidrl.flow.batches import Sizes
 from braidrl.flow.stage import Signature
 from braidrl.queue.client import Client, WorkItem, write_columns
 from braidrl.queue.owner import StorageNode
-from braidrl.queue.requests import Answer
 from braidrl.queue.storage_backends import data_plane
 from braidrl.queue.table import StoredRows
-from braidrl.queue.transport import QueueServer
+from braidrl.queue.transport import Answer, QueueServer
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.rows import stored
 from braidrl.runtimes.streaming.stream import Stream

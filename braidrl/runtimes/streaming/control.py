@@ -20,10 +20,11 @@ from braidrl.data.frames import Frame
 from braidrl.errors import UserError, WorkerError
 from braidrl.flow import Kind, Stage
 from braidrl.flow.flow import is_optimized
-from braidrl.queue.requests import Answer, Holder, QueueController, Wait
+from braidrl.queue.controller import Holder, QueueController
 from braidrl.queue.storage import DataPlane
 from braidrl.queue.table import StoredPart, StoredRows
 from braidrl.queue.tasks import Tasks
+from braidrl.queue.transport import Answer
 from braidrl.runtimes.streaming.activity import Activity
 from braidrl.runtimes.streaming.groups import ROWS
 from braidrl.runtimes.streaming.stream import IterationRecord, Stream
@@ -98,7 +99,7 @@ class ControlPlane(QueueController):
 
     # Requests
 
-    def handle(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
+    def handle(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | None:
         """Answer one request, or keep its sender waiting. An error of the user, rather than of a worker, ends the run."""
         if request["request"] in OF_LEADERS and request["holder"] not in self.holders:
             return {}, ()  # the last messages of a replaced trainer
@@ -119,7 +120,7 @@ class ControlPlane(QueueController):
             self.loading.join(name)
         return {}, ()
 
-    def on_take(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
+    def on_take(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | None:
         """Return a worker's next piece of work, or keep it waiting for a change."""
         holder = self.holders.get(request["holder"])
         if holder is None or self.stopping:
@@ -143,7 +144,7 @@ class ControlPlane(QueueController):
                     if answer is not None:
                         self._note_activity()
                         return {**answer[0], **lost}, answer[1]
-        return ({"kind": "lost", **lost}, ()) if any(lost.values()) else Wait()
+        return ({"kind": "lost", **lost}, ()) if any(lost.values()) else None
 
     def on_done(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Record completed rows; the message has index columns, and the locations of the payload."""

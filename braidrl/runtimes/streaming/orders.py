@@ -36,7 +36,7 @@ class StreamingBackend:
 
     def __init__(
         self, rows: RowsProcess, evaluation: Flow, control: ControlPlane, processes: Processes, wait: Callable[[], None],
-        admit_refills: Callable[[], object], resources: ExitStack,
+        admit: Callable[[], object], resources: ExitStack,
     ) -> None:  # fmt: skip
         """Use a queue and workers that have been started.
 
@@ -46,12 +46,12 @@ class StreamingBackend:
             control: The queue's control plane.
             processes: The workers.
             wait: Waits for a change of the queue, with a short limit.
-            admit_refills: Called while the open batch must be generated to its end.
+            admit: Called while batches that may start on an older version must be generated to their ends.
             resources: Ended by `close`.
         """
         self.rows = rows
         self.evaluation, self.control, self.processes = evaluation, control, processes
-        self.stream, self.wait, self.admit_refills, self.resources = control.training, wait, admit_refills, resources
+        self.stream, self.wait, self.admit, self.resources = control.training, wait, admit, resources
         self.evaluating: Stream | None = None
         self.restored: tuple[dict[str, Any], list[StoredRows]] | None = {}, []
         """Selection state and rows of a checkpoint whose weights are to be loaded; None if all rows still exist."""
@@ -148,7 +148,7 @@ class StreamingBackend:
         """Wait until engines may load the newest version, pin it, and put the evaluation set's rows into the queue."""
         schedule = self.stream.schedule
         while self.control.loading.target < schedule.published:
-            self.admit_refills()
+            self.admit()
             self.wait()
         groups = len(set(rows.index["group"].tolist()))
         sizes = Sizes(1, groups, len(rows) // groups, len(rows))

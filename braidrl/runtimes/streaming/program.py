@@ -75,7 +75,7 @@ class StreamingProgram:
             self._start(prepared, folder, resources)
             self.backend = StreamingBackend(
                 self.rows, prepared.evaluation, self.control, self.processes, self.wait,
-                lambda: self._admit(may_begin=False), resources.pop_all(),
+                self._admit, resources.pop_all(),
             )  # fmt: skip
 
     def _start(self, prepared: Prepared, folder: Path, resources: ExitStack) -> None:
@@ -225,13 +225,13 @@ class StreamingProgram:
             raise WorkerError(f"the queue's server failed:\n{self.server.failure}")
         self.seen = self.control.wait(self.seen, LOOK_EVERY_S)
 
-    def _admit(self, may_begin: bool = True) -> None:
-        """Admit the groups wanted now, for a new iteration only if `may_begin`."""
+    def _admit(self) -> None:
+        """Admit the groups wanted now, if possible for a new iteration."""
         schedule, version = self.stream.schedule, self.control.loading.target
         with self.control.changed:
             begins = not schedule.is_open
             following = schedule.opened + 1
-            if begins and not (may_begin and admissible(following, version, schedule.sizes.ahead)):
+            if begins and not admissible(following, version, schedule.sizes.ahead):
                 return
             before, known = self._current() if begins else None, (schedule.opened, schedule.horizon)
             count = schedule.groups_wanted(version)

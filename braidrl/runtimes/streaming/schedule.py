@@ -212,10 +212,15 @@ class StreamSchedule:
     def is_generation_over(self, engine_version: int | None = None) -> bool:
         """Return True if nothing is, or can be, generated with this version: all engines can load weights at once.
 
-        This holds between two batches, and while the open batch waits for rows that only a newer version may start.
+        This holds between two batches, and while the open batch waits for rows that only a newer version may start. It does not
+        hold while the next batch may start on this version and is not open yet: else the time of its opening decided its version.
         """
+        opening = self.opened + 1
         if self.is_open and not self._awaits_newer(engine_version):
             return False
+        if not self.is_open and engine_version is not None and opening <= self.sizes.iterations:
+            if admissible(opening, engine_version, self.sizes.ahead):
+                return False
         # Rows carried over to the next batch and not yet started may wait for weights that engines have not loaded.
         tables = [table for name in self.generating for table in self.tasks.tasks[name].undone.items()]
         waits = any(n for table, n in tables if table[0] <= self.opened and self._may_begin(table, engine_version))

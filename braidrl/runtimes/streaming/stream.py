@@ -16,17 +16,15 @@ from braidrl.flow.batches import Sizes
 from braidrl.flow.columns import ADMISSION
 from braidrl.flow.compute import State, computed, dropped, initial_states, next_state
 from braidrl.flow.selecting import GroupSelector, Selection, scores_by_group
-from braidrl.queue.requests import Answer
 from braidrl.queue.samplers import Sampler
 from braidrl.queue.table import Block, HeldBlocks, StoredPart, StoredRows, Table
-from braidrl.queue.tasks import Lease
+from braidrl.queue.tasks import Lease, Places, rows_at
+from braidrl.queue.transport import Answer
 from braidrl.runtimes.interfaces import BegunBatch
 from braidrl.runtimes.streaming.schedule import StreamSchedule, UnfinishedRow
 
 Report = dict[str, Any]
 """A worker's report on a stage: metric sums, seconds. The queue passes it on."""
-Places = Sequence[tuple[int, Sequence[int] | None]]
-"""Rows by lease number and positions in the lease; None is all rows that are left."""
 DRAWN = "drawn"
 """Writer name of the columns of suspended rows' generate stage."""
 
@@ -219,17 +217,15 @@ class Stream:
         self, name: str, done: Places, parts: Sequence[tuple[StoredPart, Places]], now: float
     ) -> tuple[list[int], list[Block]]:
         """Record completed rows of a consumer, with the written parts; return the lost leases, and the blocks that are now free."""
-        lost, kept, freed = list[int](), list[Uid](), list[Block]()
-        leases = {number: lease for number, _ in done if (lease := self.tasks.leases.held.get(number)) is not None}
-        for number, places in done:
-            lease = leases.get(number)
-            if lease is None or lease.deadline < now:
-                lost.append(number)
-            else:
-                kept += self.tasks.complete(number, now, places)
-        chosen, versions = set(kept), dict[Uid, int]()
-        for part, rows in parts:
-            freed += self._add_part(name, part, rows_at(leases, rows), chosen)
+        lost, kept = self.tasks.complete_parts(done, parts, now)
+        freed, versions = list[Block](), dict[Uid, int]()
+        for part, _ in parts:
+            part.writer = name
+            if not part.rows:
+                freed += [part.block] if part.block else []
+                continue
+            self._note_lengths(list(part.rows), part.index, list(part.rows.values()))
+            freed += self.table.replace(part)
             versions |= oldest(part)
         self.schedule.done(name, kept, versions)
         return lost, freed
@@ -255,23 +251,11 @@ class Stream:
             kept |= rows.keys()
         part.writer, part.rows = DRAWN, {uid: place for uid, place in part.rows.items() if uid in kept}
         if part.rows:
-            self._note_lengths(list(part.rows), part.index.take(list(part.rows.values())))
+            self._note_lengths(list(part.rows), part.index, list(part.rows.values()))
             freed += self.table.replace(part)
         elif part.block is not None:
             freed.append(part.block)
         return lost, freed
-
-    def _add_part(
-        self, writer: str, part: StoredPart, rows: Sequence[Uid | None], kept: Collection[Uid]
-    ) -> list[Block]:
-        """Add a written part with its rows, without those that were lost; return the blocks that are now free."""
-        part.writer = writer
-        part.rows = {uid: place for place, uid in enumerate(rows) if uid in kept}
-        if not part.rows:
-            return [part.block] if part.block else []
-        if self.schedule.samplers:
-            self._note_lengths(list(part.rows), part.index.take(list(part.rows.values())))
-        return self.table.replace(part)
 
     def decide(self) -> None:
         """Run the verdict stages on all groups that are ready for them."""
@@ -348,20 +332,12 @@ class Stream:
             self.record_of(iteration).states[name] = self.states[name]
             self.states[name] = next_state(self.flow[name], self.states[name], own)
 
-    def _note_lengths(self, uids: Iterable[Uid], index: Rows) -> None:
-        """Give samplers the lengths of rows as soon as they are known."""
+    def _note_lengths(self, uids: Iterable[Uid], index: Rows, places: Sequence[int] | None = None) -> None:
+        """Give samplers the lengths of rows, at some positions of `index` or all, as soon as they are known."""
         name = next((name for name in ("length", "prompt_length") if name in index), None)
         if name is not None and self.schedule.samplers:
-            self.schedule.tokens.update(zip(uids, index[name].tolist(), strict=True))
-
-
-def rows_at(leases: Mapping[int, Lease], places: Places) -> list[Uid | None]:
-    """Return the rows at some positions of leases; None where a lease is lost."""
-    found: list[Uid | None] = []
-    for number, own in places:
-        lease = leases.get(number)
-        found += [None if lease is None else lease.rows[place] for place in own or ()]
-    return found
+            lengths = index[name] if places is None else index[name][places]
+            self.schedule.tokens.update(zip(uids, lengths.tolist(), strict=True))
 
 
 def unfinished_rows(rows: Rows) -> dict[Uid, UnfinishedRow]:
