@@ -9,19 +9,20 @@ while (work := client.take(["reference.log_probs"], most=64, wait_s=5.0)).kind !
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from braidrl.data.codec import decode, encode
 from braidrl.data.frames import Frame
 from braidrl.data.rows import Column, Rows
-from braidrl.queue.storage import DataPlane
+from braidrl.queue.storage import DataPlane, Evicted
 from braidrl.queue.table import Block, Row, StoredPart, in_order
 from braidrl.queue.transport import Answer
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class WorkItem:
     """A piece of work: `rows` of a consumer, an optimizer `step`, weights to `load`, or an `order`."""
 
@@ -34,6 +35,10 @@ class WorkItem:
     """Leases that this worker has lost."""
     dropped: tuple[tuple[int, list[int]], ...] = ()
     """Rows that it has lost, by lease and positions in it."""
+    own: list[int] = field(default_factory=list)
+    """The positions in the lease of the rows that this process has read."""
+    rows: Rows = field(default_factory=lambda: Rows({}))
+    """These rows, with the columns computed so far."""
 
     @property
     def consumer(self) -> str:
@@ -58,14 +63,33 @@ class WorkItem:
     @cached_property
     def index(self) -> Rows:
         """Return the index columns of all rows. Raises Evicted."""
-        return self._read(None, index=True)
+        return assembled(self.data, self.inline, self.message["payload"], self.size, index=True)
 
-    def rows(self, places: Sequence[int] | None = None) -> Rows:
-        """Return the rows, or those at some positions, with all columns that the consumer reads. Raises Evicted."""
-        return self._read(places, index=False)
+    def read(self, places: Sequence[int] | None = None) -> Rows:
+        """Read the rows, or those at some positions, with all columns that the consumer reads. Raises Evicted."""
+        self.own = list(range(self.size)) if places is None else list(places)
+        if self.own:
+            self.rows = assembled(self.data, self.inline, self.message["payload"], self.size, places)
+        return self.rows
 
-    def _read(self, places: Sequence[int] | None, index: bool) -> Rows:
-        return assembled(self.data, self.inline, self.message["payload"], self.size, places, index)
+    def read_existing(self) -> Rows:
+        """Read the rows except those that selection has dropped meanwhile."""
+        with suppress(Evicted):
+            return self.read()
+        found: dict[int, Rows] = {}
+        for place in range(self.size):
+            with suppress(Evicted):
+                found[place] = self.read([place])
+        self.own, self.rows = list(found), Rows.cat(list(found.values())) if found else Rows({})
+        return self.rows
+
+    def share(self, places: Sequence[int]) -> Rows:
+        """Return this process's rows among those at some positions, in the order of these."""
+        if list(places) == self.own:
+            return self.rows
+        standing = {place: number for number, place in enumerate(self.own)}
+        mine = [standing[place] for place in places if place in standing]
+        return self.rows.take(mine) if mine else Rows({})
 
 
 class Client:

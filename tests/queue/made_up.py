@@ -135,14 +135,14 @@ class Worker:
         if work.kind == "rows" and work.consumer == "train.actor":
             self.kept.append(work)
         elif work.kind == "rows":
-            own = work.rows()
+            own = work.read()
             deliver(self.client, work, made_from(work.consumer, own, LOADED.get(self.client.holder, 0)))
         elif work.kind == "step":
             for kept in self.kept:
                 self.trained += kept.index.uids()
             self.client.ask("stepped", stage=work.message["stage"], report={})
             for kept in self.kept:
-                own = kept.rows()
+                own = kept.read()
                 deliver(self.client, kept, made_from("normalise", own) if "reward" in own else {})
             self.kept = []
         elif work.kind == "load":

@@ -231,7 +231,7 @@ class StreamingProgram:
         with self.control.changed:
             begins = not schedule.is_open
             following = schedule.opened + 1
-            if begins and not admissible(following, version, schedule.sizes.ahead):
+            if begins and not schedule.may_open(version):
                 return
             before, known = self._current() if begins else None, (schedule.opened, schedule.horizon)
             count = schedule.groups_wanted(version)

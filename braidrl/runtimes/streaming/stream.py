@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from braidrl.data.codec import encode
-from braidrl.data.rows import FinishReason, Rows, Uid
+from braidrl.data.rows import Rows, Uid
 from braidrl.flow import Flow, Kind
 from braidrl.flow.batches import Sizes
 from braidrl.flow.columns import ADMISSION
@@ -21,7 +21,7 @@ from braidrl.queue.table import Block, HeldBlocks, StoredPart, StoredRows, Table
 from braidrl.queue.tasks import Lease, Places, rows_at
 from braidrl.queue.transport import Answer
 from braidrl.runtimes.interfaces import BegunBatch
-from braidrl.runtimes.streaming.schedule import StreamSchedule, UnfinishedRow
+from braidrl.runtimes.streaming.schedule import StreamSchedule
 
 Report = dict[str, Any]
 """A worker's report on a stage: metric sums, seconds. The queue passes it on."""
@@ -110,7 +110,10 @@ class Stream:
         versions = {
             uid: version for rows in surplus for uid, version in zip(rows.uids(), rows.index["version"].tolist(), strict=True)
         }  # fmt: skip
-        known = {uid: row for rows in unfinished for uid, row in unfinished_rows(rows.index).items()}
+        known: dict[Uid, int | None] = {}
+        for index in (rows.index for rows in unfinished):
+            found = zip(index.uids(), index["version"].tolist(), index["action_tokens"].tolist(), strict=True)
+            known |= {uid: version if tokens else None for uid, version, tokens in found}
         self.schedule.resume(done, sampling, versions, known)
         for rows in surplus:
             self.restore(rows)
@@ -194,7 +197,7 @@ class Stream:
             "states": {s.name: self.states[s.name] for s in consumer.stages if s.state},
         }  # fmt: skip
         if self.sets_aside and consumer.kind is Kind.GENERATE:
-            answer["to_the_end"] = [place for place, uid in enumerate(uids) if not schedule.may_suspend(uid)]
+            answer["to_the_end"] = [n for n, uid in enumerate(uids) if not schedule.may_suspend(uid)]
         if consumer.kind is Kind.TRAIN:
             batch = schedule.batches[schedule.published + 1]
             answer |= {
@@ -338,13 +341,6 @@ class Stream:
         if name is not None and self.schedule.samplers:
             lengths = index[name] if places is None else index[name][places]
             self.schedule.tokens.update(zip(uids, lengths.tolist(), strict=True))
-
-
-def unfinished_rows(rows: Rows) -> dict[Uid, UnfinishedRow]:
-    """Return the schedule's entries of a checkpoint's continuing rows."""
-    ended = (rows["finish_reason"] != FinishReason.ABORT).tolist()
-    known = zip(rows.uids(), rows["version"].tolist(), rows["action_tokens"].tolist(), ended, strict=True)
-    return {uid: UnfinishedRow(version if drawn else None, is_over) for uid, version, drawn, is_over in known}
 
 
 def oldest(part: StoredPart) -> dict[Uid, int]:
