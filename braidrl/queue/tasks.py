@@ -265,7 +265,11 @@ class Task:
                 del self.ready[table]
         else:
             rows = ready.first(most * sampler.looks_at, self.numbers)
-            chosen = checked(sampler, [self._described(row, facts) for row in rows], most, ranks)
+            seen = [facts(row) for row in rows]
+            if self.whole_groups:
+                sums = [sum(facts(one).tokens for one in self._groups[self.group[row]]) for row in rows]
+                seen = [one._replace(tokens=tokens) for one, tokens in zip(seen, sums, strict=True)]
+            chosen = checked(sampler, seen, most, ranks)
             self._passed[table] = 0 if 0 in chosen else self._passed[table] + 1
             if self._passed[table] >= PATIENCE:
                 chosen, self._passed[table] = [0, *chosen[: most - 1]], 0
@@ -282,10 +286,6 @@ class Task:
     def are_free(self, rows: Sequence[Row]) -> bool:
         """Return True if all of these rows, which are in work, can be taken."""
         return self.lease.keys().isdisjoint(rows) and all(written.issuperset(rows) for written in self._written)
-
-    def is_ready(self, table: Any, rows: int) -> bool:
-        """Return True if this many rows of a table are ready; not for tasks that take whole groups."""
-        return len(self.ready.get(table, ())) == rows
 
     def _free(self, rows: Sequence[Row]) -> Sequence[Row]:
         """Return those rows that no lease holds and that are not completed."""
@@ -308,11 +308,6 @@ class Task:
             self._groups[self.group[row]][row] = True
         members = (self._groups[group] for group in groups)
         self._add([next(iter(known)) for known in members if all(known.values())])
-
-    def _described(self, row: Row, facts: Callable[[Row], Candidate]) -> Candidate:
-        if not self.whole_groups:
-            return facts(row)
-        return facts(row)._replace(tokens=sum(facts(one).tokens for one in self._groups[self.group[row]]))
 
     def _add(self, rows: Sequence[Row]) -> None:
         for table, some in by_value(rows, self.table):

@@ -9,10 +9,9 @@ The server's thread and the main process call these methods: one lock guards eve
 import math
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
 from braidrl.data.codec import decode
@@ -20,12 +19,12 @@ from braidrl.data.frames import Frame
 from braidrl.errors import UserError, WorkerError
 from braidrl.flow import Kind, Stage
 from braidrl.flow.flow import is_optimized
+from braidrl.observe.metrics import Sums
 from braidrl.queue.controller import Holder, QueueController
 from braidrl.queue.storage import DataPlane
 from braidrl.queue.table import StoredPart, StoredRows
 from braidrl.queue.tasks import Tasks
 from braidrl.queue.transport import Answer
-from braidrl.runtimes.streaming.activity import Activity
 from braidrl.runtimes.streaming.groups import ROWS
 from braidrl.runtimes.streaming.stream import IterationRecord, Stream
 from braidrl.runtimes.streaming.weights import Copies, Place, Versions, free
@@ -42,6 +41,52 @@ class WorkerHolder(Holder):
     orders: deque[Answer] = field(default_factory=deque)
     dropped: list[tuple[int, list[int]]] = field(default_factory=list)
     """Rows, by lease and positions, that selection has dropped and that the worker does not know to be."""
+
+
+@dataclass
+class GroupActivity:
+    """The workers of a group: their seconds in total, and without rows."""
+
+    seconds: float = 0.0
+    idle: float = 0.0
+
+
+@dataclass
+class Activity:
+    """Sums since the last report."""
+
+    groups: dict[str, GroupActivity] = field(default_factory=dict)
+    weight_bytes: int = 0
+    """Bytes of new weights that engines have read."""
+    drawn_again: int = 0
+    """Rows started by an engine and forgotten with a lost trainer."""
+    updates: Sums = field(default_factory=Sums)
+    """Seconds that each engine stood still to load weights, and that a rank took to write its share."""
+    _noted: float | None = None
+    _workers: list[tuple[str, bool]] = field(default_factory=list)
+
+    def note(self, now: float, workers: Iterable[tuple[str, bool]]) -> None:
+        """Record which workers have rows from now on.
+
+        Args:
+            now: Seconds on any clock.
+            workers: The group of each worker, and True if it has rows.
+        """
+        passed = 0.0 if self._noted is None else now - self._noted
+        for group, is_busy in self._workers:
+            known = self.groups.setdefault(group, GroupActivity())
+            known.seconds += passed
+            known.idle += 0.0 if is_busy else passed
+        self._noted, self._workers = now, list(workers)
+
+    def told(self) -> Mapping[str, float]:
+        """Return the sums, each group's idle share and the seconds of an update since the last call."""
+        found = {f"streaming/idle/{name}": one.idle / one.seconds for name, one in self.groups.items() if one.seconds}
+        found["streaming/weight_bytes"] = float(self.weight_bytes)
+        found["streaming/rows_drawn_again"] = float(self.drawn_again)
+        found |= self.updates.means()
+        self.groups, self.weight_bytes, self.drawn_again, self.updates = {}, 0, 0, Sums()
+        return found
 
 
 class ControlPlane(QueueController):
@@ -267,7 +312,8 @@ class ControlPlane(QueueController):
                 stream.schedule.fail_holder(holder)
             # A worker that never registered has written nothing.
             if gone is not None:
-                self.data.abandon(gone.address, holder, self._known_segments(gone.address))
+                known = {block.name for block in self.held if block.address == gone.address}
+                self.data.abandon(gone.address, holder, known)
 
     def train_again(self, version: int) -> bool:
         """Repeat the training towards the version after this one, with all rows as they are.
@@ -335,24 +381,18 @@ class ControlPlane(QueueController):
 
     def _work(self, stream: Stream, name: str, request: dict[str, Any], version: int | None) -> Answer | None:
         """Return rows for a consumer, for an engine that holds `version` of the weights; None if there are none."""
-        consumer = stream.consumers.by_name[name]
+        consumer, most = stream.consumers.by_name[name], int(request["most"])
         # Accumulated gradients cannot be undone: a trainer keeps its rows until it is known to be dead.
         seconds = math.inf if consumer.kind is Kind.TRAIN else self.lease_s
-        request = {**request, "most": self._most(consumer.stages[0], request)}
-        return stream.take(name, request, self.clock(), seconds, version if stream is self.training else None)
-
-    def _most(self, stage: Stage, request: dict[str, Any]) -> int:
-        """Return the limit of rows to give: for an engine its free slots now, not at the time of the request."""
-        most = int(request["most"])
         if "slots" in request:
+            # An engine's free slots now, not at the time of the request.
             most = min(most, request["slots"] - self.rows_held(request["holder"]))
-        if self.episodes is not None and "environment" in stage.params:
-            most = min(most, self.episodes - self._episodes_under_way())
-        return most
-
-    def _episodes_under_way(self) -> int:
-        leases = ((stream.consumers.by_name[lease.task], lease) for stream in self.streams for lease in stream.leases())
-        return sum(lease.left for consumer, lease in leases if "environment" in consumer.stages[0].params)
+        if self.episodes is not None and "environment" in consumer.stages[0].params:
+            leases = ((one.consumers.by_name[lease.task], lease) for one in self.streams for lease in one.leases())
+            playing = sum(lease.left for other, lease in leases if "environment" in other.stages[0].params)
+            most = min(most, self.episodes - playing)
+        request = {**request, "most": most}
+        return stream.take(name, request, self.clock(), seconds, version if stream is self.training else None)
 
     def _step(self, request: dict[str, Any]) -> dict[str, Any] | None:
         """Return the step for which a trainer asks, or an order to give its weights for another role's; None if neither is due."""
@@ -436,12 +476,11 @@ class ControlPlane(QueueController):
     @property
     def _loadable(self) -> int:
         """Return the newest version up to which all weights have arrived; ranks write the newest ones beside their next step."""
-        newer = range(max(self.loading.target, 0) + 1, self.training.schedule.published + 1)
-        return max(takewhile(self._has_weights, newer), default=self.loading.target)
-
-    def _has_weights(self, version: int) -> bool:
-        return all(self.weights.has(role, version) or not self._updates_of(role, version) for role in self.exported)
-
-    def _known_segments(self, address: str) -> set[str]:
-        blocks = self.held
-        return {block.name for block in blocks if block.address == address}
+        newest = self.loading.target
+        for version in range(max(newest, 0) + 1, self.training.schedule.published + 1):
+            if not all(
+                self.weights.has(role, version) or not self._updates_of(role, version) for role in self.exported
+            ):
+                break
+            newest = version
+        return newest

@@ -86,7 +86,11 @@ class GenerateLoop:
         self.news = asyncio.Event()
         try:
             while (work := await self._next(engine.load().slots)).kind != "stop":
-                await self._act(engine, work)
+                await self._end(self._gone(work.lost, work.dropped))
+                if work.kind == "rows":
+                    self._begin(engine, work)
+                elif work.kind == "load":
+                    await self._load(engine, work)
         finally:
             await asyncio.gather(*self.reporting, return_exceptions=True)
             await self._end(list(self.flight))
@@ -105,13 +109,6 @@ class GenerateLoop:
             self._deliver()
             await self._end(self._gone(*self.client.renew(settings.lease_s / 3)))
         return await asked
-
-    async def _act(self, engine: ResumingEngine, work: WorkItem) -> None:
-        await self._end(self._gone(work.lost, work.dropped))
-        if work.kind == "rows":
-            self._begin(engine, work)
-        elif work.kind == "load":
-            await self._load(engine, work)
 
     def _gone(self, lost: Collection[int], dropped: Iterable[tuple[int, Sequence[int]]]) -> list[Key]:
         """Return the running rows that this worker has lost, by lease, or by lease and position.

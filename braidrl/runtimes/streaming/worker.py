@@ -85,10 +85,6 @@ class WorkerContext:
     ip: str
     """This node's address."""
 
-    def keep_leases(self, client: Client) -> None:
-        """Send the queue heartbeats while this worker computes."""
-        self.progress.on_advance = lambda: client.renew(self.settings.lease_s / 3)
-
 
 class StageLoop:
     """One rank; the leader has a client."""
@@ -117,8 +113,9 @@ class StageLoop:
     def lead(self) -> None:
         """Take work until the run ends, for all ranks."""
         assert self.client is not None
-        settings, consumers = self.context.settings, self.context.group.consumers
-        self.context.keep_leases(self.client)
+        settings, consumers, client = self.context.settings, self.context.group.consumers, self.client
+        # Heartbeats while this worker computes.
+        self.context.progress.on_advance = lambda: client.renew(settings.lease_s / 3)
         most, wait_s = settings.dispatch_rows * self.world.size, settings.wait_s
         with self.exports:
             while True:
@@ -155,24 +152,26 @@ class StageLoop:
         self.world.at(place)
         self.exports.check()
         with WORK.on(f"{place} ({work.kind})"):
-            self._act(work)
-
-    def _act(self, work: WorkItem) -> None:
-        if work.kind == "rows":
-            consumer = self.context.consumers[work.consumer]
-            if self.trainer is not None and consumer.updates:
-                self.trainer.take_in(work)
-                self._report_batch()
-            else:
-                self._forward(consumer, work)
-        elif work.kind == "step":
-            self._optim_step(work)
-        elif work.kind == "give":
-            self._give(work)
-        elif work.kind == "order":
-            self._obey(work.message)
-        elif work.kind == "written":
-            self._report_writing()
+            if work.kind == "rows":
+                consumer = self.context.consumers[work.consumer]
+                if self.trainer is not None and consumer.updates:
+                    self.trainer.take_in(work)
+                    self._report_batch()
+                else:
+                    self._forward(consumer, work)
+            elif work.kind == "step":
+                self._optim_step(work)
+            elif work.kind == "give":
+                self._give(work)
+            elif work.kind == "order":
+                self._obey(work.message)
+            elif work.kind == "written":
+                # All ranks: the result of the write.
+                written = self.world.gather("what is written", self.writing.trouble().encode())
+                trouble = next(filter(None, (bytes(part).decode() for part in written)), "")
+                if self.client is not None:
+                    self.client.ask("ordered", order=self.asked, result={"trouble": trouble})
+                self.asked = None
 
     def _forward(self, consumer: Consumer, work: WorkItem) -> None:
         """Run the stages of a consumer on the rows of a lease, and write their columns."""
@@ -286,15 +285,6 @@ class StageLoop:
             return
         if self.client is not None:
             self.client.ask("ordered", order=order["order"], result={})
-
-    def _report_writing(self) -> None:
-        """Report the result of the write on all ranks."""
-        troubles = [
-            bytes(part).decode() for part in self.world.gather("what is written", self.writing.trouble().encode())
-        ]
-        if self.client is not None:
-            self.client.ask("ordered", order=self.asked, result={"trouble": next(filter(None, troubles), "")})
-        self.asked = None
 
     def _begin_export(self, version: int) -> None:
         """Start to publish this version while the next rows are trained on."""
