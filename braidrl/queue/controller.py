@@ -216,7 +216,7 @@ class ColumnController(QueueController):
                 "kind": "rows", "consumer": name, "lease": lease.number, "size": len(lease.rows), "rows": lease.rows,
                 "payload": payload, "lost": lost,
             }, ()  # fmt: skip
-        if self.finished and not any(self.tasks.tasks[name].undone.values()):
+        if self.finished and not any(self.tasks[name].undone.values()):
             return {"kind": "stop", "lost": lost}, ()
         return ({"kind": "lost", "lost": lost}, ()) if lost else None
 
@@ -263,7 +263,7 @@ class ColumnController(QueueController):
             for column in part.columns:
                 self.tasks.unwrite(column, rows)
             if part.writer:
-                self.tasks.reopen(part.writer, rows)
+                self.tasks[part.writer].reopen(rows)
             else:
                 self.missing |= {row: [*self.missing.get(row, []), *part.columns] for row in rows}
         return {}, ()

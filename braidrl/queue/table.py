@@ -184,11 +184,7 @@ class Table:
 
     def stored(self, uids: Sequence[Row], writers: Sequence[str]) -> StoredRows:
         """Return rows with the parts of some writers; their memory stays as long as the result lives."""
-        return self.hold(StoredRows(self.index(uids, writers), self.payload(uids, writers, None)))
-
-    def hold(self, rows: StoredRows) -> StoredRows:
-        """Keep the blocks of rows as long as the object lives."""
-        return self.held.hold_for(rows)
+        return self.held.hold_for(StoredRows(self.index(uids, writers), self.payload(uids, writers, None)))
 
     def index(self, uids: Sequence[Row], writers: Sequence[str]) -> Rows:
         """Return the index columns of these rows in the order given; for one name, the last writer's.

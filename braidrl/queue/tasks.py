@@ -363,6 +363,10 @@ class Tasks:
         self.facts: Callable[[Row], Candidate] = lambda row: Candidate(row)
         self._admitted = count()
 
+    def __getitem__(self, name: Any) -> Task:
+        """Return a task."""
+        return self.tasks[name]
+
     def admit(
         self, rows: Iterable[Row], group: Callable[[Row], Any], table: Any = 0, names: Iterable[Any] | None = None
     ) -> None:
@@ -379,10 +383,6 @@ class Tasks:
         self.group.update(zip(rows, map(group, rows), strict=True))
         for name in self.tasks if names is None else names:
             self.tasks[name].admit(rows, table)
-
-    def enter(self, name: Any, rows: Sequence[Row], table: Any) -> None:
-        """Let rows in work enter one more task."""
-        self.tasks[name].admit(rows, table)
 
     def write(self, writer: str, rows: Sequence[Row]) -> None:
         """Record written rows. Raises ValueError for a second write: columns are immutable."""
@@ -479,18 +479,6 @@ class Tasks:
         """Take some rows out of a lease; they are available again."""
         self.leases.shrink(lease, len(rows))
         self.tasks[lease.task].give_back(rows)
-
-    def skip(self, name: Any, rows: Sequence[Row]) -> None:
-        """Skip rows in a task: they are completed without being taken."""
-        self.tasks[name].finish(rows)
-
-    def reopen(self, name: Any, rows: Iterable[Row]) -> None:
-        """Repeat the completed rows of a task among these: what it wrote for them was lost."""
-        self.tasks[name].reopen(rows)
-
-    def move(self, name: Any, rows: Iterable[Row], table: Any) -> None:
-        """Move rows of one task to another table."""
-        self.tasks[name].move(rows, table)
 
     def forget(self, rows: Iterable[Row]) -> dict[Lease, list[Row]]:
         """Remove rows; leases keep their other rows. Return the leases that lost some, with these."""

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from braidrl.algorithms import registry
 from braidrl.algorithms.ragged import Ragged
 from braidrl.cluster.shared_memory import shared_folder
+from braidrl.data.codec import encode
 from braidrl.data.messages import unpack_message
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.stage import Signature
@@ -218,8 +219,7 @@ def test_eviction_frees_the_memory_of_rows_that_are_done() -> None:
 
 def test_views_outlive_the_eviction_of_what_they_show() -> None:
     with queue() as (control, _, _):
-        block = control.data.write_rows(born([3]))
-        assert block is not None
+        block = control.data.write(encode(born([3]).payload))
         rows = control.data.read_rows(block, ["prompt"])
         control.data.free([block])
         assert rows["prompt"].values.tolist() == [3] * 8

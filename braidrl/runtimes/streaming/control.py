@@ -388,7 +388,11 @@ class ControlPlane(QueueController):
             # An engine's free slots now, not at the time of the request.
             most = min(most, request["slots"] - self.rows_held(request["holder"]))
         if self.episodes is not None and "environment" in consumer.stages[0].params:
-            leases = ((one.consumers.by_name[lease.task], lease) for one in self.streams for lease in one.leases())
+            leases = (
+                (one.consumers.by_name[lease.task], lease)
+                for one in self.streams
+                for lease in one.tasks.leases.held.values()
+            )
             playing = sum(lease.left for other, lease in leases if "environment" in other.stages[0].params)
             most = min(most, self.episodes - playing)
         request = {**request, "most": most}

@@ -217,7 +217,7 @@ class StreamSchedule:
         batch.uids.sort(key=lambda uid: uid[1:])
         carried = [uid for group in outcome.carried for uid in self.rows_of[group]]
         for name in self.early if carried else ():
-            self.tasks.move(name, carried, (self.opened + 1, 0))
+            self.tasks[name].move(carried, (self.opened + 1, 0))
         self.iteration_of.update(dict.fromkeys(outcome.carried, self.opened + 1))
         self._hold_back(self.opened + 1)
         for group in self.going_on.intersection(self.sampling.pending):
@@ -233,20 +233,20 @@ class StreamSchedule:
         """
         if self.is_open:
             lacking = [group for group in self.sampling.pending if self.iteration_of[group] == self.opened]
-            known = self.tasks.tasks[self.generating[0]].table if self.generating else {}
+            known = self.tasks[self.generating[0]].table if self.generating else {}
             lacked = [known[uid] for group in lacking for uid in self.rows_of[group]]
             if not lacked or any(self._may_begin(table, engine_version) for table in lacked):
                 return False
         elif self.may_open(engine_version):
             return False
         # Rows carried over to the next batch and not yet started may wait for weights that engines have not loaded.
-        tables = [table for name in self.generating for table in self.tasks.tasks[name].undone.items()]
+        tables = [table for name in self.generating for table in self.tasks[name].undone.items()]
         waits = any(n for table, n in tables if table[0] <= self.opened and self._may_begin(table, engine_version))
         return not waits and not any(lease.task in self.generating for lease in self.tasks.leases.held.values())
 
     def is_done(self, stage: str) -> bool:
         """Return True if the consumer of a stage that does not train is done with all rows in work."""
-        return not any(self.tasks.tasks[self.consumers.of_stage[stage]].undone.values())
+        return not any(self.tasks[self.consumers.of_stage[stage]].undone.values())
 
     # Work
 
@@ -274,7 +274,7 @@ class StreamSchedule:
         consumer = self.consumers.by_name[name]
         if most <= 0 or not consumer.takes_rows:
             return None
-        tables, coming = list(self.tasks.tasks[name].ready), self.published + 1
+        tables, coming = list(self.tasks[name].ready), self.published + 1
         if consumer.kind is Kind.TRAIN:
             tables = [table for table in tables if table == (coming, 1)]
         elif self.segment and consumer in self.after:
@@ -292,7 +292,7 @@ class StreamSchedule:
         table = min(tables)
         if consumer.takes_batches:
             batch = self.batches[table[0]]
-            rows = batch.uids if batch.is_known and self.tasks.tasks[name].are_free(batch.uids) else ()
+            rows = batch.uids if batch.is_known and self.tasks[name].are_free(batch.uids) else ()
             lease = self.tasks.lease(name, rows, holder, now, seconds)
         else:
             lease = self.tasks.take(name, holder, now, seconds, most, self.samplers.get(name, FIRST_IN), ranks, table)
@@ -345,7 +345,7 @@ class StreamSchedule:
 
     def groups_to_judge(self, name: str) -> list[Uid]:
         """Return, and complete, the rows of all groups that are ready for a verdict stage."""
-        task, rows = self.tasks.tasks[name], list[Uid]()
+        task, rows = self.tasks[name], list[Uid]()
         for table in list(task.ready):
             rows += task.take(table, len(task.numbers) + 1, 1, FIRST_IN, self._facts)
         task.finish(rows)
@@ -409,7 +409,7 @@ class StreamSchedule:
                 if consumer.takes_rows:
                     done = [uid for uid in batch.uids if uid in self.tasks.written[consumer.name]]
                     self.tasks.unwrite(consumer.name, done)
-                    self.tasks.reopen(consumer.name, done)
+                    self.tasks[consumer.name].reopen(done)
 
     def due_publication(self) -> int | None:
         """Return the version to publish now, or None while rows or steps of its batch are pending."""
@@ -456,7 +456,7 @@ class StreamSchedule:
 
     def _is_done(self, name: str, batch: TrainingBatch) -> bool:
         """Return True if a consumer is done with all rows of a batch."""
-        undone = self.tasks.tasks[name].undone
+        undone = self.tasks[name].undone
         return not any(undone[batch.iteration, number] for number in (1, 1 + OWN_VERSION))
 
     def _facts(self, uid: Uid) -> Candidate:
@@ -477,12 +477,12 @@ class StreamSchedule:
         batch.uids += joined
         table = batch.iteration, 1
         for name in self.consumers.verdicts if joined else ():
-            self.tasks.move(name, joined, table)
+            self.tasks[name].move(joined, table)
         for consumer in self.segment if joined else ():
-            self.tasks.move(consumer.name, joined, table)
+            self.tasks[consumer.name].move(joined, table)
         for consumer in self.after:
             if rows := sure if consumer.kind is Kind.TRAIN else joined:
-                self.tasks.enter(consumer.name, rows, table)
+                self.tasks[consumer.name].admit(rows, table)
                 self._skip([consumer], rows)
 
     def _begun_with(self, group: int) -> int | None:
@@ -509,7 +509,7 @@ class StreamSchedule:
         """Move a group to an iteration; its unfinished rows continue there."""
         self.iteration_of[group] = iteration
         for name in self.early:
-            self.tasks.move(name, self.rows_of[group], (iteration, SET_ASIDE if name in self.generating else 0))
+            self.tasks[name].move(self.rows_of[group], (iteration, SET_ASIDE if name in self.generating else 0))
 
     # A share of rows of the batch's own version
 
@@ -547,7 +547,7 @@ class StreamSchedule:
         for group in groups:
             table = iteration, (batch is not None and group in batch.joined) + OWN_VERSION * (group in waiting)
             for name in self.generating:
-                self.tasks.move(name, self.rows_of[group], table)
+                self.tasks[name].move(self.rows_of[group], table)
 
     def _begun(self, groups: Iterable[int]) -> dict[int, int | None]:
         """Return, for each of these groups that is not dropped, the oldest version on which its rows were started."""
@@ -570,7 +570,7 @@ class StreamSchedule:
     def _leave_out(self, name: str, uids: Sequence[Uid]) -> None:
         """Skip rows in a consumer: no task waits for it, and it takes none of them."""
         self.tasks.write(name, uids)
-        self.tasks.skip(name, uids)
+        self.tasks[name].finish(uids)
 
     def _forget(self, groups: Iterable[int]) -> dict[Lease, list[Uid]]:
         """Forget groups; return the leases that lost rows, with these."""

@@ -18,7 +18,7 @@ from braidrl.flow.compute import State, computed, dropped, initial_states, next_
 from braidrl.flow.selecting import GroupSelector, Selection, scores_by_group
 from braidrl.queue.samplers import Sampler
 from braidrl.queue.table import Block, HeldBlocks, StoredPart, StoredRows, Table
-from braidrl.queue.tasks import Lease, Places, rows_at
+from braidrl.queue.tasks import Places, rows_at
 from braidrl.queue.transport import Answer
 from braidrl.runtimes.interfaces import BegunBatch
 from braidrl.runtimes.streaming.schedule import StreamSchedule
@@ -130,7 +130,7 @@ class Stream:
         found = {
             was: self.table.stored(uids, [ADMISSION, stage if was else DRAWN]) for was, uids in ended.items() if uids
         }
-        return [self.table.hold(rows.without(later)) for rows in found.values()]
+        return [self.table.held.hold_for(rows.without(later)) for rows in found.values()]
 
     def restore(self, rows: StoredRows) -> None:
         """Restore rows of a checkpoint that have passed its recorded stages, as if these had written them here."""
@@ -169,7 +169,7 @@ class Stream:
         writers = [name for name in self.consumers.writers if name in early or not recorded]
         rows = self.table.stored(uids, writers)
         later = self.written_later - self.written_before_recording
-        return self.table.hold(rows.without(later)) if recorded and later else rows
+        return self.table.held.hold_for(rows.without(later)) if recorded and later else rows
 
     # Work
 
@@ -190,10 +190,16 @@ class Stream:
         if lease is None:
             return None
         consumer, uids = self.consumers.by_name[name], lease.rows
+        # All index columns, and the payload that its stages declare. What the main process has computed lies in no block.
+        inline = [writer for writer in self.before[name] if writer in self.consumers.verdicts]
+        writers = [writer for writer in self.before[name] if writer not in self.consumers.verdicts]
+        payload = self.table.payload(uids, writers, self.inputs[name], index=True)
+        if self.sets_aside and consumer.kind is Kind.GENERATE:
+            payload += self.table.payload(uids, [DRAWN], None, index=True)
         answer = {
             "kind": "rows", "consumer": name, "lease": lease.number, "size": len(uids),
             "iteration": schedule.iteration_of[uids[0][1]] if self.during is None else self.during,
-            "payload": self.payload(name, uids),
+            "payload": payload,
             "states": {s.name: self.states[s.name] for s in consumer.stages if s.state},
         }  # fmt: skip
         if self.sets_aside and consumer.kind is Kind.GENERATE:
@@ -204,17 +210,8 @@ class Stream:
                 "updates": batch.updates_of(uids), "update_rows": batch.size, "steps": batch.steps,
                 "batch_rows": len(batch.plan),
             }  # fmt: skip
-        # What the main process has computed lies in no block.
-        inline = [name for name in self.before[name] if name in self.consumers.verdicts and name in self.table.parts]
-        return answer, encode(self.table.index(uids, inline)) if inline else ()
-
-    def payload(self, name: str, uids: Sequence[Uid]) -> list[dict[str, Any]]:
-        """Return the locations of a consumer's input: all index columns, and the payload that its stages declare."""
-        writers = [writer for writer in self.before[name] if writer not in self.consumers.verdicts]
-        found = self.table.payload(uids, writers, self.inputs[name], index=True)
-        if self.sets_aside and name in self.schedule.generating:
-            found += self.table.payload(uids, [DRAWN], None, index=True)
-        return found
+        computed_here = self.table.index(uids, inline)
+        return answer, encode(computed_here) if list(computed_here) else ()
 
     def complete(
         self, name: str, done: Places, parts: Sequence[tuple[StoredPart, Places]], now: float
@@ -247,7 +244,7 @@ class Stream:
             if lease is None or lease.deadline < now:
                 lost.append(number)
                 continue
-            held = self.tasks.tasks[lease.task].lease
+            held = self.tasks[lease.task].lease
             rows = {row: versions[row] for row in (lease.rows[place] for place in own or ()) if held.get(row) == number}
             if rows:
                 self.schedule.suspend(lease, rows)
@@ -315,10 +312,6 @@ class Stream:
         # A lost trainer's batch begins with the states that it began with.
         self.states |= record.states
         record.training, record.states = [], {}
-
-    def leases(self) -> Collection[Lease]:
-        """Return all active leases."""
-        return self.tasks.leases.held.values()
 
     def record_of(self, iteration: int) -> IterationRecord:
         """Return the record of an iteration in progress."""
