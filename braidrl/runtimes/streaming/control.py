@@ -27,7 +27,7 @@ from braidrl.queue.tasks import Tasks
 from braidrl.queue.transport import Answer
 from braidrl.runtimes.streaming.groups import ROWS
 from braidrl.runtimes.streaming.stream import IterationRecord, Stream
-from braidrl.runtimes.streaming.weights import Copies, Place, Versions, free
+from braidrl.runtimes.streaming.weights import Copy, Place, Versions, free
 from braidrl.weights.versions import LoadingSchedule
 
 OF_LEADERS = {"stepped", "given", "weights", "ordered"}
@@ -114,7 +114,9 @@ class ControlPlane(QueueController):
         self.exported = frozenset(exported)
         self.streams = [stream]
         self.holders: dict[str, WorkerHolder] = {}
-        self.weights, self.copies, self.activity = Versions(exported), Copies(), Activity()
+        self.weights, self.activity = Versions(exported), Activity()
+        self.copies: dict[str, Copy] = {}
+        """By due train stage the source weights of its update without a loss."""
         self.forgotten: list[Place] = []
         """Outdated weights that may be read until every engine has loaded others."""
         self.outdated: list[int] = []
@@ -227,19 +229,25 @@ class ControlPlane(QueueController):
         iteration = schedule.published + 1
         schedule.stepped(name)
         self.stepping.discard(name)
-        self._free(self.copies.taken(name))
+        copy = self.copies.pop(name, None)
+        self._free([copy.place] if copy and copy.place else [])
         self.training.record_of(iteration).training.append(request["report"])
         return {}, ()
 
     def on_given(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Record the location of weights for the update of another role."""
-        self._free(self.copies.give(request["stage"], request["holder"], request["place"]))
+        copy = self.copies.get(request["stage"])
+        if copy is not None and copy.giver == request["holder"]:
+            copy.place = request["place"]
+        else:
+            # Another worker was asked meanwhile.
+            self._free([request["place"]])
         return {}, ()
 
     def on_weights(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Record the location of a version of a role's weights."""
         role = request["role"]
-        self.weights.add(role, request["version"], request["place"])
+        self.weights.known[role][request["version"]] = request["place"]
         self.activity.updates.add(f"weights/{role}/write_seconds", request["seconds"])
         return {}, ()
 
@@ -307,7 +315,8 @@ class ControlPlane(QueueController):
         with self.changed:
             gone = self.holders.pop(holder, None)
             self.loading.leave(holder)
-            self.copies.lost(holder)
+            # Another worker is asked for weights that it has not given.
+            self.copies = {name: c for name, c in self.copies.items() if c.giver != holder or c.place is not None}
             for stream in self.streams:
                 stream.schedule.fail_holder(holder)
             # A worker that never registered has written nothing.
@@ -325,8 +334,8 @@ class ControlPlane(QueueController):
             if not last or not self.weights.outlive_trainers:
                 return False
             self.training.train_again()
-            self._free(list(self.copies.places()))
-            self.copies, self.allowed, self.is_due = Copies(), version, False
+            self._free([copy.place for copy in self.copies.values() if copy.place])
+            self.copies, self.allowed, self.is_due = {}, version, False
             self.stepping.clear()
             return True
 
@@ -337,9 +346,9 @@ class ControlPlane(QueueController):
             stream.tasks.leases.numbers = self.training.tasks.leases.numbers
             for known in self.streams:
                 self.data.free(known.table.evict(list(known.tasks.rows)))
-            self.forgotten += [*self.weights.places(), *self.copies.places()]
+            self.forgotten += [*self.weights.places(), *(copy.place for copy in self.copies.values() if copy.place)]
             self.training, self.streams = stream, [stream]
-            self.weights, self.copies = Versions(self.exported), Copies()
+            self.weights, self.copies = Versions(self.exported), {}
             self.loading.forget()
             self.allowed, self.is_due, self.finished = 0, False, deque()
             self.stepping.clear()
@@ -407,14 +416,15 @@ class ControlPlane(QueueController):
         copies = [(s, c.takes_rows) for c in schedule.trainers for s in c.updates if not is_optimized(s)]
         for stage in [s for s, _ in copies if s.params["source"] == role and s.name not in self.copies]:
             if schedule.may_step(stage) and self._is_allowed(iteration):
-                self.copies.ask(stage.name, request["holder"])
+                self.copies[stage.name] = Copy(request["holder"])
                 return {"kind": "give", "stage": stage.name}
         # A worker that only copies weights is always ready.
         alone = [stage for stage, takes_rows in copies if not takes_rows and stage.role == role]
         for stage in [*alone, *map(flow.__getitem__, request["ready"])]:
             if stage.name in self.stepping or not schedule.may_step(stage) or not self._is_allowed(iteration):
                 continue
-            weights = self.copies.given(stage.name)
+            copy = self.copies.get(stage.name)
+            weights = copy.place if copy else None
             if weights is None and not is_optimized(stage):
                 continue
             exported = iteration if self._is_last_step(stage, iteration) else None
@@ -483,7 +493,7 @@ class ControlPlane(QueueController):
         newest = self.loading.target
         for version in range(max(newest, 0) + 1, self.training.schedule.published + 1):
             if not all(
-                self.weights.has(role, version) or not self._updates_of(role, version) for role in self.exported
+                version in self.weights.known[role] or not self._updates_of(role, version) for role in self.exported
             ):
                 break
             newest = version
