@@ -40,25 +40,12 @@ class WorkItem:
     rows: Rows = field(default_factory=lambda: Rows({}))
     """These rows, with the columns computed so far."""
 
-    @property
-    def consumer(self) -> str:
-        """Return its consumer."""
-        return str(self.message["consumer"])
-
-    @property
-    def iteration(self) -> int:
-        """Return its iteration."""
-        return int(self.message["iteration"])
-
-    @property
-    def lease(self) -> int:
-        """Return the number of its lease."""
-        return int(self.message["lease"])
-
-    @property
-    def size(self) -> int:
-        """Return the number of its rows."""
-        return int(self.message["size"])
+    def __post_init__(self) -> None:
+        self.consumer: str = self.message.get("consumer", "")
+        self.iteration: int = self.message.get("iteration", 0)
+        self.lease: int = self.message.get("lease", -1)
+        self.size: int = self.message.get("size", 0)
+        """Number of rows of the lease."""
 
     @cached_property
     def index(self) -> Rows:

@@ -53,16 +53,6 @@ class Consumer:
         """Return False if it only copies weights."""
         return any(is_optimized(stage) or stage.kind is not Kind.TRAIN for stage in self.stages)
 
-    @cached_property
-    def takes_groups(self) -> bool:
-        """Return True if it takes whole groups, as one of its stages needs them."""
-        return any(stage.scope is Scope.GROUP for stage in self.stages)
-
-    @cached_property
-    def takes_batches(self) -> bool:
-        """Return True if it takes whole batches, as one of its stages needs them or has a state."""
-        return any(stage.scope is Scope.BATCH or stage.state for stage in self.stages)
-
 
 class Consumers:
     """All consumers of a flow by name, in the flow's order, and the verdict stages."""

@@ -427,7 +427,12 @@ class ControlPlane(QueueController):
             weights = copy.place if copy else None
             if weights is None and not is_optimized(stage):
                 continue
-            exported = iteration if self._is_last_step(stage, iteration) else None
+            # After the role's last step of the iteration its weights are published.
+            batch = schedule.batches[iteration]
+            others = [one.name for one in self._updates_of(str(stage.role), iteration) if one.name != stage.name]
+            is_last = not is_optimized(stage) or batch.steps - batch.made[stage.name] <= 1
+            is_last = is_last and all(schedule.is_through(name, batch) for name in others)
+            exported = iteration if is_last and stage.role in self.exported else None
             outdated, self.outdated = self.outdated, []
             self.stepping.add(stage.name)
             return {
@@ -442,14 +447,6 @@ class ControlPlane(QueueController):
             self.changes += 1
             self.changed.notify_all()
         return iteration <= self.allowed
-
-    def _is_last_step(self, stage: Stage, iteration: int) -> bool:
-        """Return True if this step is the role's last one of the iteration, after which its weights are published."""
-        batch = self.training.schedule.batches[iteration]
-        others = [one.name for one in self._updates_of(str(stage.role), iteration) if one.name != stage.name]
-        left = batch.steps - batch.made[stage.name] if is_optimized(stage) else 1
-        through = all(self.training.schedule.is_through(name, batch) for name in others)
-        return stage.role in self.exported and left <= 1 and through
 
     def rows_held(self, holder: str) -> int:
         """Return the number of rows that a worker has."""

@@ -142,7 +142,16 @@ class Processes:
     def _replace(self, member: Member) -> None:
         """Restart a worker after the end of one process, with all of its ranks. Raises as `watch`."""
         peers = [peer for peer in self.members if peer.group == member.group] if member.group.ranks > 1 else [member]
-        self._raise_failure(member, peers)
+        # The error of a process that only lost its peers is not the cause: that is a peer's error, or a kill.
+        failure, limit, is_killed = failure_of(member), time.monotonic() + PEERS_LIMIT_S, False
+        while failure is not None and failure.follows and time.monotonic() < limit and not is_killed:
+            causes = [cause for peer in self.members if (cause := failure_of(peer)) and cause.is_cause]
+            if causes:
+                raise causes[0].error()
+            is_killed = any(died(peer) for peer in peers)
+            time.sleep(0.0 if is_killed else 0.05)
+        if failure is not None and not is_killed:
+            raise failure.error()
         killed = next((peer for peer in peers if died(peer)), member)
         if member.group.trained:
             raise LostProcess(
@@ -165,19 +174,6 @@ class Processes:
         for member in members:
             member.starts, member.started = member.starts + 1, time.monotonic()
             member.process = self._start(member.group, member.number, member.starts)
-
-    def _raise_failure(self, member: Member, peers: Sequence[Member]) -> None:
-        """Raise the error of a process. If it only lost its peers, raise a peer's error, or nothing if one was killed."""
-        failure, limit = failure_of(member), time.monotonic() + PEERS_LIMIT_S
-        while failure is not None and failure.follows and time.monotonic() < limit:
-            causes = [cause for peer in self.members if (cause := failure_of(peer)) and cause.is_cause]
-            if causes:
-                raise causes[0].error()
-            if any(died(peer) for peer in peers):
-                return
-            time.sleep(0.05)
-        if failure is not None:
-            raise failure.error()
 
     def close(self) -> None:
         """Wait for the end of all processes, which the queue notifies, and kill those that are late."""

@@ -15,7 +15,7 @@ from braidrl.flow.columns import ADMISSION
 from braidrl.flow.flow import Flow, is_optimized
 from braidrl.flow.readiness import weights_wait_for
 from braidrl.flow.selecting import UNFINISHED, GroupSelector, Selection, Verdict, begun_too_many, waiting_groups
-from braidrl.flow.stage import Kind, Stage
+from braidrl.flow.stage import Kind, Scope, Stage
 from braidrl.queue.samplers import FIRST_IN, Candidate, Sampler
 from braidrl.queue.tasks import Lease, Tasks
 from braidrl.runtimes.streaming.consumers import Consumer, Consumers
@@ -44,7 +44,9 @@ class StreamSchedule:
         self.weights_wait = weights_wait_for(flow)
         every = list(self.consumers.by_name.values())
         waits = {c.name: c.waits for c in every if c.takes_rows} | self.consumers.verdicts
-        self.tasks = Tasks(waits, [*self.consumers.verdicts, *(c.name for c in every if c.takes_groups)])
+        self.tasks = Tasks(
+            waits, [*self.consumers.verdicts, *(c.name for c in every if any(s.scope is Scope.GROUP for s in c.stages))]
+        )
         self.tasks.facts = self._facts
         self.samplers = {c.name: s for c in every for stage in c.stages if (s := (samplers or {}).get(stage.name))}
         self.sampling = sizes.sampling()
@@ -52,6 +54,8 @@ class StreamSchedule:
         self.trainers = [c for c in every if c.kind is Kind.TRAIN]
         self.selects = [stage.name for stage in flow.stages if stage.kind is Kind.SELECT]
         segment = flow.stages[: flow.recorded_stages] if sizes.sets_aside else flow.sampling_segment
+        self.whole_batches = {c.name for c in every if any(s.scope is Scope.BATCH or s.state for s in c.stages)}
+        """Consumers of whole batches, as one of their stages needs them or has a state."""
         self.segment = [c for c in every if c.stages[0] in segment and c.kind is not Kind.TRAIN]
         """Consumers of groups that may not be in the batch."""
         self.after = [c for c in every if c not in self.segment and c.takes_rows]
@@ -290,7 +294,7 @@ class StreamSchedule:
         if not tables:
             return None
         table = min(tables)
-        if consumer.takes_batches:
+        if name in self.whole_batches:
             batch = self.batches[table[0]]
             rows = batch.uids if batch.is_known and self.tasks[name].are_free(batch.uids) else ()
             lease = self.tasks.lease(name, rows, holder, now, seconds)
