@@ -1,7 +1,7 @@
 """Cost of the queue's bookkeeping: take and done of one row with many in flight, and rows per second through one process's socket.
 
 in this process      take, done of one row ──▶ the schedule of a flow with 1,024 to 1,000,000 rows in work
-over a socket        clients: take 32 rows, done ──▶ a controller process ──▶ a storage unit's, each by its own CPU time
+over a socket        clients: take 32 rows, done ──▶ the process that serves the queue, by its CPU time
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from multiprocessing.synchronize import Barrier
 from typing import Any
 
-import psutil
 import torch
 
 from benchmarks.turns import Turn
@@ -46,9 +45,7 @@ def prepare(case: Mapping[str, Any]) -> Turn:
     def turn() -> Mapping[str, float]:
         found = {f"take and done, {rows} rows in work": passage() for rows, passage in passages.items()}
         for clients in CLIENTS:
-            controller, unit = over_sockets(clients)
-            found[f"rows per second, {clients} clients"] = controller
-            found[f"rows per second of the unit, {clients} clients"] = unit
+            found[f"rows per second, {clients} clients"] = over_sockets(clients)
         return found
 
     return turn
@@ -82,15 +79,13 @@ def of_one_row(rows: int) -> Callable[[], float]:
     return measured
 
 
-def over_sockets(clients: int) -> tuple[float, float]:
-    """Return rows per CPU second of the controller's process and of the storage unit's.
+def over_sockets(clients: int) -> float:
+    """Return rows per CPU second of the serving process.
 
     Clients, which are threads of up to 4 processes, take the rows under leases and complete them.
     """
     context, processes = multiprocessing.get_context("spawn"), min(clients, 4)
     with TransferQueue.serve({"train": ["x"]}) as queue:
-        assert queue.service is not None
-        served = [psutil.Process(member.process.pid) for member in reversed(queue.service.members)]
         ready = context.Barrier(processes + 1)
         consumers = [
             context.Process(target=consume, args=(queue.address, clients // processes, ready)) for _ in range(processes)
@@ -98,20 +93,13 @@ def over_sockets(clients: int) -> tuple[float, float]:
         for consumer in consumers:
             consumer.start()
         ready.wait()
-        before = [cpu_seconds(process) for process in served]
+        before = time.process_time()
         queue.put({"x": torch.zeros(ROWS)}, rows=list(range(ROWS)))
         queue.finish()
         for consumer in consumers:
             consumer.join()
         assert queue.usage()["rows"] == 0
-        controller, unit = (ROWS / (cpu_seconds(p) - b) for p, b in zip(served, before, strict=True))
-        return controller, unit
-
-
-def cpu_seconds(process: psutil.Process) -> float:
-    """Return the CPU time of a process."""
-    times = process.cpu_times()
-    return float(times.user + times.system)
+        return ROWS / (time.process_time() - before)
 
 
 def consume(address: str, threads: int, ready: Barrier) -> None:
@@ -120,12 +108,11 @@ def consume(address: str, threads: int, ready: Barrier) -> None:
 
     def client(number: int) -> None:
         with TransferQueue.connect(address, f"{multiprocessing.current_process().name}.{number}") as queue:
-            worker = Client(queue.tasks["train"], queue.holder, queue.data)
+            worker = Client(queue.address, queue.holder, queue.data)
             connected.wait()
-            while (work := worker.take(["train"], LEASE, 1.0)).kind != "stop":
+            while (work := worker.take(["train"], LEASE, 1.0, columns=None, table=None)).kind != "stop":
                 if work.kind == "rows":
-                    worker.ask("done", leases=[work.lease], parts=[])
-                    worker.forget_leases([work.lease])
+                    worker.done("train", [(work.lease, None)])
 
     connected = threading.Barrier(threads + 1)
     workers = [threading.Thread(target=client, args=(number,)) for number in range(threads)]

@@ -9,19 +9,20 @@ while (work := client.take(["reference.log_probs"], most=64, wait_s=5.0)).kind !
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from braidrl.data.codec import decode, encode
 from braidrl.data.frames import Frame
 from braidrl.data.rows import Column, Rows
-from braidrl.queue.requests import Answer
-from braidrl.queue.storage import DataPlane
+from braidrl.queue.storage import DataPlane, Evicted
 from braidrl.queue.table import Block, Row, StoredPart, in_order
+from braidrl.queue.transport import Answer
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class WorkItem:
     """A piece of work: `rows` of a consumer, an optimizer `step`, weights to `load`, or an `order`."""
 
@@ -34,38 +35,48 @@ class WorkItem:
     """Leases that this worker has lost."""
     dropped: tuple[tuple[int, list[int]], ...] = ()
     """Rows that it has lost, by lease and positions in it."""
+    own: list[int] = field(default_factory=list)
+    """The positions in the lease of the rows that this process has read."""
+    rows: Rows = field(default_factory=lambda: Rows({}))
+    """These rows, with the columns computed so far."""
 
-    @property
-    def consumer(self) -> str:
-        """Return its consumer."""
-        return str(self.message["consumer"])
-
-    @property
-    def iteration(self) -> int:
-        """Return its iteration."""
-        return int(self.message["iteration"])
-
-    @property
-    def lease(self) -> int:
-        """Return the number of its lease."""
-        return int(self.message["lease"])
-
-    @property
-    def size(self) -> int:
-        """Return the number of its rows."""
-        return int(self.message["size"])
+    def __post_init__(self) -> None:
+        self.consumer: str = self.message.get("consumer", "")
+        self.iteration: int = self.message.get("iteration", 0)
+        self.lease: int = self.message.get("lease", -1)
+        self.size: int = self.message.get("size", 0)
+        """Number of rows of the lease."""
 
     @cached_property
     def index(self) -> Rows:
         """Return the index columns of all rows. Raises Evicted."""
-        return self._read(None, index=True)
+        return assembled(self.data, self.inline, self.message["payload"], self.size, index=True)
 
-    def rows(self, places: Sequence[int] | None = None) -> Rows:
-        """Return the rows, or those at some positions, with all columns that the consumer reads. Raises Evicted."""
-        return self._read(places, index=False)
+    def read(self, places: Sequence[int] | None = None) -> Rows:
+        """Read the rows, or those at some positions, with all columns that the consumer reads. Raises Evicted."""
+        self.own = list(range(self.size)) if places is None else list(places)
+        if self.own:
+            self.rows = assembled(self.data, self.inline, self.message["payload"], self.size, places)
+        return self.rows
 
-    def _read(self, places: Sequence[int] | None, index: bool) -> Rows:
-        return assembled(self.data, self.inline, self.message["payload"], self.size, places, index)
+    def read_existing(self) -> Rows:
+        """Read the rows except those that selection has dropped meanwhile."""
+        with suppress(Evicted):
+            return self.read()
+        found: dict[int, Rows] = {}
+        for place in range(self.size):
+            with suppress(Evicted):
+                found[place] = self.read([place])
+        self.own, self.rows = list(found), Rows.cat(list(found.values())) if found else Rows({})
+        return self.rows
+
+    def share(self, places: Sequence[int]) -> Rows:
+        """Return this process's rows among those at some positions, in the order of these."""
+        if list(places) == self.own:
+            return self.rows
+        standing = {place: number for number, place in enumerate(self.own)}
+        mine = [standing[place] for place in places if place in standing]
+        return self.rows.take(mine) if mine else Rows({})
 
 
 class Client:
@@ -73,23 +84,16 @@ class Client:
 
     def __init__(self, address: str, holder: str, data: DataPlane, generates: bool = False) -> None:
         """Register, over the connections of `data`. Raises QueueTimeout if no queue answers at the address."""
-        self.address, self.holder, self.data, self.generates = address, holder, data, generates
-        self.held: dict[int, Sequence[Row]] = {}
-        """Leases, with their rows if a restarted controller will ask for them."""
+        self.address, self.holder, self.data = address, holder, data
+        self.held: set[int] = set()
+        """Numbers of its leases."""
         self._renewed = time.monotonic()
-        self._hello()
+        self.ask("hello", generates=generates, address=data.address)
 
     def ask(self, request: str, frames: Sequence[Frame] = (), wait_s: float = 0.0, **fields: Any) -> Answer:
         """Send one request of this process and return its answer; the queue may hold it back for `wait_s` seconds."""
         message = {"request": request, "holder": self.holder, "wait_s": wait_s, **fields}
-        while True:
-            answer = self.data.connections.ask(self.address, message, frames, wait_s)
-            if not answer[0].get("unknown"):
-                return answer
-            self._hello()
-
-    def _hello(self) -> None:
-        self.ask("hello", generates=self.generates, address=self.data.address, held=list(self.held.items()))
+        return self.data.connections.ask(self.address, message, frames, wait_s)
 
     def take(self, consumers: Sequence[str], most: int, wait_s: float, ranks: int = 1, **fields: Any) -> WorkItem:
         """Return the next work for one of the consumers: of kind `stop` at the run's end, and `wait` after the time limit.
@@ -108,7 +112,7 @@ class Client:
         self.forget_leases(lost)
         kind = "wait" if answer.get("waited") else answer["kind"]
         if kind == "rows":
-            self.held[answer["lease"]] = answer.get("rows", ())
+            self.held.add(answer["lease"])
         inline = decode([bytes(frame) for frame in frames]) if frames else Rows({})
         return WorkItem(kind, self.data, answer, inline, lost, tuple(answer.get("dropped", ())))
 
@@ -156,8 +160,7 @@ class Client:
 
     def forget_leases(self, leases: Iterable[int]) -> None:
         """Forget completed or lost leases."""
-        for number in leases:
-            self.held.pop(number, None)
+        self.held.difference_update(leases)
 
 
 def write_columns(data: DataPlane, columns: Mapping[str, Column], rows: Sequence[Row] = ()) -> StoredPart:

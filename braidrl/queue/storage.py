@@ -21,9 +21,8 @@ from braidrl.cluster.shared_memory import PREFIX, shared_folder
 from braidrl.data.codec import decode, encode
 from braidrl.data.frames import Frame, laid_out, split
 from braidrl.data.rows import Rows
-from braidrl.queue.requests import Answer
 from braidrl.queue.table import Block
-from braidrl.queue.transport import Connections
+from braidrl.queue.transport import Answer, Connections
 
 DECODED = 4
 """Number of blocks that a process keeps decoded."""
@@ -85,11 +84,6 @@ class DataPlane:
         self._carry(frames)
         name, size = self.segments.write(frames)
         return Block(self.host, self.address, name, size)
-
-    def write_rows(self, rows: Rows) -> Block | None:
-        """Write the payload columns as a block; None if there are none."""
-        payload = rows.payload
-        return self.write(encode(payload)) if list(payload) else None
 
     def read(self, block: Block) -> Sequence[Frame]:
         """Return the block's frames: views on shared memory, or bytes from its node. Raises Evicted."""
@@ -157,7 +151,8 @@ class DataPlane:
         except FileNotFoundError:
             return {"missing": request["name"]}, ()
         if request["request"] == "rows":
-            frames = encode(chosen(frames, request["columns"], request["positions"]))
+            rows, positions = decode(frames, request["columns"]), request["positions"]
+            frames = encode(rows if positions is None else rows.take(positions))
         self.served += sum(memoryview(frame).nbytes for frame in frames)
         return {}, frames
 
@@ -184,12 +179,6 @@ class DataPlane:
         if "missing" in answer:
             raise Evicted(f"{block.name} was evicted from {block.host}")
         return frames
-
-
-def chosen(frames: Sequence[Frame], columns: Sequence[str], positions: Sequence[int] | None) -> Rows:
-    """Return the named columns of encoded rows, for all rows or some positions."""
-    rows = decode(frames, columns)
-    return rows if positions is None else rows.take(positions)
 
 
 class Named:

@@ -9,11 +9,9 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
-from zlib import crc32
 
 from braidrl.data.codec import decode, encode
 from braidrl.data.frames import Frame
-from braidrl.data.messages import pack_message
 from braidrl.data.rows import Column, Rows
 
 Row = Any
@@ -155,11 +153,6 @@ def row_name(name: Any) -> Row:
     return tuple(name) if isinstance(name, list) else name
 
 
-def home(row: Row, units: int) -> int:
-    """Return the storage unit of a row; for tuples the first part decides."""
-    return crc32(pack_message(row[0] if isinstance(row, tuple) else row)) % units if units > 1 else 0
-
-
 class Table:
     """The parts with the columns of rows in work."""
 
@@ -182,13 +175,16 @@ class Table:
         self.add(part)
         return self._drop(part.rows.keys(), before)
 
+    def remove(self, part: StoredPart) -> list[Block]:
+        """Remove a part that is stored under the names of its columns; return its block if that is now free."""
+        for column in part.columns:
+            for row in part.rows:
+                del self.parts[column][row]
+        return self.held.release([part.block]) if part.block is not None else []
+
     def stored(self, uids: Sequence[Row], writers: Sequence[str]) -> StoredRows:
         """Return rows with the parts of some writers; their memory stays as long as the result lives."""
-        return self.hold(StoredRows(self.index(uids, writers), self.payload(uids, writers, None)))
-
-    def hold(self, rows: StoredRows) -> StoredRows:
-        """Keep the blocks of rows as long as the object lives."""
-        return self.held.hold_for(rows)
+        return self.held.hold_for(StoredRows(self.index(uids, writers), self.payload(uids, writers, None)))
 
     def index(self, uids: Sequence[Row], writers: Sequence[str]) -> Rows:
         """Return the index columns of these rows in the order given; for one name, the last writer's.

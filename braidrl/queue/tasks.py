@@ -16,8 +16,10 @@ from itertools import count
 from typing import Any
 
 from braidrl.queue.samplers import FIRST_IN, Candidate, Sampler, checked
-from braidrl.queue.table import Row
+from braidrl.queue.table import Row, StoredPart
 
+Places = Sequence[tuple[int, Sequence[int] | None]]
+"""Rows by lease number and positions in the lease; None is all rows that are left."""
 PATIENCE = 8
 """Number of times that a sampler may skip the oldest row it sees; then that row is leased."""
 
@@ -50,11 +52,9 @@ class Leases:
         self._deadlines: list[tuple[float, int]] = []
         self.numbers = count()
 
-    def take(
-        self, task: Hashable, holder: str, rows: Sequence[Row], now: float, seconds: float, number: int | None = None
-    ) -> Lease:
-        """Lease rows to a holder for this many seconds, under the next number or a previous one."""
-        number = next(self.numbers) if number is None else number
+    def take(self, task: Hashable, holder: str, rows: Sequence[Row], now: float, seconds: float) -> Lease:
+        """Lease rows to a holder for this many seconds."""
+        number = next(self.numbers)
         lease = Lease(number, task, holder, tuple(rows), now + seconds, len(rows))
         self.by_holder[holder].add(number)
         self.rows_of[holder] += len(rows)
@@ -265,7 +265,11 @@ class Task:
                 del self.ready[table]
         else:
             rows = ready.first(most * sampler.looks_at, self.numbers)
-            chosen = checked(sampler, [self._described(row, facts) for row in rows], most, ranks)
+            seen = [facts(row) for row in rows]
+            if self.whole_groups:
+                sums = [sum(facts(one).tokens for one in self._groups[self.group[row]]) for row in rows]
+                seen = [one._replace(tokens=tokens) for one, tokens in zip(seen, sums, strict=True)]
+            chosen = checked(sampler, seen, most, ranks)
             self._passed[table] = 0 if 0 in chosen else self._passed[table] + 1
             if self._passed[table] >= PATIENCE:
                 chosen, self._passed[table] = [0, *chosen[: most - 1]], 0
@@ -282,10 +286,6 @@ class Task:
     def are_free(self, rows: Sequence[Row]) -> bool:
         """Return True if all of these rows, which are in work, can be taken."""
         return self.lease.keys().isdisjoint(rows) and all(written.issuperset(rows) for written in self._written)
-
-    def is_ready(self, table: Any, rows: int) -> bool:
-        """Return True if this many rows of a table are ready; not for tasks that take whole groups."""
-        return len(self.ready.get(table, ())) == rows
 
     def _free(self, rows: Sequence[Row]) -> Sequence[Row]:
         """Return those rows that no lease holds and that are not completed."""
@@ -308,11 +308,6 @@ class Task:
             self._groups[self.group[row]][row] = True
         members = (self._groups[group] for group in groups)
         self._add([next(iter(known)) for known in members if all(known.values())])
-
-    def _described(self, row: Row, facts: Callable[[Row], Candidate]) -> Candidate:
-        if not self.whole_groups:
-            return facts(row)
-        return facts(row)._replace(tokens=sum(facts(one).tokens for one in self._groups[self.group[row]]))
 
     def _add(self, rows: Sequence[Row]) -> None:
         for table, some in by_value(rows, self.table):
@@ -368,6 +363,10 @@ class Tasks:
         self.facts: Callable[[Row], Candidate] = lambda row: Candidate(row)
         self._admitted = count()
 
+    def __getitem__(self, name: Any) -> Task:
+        """Return a task."""
+        return self.tasks[name]
+
     def admit(
         self, rows: Iterable[Row], group: Callable[[Row], Any], table: Any = 0, names: Iterable[Any] | None = None
     ) -> None:
@@ -384,10 +383,6 @@ class Tasks:
         self.group.update(zip(rows, map(group, rows), strict=True))
         for name in self.tasks if names is None else names:
             self.tasks[name].admit(rows, table)
-
-    def enter(self, name: Any, rows: Sequence[Row], table: Any) -> None:
-        """Let rows in work enter one more task."""
-        self.tasks[name].admit(rows, table)
 
     def write(self, writer: str, rows: Sequence[Row]) -> None:
         """Record written rows. Raises ValueError for a second write: columns are immutable."""
@@ -429,13 +424,11 @@ class Tasks:
             table = min(task.ready, default=None)
         return self.lease(name, task.take(table, most, ranks, sampler, self.facts), holder, now, seconds)
 
-    def lease(
-        self, name: Any, rows: Sequence[Row], holder: str, now: float, seconds: float, number: int | None = None
-    ) -> Lease | None:
+    def lease(self, name: Any, rows: Sequence[Row], holder: str, now: float, seconds: float) -> Lease | None:
         """Lease these rows, all of which must be ready, as `Leases.take` does; None without rows."""
         if not rows:
             return None
-        lease = self.leases.take(name, holder, rows, now, seconds, number)
+        lease = self.leases.take(name, holder, rows, now, seconds)
         self.tasks[name].hold(rows, lease.number)
         return lease
 
@@ -447,6 +440,25 @@ class Tasks:
             self.leases.shrink(lease, len(rows))
             self.tasks[lease.task].finish(rows)
         return rows
+
+    def complete_parts(
+        self, done: Places, parts: Sequence[tuple[StoredPart, Places]], now: float
+    ) -> tuple[list[int], list[Row]]:
+        """Complete rows of leases; the parts written for them get the names of these rows, without those of lost leases.
+
+        Return the lost leases, and the completed rows.
+        """
+        lost, kept = list[int](), list[Row]()
+        leases = {number: lease for number, _ in done if (lease := self.leases.held.get(number)) is not None}
+        for number, places in done:
+            if number not in leases or leases[number].deadline < now:
+                lost.append(number)
+            else:
+                kept += self.complete(number, now, places)
+        chosen = set(kept)
+        for part, rows in parts:
+            part.rows = {row: place for place, row in enumerate(rows_at(leases, rows)) if row in chosen}
+        return lost, kept
 
     def left(self, lease: Lease, places: Sequence[int] | None = None) -> list[Row]:
         """Return the rows of a lease that are not completed, or those at some positions."""
@@ -468,18 +480,6 @@ class Tasks:
         self.leases.shrink(lease, len(rows))
         self.tasks[lease.task].give_back(rows)
 
-    def skip(self, name: Any, rows: Sequence[Row]) -> None:
-        """Skip rows in a task: they are completed without being taken."""
-        self.tasks[name].finish(rows)
-
-    def reopen(self, name: Any, rows: Iterable[Row]) -> None:
-        """Repeat the completed rows of a task among these: what it wrote for them was lost."""
-        self.tasks[name].reopen(rows)
-
-    def move(self, name: Any, rows: Iterable[Row], table: Any) -> None:
-        """Move rows of one task to another table."""
-        self.tasks[name].move(rows, table)
-
     def forget(self, rows: Iterable[Row]) -> dict[Lease, list[Row]]:
         """Remove rows; leases keep their other rows. Return the leases that lost some, with these."""
         gone = [row for row in dict.fromkeys(rows) if row in self.rows]
@@ -497,3 +497,12 @@ class Tasks:
         for row in gone:
             del self.rows[row], self.group[row]
         return lost
+
+
+def rows_at(leases: Mapping[int, Lease], places: Places) -> list[Row]:
+    """Return the rows at some positions of leases; None where a lease is lost."""
+    found: list[Row] = []
+    for number, own in places:
+        lease = leases.get(number)
+        found += [None if lease is None else lease.rows[place] for place in own or ()]
+    return found

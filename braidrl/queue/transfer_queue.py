@@ -10,11 +10,12 @@ for batch in queue.stream("train", rows=32):                      # a batch is a
 """
 
 import asyncio
+import atexit
 import os
 import socket
 import time
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,15 @@ from braidrl.data.codec import encode
 from braidrl.data.frames import Frame
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
-from braidrl.queue.client import Client, WorkItem, assembled
+from braidrl.queue.client import Client, assembled
 from braidrl.queue.columns import Batch, as_rows
+from braidrl.queue.controller import ColumnController
 from braidrl.queue.owner import StorageNode
-from braidrl.queue.samplers import sampler_named
-from braidrl.queue.service import Service
+from braidrl.queue.samplers import FIRST_IN, sampler_named
 from braidrl.queue.storage import DataPlane, Evicted, Place
 from braidrl.queue.storage_backends import data_plane
-from braidrl.queue.table import home, row_name
-from braidrl.queue.transport import Connection, QueueTimeout
+from braidrl.queue.table import StoredPart, row_name
+from braidrl.queue.transport import Connection, QueueServer, QueueTimeout
 
 LOOPBACK = "127.0.0.1"
 ASK_AGAIN_S = 5.0
@@ -48,29 +49,25 @@ class TransferQueue:
     def __init__(
         self, address: str, holder: str, directory: Mapping[str, Any], data: DataPlane, resources: ExitStack
     ) -> None:
-        """Store a connection; use `serve` or `connect`.
+        """Register at the queue; use `serve` or `connect`.
 
         Args:
-            address: Address of the serving process.
+            address: Address of the queue.
             holder: This process's name at the queue.
-            directory: Addresses of units and tasks.
+            directory: The queue's answer to `directory`.
             data: This process's view of payload.
             resources: Closed with this object.
         """
-        self.address, self.holder, self.data = address, holder, data
-        self.units, self.tasks = directory["units"], directory["tasks"]
-        self._has_budget, self._resources = directory["budget"], resources
-        self._clients: dict[str, Client] = {}
-        self.service: Service | None = None
-        """The queue's processes, in the serving process."""
+        self.address, self.holder, self.data, self._resources = address, holder, data, resources
+        self.tasks, self._has_budget = directory["tasks"], directory["budget"]
+        self._client = Client(address, holder, data)
 
     @classmethod
     def serve(
         cls, tasks: Mapping[str, Collection[str]], *, samplers: Mapping[str, str] | None = None, lease_s: float = 60.0,
-        budget_bytes: int | None = None, ip: str = LOOPBACK, storage: str = "shared_memory", units: int = 1,
-        secret: str | None = None,
+        budget_bytes: int | None = None, ip: str = LOOPBACK, storage: str = "shared_memory", secret: str | None = None,
     ) -> "TransferQueue":  # fmt: skip
-        """Start a queue; its processes end with this one.
+        """Serve a queue from a thread of this process.
 
         Args:
             tasks: By consuming task the columns that a row needs before it is ready.
@@ -79,26 +76,25 @@ class TransferQueue:
             budget_bytes: Limit of payload in the queue; a put waits for room. None is no limit but memory.
             ip: Address to listen on; other machines reach any but the loopback.
             storage: Place of payload: `shared_memory`, `file:/path` or `redis://host:port/0`.
-            units: Number of storage units, which share the rows.
             secret: Needed by every client, and encrypts all traffic. Required off the loopback.
 
         Raises:
             UserError: A sampler or storage is unknown, or the secret is missing on a public address.
         """
-        chosen = dict(samplers or {})
-        for name in chosen.values():
-            sampler_named(name)
+        chosen = {task: sampler_named((samplers or {}).get(task, FIRST_IN.name)) for task in tasks}
         if ip != LOOPBACK and secret is None:
             raise UserError(f"a queue at {ip} can be reached by others: write serve(ip=..., secret=...)")
         with ExitStack() as resources:
             node = StorageNode(node_name(), ip, secret, storage)
             resources.callback(node.close)
-            service = Service(tasks, chosen, lease_s, budget_bytes, units, node.place(), ip, secret)
-            resources.callback(service.close)
+            controller = ColumnController(tasks, chosen, node.data, node.place(), lease_s, budget_bytes)
+            server = QueueServer(controller.handle, controller.tick, f"tcp://{ip}:*", secret)
+            resources.callback(server.close)
             data = data_plane(node.place(), "owner", secret=secret)
             resources.callback(data.close)
-            queue = cls(service.server.address, "owner", service.directory, data, resources.pop_all())
-            queue.service = service
+            queue = cls(server.address, "owner", controller.on_directory({}, ())[0], data, resources.pop_all())
+            # A program that forgets to close the queue would leave its memory.
+            atexit.register(queue.close)
             return queue
 
     @classmethod
@@ -151,7 +147,7 @@ class TransferQueue:
 
         Raises:
             QueueFull: There was no room in time.
-            QueueError: A row has one of the columns already, or a process of the queue ends repeatedly.
+            QueueError: A row has one of the columns already.
         """
         content = as_rows(columns)
         if len(content) != len(rows):
@@ -159,16 +155,15 @@ class TransferQueue:
         lengths = next(
             (column.lengths.tolist() for _, column in content.payload.items() if isinstance(column, Ragged)), None
         )
-        for unit, places in self._shares(rows):
-            share = content if len(places) == len(rows) else content.take(places)
-            frames = encode(share)
-            size = sum(memoryview(frame).nbytes for frame in frames)
-            if self._has_budget and self._ask(unit, "reserve", wait_s, bytes=size).get("waited"):
-                raise QueueFull(f"{size} bytes found no room within {wait_s:g} s: {described(self.usage())}")
-            part = self._written(frames, share, [rows[place] for place in places])
-            self._ask(
-                unit, "put", **part, table=table, by="", lengths=chosen(lengths, places), groups=chosen(groups, places)
-            )
+        frames = encode(content)
+        size = sum(memoryview(frame).nbytes for frame in frames)
+        if self._has_budget and self._client.ask("reserve", wait_s=wait_s, bytes=size)[0].get("waited"):
+            raise QueueFull(f"{size} bytes found no room within {wait_s:g} s: {described(self.usage())}")
+        part = StoredPart("", Rows({}), self.data.write(frames), tuple(content), len(content))
+        told: list[Frame] = []
+        named = {"rows": list(rows), "table": table, "groups": groups and list(groups), "lengths": lengths}
+        message = part.message(told)
+        self._client.ask("put", told, part=message, **named)
 
     def get(
         self, task: str, rows: int, *, columns: Sequence[str] | None = None, table: Any = None, ranks: int = 1,
@@ -187,15 +182,24 @@ class TransferQueue:
         Raises:
             TimeoutError: No row was ready in time.
         """
-        client, until = self._client(task), time.monotonic() + wait_s
+        if task not in self.tasks:
+            raise ValueError(f"there is no task {task!r} among {', '.join(self.tasks)}")
+        until = time.monotonic() + wait_s
         while True:
             left = max(0.0, until - time.monotonic())
-            with self._explained():
-                work = client.take([task], rows, min(left, ASK_AGAIN_S), ranks, columns=columns, table=table)
+            work = self._client.take([task], rows, min(left, ASK_AGAIN_S), ranks, columns=columns, table=table)
             if work.kind == "stop":
                 return None
-            if work.kind == "rows" and (batch := self._read(client, work)) is not None:
-                return batch
+            if work.kind == "rows":
+                names = [row_name(row) for row in work.message["rows"]]
+                try:
+                    read = assembled(self.data, Rows({}), work.message["payload"], len(names))
+                    return Batch(names, read, task, [work.lease])
+                except (Evicted, QueueTimeout):
+                    # The payload is gone.
+                    self._client.ask("missing", blocks=[piece["block"] for piece in work.message["payload"]])
+                    self._client.ask("give_back", leases=[work.lease])
+                    self._client.forget_leases([work.lease])
             if not left:
                 raise TimeoutError(f"no row was ready for task {task} within {wait_s:g} s")
 
@@ -209,19 +213,12 @@ class TransferQueue:
         Returns:
             The lost leases: another consumer has their rows, and the columns written for them are discarded.
         """
-        parts = []
+        written: list[tuple[StoredPart, Any]] = []
         if columns is not None:
             content = as_rows(columns)
-            for _, places in self._shares(batch.rows):
-                share = content if len(places) == len(batch.rows) else content.take(places)
-                parts.append(self._written(encode(share), share, [batch.rows[place] for place in places]))
-        client = self._client(batch.task)
-        with self._explained():
-            lost: list[int] = client.ask("done", leases=batch.leases, parts=parts)[0]["lost"]
-        client.forget_leases(batch.leases)
-        if lost:
-            self.data.free([part["block"] for part in parts])
-        return lost
+            part = StoredPart("", Rows({}), self.data.write(encode(content)), tuple(content), len(content))
+            written.append((part, [(lease, list(range(len(batch.rows)))) for lease in batch.leases]))
+        return self._client.done(batch.task, [(lease, None) for lease in batch.leases], written)
 
     def stream(self, task: str, rows: int, **options: Any) -> Iterator[Batch]:
         """Yield batches until no more rows will come; the request for the next one acknowledges the previous.
@@ -242,32 +239,24 @@ class TransferQueue:
             rows: Their names; None is all.
             table: Table to remove from; None is every table.
         """
-        for unit in range(len(self.units)):
-            self._ask(unit, "clear", rows=None if rows is None else list(rows), table=table)
+        self._client.ask("clear", rows=None if rows is None else list(rows), table=table)
 
     def finish(self) -> None:
         """Declare that no more rows will come: consumers end when the remaining rows are done."""
-        for unit in range(len(self.units)):
-            self._ask(unit, "finish")
+        self._client.ask("finish")
 
     def renew(self) -> list[int]:
         """Send a heartbeat of this slow process; return the leases that were lost nevertheless."""
-        return [lease for client in list(self._clients.values()) for lease in client.renew()[0]]
+        return self._client.renew()[0]
 
     def usage(self) -> dict[str, Any]:
         """Return bytes and rows in the queue, remaining rows by task, and rows by holder."""
-        units = [self._ask(unit, "usage") for unit in range(len(self.units))]
-        tasks = {name: self._client(name).ask("usage")[0] for name in self.tasks}
-        return {
-            "bytes": sum(unit["bytes"] for unit in units), "rows": sum(unit["rows"] for unit in units),
-            "undone": {name: found["undone"] for name, found in tasks.items()},
-            "held": [[name, *held] for name, found in tasks.items() for held in found["held"]],
-        }  # fmt: skip
+        usage = self._client.ask("usage")[0]
+        return {name: usage[name] for name in ("bytes", "rows", "undone", "held")}
 
     def lost(self) -> dict[Any, list[str]]:
         """Return by row the columns with lost payload, and the machine or file that held it; they may be put again."""
-        units = [self._ask(unit, "usage") for unit in range(len(self.units))]
-        return {row_name(row): columns for unit in units for row, columns in unit["lost"]}
+        return {row_name(row): columns for row, columns in self._client.ask("usage")[0]["lost"]}
 
     async def put_async(self, columns: Any, rows: Sequence[Any], **options: Any) -> None:
         """Do as `put` without blocking the event loop."""
@@ -285,6 +274,7 @@ class TransferQueue:
 
     def close(self) -> None:
         """Leave the queue; the serving process ends it, and frees all of its memory."""
+        atexit.unregister(self.close)
         self._resources.close()
 
     def __enter__(self) -> "TransferQueue":
@@ -292,57 +282,6 @@ class TransferQueue:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _client(self, task: str) -> Client:
-        if task not in self.tasks:
-            raise ValueError(f"there is no task {task!r} among {', '.join(self.tasks)}")
-        if task not in self._clients:
-            self._clients[task] = Client(self.tasks[task], self.holder, self.data)
-        return self._clients[task]
-
-    def _ask(self, unit: int, request: str, wait_s: float = 0.0, **fields: Any) -> dict[str, Any]:
-        message = {"request": request, "holder": self.holder, "wait_s": wait_s, **fields}
-        with self._explained():
-            return self.data.connections.ask(self.units[unit], message, wait_s=wait_s)[0]
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Guard requests: if a process of the queue does not answer, the serving process may know why it cannot live."""
-        try:
-            yield
-        except QueueTimeout:
-            self.data.connections.ask(self.address, {"request": "directory"})
-            raise
-
-    def _shares(self, rows: Sequence[Any]) -> list[tuple[int, list[int]]]:
-        """Return each unit with the positions of its rows."""
-        shares: dict[int, list[int]] = {}
-        for place, row in enumerate(rows):
-            shares.setdefault(home(row, len(self.units)), []).append(place)
-        return list(shares.items())
-
-    def _written(self, frames: Sequence[Frame], columns: Rows, rows: Sequence[Any]) -> dict[str, Any]:
-        """Put payload into storage; return its description for the queue."""
-        block = self.data.write(frames)
-        return {"rows": rows, "places": None, "columns": list(columns), "block": block, "size": len(rows)}
-
-    def _read(self, client: Client, work: WorkItem) -> Batch | None:
-        """Return the rows of a lease; None if their payload is gone, which is reported to the queue."""
-        names, leases = [row_name(row) for row in work.message["rows"]], [work.lease]
-        try:
-            read = assembled(self.data, Rows({}), work.message["payload"], len(names))
-        except (Evicted, QueueTimeout):
-            for unit in range(len(self.units)):
-                self._ask(unit, "missing", blocks=[piece["block"] for piece in work.message["payload"]])
-            client.ask("give_back", leases=leases)
-            client.forget_leases(leases)
-            return None
-        return Batch(names, read, work.consumer, leases)
-
-
-def chosen(values: Sequence[Any] | None, places: Sequence[int]) -> list[Any] | None:
-    """Return the values at some positions, or None without values."""
-    return None if values is None else [values[place] for place in places]
 
 
 def described(usage: Mapping[str, Any]) -> str:

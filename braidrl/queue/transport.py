@@ -1,10 +1,10 @@
 """The queue's sockets: a map, then raw frames; every request gets one answer, and is repeated until then.
 
            ┌───────────── request ────────────▶ handle ──▶ answer at once
-client ────┤    again after REPEAT_S, same number   └── Wait ──▶ parked until the awaited change ──▶ answer
-           └◀──── {"waited": true} after its own time limit                                   (requests.py)
+client ────┤    again after REPEAT_S, same number   └── None ──▶ parked, and tried again after each change ──▶ answer
+           └◀──── {"waited": true} after its own time limit
 
-Nothing is unpickled. A sender of malformed requests is no longer read.
+The last answer to each sender is kept for repetitions. Nothing is unpickled. A sender of malformed requests is no longer read.
 """
 
 import contextlib
@@ -13,17 +13,21 @@ import threading
 import time
 import traceback
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import zmq
 from zmq.utils import z85
 
 from braidrl.data.frames import Frame
 from braidrl.data.messages import pack_message, unpack_message
-from braidrl.queue.requests import Answer, Handler, Parking
 
+Answer = tuple[dict[str, Any], Sequence[Frame]]
+Handler = Callable[[dict[str, Any], Sequence[Frame]], Answer | None]
+"""Answers a request, or returns None to park it."""
+Send = Callable[[bytes, int, Answer], None]
+"""Sends the answer to a sender's request, by its number."""
 REPEAT_S = 1.0
 """Seconds before an unanswered request is repeated: its server may have been replaced."""
 FRAME_BYTES = 1 << 31
@@ -40,6 +44,8 @@ END_LIMIT_S = 10.0
 """Seconds that a closing server may take for its current request."""
 AT_ONCE = 100
 """Number of requests to read before parked ones are retried."""
+REMEMBERED = 4096
+"""Number of senders whose last answer is kept."""
 
 
 class QueueError(RuntimeError):
@@ -179,6 +185,63 @@ class Connections:
                 idle.pop().close()
 
 
+class Parked(NamedTuple):
+    """A parked request, and its deadline."""
+
+    number: int
+    request: dict[str, Any]
+    until: float
+
+
+class Parking:
+    """The requests of all senders, each of which waits for one answer at a time. It has neither a socket nor a clock."""
+
+    def __init__(self, handle: Handler, send: Send, remembers: bool = True) -> None:
+        """Start empty; `remembers` keeps answers for repetitions, which is not needed if handling twice does no harm."""
+        self._handle, self._send, self._remembers = handle, send, remembers
+        self._parked: dict[bytes, Parked] = {}
+        self._answered: OrderedDict[bytes, tuple[int, Answer]] = OrderedDict()
+
+    def receive(self, sender: bytes, number: int, request: dict[str, Any], frames: Sequence[Frame], now: float) -> None:
+        """Answer a request or park it. A repetition gets the same answer, or stays parked."""
+        last = self._answered.get(sender)
+        if last is not None and last[0] == number:
+            self._send(sender, number, last[1])
+            return
+        known = self._parked.pop(sender, None)
+        if known is not None and known.number == number:
+            self._parked[sender] = known
+        else:
+            self._attempt(sender, Parked(number, request, now + float(request.get("wait_s", 0.0))), frames)
+
+    def retry(self, now: float) -> None:
+        """Try all parked requests again, the oldest first; answer those whose time limit is over."""
+        for sender, parked in list(self._parked.items()):
+            self._attempt(sender, parked, ())
+            if parked.until <= now and sender in self._parked:
+                self._answer(sender, parked.number, ({"waited": True}, ()))
+
+    def _attempt(self, sender: bytes, parked: Parked, frames: Sequence[Frame]) -> None:
+        try:
+            answer = self._handle(parked.request, frames)
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}, ()
+        if answer is not None:
+            self._answer(sender, parked.number, answer)
+        else:
+            parked.request["parked"] = True
+            self._parked[sender] = parked
+
+    def _answer(self, sender: bytes, number: int, answer: Answer) -> None:
+        self._parked.pop(sender, None)
+        if self._remembers:
+            self._answered[sender] = (number, answer)
+            self._answered.move_to_end(sender)
+            if len(self._answered) > REMEMBERED:
+                self._answered.popitem(last=False)
+        self._send(sender, number, answer)
+
+
 class QueueServer:
     """Serves `handle` on an address of this machine until it is closed."""
 
@@ -198,7 +261,7 @@ class QueueServer:
         Raises:
             zmq.ZMQError: The address cannot be bound.
         """
-        self._tick, self.poller = tick, zmq.Poller()
+        self._tick = tick
         self._parking = Parking(handle, self._send, remembers)
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
@@ -221,21 +284,8 @@ class QueueServer:
         self._thread = threading.Thread(target=self._run, name="queue-server", daemon=True)
         self._thread.start()
 
-    def begin(self) -> None:
-        """Prepare; called by the thread before it serves."""
-
-    def receive(self, ready: dict[Any, int]) -> None:
-        """Process incoming messages; called by the thread with the `ready` sockets of `poller`."""
-
-    def end(self) -> None:
-        """Clean up; called by the thread before it ends."""
-
-    def wake(self, key: Hashable) -> None:
-        """Retry requests that wait for a key; for the server's own thread."""
-        self._parking.wake(key)
-
     def changed(self) -> None:
-        """Retry requests that wait for any change; for changes that did not come by a request."""
+        """Retry parked requests; for changes that did not come by a request."""
         # Without waiting: the thread may have ended, or has enough messages to wake it.
         with self._outside_lock, contextlib.suppress(zmq.Again):
             self._outside.send(b"", zmq.NOBLOCK)
@@ -257,33 +307,26 @@ class QueueServer:
         self._context.term()
 
     def _run(self) -> None:
-        self.poller.register(self._router, zmq.POLLIN)
-        self.poller.register(self._inside, zmq.POLLIN)
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._inside, zmq.POLLIN)
         try:
-            self.begin()
             while not self._closing:
-                # Consequences of woken requests are handled before the next wait.
-                ready = dict(self.poller.poll(0 if self._parking.is_woken else round(TICK_S * 1000)))
+                ready = dict(poller.poll(round(TICK_S * 1000)))
                 while self._inside in ready and self._inside.poll(0):
                     self._inside.recv()
-                if self._router in ready:
-                    self._take_in()
-                self.receive(ready)
+                # Incoming messages, which may be many, are read before parked requests are retried.
+                with contextlib.suppress(zmq.Again):
+                    for _ in range(AT_ONCE if self._router in ready else 0):
+                        self._receive(self._router.recv_multipart(zmq.NOBLOCK, copy=False))
                 if self._tick is not None:
                     self._tick()
-                self._parking.ask_parked(time.monotonic())
+                self._parking.retry(time.monotonic())
         except Exception:
             self.failure = traceback.format_exc()
         finally:
             self._router.close()
             self._inside.close()
-            self.end()
-
-    def _take_in(self) -> None:
-        """Read all incoming messages, which may be many, before parked requests are retried."""
-        with contextlib.suppress(zmq.Again):
-            for _ in range(AT_ONCE):
-                self._receive(self._router.recv_multipart(zmq.NOBLOCK, copy=False))
 
     def _receive(self, message: Sequence[zmq.Frame]) -> None:
         sender = message[0].bytes

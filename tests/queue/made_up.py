@@ -19,10 +19,9 @@ from braidrl.flow.batches import Sizes
 from braidrl.flow.stage import Signature
 from braidrl.queue.client import Client, WorkItem, write_columns
 from braidrl.queue.owner import StorageNode
-from braidrl.queue.requests import Answer
 from braidrl.queue.storage_backends import data_plane
 from braidrl.queue.table import StoredRows
-from braidrl.queue.transport import QueueServer
+from braidrl.queue.transport import Answer, QueueServer
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.rows import stored
 from braidrl.runtimes.streaming.stream import Stream
@@ -136,14 +135,14 @@ class Worker:
         if work.kind == "rows" and work.consumer == "train.actor":
             self.kept.append(work)
         elif work.kind == "rows":
-            own = work.rows()
+            own = work.read()
             deliver(self.client, work, made_from(work.consumer, own, LOADED.get(self.client.holder, 0)))
         elif work.kind == "step":
             for kept in self.kept:
                 self.trained += kept.index.uids()
             self.client.ask("stepped", stage=work.message["stage"], report={})
             for kept in self.kept:
-                own = kept.rows()
+                own = kept.read()
                 deliver(self.client, kept, made_from("normalise", own) if "reward" in own else {})
             self.kept = []
         elif work.kind == "load":

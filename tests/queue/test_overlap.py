@@ -48,7 +48,7 @@ def generate(worker: Client, work: Workload) -> None:
             loaded = given.message["version"]
             worker.ask("loaded", version=loaded, bytes=0, sent=0)
         elif given.kind == "rows":
-            rows = given.rows()
+            rows = given.read()
             time.sleep(work.seconds("generate", rows.uids()[0]))
             deliver(worker, given, made_from("generate", rows, loaded))
 

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from braidrl.algorithms import registry
 from braidrl.algorithms.ragged import Ragged
 from braidrl.cluster.shared_memory import shared_folder
+from braidrl.data.codec import encode
 from braidrl.data.messages import unpack_message
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.stage import Signature
@@ -86,9 +87,9 @@ def test_a_stage_gets_the_payload_that_it_reads_and_no_other() -> None:
         control.training.schedule.groups_wanted(0)
         admit(control, [0, 1])
         work = worker.take(["generate"], 8, 0.0)
-        assert list(work.rows().payload) == ["prompt"]
-        deliver(worker, work, made_from("generate", work.rows()))
-        assert list(worker.take(["check"], 8, 0.0).rows().payload) == ["tokens"]
+        assert list(work.read().payload) == ["prompt"]
+        deliver(worker, work, made_from("generate", work.read()))
+        assert list(worker.take(["check"], 8, 0.0).read().payload) == ["tokens"]
         worker.close()
 
 
@@ -138,11 +139,11 @@ def test_expired_lease_moves_on_and_late_answer_is_refused() -> None:
         control.training.schedule.groups_wanted(0)
         admit(control, [0, 1])
         work = slow.take(["generate"], 8, 0.0)
-        rows = work.rows()
+        rows = work.read()
         assert quick.take(["generate"], 8, 0.0).kind == "wait"
         passed(31.0)
         again = quick.take(["generate"], 8, 60.0)
-        assert again.rows().uids() == rows.uids()
+        assert again.read().uids() == rows.uids()
         assert deliver(slow, work, made_from("generate", rows)) == [work.lease]
         assert owner_names(node, "slow") == [], "what came too late takes no memory"
         assert deliver(quick, again, made_from("generate", rows)) == []
@@ -156,7 +157,7 @@ def test_a_worker_that_renews_keeps_its_rows() -> None:
         slow, quick = client(server, node, "slow", generates=True), client(server, node, "quick", generates=True)
         control.training.schedule.groups_wanted(0)
         admit(control, [0, 1])
-        rows = (work := slow.take(["generate"], 8, 0.0)).rows()
+        rows = (work := slow.take(["generate"], 8, 0.0)).read()
         for _ in range(5):
             passed(20.0)
             assert slow.renew() == ([], [])
@@ -182,12 +183,12 @@ def test_dead_worker_rows_are_leased_again_and_unreported_blocks_freed() -> None
         dead, other = client(server, node, "dead", generates=True), client(server, node, "other", generates=True)
         control.training.schedule.groups_wanted(0)
         admit(control, [0, 1])
-        rows = dead.take(["generate"], 8, 0.0).rows()
+        rows = dead.take(["generate"], 8, 0.0).read()
         write_columns(dead.data, made_from("generate", rows))
         assert len(owner_names(node, "dead")) == 1
         control.fail("dead")
         assert owner_names(node, "dead") == []
-        assert other.take(["generate"], 8, 2.0).rows().uids() == rows.uids()
+        assert other.take(["generate"], 8, 2.0).read().uids() == rows.uids()
         assert dead.take(["generate"], 8, 0.0).kind == "stop", "a dead worker's last request is given no rows"
         dead.close()
         other.close()
@@ -218,8 +219,7 @@ def test_eviction_frees_the_memory_of_rows_that_are_done() -> None:
 
 def test_views_outlive_the_eviction_of_what_they_show() -> None:
     with queue() as (control, _, _):
-        block = control.data.write_rows(born([3]))
-        assert block is not None
+        block = control.data.write(encode(born([3]).payload))
         rows = control.data.read_rows(block, ["prompt"])
         control.data.free([block])
         assert rows["prompt"].values.tolist() == [3] * 8
@@ -246,15 +246,15 @@ def two_nodes() -> Iterator[tuple[ControlPlane, Client, Client, StorageNode]]:
 def test_two_nodes_exchange_only_requested_rows() -> None:
     with two_nodes() as (control, near, far, node):
         work = far.take(["generate"], 2, 0.0)
-        assert work.rows()["prompt"].values.tolist() == born([0])["prompt"].values.tolist()
+        assert work.read()["prompt"].values.tolist() == born([0])["prompt"].values.tolist()
         assert 0 < control.data.served < 8 * born([0, 1])["prompt"].values.numel() + 400, (
             "prompts of the other group came too"
         )
-        rows = work.rows()
+        rows = work.read()
         deliver(far, work, made_from("generate", rows))
         work = near.take(["check"], 8, 1.0)
         assert {piece["block"][0] for piece in work.message["payload"] if "tokens" in piece["columns"]} == {"node-b"}
-        assert torch.equal(work.rows()["tokens"].values, born([0])["prompt"].values * 2)
+        assert torch.equal(work.read()["tokens"].values, born([0])["prompt"].values * 2)
         assert control.data.served_by(node.place().address) == node.data.served > 0
 
 
@@ -263,7 +263,7 @@ def test_rows_that_lie_on_ones_own_node_do_not_travel() -> None:
         assert Worker(far).once(["generate"]) == "rows"
         before = node.data.served
         other = Client(near.address, "beside", data_plane(node.place(), "beside"))
-        assert len(other.take(["check"], 8, 1.0).rows()["tokens"].values) == len(born([0, 1])["prompt"].values)
+        assert len(other.take(["check"], 8, 1.0).read()["tokens"].values) == len(born([0, 1])["prompt"].values)
         assert node.data.served == before
         other.close()
 
@@ -276,7 +276,7 @@ def test_remote_memory_is_freed_even_of_dead_worker() -> None:
         wait_until(lambda: names() == [])
         with pytest.raises(Evicted):
             control.data.read(known)
-        write_columns(far.data, made_from("generate", work.rows()))
+        write_columns(far.data, made_from("generate", work.read()))
         assert len(names()) == 1
         control.fail("far")
         wait_until(lambda: names() == [])
@@ -348,7 +348,7 @@ def test_worker_learns_which_rows_of_its_lease_were_dropped() -> None:
         admit(control, [2, 3])
         work = worker.take(["generate"], 8, 0.0)
         assert [uid[1] for uid in work.index.uids()] == [2, 2, 3, 3]
-        rows = work.rows([0, 1])
+        rows = work.read([0, 1])
         written = write_columns(worker.data, made_from("generate", rows))
         assert worker.done("generate", [(work.lease, [0, 1])], [(written, [(work.lease, [0, 1])])], keeps=True) == []
         again = worker.take(["generate"], 8, 0.0)
@@ -434,7 +434,7 @@ def play(
             joined += 1
             worker.close()
         elif work.kind == "rows":
-            rows = work.rows()
+            rows = work.read()
             if fate < 0.3:
                 time.sleep(0.3)  # Too late: the lease has run out.
             deliver(worker, work, made_from(work.consumer, rows, LOADED.get(worker.holder, 0)))
@@ -452,9 +452,9 @@ def test_consumer_reads_requested_version_of_column() -> None:
         admit(control, [0, 1])
         assert Worker(worker).once(["generate"]) == "rows" and Worker(worker).once(["check"]) == "rows"
         work = worker.take(["shape"], 8, 0.0)
-        before = work.rows()["reward"]
+        before = work.read()["reward"]
         deliver(worker, work, {"reward": before + 100})
-        assert torch.equal(worker.take(["train.actor"], 8, 0.0).rows()["reward"], before + 100)
+        assert torch.equal(worker.take(["train.actor"], 8, 0.0).read()["reward"], before + 100)
         worker.close()
 
 

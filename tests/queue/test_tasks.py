@@ -126,7 +126,7 @@ class TaskMachine(RuleBasedStateMachine):
     @rule(data=st.data(), name=st.sampled_from(list(TASKS)), table=st.integers(0, 1))
     def a_group_moves(self, data: st.DataObject, name: str, table: int) -> None:
         group = data.draw(st.sampled_from(self.work))[0]
-        self.tasks.move(name, [row for row in self.work if row[0] == group], table)
+        self.tasks[name].move([row for row in self.work if row[0] == group], table)
 
     @rule()
     def what_is_not_done_is_counted(self) -> None:
@@ -189,7 +189,7 @@ def test_what_cannot_be_is_refused() -> None:
 def test_the_oldest_row_is_not_passed_over_for_ever() -> None:
     tasks, newest = Tasks({"one": []}), Sampler("newest", lambda ready, most, ranks: [len(ready) - 1])
     tasks.admit(range(100), lambda row: None)
-    task = tasks.tasks["one"]
+    task = tasks["one"]
     given = []
     for number in range(2 * PATIENCE):
         (row,) = task.take(0, 1, 1, newest, Candidate)

@@ -53,16 +53,6 @@ class Consumer:
         """Return False if it only copies weights."""
         return any(is_optimized(stage) or stage.kind is not Kind.TRAIN for stage in self.stages)
 
-    @cached_property
-    def takes_groups(self) -> bool:
-        """Return True if it takes whole groups, as one of its stages needs them."""
-        return any(stage.scope is Scope.GROUP for stage in self.stages)
-
-    @cached_property
-    def takes_batches(self) -> bool:
-        """Return True if it takes whole batches, as one of its stages needs them or has a state."""
-        return any(stage.scope is Scope.BATCH or stage.state for stage in self.stages)
-
 
 class Consumers:
     """All consumers of a flow by name, in the flow's order, and the verdict stages."""
@@ -76,7 +66,13 @@ class Consumers:
         for stage in flow.stages:
             self._home[stage.name] = self._home_of(stage)
         hosted = self._trained()
-        self.by_name = {consumer.name: consumer for consumer in self._with_own_devices()}
+        self.by_name: dict[str, Consumer] = {}
+        for stage in flow.stages:
+            if stage.kind in (Kind.GENERATE, Kind.INFER) and self._home[stage.name] == stage.name:
+                names = [other.name for other in flow.stages if self._home[other.name] == stage.name]
+                group = f"{stage.role}.generate" if stage.kind is Kind.GENERATE else str(stage.role)
+                own = tuple(flow[name] for name in names)
+                self.by_name[stage.name] = Consumer(stage.name, stage.kind, group, own, self._waits_of(names))
         for role, stages in hosted.items():
             consumer = Consumer(f"train.{role}", Kind.TRAIN, role, tuple(flow[name] for name in self._sorted(stages)))
             self.by_name[consumer.name] = replace(consumer, waits=self._waits_of(stages))
@@ -179,15 +175,6 @@ class Consumers:
                 found.add(name)
                 open_names += self._waits[name]
         return found
-
-    def _with_own_devices(self) -> Iterable[Consumer]:
-        for stage in self.flow.stages:
-            if stage.kind not in (Kind.GENERATE, Kind.INFER) or self._home[stage.name] != stage.name:
-                continue
-            names = [s.name for s in self.flow.stages if self._home[s.name] == stage.name]
-            group = f"{stage.role}.generate" if stage.kind is Kind.GENERATE else str(stage.role)
-            stages = tuple(self.flow[name] for name in names)
-            yield Consumer(stage.name, stage.kind, group, stages, self._waits_of(names))
 
     def _waits_of(self, stages: Iterable[str]) -> frozenset[str]:
         """Return the consumers and verdict stages that rows of these stages come from."""

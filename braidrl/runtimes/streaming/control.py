@@ -9,10 +9,9 @@ The server's thread and the main process call these methods: one lock guards eve
 import math
 import traceback
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
 from braidrl.data.codec import decode
@@ -20,14 +19,15 @@ from braidrl.data.frames import Frame
 from braidrl.errors import UserError, WorkerError
 from braidrl.flow import Kind, Stage
 from braidrl.flow.flow import is_optimized
-from braidrl.queue.requests import Answer, Holder, QueueController, Wait
+from braidrl.observe.metrics import Sums
+from braidrl.queue.controller import Holder, QueueController
 from braidrl.queue.storage import DataPlane
 from braidrl.queue.table import StoredPart, StoredRows
 from braidrl.queue.tasks import Tasks
-from braidrl.runtimes.streaming.activity import Activity
+from braidrl.queue.transport import Answer
 from braidrl.runtimes.streaming.groups import ROWS
 from braidrl.runtimes.streaming.stream import IterationRecord, Stream
-from braidrl.runtimes.streaming.weights import Copies, Place, Versions, free
+from braidrl.runtimes.streaming.weights import Copy, Place, Versions, free
 from braidrl.weights.versions import LoadingSchedule
 
 OF_LEADERS = {"stepped", "given", "weights", "ordered"}
@@ -41,6 +41,52 @@ class WorkerHolder(Holder):
     orders: deque[Answer] = field(default_factory=deque)
     dropped: list[tuple[int, list[int]]] = field(default_factory=list)
     """Rows, by lease and positions, that selection has dropped and that the worker does not know to be."""
+
+
+@dataclass
+class GroupActivity:
+    """The workers of a group: their seconds in total, and without rows."""
+
+    seconds: float = 0.0
+    idle: float = 0.0
+
+
+@dataclass
+class Activity:
+    """Sums since the last report."""
+
+    groups: dict[str, GroupActivity] = field(default_factory=dict)
+    weight_bytes: int = 0
+    """Bytes of new weights that engines have read."""
+    drawn_again: int = 0
+    """Rows started by an engine and forgotten with a lost trainer."""
+    updates: Sums = field(default_factory=Sums)
+    """Seconds that each engine stood still to load weights, and that a rank took to write its share."""
+    _noted: float | None = None
+    _workers: list[tuple[str, bool]] = field(default_factory=list)
+
+    def note(self, now: float, workers: Iterable[tuple[str, bool]]) -> None:
+        """Record which workers have rows from now on.
+
+        Args:
+            now: Seconds on any clock.
+            workers: The group of each worker, and True if it has rows.
+        """
+        passed = 0.0 if self._noted is None else now - self._noted
+        for group, is_busy in self._workers:
+            known = self.groups.setdefault(group, GroupActivity())
+            known.seconds += passed
+            known.idle += 0.0 if is_busy else passed
+        self._noted, self._workers = now, list(workers)
+
+    def told(self) -> Mapping[str, float]:
+        """Return the sums, each group's idle share and the seconds of an update since the last call."""
+        found = {f"streaming/idle/{name}": one.idle / one.seconds for name, one in self.groups.items() if one.seconds}
+        found["streaming/weight_bytes"] = float(self.weight_bytes)
+        found["streaming/rows_drawn_again"] = float(self.drawn_again)
+        found |= self.updates.means()
+        self.groups, self.weight_bytes, self.drawn_again, self.updates = {}, 0, 0, Sums()
+        return found
 
 
 class ControlPlane(QueueController):
@@ -68,7 +114,9 @@ class ControlPlane(QueueController):
         self.exported = frozenset(exported)
         self.streams = [stream]
         self.holders: dict[str, WorkerHolder] = {}
-        self.weights, self.copies, self.activity = Versions(exported), Copies(), Activity()
+        self.weights, self.activity = Versions(exported), Activity()
+        self.copies: dict[str, Copy] = {}
+        """By due train stage the source weights of its update without a loss."""
         self.forgotten: list[Place] = []
         """Outdated weights that may be read until every engine has loaded others."""
         self.outdated: list[int] = []
@@ -98,7 +146,7 @@ class ControlPlane(QueueController):
 
     # Requests
 
-    def handle(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
+    def handle(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | None:
         """Answer one request, or keep its sender waiting. An error of the user, rather than of a worker, ends the run."""
         if request["request"] in OF_LEADERS and request["holder"] not in self.holders:
             return {}, ()  # the last messages of a replaced trainer
@@ -119,7 +167,7 @@ class ControlPlane(QueueController):
             self.loading.join(name)
         return {}, ()
 
-    def on_take(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | Wait:
+    def on_take(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | None:
         """Return a worker's next piece of work, or keep it waiting for a change."""
         holder = self.holders.get(request["holder"])
         if holder is None or self.stopping:
@@ -143,7 +191,7 @@ class ControlPlane(QueueController):
                     if answer is not None:
                         self._note_activity()
                         return {**answer[0], **lost}, answer[1]
-        return ({"kind": "lost", **lost}, ()) if any(lost.values()) else Wait()
+        return ({"kind": "lost", **lost}, ()) if any(lost.values()) else None
 
     def on_done(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Record completed rows; the message has index columns, and the locations of the payload."""
@@ -181,19 +229,25 @@ class ControlPlane(QueueController):
         iteration = schedule.published + 1
         schedule.stepped(name)
         self.stepping.discard(name)
-        self._free(self.copies.taken(name))
+        copy = self.copies.pop(name, None)
+        self._free([copy.place] if copy and copy.place else [])
         self.training.record_of(iteration).training.append(request["report"])
         return {}, ()
 
     def on_given(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Record the location of weights for the update of another role."""
-        self._free(self.copies.give(request["stage"], request["holder"], request["place"]))
+        copy = self.copies.get(request["stage"])
+        if copy is not None and copy.giver == request["holder"]:
+            copy.place = request["place"]
+        else:
+            # Another worker was asked meanwhile.
+            self._free([request["place"]])
         return {}, ()
 
     def on_weights(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Record the location of a version of a role's weights."""
         role = request["role"]
-        self.weights.add(role, request["version"], request["place"])
+        self.weights.known[role][request["version"]] = request["place"]
         self.activity.updates.add(f"weights/{role}/write_seconds", request["seconds"])
         return {}, ()
 
@@ -261,12 +315,14 @@ class ControlPlane(QueueController):
         with self.changed:
             gone = self.holders.pop(holder, None)
             self.loading.leave(holder)
-            self.copies.lost(holder)
+            # Another worker is asked for weights that it has not given.
+            self.copies = {name: c for name, c in self.copies.items() if c.giver != holder or c.place is not None}
             for stream in self.streams:
                 stream.schedule.fail_holder(holder)
             # A worker that never registered has written nothing.
             if gone is not None:
-                self.data.abandon(gone.address, holder, self._known_segments(gone.address))
+                known = {block.name for block in self.held if block.address == gone.address}
+                self.data.abandon(gone.address, holder, known)
 
     def train_again(self, version: int) -> bool:
         """Repeat the training towards the version after this one, with all rows as they are.
@@ -278,8 +334,8 @@ class ControlPlane(QueueController):
             if not last or not self.weights.outlive_trainers:
                 return False
             self.training.train_again()
-            self._free(list(self.copies.places()))
-            self.copies, self.allowed, self.is_due = Copies(), version, False
+            self._free([copy.place for copy in self.copies.values() if copy.place])
+            self.copies, self.allowed, self.is_due = {}, version, False
             self.stepping.clear()
             return True
 
@@ -290,9 +346,9 @@ class ControlPlane(QueueController):
             stream.tasks.leases.numbers = self.training.tasks.leases.numbers
             for known in self.streams:
                 self.data.free(known.table.evict(list(known.tasks.rows)))
-            self.forgotten += [*self.weights.places(), *self.copies.places()]
+            self.forgotten += [*self.weights.places(), *(copy.place for copy in self.copies.values() if copy.place)]
             self.training, self.streams = stream, [stream]
-            self.weights, self.copies = Versions(self.exported), Copies()
+            self.weights, self.copies = Versions(self.exported), {}
             self.loading.forget()
             self.allowed, self.is_due, self.finished = 0, False, deque()
             self.stepping.clear()
@@ -334,24 +390,22 @@ class ControlPlane(QueueController):
 
     def _work(self, stream: Stream, name: str, request: dict[str, Any], version: int | None) -> Answer | None:
         """Return rows for a consumer, for an engine that holds `version` of the weights; None if there are none."""
-        consumer = stream.consumers.by_name[name]
+        consumer, most = stream.consumers.by_name[name], int(request["most"])
         # Accumulated gradients cannot be undone: a trainer keeps its rows until it is known to be dead.
         seconds = math.inf if consumer.kind is Kind.TRAIN else self.lease_s
-        request = {**request, "most": self._most(consumer.stages[0], request)}
-        return stream.take(name, request, self.clock(), seconds, version if stream is self.training else None)
-
-    def _most(self, stage: Stage, request: dict[str, Any]) -> int:
-        """Return the limit of rows to give: for an engine its free slots now, not at the time of the request."""
-        most = int(request["most"])
         if "slots" in request:
+            # An engine's free slots now, not at the time of the request.
             most = min(most, request["slots"] - self.rows_held(request["holder"]))
-        if self.episodes is not None and "environment" in stage.params:
-            most = min(most, self.episodes - self._episodes_under_way())
-        return most
-
-    def _episodes_under_way(self) -> int:
-        leases = ((stream.consumers.by_name[lease.task], lease) for stream in self.streams for lease in stream.leases())
-        return sum(lease.left for consumer, lease in leases if "environment" in consumer.stages[0].params)
+        if self.episodes is not None and "environment" in consumer.stages[0].params:
+            leases = (
+                (one.consumers.by_name[lease.task], lease)
+                for one in self.streams
+                for lease in one.tasks.leases.held.values()
+            )
+            playing = sum(lease.left for other, lease in leases if "environment" in other.stages[0].params)
+            most = min(most, self.episodes - playing)
+        request = {**request, "most": most}
+        return stream.take(name, request, self.clock(), seconds, version if stream is self.training else None)
 
     def _step(self, request: dict[str, Any]) -> dict[str, Any] | None:
         """Return the step for which a trainer asks, or an order to give its weights for another role's; None if neither is due."""
@@ -362,17 +416,23 @@ class ControlPlane(QueueController):
         copies = [(s, c.takes_rows) for c in schedule.trainers for s in c.updates if not is_optimized(s)]
         for stage in [s for s, _ in copies if s.params["source"] == role and s.name not in self.copies]:
             if schedule.may_step(stage) and self._is_allowed(iteration):
-                self.copies.ask(stage.name, request["holder"])
+                self.copies[stage.name] = Copy(request["holder"])
                 return {"kind": "give", "stage": stage.name}
         # A worker that only copies weights is always ready.
         alone = [stage for stage, takes_rows in copies if not takes_rows and stage.role == role]
         for stage in [*alone, *map(flow.__getitem__, request["ready"])]:
             if stage.name in self.stepping or not schedule.may_step(stage) or not self._is_allowed(iteration):
                 continue
-            weights = self.copies.given(stage.name)
+            copy = self.copies.get(stage.name)
+            weights = copy.place if copy else None
             if weights is None and not is_optimized(stage):
                 continue
-            exported = iteration if self._is_last_step(stage, iteration) else None
+            # After the role's last step of the iteration its weights are published.
+            batch = schedule.batches[iteration]
+            others = [one.name for one in self._updates_of(str(stage.role), iteration) if one.name != stage.name]
+            is_last = not is_optimized(stage) or batch.steps - batch.made[stage.name] <= 1
+            is_last = is_last and all(schedule.is_through(name, batch) for name in others)
+            exported = iteration if is_last and stage.role in self.exported else None
             outdated, self.outdated = self.outdated, []
             self.stepping.add(stage.name)
             return {
@@ -387,14 +447,6 @@ class ControlPlane(QueueController):
             self.changes += 1
             self.changed.notify_all()
         return iteration <= self.allowed
-
-    def _is_last_step(self, stage: Stage, iteration: int) -> bool:
-        """Return True if this step is the role's last one of the iteration, after which its weights are published."""
-        batch = self.training.schedule.batches[iteration]
-        others = [one.name for one in self._updates_of(str(stage.role), iteration) if one.name != stage.name]
-        left = batch.steps - batch.made[stage.name] if is_optimized(stage) else 1
-        through = all(self.training.schedule.is_through(name, batch) for name in others)
-        return stage.role in self.exported and left <= 1 and through
 
     def rows_held(self, holder: str) -> int:
         """Return the number of rows that a worker has."""
@@ -435,12 +487,11 @@ class ControlPlane(QueueController):
     @property
     def _loadable(self) -> int:
         """Return the newest version up to which all weights have arrived; ranks write the newest ones beside their next step."""
-        newer = range(max(self.loading.target, 0) + 1, self.training.schedule.published + 1)
-        return max(takewhile(self._has_weights, newer), default=self.loading.target)
-
-    def _has_weights(self, version: int) -> bool:
-        return all(self.weights.has(role, version) or not self._updates_of(role, version) for role in self.exported)
-
-    def _known_segments(self, address: str) -> set[str]:
-        blocks = self.held
-        return {block.name for block in blocks if block.address == address}
+        newest = self.loading.target
+        for version in range(max(newest, 0) + 1, self.training.schedule.published + 1):
+            if not all(
+                version in self.weights.known[role] or not self._updates_of(role, version) for role in self.exported
+            ):
+                break
+            newest = version
+        return newest

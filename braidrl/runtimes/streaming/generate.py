@@ -12,7 +12,6 @@ import asyncio
 import time
 from collections.abc import Collection, Coroutine, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,10 +26,8 @@ from braidrl.observe.metrics import Sums
 from braidrl.observe.stalls import WORK, PieceOfWork
 from braidrl.observe.trace import BusySpan
 from braidrl.queue.client import Client, WorkItem, write_columns
-from braidrl.queue.storage import Evicted
 from braidrl.runtimes.generating.generation import limits_of, requests_of
 from braidrl.runtimes.generating.partial import to_the_end
-from braidrl.runtimes.streaming.consumers import Consumer
 from braidrl.runtimes.streaming.weights import source_of
 from braidrl.runtimes.streaming.worker import WorkerContext
 from braidrl.runtimes.usage import Drawn
@@ -42,35 +39,14 @@ Key = tuple[int, int]
 """A running row: the number of its lease, and its position in it."""
 
 
-class Ended(NamedTuple):
-    """The result of a row when its engine has finished with it, and the tokens drawn under this lease."""
-
-    result: Response | Episode
-    drawn: Drawn
-
-    @property
-    def is_suspended(self) -> bool:
-        """Return True if the row is suspended."""
-        return isinstance(self.result, Response) and self.result.finish_reason is FinishReason.ABORT
+Ended = tuple[Response | Episode, Drawn]
+"""The result of a row when its engine has finished with it, and the tokens drawn under this lease."""
 
 
-@dataclass(frozen=True, eq=False)
-class Leased:
-    """The rows of a lease that still exist, with their positions in it."""
+class Flight(NamedTuple):
+    """A running row: its lease, its name, and the task that draws it."""
 
-    lease: int
-    consumer: Consumer
-    iteration: int
-    rows: Rows
-    places: dict[int, int]
-    """By position in the lease, the position in `rows`."""
-
-
-@dataclass(frozen=True, eq=False)
-class Flight:
-    """A running row, and its task."""
-
-    leased: Leased
+    work: WorkItem
     uid: Uid
     task: asyncio.Task[Ended]
 
@@ -110,7 +86,11 @@ class GenerateLoop:
         self.news = asyncio.Event()
         try:
             while (work := await self._next(engine.load().slots)).kind != "stop":
-                await self._act(engine, work)
+                await self._end(self._gone(work.lost, work.dropped))
+                if work.kind == "rows":
+                    self._begin(engine, work)
+                elif work.kind == "load":
+                    await self._load(engine, work)
         finally:
             await asyncio.gather(*self.reporting, return_exceptions=True)
             await self._end(list(self.flight))
@@ -130,13 +110,6 @@ class GenerateLoop:
             await self._end(self._gone(*self.client.renew(settings.lease_s / 3)))
         return await asked
 
-    async def _act(self, engine: ResumingEngine, work: WorkItem) -> None:
-        await self._end(self._gone(work.lost, work.dropped))
-        if work.kind == "rows":
-            self._begin(engine, work)
-        elif work.kind == "load":
-            await self._load(engine, work)
-
     def _gone(self, lost: Collection[int], dropped: Iterable[tuple[int, Sequence[int]]]) -> list[Key]:
         """Return the running rows that this worker has lost, by lease, or by lease and position.
 
@@ -151,26 +124,26 @@ class GenerateLoop:
 
     def _begin(self, engine: ResumingEngine, work: WorkItem) -> None:
         """Give the rows of a lease to the engine."""
-        leased = existing_rows(work, self.context.consumers[work.consumer])
-        if not leased.places:
+        rows, ends = work.read_existing(), set(work.message.get("to_the_end", ()))
+        if not work.own:
             self.client.forget_leases([work.lease])
             return
-        stage, own, ends = leased.consumer.stages[0], leased.rows, set(work.message.get("to_the_end", ()))
-        requests, uids = requests_of(stage, own, self.context.executor.config), own.uids()
-        self.left[work.lease] = len(leased.places)
-        for place, number in leased.places.items():
+        stage, config = self.context.consumers[work.consumer].stages[0], self.context.executor.config
+        requests, uids = requests_of(stage, rows, config), rows.uids()
+        self.left[work.lease] = len(work.own)
+        for number, place in enumerate(work.own):
             key, uid = (work.lease, place), uids[number]
             if "environment" in stage.params:
-                generate = self._play(engine, stage, own.take([number]))
-            elif self.context.executor.config.rollout.tokens_per_iteration is not None:
-                generate = self._continue(engine, to_the_end(stage) if place in ends else stage, own.take([number]))
+                generate = self._play(engine, stage, rows.take([number]))
+            elif config.rollout.tokens_per_iteration is not None:
+                generate = self._continue(engine, to_the_end(stage) if place in ends else stage, rows.take([number]))
             else:
                 generate = self._respond(engine, requests[number])
             if uid in self.last:
                 generate = self._after(self.last[uid], generate)
             task = asyncio.create_task(generate)
             task.add_done_callback(partial(self._note_end, key))
-            self.flight[key], self.last[uid] = Flight(leased, uid, task), task
+            self.flight[key], self.last[uid] = Flight(work, uid, task), task
         if stage.name not in self.spans:
             self.spans[stage.name] = self.context.trace.begin(stage.name, work.iteration, self.version)
             self.pieces[stage.name] = WORK.begin(stage.name)
@@ -185,7 +158,7 @@ class GenerateLoop:
 
     async def _respond(self, engine: Engine, request: Request) -> Ended:
         response = await engine.submit(request)
-        return Ended(response, Drawn.of(request.prompt, response))
+        return response, Drawn.of(request.prompt, response)
 
     async def _continue(self, engine: Engine, stage: Stage, row: Rows) -> Ended:
         """Resume a row that may have tokens, within its budget; one that has ended stays as it is."""
@@ -193,15 +166,15 @@ class GenerateLoop:
         partial = self.generation.partial(stage, row, self.version)
         assert partial is not None
         if complete := partial.complete:
-            return Ended(next(iter(complete.values())), Drawn(0, 0))
+            return next(iter(complete.values())), Drawn(0, 0)
         (request,) = partial.rest(requests)
         response = await engine.submit(request)
         whole = partial.joined(response, self.engine.max_sequence_tokens)
-        return Ended(whole, Drawn.of(request.prompt, response))
+        return whole, Drawn.of(request.prompt, response)
 
     async def _play(self, engine: Engine, stage: Stage, row: Rows) -> Ended:
         (episode,) = await self.generation.played(engine, stage, row, self.limits)
-        return Ended(episode, Drawn.of(row["prompt"][0], episode))
+        return episode, Drawn.of(row["prompt"][0], episode)
 
     def _note_end(self, key: Key, _: object) -> None:
         self.ended.append(key)
@@ -217,8 +190,9 @@ class GenerateLoop:
         alike: dict[tuple[str, bool], list[Key]] = {}
         for key in ended:
             # Raises the error of a row's generation.
-            result = self.flight[key].task.result()
-            alike.setdefault((self.flight[key].leased.consumer.name, result.is_suspended), []).append(key)
+            result, _ = self.flight[key].task.result()
+            is_suspended = isinstance(result, Response) and result.finish_reason is FinishReason.ABORT
+            alike.setdefault((self.flight[key].work.consumer, is_suspended), []).append(key)
         for (_, unfinished), keys in alike.items():
             WORK.advanced()
             task = asyncio.create_task(self._report(keys, unfinished))
@@ -227,41 +201,45 @@ class GenerateLoop:
 
     async def _report(self, keys: Sequence[Key], unfinished: bool) -> None:
         flights = [self.flight[key] for key in keys]
-        rows, done = of_leases(list(zip(keys, flights, strict=True)))
-        results = {flight.uid: flight.task.result() for flight in flights}
-        consumer = flights[0].leased.consumer
-        await asyncio.to_thread(self._write, consumer, flights[0].leased.iteration, rows, done, results, unfinished)
+        places: dict[WorkItem, list[int]] = {}
+        for (_, place), flight in zip(keys, flights, strict=True):
+            places.setdefault(flight.work, []).append(place)
+        rows, done = (
+            Rows.cat([work.share(own) for work, own in places.items()]),
+            [(w.lease, own) for w, own in places.items()],
+        )
+        ended = {flight.uid: flight.task.result() for flight in flights}
+        await asyncio.to_thread(self._write, flights[0].work, rows, done, ended, unfinished)
         self._forget(keys)
 
     def _write(
-        self, consumer: Consumer, iteration: int, rows: Rows, done: list[tuple[int, list[int]]], ended: dict[Uid, Ended],
-        unfinished: bool,
-    ) -> None:  # fmt: skip
+        self, work: WorkItem, rows: Rows, done: list[tuple[int, list[int]]], ended: dict[Uid, Ended], unfinished: bool
+    ) -> None:
+        consumer = self.context.consumers[work.consumer]
         stage, sums, usage = consumer.stages[0], Sums(), self.generation.usage
-        results = [ended[uid] for uid in rows.uids()]
-        columns = dict(self._columns(stage, rows, [one.result for one in results], sums))
+        results = [ended[uid][0] for uid in rows.uids()]
+        if "environment" in stage.params:
+            episodes = [result for result in results if isinstance(result, Episode)]
+            columns = dict(self.generation.episode_columns(stage, episodes, self.limits, sums))
+        else:
+            responses = [result for result in results if isinstance(result, Response)]
+            columns = dict(self.generation.columns(stage, rows, responses))
         # A suspended row counts when it has ended.
         tokens = 0 if unfinished else tokens_of(of_namespace(Rows(columns), stage.params.get("into")))
         report = self.context.trace.count(self.spans[stage.name], stage.name, len(rows), tokens)
-        drawn = [one.drawn for one in results]
+        drawn = [ended[uid][1] for uid in rows.uids()]
         usage.decoded(stage, drawn, self.engine.slots, report["seconds"], sums, self.crowd)
         usage.note_memory(stage, sums)
         reports = [{**report, "sums": sums.pairs()}]
         whole = rows.with_columns(columns)
-        for other in consumer.due(iteration) if not unfinished else ():
+        for other in consumer.due(work.iteration) if not unfinished else ():
             if other is not stage:
-                with self.context.trace.busy(other.name, iteration, whole.uids()) as span:
+                with self.context.trace.busy(other.name, work.iteration, whole.uids()) as span:
                     found = self.context.executor.run(other, whole, span.sums)
                 whole, columns = whole.with_columns(found), {**columns, **found}
                 reports.append(span.report())
         part = write_columns(self.context.data, columns)
         self.client.done(consumer.name, done, [(part, done)], reports, unfinished=unfinished, keeps=True)
-
-    def _columns(self, stage: Stage, rows: Rows, results: Sequence[Response | Episode], sums: Sums) -> Any:
-        if "environment" in stage.params:
-            episodes = [result for result in results if isinstance(result, Episode)]
-            return self.generation.episode_columns(stage, episodes, self.limits, sums)
-        return self.generation.columns(stage, rows, [result for result in results if isinstance(result, Response)])
 
     async def _end(self, keys: Collection[Key]) -> None:
         """End rows that this worker has lost: selection dropped them, or another worker generates them."""
@@ -285,7 +263,7 @@ class GenerateLoop:
                 self.client.forget_leases([key[0]])
         if self.flight and len(self.spans) == 1:
             return
-        left = {flight.leased.consumer.stages[0].name for flight in self.flight.values()}
+        left = {flight.work.consumer for flight in self.flight.values()}
         for stage in self.spans.keys() - left:
             self.context.trace.end(self.spans.pop(stage))
             WORK.end(self.pieces.pop(stage))
@@ -310,25 +288,3 @@ class GenerateLoop:
             loaded |= {"bytes": place["bytes"], "sent": 0 if isinstance(source, WeightFile) else place["bytes"]}
             loaded["update"] = {"role": self.role, "seconds": time.perf_counter() - start}
         self.client.ask("loaded", **loaded)
-
-
-def existing_rows(work: WorkItem, consumer: Consumer) -> Leased:
-    """Return the rows of a lease. Rows that selection has dropped meanwhile are gone."""
-    with suppress(Evicted):
-        rows = work.rows()
-        return Leased(work.lease, consumer, work.iteration, rows, {place: place for place in range(work.size)})
-    found: dict[int, Rows] = {}
-    for place in range(work.size):
-        with suppress(Evicted):
-            found[place] = work.rows([place])
-    rows = Rows.cat(list(found.values())) if found else Rows({})
-    return Leased(work.lease, consumer, work.iteration, rows, {place: number for number, place in enumerate(found)})
-
-
-def of_leases(flights: Sequence[tuple[Key, Flight]]) -> tuple[Rows, list[tuple[int, list[int]]]]:
-    """Return running rows lease by lease, and their leases with the positions in each."""
-    places: dict[Leased, list[int]] = {}
-    for (_, place), flight in flights:
-        places.setdefault(flight.leased, []).append(place)
-    parts = [leased.rows.take([leased.places[place] for place in own]) for leased, own in places.items()]
-    return Rows.cat(parts), [(leased.lease, own) for leased, own in places.items()]

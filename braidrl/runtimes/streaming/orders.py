@@ -36,7 +36,7 @@ class StreamingBackend:
 
     def __init__(
         self, rows: RowsProcess, evaluation: Flow, control: ControlPlane, processes: Processes, wait: Callable[[], None],
-        admit_refills: Callable[[], object], resources: ExitStack,
+        admit: Callable[[], object], resources: ExitStack,
     ) -> None:  # fmt: skip
         """Use a queue and workers that have been started.
 
@@ -46,12 +46,12 @@ class StreamingBackend:
             control: The queue's control plane.
             processes: The workers.
             wait: Waits for a change of the queue, with a short limit.
-            admit_refills: Called while the open batch must be generated to its end.
+            admit: Called while batches that may start on an older version must be generated to their ends.
             resources: Ended by `close`.
         """
         self.rows = rows
         self.evaluation, self.control, self.processes = evaluation, control, processes
-        self.stream, self.wait, self.admit_refills, self.resources = control.training, wait, admit_refills, resources
+        self.stream, self.wait, self.admit, self.resources = control.training, wait, admit, resources
         self.evaluating: Stream | None = None
         self.restored: tuple[dict[str, Any], list[StoredRows]] | None = {}, []
         """Selection state and rows of a checkpoint whose weights are to be loaded; None if all rows still exist."""
@@ -65,9 +65,22 @@ class StreamingBackend:
         """Return rows of a checkpoint, or of an evaluation set, which workers start to generate at once."""
         if isinstance(origin, Recording):
             raise UserError("runtime=streaming cannot replay recorded rows; write runtime=eager, hybrid or distributed")
-        rows = self.rows.make(origin)
-        if not isinstance(origin, Surplus):
-            self._begin_evaluation(rows)
+        rows, schedule = self.rows.make(origin), self.stream.schedule
+        if isinstance(origin, Surplus):
+            return rows
+        # An evaluation is pinned to the newest version.
+        while self.control.loading.target < schedule.published:
+            self.admit()
+            self.wait()
+        groups = len(set(rows.index["group"].tolist()))
+        sizes = Sizes(1, groups, len(rows) // groups, len(rows))
+        stream = self.evaluating = Stream(self.evaluation, sizes, during=schedule.published, held=self.control.held)
+        with self.control.changed:
+            self.control.loading.pinned = True
+            self.control.streams.append(stream)
+            stream.schedule.groups_wanted(0)
+        self.control.admit(stream, rows)
+        self.control.change(lambda: None)
         return rows
 
     def index(self, table: StoredRows) -> Rows:
@@ -116,20 +129,17 @@ class StreamingBackend:
         self._carry_out({"do": "load", "folder": str(folder.resolve()), "version": None if known else version})
         with self.control.changed:
             if self.restored is not None:
-                self._resume(version, *self.restored)
+                # The rows of the checkpoint return to the queue; those that are drawn again are counted.
+                self.stream.resume(version, *self.restored)
+                for batch in self.begun:
+                    self.stream.put_back(batch)
+                self.control.loading.target = self.control.allowed = version
+                self.control.loading.pinned = False
+                kept = {*self.stream.schedule.versions, *self.stream.schedule.suspended_rows}
+                self.control.activity.drawn_again += len(self.forgotten - kept)
+                self.forgotten = set()
             self.control.unloaded = frozenset()
         self.control.notify()
-
-    def _resume(self, version: int, sampling: dict[str, Any], tables: list[StoredRows]) -> None:
-        """Put the rows of a checkpoint into the queue, and count those that are drawn again."""
-        self.stream.resume(version, sampling, tables)
-        for batch in self.begun:
-            self.stream.put_back(batch)
-        self.control.loading.target = self.control.allowed = version
-        self.control.loading.pinned = False
-        schedule = self.stream.schedule
-        self.control.activity.drawn_again += len(self.forgotten - {*schedule.versions, *schedule.suspended_rows})
-        self.forgotten = set()
 
     def close(self) -> None:
         """Notify all workers of the end of the run; no process, segment or port is left."""
@@ -143,22 +153,6 @@ class StreamingBackend:
         served = sum(self.control.data.served_by(place.address) for place in self.processes.places.values())
         self.counted_bytes = served + self.control.weights_sent
         return self.counted_bytes - before
-
-    def _begin_evaluation(self, rows: StoredRows) -> None:
-        """Wait until engines may load the newest version, pin it, and put the evaluation set's rows into the queue."""
-        schedule = self.stream.schedule
-        while self.control.loading.target < schedule.published:
-            self.admit_refills()
-            self.wait()
-        groups = len(set(rows.index["group"].tolist()))
-        sizes = Sizes(1, groups, len(rows) // groups, len(rows))
-        stream = self.evaluating = Stream(self.evaluation, sizes, during=schedule.published, held=self.control.held)
-        with self.control.changed:
-            self.control.loading.pinned = True
-            self.control.streams.append(stream)
-            stream.schedule.groups_wanted(0)
-        self.control.admit(stream, rows)
-        self.control.change(lambda: None)
 
     def _carry_out(self, order: dict[str, Any]) -> None:
         """Wait until every leader has executed the order. Raises WorkerError after the time limit."""

@@ -5,6 +5,7 @@ main process ──start──▶ work: model, executor, connection to the queue
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,14 +62,6 @@ class Member:
     starts: int
     process: Process
     started: float = field(default_factory=time.monotonic)
-
-    def is_late(self, control: ControlPlane) -> bool:
-        """Return True if it should have registered by now; only leading ranks talk to the queue."""
-        return (
-            self.group.leads(self.number)
-            and self.holder not in control.holders
-            and time.monotonic() - self.started > READY_LIMIT_S
-        )
 
     @property
     def holder(self) -> str:
@@ -139,7 +132,9 @@ class Processes:
                 tell(f"{member.process.name} {member.process.describe_end()}")
             if member.process.alive and member.holder in silent:
                 member.process.kill()
-            if member.process.alive and member.is_late(self.control):
+            # Only leading ranks talk to the queue.
+            is_late = member.group.leads(member.number) and time.monotonic() - member.started > READY_LIMIT_S
+            if member.process.alive and is_late and member.holder not in self.control.holders:
                 raise WorkerError(f"{member.process.name} was not ready within {READY_LIMIT_S:g} s")
             if not member.process.alive:
                 self._replace(member)
@@ -147,10 +142,22 @@ class Processes:
     def _replace(self, member: Member) -> None:
         """Restart a worker after the end of one process, with all of its ranks. Raises as `watch`."""
         peers = [peer for peer in self.members if peer.group == member.group] if member.group.ranks > 1 else [member]
-        self._raise_failure(member, peers)
+        # The error of a process that only lost its peers is not the cause: that is a peer's error, or a kill.
+        failure, limit, is_killed = failure_of(member), time.monotonic() + PEERS_LIMIT_S, False
+        while failure is not None and failure.follows and time.monotonic() < limit and not is_killed:
+            causes = [cause for peer in self.members if (cause := failure_of(peer)) and cause.is_cause]
+            if causes:
+                raise causes[0].error()
+            is_killed = any(died(peer) for peer in peers)
+            time.sleep(0.0 if is_killed else 0.05)
+        if failure is not None and not is_killed:
+            raise failure.error()
         killed = next((peer for peer in peers if died(peer)), member)
         if member.group.trained:
-            raise lost_trainer(killed)
+            raise LostProcess(
+                f"{killed.group.name} {killed.number}, which holds weights that have changed, is gone "
+                f"({killed.process.describe_end()}); go on from the last checkpoint"
+            )
         if member.starts == RESTARTS:
             name = f"{killed.group.name} {killed.number}"
             raise WorkerError(f"{name} is gone for the {RESTARTS + 1}th time ({killed.process.describe_end()})")
@@ -167,19 +174,6 @@ class Processes:
         for member in members:
             member.starts, member.started = member.starts + 1, time.monotonic()
             member.process = self._start(member.group, member.number, member.starts)
-
-    def _raise_failure(self, member: Member, peers: Sequence[Member]) -> None:
-        """Raise the error of a process. If it only lost its peers, raise a peer's error, or nothing if one was killed."""
-        failure, limit = failure_of(member), time.monotonic() + PEERS_LIMIT_S
-        while failure is not None and failure.follows and time.monotonic() < limit:
-            causes = [cause for peer in self.members if (cause := failure_of(peer)) and cause.is_cause]
-            if causes:
-                raise causes[0].error()
-            if any(died(peer) for peer in peers):
-                return
-            time.sleep(0.05)
-        if failure is not None:
-            raise failure.error()
 
     def close(self) -> None:
         """Wait for the end of all processes, which the queue notifies, and kill those that are late."""
@@ -217,14 +211,6 @@ def died(member: Member) -> bool:
     return not member.process.alive and member.process.outcome is None
 
 
-def lost_trainer(member: Member) -> LostProcess:
-    """Return the error for a lost process of a trained role."""
-    return LostProcess(
-        f"{member.group.name} {member.number}, which holds weights that have changed, is gone "
-        f"({member.process.describe_end()}); go on from the last checkpoint"
-    )
-
-
 def failure_of(member: Member) -> Failure | None:
     """Return the error that ended a process."""
     outcome = None if member.process.alive else member.process.outcome
@@ -238,14 +224,16 @@ def work(arguments: Mapping[str, Any]) -> None:
     """
     config, group = parse_config(arguments["config"]), Group(**arguments["group"])
     set_up_torch(config)
+    place, wait_limit_s = Place(*arguments["place"]), config.cluster.wait_limit_s
+    data = data_plane(place, arguments["holder"], wait_limit_s, arguments["secret"])
     if group.kind == "rows":
-        make_rows(config, arguments)
+        with closing(Client(arguments["queue"], arguments["holder"], data)) as client:
+            serve_rows(client, config, arguments["kept"], config.streaming.wait_s)
         return
     flow = build_flow(config)
     evaluation = evaluation_flow(config, flow)
     tokenizer, progress = load_tokenizer(config.model), LeaseProgress()
     world = join_ranks(group, arguments, choose_device(config.device).type == "cuda")
-    data = data_plane(Place(*arguments["place"]), arguments["holder"], config.cluster.wait_limit_s, arguments["secret"])
     generating = [str(group.role)] if group.kind == "generate" else []
     ranks = OneOf(None, None, arguments["number"], group.processes) if generating else DataParallel(world.group, world)
     consumers = {**Consumers(flow).by_name, **Consumers(evaluation).by_name}
@@ -256,26 +244,22 @@ def work(arguments: Mapping[str, Any]) -> None:
         progress, generating, ranks, group.trained,
     )  # fmt: skip
     trace = WorkerTrace(Path(arguments["folder"]), arguments["name"], group.role or group.name)
-    leader = arguments["leader"], arguments["queue"]
-    node = Place(*arguments["place"])
-    ip = urlsplit(node.address).hostname or LOOPBACK
-    context = WorkerContext(group, config.streaming, consumers, executor, data, progress, trace, *leader, node.run, ip)
+    leader, ip = (arguments["leader"], arguments["queue"]), urlsplit(place.address).hostname or LOOPBACK
+    context = WorkerContext(group, config.streaming, consumers, executor, data, progress, trace, *leader, place.run, ip)
     try:
-        run_loop(context, world, arguments)
+        # Only leading ranks take from the queue.
+        if not world.first:
+            StageLoop(context, world, None).follow()
+        else:
+            with closing(Client(arguments["queue"], arguments["holder"], data, bool(generating))) as client:
+                if generating:
+                    GenerateLoop(context, client).run()
+                else:
+                    StageLoop(context, world, client).lead()
         world.close()
     finally:
         trace.close()
         executor.close()
-
-
-def make_rows(config: Config, arguments: Mapping[str, Any]) -> None:
-    """Run the process that makes and writes rows."""
-    data = data_plane(Place(*arguments["place"]), arguments["holder"], config.cluster.wait_limit_s, arguments["secret"])
-    client = Client(arguments["queue"], arguments["holder"], data)
-    try:
-        serve_rows(client, config, arguments["kept"], config.streaming.wait_s)
-    finally:
-        client.close()
 
 
 @dataclass(frozen=True)
@@ -303,22 +287,6 @@ def join_ranks(group: Group, arguments: Mapping[str, Any], cuda: bool) -> World:
     store = dist.PrefixStore(begun, connect_store(host, port, RANKS_LIMIT_S))
     everyone = join_group(store, arguments["rank"], group.ranks, RANKS_LIMIT_S, cuda, host)
     return World(arguments["rank"], group.ranks, everyone, dist.PrefixStore("places", store))
-
-
-def run_loop(context: WorkerContext, world: World, arguments: Mapping[str, Any]) -> None:
-    """Run the loop of the worker's group; only leading ranks take from the queue."""
-    if not world.first:
-        StageLoop(context, world, None).follow()
-        return
-    generates = context.group.kind == "generate"
-    client = Client(arguments["queue"], arguments["holder"], context.data, generates)
-    try:
-        if generates:
-            GenerateLoop(context, client).run()
-        else:
-            StageLoop(context, world, client).lead()
-    finally:
-        client.close()
 
 
 def orphaned(arguments: Mapping[str, Any]) -> None:

@@ -75,7 +75,7 @@ class StreamingProgram:
             self._start(prepared, folder, resources)
             self.backend = StreamingBackend(
                 self.rows, prepared.evaluation, self.control, self.processes, self.wait,
-                lambda: self._admit(may_begin=False), resources.pop_all(),
+                self._admit, resources.pop_all(),
             )  # fmt: skip
 
     def _start(self, prepared: Prepared, folder: Path, resources: ExitStack) -> None:
@@ -125,7 +125,10 @@ class StreamingProgram:
                 try:
                     self.wait()
                 except BadUpdate as error:
-                    error.batch = self._unfinished(iteration)
+                    # The training batch as recorded, and with the columns that exist so far.
+                    with self.control.changed:
+                        uids = sorted(self.stream.schedule.batches[iteration].uids, key=lambda uid: uid[1:])
+                        error.batch = self.stream.stored(uids, recorded=True), self.stream.stored(uids)
                     raise
         finished = self.control.finished.popleft()
         assert finished.iteration == iteration
@@ -186,7 +189,17 @@ class StreamingProgram:
 
     def restore(self, position: Position) -> None:
         """Resume from a checkpoint's loader, selection, surplus rows and stages' states; `load` names the iteration."""
-        begun = self._usable(position.begun)
+        begun = list[BegunBatch]()
+        for batch in position.begun:
+            table, left_out, *surplus = (
+                self.rows.make(Surplus(path)) for path in (batch.table, batch.left_out, *batch.after.surplus)
+            )
+            # A batch too stale for the run's new limit, and all later ones, are drawn again.
+            sizes, oldest = self.stream.schedule.sizes, min(versions_of(table.index))
+            if batch.iteration > sizes.iterations or not admissible(batch.iteration, oldest, sizes.max_staleness):
+                break
+            after = batch.after._replace(surplus=surplus)
+            begun.append(replace(batch, table=table, left_out=left_out, after=after))
         befores = [position, *(batch.after for batch in begun)]
         self.opening = {batch.iteration: before for batch, before in zip(begun, befores, strict=False)}
         last = befores[-1]
@@ -195,22 +208,6 @@ class StreamingProgram:
         self.backend.begun = begun
         known = self.stream.states
         known |= {name: dict(state) for name, state in position.stages.items() if name in known}
-
-    def _usable(self, begun: Sequence[BegunBatch]) -> list[BegunBatch]:
-        """Return batches of a checkpoint with their rows, up to one too stale for the run's new limit."""
-        found: list[BegunBatch] = []
-        for batch in begun:
-            table, left_out, *surplus = (
-                self.rows.make(Surplus(path)) for path in (batch.table, batch.left_out, *batch.after.surplus)
-            )
-            after = batch.after._replace(surplus=surplus)
-            oldest = min(versions_of(table.index))
-            if batch.iteration > self.stream.schedule.sizes.iterations or not admissible(
-                batch.iteration, oldest, self.stream.schedule.sizes.max_staleness
-            ):
-                break
-            found.append(replace(batch, table=table, left_out=left_out, after=after))
-        return found
 
     def wait(self) -> None:
         """Wait for a change of the queue, with a short limit; raise the error of a worker or of the queue."""
@@ -225,13 +222,13 @@ class StreamingProgram:
             raise WorkerError(f"the queue's server failed:\n{self.server.failure}")
         self.seen = self.control.wait(self.seen, LOOK_EVERY_S)
 
-    def _admit(self, may_begin: bool = True) -> None:
-        """Admit the groups wanted now, for a new iteration only if `may_begin`."""
+    def _admit(self) -> None:
+        """Admit the groups wanted now, if possible for a new iteration."""
         schedule, version = self.stream.schedule, self.control.loading.target
         with self.control.changed:
             begins = not schedule.is_open
             following = schedule.opened + 1
-            if begins and not (may_begin and admissible(following, version, schedule.sizes.ahead)):
+            if begins and not schedule.may_open(version):
                 return
             before, known = self._current() if begins else None, (schedule.opened, schedule.horizon)
             count = schedule.groups_wanted(version)
@@ -270,15 +267,21 @@ class StreamingProgram:
             training.rows, planned = schedule.rows_trained()
             training.update(total_rows=planned)
 
-    def _unfinished(self, iteration: int) -> tuple[StoredRows, StoredRows]:
-        """Return the training batch of an iteration: as recorded, and with the columns that exist so far."""
-        stream = self.stream
-        with self.control.changed:
-            uids = sorted(stream.schedule.batches[iteration].uids, key=lambda uid: uid[1:])
-            return stream.stored(uids, recorded=True), stream.stored(uids)
-
     def _result(self, finished: IterationRecord) -> IterationResult[StoredRows]:
-        result = iteration_result(self.stream.flow, self.stream.schedule.sampling.surplus, finished)
+        """Convert a finished iteration to the common result of all runtimes."""
+        index, final = finished.table.index, finished.final.index
+        assert finished.outcome is not None, "it is published"
+        # As in serial order: scores as selection saw them, or without selection the final ones.
+        parts = [*finished.generated, index] if self.stream.flow.sampling_segment else [final]
+        common = [name for name in parts[-1] if all(name in part for part in parts)]
+        sums = Sums.merged(Sums(report["sums"]) for report in finished.reports)
+        for stage, state in finished.states.items():
+            for name, value in state.items():
+                sums.add(f"{stage}/{name}", value)
+        surplus = self.stream.schedule.sampling.surplus
+        generated = needed(Rows.cat([part.only(common) for part in parts]), finished.outcome, surplus)
+        outcome = finished.outcome
+        result = IterationResult(generated, final, finished.table, finished.final, sums, dropped=outcome.dropped)
         with self.control.changed:
             told = {**self.control.seen_now(), **self.control.activity.told()}
         for name, value in told.items():
@@ -289,27 +292,6 @@ class StreamingProgram:
         if len(self.processes.places) > 1:
             result.sums.add("transfer/bytes_between_nodes", self.backend.bytes_between_nodes())
         return result
-
-
-def iteration_result(flow: Flow, surplus: str, finished: IterationRecord) -> IterationResult[StoredRows]:
-    """Convert a finished iteration to the common result of all runtimes.
-
-    Args:
-        flow: The stages.
-        surplus: What happens to surplus groups.
-        finished: The record of the queue and its workers.
-    """
-    index, final = finished.table.index, finished.final.index
-    assert finished.outcome is not None, "it is published"
-    # As in serial order: scores as selection saw them, or without selection the final ones.
-    parts = [*finished.generated, index] if flow.sampling_segment else [final]
-    common = [name for name in parts[-1] if all(name in part for part in parts)]
-    sums = Sums.merged(Sums(report["sums"]) for report in finished.reports)
-    for stage, state in finished.states.items():
-        for name, value in state.items():
-            sums.add(f"{stage}/{name}", value)
-    generated = needed(Rows.cat([part.only(common) for part in parts]), finished.outcome, surplus)
-    return IterationResult(generated, final, finished.table, finished.final, sums, dropped=finished.outcome.dropped)
 
 
 def stage_seconds(flow: Flow, groups: Sequence[Group], reports: Sequence[Report]) -> dict[str, float]:

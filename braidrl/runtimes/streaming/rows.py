@@ -13,11 +13,11 @@ from braidrl.config import Config
 from braidrl.data.codec import encode
 from braidrl.data.rows import Rows
 from braidrl.errors import first_line
-from braidrl.queue.client import Client, WorkItem, assembled, write_columns
+from braidrl.queue.client import Client, assembled, write_columns
 from braidrl.queue.storage import DataPlane
 from braidrl.queue.table import StoredRows, piece
 from braidrl.runtimes.prepare.setup import with_data, without_data
-from braidrl.runtimes.row_store import Admission, HeldOut, Origin, Recording, RowStore, Surplus
+from braidrl.runtimes.row_store import Admission, HeldOut, Origin, Recording, Surplus
 from braidrl.runtimes.saving.background import check_written
 from braidrl.runtimes.streaming.control import ControlPlane
 
@@ -95,20 +95,14 @@ def serve_rows(client: Client, config: Config, kept: Mapping[str, Any], wait_s: 
     """Make and write rows until the run ends; `kept` are the examples that passed the length limit in the main process."""
     store = with_data(without_data(config), True, kept).store()
     while (work := client.take([], 0, wait_s)).kind != "stop":
-        if work.kind == "order":
-            carry_out(client, store, work)
-
-
-def carry_out(client: Client, store: RowStore, work: WorkItem) -> None:
-    """Execute one order of the main process."""
-    order = work.message
-    if order["do"] == "make":
-        made = stored(client.data, store.make(origin_of(order)))
-        client.ask("ordered", encode(made.index), order=order["order"], result={"payload": made.payload})
-        return
-    write, trouble = {"record": store.record, "keep": store.save}[order["do"]], ""
-    try:
-        write(Path(order["path"]), assembled(client.data, work.inline, order["payload"], len(work.inline)))
-    except OSError as error:
-        trouble = first_line(error)
-    client.ask("ordered", order=order["order"], result={"trouble": trouble})
+        order = work.message
+        if work.kind == "order" and order["do"] == "make":
+            made = stored(client.data, store.make(origin_of(order)))
+            client.ask("ordered", encode(made.index), order=order["order"], result={"payload": made.payload})
+        elif work.kind == "order":
+            write, trouble = {"record": store.record, "keep": store.save}[order["do"]], ""
+            try:
+                write(Path(order["path"]), assembled(client.data, work.inline, order["payload"], len(work.inline)))
+            except OSError as error:
+                trouble = first_line(error)
+            client.ask("ordered", order=order["order"], result={"trouble": trouble})

@@ -7,8 +7,7 @@
 The runtime and the simulator drive the same object; time is an argument.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
 
 from braidrl.data.rows import Uid
 from braidrl.flow.batches import Sizes, admissible, check_staleness, trained_on
@@ -16,7 +15,7 @@ from braidrl.flow.columns import ADMISSION
 from braidrl.flow.flow import Flow, is_optimized
 from braidrl.flow.readiness import weights_wait_for
 from braidrl.flow.selecting import UNFINISHED, GroupSelector, Selection, Verdict, begun_too_many, waiting_groups
-from braidrl.flow.stage import Kind, Stage
+from braidrl.flow.stage import Kind, Scope, Stage
 from braidrl.queue.samplers import FIRST_IN, Candidate, Sampler
 from braidrl.queue.tasks import Lease, Tasks
 from braidrl.runtimes.streaming.consumers import Consumer, Consumers
@@ -26,13 +25,6 @@ OWN_VERSION = 2
 """Added to the table number of rows that need an engine with the batch's own version."""
 SET_ASIDE = 4
 """Table number of rows that continue once the batch of their iteration is open."""
-
-
-class UnfinishedRow(NamedTuple):
-    """A checkpoint's entry of a row in work: the oldest version among its tokens (None without tokens), and whether it has ended."""
-
-    version: int | None
-    has_ended: bool
 
 
 class StreamSchedule:
@@ -52,7 +44,9 @@ class StreamSchedule:
         self.weights_wait = weights_wait_for(flow)
         every = list(self.consumers.by_name.values())
         waits = {c.name: c.waits for c in every if c.takes_rows} | self.consumers.verdicts
-        self.tasks = Tasks(waits, [*self.consumers.verdicts, *(c.name for c in every if c.takes_groups)])
+        self.tasks = Tasks(
+            waits, [*self.consumers.verdicts, *(c.name for c in every if any(s.scope is Scope.GROUP for s in c.stages))]
+        )
         self.tasks.facts = self._facts
         self.samplers = {c.name: s for c in every for stage in c.stages if (s := (samplers or {}).get(stage.name))}
         self.sampling = sizes.sampling()
@@ -60,6 +54,8 @@ class StreamSchedule:
         self.trainers = [c for c in every if c.kind is Kind.TRAIN]
         self.selects = [stage.name for stage in flow.stages if stage.kind is Kind.SELECT]
         segment = flow.stages[: flow.recorded_stages] if sizes.sets_aside else flow.sampling_segment
+        self.whole_batches = {c.name for c in every if any(s.scope is Scope.BATCH or s.state for s in c.stages)}
+        """Consumers of whole batches, as one of their stages needs them or has a state."""
         self.segment = [c for c in every if c.stages[0] in segment and c.kind is not Kind.TRAIN]
         """Consumers of groups that may not be in the batch."""
         self.after = [c for c in every if c not in self.segment and c.takes_rows]
@@ -98,9 +94,16 @@ class StreamSchedule:
 
     def resume(
         self, done: int, sampling: GroupSelector, surplus: Mapping[Uid, int],
-        unfinished: Mapping[Uid, UnfinishedRow] | None = None,
+        unfinished: Mapping[Uid, int | None] | None = None,
     ) -> None:  # fmt: skip
-        """Resume after `done` iterations, with the selection's state, the versions of waiting surplus rows, and unfinished rows."""
+        """Resume after `done` iterations.
+
+        Args:
+            done: Number of iterations.
+            sampling: The selection's state.
+            surplus: Rows that wait for the next batch, with the oldest version among their tokens.
+            unfinished: Rows of pending groups, generated or suspended, likewise; None without tokens.
+        """
         self.published = self.opened = done
         self.sampling = sampling
         self._admit(list(surplus), done)
@@ -108,12 +111,10 @@ class StreamSchedule:
             self._leave_out(name, list(surplus))
         self.iteration_of.update(dict.fromkeys((uid[1] for uid in surplus), done))
         self.versions.update(surplus)
-        self._resume_rows(unfinished or {})
-
-    def _resume_rows(self, rows: Mapping[Uid, UnfinishedRow]) -> None:
-        """Admit rows of a checkpoint that are generated, or suspended, in pending groups. An engine passes completed ones on."""
+        # An engine passes completed ones on.
+        rows = unfinished or {}
         self._admit(list(rows), self.opened + 1)
-        drawn = {uid: known.version for uid, known in rows.items() if known.version is not None}
+        drawn = {uid: version for uid, version in rows.items() if version is not None}
         self.suspended_rows.update(drawn)
         self.begun.update(drawn)
         self.going_on = {uid[1] for uid in rows}
@@ -145,13 +146,21 @@ class StreamSchedule:
 
     # Admission
 
+    def may_open(self, engine_version: int | None) -> bool:
+        """Return True if the next batch may start on a version; None stands for no version."""
+        if engine_version is None or self.opened == self.sizes.iterations:
+            return False
+        return admissible(self.opened + 1, engine_version, self.sizes.ahead)
+
     def groups_wanted(self, engine_version: int) -> int:
         """Return the number of groups to admit now, while engines start rows with `engine_version` or later."""
         if not self.is_open:
-            opening = self.opened + 1
-            if opening > self.sizes.iterations or not admissible(opening, engine_version, self.sizes.ahead):
+            if not self.may_open(engine_version):
                 return 0
-            self._open(opening)
+            self.opened, self.is_open, self.decided = self.opened + 1, True, True
+            self.sampling.begin(trained_on(self.opened))
+            self._assign()
+            self.batches[self.opened] = TrainingBatch.planned(self.sizes, self.opened)
         before = self.horizon
         last = min(engine_version + 1 + self.sizes.ahead, self.sizes.iterations)
         if self.sizes.older_groups is not None:
@@ -171,9 +180,14 @@ class StreamSchedule:
         groups = dict[int, list[Uid]]()
         for uid in uids:
             groups.setdefault(uid[1], []).append(uid)
-        for iteration, among in self._expected(list(groups)).items():
-            self._admit([uid for group in among for uid in groups[group]], iteration)
-            self.iteration_of.update(dict.fromkeys(among, iteration))
+        # A group is expected in the first iteration that needs it: its rows must be fresh enough for that.
+        numbers, start = list(groups), 0
+        ends = [min(self.sampling.groups_wanted(batches), len(numbers)) for batches in range(1, self.horizon)]
+        for ahead, end in enumerate([*ends, len(numbers)]):
+            if end > start:
+                among, start = numbers[start:end], end
+                self._admit([uid for group in among for uid in groups[group]], self.opened + ahead)
+                self.iteration_of.update(dict.fromkeys(among, self.opened + ahead))
         self._skip(self.segment, uids)
         for name in self.consumers.verdicts:
             if not self.flow[name].when.includes(self.opened):
@@ -190,18 +204,24 @@ class StreamSchedule:
             return None
         self.decided = False
         batch = self.batches[self.opened]
-        self._join(batch)
+        self._join_groups(batch, self.sampling.members())
+        self._hold_back(batch.iteration)
         if not self.sampling.is_complete():
-            self._await_unfinished()
+            # If no more groups may start, the rows that the open batch lacks are drawn to their ends.
+            for group in self.sampling.finish_now():
+                self.ending.add(group)
+                self._continue_in(group, self.opened)
             return None
-        outcome = self.sampling.finish(self._usable())
+        places = self.sizes.older_groups
+        too_many = set[int]() if places is None else begun_too_many(self._begun(self.rows_of), places)
+        outcome = self.sampling.finish(lambda group: group not in too_many and self._is_young(group))
         self.is_open, batch.is_known = False, True
         self.released = {group: self.rows_of[group] for group in (*outcome.released, *outcome.returned)}
         self.dropped = self._forget(self.released)
         batch.uids.sort(key=lambda uid: uid[1:])
         carried = [uid for group in outcome.carried for uid in self.rows_of[group]]
         for name in self.early if carried else ():
-            self.tasks.move(name, carried, (self.opened + 1, 0))
+            self.tasks[name].move(carried, (self.opened + 1, 0))
         self.iteration_of.update(dict.fromkeys(outcome.carried, self.opened + 1))
         self._hold_back(self.opened + 1)
         for group in self.going_on.intersection(self.sampling.pending):
@@ -212,18 +232,25 @@ class StreamSchedule:
     def is_generation_over(self, engine_version: int | None = None) -> bool:
         """Return True if nothing is, or can be, generated with this version: all engines can load weights at once.
 
-        This holds between two batches, and while the open batch waits for rows that only a newer version may start.
+        This holds between two batches, and while the open batch waits for rows that only a newer version may start. It does not
+        hold while the next batch may start on this version and is not open yet: else the time of its opening decided its version.
         """
-        if self.is_open and not self._awaits_newer(engine_version):
+        if self.is_open:
+            lacking = [group for group in self.sampling.pending if self.iteration_of[group] == self.opened]
+            known = self.tasks[self.generating[0]].table if self.generating else {}
+            lacked = [known[uid] for group in lacking for uid in self.rows_of[group]]
+            if not lacked or any(self._may_begin(table, engine_version) for table in lacked):
+                return False
+        elif self.may_open(engine_version):
             return False
         # Rows carried over to the next batch and not yet started may wait for weights that engines have not loaded.
-        tables = [table for name in self.generating for table in self.tasks.tasks[name].undone.items()]
+        tables = [table for name in self.generating for table in self.tasks[name].undone.items()]
         waits = any(n for table, n in tables if table[0] <= self.opened and self._may_begin(table, engine_version))
         return not waits and not any(lease.task in self.generating for lease in self.tasks.leases.held.values())
 
     def is_done(self, stage: str) -> bool:
         """Return True if the consumer of a stage that does not train is done with all rows in work."""
-        return not any(self.tasks.tasks[self.consumers.of_stage[stage]].undone.values())
+        return not any(self.tasks[self.consumers.of_stage[stage]].undone.values())
 
     # Work
 
@@ -249,12 +276,27 @@ class StreamSchedule:
             ranks: Processes that share the rows.
         """
         consumer = self.consumers.by_name[name]
-        table = self._table_for(consumer, engine_version) if most > 0 and consumer.takes_rows else None
-        if table is None:
+        if most <= 0 or not consumer.takes_rows:
             return None
-        if consumer.takes_batches:
+        tables, coming = list(self.tasks[name].ready), self.published + 1
+        if consumer.kind is Kind.TRAIN:
+            tables = [table for table in tables if table == (coming, 1)]
+        elif self.segment and consumer in self.after:
+            # Stages after the selection run only for rows of a batch.
+            tables = [table for table in tables if table[1] % 2]
+        if consumer.kind is Kind.INFER and consumer.stages[0].role in self.flow.changed_roles:
+            # Inference with changing weights uses the version that the batch trains on, at its position in the list.
+            before, batch = self.weights_wait[name], self.coming
+            has_weights = not before or (batch is not None and all(self.is_through(other, batch) for other in before))
+            tables = [table for table in tables if has_weights and table[0] == coming]
+        if consumer.kind is not Kind.TRAIN:
+            tables = [table for table in tables if self._may_begin(table, engine_version)]
+        if not tables:
+            return None
+        table = min(tables)
+        if name in self.whole_batches:
             batch = self.batches[table[0]]
-            rows = batch.uids if batch.is_known and self.tasks.tasks[name].are_free(batch.uids) else ()
+            rows = batch.uids if batch.is_known and self.tasks[name].are_free(batch.uids) else ()
             lease = self.tasks.lease(name, rows, holder, now, seconds)
         else:
             lease = self.tasks.take(name, holder, now, seconds, most, self.samplers.get(name, FIRST_IN), ranks, table)
@@ -280,12 +322,14 @@ class StreamSchedule:
                 known.update(versions)
             else:
                 known.update({row: min(version, known.get(row, version)) for row, version in versions.items()})
-        if self.sizes.sets_aside and name in self.generating:
-            self._decide_generated({row[1] for row in rows})
-
-    def may_suspend(self, row: Uid) -> bool:
-        """Return True if a row may continue with the next batch, False if it must finish."""
-        return self.sizes.sets_aside and self._may_continue(row[1])
+        if self.sizes.sets_aside and name in self.generating and not self.selects:
+            # Without selection a group is kept once its rows are all generated.
+            written = [self.tasks.written[stage] for stage in self.generating]
+            for group in {row[1] for row in rows}.intersection(self.sampling.pending):
+                own = self.rows_of[group]
+                if all(known.issuperset(own) for known in written):
+                    self.sampling.decide({group: Verdict(version=min(self.versions[row] for row in own))})
+                    self.decided = True
 
     def suspend(self, lease: Lease, rows: Mapping[Uid, int]) -> None:
         """Suspend rows of a lease after their token budget, with the oldest version among their tokens.
@@ -295,9 +339,9 @@ class StreamSchedule:
         self.tasks.release(lease, list(rows))
         for row, version in rows.items():
             self.suspended_rows[row] = min(version, self.suspended_rows.get(row, version))
-        for group in {row[1] for row in rows}:
+        for group, row in {row[1]: row for row in rows}.items():
             self.going_on.add(group)
-            if self._may_continue(group):
+            if self.may_suspend(row):
                 self._continue_in(group, self.opened + 1)
                 if self.is_open and group in self.sampling.pending:
                     self.sampling.decide({group: Verdict(UNFINISHED)})
@@ -305,7 +349,7 @@ class StreamSchedule:
 
     def groups_to_judge(self, name: str) -> list[Uid]:
         """Return, and complete, the rows of all groups that are ready for a verdict stage."""
-        task, rows = self.tasks.tasks[name], list[Uid]()
+        task, rows = self.tasks[name], list[Uid]()
         for table in list(task.ready):
             rows += task.take(table, len(task.numbers) + 1, 1, FIRST_IN, self._facts)
         task.finish(rows)
@@ -369,7 +413,7 @@ class StreamSchedule:
                 if consumer.takes_rows:
                     done = [uid for uid in batch.uids if uid in self.tasks.written[consumer.name]]
                     self.tasks.unwrite(consumer.name, done)
-                    self.tasks.reopen(consumer.name, done)
+                    self.tasks[consumer.name].reopen(done)
 
     def due_publication(self) -> int | None:
         """Return the version to publish now, or None while rows or steps of its batch are pending."""
@@ -416,38 +460,12 @@ class StreamSchedule:
 
     def _is_done(self, name: str, batch: TrainingBatch) -> bool:
         """Return True if a consumer is done with all rows of a batch."""
-        undone = self.tasks.tasks[name].undone
+        undone = self.tasks[name].undone
         return not any(undone[batch.iteration, number] for number in (1, 1 + OWN_VERSION))
-
-    def _table_for(self, consumer: Consumer, engine_version: int | None) -> tuple[int, int] | None:
-        """Return the table that a consumer takes from now."""
-        ready, coming = self.tasks.tasks[consumer.name].ready, self.published + 1
-        if consumer.kind is Kind.TRAIN:
-            return (coming, 1) if (coming, 1) in ready else None
-        # Stages after the selection run only for rows of a batch.
-        after = self.segment and consumer in self.after
-        tables = (table for table in ready if (not after or table[1] % 2) and self._may_begin(table, engine_version))
-        # Inference with changing weights uses the version that the batch trains on, at its position in the list.
-        if consumer.kind is Kind.INFER and consumer.stages[0].role in self.flow.changed_roles:
-            before, batch = self.weights_wait[consumer.name], self.coming
-            has_weights = not before or (batch is not None and all(self.is_through(name, batch) for name in before))
-            tables = (table for table in list(tables) if has_weights and table[0] == coming)
-        return min(tables, default=None)
 
     def _facts(self, uid: Uid) -> Candidate:
         group = uid[1]
         return Candidate(uid, group, len(self.rows_of[group]), self.tokens.get(uid, 0), self.versions.get(uid, 0))
-
-    def _open(self, iteration: int) -> None:
-        self.opened, self.is_open, self.decided = iteration, True, True
-        self.sampling.begin(trained_on(iteration))
-        self._assign()
-        self.batches[iteration] = TrainingBatch.planned(self.sizes, iteration)
-
-    def _join(self, batch: TrainingBatch) -> None:
-        """Add groups guaranteed to be selected to a batch, and to updates that are certain."""
-        self._join_groups(batch, self.sampling.members())
-        self._hold_back(batch.iteration)
 
     def _join_groups(self, batch: TrainingBatch, members: Iterable[tuple[int, int, int]]) -> None:
         """Add groups to a batch; trainers get those whose updates are the same for every position from the least to the largest."""
@@ -463,22 +481,13 @@ class StreamSchedule:
         batch.uids += joined
         table = batch.iteration, 1
         for name in self.consumers.verdicts if joined else ():
-            self.tasks.move(name, joined, table)
+            self.tasks[name].move(joined, table)
         for consumer in self.segment if joined else ():
-            self.tasks.move(consumer.name, joined, table)
+            self.tasks[consumer.name].move(joined, table)
         for consumer in self.after:
             if rows := sure if consumer.kind is Kind.TRAIN else joined:
-                self.tasks.enter(consumer.name, rows, table)
+                self.tasks[consumer.name].admit(rows, table)
                 self._skip([consumer], rows)
-
-    def _expected(self, groups: Sequence[int]) -> dict[int, Sequence[int]]:
-        """Return by iteration the next groups that it should need: their rows must be fresh enough for it."""
-        ends = [min(self.sampling.groups_wanted(batches), len(groups)) for batches in range(1, self.horizon)]
-        expected, start = {}, 0
-        for ahead, end in enumerate([*ends, len(groups)]):
-            if end > start:
-                expected[self.opened + ahead], start = groups[start:end], end
-        return expected
 
     def _begun_with(self, group: int) -> int | None:
         """Return the oldest version on which a group's rows were started, or None before the start."""
@@ -496,30 +505,15 @@ class StreamSchedule:
 
     # Suspended rows
 
-    def _may_continue(self, group: int) -> bool:
-        """Return True if a group may train with the batch after the open one, and so does not delay the open one."""
-        return group not in self.ending and self._is_young(group)
+    def may_suspend(self, row: Uid) -> bool:
+        """Return True if a row may train with the batch after the open one, and so does not delay the open one."""
+        return self.sizes.sets_aside and row[1] not in self.ending and self._is_young(row[1])
 
     def _continue_in(self, group: int, iteration: int) -> None:
         """Move a group to an iteration; its unfinished rows continue there."""
         self.iteration_of[group] = iteration
         for name in self.early:
-            self.tasks.move(name, self.rows_of[group], (iteration, SET_ASIDE if name in self.generating else 0))
-
-    def _await_unfinished(self) -> None:
-        """Finish the rows that the open batch lacks if no more groups may start."""
-        for group in self.sampling.finish_now():
-            self.ending.add(group)
-            self._continue_in(group, self.opened)
-
-    def _decide_generated(self, groups: Iterable[int]) -> None:
-        """Keep the groups whose rows are all generated, in a flow without selection."""
-        written = [self.tasks.written[stage] for stage in self.generating]
-        for group in [] if self.selects else groups:
-            rows = self.rows_of[group]
-            if group in self.sampling.pending and all(row in known for known in written for row in rows):
-                self.sampling.decide({group: Verdict(version=min(self.versions[row] for row in rows))})
-                self.decided = True
+            self.tasks[name].move(self.rows_of[group], (iteration, SET_ASIDE if name in self.generating else 0))
 
     # A share of rows of the batch's own version
 
@@ -557,26 +551,13 @@ class StreamSchedule:
         for group in groups:
             table = iteration, (batch is not None and group in batch.joined) + OWN_VERSION * (group in waiting)
             for name in self.generating:
-                self.tasks.move(name, self.rows_of[group], table)
+                self.tasks[name].move(self.rows_of[group], table)
 
     def _begun(self, groups: Iterable[int]) -> dict[int, int | None]:
         """Return, for each of these groups that is not dropped, the oldest version on which its rows were started."""
         verdicts = self.sampling.verdicts
         kept = (group for group in groups if group not in verdicts or verdicts[group].reason is None)
         return {group: self._begun_with(group) for group in kept}
-
-    def _usable(self) -> Callable[[int], bool]:
-        """Return True if a group admitted ahead may be in the batch after the open one."""
-        places = self.sizes.older_groups
-        too_many = set[int]() if places is None else begun_too_many(self._begun(self.rows_of), places)
-        return lambda group: group not in too_many and self._is_young(group)
-
-    def _awaits_newer(self, engine_version: int | None) -> bool:
-        """Return True if all groups that the open batch lacks wait for a newer version."""
-        lacking = [group for group in self.sampling.pending if self.iteration_of[group] == self.opened]
-        table = self.tasks.tasks[self.generating[0]].table if self.generating else {}
-        tables = [table[uid] for group in lacking for uid in self.rows_of[group]]
-        return bool(tables) and not any(self._may_begin(table, engine_version) for table in tables)
 
     def _admit(self, uids: Sequence[Uid], iteration: int) -> None:
         for uid in uids:
@@ -593,7 +574,7 @@ class StreamSchedule:
     def _leave_out(self, name: str, uids: Sequence[Uid]) -> None:
         """Skip rows in a consumer: no task waits for it, and it takes none of them."""
         self.tasks.write(name, uids)
-        self.tasks.skip(name, uids)
+        self.tasks[name].finish(uids)
 
     def _forget(self, groups: Iterable[int]) -> dict[Lease, list[Uid]]:
         """Forget groups; return the leases that lost rows, with these."""

@@ -10,23 +10,21 @@ from typing import Any
 import torch
 
 from braidrl.data.codec import encode
-from braidrl.data.rows import FinishReason, Rows, Uid
+from braidrl.data.rows import Rows, Uid
 from braidrl.flow import Flow, Kind
 from braidrl.flow.batches import Sizes
 from braidrl.flow.columns import ADMISSION
 from braidrl.flow.compute import State, computed, dropped, initial_states, next_state
 from braidrl.flow.selecting import GroupSelector, Selection, scores_by_group
-from braidrl.queue.requests import Answer
 from braidrl.queue.samplers import Sampler
 from braidrl.queue.table import Block, HeldBlocks, StoredPart, StoredRows, Table
-from braidrl.queue.tasks import Lease
+from braidrl.queue.tasks import Places, rows_at
+from braidrl.queue.transport import Answer
 from braidrl.runtimes.interfaces import BegunBatch
-from braidrl.runtimes.streaming.schedule import StreamSchedule, UnfinishedRow
+from braidrl.runtimes.streaming.schedule import StreamSchedule
 
 Report = dict[str, Any]
 """A worker's report on a stage: metric sums, seconds. The queue passes it on."""
-Places = Sequence[tuple[int, Sequence[int] | None]]
-"""Rows by lease number and positions in the lease; None is all rows that are left."""
 DRAWN = "drawn"
 """Writer name of the columns of suspended rows' generate stage."""
 
@@ -112,7 +110,10 @@ class Stream:
         versions = {
             uid: version for rows in surplus for uid, version in zip(rows.uids(), rows.index["version"].tolist(), strict=True)
         }  # fmt: skip
-        known = {uid: row for rows in unfinished for uid, row in unfinished_rows(rows.index).items()}
+        known: dict[Uid, int | None] = {}
+        for index in (rows.index for rows in unfinished):
+            found = zip(index.uids(), index["version"].tolist(), index["action_tokens"].tolist(), strict=True)
+            known |= {uid: version if tokens else None for uid, version, tokens in found}
         self.schedule.resume(done, sampling, versions, known)
         for rows in surplus:
             self.restore(rows)
@@ -129,7 +130,7 @@ class Stream:
         found = {
             was: self.table.stored(uids, [ADMISSION, stage if was else DRAWN]) for was, uids in ended.items() if uids
         }
-        return [self.table.hold(rows.without(later)) for rows in found.values()]
+        return [self.table.held.hold_for(rows.without(later)) for rows in found.values()]
 
     def restore(self, rows: StoredRows) -> None:
         """Restore rows of a checkpoint that have passed its recorded stages, as if these had written them here."""
@@ -168,7 +169,7 @@ class Stream:
         writers = [name for name in self.consumers.writers if name in early or not recorded]
         rows = self.table.stored(uids, writers)
         later = self.written_later - self.written_before_recording
-        return self.table.hold(rows.without(later)) if recorded and later else rows
+        return self.table.held.hold_for(rows.without(later)) if recorded and later else rows
 
     # Work
 
@@ -189,47 +190,42 @@ class Stream:
         if lease is None:
             return None
         consumer, uids = self.consumers.by_name[name], lease.rows
+        # All index columns, and the payload that its stages declare. What the main process has computed lies in no block.
+        inline = [writer for writer in self.before[name] if writer in self.consumers.verdicts]
+        writers = [writer for writer in self.before[name] if writer not in self.consumers.verdicts]
+        payload = self.table.payload(uids, writers, self.inputs[name], index=True)
+        if self.sets_aside and consumer.kind is Kind.GENERATE:
+            payload += self.table.payload(uids, [DRAWN], None, index=True)
         answer = {
             "kind": "rows", "consumer": name, "lease": lease.number, "size": len(uids),
             "iteration": schedule.iteration_of[uids[0][1]] if self.during is None else self.during,
-            "payload": self.payload(name, uids),
+            "payload": payload,
             "states": {s.name: self.states[s.name] for s in consumer.stages if s.state},
         }  # fmt: skip
         if self.sets_aside and consumer.kind is Kind.GENERATE:
-            answer["to_the_end"] = [place for place, uid in enumerate(uids) if not schedule.may_suspend(uid)]
+            answer["to_the_end"] = [n for n, uid in enumerate(uids) if not schedule.may_suspend(uid)]
         if consumer.kind is Kind.TRAIN:
             batch = schedule.batches[schedule.published + 1]
             answer |= {
                 "updates": batch.updates_of(uids), "update_rows": batch.size, "steps": batch.steps,
                 "batch_rows": len(batch.plan),
             }  # fmt: skip
-        # What the main process has computed lies in no block.
-        inline = [name for name in self.before[name] if name in self.consumers.verdicts and name in self.table.parts]
-        return answer, encode(self.table.index(uids, inline)) if inline else ()
-
-    def payload(self, name: str, uids: Sequence[Uid]) -> list[dict[str, Any]]:
-        """Return the locations of a consumer's input: all index columns, and the payload that its stages declare."""
-        writers = [writer for writer in self.before[name] if writer not in self.consumers.verdicts]
-        found = self.table.payload(uids, writers, self.inputs[name], index=True)
-        if self.sets_aside and name in self.schedule.generating:
-            found += self.table.payload(uids, [DRAWN], None, index=True)
-        return found
+        computed_here = self.table.index(uids, inline)
+        return answer, encode(computed_here) if list(computed_here) else ()
 
     def complete(
         self, name: str, done: Places, parts: Sequence[tuple[StoredPart, Places]], now: float
     ) -> tuple[list[int], list[Block]]:
         """Record completed rows of a consumer, with the written parts; return the lost leases, and the blocks that are now free."""
-        lost, kept, freed = list[int](), list[Uid](), list[Block]()
-        leases = {number: lease for number, _ in done if (lease := self.tasks.leases.held.get(number)) is not None}
-        for number, places in done:
-            lease = leases.get(number)
-            if lease is None or lease.deadline < now:
-                lost.append(number)
-            else:
-                kept += self.tasks.complete(number, now, places)
-        chosen, versions = set(kept), dict[Uid, int]()
-        for part, rows in parts:
-            freed += self._add_part(name, part, rows_at(leases, rows), chosen)
+        lost, kept = self.tasks.complete_parts(done, parts, now)
+        freed, versions = list[Block](), dict[Uid, int]()
+        for part, _ in parts:
+            part.writer = name
+            if not part.rows:
+                freed += [part.block] if part.block else []
+                continue
+            self._note_lengths(list(part.rows), part.index, list(part.rows.values()))
+            freed += self.table.replace(part)
             versions |= oldest(part)
         self.schedule.done(name, kept, versions)
         return lost, freed
@@ -248,30 +244,18 @@ class Stream:
             if lease is None or lease.deadline < now:
                 lost.append(number)
                 continue
-            held = self.tasks.tasks[lease.task].lease
+            held = self.tasks[lease.task].lease
             rows = {row: versions[row] for row in (lease.rows[place] for place in own or ()) if held.get(row) == number}
             if rows:
                 self.schedule.suspend(lease, rows)
             kept |= rows.keys()
         part.writer, part.rows = DRAWN, {uid: place for uid, place in part.rows.items() if uid in kept}
         if part.rows:
-            self._note_lengths(list(part.rows), part.index.take(list(part.rows.values())))
+            self._note_lengths(list(part.rows), part.index, list(part.rows.values()))
             freed += self.table.replace(part)
         elif part.block is not None:
             freed.append(part.block)
         return lost, freed
-
-    def _add_part(
-        self, writer: str, part: StoredPart, rows: Sequence[Uid | None], kept: Collection[Uid]
-    ) -> list[Block]:
-        """Add a written part with its rows, without those that were lost; return the blocks that are now free."""
-        part.writer = writer
-        part.rows = {uid: place for place, uid in enumerate(rows) if uid in kept}
-        if not part.rows:
-            return [part.block] if part.block else []
-        if self.schedule.samplers:
-            self._note_lengths(list(part.rows), part.index.take(list(part.rows.values())))
-        return self.table.replace(part)
 
     def decide(self) -> None:
         """Run the verdict stages on all groups that are ready for them."""
@@ -329,10 +313,6 @@ class Stream:
         self.states |= record.states
         record.training, record.states = [], {}
 
-    def leases(self) -> Collection[Lease]:
-        """Return all active leases."""
-        return self.tasks.leases.held.values()
-
     def record_of(self, iteration: int) -> IterationRecord:
         """Return the record of an iteration in progress."""
         return self.records.setdefault(iteration, IterationRecord(iteration))
@@ -348,27 +328,12 @@ class Stream:
             self.record_of(iteration).states[name] = self.states[name]
             self.states[name] = next_state(self.flow[name], self.states[name], own)
 
-    def _note_lengths(self, uids: Iterable[Uid], index: Rows) -> None:
-        """Give samplers the lengths of rows as soon as they are known."""
+    def _note_lengths(self, uids: Iterable[Uid], index: Rows, places: Sequence[int] | None = None) -> None:
+        """Give samplers the lengths of rows, at some positions of `index` or all, as soon as they are known."""
         name = next((name for name in ("length", "prompt_length") if name in index), None)
         if name is not None and self.schedule.samplers:
-            self.schedule.tokens.update(zip(uids, index[name].tolist(), strict=True))
-
-
-def rows_at(leases: Mapping[int, Lease], places: Places) -> list[Uid | None]:
-    """Return the rows at some positions of leases; None where a lease is lost."""
-    found: list[Uid | None] = []
-    for number, own in places:
-        lease = leases.get(number)
-        found += [None if lease is None else lease.rows[place] for place in own or ()]
-    return found
-
-
-def unfinished_rows(rows: Rows) -> dict[Uid, UnfinishedRow]:
-    """Return the schedule's entries of a checkpoint's continuing rows."""
-    ended = (rows["finish_reason"] != FinishReason.ABORT).tolist()
-    known = zip(rows.uids(), rows["version"].tolist(), rows["action_tokens"].tolist(), ended, strict=True)
-    return {uid: UnfinishedRow(version if drawn else None, is_over) for uid, version, drawn, is_over in known}
+            lengths = index[name] if places is None else index[name][places]
+            self.schedule.tokens.update(zip(uids, lengths.tolist(), strict=True))
 
 
 def oldest(part: StoredPart) -> dict[Uid, int]:

@@ -7,7 +7,6 @@ Stages run through the executor, as in every runtime. All ranks of the role call
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,29 +31,6 @@ from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.streaming.consumers import Consumer
 from braidrl.runtimes.streaming.training_batch import UpdatesInProgress
 from braidrl.training.objective import UpdateCounts
-
-
-@dataclass(eq=False)
-class LeasedRows:
-    """The rows of one lease, and this rank's share of them."""
-
-    lease: int
-    index: Rows
-    """Index columns of all rows, as they came."""
-    own: list[int]
-    """Positions of this rank's rows."""
-    rows: Rows
-    """This rank's rows, with the columns computed so far."""
-    updates: list[list[int]]
-    """The updates of each row."""
-
-    def share(self, places: Sequence[int]) -> Rows:
-        """Return this rank's rows among those at some positions."""
-        if len(places) == len(self.updates) and len(self.own) == len(places):
-            return self.rows
-        standing = {place: number for number, place in enumerate(self.own)}
-        mine = [standing[place] for place in places if place in standing]
-        return self.rows.take(mine) if mine else Rows({})
 
 
 class Trainer:
@@ -84,7 +60,7 @@ class Trainer:
         self.stages: list[Stage] = []
         self.at = 0
         """Position of the train stage that is next among the stages."""
-        self.pieces: list[LeasedRows] = []
+        self.pieces: list[WorkItem] = []
         self.rows_left = 0
         """Rows of the batch that have not arrived."""
         self.states: Mapping[str, State] = {}
@@ -107,16 +83,19 @@ class Trainer:
             self.updates = UpdatesInProgress(*self.steps)
         assert self.updates is not None
         if self.world.size == 1:
-            rows = work.rows()
-            piece = LeasedRows(work.lease, rows.index, list(range(work.size)), rows, message["updates"])
+            work.index = work.read().index
         else:
-            own = self._own_places(work.index)
-            piece = LeasedRows(work.lease, work.index, own, work.rows(own) if own else Rows({}), message["updates"])
+            # An equal share of the tokens of each dispatch.
+            lengths, own = work.index["length"].tolist(), list[int]()
+            for places in self._dispatches(range(work.size)):
+                parts = balanced_partition([lengths[place] for place in places], self.world.size)
+                own += [places[position] for position in sorted(parts[self.world.rank])]
+            work.read(own)
         self.rows_left -= work.size
-        self.pieces.append(piece)
+        self.pieces.append(work)
         for stage in self.stages[: self.at]:
-            self._run(stage, piece)
-        self.updates.add(piece, piece.updates)
+            self._run(stage, work)
+        self.updates.add(work, message["updates"])
         self._accumulate()
 
     def ready(self) -> list[str]:
@@ -157,7 +136,7 @@ class Trainer:
                 self._run(later, piece)
         self.updates = UpdatesInProgress(*self.steps)
         for piece in self.pieces:
-            self.updates.add(piece, piece.updates)
+            self.updates.add(piece, piece.message["updates"])
         self._accumulate()
 
     @property
@@ -187,20 +166,12 @@ class Trainer:
         trains = (place for place in range(start, len(self.stages)) if self.stages[place].kind is Kind.TRAIN)
         return next(trains, len(self.stages))
 
-    def _own_places(self, index: Rows) -> list[int]:
-        """Return the positions of this rank's rows, an equal share of the tokens of each dispatch."""
-        lengths, found = index["length"].tolist(), list[int]()
-        for places in self._dispatches(range(len(index))):
-            parts = balanced_partition([lengths[place] for place in places], self.world.size)
-            found += [places[position] for position in sorted(parts[self.world.rank])]
-        return found
-
     def _dispatches(self, places: Sequence[int]) -> Iterator[Sequence[int]]:
         return (places[start : start + self.most] for start in range(0, len(places), self.most))
 
     # Stages that write columns
 
-    def _run(self, stage: Stage, piece: LeasedRows) -> None:
+    def _run(self, stage: Stage, piece: WorkItem) -> None:
         """Run an infer or compute stage on a piece."""
         stage = with_state(stage, self.states.get(stage.name, {}))
         rows, found = piece.rows, list[Rows]()
@@ -209,7 +180,7 @@ class Trainer:
             if stage.scope is Scope.GROUP and self.world.size > 1:
                 columns = self._of_groups(stage, piece, span.sums)
             elif stage.kind is Kind.INFER:
-                for places in self._dispatches(range(len(piece.updates))):
+                for places in self._dispatches(range(piece.size)):
                     part = piece.share(places)
                     if written := self.executor.run(stage, part, span.sums):
                         found.append(Rows(written))
@@ -223,7 +194,7 @@ class Trainer:
         piece.rows = rows.with_columns(columns) if columns else rows
         self._note(span)
 
-    def _of_groups(self, stage: Stage, piece: LeasedRows, sums: Sums) -> dict[str, Any]:
+    def _of_groups(self, stage: Stage, piece: WorkItem, sums: Sums) -> dict[str, Any]:
         """Return a group-scope stage's columns of this rank's rows: groups lie on several ranks."""
         parts = self.world.gather("index columns", pack_rows(piece.rows.index) if piece.own else b"")
         index = Rows.cat([unpack_rows(bytes(part)) for part in parts if len(part)]).ordered()

@@ -8,7 +8,7 @@ A file in shared memory serves the engines of a machine; other machines, and dev
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -146,20 +146,12 @@ class Versions:
     """The versions of some roles that may still be loaded; version 0, the model's own, has no location."""
 
     def __init__(self, roles: Collection[str]) -> None:
-        self._known: dict[str, dict[int, Place]] = {role: {} for role in roles}
-
-    def add(self, role: str, version: int, place: Place) -> None:
-        """Record the location of a version."""
-        self._known[role][version] = place
-
-    def has(self, role: str, version: int) -> bool:
-        """Return True if a version of a role is known."""
-        return version in self._known[role]
+        self.known: dict[str, dict[int, Place]] = {role: {} for role in roles}
 
     @property
     def newest(self) -> int:
         """Return the newest version with weights; 0 if there are none."""
-        return max((version for known in self._known.values() for version in known), default=0)
+        return max((version for known in self.known.values() for version in known), default=0)
 
     @property
     def outlive_trainers(self) -> bool:
@@ -169,7 +161,7 @@ class Versions:
     def between(self, held: int, wanted: int) -> list[Weights]:
         """Return the updates from one version to another: for each changed role its newest version up to `wanted`."""
         chosen: list[Weights] = []
-        for role, known in self._known.items():
+        for role, known in self.known.items():
             version = newest_of(known, wanted)
             if version > held:
                 chosen.append((role, version, known[version]))
@@ -178,7 +170,7 @@ class Versions:
     def outdated(self, wanted: Collection[int]) -> list[Place]:
         """Forget versions older than those needed for one of the `wanted` versions; return their locations."""
         freed: list[Place] = []
-        for known in self._known.values():
+        for known in self.known.values():
             needed = {newest_of(known, version) for version in wanted}
             for version in [version for version in known if version < max(needed) and version not in needed]:
                 freed.append(known.pop(version))
@@ -186,56 +178,15 @@ class Versions:
 
     def places(self) -> Iterator[Place]:
         """Return the locations of all kept versions."""
-        return (place for versions in self._known.values() for place in versions.values())
+        return (place for versions in self.known.values() for place in versions.values())
 
 
 @dataclass
 class Copy:
-    """The worker that was asked for its weights, and their location once they are given."""
+    """Source weights for an update without a loss (EMA or copy): the worker that was asked for them, and their location once given."""
 
     giver: str
     place: Place | None = None
-
-
-@dataclass
-class Copies:
-    """The source weights of updates without a loss (EMA or copy), by due stage."""
-
-    _asked: dict[str, Copy] = field(default_factory=dict)
-
-    def __contains__(self, stage: object) -> bool:
-        """Return True if a worker was asked for them."""
-        return stage in self._asked
-
-    def ask(self, stage: str, giver: str) -> None:
-        """Record the worker that is asked for a stage's source weights."""
-        self._asked[stage] = Copy(giver)
-
-    def give(self, stage: str, giver: str, place: Place) -> list[Place]:
-        """Record the location of the weights; return it if it is not needed because another worker was asked meanwhile."""
-        copy = self._asked.get(stage)
-        if copy is None or copy.giver != giver:
-            return [place]
-        copy.place = place
-        return []
-
-    def given(self, stage: str) -> Place | None:
-        """Return the location of the weights; None until they are given."""
-        copy = self._asked.get(stage)
-        return copy.place if copy else None
-
-    def taken(self, stage: str) -> list[Place]:
-        """Record that the update is made; return the location that it has read."""
-        copy = self._asked.pop(stage, None)
-        return [copy.place] if copy and copy.place else []
-
-    def lost(self, giver: str) -> None:
-        """Record the loss of a worker: another one is asked for weights that it has not given."""
-        self._asked = {s: copy for s, copy in self._asked.items() if copy.giver != giver or copy.place is not None}
-
-    def places(self) -> Iterator[Place]:
-        """Return the locations of all kept weights."""
-        return (copy.place for copy in self._asked.values() if copy.place)
 
 
 def newest_of(known: Collection[int] | Mapping[int, Place], limit: int) -> int:

@@ -85,10 +85,6 @@ class WorkerContext:
     ip: str
     """This node's address."""
 
-    def keep_leases(self, client: Client) -> None:
-        """Send the queue heartbeats while this worker computes."""
-        self.progress.on_advance = lambda: client.renew(self.settings.lease_s / 3)
-
 
 class StageLoop:
     """One rank; the leader has a client."""
@@ -117,8 +113,9 @@ class StageLoop:
     def lead(self) -> None:
         """Take work until the run ends, for all ranks."""
         assert self.client is not None
-        settings, consumers = self.context.settings, self.context.group.consumers
-        self.context.keep_leases(self.client)
+        settings, consumers, client = self.context.settings, self.context.group.consumers, self.client
+        # Heartbeats while this worker computes.
+        self.context.progress.on_advance = lambda: client.renew(settings.lease_s / 3)
         most, wait_s = settings.dispatch_rows * self.world.size, settings.wait_s
         with self.exports:
             while True:
@@ -155,63 +152,60 @@ class StageLoop:
         self.world.at(place)
         self.exports.check()
         with WORK.on(f"{place} ({work.kind})"):
-            self._act(work)
-
-    def _act(self, work: WorkItem) -> None:
-        if work.kind == "rows":
-            consumer = self.context.consumers[work.consumer]
-            if self.trainer is not None and consumer.updates:
-                self.trainer.take_in(work)
-                self._report_batch()
-            else:
-                self._forward(consumer, work)
-        elif work.kind == "step":
-            self._optim_step(work)
-        elif work.kind == "give":
-            self._give(work)
-        elif work.kind == "order":
-            self._obey(work.message)
-        elif work.kind == "written":
-            self._report_writing()
+            if work.kind == "rows":
+                consumer = self.context.consumers[work.consumer]
+                if self.trainer is not None and consumer.updates:
+                    self.trainer.take_in(work)
+                    self._report_batch()
+                else:
+                    self._forward(consumer, work)
+            elif work.kind == "step":
+                self._optim_step(work)
+            elif work.kind == "give":
+                self._give(work)
+            elif work.kind == "order":
+                self._obey(work.message)
+            elif work.kind == "written":
+                # All ranks: the result of the write.
+                written = self.world.gather("what is written", self.writing.trouble().encode())
+                trouble = next(filter(None, (bytes(part).decode() for part in written)), "")
+                if self.client is not None:
+                    self.client.ask("ordered", order=self.asked, result={"trouble": trouble})
+                self.asked = None
 
     def _forward(self, consumer: Consumer, work: WorkItem) -> None:
         """Run the stages of a consumer on the rows of a lease, and write their columns."""
-        reports, part = [], b""
-        rows, places = self._rows(work)
+        reports, part, is_whole = [], b"", True
+        try:
+            if self.world.size == 1:
+                work.read()
+            else:
+                lengths = work.index["length"].tolist() if "length" in work.index else [1.0] * work.size
+                work.read(balanced_partition(lengths, self.world.size)[self.world.rank])
+        except Evicted:
+            is_whole = False
         if self.world.size > 1:
-            there = self.world.gather("the ranks that have their rows", b"\0" if rows is None else b"\1")
-            rows = rows if all(flag[0] for flag in there) else None
-        if rows is None:
+            flags = self.world.gather("the ranks that have their rows", bytes([is_whole]))
+            is_whole = all(flag[0] for flag in flags)
+        if not is_whole:
             # Selection has dropped some of the rows meanwhile: the others are leased again.
             if self.client is not None:
                 self.client.ask("give_back", leases=[work.lease])
                 self.client.forget_leases([work.lease])
             return
-        columns: dict[str, Any] = {}
+        rows, columns = work.rows, dict[str, Any]()
         version = work.iteration - 1 if self.context.group.trained else None
         for stage in consumer.due(work.iteration):
-            with self.context.trace.busy(stage.name, work.iteration, rows.uids() if places else (), version) as span:
+            with self.context.trace.busy(stage.name, work.iteration, rows.uids() if work.own else (), version) as span:
                 found = self.context.executor.run(stage, rows, span.sums)
                 span.tokens = tokens_of(rows)
-            rows, columns = rows.with_columns(found) if places else rows, {**columns, **found}
+            rows, columns = rows.with_columns(found) if work.own else rows, {**columns, **found}
             reports.append(span.report())
         if columns:
-            part = packed_part(write_columns(self.context.data, columns), [(work.lease, places)])
+            part = packed_part(write_columns(self.context.data, columns), [(work.lease, work.own)])
         parts = [unpacked_part(one) for one in self.world.gather("columns", part) if len(one)]
         if self.client is not None:
             self.client.done(consumer.name, [(work.lease, None)], parts, reports)
-
-    def _rows(self, work: WorkItem) -> tuple[Rows | None, list[int]]:
-        """Return this rank's rows of a lease, and their positions; None if some are gone."""
-        try:
-            if self.world.size == 1:
-                return work.rows(), list(range(work.size))
-            index = work.index
-            lengths = index["length"].tolist() if "length" in index else [1.0] * work.size
-            places = balanced_partition(lengths, self.world.size)[self.world.rank]
-            return work.rows(places) if places else Rows({}), places
-        except Evicted:
-            return None, []
 
     def _report_batch(self) -> None:
         """Report the batch's rows as done if its last stage has run."""
@@ -291,15 +285,6 @@ class StageLoop:
             return
         if self.client is not None:
             self.client.ask("ordered", order=order["order"], result={})
-
-    def _report_writing(self) -> None:
-        """Report the result of the write on all ranks."""
-        troubles = [
-            bytes(part).decode() for part in self.world.gather("what is written", self.writing.trouble().encode())
-        ]
-        if self.client is not None:
-            self.client.ask("ordered", order=self.asked, result={"trouble": next(filter(None, troubles), "")})
-        self.asked = None
 
     def _begin_export(self, version: int) -> None:
         """Start to publish this version while the next rows are trained on."""

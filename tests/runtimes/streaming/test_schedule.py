@@ -218,6 +218,21 @@ def test_engines_may_load_together_only_between_two_batches() -> None:
     assert schedule.close() is not None and schedule.is_generation_over()
 
 
+def test_engines_keep_a_version_until_the_next_batch_has_started_on_it() -> None:
+    schedule = begin(PLAIN, staleness=1)
+    for iteration in (1, 2):
+        admit(schedule, 2 * iteration)
+        work(schedule, "actor.generate")
+    finish_iteration(schedule)
+    finish_iteration(schedule)
+    # Version 2 is published before the main process has opened the third batch, which version 1 may start.
+    assert schedule.opened == 2 and schedule.is_generation_over(0) and not schedule.is_generation_over(1)
+    admit(schedule, 6, engine=1)
+    assert not schedule.is_generation_over(1)
+    work(schedule, "actor.generate")
+    assert schedule.opened == 3 and schedule.is_generation_over(1)
+
+
 def test_trainer_with_a_group_stage_takes_whole_groups_beyond_row_limit() -> None:
     signature = Signature(Kind.COMPUTE, ("version",), ("score",), scope=Scope.GROUP)
     normalized = Stage("normalized", "normalized", None, signature)

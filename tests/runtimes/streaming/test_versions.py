@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from braidrl.runtimes.streaming.weights import Copies, Place, Versions
+from braidrl.runtimes.streaming.weights import Place, Versions
 
 
 def place(name: str, path: str = "file") -> Place:
@@ -13,7 +13,7 @@ def versions() -> Versions:
     """An actor that changes each time, and a rival that has rested at version 2."""
     known = Versions(["actor", "rival"])
     for role, number in (("actor", 1), ("rival", 1), ("actor", 2), ("actor", 3), ("rival", 3)):
-        known.add(role, number, place(f"{role}-{number}"))
+        known.known[role][number] = place(f"{role}-{number}")
     return known
 
 
@@ -30,29 +30,11 @@ def test_version_is_kept_while_an_engine_needs_it() -> None:
     assert known.between(0, 2)[1] == ("rival", 1, place("rival-1"))
     assert sorted(p["name"] for p in known.outdated({3})) == ["actor-2", "rival-1"]
     assert sorted(p["name"] for p in known.places()) == ["actor-3", "rival-3"]
-    assert known.has("actor", 3) and not known.has("actor", 2)
+    assert list(known.known["actor"]) == [3]
 
 
 def test_offered_versions_end_with_trainers_but_files_remain() -> None:
     known = versions()
     assert known.outlive_trainers
-    known.add("actor", 4, place("offered", path=""))
+    known.known["actor"][4] = place("offered", path="")
     assert not known.outlive_trainers
-
-
-def test_role_copy_uses_weights_of_last_asked_worker() -> None:
-    copies = Copies()
-    copies.ask("follow", "first")
-    assert "follow" in copies and copies.given("follow") is None
-    copies.lost("first")
-    assert "follow" not in copies
-    copies.ask("follow", "second")
-    late = place("late")
-    assert copies.give("follow", "first", late) == [late], "no worker reads what is given too late"
-    assert copies.give("follow", "second", place("taken")) == []
-    copies.lost("second")
-    assert copies.given("follow") == place("taken") and list(copies.places()) == [place("taken")], (
-        "it outlives its giver"
-    )
-    assert copies.taken("follow") == [place("taken")]
-    assert copies.taken("follow") == [] == list(copies.places())

@@ -1,0 +1,313 @@
+"""The answers to requests of a queue: the common base of all controllers, and the library's own.
+
+take ──▶ tasks: a lease of ready rows, the location of their columns │ put, done ──▶ table: new columns ──▶ rows ready for other tasks
+
+`QueueController` has what each queue needs; `ControlPlane` of the streaming runtime and `ColumnController` add what their rows are.
+"""
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from braidrl.data.frames import Frame
+from braidrl.queue.samplers import Candidate, Sampler
+from braidrl.queue.storage import DataPlane, Place
+from braidrl.queue.table import Block, Row, StoredPart, Table, row_name
+from braidrl.queue.tasks import Tasks
+from braidrl.queue.transport import Answer
+
+ASLEEP_S = 2.0
+"""A process that has not read the clock for this many seconds was stopped, or its machine was."""
+
+
+@dataclass
+class Holder:
+    """A process that takes rows."""
+
+    name: str
+    address: str
+    """Address of its node's server."""
+    heard: float
+    """Time of its last request."""
+
+
+class AwakeClock:
+    """Seconds of a clock that skips times when this process was stopped and could not receive heartbeats.
+
+    For a server's thread, which reads it several times a second.
+    """
+
+    def __init__(self, asked: Callable[[], float] = time.monotonic) -> None:
+        self._asked, self._last, self._slept = asked, asked(), 0.0
+
+    def __call__(self) -> float:
+        now = self._asked()
+        if now - self._last > ASLEEP_S:
+            self._slept += now - self._last
+        self._last = now
+        return now - self._slept
+
+
+class QueueController(ABC):
+    """Answers requests. Thread-safe: one lock guards everything."""
+
+    holders: Mapping[str, Any]
+
+    def __init__(self, lease_s: float, clock: Callable[[], float] | None = None) -> None:
+        """Start without holders; a lease lasts `lease_s` seconds of the clock without a heartbeat."""
+        self.lease_s, self.clock = lease_s, clock or AwakeClock()
+        self.stopping = False
+        self.changes = 0
+        """Number of changes, for threads of this process that wait for one."""
+        self.changed = threading.Condition(threading.RLock())
+
+    @property
+    @abstractmethod
+    def queues(self) -> Collection[Tasks]:
+        """Return the tasks of all rows of this controller."""
+
+    def advance(self) -> None:
+        """Make all decisions possible now; called after every request that changes something."""
+        self.changes += 1
+        self.changed.notify_all()
+
+    def handle(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | None:
+        """Answer one request by the method `on_<request>`, or park it. Raises ValueError for an unknown request."""
+        handler: Callable[..., Answer | None] | None = getattr(self, f"on_{request['request']}", None)
+        if handler is None:
+            raise ValueError(f"there is no request {request['request']!r}")
+        with self.changed:
+            if request.get("holder") in self.holders and not request.get("parked"):
+                self.holders[request["holder"]].heard = self.clock()
+            answer = handler(request, frames)
+            if request["request"] != "take":
+                self.advance()
+        return answer
+
+    def on_renew(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        """Extend the leases of a slow holder that sends heartbeats, except expired ones."""
+        now = self.clock()
+        self.tick()
+        for tasks in self.queues:
+            for lease in tasks.leases.of(request["holder"]):
+                tasks.leases.renew(lease.number, now, max(self.lease_s, lease.deadline - now))
+        return {"lost": self.lost(request["held"])}, ()
+
+    def on_give_back(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        """Release leases whose holder cannot use them."""
+        for tasks in self.queues:
+            held = tasks.leases.held
+            tasks.give_up([held[number] for number in request["leases"] if number in held])
+        return {}, ()
+
+    def lost(self, held: Sequence[int]) -> list[int]:
+        """Return those leases that are no longer held."""
+        return [number for number in held if not any(number in tasks.leases.held for tasks in self.queues)]
+
+    def silent(self, seconds: float) -> list[str]:
+        """Return holders without any request for this many seconds: they hang, since working and waiting ones send heartbeats."""
+        now = self.clock()
+        with self.changed:
+            return [name for name, holder in self.holders.items() if now - holder.heard > seconds]
+
+    def tick(self) -> None:
+        """Release expired leases."""
+        now = self.clock()
+        with self.changed:
+            for tasks in self.queues:
+                tasks.give_up(tasks.leases.expired(now))
+
+    def wait(self, seen: int, seconds: float) -> int:
+        """Wait until there are more changes than `seen`, or until the time limit; return their number."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.changes != seen, seconds)
+            return self.changes
+
+
+class ColumnController(QueueController):
+    """The rows of a `TransferQueue`: columns from any client, rows to each task once, and memory within a budget."""
+
+    def __init__(
+        self, tasks: Mapping[str, Collection[str]], samplers: Mapping[str, Sampler], data: DataPlane, place: Place,
+        lease_s: float, budget_bytes: int | None = None, clock: Callable[[], float] | None = None,
+    ) -> None:  # fmt: skip
+        """Begin without rows.
+
+        Args:
+            tasks: By task the columns that a row needs before it is ready.
+            samplers: The sampler of each task.
+            data: Frees blocks that are no longer needed.
+            place: The queue's own node, for clients.
+            lease_s: Seconds without a heartbeat after which rows go to another client.
+            budget_bytes: Limit of payload; None is no limit but memory.
+            clock: Returns seconds.
+        """
+        super().__init__(lease_s, clock)
+        self.columns = {name: sorted(columns) for name, columns in tasks.items()}
+        self.samplers, self.data, self.place, self.budget_bytes = samplers, data, place, budget_bytes
+        self.holders: dict[str, Holder] = {}
+        self.tasks, self.table = Tasks(tasks), Table()
+        self.tasks.facts = self._facts
+        self.group_rows: Counter[Any] = Counter()
+        self.tokens: dict[Row, int] = {}
+        self.used_bytes = 0
+        self.reserved: dict[str, tuple[int, float]] = {}
+        """The reserved bytes of each holder that is about to put, and their deadline."""
+        self.finished = False
+        self.missing: dict[Row, list[str]] = {}
+        """Columns with lost payload, which may be put again."""
+
+    @property
+    def queues(self) -> Collection[Tasks]:
+        """Return all tasks."""
+        return (self.tasks,)
+
+    def on_directory(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        """Return what a new client must know."""
+        return {"place": self.place, "tasks": list(self.columns), "budget": self.budget_bytes is not None}, ()
+
+    def on_hello(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        """Register a process."""
+        self.holders[request["holder"]] = Holder(request["holder"], request["address"], self.clock())
+        return {}, ()
+
+    def on_reserve(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | None:
+        """Reserve bytes for a put that follows."""
+        now, size = self.clock(), request["bytes"]
+        self.reserved = {name: kept for name, kept in self.reserved.items() if kept[1] > now}
+        if self.budget_bytes is not None:
+            if size > self.budget_bytes:
+                raise ValueError(f"{size} bytes are put at once and the queue's budget is {self.budget_bytes}")
+            if self.used_bytes + sum(kept for kept, _ in self.reserved.values()) + size > self.budget_bytes:
+                return None
+        self.reserved[request["holder"]] = size, now + self.lease_s
+        return {}, ()
+
+    def on_put(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        """Record columns of rows; the first column of a row admits it. Raises ValueError if a row has one of them already."""
+        part, rows = StoredPart.received("", request["part"], frames), [row_name(row) for row in request["rows"]]
+        part.rows = {row: place for place, row in enumerate(rows)}
+        if any(row in self.table.parts.get(column, ()) for column in part.columns for row in rows):
+            self.data.free([part.block] if part.block else [])
+            raise ValueError(f"a row of {rows[:4]} has one of the columns {', '.join(part.columns)} already")
+        self.reserved.pop(request["holder"], None)
+        self.tokens.update(zip(rows, request["lengths"] or (), strict=False))
+        groups = dict(zip(rows, map(row_name, request["groups"] or rows), strict=True))
+        new = [row for row in rows if row not in self.tasks.rows]
+        self.group_rows.update(map(groups.__getitem__, new))
+        self.tasks.admit(new, groups.__getitem__, row_name(request["table"]))
+        self._store(part)
+        return {}, ()
+
+    def on_take(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | None:
+        """Lease ready rows; answer `stop` when all rows are done and no more will come."""
+        (name,), lost = request["consumers"], self.lost(request["held"])
+        lease = self.tasks.take(
+            name, request["holder"], self.clock(), self.lease_s, request["most"], self.samplers[name], request["ranks"],
+            row_name(request["table"]),
+        )  # fmt: skip
+        if lease is not None:
+            payload = self.table.columns(lease.rows, request["columns"] or self.columns[name])
+            return {
+                "kind": "rows", "consumer": name, "lease": lease.number, "size": len(lease.rows), "rows": lease.rows,
+                "payload": payload, "lost": lost,
+            }, ()  # fmt: skip
+        if self.finished and not any(self.tasks[name].undone.values()):
+            return {"kind": "stop", "lost": lost}, ()
+        return ({"kind": "lost", "lost": lost}, ()) if lost else None
+
+    def on_done(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        """Record completed leases, with the columns written for their rows; remove rows that all tasks have completed."""
+        name = request["consumer"]
+        parts = [(StoredPart.received(name, part, frames), part["rows"]) for part in request["parts"]]
+        lost, rows = self.tasks.complete_parts(request["done"], parts, self.clock())
+        for part, _ in parts:
+            if part.rows:
+                self._store(part)
+            elif part.block is not None:
+                self.data.free([part.block])
+        states = [task.lease for task in self.tasks.tasks.values()]
+        self._remove([row for row in rows if all(held.get(row, 0) is None for held in states)])
+        return {"lost": lost}, ()
+
+    def on_finish(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        """Record that no more rows will come."""
+        self.finished = True
+        return {}, ()
+
+    def on_clear(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        """Remove rows, completed or not: the named ones, those of a table, or all."""
+        wanted, table = request["rows"], row_name(request["table"])
+        rows = (
+            list(self.tasks.rows)
+            if wanted is None
+            else [row for row in map(row_name, wanted) if row in self.tasks.rows]
+        )
+        known = next(iter(self.tasks.tasks.values())).table
+        self._remove([row for row in rows if table is None or known[row] == table])
+        return {}, ()
+
+    def on_missing(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        """Record blocks that a reader did not find. A task repeats the rows for which it wrote them; others must be put again."""
+        blocks = {Block(*block) for block in request["blocks"]}
+        # Another node's server is not asked: it may be gone with the blocks.
+        here = self.data.missing(blocks)
+        gone = {block for block in blocks if block.name in here or block.host != self.data.host}
+        for part in {part for parts in self.table.parts.values() for part in parts.values() if part.block in gone}:
+            rows = list(part.rows)
+            self._free(self.table.remove(part))
+            for column in part.columns:
+                self.tasks.unwrite(column, rows)
+            if part.writer:
+                self.tasks[part.writer].reopen(rows)
+            else:
+                self.missing |= {row: [*self.missing.get(row, []), *part.columns] for row in rows}
+        return {}, ()
+
+    def on_usage(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        """Return bytes and rows in the queue, lost columns, and for each task the rows to do and their holders."""
+        held = Counter[tuple[Any, str]]()
+        for lease in self.tasks.leases.held.values():
+            held[lease.task, lease.holder] += lease.left
+        return {
+            "bytes": self.used_bytes, "rows": len(self.tasks.rows), "lost": list(self.missing.items()),
+            "undone": {name: sum(task.undone.values()) for name, task in self.tasks.tasks.items()},
+            "held": [[*who, rows] for who, rows in held.items()],
+        }, ()  # fmt: skip
+
+    def _store(self, part: StoredPart) -> None:
+        """Add a part under the name of each of its columns."""
+        assert part.block is not None
+        self.table.add(part, part.columns)
+        self.used_bytes += part.block.size
+        rows = list(part.rows)
+        for column in part.columns:
+            self.tasks.write(column, rows)
+        for row in rows if self.missing else ():
+            left = [name for name in self.missing.pop(row, ()) if name not in part.columns]
+            self.missing |= {row: left} if left else {}
+
+    def _remove(self, rows: Sequence[Row]) -> None:
+        if not rows:
+            return
+        for row in rows:
+            group = self.tasks.group[row]
+            self.group_rows[group] -= 1
+            if not self.group_rows[group]:
+                del self.group_rows[group]
+            self.tokens.pop(row, None)
+            self.missing.pop(row, None)
+        self.tasks.forget(rows)
+        self._free(self.table.evict(rows))
+
+    def _free(self, blocks: Sequence[Block]) -> None:
+        self.used_bytes -= sum(block.size for block in blocks)
+        self.data.free(blocks)
+
+    def _facts(self, row: Row) -> Candidate:
+        group = self.tasks.group[row]
+        return Candidate(row, group, self.group_rows[group], self.tokens.get(row, 0))
