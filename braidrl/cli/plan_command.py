@@ -20,15 +20,15 @@ from braidrl.data.prompts import LoadedSource, load_train
 from braidrl.errors import UserError, suggest
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import recorded_steps
+from braidrl.observe.timeline import timeline_page
 from braidrl.observe.trace import read_trace
 from braidrl.plan.calibration import WARM_UP, Observed, calibrate, written_rates
 from braidrl.plan.configured import overlay_of, predicted
 from braidrl.plan.lengths import batch_lengths, step_lengths
-from braidrl.plan.named import like
-from braidrl.plan.plan_report import show, timeline
+from braidrl.plan.plan_report import show, spans_of
 from braidrl.plan.problem import Problem
 from braidrl.plan.rates import Rates, read_rates
-from braidrl.plan.search import Plan, Search
+from braidrl.plan.search import Plan, Search, like
 from braidrl.plan.streaming import StreamingSearch
 from braidrl.plan.work import Lengths
 from braidrl.runtimes.prepare.fetching import with_fetched
@@ -66,7 +66,8 @@ def plan(config: Config, wanted: Wanted, overlay: Path | None, html: Path | None
     plans = best_plans(problem, wanted) if wanted.like is None else [like(problem, wanted.like)]
     show(problem, plans, console, search=wanted.like is None)
     if html is not None:
-        html.write_text(timeline(plans[0], f"{problem.flow.name} on {problem.cluster}"), encoding="utf-8")
+        page = timeline_page(f"{problem.flow.name} on {problem.cluster}: predicted", spans_of(plans[0]))
+        html.write_text(page, encoding="utf-8")
         console.print(f"drawn in {html}", soft_wrap=True)
     if overlay is not None:
         overlay.write_text(yaml.safe_dump(overlay_of(plans[0], problem), sort_keys=False), encoding="utf-8")

@@ -11,10 +11,9 @@ from braidrl.cluster.pools import GENERATE, place
 from braidrl.config.layout import ParallelLayout
 from braidrl.engines.factory import generation_layout, own_engines
 from braidrl.flow import Kind, Stage
-from braidrl.plan.choices import Choice
+from braidrl.plan.choices import Choice, SetChoice, Sets
 from braidrl.plan.problem import USABLE, Problem
 from braidrl.plan.search import Plan, Search
-from braidrl.plan.sets import SetChoice, Sets
 from braidrl.plan.streaming import StreamingSearch
 from braidrl.runtimes.memory.budget import CACHE, GIB, Deployment, at_once, role_memory
 from braidrl.runtimes.streaming.groups import worker_groups

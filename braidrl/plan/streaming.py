@@ -11,11 +11,10 @@ from braidrl.data.rows import Uid
 from braidrl.flow import Kind
 from braidrl.flow.batches import Sizes
 from braidrl.flow.selecting import older_places
-from braidrl.plan.choices import Choices, RolePart
+from braidrl.plan.choices import Choices, RolePart, SetChoice
 from braidrl.plan.problem import USABLE, Problem
 from braidrl.plan.rates import Cost
 from braidrl.plan.search import Plan, allocations, unit_of
-from braidrl.plan.sets import SetChoice
 from braidrl.plan.simulation import Streaming
 from braidrl.plan.workload import Workload
 from braidrl.runtimes.streaming.consumers import Consumers

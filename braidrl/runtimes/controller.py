@@ -48,7 +48,11 @@ class SerialController(Generic[T]):
         before_training: Callable[[], object] = lambda: None,
     ) -> IterationResult[T]:
         self.seconds, sums = {stage.name: 0.0 for stage in self.flow.stages}, Sums()
-        result = self.replayed(recorded, sums) if recorded is not None else self.sample(iteration, version, sums)
+        if recorded is not None:
+            index = self.backend.index(recorded)
+            result = IterationResult(index, index, recorded, recorded, sums)
+        else:
+            result = self.sample(iteration, version, sums)
         table = result.table = self.ordered(result.table)
         states = dict(self.states)
         for stage in self.flow.stages[self.flow.recorded_stages :]:
@@ -107,10 +111,6 @@ class SerialController(Generic[T]):
             (self.unfinished if unfinished else self.surplus).append(table)
         self.states |= {name: dict(state) for name, state in position.stages.items() if name in self.states}
 
-    def replayed(self, recorded: T, sums: Sums) -> IterationResult[T]:
-        index = self.backend.index(recorded)
-        return IterationResult(index, index, recorded, recorded, sums)
-
     def sample(self, iteration: int, version: int, sums: Sums) -> IterationResult[T]:
         """Return a batch of selected groups, generated in waves; the surplus is dropped or kept for the next batch."""
         self.sampling.begin(version)
@@ -159,13 +159,17 @@ class SerialController(Generic[T]):
                     table = self.suspend(self.backend.run(to_the_end(stage) if ends else stage, table, iteration, sums))
                 else:
                     table = self.backend.run(stage, table, iteration, sums)
-        index = self.backend.index(table) if table is not None else None
-        oldest, scores = (oldest_versions(index), scores_by_group(index)) if index is not None else ({}, {})
-        partial = self.config.rollout.tokens_per_iteration is not None
-        verdicts = {
-            group: Verdict(reasons.get(group), v if partial else version, scores.get(group))
-            for group, v in oldest.items()
-        }
+        verdicts = dict[int, Verdict]()
+        if table is not None:
+            index = self.backend.index(table)
+            scores = scores_by_group(index)
+            oldest: dict[int, int] = {}
+            versions = index["version"].tolist() if "version" in index else [0] * len(index)
+            for group, made in zip(index["group"].tolist(), versions, strict=True):
+                oldest[group] = min(made, oldest.get(group, made))
+            for group, made in oldest.items():
+                made = made if self.config.rollout.tokens_per_iteration is not None else version
+                verdicts[group] = Verdict(reasons.get(group), made, scores.get(group))
         return table, verdicts | {group: Verdict(SURPLUS, version) for group in gone}
 
     def begun(self, count: int) -> T:
@@ -230,15 +234,6 @@ class SerialController(Generic[T]):
         with WORK.on(stage.name):
             yield
         self.seconds[stage.name] += time.perf_counter() - start
-
-
-def oldest_versions(index: Rows) -> dict[int, int]:
-    """Return the version of each group's oldest token; 0 if rows carry no version."""
-    oldest: dict[int, int] = {}
-    versions = index["version"].tolist() if "version" in index else [0] * len(index)
-    for group, made in zip(index["group"].tolist(), versions, strict=True):
-        oldest[group] = min(made, oldest.get(group, made))
-    return oldest
 
 
 @contextmanager

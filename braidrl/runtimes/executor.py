@@ -77,27 +77,23 @@ class StageExecutor:
         self.objectives: dict[str, tuple[Stage, Objective]] = {}
         self.skipped: Counter[str] = Counter()
         """Skipped optimizer steps in a row, by train stage."""
+        inferring = inference_layouts(config, flow)
         for role in roles:
-            self._load_role(role, role in generating, ranks, training)
+            worker = self.workers[role] = make_worker(role, config, flow, ranks, training)
+            if (own := own_tokenizer(role, config, tokenizer)) is not None:
+                self.retokenizers[role] = Retokenizer(tokenizer, PromptTemplate.of(own, config.data))
+            if role in generating:
+                self.generation.start_engine(worker)
+            frozen = None
+            if training and role in inferring:
+                settings = with_layout(role, config, inferring[role])
+                frozen = torch_worker(make_worker(role, settings, flow, ranks, training=False))
+                self.copies[role] = InferenceCopy(torch_worker(worker), frozen)
+            self.residency.add(worker, self.engines.get(role), frozen)
         for role in generating:
             if role not in roles:
                 self.generation.start_remote_engine(role, ranks or DataParallel())
         self.residency.begin()
-
-    def _load_role(self, role: str, generates: bool, ranks: DataParallel | None, training: bool) -> None:
-        worker = self.workers[role] = make_worker(role, self.config, self.flow, ranks, training)
-        if (own := own_tokenizer(role, self.config, self.tokenizer)) is not None:
-            data = self.config.data
-            template = PromptTemplate.of(own, data)
-            self.retokenizers[role] = Retokenizer(self.tokenizer, template)
-        if generates:
-            self.generation.start_engine(worker)
-        frozen, inferring = None, inference_layouts(self.config, self.flow)
-        if training and role in inferring:
-            settings = with_layout(role, self.config, inferring[role])
-            frozen = torch_worker(make_worker(role, settings, self.flow, ranks, training=False))
-            self.copies[role] = InferenceCopy(torch_worker(worker), frozen)
-        self.residency.add(worker, self.engines.get(role), frozen)
 
     @property
     def device(self) -> torch.device:
@@ -126,25 +122,20 @@ class StageExecutor:
             reduce: Sums the totals of a batch-scope stage over all processes with rows.
         """
         with self.usage.memory_of(stage, sums):
-            return self._run(stage, rows, sums, stop, reduce)
-
-    def _run(
-        self, stage: Stage, rows: Rows, sums: Sums, stop: EarlyStop | None, reduce: Callable[[Totals], Totals]
-    ) -> Mapping[str, Column]:
-        self.residency.before(stage)
-        self.generation.moves.report(sums)
-        if stage.scope is Scope.BATCH:
-            totals = reduce(summed(stage, rows) if len(rows) else {})
-            return computed(stage, rows, totals) if len(rows) else {}
-        if not len(rows) and not self.is_collective(stage):
-            return {}
-        if stage.kind is Kind.GENERATE:
-            return self.generation.generate(stage, rows, sums, stop)
-        if is_method(stage.type, stage.role):
-            return checked(stage, self.own_method(stage)(rows, **stage.settings))
-        if stage.kind is Kind.INFER:
-            return self._infer(stage, rows, sums)
-        return self.generation.verify(stage, rows, sums) if stage.type == "verify" else computed(stage, rows)
+            self.residency.before(stage)
+            self.generation.moves.report(sums)
+            if stage.scope is Scope.BATCH:
+                totals = reduce(summed(stage, rows) if len(rows) else {})
+                return computed(stage, rows, totals) if len(rows) else {}
+            if not len(rows) and not self.is_collective(stage):
+                return {}
+            if stage.kind is Kind.GENERATE:
+                return self.generation.generate(stage, rows, sums, stop)
+            if is_method(stage.type, stage.role):
+                return checked(stage, self.own_method(stage)(rows, **stage.settings))
+            if stage.kind is Kind.INFER:
+                return self._infer(stage, rows, sums)
+            return self.generation.verify(stage, rows, sums) if stage.type == "verify" else computed(stage, rows)
 
     def own_method(self, stage: Stage) -> Callable[..., Any]:
         """Return the method of a user's class that a stage names, bound to the role's worker."""
@@ -243,7 +234,11 @@ class StageExecutor:
             self.skipped[stage.name] += 1
             most = self.config.trainer.max_skipped_updates
             if not self.config.trainer.skip_bad_updates or self.skipped[stage.name] == most:
-                raise BadUpdate(bad_update(stage, norm, getattr(worker, "nonfinite", ()), update.rows))
+                found = (
+                    "; ".join(getattr(worker, "nonfinite", ()))
+                    or f"the losses are finite, and the update was made{update.rows}"
+                )
+                raise BadUpdate(f"{stage.name}: the gradient's norm is {norm}, nothing was updated: {found}")
             sums.add(f"{stage.role}/skipped_updates", int(counted))
             return
         self.skipped[stage.name] = 0
@@ -316,9 +311,3 @@ def checked(stage: Stage, columns: Mapping[str, Column]) -> Mapping[str, Column]
     if set(columns) != set(stage.writes):
         raise UserError(f"{stage.name} returned {sorted(columns)} and is registered with writes={stage.writes}")
     return columns
-
-
-def bad_update(stage: Stage, norm: float, where: Sequence[str], rows: str) -> str:
-    """Build the error message for a non-finite gradient."""
-    found = "; ".join(where) or f"the losses are finite, and the update was made{rows}"
-    return f"{stage.name}: the gradient's norm is {norm}, nothing was updated: {found}"

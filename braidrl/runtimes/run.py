@@ -110,7 +110,8 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 accepted = config.trainer.model_copy(update={"accept_changes": []})
                 write_config(self.folder, config.model_copy(update={"trainer": accepted}))
             self.metrics = self._open_metrics(self.step if resume else None) if self.world.first else None
-            self._rehearse_report(resumed=resume is not None)
+            if not resume:
+                self._rehearse_report()
             self.resources = resources.pop_all()
 
     def _opened_progress(self) -> Progress:
@@ -222,22 +223,17 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 f"{error}; it starts again by itself, the others go on ({self.restarts} of trainer.max_restarts={most})"
             )
             try:
-                self._go_back(restart, (folder, state))
+                if restart is Restart.WITH_ROWS:
+                    self.backend.load(folder, state.version)
+                    return
+                with suppress(UserError, WorkerError):  # files of a later step that were being written
+                    self.checkpoints.wait()
+                self._restore((folder, state))
+                if self.metrics:
+                    self.metrics.close()
+                    self.metrics = self._open_metrics(self.step)
             except LostProcess as another:
                 self._bring_back(another)
-
-    def _go_back(self, restart: Restart, checkpoint: tuple[Path, RunState]) -> None:
-        """Return to a checkpoint, after some processes were replaced."""
-        folder, state = checkpoint
-        if restart is Restart.WITH_ROWS:
-            self.backend.load(folder, state.version)
-            return
-        with suppress(UserError, WorkerError):  # files of a later step that were being written
-            self.checkpoints.wait()
-        self._restore(checkpoint)
-        if self.metrics:
-            self.metrics.close()
-            self.metrics = self._open_metrics(self.step)
 
     def _report(self) -> None:
         """Write the report. Its data is in the folder already, so a failure is printed and does not end the run."""
@@ -253,12 +249,11 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             self.progress.print(f"report: {report}")
             self.metrics.trackers.write_report(report)
 
-    def _rehearse_report(self, resumed: bool) -> None:
+    def _rehearse_report(self) -> None:
         """Write the report before the first step. Raises UserError if a new run could not write it at its end."""
-        if not self.metrics or resumed:
-            return
         try:
-            write_report(self.folder)
+            if self.metrics:
+                write_report(self.folder)
         except UserError:
             raise
         except Exception as error:
@@ -343,25 +338,22 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         # A run that was stopped in its first step and resumes has the line of step 0 already.
         wanted = self.step == 0 and last["step"] < 0 and bool(self.config.evaluation.every)
         if wanted and not self.config.evaluation.before_first_step:
-            self._rehearse_evaluation()
+            # One prompt of every set, so that an error ends the run now and not at the first evaluation.
+            config = self.config
+            sets = evaluated_sets(
+                self.backend, self.prepared.evaluation, config.data.evaluation_sources, config.evaluation, 0, prompts=1
+            )
+            for name, table, _ in sets:
+                path = evaluation_path(self.folder, name, 0)
+                self.backend.record(path, table, table)
+                if self.world.first:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
         elif wanted:
             metrics = self._evaluate()
             if metrics and self.metrics:
                 self.metrics.write_evaluation(0, self.version, metrics)
                 self.metrics.trackers.write_samples(0, lambda: samples_of_step(self.folder, 0))
                 self.progress.print(summary({"step": 0, **metrics}))
-
-    def _rehearse_evaluation(self) -> None:
-        """Evaluate one prompt of every set, so that an error ends the run now and not at the first evaluation."""
-        config = self.config
-        sets = evaluated_sets(
-            self.backend, self.prepared.evaluation, config.data.evaluation_sources, config.evaluation, 0, prompts=1
-        )
-        for name, table, _ in sets:
-            path = evaluation_path(self.folder, name, 0)
-            self.backend.record(path, table, table)
-            if self.world.first:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def _evaluate(self) -> StepMetrics:
         """Evaluate every set under the current weights and record its rows; return the metrics."""

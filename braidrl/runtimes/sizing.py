@@ -22,7 +22,7 @@ from braidrl.errors import UserError
 from braidrl.flow import Flow
 from braidrl.runtimes.memory.budget import CACHE, ENGINE, GIB, Footprint, RoleUse, footprint, in_units
 from braidrl.runtimes.prepare.setup import Prepared, longest
-from braidrl.runtimes.streaming.groups import Group, pools_of, worker_groups
+from braidrl.runtimes.streaming.groups import pools_of, worker_groups
 
 VLLM_SHARE = 0.9
 """vLLM's default share of a device."""
@@ -150,22 +150,19 @@ def device_groups(prepared: Prepared) -> list[DeviceGroup]:
     if config.runtime == "streaming":
         groups = worker_groups(config, prepared.flow, prepared.evaluation if config.data.evaluation_sources else None)
         each = max(1, own_engines(config) * generation_layout(config).ranks)
-        return [
-            DeviceGroup(group.processes * (each if group.kind == "generate" else 1), (use_of(group),))
-            for group in groups
-            if group.role
-        ]
+        found = []
+        for group in groups:
+            if group.role:
+                # Engines have their own weights here.
+                generates = group.kind == "generate"
+                use = RoleUse(str(group.role), group.trained, generates, apart=generates)
+                found.append(DeviceGroup(group.processes * (each if generates else 1), (use,)))
+        return found
     if config.runtime == "hybrid":
         pools = place(config.placement, roles, prepared.generating, config.workers)
         return [DeviceGroup(pool.workers, uses_of(pool)) for pool in pools]
     workers = config.workers if config.runtime == "distributed" else 1
     return [DeviceGroup(workers, uses_of(Pool(roles, workers, generating=prepared.generating)))]
-
-
-def use_of(group: Group) -> RoleUse:
-    """Return what a streaming group's processes hold of their role; engines have their own weights there."""
-    generates = group.kind == "generate"
-    return RoleUse(str(group.role), group.trained, generates, apart=generates)
 
 
 def pools_of_run(prepared: Prepared) -> list[Pool]:
@@ -208,7 +205,14 @@ def with_fitting_sizes(prepared: Prepared, memory: int | None) -> tuple[Prepared
     sized = replace(prepared, config=with_sizes(given, min(slots, default=None), min(tokens, default=None)))
     if shares_devices(prepared) or hosts_vllm(given):
         sized = replace(sized, config=with_vllm_share(sized, memory))
-    return sized, size_lines(given, sized.config, memory)
+    chosen = []
+    if given.rollout.slots != sized.config.rollout.slots:
+        chosen.append(f"rollout.slots={sized.config.rollout.slots}")
+    if given.trainer.max_tokens_per_device != sized.config.trainer.max_tokens_per_device:
+        chosen.append(f"trainer.max_tokens_per_device={sized.config.trainer.max_tokens_per_device}")
+    if given.rollout.vllm != sized.config.rollout.vllm:
+        chosen.append(f"rollout.vllm.gpu_memory_utilization={sized.config.rollout.vllm['gpu_memory_utilization']:g}")
+    return sized, [f"chosen for a device with {in_units(memory)} to take: {', '.join(chosen)}"] if chosen else []
 
 
 def memory_to_take(config: Config) -> int | None:
@@ -222,10 +226,16 @@ def demands(prepared: Prepared) -> list[Demand]:
     longest_row = max(config.max_sequence_tokens, longest(prepared.sources, config.rollout.max_response_tokens))
     together = generation_layout(config).ranks if pools_ranks(config) else 1
     beside = shared and not config.rollout.vllm.get("enable_sleep_mode")
-    apart = own_engines(config) and not shared
+    groups = device_groups(prepared)
+    if own_engines(config) and not shared:
+        # Engine processes have devices of their own.
+        generating = dict.fromkeys(use.role for group in groups for use in group.uses if use.generates)
+        groups = [replace(g, uses=tuple(replace(u, generates=False) for u in g.uses if not u.apart)) for g in groups]
+        ranks = generation_layout(config).ranks
+        groups += [DeviceGroup(ranks, (RoleUse(role, False, True, apart=True),)) for role in generating]
     return [
         demand_of(group.uses, config, prepared.flow, group.devices, together, longest_row, beside)
-        for group in (groups_with_engines(prepared) if apart else device_groups(prepared))
+        for group in groups
         if group.uses
     ]
 
@@ -243,33 +253,12 @@ def with_vllm_share(prepared: Prepared, memory: int) -> Config:
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"vllm": vllm})})
 
 
-def size_lines(given: Config, sized: Config, memory: int) -> list[str]:
-    """Return a line about the sizes chosen by device memory, if any."""
-    chosen = []
-    if given.rollout.slots != sized.rollout.slots:
-        chosen.append(f"rollout.slots={sized.rollout.slots}")
-    if given.trainer.max_tokens_per_device != sized.trainer.max_tokens_per_device:
-        chosen.append(f"trainer.max_tokens_per_device={sized.trainer.max_tokens_per_device}")
-    if given.rollout.vllm != sized.rollout.vllm:
-        chosen.append(f"rollout.vllm.gpu_memory_utilization={sized.rollout.vllm['gpu_memory_utilization']:g}")
-    return [f"chosen for a device with {in_units(memory)} to take: {', '.join(chosen)}"] if chosen else []
-
-
 def shares_devices(prepared: Prepared) -> bool:
     """Return True if engine processes share this process's devices with training."""
     available, pools = device_count(prepared.config.device), pools_of_run(prepared)
     each = [(pool.workers * pool.device, pool.engines * pool.engine_devices) for pool in pools]
     together = sum(ranks * max(1, engines) for ranks, engines in each)
     return available is not None and together <= available < sum(ranks * (1 + engines) for ranks, engines in each)
-
-
-def groups_with_engines(prepared: Prepared) -> list[DeviceGroup]:
-    """Return the run's devices if engine processes have their own."""
-    groups = device_groups(prepared)
-    generating = dict.fromkeys(use.role for group in groups for use in group.uses if use.generates)
-    found = [replace(g, uses=tuple(replace(use, generates=False) for use in g.uses if not use.apart)) for g in groups]
-    ranks = generation_layout(prepared.config).ranks
-    return [*found, *(DeviceGroup(ranks, (RoleUse(role, False, True, apart=True),)) for role in generating)]
 
 
 def beside_vllm(prepared: Prepared) -> list[int]:

@@ -48,12 +48,8 @@ class Drawn(NamedTuple):
         """Return the tokens drawn after a prompt, or in all turns of an episode."""
         if isinstance(ended, Response):
             return Drawn(len(ended.tokens), operations.tokens_seen(len(prompt), len(ended.tokens)))
-        return Drawn._of_episode(ended)
-
-    @staticmethod
-    def _of_episode(episode: Episode) -> "Drawn":
-        actions = np.array(episode.trajectory.actions, dtype=bool)
-        lengths = np.array(episode.trajectory.sequence_lengths, dtype=np.int64)
+        actions = np.array(ended.trajectory.actions, dtype=bool)
+        lengths = np.array(ended.trajectory.sequence_lengths, dtype=np.int64)
         places = np.arange(len(actions)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         return Drawn(int(actions.sum()), int(places[actions].sum()))
 
@@ -112,16 +108,17 @@ class DeviceUsage:
         if not isinstance(worker, RoleWorker) or self.rates is None:
             return
         peak = self.rates.operations.get(str(worker.dtype).removeprefix("torch."))
-        if peak:
-            done = sum(self._operations(stage, worker, rows) for rows in passes if len(rows))
-            sums.add(f"utilisation/operations/{stage.name}", done, (time.perf_counter() - start) * peak)
-
-    def _operations(self, stage: Stage, worker: RoleWorker, rows: Rows) -> float:
-        sizes = self._sizes_of(worker.role, isinstance(worker, ScalarWorker))
-        counts = TokenCounts.of(rows, worker.shares_prompts(rows))
-        if stage.kind is Kind.TRAIN:
-            return operations.training_operations(sizes, counts, frozen=worker.lora is not None)
-        return operations.forward_operations(sizes, counts)
+        if not peak:
+            return
+        done = 0.0
+        for rows in filter(len, passes):
+            sizes = self._sizes_of(worker.role, isinstance(worker, ScalarWorker))
+            counts = TokenCounts.of(rows, worker.shares_prompts(rows))
+            if stage.kind is Kind.TRAIN:
+                done += operations.training_operations(sizes, counts, frozen=worker.lora is not None)
+            else:
+                done += operations.forward_operations(sizes, counts)
+        sums.add(f"utilisation/operations/{stage.name}", done, (time.perf_counter() - start) * peak)
 
     def _sizes_of(self, role: str, scalar: bool = False) -> MatrixSizes:
         if role not in self._sizes:

@@ -2,5 +2,5 @@
 
 In the driver `start_workers` starts everything, a controller calls `driver`, `stage_dispatch` turns stages into calls, `group`
 sends them, and `handles` are the tables. A worker is a `pool_worker`, which loads and saves, and a `hybrid_worker`, which runs
-stages; ranks of a pool exchange rows by `pool_exchange`.
+stages and exchanges rows with the other ranks.
 """

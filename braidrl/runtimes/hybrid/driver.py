@@ -17,8 +17,6 @@ from typing import Any
 import ray
 import torch
 
-from braidrl.cluster.pools import Pool
-from braidrl.config import Config
 from braidrl.data.codec import payload_forbidden, unpack_rows
 from braidrl.data.loader import Admissions
 from braidrl.data.rows import Rows
@@ -82,7 +80,9 @@ class HybridBackend(StageDispatch):
 
     def read(self, origin: Origin) -> Handle:
         """Read rows on the ranks of `home`, each its share."""
-        self.release_forgotten()
+        while self.forgotten:
+            group, worker, number = self.forgotten.popleft()
+            group.release(worker, number)
         key, origins = next(self.keys), divided(origin, self.home.mesh.size)
         futures = [self.home.send(rank, "make", (own, key)) for rank, own in enumerate(origins)]
         answers = self.home.wait(futures)
@@ -188,7 +188,11 @@ class HybridBackend(StageDispatch):
     def _call(self, stage: Stage, own: Registration, arguments: Sequence[Any], iteration: int, sums: Sums) -> Any:
         """Call a user's method by its protocol, with the mesh of the stage's role."""
         group, key = self.groups[str(stage.role)], next(self.keys)
-        mesh = role_mesh(self.executor.config, str(stage.role), group.pool)
+        role = str(stage.role)
+        layout = layout_of(role, self.executor.config).resolve(group.pool.workers)
+        together = pools_ranks(self.executor.config) and role in group.pool.generating
+        groups = generation_layout(self.executor.config).groups(layout).flatten(1).tolist() if together else []
+        mesh = Mesh(layout.data or 1, layout.pipeline, layout.tensor, layout.sequence, tuple(map(tuple, groups)))
         for table in arguments:
             if isinstance(table, Handle):
                 self._begin_deferred(table.writers(own.reads))
@@ -296,11 +300,3 @@ def written(group: WorkerGroup, actors: Sequence[Any]) -> None:
         raise WorkerError(f"{group.pool.name} was started again while it wrote a checkpoint")
     for answer in group.wait(group.call("written", aside=True)):
         check_written(answer.result)
-
-
-def role_mesh(config: Config, role: str, pool: Pool) -> Mesh:
-    """Return the mesh of a role's worker group, and its generation groups if ranks generate together."""
-    layout = layout_of(role, config).resolve(pool.workers)
-    together = pools_ranks(config) and role in pool.generating
-    groups = generation_layout(config).groups(layout).flatten(1).tolist() if together else []
-    return Mesh(layout.data or 1, layout.pipeline, layout.tensor, layout.sequence, tuple(map(tuple, groups)))

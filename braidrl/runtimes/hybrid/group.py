@@ -97,23 +97,20 @@ class WorkerGroup:
 
         If a rank needs another rank's payload, all ranks exchange it by their process group; ranks without rows take part too.
         """
-        together, futures = self._exchanges(calls, reads), []
+        own = set(self.numbers)
+        together = any(
+            own & argument.holders(reads) - {self.first + rank}
+            for rank, call in enumerate(calls)
+            for argument in call or ()
+            if isinstance(argument, Handle)
+        )
+        futures = []
         for rank, call in enumerate(calls):
             if together and not any(isinstance(argument, Handle) for argument in call or ()):
                 self.send(rank, "give", (aside,), aside=aside)
             if call is not None:
                 futures.append(self.send(rank, method, call, reads, aside, together))
         return futures
-
-    def _exchanges(self, calls: RankCalls, reads: frozenset[str] | None) -> bool:
-        """Return True if one rank needs another one's payload."""
-        own = set(self.numbers)
-        return any(
-            own & argument.holders(reads) - {self.first + rank}
-            for rank, call in enumerate(calls)
-            for argument in call or ()
-            if isinstance(argument, Handle)
-        )
 
     def release(self, worker: int, key: int) -> None:
         """Free the rows that a worker keeps under a key."""
@@ -202,14 +199,10 @@ class WorkerGroup:
         """Raise WorkerFailure for a dead worker: workers that waited for it fail too, but the dead one is the cause."""
         ready, _ = ray.wait([f.ref for f in others], num_returns=len(others), timeout=DEATH_S) if others else ([], [])
         for future in others:
-            if future.ref in ready and isinstance(self._error(future), (RayActorError, OutOfMemoryError)):
-                self._result(future)
-
-    @staticmethod
-    def _error(future: Future) -> RayError | None:
-        """Return the error of a completed call, or None."""
-        try:
-            ray.get(future.ref)
-        except RayError as error:
-            return error
-        return None
+            try:
+                if future.ref in ready:
+                    self._result(future)
+            except WorkerDied:
+                raise
+            except (WorkerFailure, UserError):
+                continue

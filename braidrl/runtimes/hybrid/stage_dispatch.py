@@ -8,7 +8,6 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +19,7 @@ from braidrl.data.rows import Column, Rows
 from braidrl.flow import Kind, Scope, Stage
 from braidrl.flow.compute import summed
 from braidrl.observe.metrics import Sums
-from braidrl.observe.trace import Done, TraceWriter, traced
+from braidrl.observe.trace import TraceWriter, traced
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.hybrid.group import WorkerGroup
 from braidrl.runtimes.hybrid.handles import READ, CallResult, Future, Handle, Output, columns_read
@@ -42,12 +41,6 @@ class StageDispatch:
         self.groups, self.home, self.executor, self.trace = groups, home, executor, trace
         self.keys = itertools.count()
         self.forgotten: deque[tuple[WorkerGroup, int, int]] = deque()
-
-    def release_forgotten(self) -> None:
-        """Let workers free the rows without references here."""
-        while self.forgotten:
-            group, worker, key = self.forgotten.popleft()
-            group.release(worker, key)
 
     def _place(self, stage: Stage, table: Handle) -> tuple[WorkerGroup | None, Partition]:
         """Start, or for a compute stage wait for, the inputs of a stage; then return the result of `place`."""
@@ -73,28 +66,22 @@ class StageDispatch:
             weakref.finalize(future, self.forgotten.append, (group, future.worker, key)).atexit = False
 
     def _begin_deferred(self, outputs: Iterable[Output]) -> None:
+        """Start the deferred stages: here if one reads and writes only index columns, else where its rows are."""
         for output in outputs:
-            if output.deferred:
-                self._compute(output)
-
-    def _compute(self, output: Output) -> None:
-        """Start a deferred stage: here if it reads and writes only index columns, else where its rows are."""
-        stage, table = output.stage, output.table
-        assert table is not None
-        group, parts = self._place(stage, table)
-        columns: Mapping[str, Column] = {}
-        if group is None:
-            with self._traced(stage, table, output.iteration):
-                columns = self.executor.run(stage, table.index, Sums())
-        if columns and all(isinstance(column, Tensor) for column in columns.values()):
-            output.index, output.table = Rows(columns), None
-        else:
-            totals = self._totals(output, group, parts) if stage.scope is Scope.BATCH else None
-            self._begin(output, group, parts, "execute", totals)
-
-    def _traced(self, stage: Stage, table: Handle, iteration: int) -> AbstractContextManager[Done]:
-        """Trace a computation of the driver itself."""
-        return traced(self.trace, "compute", stage.name, iteration, rows=len(table))
+            if not output.deferred:
+                continue
+            stage, table = output.stage, output.table
+            assert table is not None
+            group, parts = self._place(stage, table)
+            columns: Mapping[str, Column] = {}
+            if group is None:
+                with traced(self.trace, "compute", stage.name, output.iteration, rows=len(table)):
+                    columns = self.executor.run(stage, table.index, Sums())
+            if columns and all(isinstance(column, Tensor) for column in columns.values()):
+                output.index, output.table = Rows(columns), None
+            else:
+                totals = self._totals(output, group, parts) if stage.scope is Scope.BATCH else None
+                self._begin(output, group, parts, "execute", totals)
 
     def _totals(self, output: Output, group: WorkerGroup | None, parts: Partition) -> dict[str, Tensor]:
         """Return a stage's sums over all rows, computed where each part is."""
@@ -177,7 +164,9 @@ def where_made(table: Handle) -> tuple[WorkerGroup, Partition]:
 def _where(table: Handle, outputs: Sequence[Output]) -> tuple[WorkerGroup, Partition]:
     """Return the group that computes the first of these outputs, and the worker of each row in one of them."""
     group: WorkerGroup = outputs[0].group
-    return group, in_place(table.workers(outputs), group.first, group.mesh.size)
+    # Rank 0 gets the rows of no worker of the group.
+    ranks = [worker - group.first for worker in table.workers(outputs)]
+    return group, rows_of_ranks([rank if 0 <= rank < group.mesh.size else 0 for rank in ranks], group.mesh.size)
 
 
 def by_length(index: Rows, ranks: int, whole_groups: bool = False) -> Partition:
@@ -207,17 +196,6 @@ def by_prompt(index: Rows, ranks: int) -> Partition:
 def by_number(index: Rows, ranks: int) -> Partition:
     """Partition rows of groups that may turn out not to be needed: every rank starts with the first groups."""
     return rows_of_ranks(in_turn(index["group"].tolist(), ranks), ranks)
-
-
-def in_place(workers: Sequence[int], first: int, ranks: int) -> Partition:
-    """Leave each row on its worker; rank 0 gets the rows of no worker of the group.
-
-    Args:
-        workers: The worker of each row, by its number among all workers of the run.
-        first: Number of the group's rank 0.
-        ranks: Workers in the group.
-    """
-    return rows_of_ranks([worker - first if first <= worker < first + ranks else 0 for worker in workers], ranks)
 
 
 def rows_of_ranks(rank_of: Iterable[int], ranks: int) -> Partition:

@@ -104,14 +104,44 @@ class RunWorkers:
         config = self.prepared.config
         for group in fresh:
             group.limit_s = config.cluster.start_limit_s
-        self._join(fresh)
-        form_process_groups(fresh, self.prepared)
+        order = ray.put(self.order)
+        joined = [(group, group.call("join_run", group.numbers, [order] * group.mesh.size)) for group in fresh]
+        if any(answer.result != sign_of(self.prepared.stages) for answers in together(joined) for answer in answers):
+            raise UserError(
+                "workers make other stages of this configuration than the driver, whose device is another; write dtype=float32 or "
+                "dtype=bfloat16 in place of auto"
+            )
+        # The ranks of a pool form a process group if there are several or a model is sharded.
+        formed, others = [], inference_layouts(config, self.prepared.flow)
+        for group in fresh:
+            layouts = [layout_of(role, config) for role in group.pool.models]
+            layouts += [others[role] for role in group.pool.models if role in others]
+            if group.mesh.size > 1 or any(layout.shard != "none" for layout in layouts):
+                (answer,) = group.wait([group.call("rendezvous")])
+                formed.append((group, group.call("join_process_group", answer.result)))
+        together(formed)
         reads = self.home in fresh and (self.order.train or config.data.evaluation_sources)
         counts = self.home.wait(self.home.call("read_data"))[0].result if reads else []
-        self._load_models(fresh)
+        loaded = together([(group, group.call("load_models")) for group in fresh])
+        for group, answers in zip(fresh, loaded, strict=True):
+            processes = [answer.result for answer in answers]
+            group.processes = [process if node == group.cluster.own_node else None for process, node in processes]
+        for role in self.prepared.generating:
+            self._exchange_weights(role, fresh)
         for group in fresh:
             group.limit_s = config.cluster.wait_limit_s
         return counts
+
+    def _exchange_weights(self, role: str, fresh: Sequence[WorkerGroup]) -> None:
+        """Plan the transfer of a role's weights from the pool that trains it to another that generates for it, if one is new."""
+        trains = next((group for group in self.groups if role in group.pool.models), None)
+        generates = next(group for group in self.groups if role in group.pool.generating)
+        if trains is None or trains is generates or not (trains in fresh or generates in fresh):
+            return
+        (answer,) = trains.wait([trains.call("rendezvous")])
+        size = trains.mesh.size + generates.mesh.size
+        sides = ((trains, 0), (generates, trains.mesh.size))
+        together([(group, group.call("exchange_weights", role, answer.result, first, size)) for group, first in sides])
 
     def replace_lost(self) -> None:
         """Restart the groups that lost a worker, and those that do not finish; all others forget their rows.
@@ -141,52 +171,7 @@ class RunWorkers:
         if fresh:
             self.begin(fresh)
 
-    def _join(self, fresh: Sequence[WorkerGroup]) -> None:
-        """Let each worker derive its part of the run. Raises UserError if it derives other stages from the configuration."""
-        order = ray.put(self.order)
-        joined = together(
-            [(group, group.call("join_run", group.numbers, [order] * group.mesh.size)) for group in fresh]
-        )
-        if any(answer.result != sign_of(self.prepared.stages) for answers in joined for answer in answers):
-            raise UserError(
-                "workers make other stages of this configuration than the driver, whose device is another; write dtype=float32 or "
-                "dtype=bfloat16 in place of auto"
-            )
-
-    def _load_models(self, fresh: Sequence[WorkerGroup]) -> None:
-        """Let ranks load their models, and plan the transfer of weights between pools."""
-        loaded = together([(group, group.call("load_models")) for group in fresh])
-        for group, answers in zip(fresh, loaded, strict=True):
-            told = [answer.result for answer in answers]
-            group.processes = [process if node == group.cluster.own_node else None for process, node in told]
-        for role in self.prepared.generating:
-            trains = next((group for group in self.groups if role in group.pool.models), None)
-            generates = next(group for group in self.groups if role in group.pool.generating)
-            if trains is not None and trains is not generates and (trains in fresh or generates in fresh):
-                exchange_weights(trains, generates, role)
-
 
 def together(begun: Sequence[tuple[WorkerGroup, Sequence[Future]]]) -> list[list[CallResult]]:
     """Wait for calls of several groups; return the answers of each."""
     return [group.wait(futures) for group, futures in begun]
-
-
-def form_process_groups(groups: Sequence[WorkerGroup], prepared: Prepared) -> None:
-    """Let the ranks of each pool form a process group, if there are several or the model is sharded."""
-    begun = []
-    for group in groups:
-        others = inference_layouts(prepared.config, prepared.flow)
-        layouts = [layout_of(role, prepared.config) for role in group.pool.models]
-        layouts += [others[role] for role in group.pool.models if role in others]
-        if group.mesh.size > 1 or any(layout.shard != "none" for layout in layouts):
-            (answer,) = group.wait([group.call("rendezvous")])
-            begun.append((group, group.call("join_process_group", answer.result)))
-    together(begun)
-
-
-def exchange_weights(trains: WorkerGroup, generates: WorkerGroup, role: str) -> None:
-    """Plan the transfer of a role's weights between the ranks that train it and those of another pool that generate for it."""
-    (answer,) = trains.wait([trains.call("rendezvous")])
-    size = trains.mesh.size + generates.mesh.size
-    sides = ((trains, 0), (generates, trains.mesh.size))
-    together([(group, group.call("exchange_weights", role, answer.result, first, size)) for group, first in sides])

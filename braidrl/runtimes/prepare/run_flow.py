@@ -28,16 +28,24 @@ TRUNCATED = {"name": "truncated"}
 
 def build_flow(config: Config) -> Flow:
     """Return the validated flow of a run. Raises UserError for a flow that cannot run."""
-    defaults = {
-        "max_response_tokens": config.rollout.max_response_tokens,
-        "samples_per_prompt": config.rollout.samples_per_prompt,
-    }
-    flow = in_environment(load_flow(config.flow, config.algorithm, defaults), config)
-    check_given_responses(flow, config)
-    check_update_size(
-        config.trainer.prompts_per_step, config.rollout.samples_per_prompt, config.trainer.rows_per_update
-    )
+    flow = in_environment(recipe_of(config), config)
+    samples, rows, needed = config.rollout.samples_per_prompt, config.trainer.rows_per_update, given_responses(flow)
+    if needed is not None and samples != needed:
+        what = "pairs of given responses" if flow.trains_on_pairs else "the response given for each prompt"
+        raise UserError(
+            f"{flow.name} trains on {what} and rollout.samples_per_prompt is {samples}; "
+            f"write rollout.samples_per_prompt={needed}"
+        )
+    if needed is not None and flow.trains_on_pairs and rows is not None and rows % 2:
+        raise UserError(f"trainer.rows_per_update={rows} tears pairs apart; write an even number")
+    check_update_size(config.trainer.prompts_per_step, samples, rows)
     return Flow(flow.name, [resolve(stage, config) for stage in flow.stages])
+
+
+def recipe_of(config: Config) -> Flow:
+    """Return the configured flow as its recipe writes it."""
+    tokens, samples = config.rollout.max_response_tokens, config.rollout.samples_per_prompt
+    return load_flow(config.flow, config.algorithm, {"max_response_tokens": tokens, "samples_per_prompt": samples})
 
 
 def evaluation_flow(config: Config, flow: Flow) -> Flow:
@@ -73,10 +81,9 @@ def in_environment(flow: Flow, config: Config) -> Flow:
     if name is not None:
         played = {s.params.get("into") for s in stages if s.type == "generate"}
         stages = [s for s in stages if s.type != "verify" or s.params.get("of") not in played]
-        stages = [
-            with_params(s, {"environment": s.params.get("environment", name)}) if s.type == "generate" else s
-            for s in stages
-        ]
+        for place, stage in enumerate(stages):
+            if stage.type == "generate":
+                stages[place] = with_params(stage, {"environment": stage.params.get("environment", name)})
     for stage in stages:
         if "environment" in stage.params:
             environment = config.rollout.environment
@@ -96,30 +103,10 @@ def with_own_samples(config: Config) -> Config:
     """Return the configuration with as many samples per prompt as the data give responses, unless it sets the number."""
     if "samples_per_prompt" in config.rollout.model_fields_set:
         return config
-    defaults = {
-        "max_response_tokens": config.rollout.max_response_tokens,
-        "samples_per_prompt": config.rollout.samples_per_prompt,
-    }
-    needed = given_responses(load_flow(config.flow, config.algorithm, defaults))
+    needed = given_responses(recipe_of(config))
     if needed is None:
         return config
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"samples_per_prompt": needed})})
-
-
-def check_given_responses(flow: Flow, config: Config) -> None:
-    """Raise UserError if given responses would be trained on several times, or pairs would be separated."""
-    samples, rows = config.rollout.samples_per_prompt, config.trainer.rows_per_update
-    needed = given_responses(flow)
-    if needed is None:
-        return
-    if samples != needed:
-        what = "pairs of given responses" if flow.trains_on_pairs else "the response given for each prompt"
-        raise UserError(
-            f"{flow.name} trains on {what} and rollout.samples_per_prompt is {samples}; "
-            f"write rollout.samples_per_prompt={needed}"
-        )
-    if flow.trains_on_pairs and rows is not None and rows % 2:
-        raise UserError(f"trainer.rows_per_update={rows} tears pairs apart; write an even number")
 
 
 def resolve(stage: Stage, config: Config) -> Stage:
@@ -179,9 +166,8 @@ def single_update(config: Config) -> bool:
 
 
 def with_params(stage: Stage, params: dict[str, Any]) -> Stage:
-    made = make_stage(
-        stage.type, stage.role, {**stage.params, **params}, id=stage.name, when=stage.when, after=stage.after
-    )
+    params = {**stage.params, **params}
+    made = make_stage(stage.type, stage.role, params, id=stage.name, when=stage.when, after=stage.after)
     return replace(made, name=stage.name)
 
 

@@ -196,28 +196,21 @@ def without_data(config: Config, train: bool = True, check: Check = at_once) -> 
 def with_data(
     prepared: Prepared, train: bool, kept: Mapping[str, Any] | None = None, readers: Readers = ALONE
 ) -> Prepared:
-    """Return a run with its data, read by this process.
+    """Return a run with its data, read by this process together with `readers`; without `train` only held-out sets are read.
 
-    Args:
-        prepared: The run without data.
-        train: False reads only held-out sets.
-        kept: Table folders made by another process.
-        readers: The processes that read the data together.
+    `kept` holds the table folders that another process has made.
     """
-    config, flow, tokenizer, known = prepared.config, prepared.flow, prepared.tokenizer, kept or {}
-    needed = flow.needs_from_data()
-    load = partial(load_train, responses="response" in needed, pairs=flow.trains_on_pairs, readers=readers)
-    pairs = "response" in prepared.evaluation.needs_from_data()
-    reads_texts = train and "ptx_tokens" in needed
-    return replace(
-        prepared,
-        sources=prepared.check(lambda: load(config.data, tokenizer, kept=known.get("train"))) or [] if train else [],
-        eval_sources=prepared.check(
-            lambda: load_eval(config.data, tokenizer, pairs=pairs, kept=known.get("eval"), readers=readers)
-        )
-        or {},
-        texts=load_texts(config.data, tokenizer, known.get("texts"), readers) if reads_texts else None,
-    )
+    flow, known, needed = prepared.flow, kept or {}, prepared.flow.needs_from_data()
+    own: dict[str, Any] = {"data": prepared.config.data, "tokenizer": prepared.tokenizer, "readers": readers}
+    given, pairs = "response" in needed, "response" in prepared.evaluation.needs_from_data()
+    sources = texts = None
+    if train:
+        train_on = partial(load_train, **own, responses=given, pairs=flow.trains_on_pairs, kept=known.get("train"))
+        sources = prepared.check(train_on)
+    held_out = prepared.check(partial(load_eval, **own, pairs=pairs, kept=known.get("eval")))
+    if train and "ptx_tokens" in needed:
+        texts = load_texts(**own, kept=known.get("texts"))
+    return replace(prepared, sources=sources or [], eval_sources=held_out or {}, texts=texts)
 
 
 def check_files(config: Config, train: bool) -> None:
@@ -267,16 +260,11 @@ def check_answers(config: Config, sources: Sequence[LoadedSource], settings: Seq
     """Raise UserError, with its line, for the first example without the answer that a verifier compares with."""
     for source, own in zip(sources, settings, strict=True):
         verifiers = [resolve(v.name, v.params) for v in (config.reward.verify if own.verify is None else own.verify)]
-        # These take the answer and have no default for it.
-        needy = next(
-            (
-                verifier
-                for verifier in verifiers
-                if "answer" in verifier.reads
-                and inspect.signature(verifier.function).parameters["answer"].default is inspect.Parameter.empty
-            ),
-            None,
-        )
+        needy = None
+        for verifier in reversed(verifiers):
+            if "answer" in verifier.reads:
+                default = inspect.signature(verifier.function).parameters["answer"].default
+                needy = verifier if default is inspect.Parameter.empty else needy
         line, fields = source.facts.unanswered, source.facts.unanswered_fields
         if needy is not None and line is not None:
             hint = suggest(own.answer_field, fields) if fields else "There is no other field."

@@ -55,9 +55,9 @@ class DataBuffer:
         rank = self.world.rank
         places = (owner == rank).nonzero().flatten()
         wanted = target[places]
-        messages = [
-            b"" if to == rank else encoded(rows, (wanted == to).nonzero().flatten()) for to in range(self.world.size)
-        ]
+        messages: list[bytes | bytearray] = [b""] * self.world.size
+        for to in set(wanted.tolist()) - {rank}:
+            messages[to] = join(encode(rows.take((wanted == to).nonzero().flatten())))
         received = self.world.exchange(f"rows for {key.edge} of step {key.step}", messages)
         parts = [unpack_rows(message) for message in received if len(message)]
         self.moved_rows += sum(map(len, parts))
@@ -65,11 +65,6 @@ class DataBuffer:
         sources = [*(r for r, message in enumerate(received) if len(message)), rank]
         coming = [((owner == source) & (target == rank)).nonzero().flatten() for source in sources]
         return Rows.cat(parts).take(torch.cat(coming).argsort())
-
-
-def encoded(rows: Rows, places: Tensor) -> bytes | bytearray:
-    """Encode the rows at these positions as one message; empty if there are none."""
-    return join(encode(rows.take(places))) if len(places) else b""
 
 
 def balanced_owners(costs: Sequence[int], owner: Tensor, ranks: int, groups: Sequence[int] | None = None) -> Tensor:
@@ -86,14 +81,6 @@ def balanced_owners(costs: Sequence[int], owner: Tensor, ranks: int, groups: Seq
         holding[holder].append(row)
     if together and imbalance(costs, holding) <= IN_PLACE * imbalance(costs, parts):
         return owner
-    target = torch.empty_like(owner)
-    for rank, part in named_parts(parts, costs, owners).items():
-        target[part] = rank
-    return target
-
-
-def named_parts(parts: Sequence[list[int]], costs: Sequence[int], owners: Sequence[int]) -> dict[int, list[int]]:
-    """Return a rank for each part: the fullest part first chooses the free rank that has most of its rows."""
     chosen: dict[int, list[int]] = {}
     others = []
     for part in parts:
@@ -106,7 +93,10 @@ def named_parts(parts: Sequence[list[int]], costs: Sequence[int], owners: Sequen
         else:
             others.append(part)
     unused = (rank for rank in range(len(parts)) if rank not in chosen)
-    return {**chosen, **dict(zip(unused, others, strict=True))}
+    target = torch.empty_like(owner)
+    for rank, part in {**chosen, **dict(zip(unused, others, strict=True))}.items():
+        target[part] = rank
+    return target
 
 
 def equal_shares(rows: int, ranks: int) -> Tensor:

@@ -96,16 +96,9 @@ class ShardExchange:
         return replace(table, owner=owner, payload=self.buffer.take(key))
 
     def gather(self, table: Shard, columns: Mapping[str, Column], own: Sums, sums: Sums) -> Shard:
-        """All-gather the columns that each rank computed for its rows; payload stays where it is.
+        """All-gather the columns that each rank computed for its rows, and their metric sums; payload stays where it is.
 
-        Args:
-            table: The rows.
-            columns: Columns of this rank's rows; empty if it has none.
-            own: This rank's metric sums, which are added on every rank to `sums`.
-            sums: Sums of the iteration.
-
-        Raises:
-            KeyboardInterrupt: On every rank, if one was asked to stop.
+        Raises KeyboardInterrupt on every rank if one was asked to stop.
         """
         new = Rows(columns)
         about: dict[str, Any] = {"sums": own.pairs(), "interrupted": self.interrupts.asked}
