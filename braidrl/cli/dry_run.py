@@ -29,8 +29,7 @@ from braidrl.training.role_settings import usual_max_tokens
 def dry_run(config: Config, console: Console | None = None) -> list[tuple[DeviceGroup, list[Footprint]]]:
     """Check a configuration as a run does, and print the memory of each device and a verdict.
 
-    Raises:
-        Problems: A run would refuse the configuration; all independent errors, one per line.
+    Raises Problems, with all independent errors, one per line, if a run would refuse the configuration.
     """
     problems: list[str] = []
 

@@ -321,11 +321,8 @@ RULES: dict[str, Rule] = {
 def import_config(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the nested keys of a Braid configuration, and verl's keys without a counterpart with remedies.
 
-    Args:
-        path: A YAML file of verl: its whole configuration, or the keys that are set, nested or dotted.
-
-    Raises:
-        UserError: The file is not YAML, or has no key of verl.
+    `path` is a YAML file of verl: its whole configuration, or the keys that are set, nested or dotted. Raises UserError if it is
+    not YAML, or has no key of verl.
     """
     if not path.is_file():
         raise UserError(f"no configuration file {path}")

@@ -22,7 +22,7 @@ from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import recorded_steps
 from braidrl.observe.timeline import timeline_page
 from braidrl.observe.trace import read_trace
-from braidrl.plan.calibration import WARM_UP, Observed, calibrate, written_rates
+from braidrl.plan.calibration import WARM_UP, Observed, calibrate
 from braidrl.plan.configured import overlay_of, predicted
 from braidrl.plan.lengths import batch_lengths, step_lengths
 from braidrl.plan.plan_report import show, spans_of
@@ -57,11 +57,7 @@ class Wanted:
 
 
 def plan(config: Config, wanted: Wanted, overlay: Path | None, html: Path | None, console: Console) -> list[Plan]:
-    """Find the best plans, print them, and write the first.
-
-    Raises:
-        UserError: Devices, lengths or stages cannot be planned for, or models do not fit.
-    """
+    """Find the best plans, print them, and write the first. Raises UserError for what cannot be planned, and for models that do not fit."""
     problem = problem_of(config, wanted)
     plans = best_plans(problem, wanted) if wanted.like is None else [like(problem, wanted.like)]
     show(problem, plans, console, search=wanted.like is None)
@@ -135,29 +131,26 @@ def streaming_plans(problem: Problem, most: int | None) -> list[Plan]:
 def calibrated(runs: Sequence[Path], devices: str, file: Path) -> Rates:
     """Fit rates to runs on one kind of device, and add them to a file with the rates of other kinds.
 
-    Raises:
-        UserError: A folder is not a run, or has no recorded rollouts.
+    Raises UserError if a folder is not a run, or has no recorded rollouts.
     """
     cluster = read_cluster(devices)
     known = read_rates(file) if file.is_file() else {}
     rates = calibrate([observe(run, cluster) for run in runs], known)
-    file.write_text(written_rates({**known, cluster.groups[0].kind: rates}), encoding="utf-8")
+    file.write_text(
+        yaml.safe_dump(
+            {kind: one.model_dump(mode="json") for kind, one in {**known, cluster.groups[0].kind: rates}.items()},
+            sort_keys=False,
+        ),
+        encoding="utf-8",
+    )
     return rates
 
 
 def measured(config: Config, devices: str, file: Path, say: Callable[[str], object]) -> Rates:
     """Fit rates to short runs of a configuration on one device of this machine, and add them to a file as `calibrated`.
 
-    The runs differ in rows and lengths. They use the configuration's model, data and engine, and are deleted afterwards.
-
-    Args:
-        config: The configuration.
-        devices: The kind of the device.
-        file: The file of rates.
-        say: Prints a line.
-
-    Raises:
-        UserError: The configuration cannot run here.
+    The runs differ in rows and lengths. They use the configuration's model, data and engine, have no layouts, evaluation,
+    checkpoints or trackers, and are deleted afterwards. Raises UserError if the configuration cannot run here.
     """
     rows = config.rollout.slots or MEASURED_ROWS
     groups = max(2, min(config.trainer.prompts_per_step, rows // config.rollout.samples_per_prompt))
@@ -167,7 +160,24 @@ def measured(config: Config, devices: str, file: Path, say: Callable[[str], obje
         for number, (prompts, longest) in enumerate(
             ((groups, tokens), (groups // 2, tokens), (groups, tokens // 4 or 1))
         ):
-            sized = measuring_config(config, prompts, longest, Path(folder), f"measure-{number}")
+            roles = {
+                role: own.model_copy(update={"layout": None, "inference_layout": None})
+                for role, own in config.roles.items()
+            }
+            trainer = config.trainer.model_copy(update={
+                "steps": WARM_UP + MEASURED_STEPS, "prompts_per_step": prompts, "rows_per_update": None, "layout": ParallelLayout(),
+                "inference_layout": None, "max_staleness": 0, "checkpoint_every": 0, "resident_gib": None,
+            })  # fmt: skip
+            rollout = config.rollout.model_copy(
+                update={"max_response_tokens": longest, "tensor": 1, "pipeline": 1, "grouping": None}
+            )
+            # Validated again: keys depend on each other.
+            short = config.model_copy(update={
+                "runtime": "eager", "workers": 1, "placement": PlacementConfig(), "streaming": StreamingConfig(), "trainer": trainer,
+                "rollout": rollout, "roles": roles, "output": Path(folder), "name": f"measure-{number}", "trackers": [],
+                "evaluation": config.evaluation.model_copy(update={"every": 0}),
+            })  # fmt: skip
+            sized = parse_config(short.model_dump(mode="json", exclude_unset=True))
             with TrainingRun(sized) as run:
                 run.train()
             runs.append(run.folder)
@@ -182,27 +192,6 @@ def measured(config: Config, devices: str, file: Path, say: Callable[[str], obje
                 f"{steps[0][1].rows} rows: {took:.3g} s a step, {median(plan.seconds for plan in said):.3g} s by the fitted rates"
             )
     return rates
-
-
-def measuring_config(config: Config, prompts: int, longest: int, folder: Path, name: str) -> Config:
-    """Return a configuration of a short run on one device, without layouts, evaluation, checkpoints and trackers."""
-    roles = {
-        role: own.model_copy(update={"layout": None, "inference_layout": None}) for role, own in config.roles.items()
-    }
-    trainer = config.trainer.model_copy(update={
-        "steps": WARM_UP + MEASURED_STEPS, "prompts_per_step": prompts, "rows_per_update": None, "layout": ParallelLayout(),
-        "inference_layout": None, "max_staleness": 0, "checkpoint_every": 0, "resident_gib": None,
-    })  # fmt: skip
-    rollout = config.rollout.model_copy(
-        update={"max_response_tokens": longest, "tensor": 1, "pipeline": 1, "grouping": None}
-    )
-    # Validated again: keys depend on each other.
-    short = config.model_copy(update={
-        "runtime": "eager", "workers": 1, "placement": PlacementConfig(), "streaming": StreamingConfig(), "trainer": trainer,
-        "rollout": rollout, "roles": roles, "output": folder, "name": name, "trackers": [],
-        "evaluation": config.evaluation.model_copy(update={"every": 0}),
-    })  # fmt: skip
-    return parse_config(short.model_dump(mode="json", exclude_unset=True))
 
 
 def observe(run: Path, cluster: Cluster) -> Observed:

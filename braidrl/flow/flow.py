@@ -46,12 +46,8 @@ class Flow:
     def __init__(self, name: str, stages: Sequence[Stage]) -> None:
         """Bring the stages into serial order and resolve the columns that each reads.
 
-        Args:
-            name: The flow's name in messages and files.
-            stages: In any order that their columns and `after` allow.
-
-        Raises:
-            UserError: A column has no writer or two independent writers, or stages wait for each other.
+        The stages are in any order that their columns and `after` allow. Raises UserError if a column has no writer or two
+        independent writers, or stages wait for each other.
         """
         self.name = name
         self.stages = serial_order(unique_names(with_old_log_probs(stages)))

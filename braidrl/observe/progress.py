@@ -68,13 +68,7 @@ class Progress:
     def __init__(
         self, steps: int | None = None, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Start without stages.
-
-        Args:
-            steps: Number of iterations.
-            stream: By default stderr.
-            clock: Returns seconds.
-        """
+        """Start without stages; `steps` is the number of iterations, and the stream is by default stderr."""
         self._steps = steps
         self._console = Console(file=stream or sys.stderr, highlight=False)
         self._clock = clock

@@ -103,12 +103,8 @@ class MlflowTracker:
     """An MLflow run named after the run folder. MLFLOW_TRACKING_URI selects the server. MLflow allows no @, so it becomes _at_."""
 
     def __init__(self, run: TrackedRun, *, uri: str | None = None, experiment: str = PROJECT) -> None:
-        """Open the run.
-
-        Args:
-            run: The run to track.
-            uri: A server or a database, such as `sqlite:///mlflow.db`; by default MLFLOW_TRACKING_URI.
-            experiment: Name of the experiment; created if missing.
+        """Open the run in an experiment, created if missing, at a server or database such as `sqlite:///mlflow.db`; by default
+        MLFLOW_TRACKING_URI.
         """
         self._library: Any = importlib.import_module("mlflow")
         self._client = self._library.MlflowClient(uri)

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import yaml
 
 from braidrl.cluster.device_kinds import DeviceKind
 from braidrl.errors import UserError
@@ -200,8 +199,3 @@ def runtime_rates(steps: Sequence[tuple[int, float, float]]) -> RuntimeRates:
     pairs = zip(rows, explained, strict=True)
     samples = [{"iteration_s": 1.0, "row_s": float(n), "slower": taken} for n, taken in pairs]
     return RuntimeRates(**least_squares(samples, seconds, explained))
-
-
-def written_rates(rates: Mapping[str, Rates]) -> str:
-    """Serialize rates as YAML for `read_rates`."""
-    return yaml.safe_dump({kind: one.model_dump(mode="json") for kind, one in rates.items()}, sort_keys=False)

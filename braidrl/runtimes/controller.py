@@ -14,7 +14,7 @@ from braidrl.data.rows import FinishReason, Rows
 from braidrl.errors import BadUpdate
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.batches import update_plan
-from braidrl.flow.compute import State, initial_states, next_state, with_state
+from braidrl.flow.compute import State, next_state, with_state
 from braidrl.flow.selecting import SURPLUS, UNFINISHED, GroupSelector, Verdict, scores_by_group
 from braidrl.observe.metrics import Sums
 from braidrl.observe.stalls import WORK
@@ -36,7 +36,7 @@ class SerialController(Generic[T]):
         self.surplus: list[T] = []
         self.unfinished: list[T] = []
         """Rows of groups with suspended responses."""
-        self.states = initial_states(flow)
+        self.states = {stage.name: dict(stage.state) for stage in flow.stages if stage.state}
         self.seconds: dict[str, float] = {}
 
     def iterate(

@@ -62,16 +62,9 @@ def evaluated_sets(
     prompts: int | None = None,
     sums: Sums | None = None,
 ) -> Iterator[tuple[str, T, dict[str, float]]]:
-    """Yield each set's name, rows and metrics under the current weights.
+    """Yield each named set, its rows and its metrics under the current weights; at most `prompts` of each set are used.
 
-    Args:
-        backend: Holds the models.
-        flow: The evaluation flow.
-        names: Names of the sets.
-        settings: Number of samples, and other settings.
-        step: Seed of the stages' random numbers.
-        prompts: Limit of prompts per set; by default all.
-        sums: Collects the stages' counts.
+    `step` is the seed of the stages' random numbers, and `sums` collects their counts.
     """
     for name in names:
         table = backend.read(HeldOut(name, prompts=prompts))

@@ -112,14 +112,10 @@ class StageExecutor:
         stop: EarlyStop | None = None,
         reduce: Callable[[Totals], Totals] = lambda totals: totals,
     ) -> Mapping[str, Column]:
-        """Return the columns that a generate, infer or compute stage writes, in the order of `rows`.
+        """Return the columns that a generate, infer or compute stage writes, in the order of the local `rows`.
 
-        Args:
-            stage: A stage that neither selects nor trains.
-            rows: The local rows. If empty, only collective work is done.
-            sums: Collects metrics.
-            stop: Ends rows early that selection does not need.
-            reduce: Sums the totals of a batch-scope stage over all processes with rows.
+        Without rows only collective work is done. `stop` ends rows early that selection does not need; `reduce` sums the totals of
+        a batch-scope stage over all processes with rows.
         """
         with self.usage.memory_of(stage, sums):
             self.residency.before(stage)
@@ -184,15 +180,10 @@ class StageExecutor:
         total: int | None = None,
         counted: bool = True,
     ) -> None:
-        """Make one optimizer step per update, or copy another role's weights if the stage has no loss.
+        """Make one optimizer step per result of `update`, or copy another role's weights if the stage has no loss.
 
-        Args:
-            stage: A train stage.
-            updates: The result of `update` for each update.
-            iteration: Number of the batch.
-            sums: Collects metrics.
-            total: Local rows of all updates, for the progress bar.
-            counted: True in exactly one of the processes that share the updates, so that global sums count them once.
+        `total` is the number of local rows, for the progress bar. `counted` is true in exactly one of the processes that share the
+        updates, so that global sums count them once.
         """
         if not is_optimized(stage):
             self.copy_weights(stage)
@@ -205,12 +196,8 @@ class StageExecutor:
                     self.optim_step(stage, losses, counts, iteration, sums, counted)
 
     def update(self, stage: Stage, index: Rows, rows: Rows) -> tuple[UpdateCounts, Rows]:
-        """Return the input of an optimizer step: the counts of all of its rows, and the local rows with what they need of others.
-
-        Args:
-            stage: A train stage with a loss.
-            index: Index columns of all rows of the step.
-            rows: The local rows among them.
+        """Return the input of an optimizer step: the counts of all of its rows (`index`), and the local rows with what they need of
+        others.
         """
         needs = self.objective(stage).needs_group_tokens and len(rows)
         return UpdateCounts.of(index), with_group_tokens(rows, index) if needs else rows

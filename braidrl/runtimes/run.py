@@ -17,9 +17,8 @@ from braidrl.config import Config, parse_config
 from braidrl.errors import BadUpdate, FailedStep, LostProcess, UserError, WorkerError, first_line, no_room
 from braidrl.observe.metrics import MetricsWriter
 from braidrl.observe.progress import Progress, silent_progress
-from braidrl.observe.report import write_report
+from braidrl.observe.report import samples_of_step, write_report
 from braidrl.observe.rollouts import check_recording, evaluation_path, recorded_steps, rollout_path
-from braidrl.observe.samples import samples_of_step
 from braidrl.observe.trackers import TrackedRun, Trackers
 from braidrl.runtimes.evaluation import evaluated_sets, good_enough
 from braidrl.runtimes.interfaces import Position, Restart
@@ -400,17 +399,9 @@ def check_recorded(replay: Path, steps: int, rollout_only: bool) -> None:
 
 
 def train(config: Config, **options: Any) -> Path:
-    """Run a configuration to its end, as `braid train` does.
+    """Run a configuration to its end, as `braid train` does, and return the run's folder; `options` are arguments of `TrainingRun`.
 
-    Args:
-        config: The checked configuration.
-        options: Further arguments of `TrainingRun`, such as `resume`.
-
-    Returns:
-        The run's folder.
-
-    Raises:
-        LostProcess: Processes were lost more often than `trainer.max_restarts` says.
+    Raises LostProcess if processes were lost more often than `trainer.max_restarts` says.
     """
     config = with_fetched(config)
     most, folder = config.trainer.max_restarts, options.get("resume")

@@ -63,12 +63,7 @@ class FittingSizes(NamedTuple):
 
 
 def fitting_sizes(free: int, demand: Demand) -> FittingSizes:
-    """Return the slots and micro-batch tokens that fit on a device: at least 16 slots and the longest row.
-
-    Args:
-        free: Free bytes of the device.
-        demand: Needs of the roles on it.
-    """
+    """Return the slots and micro-batch tokens that fit into a device's free bytes: at least 16 slots and the longest row."""
     room = max(0, int(free * (1 - RESERVE)) - demand.stays)
     if demand.together and demand.slot and demand.token:
         room //= 2
@@ -100,14 +95,8 @@ def demand_of(
 ) -> Demand:  # fmt: skip
     """Return the needs of a device's roles; configured sizes count as resident, or as needs of a micro-batch.
 
-    Args:
-        uses: The roles of one device.
-        config: The run's configuration.
-        flow: The run's flow.
-        devices: Number of devices with the same content.
-        decoding_ranks: Ranks that decode together.
-        longest: Tokens of the longest row.
-        engine_beside: True if an engine process shares the device and keeps its memory.
+    There are `devices` with the same content; `decoding_ranks` decode together; `longest` is in tokens. With `engine_beside` an
+    engine process shares the device and keeps its memory.
     """
 
     def counted(slots: int, tokens: int) -> list[Footprint]:
@@ -193,9 +182,7 @@ def device_table(prepared: Prepared) -> dict[str, Devices]:
 def with_fitting_sizes(prepared: Prepared, memory: int | None) -> tuple[Prepared, list[str]]:
     """Return a run with sizes that fit its devices' memory, except where configured, and a line about them.
 
-    Args:
-        prepared: The run.
-        memory: Bytes of a device that the run may use; None without a CUDA device.
+    `memory` are the bytes of a device that the run may use; None without a CUDA device.
     """
     given = prepared.config
     if memory is None:

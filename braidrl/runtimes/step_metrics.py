@@ -187,13 +187,7 @@ class FailureWatch:
     """Ends a run whose checks or trajectories fail: it would learn that every answer is wrong."""
 
     def __init__(self, most: float, steps: int, folder: Path) -> None:
-        """Configure the limits.
-
-        Args:
-            most: Share of a step's checks or trajectories that may fail.
-            steps: Failing steps in a row that end the run; 0 never ends it.
-            folder: The run's folder.
-        """
+        """Start; `steps` failing steps in a row, of each more than the share `most`, end the run; 0 never ends it."""
         self._most, self._limit, self._folder = most, steps, folder
         self._steps, self._sums = 0, Sums()
 
@@ -213,12 +207,8 @@ class FailureWatch:
 
 
 def failures_beyond(sums: Sums, most: float, of: str = "") -> str:
-    """Return a sentence with the most frequent reason if a larger share than `most` failed, else an empty string.
-
-    Args:
-        sums: Counts of the checks or trajectories.
-        most: Share that may fail.
-        of: Text after the number of checks.
+    """Return a sentence with the most frequent reason if more than the share `most` of checks or trajectories failed, else an empty
+    string.
     """
     for name, what in zip(FAILED, ("checks", "trajectories"), strict=True):
         failed, total = sums.pairs().get(name, (0.0, 0.0))

@@ -95,13 +95,10 @@ class DeviceUsage:
 
     @contextmanager
     def computing(self, stage: Stage, worker: TrainingBackend, sums: Sums, *passes: Rows) -> Iterator[None]:
-        """Add the utilisation of the device's operations per second in the block.
+        """Add the utilisation of the device's operations per second in the block, an infer or train stage; a user's own worker is
+        not measured.
 
-        Args:
-            stage: An infer or train stage.
-            worker: The role's worker; a user's own worker is not measured.
-            sums: Collects the share.
-            passes: Rows that go through the model, forward and in a train stage backward; empty during an optimizer step.
+        `passes` are the rows that go through the model, forward and in a train stage backward; none during an optimizer step.
         """
         start = time.perf_counter()
         yield
@@ -129,15 +126,9 @@ class DeviceUsage:
     def decoded(
         self, stage: Stage, drawn: Sequence[Drawn], slots: int, seconds: float, sums: Sums, crowd: int | None = None
     ) -> None:
-        """Add the utilisation of memory bandwidth during decoding.
+        """Add the utilisation of memory bandwidth of a generate stage that took `seconds` for tokens drawn in `slots` at once.
 
-        Args:
-            stage: A generate stage.
-            drawn: Tokens drawn by its engines.
-            slots: Rows decoded at once.
-            seconds: Duration.
-            sums: Collects the share.
-            crowd: Largest number of rows under way at once, if others took turns with these; else None.
+        `crowd` is the largest number of rows under way at once if others took turns with these.
         """
         engines = self._engines()
         if engines is None or not (drawn := [row for row in drawn if row.tokens]):

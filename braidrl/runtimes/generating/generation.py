@@ -103,12 +103,9 @@ class Generation:
         self.engines[role] = start_engine(Remote(role, ranks), self.config, self.tokenizer)
 
     def exchange_weights(self, role: str, worker: TrainingBackend | None, ranks: DataParallel) -> None:
-        """Plan the transfer of a role's weights from training to generating processes.
+        """Plan the transfer of a role's weights between all `ranks` that train or generate.
 
-        Args:
-            role: The role.
-            worker: Trains the role here; None if an engine of this process receives the weights.
-            ranks: All ranks that train or generate.
+        `worker` trains the role here; it is None if an engine of this process receives the weights.
         """
         trained = worker if isinstance(worker, ShardedBackend) else None
         if role in self.publishers:
@@ -200,15 +197,7 @@ class Generation:
         self, running: Engine, stage: Stage, rows: Rows, limits: Limits,
         finished: Callable[[Episode], None] = lambda episode: None,
     ) -> list[Episode]:  # fmt: skip
-        """Return an episode for each row, played on a running engine.
-
-        Args:
-            running: The engine.
-            stage: A generate stage with an environment.
-            rows: The rows.
-            limits: Limits of a trajectory.
-            finished: Called with each episode that ends.
-        """
+        """Return an episode for each row, played on a running engine; `finished` is called with each one that ends."""
         make = await in_thread(lambda: self.environments.find(stage.params["environment"]))
         prompts = PromptTemplate.of(self.tokenizer, self.config.data)
         template = TurnTemplate(prompts, self.config.rollout.environment.tool_format)

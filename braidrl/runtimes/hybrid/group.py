@@ -75,16 +75,10 @@ class WorkerGroup:
         return list(range(self.first, self.first + self.mesh.size))
 
     def call(self, method: str, *arguments: Any, reads: frozenset[str] | None = None, aside: bool = False) -> Any:
-        """Call a method of the workers through its protocol.
+        """Call a registered method of `HybridWorker` through its protocol; return the futures, collected by the protocol.
 
-        Args:
-            method: A registered method of `HybridWorker`.
-            arguments: Input of the protocol.
-            reads: Columns that workers need of handles; all by default.
-            aside: Run beside the call that a worker is busy with.
-
-        Returns:
-            The futures, collected by the protocol.
+        `reads` are the columns that workers need of handles, by default all. `aside` runs beside the call that a worker is busy
+        with.
         """
         protocol = registered(HybridWorker, method).protocol
         calls = protocol.distribute(self.mesh, *arguments)
@@ -137,18 +131,10 @@ class WorkerGroup:
         return Future(ref, self.first + rank, f"{self.pool.name} rank {rank}", what, part)
 
     def wait(self, futures: Sequence[Future], arrived: Callable[[Future], None] | None = None) -> list[CallResult]:
-        """Wait for calls; afterwards the futures know where their rows are.
+        """Return the answers of this group's calls, in the order of the futures, which then know where their rows are.
 
-        Args:
-            futures: RankCalls of this group.
-            arrived: Called with each completed future.
-
-        Returns:
-            The answers, in the order of the futures.
-
-        Raises:
-            WorkerFailure: A worker failed, or sent no answer for too long.
-            UserError: A worker raised it.
+        `arrived` is called with each completed future. Raises WorkerFailure if a worker failed or sent no answer for too long, and
+        UserError if a worker raised it.
         """
         waiting = {future.ref: future for future in futures}
         answers: dict[Any, CallResult] = {}

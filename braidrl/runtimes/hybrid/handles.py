@@ -103,10 +103,6 @@ class Output:
     payload: frozenset[str] = frozenset()
     """Payload columns that the workers keep, known after their answers."""
 
-    @property
-    def deferred(self) -> bool:
-        return self.index is None and not self.futures
-
     def begin(self, key: int, group: Any, futures: Sequence[Future], positions: Sequence[Sequence[int]]) -> None:
         """Record the calls, the key, and the row positions of each future, in its order."""
         self.table, self.key, self.group, self.futures = None, key, group, futures
@@ -243,12 +239,11 @@ class Handle:
         return {future.worker for output, own in held for future, _, _ in output.pieces(own)}
 
     def part(self, awaited: list[Future], reads: frozenset[str] | None = None, together: bool = False) -> Part:
-        """Return the table in the form that a worker receives.
+        """Return the table in the form that a worker receives; appends to `awaited` the futures whose answers must come with the
+        call.
 
-        Args:
-            awaited: Futures whose answers must come with the call; this table's are appended.
-            reads: Columns that the worker needs beside identity and length; by default all, and none by value that workers keep.
-            together: True if all ranks of its pool exchange rows.
+        `reads` are the columns that the worker needs beside identity and length; by default all, and none by value that workers
+        keep. `together` says that all ranks of its pool exchange rows.
         """
         if not len(self):
             return Part(together=together)

@@ -58,17 +58,10 @@ class HybridWorker(PoolWorker):
         gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
 
     def perform(self, method: str, released: Sequence[int], count: int, *values: Any) -> CallResult:
-        """Call a method by name.
+        """Call a method by name, after rows under the keys `released` are freed. `values` are its `count` arguments, then the
+        answers of earlier calls that hold the arguments' rows.
 
-        Args:
-            method: Name of a method.
-            released: Keys of rows that no later call reads; they are freed first.
-            count: Number of the method's arguments.
-            values: The arguments, then the answers of earlier calls that hold the arguments' rows.
-
-        Raises:
-            StageFailure: The method raised, or rows did not arrive.
-            UserError: The method raised it.
+        Raises UserError if the method raised it, and StageFailure for any other error, also if rows did not arrive.
         """
         for key in released:
             self.kept.pop(key, None)
@@ -87,21 +80,13 @@ class HybridWorker(PoolWorker):
         return answer if isinstance(answer, CallResult) else CallResult(result=answer)
 
     def fetch(self, key: int, rows: Numbers, columns: tuple[str, ...]) -> list[Numbers]:
-        """Return columns of some rows kept here, encoded as arrays, which Ray copies only once.
-
-        Args:
-            key: Number of the call that wrote them.
-            rows: Row numbers (n,) in its output.
-            columns: Names of payload columns; empty for all columns.
+        """Return payload columns, or without names all columns, of some rows (n,) of the call `key`, encoded as arrays, which Ray
+        copies only once.
         """
         return [np.frombuffer(frame, dtype=np.uint8) for frame in encode(self._own(key, rows, columns))]
 
     def give(self, beside: bool) -> None:
-        """Send rows to other ranks of the pool; this rank needs none.
-
-        Args:
-            beside: True if they need the rows for a call beside others.
-        """
+        """Send rows to other ranks of the pool, `beside` if they need them for a call beside others; this rank needs none."""
         self._rows_of(Part(together=True), frozenset(), beside)
 
     def make(self, origin: Origin, key: int) -> CallResult:

@@ -228,13 +228,9 @@ class PoolWorker:
 
     @register(protocol="ONE_TO_ALL")
     def read_data(self) -> list[tuple[int, str]]:
-        """Read the run's data with the other ranks of the pool; the first rank writes tables and the others map them.
+        """Read the run's data with the other ranks of the pool; return the number of prompts and a message per source.
 
-        Returns:
-            The number of prompts and a message per source.
-
-        Raises:
-            UserError: The run cannot use the data.
+        The first rank writes tables, and the others map them. Raises UserError if the run cannot use the data.
         """
         readers = Readers(self.world.rank, self.world.size, self._all_gather)
         self.prepared = with_data(self.prepared, self.trains, readers=readers)
@@ -266,16 +262,9 @@ class PoolWorker:
 
     @register(protocol="ONE_TO_ALL")
     def exchange_weights(self, role: str, meeting: Meeting, first: int, size: int) -> None:
-        """Plan the transfer of a role's weights between its training pool and its generating pool.
+        """Plan the transfer of a role's weights between its training pool and its generating pool, `size` ranks together.
 
-        Args:
-            role: The role.
-            meeting: Store for the ranks of both pools.
-            first: This pool's first rank among them.
-            size: Number of ranks of both pools.
-
-        Raises:
-            UserError: The two pools have devices of different kinds.
+        `first` is this pool's first rank among them. Raises UserError if the two pools have devices of different kinds.
         """
         host, port, secret = meeting
         store: dist.Store = connect_store(host, port, self.spec.limit_s)

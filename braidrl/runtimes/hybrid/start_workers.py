@@ -28,17 +28,10 @@ from braidrl.training.role_settings import inference_layouts, layout_of
 def start_hybrid_backend(
     prepared: Prepared, progress: Progress, folder: Path | None, train: bool = True, cluster: RayCluster | None = None
 ) -> HybridBackend:
-    """Start the workers and have them read the data and load their models.
+    """Start the workers and have them read the data and load their models; without `train` the backend only evaluates.
 
-    Args:
-        prepared: A checked configuration with its flow.
-        progress: The driver's progress display.
-        folder: The run's folder, for files of workers.
-        train: False to evaluate alone.
-        cluster: The cluster for the workers; by default connected or started as configured.
-
-    Raises:
-        UserError: A placement does not fit, the data cannot be used, or a user's class of methods is missing.
+    `folder` is the run's, for files of workers. The cluster is by default connected or started as configured. Raises UserError if a
+    placement does not fit, the data cannot be used, or a user's class of methods is missing.
     """
     config = prepared.config
     for role in config.roles:
@@ -89,17 +82,10 @@ class RunWorkers:
     order: RunOrder
 
     def begin(self, fresh: Sequence[WorkerGroup]) -> list[tuple[int, str]]:
-        """Let groups join the run, form process groups, read the data and load their models.
+        """Let groups with `fresh` actors join the run, form process groups, read the data and load their models.
 
-        Args:
-            fresh: Groups with new actors; the others have been in the run before.
-
-        Returns:
-            The number of prompts and a message per source; empty if `home` is not among them, or reads none.
-
-        Raises:
-            UserError: A worker refuses the configuration or the data.
-            WorkerError: A worker fails, or sends no answer for too long.
+        Returns the number of prompts and a message per source; nothing if `home` is not among them, or reads none. Raises UserError
+        if a worker refuses the configuration or the data, and WorkerError if one fails or sends no answer for too long.
         """
         config = self.prepared.config
         for group in fresh:
@@ -146,10 +132,8 @@ class RunWorkers:
     def replace_lost(self) -> None:
         """Restart the groups that lost a worker, and those that do not finish; all others forget their rows.
 
-        A rank of the others may wait in a collective for a failed one. They have `cluster.silence_s` to finish.
-
-        Raises:
-            WorkerError: The restart failed.
+        A rank of the others may wait in a collective for a failed one. They have `cluster.silence_s` to finish. Raises WorkerError
+        if the restart failed.
         """
         cluster = self.home.cluster
         cluster.look()

@@ -14,6 +14,7 @@ from braidrl.flow import Flow, Kind
 from braidrl.runtimes.memory.residency import (
     GIB,
     Asset,
+    ResidencyPlan,
     needed_assets,
     residency_plan,
     sizes_during,

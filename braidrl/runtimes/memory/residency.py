@@ -67,18 +67,10 @@ def residency_plan(
     flow: Flow, sizes: Mapping[Asset, int], budget: int | None, shared: frozenset[str] = frozenset(),
     copied: frozenset[str] = frozenset(), asleep: Mapping[Asset, int] | None = None,
 ) -> ResidencyPlan:  # fmt: skip
-    """Return the plan of one process; without a budget it keeps everything.
+    """Return the plan of one process for its assets, given by `sizes` in bytes; without a budget in bytes it keeps everything.
 
-    Args:
-        flow: Its stages.
-        sizes: Its assets with their bytes.
-        budget: Limit in bytes.
-        shared: Roles whose engines use the trainer's weights.
-        copied: Roles that infer with a copy of their weights.
-        asleep: Bytes of sleeping engines; by default as many as awake.
-
-    Raises:
-        UserError: A stage alone is over the budget.
+    Engines of `shared` roles use the trainer's weights; `copied` roles infer with a copy of theirs. `asleep` has the bytes of
+    sleeping engines, by default as many as awake. Raises UserError if a stage alone is over the budget.
     """
     needs = needed_assets(flow, shared, copied)
     needs = {step: needed & set(sizes) for step, needed in needs.items()}

@@ -140,7 +140,9 @@ def update_params(stage: Stage, config: Config) -> dict[str, Any]:
     """Return `old` by the rule of one update, one epoch and no staleness, and a correction if another policy drew the tokens."""
     filled: dict[str, Any] = {}
     if "old" not in stage.params:
-        filled["old"] = "self" if single_update(config) else "recompute"
+        rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
+        one_step = config.trainer.rows_per_update in (None, rows) and config.trainer.epochs == 1
+        filled["old"] = "self" if (one_step and config.trainer.max_staleness == 0) else "recompute"
     elif stage.params["old"] == "self" and not single_update(config):
         raise UserError(
             f"{stage.name}: old=self needs one update and one epoch per batch and max_staleness 0; write old=recompute"

@@ -133,7 +133,7 @@ class Checkpoints:
 def save_rows(folder: Path, state: RunState, backend: Backend[Any]) -> None:
     """Put surplus rows, and rows of batches that were started ahead, into a checkpoint."""
     for number, table in enumerate(state.surplus):
-        backend.save_rows(surplus_path(folder, number), table)
+        backend.save_rows(folder / f"surplus-{number}.rows", table)
     for number, batch in enumerate(state.begun):
         backend.save_rows(begun_path(folder, number), batch.table)
         backend.save_rows(begun_path(folder, number, LEFT_OUT), batch.left_out)
@@ -192,7 +192,7 @@ def load_checkpoint(folder: Path) -> tuple[Path, RunState]:
     state = read_state(folder)
     if state.get("format") not in (1, FORMAT):
         raise UserError(f"{folder} has checkpoint format {state.get('format')}; this version reads 1 and {FORMAT}")
-    surplus = [surplus_path(folder, number) for number in range(state["surplus"])]
+    surplus = [folder / f"surplus-{number}.rows" for number in range(state["surplus"])]
     begun = []
     for number, known in enumerate(state.get("begun", [])):
         later = [begun_path(folder, number, f"-surplus-{other}") for other in range(known["surplus"])]
@@ -208,10 +208,6 @@ def load_checkpoint(folder: Path) -> tuple[Path, RunState]:
 
 def begun_path(folder: Path, number: int, part: str = "") -> Path:
     return folder / f"begun-{number}{part}.rows"
-
-
-def surplus_path(folder: Path, number: int) -> Path:
-    return folder / f"surplus-{number}.rows"
 
 
 MANIFEST = "manifest.json"
