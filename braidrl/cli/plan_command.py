@@ -111,21 +111,15 @@ def best_plans(problem: Problem, wanted: Wanted) -> list[Plan]:
         found += search.colocated("distributed")
         found += search.hybrid()
     if "streaming" in wanted.runtimes and any(model.generates for model in problem.models.values()):
-        found += streaming_plans(problem, wanted.max_staleness)
+        # For each bound on staleness from the configuration's on. Staleness adds stages: recomputed log-probs for a correction.
+        given = problem.config.trainer.max_staleness
+        for staleness in range(given, max(given, wanted.max_staleness or 0) + 1):
+            trainer = problem.config.trainer.model_copy(update={"max_staleness": staleness})
+            config = problem.config.model_copy(update={"trainer": trainer, "runtime": "streaming"})
+            streamed = StreamingSearch(replace(problem, config=config, flow=build_flow(config))).best(staleness)
+            found += [streamed] if streamed is not None else []
     found = [one for one in found if one.runtime in wanted.runtimes]
     return sorted(found, key=lambda one: one.seconds)[:SHOWN]
-
-
-def streaming_plans(problem: Problem, most: int | None) -> list[Plan]:
-    """Return the best streaming plan for each bound on staleness from the configuration's up to `most`."""
-    given = problem.config.trainer.max_staleness
-    found = []
-    for staleness in range(given, max(given, most or 0) + 1):
-        trainer = problem.config.trainer.model_copy(update={"max_staleness": staleness})
-        config = problem.config.model_copy(update={"trainer": trainer, "runtime": "streaming"})
-        # Staleness adds stages: log-probs are recomputed for an importance correction.
-        found.append(StreamingSearch(replace(problem, config=config, flow=build_flow(config))).best(staleness))
-    return [one for one in found if one is not None]
 
 
 def calibrated(runs: Sequence[Path], devices: str, file: Path) -> Rates:
@@ -136,13 +130,9 @@ def calibrated(runs: Sequence[Path], devices: str, file: Path) -> Rates:
     cluster = read_cluster(devices)
     known = read_rates(file) if file.is_file() else {}
     rates = calibrate([observe(run, cluster) for run in runs], known)
-    file.write_text(
-        yaml.safe_dump(
-            {kind: one.model_dump(mode="json") for kind, one in {**known, cluster.groups[0].kind: rates}.items()},
-            sort_keys=False,
-        ),
-        encoding="utf-8",
-    )
+    every = {**known, cluster.groups[0].kind: rates}
+    plain = {kind: one.model_dump(mode="json") for kind, one in every.items()}
+    file.write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
     return rates
 
 
@@ -184,9 +174,8 @@ def measured(config: Config, devices: str, file: Path, say: Callable[[str], obje
         rates = calibrated(runs, devices, file)
         for seen in (observe(run, read_cluster(devices)) for run in runs):
             steps = list(seen.steps())
-            said = [
-                predicted(replace(problem, rates={read_cluster(devices).groups[0].kind: rates})) for _, problem in steps
-            ]
+            fitted = {read_cluster(devices).groups[0].kind: rates}
+            said = [predicted(replace(problem, rates=fitted)) for _, problem in steps]
             took = median(seen.step_seconds[step] for step, _ in steps)
             say(
                 f"{steps[0][1].rows} rows: {took:.3g} s a step, {median(plan.seconds for plan in said):.3g} s by the fitted rates"

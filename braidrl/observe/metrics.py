@@ -55,7 +55,14 @@ class MetricsWriter:
         missing = [key for key in REQUIRED_KEYS if key not in metrics]
         if missing:
             raise ValueError(f"metrics of step {metrics.get('step')} lack {', '.join(missing)}")
-        line = {key: checked_number(key, value) for key, value in metrics.items()}
+        line: dict[str, Any] = {}
+        for key, value in metrics.items():
+            try:
+                if value is not None and not isinstance(value, int):
+                    value = number if math.isfinite(number := float(value)) else None
+            except (TypeError, ValueError, RuntimeError):
+                raise ValueError(f"metric {key} must be a number, got {value!r}") from None
+            line[key] = value
         step = line["step"]
         if not isinstance(step, int) or step <= self.last["step"]:
             raise ValueError(f"step {step} does not follow step {self.last['step']}, the last one written")
@@ -71,17 +78,6 @@ class MetricsWriter:
     def close(self) -> None:
         self._lines.close()
         self.trackers.close()
-
-
-def checked_number(key: str, value: Any) -> int | float | None:
-    """Convert a number for JSON: NaN and infinities become null. Raises ValueError with the key for anything else."""
-    if value is None or isinstance(value, int):
-        return value
-    try:
-        number = float(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"metric {key} must be a number, got {value!r}") from None
-    return number if math.isfinite(number) else None
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:

@@ -106,8 +106,12 @@ class Progress:
             now = self._clock()
             if self._console.is_terminal:
                 self._draw(now)
-            else:
-                self._write_plain(now)
+            elif now - self._last_shown >= PLAIN_EVERY:
+                for bar in self._bars:
+                    if now - bar.started > SHOW_AFTER:
+                        parts = [bar.count(), *bar.details(now), spell_seconds(now - bar.started)]
+                        self.print(" ".join(filter(None, [self._where(), bar.name])) + ": " + ", ".join(parts))
+                        self._last_shown = now
 
     def _draw(self, now: float) -> None:
         slow = [bar for bar in self._bars if now - bar.started > SHOW_AFTER]
@@ -131,15 +135,6 @@ class Progress:
             details = " · ".join([bar.count(), *bar.details(now), spell_seconds(now - bar.started)])
             table.add_row(self._where(), bar.name, drawn if bar.total_rows else "", details)
         return table
-
-    def _write_plain(self, now: float) -> None:
-        if now - self._last_shown < PLAIN_EVERY:
-            return
-        for bar in self._bars:
-            if now - bar.started > SHOW_AFTER:
-                parts = [bar.count(), *bar.details(now), spell_seconds(now - bar.started)]
-                self.print(" ".join(filter(None, [self._where(), bar.name])) + ": " + ", ".join(parts))
-                self._last_shown = now
 
     def _where(self) -> str:
         if self._step is None:

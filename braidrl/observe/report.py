@@ -133,16 +133,14 @@ def matching(picture: Picture, curves: Curves) -> list[Series]:
 
 def charts_of(pictures: Sequence[Picture], curves: Curves) -> list[Chart]:
     """Return the charts of all pictures that have a metric."""
-    found = [(picture, matching(picture, curves)) for picture in pictures]
-    return [chart(p.title, short_names(series), p.about, p.stacked) for p, series in found if series]
-
-
-def short_names(series: Sequence[Series]) -> list[Series]:
-    """Remove the part before the first slash where all names share it."""
-    heads = {one.name.partition("/")[0] for one in series}
-    if len(heads) > 1 or len(series) == 1:
-        return list(series)
-    return [replace(one, name=one.name.partition("/")[2]) for one in series]
+    charts = []
+    for picture in pictures:
+        series = matching(picture, curves)
+        if len(series) > 1 and len({one.name.partition("/")[0] for one in series}) == 1:
+            # All names share the part before the first slash.
+            series = [replace(one, name=one.name.partition("/")[2]) for one in series]
+        charts += [chart(picture.title, series, picture.about, picture.stacked)] if series else []
+    return charts
 
 
 def change(label: str, series: Series, steps: int) -> Tile:

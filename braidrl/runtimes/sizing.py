@@ -191,7 +191,14 @@ def with_fitting_sizes(prepared: Prepared, memory: int | None) -> tuple[Prepared
     slots, tokens = ([n for n in numbers if n is not None] for numbers in zip(*found, strict=True))
     sized = replace(prepared, config=with_sizes(given, min(slots, default=None), min(tokens, default=None)))
     if shares_devices(prepared) or hosts_vllm(given):
-        sized = replace(sized, config=with_vllm_share(sized, memory))
+        config = sized.config
+        if config.rollout.engine == "vllm" and "gpu_memory_utilization" not in config.rollout.vllm:
+            # The share that training leaves for a vLLM on the same device.
+            left = min(1 - RESERVE - training / memory for training in beside_vllm(sized))
+            if left > 0:
+                vllm = {**config.rollout.vllm, "gpu_memory_utilization": min(VLLM_SHARE, floor(100 * left) / 100)}
+                rollout = config.rollout.model_copy(update={"vllm": vllm})
+                sized = replace(sized, config=config.model_copy(update={"rollout": rollout}))
     chosen = []
     if given.rollout.slots != sized.config.rollout.slots:
         chosen.append(f"rollout.slots={sized.config.rollout.slots}")
@@ -225,19 +232,6 @@ def demands(prepared: Prepared) -> list[Demand]:
         for group in groups
         if group.uses
     ]
-
-
-def with_vllm_share(prepared: Prepared, memory: int) -> Config:
-    """Return the configuration with the memory share that training leaves for a vLLM on the same device, unless configured."""
-    config = prepared.config
-    if config.rollout.engine != "vllm" or "gpu_memory_utilization" in config.rollout.vllm:
-        return config
-    left = min(1 - RESERVE - training / memory for training in beside_vllm(prepared))
-    if left <= 0:
-        return config
-    share = min(VLLM_SHARE, floor(100 * left) / 100)
-    vllm = {**config.rollout.vllm, "gpu_memory_utilization": share}
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"vllm": vllm})})
 
 
 def shares_devices(prepared: Prepared) -> bool:

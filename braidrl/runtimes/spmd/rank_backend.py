@@ -223,25 +223,20 @@ class DistributedBackend:
             # Columns that no stage from here on reads stay behind.
             later = self.flow.stages[self.flow.stages.index(stage) :]
             needed = [column.name for s in later for column in self.flow.inputs[s.name]]
-            return self.exchange.move(stage.name, table, self._owner_by_update(table), needed)
+            # Balanced within each later update, so that the rows need not move again.
+            index, owner = table.index, table.owner.clone()
+            rows = self.config.trainer.rows_per_update or len(index)
+            updates = update_plan(
+                index["group"].tolist(), index["sample"].tolist(), epochs=1, seed=self.config.seed,
+                rows_per_update=len(index) if len(index) % rows else rows, iteration=self.exchange.iteration,
+            )  # fmt: skip
+            for update in updates:
+                owner[update] = self._balanced(table.take(update))
+            return self.exchange.move(stage.name, table, owner, needed)
         ranks = self._ranks_of(stage)
         if len(table.owner) and int(table.owner.max()) >= ranks:
             return self.exchange.move(stage.name, table, equal_shares(len(table.owner), ranks))
         return table
-
-    def _owner_by_update(self, table: Shard) -> Tensor:
-        """Return owners balanced within each later update, so that the rows need not move again."""
-        index, owner = table.index, table.owner.clone()
-        rows = self.config.trainer.rows_per_update or len(index)
-        if len(index) % rows:
-            rows = len(index)
-        updates = update_plan(
-            index["group"].tolist(), index["sample"].tolist(), rows_per_update=rows, epochs=1, seed=self.config.seed,
-            iteration=self.exchange.iteration,
-        )  # fmt: skip
-        for update in updates:
-            owner[update] = self._balanced(table.take(update))
-        return owner
 
     def _balanced(self, table: Shard, whole_groups: bool = False) -> Tensor:
         groups = table.index["group"].tolist() if whole_groups else None
