@@ -32,8 +32,7 @@ from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.early_stop import EarlyStop, Needless, Segment
 from braidrl.runtimes.interrupts import Interrupts
 from braidrl.runtimes.row_store import Admission, HeldOut, Origin, RowStore, RowText, with_added
-from braidrl.runtimes.spmd.data_buffer import balanced_owners, equal_shares
-from braidrl.runtimes.spmd.shard import Shard, ShardExchange, columns_of, only_present
+from braidrl.runtimes.spmd.shard import Shard, ShardExchange, balanced_owners, equal_shares, only_present
 from braidrl.training.objective import UpdateCounts
 from braidrl.training.roles.checkpoint import Write
 
@@ -75,7 +74,9 @@ class DistributedBackend:
         if mine:
             made = [place[group_of[row]] * self.samples + row % self.samples for row in mine]
             rows = self.store.make(Admission(tuple(place))).take(made)
-        return self.exchange.gather(Shard(Rows({}), owner, Rows({}), self.world.rank), columns_of(rows), Sums(), Sums())
+        return self.exchange.gather(
+            Shard(Rows({}), owner, Rows({}), self.world.rank), dict(rows.items()), Sums(), Sums()
+        )
 
     def generate_needed(self, segment: Segment, table: Shard, iteration: int, sums: Sums, needless: Needless) -> Shard:
         """Generate while ranks exchange results; each aborts its rows that are no longer needed."""
