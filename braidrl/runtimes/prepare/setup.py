@@ -22,7 +22,7 @@ from braidrl.data.records import check_source
 from braidrl.data.records import place as place_of
 from braidrl.errors import LostPeers, UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
-from braidrl.flow.readiness import serial_chain
+from braidrl.flow.flow import serial_chain
 from braidrl.rewards.verifier import resolve
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.prepare.checks import (
