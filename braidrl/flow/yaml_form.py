@@ -127,8 +127,8 @@ def _read_stage(tree: Any, place: _Place, number: int) -> Stage:
         raise place.error(f"after must be a list of stages, as in `after: [reward.verify]`, got {given!r}")
     try:
         times = When(**{WHEN_KEYS[key]: value for key, value in when.items()})
-        kind = relative_to(place.folder, tree["type"])
-        return make_stage(kind, tree.get("role"), params, id=tree.get("id"), when=times, after=after)
+        name = relative_to(place.folder, tree["type"])
+        return make_stage(name, tree.get("role"), params, id=tree.get("id"), when=times, after=after)
     except UserError as error:
         raise place.error(error) from None
 

@@ -42,13 +42,10 @@ class StreamingSearch:
         """Return the fastest plan with this maximum staleness; None if a group does not fit."""
         found: list[tuple[float, list[SetChoice]]] = []
         for group in self.problem.cluster.groups:
-            unit = unit_of(group)
-            for sizes in (
-                allocations(group.size, len(self.groups), unit) if group.size // unit >= len(self.groups) else ()
-            ):
-                sets = [self.group_set(one, group, n) for one, n in zip(self.groups, sizes, strict=True)]
-                fitting = [one for one in sets if one is not None]
-                if len(fitting) == len(sets):
+            for sizes in allocations(group.size, len(self.groups), unit_of(group)):
+                chosen = [self.group_set(one, group, n) for one, n in zip(self.groups, sizes, strict=True)]
+                fitting = [one for one in chosen if one is not None]
+                if len(fitting) == len(chosen):
                     found.append((max(one.busy for one in fitting), fitting))
         quickest: Plan | None = None
         for bound, sets in sorted(found, key=lambda pair: pair[0])[:MOST_SIMULATED]:

@@ -124,7 +124,8 @@ class HybridBackend:
 
     def select(self, stage: Stage, table: Handle) -> dict[int, str]:
         index = self.index(table)
-        with self._traced(stage, table, max(output.iteration for output in table.outputs)):
+        iteration = max(output.iteration for output in table.outputs)
+        with traced(self.trace, "compute", stage.name, iteration, rows=len(table)):
             return dropped(stage, index)
 
     def train(self, stage: Stage, table: Handle, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:

@@ -41,9 +41,14 @@ class BackgroundWriter:
         calls = list(parts)
         self._begun = self._thread.submit(lambda: [part() for part in calls])
 
+    @property
+    def goes_on(self) -> bool:
+        """Return True while the thread writes."""
+        return self._begun is not None and not self._begun.done()
+
     def check(self) -> None:
         """Raise, once, the error of the last write; return at once while the thread still writes."""
-        if self._begun is not None and self._begun.done():
+        if not self.goes_on:
             self.wait()
 
     def wait(self) -> None:
