@@ -3,7 +3,7 @@
 loader ──▶ Rows ──▶ stage ──▶ Rows + columns ──▶ stage ──▶ ... ──▶ optimizer steps
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -16,12 +16,12 @@ from braidrl.observe.metrics import Sums
 from braidrl.observe.trace import Done, TraceWriter, traced
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.early_stop import EarlyStop, Needless, Segment
-from braidrl.runtimes.row_store import Admission, RowsBackend, RowStore
+from braidrl.runtimes.row_store import Admission, Origin, RowStore, RowText, with_added
 from braidrl.training.objective import UpdateCounts
 from braidrl.training.roles.checkpoint import Write
 
 
-class EagerBackend(RowsBackend):
+class EagerBackend:
     """One executor that holds every role; the table is the rows."""
 
     def __init__(
@@ -32,8 +32,7 @@ class EagerBackend(RowsBackend):
         store: RowStore,
         trace: TraceWriter | None = None,
     ) -> None:
-        super().__init__(store)
-        self.config, self.loader, self.executor = config, loader, executor
+        self.config, self.loader, self.executor, self.store = config, loader, executor, store
         self.trace, self.version = trace, 0
 
     def admit(self, groups: int) -> Rows:
@@ -69,6 +68,24 @@ class EagerBackend(RowsBackend):
         with self._traced(stage, iteration, len(rows)) as done:
             done.tokens = int(rows["length"].sum())
             yield self.executor.update(stage, rows.index, rows)
+
+    def read(self, origin: Origin) -> Rows:
+        return self.store.make(origin)
+
+    def index(self, table: Rows) -> Rows:
+        return table.index
+
+    def columns(self, table: Rows) -> Collection[str]:
+        return list(table)
+
+    def texts(self, table: Rows) -> list[RowText]:
+        return self.store.row_texts(table)
+
+    def record(self, path: Path, table: Rows, final: Rows) -> None:
+        self.store.record(path, with_added(table, final))
+
+    def save_rows(self, path: Path, table: Rows) -> None:
+        self.store.save(path, table)
 
     def take(self, table: Rows, positions: Sequence[int]) -> Rows:
         return table.take(positions)
