@@ -138,7 +138,6 @@ def summary(metrics: Mapping[str, float | int | None]) -> str:
         value = metrics.get(name)
         if value is not None:
             parts.append(f"{label} {form.format(value)}")
-    parts = []
     for label, prefix in (("MFU", "utilisation/operations/"), ("bandwidth", "utilisation/bandwidth/")):
         if found := [value for name, value in metrics.items() if name.startswith(prefix) and value is not None]:
             # Capped at 1: the peak was measured while other programs ran.
