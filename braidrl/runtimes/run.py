@@ -63,8 +63,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         if replay is not None:
             check_recorded(replay, config.trainer.steps, rollout_only)
         self.world = world or World()
-        prepared = prepare_together(config, self.world)
-        self.prepared, self.chosen = with_fitting_sizes(prepared, memory_to_take(config))
+        self.prepared, self.chosen = with_fitting_sizes(prepare_together(config, self.world), memory_to_take(config))
         self.config = config = self.prepared.config
         self.flow = self.prepared.flow
         check_runtime(config, self.flow, generates=replay is None, trains=not rollout_only)
@@ -76,16 +75,12 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self.progress = self._opened_progress()
         set_up_torch(config)
         self.interrupts = AgreedInterrupts() if world else Interrupts()
-        self.gaps, self.failed = (
-            GapWatch(config.rollout.max_log_prob_gap),
-            FailureWatch(config.reward.max_failed_fraction, config.reward.max_failed_steps, self.folder),
-        )
-        self.step = self.version = 0
-        self.saved_step: int | None = None
-        self.written = False
-        self.restarts = restarts
+        self.gaps, reward = GapWatch(config.rollout.max_log_prob_gap), config.reward
+        self.failed = FailureWatch(reward.max_failed_fraction, reward.max_failed_steps, self.folder)
         self.checkpoints = Checkpoints(self.folder, config, self.world.first)
-        self.good_enough = False
+        self.step, self.version, self.restarts = 0, 0, restarts
+        self.saved_step: int | None = None
+        self.written = self.good_enough = False
         with ExitStack() as resources:
             if self.world.first:
                 resources.enter_context(held_alone(self.folder))
@@ -95,16 +90,15 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             if resume:  # the first rank checks the files of the checkpoint
                 found = self.world.from_first("checkpoint", lambda: str(resume_point(self.folder, newest_whole) or ""))
                 checkpoint = Path(found) if found else None
-            if checkpoint is not None and self.world.first:
-                _, state = load_checkpoint(checkpoint)
+            state = load_checkpoint(checkpoint) if checkpoint is not None else None
+            if state is not None and self.world.first:
                 check_unchanged(state.fingerprints, self.fingerprints, config.trainer.accept_changes, state.step)
-            self.controller = start_controller(
-                RunContext(self.prepared, self.progress, True, self.folder, self.world, self.interrupts)
-            )
+            context = RunContext(self.prepared, self.progress, True, self.folder, self.world, self.interrupts)
+            self.controller = start_controller(context)
             self.backend = self.controller.backend
             resources.callback(self.backend.close)
-            if checkpoint is not None:
-                self._restore(load_checkpoint(checkpoint))
+            if checkpoint is not None and state is not None:
+                self._restore(checkpoint, state)
             if resume and self.world.first:
                 accepted = config.trainer.model_copy(update={"accept_changes": []})
                 write_config(self.folder, config.model_copy(update={"trainer": accepted}))
@@ -211,7 +205,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         )
         if checkpoint is None:
             raise error
-        folder, state = load_checkpoint(checkpoint)
+        state = load_checkpoint(checkpoint)
         with self.interrupts.hold():
             restart = self.controller.begin_again(state.version)
             if restart is Restart.OF_ALL:
@@ -223,11 +217,11 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             )
             try:
                 if restart is Restart.WITH_ROWS:
-                    self.backend.load(folder, state.version)
+                    self.backend.load(checkpoint, state.version)
                     return
                 with suppress(UserError, WorkerError):  # files of a later step that were being written
                     self.checkpoints.wait()
-                self._restore((folder, state))
+                self._restore(checkpoint, state)
                 if self.metrics:
                     self.metrics.close()
                     self.metrics = self._open_metrics(self.step)
@@ -375,8 +369,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             self.checkpoints.save(replace(state, begun=self.controller.begun_ahead()), self.backend)
             self.saved_step = state.step
 
-    def _restore(self, checkpoint: tuple[Path, RunState]) -> None:
-        folder, state = checkpoint
+    def _restore(self, folder: Path, state: RunState) -> None:
         self.step = self.saved_step = state.step
         self.version = state.version
         surplus = [self.backend.read(Surplus(path)) for path in state.surplus]

@@ -187,8 +187,8 @@ def checkpoint_damage(folder: Path) -> str:
         return damage(folder)
 
 
-def load_checkpoint(folder: Path) -> tuple[Path, RunState]:
-    """Return the folder and its state. Raises UserError for a folder that is not a checkpoint of a known format."""
+def load_checkpoint(folder: Path) -> RunState:
+    """Return the state of a checkpoint. Raises UserError for a folder that is not a checkpoint of a known format."""
     state = read_state(folder)
     if state.get("format") not in (1, FORMAT):
         raise UserError(f"{folder} has checkpoint format {state.get('format')}; this version reads 1 and {FORMAT}")
@@ -200,7 +200,7 @@ def load_checkpoint(folder: Path) -> tuple[Path, RunState]:
         fields: dict[str, Any] = {n: v if n == "dropped" else tuple(v) for n, v in known["outcome"].items()}
         table, left_out = begun_path(folder, number), begun_path(folder, number, LEFT_OUT)
         begun.append(BegunBatch(known["iteration"], table, left_out, Selection(**fields), known["reports"], after))
-    return folder, RunState(
+    return RunState(
         state["step"], state["version"], state["loader"], state["sampling"], surplus, state.get("stages", {}), begun,
         state.get("fingerprints", {}),
     )  # fmt: skip
