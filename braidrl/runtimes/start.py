@@ -22,8 +22,7 @@ from braidrl.runtimes.controller import SerialController
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.interfaces import Controller, SerialBackend
 from braidrl.runtimes.interrupts import Interrupts
-from braidrl.runtimes.prepare.checks import lacking
-from braidrl.runtimes.prepare.setup import Prepared
+from braidrl.runtimes.prepare.setup import Prepared, lacking
 from braidrl.runtimes.spmd.eager import EagerBackend
 from braidrl.runtimes.spmd.launch import generating_ranks
 from braidrl.runtimes.spmd.rank_backend import DistributedBackend

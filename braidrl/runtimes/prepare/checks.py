@@ -1,16 +1,13 @@
 """Consistency checks between the parts of a run, before any model loads."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from braidrl.cluster.devices import choose_device, device_count, has_bfloat16
+from braidrl.cluster.devices import choose_device, has_bfloat16
 from braidrl.cluster.pools import NAMES as PLACEMENTS
 from braidrl.cluster.pools import Pool
 from braidrl.config import Config, PlacementConfig, StreamingConfig
@@ -83,37 +80,6 @@ def check_names(config: Config) -> None:
         TRACKERS.check(tracker.name)
         TRACKERS.check_settings(tracker.name, tracker.params)
         check_installed(tracker.name)
-
-
-def lacking(config: Config) -> list[str]:
-    """Return a line for each thing that this machine lacks, if it computes; nodes of a cluster check themselves."""
-    lines: list[str] = []
-    if config.cluster.launcher == "ray" or config.cluster.address or "RAY_ADDRESS" in os.environ:
-        return lines
-    if config.device == "cuda" and not device_count(config.device):
-        lines.append(
-            "device=cuda: torch sees no CUDA device here; write device=auto or device=cpu, or look at what `braid doctor` says"
-        )
-    if config.rollout.engine == "vllm" and not has_package("vllm", config.rollout.python):
-        lines.append(
-            f"rollout.engine=vllm: {config.rollout.python or sys.executable} has no package vllm; name an interpreter that has it by "
-            "rollout.python, or see docs/engines.md"
-        )
-    if config.runtime == "hybrid" and not has_package("ray"):
-        lines.append("runtime=hybrid needs Ray, which is not installed; run `pip install 'braidrl[ray]'`")
-    return lines
-
-
-def has_package(name: str, python: Path | None = None) -> bool:
-    """Return True if an interpreter, by default this one, has a package; nothing is imported. Raises UserError for no interpreter."""
-    if python is None:
-        return importlib.util.find_spec(name) is not None
-    asked = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({name!r}) is None)"
-    try:
-        done = subprocess.run([str(python.expanduser()), "-c", asked], stdin=subprocess.DEVNULL, check=False)
-        return done.returncode == 0
-    except OSError:
-        raise UserError(f"rollout.python: {python} is no interpreter that can be run") from None
 
 
 def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:

@@ -1,17 +1,21 @@
 """Preparation of a run before its first step, cheap checks first: flow, tokenizer, data, verifiers."""
 
+import importlib.util
 import inspect
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from braidrl.cluster.devices import device_memory
+from braidrl.cluster.devices import device_count, device_memory
 from braidrl.cluster.pools import check_exchange, place
 from braidrl.cluster.process import sleep_at_barriers
 from braidrl.cluster.world import World
@@ -221,6 +225,37 @@ def check_files(config: Config, train: bool) -> None:
     for source in [*(config.data.train if train else ()), *config.data.eval.values(), *texts]:
         if not is_hub_name(source.path):
             check_source(source)
+
+
+def lacking(config: Config) -> list[str]:
+    """Return a line for each thing that this machine lacks, if it computes; nodes of a cluster check themselves."""
+    lines: list[str] = []
+    if config.cluster.launcher == "ray" or config.cluster.address or "RAY_ADDRESS" in os.environ:
+        return lines
+    if config.device == "cuda" and not device_count(config.device):
+        lines.append(
+            "device=cuda: torch sees no CUDA device here; write device=auto or device=cpu, or look at what `braid doctor` says"
+        )
+    if config.rollout.engine == "vllm" and not has_package("vllm", config.rollout.python):
+        lines.append(
+            f"rollout.engine=vllm: {config.rollout.python or sys.executable} has no package vllm; name an interpreter that has it by "
+            "rollout.python, or see docs/engines.md"
+        )
+    if config.runtime == "hybrid" and not has_package("ray"):
+        lines.append("runtime=hybrid needs Ray, which is not installed; run `pip install 'braidrl[ray]'`")
+    return lines
+
+
+def has_package(name: str, python: Path | None = None) -> bool:
+    """Return True if an interpreter, by default this one, has a package; nothing is imported. Raises UserError for no interpreter."""
+    if python is None:
+        return importlib.util.find_spec(name) is not None
+    asked = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({name!r}) is None)"
+    try:
+        done = subprocess.run([str(python.expanduser()), "-c", asked], stdin=subprocess.DEVNULL, check=False)
+        return done.returncode == 0
+    except OSError:
+        raise UserError(f"rollout.python: {python} is no interpreter that can be run") from None
 
 
 def check_models(config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase) -> None:
