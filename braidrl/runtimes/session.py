@@ -113,7 +113,7 @@ class Session(AbstractContextManager["Session"]):
             return rows
         dropped = self.backend.select(stage, rows)
         groups = self.index(rows)["group"].tolist()
-        return self.backend.take(rows, [i for i, group in enumerate(groups) if group not in dropped])
+        return rows.take([i for i, group in enumerate(groups) if group not in dropped])
 
     def _with_old(self, stage: Stage, rows: SessionTable) -> SessionTable:
         """Return the rows with old log-probs, computed here if an update needs them and the loop has not done so.

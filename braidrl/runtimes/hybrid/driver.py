@@ -222,12 +222,6 @@ class HybridBackend:
             said |= {row: RowText(*text) for row, text in zip(rows, answer.result, strict=True)}
         return [said[row] for row in range(len(table))]
 
-    def take(self, table: Handle, positions: Sequence[int]) -> Handle:
-        return table.take(positions)
-
-    def cat(self, tables: Sequence[Handle]) -> Handle:
-        return Handle.cat(tables)
-
     def record(self, path: Path, table: Handle, final: Handle) -> None:
         """Write the rows from the ranks that generated them."""
         self.index(table)

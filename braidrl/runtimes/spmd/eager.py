@@ -87,12 +87,6 @@ class EagerBackend:
     def save_rows(self, path: Path, table: Rows) -> None:
         self.store.save(path, table)
 
-    def take(self, table: Rows, positions: Sequence[int]) -> Rows:
-        return table.take(positions)
-
-    def cat(self, tables: Sequence[Rows]) -> Rows:
-        return Rows.cat(tables)
-
     def publish(self, version: int) -> None:
         self.version = version
         self.executor.publish(version)

@@ -141,13 +141,6 @@ class DistributedBackend:
     def texts(self, table: Shard) -> list[RowText]:
         return self.store.row_texts(table.rows)
 
-    def take(self, table: Shard, positions: Sequence[int]) -> Shard:
-        return table.take(positions)
-
-    def cat(self, tables: Sequence[Shard]) -> Shard:
-        index, payload = Rows.cat([t.index for t in tables]), Rows.cat([t.payload for t in tables])
-        return Shard(index, torch.cat([t.owner for t in tables]), payload, self.world.rank)
-
     def read(self, origin: Origin) -> Shard:
         """Read the rows on every rank and keep this rank's: equal numbers to generate, else balanced by length."""
         rows = self.store.make(origin)

@@ -68,6 +68,11 @@ class Shard:
         payload = self.payload.take(place[chosen[owner == self.rank]])
         return Shard(self.index.take(chosen), owner, payload, self.rank)
 
+    @staticmethod
+    def cat(tables: "Sequence[Shard]") -> "Shard":
+        index, payload = Rows.cat([t.index for t in tables]), Rows.cat([t.payload for t in tables])
+        return Shard(index, torch.cat([t.owner for t in tables]), payload, tables[0].rank)
+
     def with_everywhere(self, columns: Mapping[str, Column]) -> "Shard":
         """Return the table with columns computed on every rank for all rows; of payload each rank keeps its own part."""
         here = Rows(columns)
