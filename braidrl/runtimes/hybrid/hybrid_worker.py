@@ -233,7 +233,7 @@ class HybridWorker(PoolWorker):
                     columns = answer.columns
                     segments.append((places, unpack_rows(answer.index).take(torch.from_numpy(rows))))
                 wanted = () if reads is None else tuple(name for name in columns if name in reads)
-                rank = worker - self.spec.first
+                rank = worker - self.spec.number + self.spec.rank
                 if not wanted and reads is not None:
                     continue
                 if worker == self.spec.number:

@@ -43,7 +43,9 @@ def start_hybrid_backend(
         groups = start_groups(cluster, pools)
         first = next(iter(prepared.generating), None)
         home = next((group for group in groups if first in group.pool.generating), groups[0])
-        workers = RunWorkers(groups, home, prepared, RunOrder.of(config, train, folder, cluster.family))
+        settings = config.model_dump(mode="json", exclude_unset=True)
+        order = RunOrder(settings, train, folder.resolve() if folder else None, cluster.family)
+        workers = RunWorkers(groups, home, prepared, order)
         counts = workers.begin(groups)
         for _, report in counts:
             progress.print(report)
