@@ -86,11 +86,6 @@ class SimulatedWorker:
         """Return the stage whose workers it stands for."""
         return (self.consumer.updates or self.consumer.stages)[0]
 
-    @property
-    def is_free(self) -> bool:
-        """Return whether it can take another lease."""
-        return not self.loads and len(self.work) < self.slots
-
 
 @dataclass
 class SimulatedTraining:
@@ -147,7 +142,7 @@ class Streaming:
             # If one worker of a stage finds no rows, others of the same version find none either.
             kind = worker.consumer.name, self.loading.version_of(worker.name)
             if kind not in idle and self.loading.takes_rows(worker.name):
-                while worker.is_free and kind not in idle:
+                while (not worker.loads and len(worker.work) < worker.slots) and kind not in idle:
                     if not self._begin(worker):
                         idle.add(kind)
 
