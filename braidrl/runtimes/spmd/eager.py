@@ -21,7 +21,38 @@ from braidrl.training.objective import UpdateCounts
 from braidrl.training.roles.checkpoint import Write
 
 
-class EagerBackend:
+class InProcessBackend:
+    """The part of a backend whose process holds every role, alone or as one of several ranks: weights, checkpoints, and the end."""
+
+    def __init__(self, executor: StageExecutor, trace: TraceWriter | None, first: bool = True) -> None:
+        """Store the parts; the `first` rank writes what all ranks hold."""
+        self.executor, self.trace, self.first, self.version = executor, trace, first, 0
+
+    def publish(self, version: int) -> None:
+        self.version = version
+        self.executor.publish(version)
+
+    def begin_again(self) -> bool:
+        """Return False: there is one process, or all ranks work together."""
+        return False
+
+    def save(self, folder: Path) -> None:
+        self.executor.save(folder, self.first)
+
+    def copy_for_saving(self, folder: Path) -> list[Write]:
+        return self.executor.copy_for_saving(folder, self.first)
+
+    def load(self, folder: Path, version: int) -> None:
+        self.executor.load(folder)
+        self.publish(version)
+
+    def close(self) -> None:
+        self.executor.close()
+        if self.trace is not None:
+            self.trace.close()
+
+
+class EagerBackend(InProcessBackend):
     """One executor that holds every role; the table is the rows."""
 
     def __init__(
@@ -32,8 +63,8 @@ class EagerBackend:
         store: RowStore,
         trace: TraceWriter | None = None,
     ) -> None:
-        self.config, self.loader, self.executor, self.store = config, loader, executor, store
-        self.trace, self.version = trace, 0
+        super().__init__(executor, trace)
+        self.config, self.loader, self.store = config, loader, store
 
     def admit(self, groups: int) -> Rows:
         assert self.loader is not None, "this backend only evaluates"
@@ -86,26 +117,3 @@ class EagerBackend:
 
     def save_rows(self, path: Path, table: Rows) -> None:
         self.store.save(path, table)
-
-    def publish(self, version: int) -> None:
-        self.version = version
-        self.executor.publish(version)
-
-    def begin_again(self) -> bool:
-        """Return False: there is one process."""
-        return False
-
-    def save(self, folder: Path) -> None:
-        self.executor.save(folder)
-
-    def copy_for_saving(self, folder: Path) -> list[Write]:
-        return self.executor.copy_for_saving(folder)
-
-    def load(self, folder: Path, version: int) -> None:
-        self.executor.load(folder)
-        self.publish(version)
-
-    def close(self) -> None:
-        self.executor.close()
-        if self.trace is not None:
-            self.trace.close()

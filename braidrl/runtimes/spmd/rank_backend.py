@@ -32,12 +32,13 @@ from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.early_stop import EarlyStop, Needless, Segment
 from braidrl.runtimes.interrupts import Interrupts
 from braidrl.runtimes.row_store import Admission, HeldOut, Origin, RowStore, RowText, with_added
+from braidrl.runtimes.spmd.eager import InProcessBackend
 from braidrl.runtimes.spmd.shard import Shard, ShardExchange, balanced_owners, equal_shares, only_present
 from braidrl.training.objective import UpdateCounts
 from braidrl.training.roles.checkpoint import Write
 
 
-class DistributedBackend:
+class DistributedBackend(InProcessBackend):
     """One rank's backend; all ranks receive the same calls in the same order."""
 
     def __init__(
@@ -53,9 +54,10 @@ class DistributedBackend:
         trace: TraceWriter | None,
     ) -> None:
         """Store the parts; `generating` is the number of ranks, from rank 0 on, that generate for a role. All ranks do everything else."""
-        self.config, self.flow, self.loader, self.executor, self.store = config, flow, loader, executor, store
+        super().__init__(executor, trace, world.first)
+        self.config, self.flow, self.loader, self.store = config, flow, loader, store
         self.samples = config.rollout.samples_per_prompt
-        self.world, self.generating, self.interrupts, self.trace = world, generating, interrupts, trace
+        self.world, self.generating, self.interrupts = world, generating, interrupts
         self.exchange, self.notices, self.waves = ShardExchange(world, interrupts, trace), world.notices, 0
 
     def admit(self, groups: int) -> Shard:
@@ -180,28 +182,12 @@ class DistributedBackend:
             self.store.save(path, whole.rows)
 
     def publish(self, version: int) -> None:
-        self.executor.publish(version)
+        super().publish(version)
         self.exchange.version = version
-
-    def begin_again(self) -> bool:
-        """Return False: all ranks work together."""
-        return False
-
-    def save(self, folder: Path) -> None:
-        self.executor.save(folder, self.world.first)
 
     def copy_for_saving(self, folder: Path) -> list[Write]:
         self.world.at(f"copying for {folder.name}")
-        return self.executor.copy_for_saving(folder, self.world.first)
-
-    def load(self, folder: Path, version: int) -> None:
-        self.executor.load(folder)
-        self.publish(version)
-
-    def close(self) -> None:
-        self.executor.close()
-        if self.trace is not None:
-            self.trace.close()
+        return super().copy_for_saving(folder)
 
     def _ranks_of(self, stage: Stage) -> int:
         return self.generating.get(str(stage.role), self.world.size) if stage.kind is Kind.GENERATE else self.world.size
