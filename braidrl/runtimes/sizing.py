@@ -9,7 +9,6 @@ free ─ reserve ─ resident ──▶ room ──┬── by the bytes of a r
 Generation and training each take the whole room if they take turns on the device, else half of it.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import floor
 from typing import NamedTuple
@@ -19,8 +18,7 @@ from braidrl.cluster.pools import Pool, place
 from braidrl.config import Config
 from braidrl.engines.factory import generation_layout, hosts_vllm, own_engines, pools_ranks, with_engines
 from braidrl.errors import UserError
-from braidrl.flow import Flow
-from braidrl.runtimes.memory.budget import CACHE, ENGINE, GIB, Footprint, RoleUse, footprint, in_units
+from braidrl.runtimes.memory.budget import CACHE, ENGINE, GIB, RoleUse, footprint, in_units
 from braidrl.runtimes.prepare.setup import Prepared, longest
 from braidrl.runtimes.streaming.groups import pools_of, worker_groups
 
@@ -87,36 +85,6 @@ def with_sizes(config: Config, slots: int | None, tokens: int | None) -> Config:
     if trainer.max_tokens_per_device is None and tokens is not None:
         trainer = trainer.model_copy(update={"max_tokens_per_device": tokens})
     return config.model_copy(update={"rollout": rollout, "trainer": trainer})
-
-
-def demand_of(
-    uses: Sequence[RoleUse], config: Config, flow: Flow, devices: int, decoding_ranks: int = 1, longest: int = 1,
-    engine_beside: bool = False,
-) -> Demand:  # fmt: skip
-    """Return the needs of a device's roles; configured sizes count as resident, or as needs of a micro-batch.
-
-    There are `devices` with the same content; `decoding_ranks` decode together; `longest` is in tokens. With `engine_beside` an
-    engine process shares the device and keeps its memory.
-    """
-
-    def counted(slots: int, tokens: int) -> list[Footprint]:
-        sized = with_sizes(config, slots, tokens)
-        return [footprint(use, sized, flow, devices, decoding_ranks) for use in uses]
-
-    one, two = counted(1, SAMPLED_TOKENS), counted(1, 2 * SAMPLED_TOKENS)
-    working = [(sum(a.working.values()), sum(b.working.values())) for a, b in zip(one, two, strict=True)]
-    token = max((-(-(b - a) // SAMPLED_TOKENS) for a, b in working), default=0)
-    training = max((max(0, a - token * SAMPLED_TOKENS) for a, _ in working), default=0)
-    stays = sum(size for part in one for name, size in part.resident.items() if name != CACHE)
-    cache = max((part.resident.get(CACHE, 0) for part in one), default=0)
-    if config.trainer.resident_gib is not None:
-        stays = min(stays, int(config.trainer.resident_gib * GIB))
-    if engine_beside:
-        own = (p.shape for p in one if p.use.generates and ENGINE not in p.resident)
-        stays += training + sum(shape.parameters * shape.element_bytes for shape in own)
-        stays, cache, training = (stays + cache, 0, 0) if config.rollout.slots else (stays, cache, 0)
-    rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
-    return Demand(stays, training, token, cache, longest, rows, engine_beside)
 
 
 @dataclass(frozen=True)
@@ -215,7 +183,7 @@ def memory_to_take(config: Config) -> int | None:
 
 
 def demands(prepared: Prepared) -> list[Demand]:
-    """Return the needs of the roles on each kind of the run's devices."""
+    """Return the needs of the roles on each kind of the run's devices; configured sizes count as resident, or as a micro-batch's."""
     config, shared = prepared.config, shares_devices(prepared)
     longest_row = max(config.max_sequence_tokens, longest(prepared.sources, config.rollout.max_response_tokens))
     together = generation_layout(config).ranks if pools_ranks(config) else 1
@@ -227,11 +195,24 @@ def demands(prepared: Prepared) -> list[Demand]:
         groups = [replace(g, uses=tuple(replace(u, generates=False) for u in g.uses if not u.apart)) for g in groups]
         ranks = generation_layout(config).ranks
         groups += [DeviceGroup(ranks, (RoleUse(role, False, True, apart=True),)) for role in generating]
-    return [
-        demand_of(group.uses, config, prepared.flow, group.devices, together, longest_row, beside)
-        for group in groups
-        if group.uses
-    ]
+    rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
+    sizes, found = [with_sizes(config, 1, SAMPLED_TOKENS), with_sizes(config, 1, 2 * SAMPLED_TOKENS)], []
+    for group in groups:
+        one, two = ([footprint(u, s, prepared.flow, group.devices, together) for u in group.uses] for s in sizes)
+        working = [(sum(a.working.values()), sum(b.working.values())) for a, b in zip(one, two, strict=True)]
+        token = max((-(-(b - a) // SAMPLED_TOKENS) for a, b in working), default=0)
+        training = max((max(0, a - token * SAMPLED_TOKENS) for a, _ in working), default=0)
+        stays = sum(size for part in one for name, size in part.resident.items() if name != CACHE)
+        cache = max((part.resident.get(CACHE, 0) for part in one), default=0)
+        if config.trainer.resident_gib is not None:
+            stays = min(stays, int(config.trainer.resident_gib * GIB))
+        if beside:
+            # An engine process shares the device, and keeps its memory.
+            own = (p.shape for p in one if p.use.generates and ENGINE not in p.resident)
+            stays += training + sum(shape.parameters * shape.element_bytes for shape in own)
+            stays, cache, training = (stays + cache, 0, 0) if config.rollout.slots else (stays, cache, 0)
+        found += [Demand(stays, training, token, cache, longest_row, rows, beside)] if group.uses else []
+    return found
 
 
 def shares_devices(prepared: Prepared) -> bool:

@@ -128,43 +128,30 @@ def resolve(stage: Stage, config: Config) -> Stage:
         }
         return with_params(stage, scores)
     if is_optimized(stage) and needs_old(str(stage.role), stage.params):
-        return with_params(stage, update_params(stage, config))
+        rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
+        one_step = config.trainer.rows_per_update in (None, rows) and config.trainer.epochs == 1
+        # With a single update each batch trains, in one optimizer step, the weights that generated it.
+        single, old = one_step and config.trainer.max_staleness == 0, stage.params.get("old")
+        if old == "self" and not single:
+            raise UserError(
+                f"{stage.name}: old=self needs one update and one epoch per batch and max_staleness 0; write old=recompute"
+            )
+        filled: dict[str, Any] = {"old": old or ("self" if single else "recompute")}
+        # A correction is needed if tokens come from other weights, or from other numerics than the trainer's.
+        dtype, lora = dtype_name(str(stage.role), config), lora_of(str(stage.role), config)
+        same = config.rollout.engine == "embedded" and config.rollout.dtype in (None, dtype)
+        # Adapters merged into bfloat16 weights are rounded.
+        exact = not merges_adapters(lora, config) or dtype != "bfloat16"
+        drawn_by_trained = same and exact and config.trainer.max_staleness == 0
+        # With old=rollout the ratio already compares with the policy that drew the tokens.
+        if "correction" not in stage.params and filled["old"] != "rollout" and not drawn_by_trained:
+            filled["correction"] = TRUNCATED
+        return with_params(stage, filled)
     if stage.type == "score" and model_path(str(stage.role), config) != config.model:
         # It may have another tokenizer, which makes its own tokens from the texts.
         signature = stage.signature
         return replace(stage, signature=replace(signature, optional=(*signature.optional, "prompt_length", "metadata")))
     return stage
-
-
-def update_params(stage: Stage, config: Config) -> dict[str, Any]:
-    """Return `old` by the rule of one update, one epoch and no staleness, and a correction if another policy drew the tokens."""
-    filled: dict[str, Any] = {}
-    if "old" not in stage.params:
-        rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
-        one_step = config.trainer.rows_per_update in (None, rows) and config.trainer.epochs == 1
-        filled["old"] = "self" if (one_step and config.trainer.max_staleness == 0) else "recompute"
-    elif stage.params["old"] == "self" and not single_update(config):
-        raise UserError(
-            f"{stage.name}: old=self needs one update and one epoch per batch and max_staleness 0; write old=recompute"
-        )
-    # With old=rollout the ratio already compares with the policy that drew the tokens.
-    to_engine = {**stage.params, **filled}["old"] == "rollout"
-    # A correction is needed if tokens come from other weights, or from other numerics than the trainer's.
-    dtype, lora = dtype_name(str(stage.role), config), lora_of(str(stage.role), config)
-    same = config.rollout.engine == "embedded" and config.rollout.dtype in (None, dtype)
-    # Adapters merged into bfloat16 weights are rounded.
-    exact = not merges_adapters(lora, config) or dtype != "bfloat16"
-    drawn_by_trained = same and exact and config.trainer.max_staleness == 0
-    if "correction" not in stage.params and not to_engine and not drawn_by_trained:
-        filled["correction"] = TRUNCATED
-    return filled
-
-
-def single_update(config: Config) -> bool:
-    """Return True if each batch trains in one optimizer step the weights that generated it."""
-    rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
-    one_step = config.trainer.rows_per_update in (None, rows) and config.trainer.epochs == 1
-    return one_step and config.trainer.max_staleness == 0
 
 
 def with_params(stage: Stage, params: dict[str, Any]) -> Stage:
