@@ -102,7 +102,7 @@ class ShardExchange:
             table = replace(table, payload=only_present(table.payload, needed))
         self.moved_rows += int(((owner == self.world.rank) & (table.owner != self.world.rank)).sum())
         with self._span("ranks", edge, 0, 0, "waiting"):
-            payload = moved_rows(self.world, f"{edge} of step {self.iteration}", table.payload, table.owner, owner)
+            payload = move_rows(self.world, f"{edge} of step {self.iteration}", table.payload, table.owner, owner)
         return replace(table, owner=owner, payload=payload)
 
     def gather(self, table: Shard, columns: Mapping[str, Column], own: Sums, sums: Sums) -> Shard:
@@ -166,7 +166,7 @@ def only_present(rows: Rows, names: Sequence[str]) -> Rows:
     return rows.only([name for name in dict.fromkeys(names) if name in rows])
 
 
-def moved_rows(world: World, what: str, rows: Rows, owner: Tensor, target: Tensor) -> Rows:
+def move_rows(world: World, what: str, rows: Rows, owner: Tensor, target: Tensor) -> Rows:
     """Return this rank's rows of a table, of which it has `rows`, after each row of rank `owner` (B,) is on rank `target` (B,).
 
     In place if nothing moves; else one message of encoded rows for each pair of ranks. The rows keep the order of the table.

@@ -12,7 +12,7 @@ from braidrl.cluster.world import World
 from braidrl.data.codec import encode
 from braidrl.data.frames import join, laid_out
 from braidrl.data.rows import Objects, Rows
-from braidrl.runtimes.spmd.shard import moved_rows
+from braidrl.runtimes.spmd.shard import move_rows
 
 RANKS = 3
 
@@ -58,7 +58,7 @@ def columns_of_every_kind(world: World) -> dict[str, Any]:
     for source in ("first two", "last two", "all", "second"):
         for target in ("first two", "last two", "all", "second"):
             edge, own = f"{source} to {target}", held(rows, owners(source), world.rank)
-            received = moved_rows(world, edge, own if len(own) else Rows({}), owners(source), owners(target))
+            received = move_rows(world, edge, own if len(own) else Rows({}), owners(source), owners(target))
             wanted = held(rows, owners(target), world.rank)
             found[edge] = same(received, wanted) if len(wanted) else len(received) == 0
     return found
@@ -68,7 +68,7 @@ def bytes_of_an_exchange(world: World) -> dict[str, Any]:
     """Return the bytes received, and the size of the rows that had to move."""
     rows, source, target = table(300), owners("first two", 300), owners("all", 300)
     before = world.received.exchanged
-    moved_rows(world, "update", held(rows, source, world.rank), source, target)
+    move_rows(world, "update", held(rows, source, world.rank), source, target)
     came = rows.take((target == world.rank) & (source != world.rank))
     return {"received": world.received.exchanged - before, "needed": laid_out(encode(came))[0] if len(came) else 0}
 
@@ -76,7 +76,7 @@ def bytes_of_an_exchange(world: World) -> dict[str, Any]:
 def nothing_moves(world: World) -> dict[str, Any]:
     """Rows that stay where they are."""
     own, before = held(table(), owners("all"), world.rank), world.received.exchanged
-    moved = moved_rows(world, "update", own, owners("all"), owners("all"))
+    moved = move_rows(world, "update", own, owners("all"), owners("all"))
     return {"same object": moved is own, "received": world.received.exchanged - before}
 
 
