@@ -24,7 +24,7 @@ from braidrl.runtimes.row_store import Origin, RowText
 from braidrl.training.roles.checkpoint import Write
 
 
-class Table(Protocol):
+class RowTable(Protocol):
     """The operations on rows that a controller needs; on handles and shards none of them moves a row."""
 
     def take(self, positions: Sequence[int]) -> Self:
@@ -36,7 +36,7 @@ class Table(Protocol):
 
 
 T = TypeVar("T")
-TableT = TypeVar("TableT", bound=Table)
+TableT = TypeVar("TableT", bound=RowTable)
 
 
 class Backend(Protocol[T]):
