@@ -27,11 +27,9 @@ from transformers import LlamaConfig
 from braidrl.cluster.device_kinds import Cluster, read_cluster
 from braidrl.config import parse_config
 from braidrl.errors import UserError
-from braidrl.plan.choices import Choice
-from braidrl.plan.named import fixed, halves
+from braidrl.plan.choices import Choice, Sets
 from braidrl.plan.problem import Problem
-from braidrl.plan.search import Plan, Search
-from braidrl.plan.sets import Sets
+from braidrl.plan.search import Plan, Search, fixed, halves
 from braidrl.plan.work import Lengths
 from braidrl.runtimes.prepare.run_flow import build_flow
 

@@ -35,7 +35,10 @@ def hashed(*keys: Key) -> Tensor:
             # A state that is still a Python number needs no device.
             state = _mix_tensor((key ^ (_signed(state) if isinstance(state, int) else state)).add_(_signed(INCREMENT)))
         elif isinstance(state, int):
-            state = _mix_number((state ^ _number(key)) + INCREMENT & MASK)
+            x = (state ^ _number(key)) + INCREMENT & MASK
+            x = (x ^ (x >> 30)) * MULTIPLIER_1 & MASK
+            x = (x ^ (x >> 27)) * MULTIPLIER_2 & MASK
+            state = x ^ (x >> 31)
         else:
             state = _mix_tensor((state ^ _signed(_number(key))).add_(_signed(INCREMENT)))
     return torch.tensor(_signed(state)) if isinstance(state, int) else state
@@ -95,9 +98,3 @@ def _mix_tensor(x: Tensor) -> Tensor:
     x = x.bitwise_xor_(_shifted(x, 30)).mul_(_signed(MULTIPLIER_1))
     x = x.bitwise_xor_(_shifted(x, 27)).mul_(_signed(MULTIPLIER_2))
     return x.bitwise_xor_(_shifted(x, 31))
-
-
-def _mix_number(x: int) -> int:
-    x = (x ^ (x >> 30)) * MULTIPLIER_1 & MASK
-    x = (x ^ (x >> 27)) * MULTIPLIER_2 & MASK
-    return x ^ (x >> 31)

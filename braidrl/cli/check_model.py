@@ -22,18 +22,10 @@ WIDTH = 52
 
 
 def check(model: str, layouts: bool, say: Callable[[str], None]) -> bool:
-    """Print the table of a model.
+    """Print the table of a model: a Hugging Face directory, a config.json, or a hub id in this machine's cache.
 
-    Args:
-        model: A Hugging Face directory, a config.json, or a hub id in this machine's cache.
-        layouts: Also start two ranks for each layout.
-        say: Called with each line.
-
-    Returns:
-        True if the model may train. A run that needs an optional property that does not hold is refused.
-
-    Raises:
-        UserError: There is no such model.
+    Returns True if the model may train; a run that needs an optional property that does not hold is refused. `layouts` also starts
+    two ranks for each layout. Raises UserError if there is no such model.
     """
     config = config_of(model)
     try:

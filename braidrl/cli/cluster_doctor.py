@@ -53,11 +53,8 @@ class Inspector:
     def look(self, paths: Mapping[str, str], folder: str | None, mark: str, own: str) -> dict[str, Any]:
         """Return the node's versions, devices, and unusable paths with reasons.
 
-        Args:
-            paths: Paths by configuration key.
-            folder: The run's folder, where the command has created the file `mark`.
-            mark: Name of that file.
-            own: Name of the file that this node creates.
+        `paths` are by configuration key. The command has created the file `mark` in the run's `folder`; this node creates the file
+        `own`.
         """
         versions = {"python": platform.python_version(), **{name: version_of(name) for name in PACKAGES}}
         unseen = {key: f"{path} is not there" for key, path in paths.items() if not os.access(path, os.R_OK)}

@@ -338,16 +338,6 @@ def verify(run: RunFolder) -> None:
     raise UserError(f"braid verify is called `braid checkpoint check {run}`")
 
 
-def check_address_space() -> None:
-    """Raise UserError if the address space is too small to load torch and transformers, which would fail in unpredictable ways."""
-    most, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if most != resource.RLIM_INFINITY and most < ADDRESS_SPACE_BYTES:
-        raise UserError(
-            f"this process may have {most / 2**30:.1f} GiB of address space (ulimit -v), and needs at least "
-            f"{ADDRESS_SPACE_BYTES / 2**30:.1f}; raise the limit"
-        )
-
-
 def main() -> None:
     """Run the command; a user error ends with one line and an exit code, Ctrl-C with 130."""
     arguments = [argument for argument in sys.argv[1:] if argument != "--debug"]
@@ -359,7 +349,12 @@ def main() -> None:
     ):  # as stderr: a character that the terminal cannot show is written as its number
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        check_address_space()
+        most, _ = resource.getrlimit(resource.RLIMIT_AS)
+        if most != resource.RLIM_INFINITY and most < ADDRESS_SPACE_BYTES:
+            raise UserError(
+                f"this process may have {most / 2**30:.1f} GiB of address space (ulimit -v), and needs at least "
+                f"{ADDRESS_SPACE_BYTES / 2**30:.1f}; raise the limit"
+            )
         app(arguments, standalone_mode=True)
     except UserError as error:
         if debug:

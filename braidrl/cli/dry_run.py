@@ -15,10 +15,10 @@ from braidrl.config import Config
 from braidrl.engines.factory import generation_layout, pools_ranks
 from braidrl.errors import Problems, UserError
 from braidrl.runtimes.memory.budget import CACHE, ENGINE, Footprint, footprint, in_units, moving, peak
-from braidrl.runtimes.prepare.checks import check_names, lacking, without_effect
+from braidrl.runtimes.prepare.checks import check_names, without_effect
 from braidrl.runtimes.prepare.fetching import with_data_here, with_fetched
 from braidrl.runtimes.prepare.run_flow import build_flow
-from braidrl.runtimes.prepare.setup import Prepared, check_files, prepare, vocabulary_lines
+from braidrl.runtimes.prepare.setup import Prepared, check_files, lacking, prepare, vocabulary_lines
 from braidrl.runtimes.saving.folders import check_output
 from braidrl.runtimes.sizing import DeviceGroup, check_engine_memory, device_groups, device_table, with_fitting_sizes
 from braidrl.runtimes.start import check_runtime
@@ -29,8 +29,7 @@ from braidrl.training.role_settings import usual_max_tokens
 def dry_run(config: Config, console: Console | None = None) -> list[tuple[DeviceGroup, list[Footprint]]]:
     """Check a configuration as a run does, and print the memory of each device and a verdict.
 
-    Raises:
-        Problems: A run would refuse the configuration; all independent errors, one per line.
+    Raises Problems, with all independent errors, one per line, if a run would refuse the configuration.
     """
     problems: list[str] = []
 

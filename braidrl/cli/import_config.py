@@ -6,6 +6,7 @@ verl.yaml ──keys──▶ verl_keys.yaml: key of Braid, rule ──▶ braid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,10 @@ FLOWS = {
 ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 HAVE_KL_IN_REWARD = ("ppo", "rloo", "reinforce_plus_plus")
 CLIPPED = ("grpo", "dapo", "ppo")
+OPTIMIZERS = {"adamw": "adamw", "adamw8bit": "adamw8bit", "sgd": "sgd"}
+TURNS, TOOL_FORMATS = f"{ROLLOUT}.multi_turn.enable", ("hermes", "llama", "mistral", "deepseek", "glm")
+ONE = (("rollout.tensor", 1), ("rollout.pipeline", 1))
+"""Braid's defaults that verl writes out."""
 
 
 @dataclass
@@ -56,40 +61,11 @@ Rule = Callable[[Imported, str, Any, str], None]
 """A function of the import, verl's key and value, and Braid's key; it adds to the import."""
 
 
-def copied(one: Imported, key: str, value: Any, to: str) -> None:
-    one.made[to] = value
-
-
-def given(one: Imported, key: str, value: Any, to: str) -> None:
-    """Copy a value unless it is a placeholder for a default."""
-    if value not in UNSET:
-        one.made[to] = value
-
-
-def every(one: Imported, key: str, value: Any, to: str) -> None:
-    one.made[to] = max(0, int(value))
-
-
-def positive(one: Imported, key: str, value: Any, to: str) -> None:
-    if int(value) > 0:
-        one.made[to] = int(value)
-
-
 def flow(one: Imported, key: str, value: Any, to: str) -> None:
     one.made["flow"] = one.flow
     named = str(value).rpartition(".")[2].lower()
     if key == "algorithm.adv_estimator" and named not in FLOWS:
         one.left[key] = f"no recipe is called {named}; see `braid list recipes` and `braid list advantages`"
-
-
-def of_flow(*flows: str) -> Rule:
-    """Return a rule that copies the value if the recipe has the parameter."""
-
-    def rule(one: Imported, key: str, value: Any, to: str) -> None:
-        if one.flow in flows:
-            one.made[to] = value
-
-    return rule
 
 
 def kl(one: Imported, key: str, value: Any, to: str) -> None:
@@ -138,21 +114,12 @@ def loss(one: Imported, key: str, value: Any, to: str) -> None:
         one.left[key] = f"algorithm.loss, where `braid list losses` has one like {value}"
 
 
-def rows(one: Imported, key: str, value: Any, to: str) -> None:
-    one.made[to] = int(value) * one.number(f"{ROLLOUT}.n")
-
-
 def correction(one: Imported, key: str, value: Any, to: str) -> None:
     if one.given.get("algorithm.rollout_correction.rollout_is"):
         one.made[to] = {
             "name": "truncated",
             "cap": float(one.given.get("algorithm.rollout_correction.rollout_is_threshold", 2.0)),
         }
-
-
-def bypass(one: Imported, key: str, value: Any, to: str) -> None:
-    if value:
-        one.made[to] = "rollout"
 
 
 def eval_sets(one: Imported, key: str, value: Any, to: str) -> None:
@@ -194,19 +161,10 @@ def schedule(one: Imported, key: str, value: Any, to: str) -> None:
         one.left[key] = "trainer.schedule is constant, linear or cosine"
 
 
-def optimizer(one: Imported, key: str, value: Any, to: str) -> None:
-    known = {"adamw": "adamw", "adamw8bit": "adamw8bit", "sgd": "sgd"}.get(str(value).lower())
-    one.made[to] = known or f"torch.optim:{value}"
-
-
-def layout(axis: str) -> Rule:
-    """Return a rule that sets an axis of the trainer's layout."""
-
-    def rule(one: Imported, key: str, value: Any, to: str) -> None:
-        if int(value) > 1:
-            one.made.setdefault(to, {})[axis] = int(value)
-
-    return rule
+def axis(name: str, one: Imported, key: str, value: Any, to: str) -> None:
+    """Set an axis of the trainer's layout."""
+    if int(value) > 1:
+        one.made.setdefault(to, {})[name] = int(value)
 
 
 def shard(one: Imported, key: str, value: Any, to: str) -> None:
@@ -231,26 +189,9 @@ def engine(one: Imported, key: str, value: Any, to: str) -> None:
         )
 
 
-def vllm(one: Imported, key: str, value: Any, to: str) -> None:
-    if one.given.get(f"{ROLLOUT}.name") == "vllm" and not (
-        to in ("rollout.tensor", "rollout.pipeline") and int(value) == 1
-    ):
-        one.made[to] = value
-
-
 def vllm_more(one: Imported, key: str, value: Any, to: str) -> None:
     for name, setting in (value or {}).items():
         one.made[f"{to}.{name}"] = setting
-
-
-def greedy(one: Imported, key: str, value: Any, to: str) -> None:
-    if not value:
-        one.made[to] = 0.0
-
-
-def tool_format(one: Imported, key: str, value: Any, to: str) -> None:
-    if one.given.get(f"{ROLLOUT}.multi_turn.enable") and value in ("hermes", "llama", "mistral", "deepseek", "glm"):
-        one.made[to] = value
 
 
 def verify(one: Imported, key: str, value: Any, to: str) -> None:
@@ -288,16 +229,6 @@ def trackers(one: Imported, key: str, value: Any, to: str) -> None:
         one.left[key] = f"no tracker is called {', '.join(unknown)}; see `braid list trackers`"
 
 
-def runtime(one: Imported, key: str, value: Any, to: str) -> None:
-    if value == "separate_async":
-        one.made[to] = "streaming"
-
-
-def staleness(one: Imported, key: str, value: Any, to: str) -> None:
-    if one.given.get("trainer.v1.trainer_mode") == "separate_async":
-        one.made[to] = int(value)
-
-
 def template(one: Imported, key: str, value: Any, to: str) -> None:
     if value and "template" in DataConfig.model_fields:
         one.made[to] = value
@@ -305,27 +236,47 @@ def template(one: Imported, key: str, value: Any, to: str) -> None:
         one.left[key] = "put them into the tokenizer's chat template"
 
 
+VALUES: dict[str, Callable[[Imported, Any, str], Any]] = {
+    "": lambda one, value, to: value,
+    "given": lambda one, value, to: value if value not in UNSET else None,
+    "every": lambda one, value, to: max(0, int(value)),
+    "top_k": lambda one, value, to: max(0, int(value)),
+    "positive": lambda one, value, to: int(value) if int(value) > 0 else None,
+    "rows": lambda one, value, to: int(value) * one.number(f"{ROLLOUT}.n"),
+    "of_ppo": lambda one, value, to: value if one.flow == "ppo" else None,
+    "critic": lambda one, value, to: value if one.flow == "ppo" else None,
+    "of_grpo": lambda one, value, to: value if one.flow == "grpo" else None,
+    "overlong": lambda one, value, to: value if one.flow == "dapo" else None,
+    "dual_clip": lambda one, value, to: value if one.flow in CLIPPED else None,
+    "bypass": lambda one, value, to: "rollout" if value else None,
+    "greedy": lambda one, value, to: None if value else 0.0,
+    "device": lambda one, value, to: value if value in ("cuda", "cpu") else None,
+    "reference": lambda one, value, to: value if value not in UNSET and one.made.get("algorithm.kl_coef") else None,
+    "runtime": lambda one, value, to: "streaming" if value == "separate_async" else None,
+    "staleness": lambda one, value, to: (
+        int(value) if one.given.get("trainer.v1.trainer_mode") == "separate_async" else None
+    ),
+    "tool_format": lambda one, value, to: value if one.given.get(TURNS) and value in TOOL_FORMATS else None,
+    "optimizer": lambda one, value, to: OPTIMIZERS.get(str(value).lower(), f"torch.optim:{value}"),
+    "vllm": lambda one, value, to: (
+        value if one.given.get(f"{ROLLOUT}.name") == "vllm" and (to, value) not in ONE else None
+    ),
+}
+"""Rules that make the value of Braid's key `to` from verl's value; None leaves the key out."""
 RULES: dict[str, Rule] = {
-    "flow": flow, "of_ppo": of_flow("ppo"), "of_grpo": of_flow("grpo"), "overlong": of_flow("dapo"),
-    "critic": of_flow("ppo"), "dual_clip": of_flow(*CLIPPED), "kl": kl, "clip": clip, "loss": loss, "rows": rows, "correction": correction,
-    "bypass": bypass, "eval_sets": eval_sets, "field_name": of_source, "first": of_source, "lora": lora, "schedule": schedule,
-    "optimizer": optimizer, "tensor": layout("tensor"), "pipeline": layout("pipeline"), "sequence": layout("sequence"), "shard": shard,
-    "dtype": dtype, "engine": engine, "vllm": vllm, "vllm_more": vllm_more, "greedy": greedy, "tool_format": tool_format,
-    "verify": verify, "reward_model": reward_model, "workers": workers, "trackers": trackers, "runtime": runtime, "staleness": staleness,
-    "given": given, "every": every, "positive": positive, "top_k": every, "template": template,
-    "reference": lambda one, key, value, to: given(one, key, value, to) if one.made.get("algorithm.kl_coef") else None,
-    "device": lambda one, key, value, to: copied(one, key, value, to) if value in ("cuda", "cpu") else None,
+    "flow": flow, "kl": kl, "clip": clip, "loss": loss, "correction": correction, "eval_sets": eval_sets, "field_name": of_source,
+    "first": of_source, "lora": lora, "schedule": schedule, "shard": shard, "dtype": dtype, "engine": engine, "vllm_more": vllm_more,
+    "verify": verify, "reward_model": reward_model, "workers": workers, "trackers": trackers, "template": template,
+    **{name: partial(axis, name) for name in ("tensor", "pipeline", "sequence")},
 }  # fmt: skip
+"""Rules that set several keys, or leave a line for the user."""
 
 
 def import_config(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the nested keys of a Braid configuration, and verl's keys without a counterpart with remedies.
 
-    Args:
-        path: A YAML file of verl: its whole configuration, or the keys that are set, nested or dotted.
-
-    Raises:
-        UserError: The file is not YAML, or has no key of verl.
+    `path` is a YAML file of verl: its whole configuration, or the keys that are set, nested or dotted. Raises UserError if it is
+    not YAML, or has no key of verl.
     """
     if not path.is_file():
         raise UserError(f"no configuration file {path}")
@@ -340,10 +291,11 @@ def import_config(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         row = row_of(key, table)
         if row is None:
             one.left[key] = "verl's own configuration has no such key; see docs/coming-from-verl.md"
-        elif "rule" in row or "to" in row:
-            RULES[row.get("rule", "")](one, key, value, row.get("to", "")) if "rule" in row else copied(
-                one, key, value, row["to"]
-            )
+        elif (rule := row.get("rule", "")) in RULES:
+            RULES[rule](one, key, value, row.get("to", ""))
+        elif rule or "to" in row:
+            if (made := VALUES[rule](one, value, to := row.get("to", ""))) is not None:
+                one.made[to] = made
         elif row.get("note") == "no counterpart" and value not in (False, 0):
             one.left[key] = "no counterpart"
     if one.flow == "ppo":

@@ -20,15 +20,15 @@ from braidrl.data.prompts import LoadedSource, load_train
 from braidrl.errors import UserError, suggest
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import recorded_steps
+from braidrl.observe.timeline import timeline_page
 from braidrl.observe.trace import read_trace
-from braidrl.plan.calibration import WARM_UP, Observed, calibrate, written_rates
+from braidrl.plan.calibration import WARM_UP, Observed, calibrate
 from braidrl.plan.configured import overlay_of, predicted
 from braidrl.plan.lengths import batch_lengths, step_lengths
-from braidrl.plan.named import like
-from braidrl.plan.plan_report import show, timeline
+from braidrl.plan.plan_report import show, spans_of
 from braidrl.plan.problem import Problem
 from braidrl.plan.rates import Rates, read_rates
-from braidrl.plan.search import Plan, Search
+from braidrl.plan.search import Plan, Search, like
 from braidrl.plan.streaming import StreamingSearch
 from braidrl.plan.work import Lengths
 from braidrl.runtimes.prepare.fetching import with_fetched
@@ -57,16 +57,13 @@ class Wanted:
 
 
 def plan(config: Config, wanted: Wanted, overlay: Path | None, html: Path | None, console: Console) -> list[Plan]:
-    """Find the best plans, print them, and write the first.
-
-    Raises:
-        UserError: Devices, lengths or stages cannot be planned for, or models do not fit.
-    """
+    """Find the best plans, print them, and write the first. Raises UserError for what cannot be planned, and for models that do not fit."""
     problem = problem_of(config, wanted)
     plans = best_plans(problem, wanted) if wanted.like is None else [like(problem, wanted.like)]
     show(problem, plans, console, search=wanted.like is None)
     if html is not None:
-        html.write_text(timeline(plans[0], f"{problem.flow.name} on {problem.cluster}"), encoding="utf-8")
+        page = timeline_page(f"{problem.flow.name} on {problem.cluster}: predicted", spans_of(plans[0]))
+        html.write_text(page, encoding="utf-8")
         console.print(f"drawn in {html}", soft_wrap=True)
     if overlay is not None:
         overlay.write_text(yaml.safe_dump(overlay_of(plans[0], problem), sort_keys=False), encoding="utf-8")
@@ -114,49 +111,36 @@ def best_plans(problem: Problem, wanted: Wanted) -> list[Plan]:
         found += search.colocated("distributed")
         found += search.hybrid()
     if "streaming" in wanted.runtimes and any(model.generates for model in problem.models.values()):
-        found += streaming_plans(problem, wanted.max_staleness)
+        # For each bound on staleness from the configuration's on. Staleness adds stages: recomputed log-probs for a correction.
+        given = problem.config.trainer.max_staleness
+        for staleness in range(given, max(given, wanted.max_staleness or 0) + 1):
+            trainer = problem.config.trainer.model_copy(update={"max_staleness": staleness})
+            config = problem.config.model_copy(update={"trainer": trainer, "runtime": "streaming"})
+            streamed = StreamingSearch(replace(problem, config=config, flow=build_flow(config))).best(staleness)
+            found += [streamed] if streamed is not None else []
     found = [one for one in found if one.runtime in wanted.runtimes]
     return sorted(found, key=lambda one: one.seconds)[:SHOWN]
-
-
-def streaming_plans(problem: Problem, most: int | None) -> list[Plan]:
-    """Return the best streaming plan for each bound on staleness from the configuration's up to `most`."""
-    given = problem.config.trainer.max_staleness
-    found = []
-    for staleness in range(given, max(given, most or 0) + 1):
-        trainer = problem.config.trainer.model_copy(update={"max_staleness": staleness})
-        config = problem.config.model_copy(update={"trainer": trainer, "runtime": "streaming"})
-        # Staleness adds stages: log-probs are recomputed for an importance correction.
-        found.append(StreamingSearch(replace(problem, config=config, flow=build_flow(config))).best(staleness))
-    return [one for one in found if one is not None]
 
 
 def calibrated(runs: Sequence[Path], devices: str, file: Path) -> Rates:
     """Fit rates to runs on one kind of device, and add them to a file with the rates of other kinds.
 
-    Raises:
-        UserError: A folder is not a run, or has no recorded rollouts.
+    Raises UserError if a folder is not a run, or has no recorded rollouts.
     """
     cluster = read_cluster(devices)
     known = read_rates(file) if file.is_file() else {}
     rates = calibrate([observe(run, cluster) for run in runs], known)
-    file.write_text(written_rates({**known, cluster.groups[0].kind: rates}), encoding="utf-8")
+    every = {**known, cluster.groups[0].kind: rates}
+    plain = {kind: one.model_dump(mode="json") for kind, one in every.items()}
+    file.write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
     return rates
 
 
 def measured(config: Config, devices: str, file: Path, say: Callable[[str], object]) -> Rates:
     """Fit rates to short runs of a configuration on one device of this machine, and add them to a file as `calibrated`.
 
-    The runs differ in rows and lengths. They use the configuration's model, data and engine, and are deleted afterwards.
-
-    Args:
-        config: The configuration.
-        devices: The kind of the device.
-        file: The file of rates.
-        say: Prints a line.
-
-    Raises:
-        UserError: The configuration cannot run here.
+    The runs differ in rows and lengths. They use the configuration's model, data and engine, have no layouts, evaluation,
+    checkpoints or trackers, and are deleted afterwards. Raises UserError if the configuration cannot run here.
     """
     rows = config.rollout.slots or MEASURED_ROWS
     groups = max(2, min(config.trainer.prompts_per_step, rows // config.rollout.samples_per_prompt))
@@ -166,42 +150,37 @@ def measured(config: Config, devices: str, file: Path, say: Callable[[str], obje
         for number, (prompts, longest) in enumerate(
             ((groups, tokens), (groups // 2, tokens), (groups, tokens // 4 or 1))
         ):
-            sized = measuring_config(config, prompts, longest, Path(folder), f"measure-{number}")
+            roles = {
+                role: own.model_copy(update={"layout": None, "inference_layout": None})
+                for role, own in config.roles.items()
+            }
+            trainer = config.trainer.model_copy(update={
+                "steps": WARM_UP + MEASURED_STEPS, "prompts_per_step": prompts, "rows_per_update": None, "layout": ParallelLayout(),
+                "inference_layout": None, "max_staleness": 0, "checkpoint_every": 0, "resident_gib": None,
+            })  # fmt: skip
+            rollout = config.rollout.model_copy(
+                update={"max_response_tokens": longest, "tensor": 1, "pipeline": 1, "grouping": None}
+            )
+            # Validated again: keys depend on each other.
+            short = config.model_copy(update={
+                "runtime": "eager", "workers": 1, "placement": PlacementConfig(), "streaming": StreamingConfig(), "trainer": trainer,
+                "rollout": rollout, "roles": roles, "output": Path(folder), "name": f"measure-{number}", "trackers": [],
+                "evaluation": config.evaluation.model_copy(update={"every": 0}),
+            })  # fmt: skip
+            sized = parse_config(short.model_dump(mode="json", exclude_unset=True))
             with TrainingRun(sized) as run:
                 run.train()
             runs.append(run.folder)
         rates = calibrated(runs, devices, file)
         for seen in (observe(run, read_cluster(devices)) for run in runs):
             steps = list(seen.steps())
-            said = [
-                predicted(replace(problem, rates={read_cluster(devices).groups[0].kind: rates})) for _, problem in steps
-            ]
+            fitted = {read_cluster(devices).groups[0].kind: rates}
+            said = [predicted(replace(problem, rates=fitted)) for _, problem in steps]
             took = median(seen.step_seconds[step] for step, _ in steps)
             say(
                 f"{steps[0][1].rows} rows: {took:.3g} s a step, {median(plan.seconds for plan in said):.3g} s by the fitted rates"
             )
     return rates
-
-
-def measuring_config(config: Config, prompts: int, longest: int, folder: Path, name: str) -> Config:
-    """Return a configuration of a short run on one device, without layouts, evaluation, checkpoints and trackers."""
-    roles = {
-        role: own.model_copy(update={"layout": None, "inference_layout": None}) for role, own in config.roles.items()
-    }
-    trainer = config.trainer.model_copy(update={
-        "steps": WARM_UP + MEASURED_STEPS, "prompts_per_step": prompts, "rows_per_update": None, "layout": ParallelLayout(),
-        "inference_layout": None, "max_staleness": 0, "checkpoint_every": 0, "resident_gib": None,
-    })  # fmt: skip
-    rollout = config.rollout.model_copy(
-        update={"max_response_tokens": longest, "tensor": 1, "pipeline": 1, "grouping": None}
-    )
-    # Validated again: keys depend on each other.
-    short = config.model_copy(update={
-        "runtime": "eager", "workers": 1, "placement": PlacementConfig(), "streaming": StreamingConfig(), "trainer": trainer,
-        "rollout": rollout, "roles": roles, "output": folder, "name": name, "trackers": [],
-        "evaluation": config.evaluation.model_copy(update={"every": 0}),
-    })  # fmt: skip
-    return parse_config(short.model_dump(mode="json", exclude_unset=True))
 
 
 def observe(run: Path, cluster: Cluster) -> Observed:

@@ -40,28 +40,25 @@ def show_data(config: Config, console: Console | None = None) -> None:
     if not named:
         raise UserError("data names no source; give one, as in data.train=train.jsonl")
     for key, source in named.items():
-        show_source(key, source, tokenizer, config.data.max_prompt_tokens, console)
-
-
-def show_source(key: str, source: LoadedSource, tokenizer: Any, limit: int, console: Console) -> None:
-    """Print the contents of one source."""
-    console.print(f"[bold]{key}[/bold]  {escape(str(source.path))}", soft_wrap=True)
-    console.print(f"{len(source)} examples, {source.dropped} dropped as longer than data.max_prompt_tokens={limit}")
-    for reason, count in source.facts.left_out.items():
-        console.print(f"{count} records left out because {escape(reason)}")
-    for column in source.facts.without_form:
-        console.print(f"column {escape(column)} left out, for which JSON has no form")
-    lengths = {name: source.examples.lengths(name) for name in ("prompt", *RESPONSES)}
-    known = {name: tokens.numpy() for name, tokens in lengths.items() if tokens is not None}
-    table = Table("tokens of the", *(f"{p}%" if p % 100 else ("least", "most")[p // 100] for p in PERCENTILES), "")
-    for name, tokens in known.items():
-        counts, _ = np.histogram(tokens, bins=min(BINS, int(np.ptp(tokens)) + 1))
-        tops = np.ceil(counts / counts.max() * (len(BARS) - 1)).astype(int)
-        histogram = "".join(BARS[top] for top in tops)
-        table.add_row(name, *(f"{number:.0f}" for number in np.percentile(tokens, PERCENTILES)), histogram)
-    console.print(table)
-    for line in samples(source, tokenizer):
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
+        console.print(f"[bold]{key}[/bold]  {escape(str(source.path))}", soft_wrap=True)
+        console.print(
+            f"{len(source)} examples, {source.dropped} dropped as longer than data.max_prompt_tokens={config.data.max_prompt_tokens}"
+        )
+        for reason, count in source.facts.left_out.items():
+            console.print(f"{count} records left out because {escape(reason)}")
+        for column in source.facts.without_form:
+            console.print(f"column {escape(column)} left out, for which JSON has no form")
+        lengths = {name: source.examples.lengths(name) for name in ("prompt", *RESPONSES)}
+        known = {name: tokens.numpy() for name, tokens in lengths.items() if tokens is not None}
+        table = Table("tokens of the", *(f"{p}%" if p % 100 else ("least", "most")[p // 100] for p in PERCENTILES), "")
+        for name, tokens in known.items():
+            counts, _ = np.histogram(tokens, bins=min(BINS, int(np.ptp(tokens)) + 1))
+            tops = np.ceil(counts / counts.max() * (len(BARS) - 1)).astype(int)
+            histogram = "".join(BARS[top] for top in tops)
+            table.add_row(name, *(f"{number:.0f}" for number in np.percentile(tokens, PERCENTILES)), histogram)
+        console.print(table)
+        for line in samples(source, tokenizer):
+            console.print(line, soft_wrap=True, highlight=False, markup=False)
 
 
 def samples(source: LoadedSource, tokenizer: Any) -> Iterator[str]:

@@ -27,16 +27,10 @@ READ_FROM = re.compile(r"model|roles\.[^.]+\.model|data\.(train|ptx|eval\.[^.]+)
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = (), every: bool = False, **defaults: Any) -> Config:
-    """Load and validate a configuration.
+    """Load and validate a configuration from a YAML file, if any, and overrides: dotted `key=value`, or YAML files whose keys win.
 
-    Args:
-        path: A YAML file, or None.
-        overrides: Dotted `key=value` each, or a YAML file whose keys override the first.
-        every: Report every invalid key, one per line, not only the first.
-        defaults: Values for unset keys.
-
-    Raises:
-        UserError: A key is unknown or a value is invalid.
+    `defaults` are for unset keys. Raises UserError for an unknown key or an invalid value; with `every` for all of them, one per
+    line.
     """
     tree = given_keys(path, overrides)
     if path is not None:
@@ -72,13 +66,9 @@ def read_tree(path: Path) -> dict[str, Any]:
 
 
 def found_beside(folder: Path, value: Any, place: str = "", unless_here: bool = False) -> Any:
-    """Return a part of a tree with absolute paths for files in a folder.
+    """Return the part of a tree at a dotted key with absolute paths for files in the configuration's folder.
 
-    Args:
-        folder: The configuration's folder.
-        value: The part.
-        place: The part's dotted key.
-        unless_here: Leave a path unchanged if it exists in the current folder.
+    With `unless_here` a path stays that exists in the current folder.
     """
     if isinstance(value, dict):
         parts = {name: f"{place}.{name}" if place else str(name) for name in value}
@@ -148,14 +138,9 @@ def parse_config(tree: dict[str, Any], every: bool = False) -> Config:
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Set `a.b=value` in a nested dict, in place.
+    """Set `a.b=value`, where the value is YAML, in a nested dict, in place.
 
-    Args:
-        tree: The nested dict.
-        override: `key=value`, with dots in the key; the value is YAML.
-
-    Raises:
-        UserError: It is not key=value, or the key leads through a value.
+    Raises UserError if it is not key=value, or the key leads through a value.
     """
     key, equals, value = override.partition("=")
     if not equals or not key:

@@ -90,17 +90,8 @@ def update_plan(
 ) -> list[list[int]]:  # fmt: skip
     """Return the row positions of each optimizer step, epoch after epoch; rows of one step are in the order of (group, sample).
 
-    Args:
-        groups: Group of each row of the batch, in any order.
-        samples: Sample of each row.
-        rows_per_update: Rows of one step.
-        epochs: Passes over the batch.
-        seed: The run's seed.
-        iteration: Number of the batch.
-        older: Number of groups, the first by number, to spread evenly over the updates.
-
-    Raises:
-        ValueError: `rows_per_update` does not divide the batch, or two rows have the same identity.
+    `groups` and `samples` identify the rows of the batch, in any order. The first `older` groups by number are spread evenly over
+    the updates. Raises ValueError if `rows_per_update` does not divide the batch, or two rows have the same identity.
     """
     identities = list(zip(groups, samples, strict=True))
     if len(set(identities)) < len(identities):
@@ -139,16 +130,9 @@ def admissible(iteration: int, engine_version: int, max_staleness: int) -> bool:
 
 
 def check_staleness(iteration: int, versions: Sequence[int], max_staleness: int, uids: Sequence[Any]) -> int:
-    """Return the largest staleness in a batch.
+    """Return the largest staleness in the batch of an iteration, given the version of each row's oldest token.
 
-    Args:
-        iteration: Number of the batch, from 1.
-        versions: The version of each row's oldest token.
-        max_staleness: The bound.
-        uids: Names of the rows.
-
-    Raises:
-        TooStale: A row, which the message names, is over the bound or has a version that is not published yet.
+    Raises TooStale, with its uid, if a row is over the bound or has a version that is not published yet.
     """
     oldest = 0
     for uid, version in zip(uids, versions, strict=True):

@@ -46,7 +46,22 @@ def resolve_columns(stages: Sequence[Stage]) -> Inputs:
                     "give one of them a namespace with `into`, or remove it"
                 )
             latest[name] = stage.name
-    check_when(stages, inputs)
+    by_name = {stage.name: stage for stage in stages}
+    for stage in stages:
+        for column in inputs[stage.name]:
+            # In an iteration that skips a later version, the version before it is read.
+            writers = [column.writer]
+            while writers[-1] != ADMISSION:
+                before = next((c.writer for c in inputs[writers[-1]] if c.name == column.name), None)
+                if before is None:
+                    break
+                writers.append(before)
+            sure = column.name in stage.signature.optional or ADMISSION in writers
+            if not sure and not any(by_name[writer].when.covers(stage.when) for writer in writers):
+                raise UserError(
+                    f"stage {stage.name} runs {stage.when} and reads {column.name!r}, but {writers[-1]}, which writes it, "
+                    f"runs {by_name[writers[-1]].when}; give {stage.name} the same `when`"
+                )
     return inputs
 
 
@@ -73,26 +88,6 @@ def missing_column(stage: Stage, names: Sequence[str], latest: Mapping[str, str]
         return f"{reads} {writer} writes later; move {writer} before {stage.name}"
     known = {*latest, *(name for s in later for name in s.writes)} - set(ADMITTED_IF_GIVEN)
     return f"{reads} no earlier stage writes. {suggest(names[-1], known)}"
-
-
-def check_when(stages: Sequence[Stage], inputs: Inputs) -> None:
-    """Raise UserError if a stage runs in an iteration in which no stage writes a column that it must read."""
-    by_name = {stage.name: stage for stage in stages}
-    for stage in stages:
-        for column in inputs[stage.name]:
-            # In an iteration that skips a later version, the version before it is read.
-            writers = [column.writer]
-            while writers[-1] != ADMISSION:
-                before = next((c.writer for c in inputs[writers[-1]] if c.name == column.name), None)
-                if before is None:
-                    break
-                writers.append(before)
-            sure = column.name in stage.signature.optional or ADMISSION in writers
-            if not sure and not any(by_name[writer].when.covers(stage.when) for writer in writers):
-                raise UserError(
-                    f"stage {stage.name} runs {stage.when} and reads {column.name!r}, but {writers[-1]}, which writes it, "
-                    f"runs {by_name[writers[-1]].when}; give {stage.name} the same `when`"
-                )
 
 
 def version_numbers(stages: Sequence[Stage]) -> dict[ColumnVersion, int]:

@@ -13,22 +13,17 @@ from dataclasses import replace
 from torch import Tensor
 
 from braidrl.data.rows import Column, Rows
-from braidrl.flow import Flow, Scope, Stage
+from braidrl.flow import Scope, Stage
 from braidrl.flow.lookup import compute_entry
 
 State = dict[str, float]
 
 
 def computed(stage: Stage, rows: Rows, totals: Mapping[str, Tensor] | None = None) -> dict[str, Column]:
-    """Return the columns that a compute stage writes.
+    """Return the columns that a compute stage writes for any rows; for scope group, rows of complete groups.
 
-    Args:
-        stage: A compute stage.
-        rows: Any rows; for scope group, rows of complete groups.
-        totals: For scope batch, the result of `summed` over all rows.
-
-    Raises:
-        ValueError: The function does not return as many columns as it declares.
+    For scope batch, `totals` is the result of `summed` over all rows. Raises ValueError if the function returns another number of
+    columns than it declares.
     """
     given = dict(stage.settings)
     if stage.state:
@@ -67,11 +62,6 @@ def of_namespace(rows: Rows, namespace: str | None) -> Rows:
         return rows
     prefix = f"{namespace}."
     return rows.with_columns({n.removeprefix(prefix): column for n, column in rows.items() if n.startswith(prefix)})
-
-
-def initial_states(flow: Flow) -> dict[str, State]:
-    """Return the initial state of every stateful stage, by stage name."""
-    return {stage.name: dict(stage.state) for stage in flow.stages if stage.state}
 
 
 def with_state(stage: Stage, state: Mapping[str, float]) -> Stage:

@@ -7,8 +7,7 @@ import textwrap
 from rich.console import Console
 
 from braidrl.flow.columns import ADMISSION, ColumnVersion, version_numbers
-from braidrl.flow.flow import Edge, Flow, touched_weights, written_weights
-from braidrl.flow.readiness import parallel_groups
+from braidrl.flow.flow import Edge, Flow, parallel_groups, touched_weights, written_weights
 from braidrl.flow.stage import ALWAYS, Kind, Scope, Stage
 
 SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")

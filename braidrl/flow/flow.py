@@ -13,9 +13,7 @@ from braidrl.algorithms import registry
 from braidrl.errors import UserError, suggest
 from braidrl.flow.columns import (
     ADMISSION,
-    ADMITTED,
     ADMITTED_IF_GIVEN,
-    ColumnVersion,
     Inputs,
     check_selects,
     resolve_columns,
@@ -27,7 +25,6 @@ from braidrl.flow.stage import Kind, Stage
 from braidrl.flow.stages import make_stage
 
 SCALARS = {"values", "scores"}
-__all__ = ["ADMISSION", "ADMITTED", "ADMITTED_IF_GIVEN", "ColumnVersion", "Edge", "Flow"]
 
 
 @dataclass(frozen=True)
@@ -46,12 +43,8 @@ class Flow:
     def __init__(self, name: str, stages: Sequence[Stage]) -> None:
         """Bring the stages into serial order and resolve the columns that each reads.
 
-        Args:
-            name: The flow's name in messages and files.
-            stages: In any order that their columns and `after` allow.
-
-        Raises:
-            UserError: A column has no writer or two independent writers, or stages wait for each other.
+        The stages are in any order that their columns and `after` allow. Raises UserError if a column has no writer or two
+        independent writers, or stages wait for each other.
         """
         self.name = name
         self.stages = serial_order(unique_names(with_old_log_probs(stages)))
@@ -184,3 +177,68 @@ def touched_weights(stage: Stage) -> tuple[str, ...]:
     if stage.kind in (Kind.COMPUTE, Kind.SELECT) or stage.role is None:
         return ()
     return tuple(dict.fromkeys((stage.role, stage.params.get("source", stage.role))))
+
+
+def waits_for(flow: Flow) -> dict[str, tuple[str, ...]]:
+    """Return, for each stage, the stages that must process a row first: writers of its columns, `after`, and earlier selects."""
+    waits: dict[str, tuple[str, ...]] = {}
+    selects: list[str] = []
+    for stage in flow.stages:
+        writers = [column.writer for column in flow.inputs[stage.name]]
+        waits[stage.name] = tuple(dict.fromkeys([ADMISSION, *writers, *stage.after, *selects]))
+        if stage.kind is Kind.SELECT:
+            selects.append(stage.name)
+    return waits
+
+
+def weights_wait_for(flow: Flow) -> dict[str, tuple[str, ...]]:
+    """Return, for each infer and train stage, the stages that must finish the whole batch before it uses or changes weights.
+
+    These are earlier stages that share a role's weights with it, if one of the two changes them. A train stage waits before its first
+    optimizer step; gradient accumulation does not wait. Generation is excluded: an engine has its own weights, and a runtime in which
+    it shares the trainer's runs the two in turn.
+    """
+    users = {stage.name for stage in flow.stages if stage.kind in (Kind.INFER, Kind.TRAIN)}
+    edges = [edge for edge in flow.edges if edge.weights is not None and edge.source in users]
+    return {name: tuple(dict.fromkeys(e.source for e in edges if e.target == name)) for name in sorted(users)}
+
+
+def serial_chain(flow: Flow) -> tuple[Stage, ...]:
+    """Return a deterministic topological order. Among ready stages it prefers those of the active model, then list order.
+
+    The stages up to a `select` stay in front: they run in waves, the others once.
+    """
+    before = constraints(flow)
+    segment = {stage.name for stage in flow.sampling_segment}
+    waiting = list(flow.stages)
+    chain: list[Stage] = []
+    active: set[str] = set()
+    while waiting:
+        done = {stage.name for stage in chain}
+        part = [stage for stage in waiting if stage.name in segment] or waiting
+        ready = [stage for stage in part if before[stage.name] <= done]
+        chosen = min(ready, key=lambda stage: (not set(touched_weights(stage)) <= active, flow.stages.index(stage)))
+        active = set(touched_weights(chosen)) or active
+        waiting.remove(chosen)
+        chain.append(chosen)
+    return tuple(chain)
+
+
+def constraints(flow: Flow) -> dict[str, set[str]]:
+    """Return, for each stage, those that must run before it if a column's next version overwrites the last."""
+    before: dict[str, set[str]] = {stage.name: set() for stage in flow.stages}
+    for edge in flow.edges:
+        if edge.source != ADMISSION:
+            before[edge.target].add(edge.source)
+    for i, stage in enumerate(flow.stages):
+        read = {column.name for column in flow.inputs[stage.name]}
+        for later in flow.stages[i + 1 :]:
+            if read & set(later.writes):
+                before[later.name].add(stage.name)
+    return before
+
+
+def parallel_groups(flow: Flow) -> tuple[tuple[Stage, ...], ...]:
+    """Return the stages by depth: stages of one group are independent and may run at the same time."""
+    deepest = max(flow.depth.values())
+    return tuple(tuple(s for s in flow.stages if flow.depth[s.name] == d) for d in range(1, deepest + 1))

@@ -128,8 +128,7 @@ class GroupSelector:
     def groups_wanted(self, batches: int = 1) -> int:
         """Return the number of groups to admit now if stages overlap: waves, and groups ahead of them. It never changes a batch.
 
-        Args:
-            batches: Number of batches to admit for: this one, and later ones whose rows may start already.
+        `batches` counts this one, and later ones whose rows may start already.
         """
         return max(self.next_wave(), self._in_time(self.under_way(batches) - len(self.pending)))
 
@@ -208,14 +207,10 @@ class GroupSelector:
         return self.batch() is not None and not self.next_wave() and not awaited
 
     def finish(self, usable: Callable[[int], bool] | None = None) -> Selection:
-        """Finish the batch.
+        """Finish the batch. On-policy all groups admitted ahead are returned; else those after the last one that `usable` finds too
+        old are carried over.
 
-        Args:
-            usable: Returns whether a group admitted ahead is fresh enough for the next batch. On-policy all such groups are returned;
-                otherwise the groups after the last one that is too old are carried over.
-
-        Raises:
-            ValueError: The batch is not complete, or surplus to keep is undecided.
+        Raises ValueError if the batch is not complete, or surplus to keep is undecided.
         """
         groups, ahead = self.batch(), self._ahead() if usable else []
         if groups is None or (self.surplus == "keep" and not set(self.pending) <= set(ahead)):
@@ -339,7 +334,18 @@ class GroupSelector:
             self.barren = {**self.barren, reason: self.barren.get(reason, 0) + 1}
             self.barren_scores = wider(self.barren_scores, self.verdicts[group].scores)
             if sum(self.barren.values()) >= self.epoch_groups:
-                raise UserError(nothing_to_learn(self.barren, self.barren_scores))
+                counts = ", ".join(
+                    f"{reason.replace('_', ' ')}: {count}" for reason, count in sorted(self.barren.items())
+                )
+                seen, graded = "", GRADED if "all wrong" in counts else ""
+                if self.barren_scores is not None:
+                    low, high = self.barren_scores
+                    seen = f"; every score was {low:.4g}" if low == high else f"; scores from {low:.4g} to {high:.4g}"
+                raise UserError(
+                    f"selection dropped every one of {sum(self.barren.values())} groups in a row, a whole epoch ({counts}{seen}): "
+                    "a group whose answers all have the same score teaches nothing; use prompts that the model sometimes gets right, "
+                    f"raise rollout.samples_per_prompt, or check reward.verify against a few answers{graded}"
+                )
 
 
 def groups_to_abort(under_way: Iterable[int], decided: Mapping[int, bool], wanted: int) -> list[int]:
@@ -384,25 +390,6 @@ def wider(known: tuple[float, float] | None, more: tuple[float, float] | None) -
     return min(known[0], more[0]), max(known[1], more[1])
 
 
-def nothing_to_learn(dropped: Mapping[str, int], scores: tuple[float, float] | None = None) -> str:
-    """Build the error message for an epoch without a kept group.
-
-    Args:
-        dropped: Number of groups by reason.
-        scores: The lowest and the highest score in them.
-    """
-    counts = ", ".join(f"{reason.replace('_', ' ')}: {count}" for reason, count in sorted(dropped.items()))
-    seen = ""
-    if scores is not None:
-        low, high = scores
-        seen = f"; every score was {low:.4g}" if low == high else f"; scores from {low:.4g} to {high:.4g}"
-    return (
-        f"selection dropped every one of {sum(dropped.values())} groups in a row, a whole epoch ({counts}{seen}): "
-        "a group whose answers all have the same score teaches nothing; use prompts that the model sometimes gets right, "
-        f"raise rollout.samples_per_prompt, or check reward.verify against a few answers{GRADED if 'all wrong' in counts else ''}"
-    )
-
-
 # `on_policy_share` is the share of a batch's groups that must start on the version on which the batch is trained:
 #
 # group   0   1   2   3 │ 4   5   6   7       a batch of eight, on_policy_share=0.5: 0 to 3 may start on the version before; 4 to 7 wait
@@ -419,13 +406,10 @@ def older_places(share: float, prompts: int) -> int | None:
 
 
 def waiting_groups(begun: Mapping[int, int | None], groups: Set[int], version: int, places: int) -> set[int]:
-    """Return the groups of a batch whose rows may start only on an engine with the batch's own version.
+    """Return the `groups` expected in a batch whose rows may start only on an engine with the batch's own `version`.
 
-    Args:
-        begun: For each candidate group the oldest version on which one of its rows started; None if none has started.
-        groups: The candidates that are expected in the batch.
-        version: The version on which the batch is trained.
-        places: Number of groups that may be older.
+    `begun` has for each candidate the oldest version on which one of its rows started, None before; at most `places` groups may be
+    older.
     """
     older = {group for group, with_version in begun.items() if with_version is not None and with_version < version}
     others = sorted(groups - older)

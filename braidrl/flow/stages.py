@@ -79,13 +79,9 @@ class RegisteredNames:
     def __init__(
         self, registered: Registry, make: Callable[..., Any], returns: Any, also: Sequence[Parameter] = ()
     ) -> None:
-        """Offer the names of a registry as attributes.
+        """Offer the names of a registry as attributes; calling one calls `make` with the name and the settings.
 
-        Args:
-            registered: The registry.
-            make: Called with an entry's name and settings when the attribute is called.
-            returns: The type that `make` returns.
-            also: Further keyword parameters of every attribute.
+        `returns` is the type that `make` returns, and `also` are further keyword parameters of every attribute.
         """
         self.registered, self._make, self._returns, self._also = registered, make, returns, also
 

@@ -79,23 +79,17 @@ def from_yaml(source: str | Path) -> Flow:
 
 def to_yaml(flow: Flow) -> str:
     """Return a flow as YAML, without default values; `from_yaml` loads it to an equal flow."""
-    tree = {"flow": flow.name, "stages": [_stage_tree(stage) for stage in flow.stages]}
+    stages = []
+    for stage in flow.stages:
+        when = {key: getattr(stage.when, field) for key, field in WHEN_KEYS.items()} if stage.when != ALWAYS else {}
+        every = {
+            "id": None if stage.name == stage.default_name else stage.name, "role": stage.role, "type": stage.type,
+            "params": dict(stage.params), "after": list(stage.after),
+            "when": {key: value for key, value in when.items() if value is not None},
+        }  # fmt: skip
+        stages.append({key: value for key, value in every.items() if value})
+    tree = {"flow": flow.name, "stages": stages}
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=120)
-
-
-def _stage_tree(stage: Stage) -> dict[str, Any]:
-    tree: dict[str, Any] = {} if stage.name == stage.default_name else {"id": stage.name}
-    if stage.role is not None:
-        tree["role"] = stage.role
-    tree["type"] = stage.type
-    if stage.params:
-        tree["params"] = dict(stage.params)
-    if stage.after:
-        tree["after"] = list(stage.after)
-    if stage.when != ALWAYS:
-        fields = {key: getattr(stage.when, field) for key, field in WHEN_KEYS.items()}
-        tree["when"] = {key: value for key, value in fields.items() if value is not None}
-    return tree
 
 
 def _read_flow(text: str, place: _Place) -> Flow:
@@ -121,27 +115,20 @@ def _read_stage(tree: Any, place: _Place, number: int) -> Stage:
     if not tree.get("type"):
         raise place.error("the stage has no type, as in `type: generate`")
     params = _with_files(tree.get("params") or {}, place.folder)
-    when, given = _read_when(tree.get("when"), place), tree.get("after")
+    given, when = (
+        tree.get("after"),
+        _mapping({} if tree.get("when") is None else tree["when"], WHEN_KEYS, place.at("when")),
+    )
+    for key, value in when.items():
+        if type(value) is not int and not (key == "until" and value is None):
+            raise place.error(f"when: {key} must be a whole number, got {value!r}")
     after = [given] if isinstance(given, str) else given or []
     if not isinstance(after, list) or not all(isinstance(name, str) for name in after):
         raise place.error(f"after must be a list of stages, as in `after: [reward.verify]`, got {given!r}")
     try:
-        return make_stage(
-            relative_to(place.folder, tree["type"]), tree.get("role"), params, id=tree.get("id"), when=when, after=after
-        )
-    except UserError as error:
-        raise place.error(error) from None
-
-
-def _read_when(tree: Any, place: _Place) -> When:
-    if tree is None:
-        return ALWAYS
-    tree = _mapping(tree, WHEN_KEYS, place.at("when"))
-    for key, value in tree.items():
-        if type(value) is not int and not (key == "until" and value is None):
-            raise place.error(f"when: {key} must be a whole number, got {value!r}")
-    try:
-        return When(**{WHEN_KEYS[key]: value for key, value in tree.items()})
+        times = When(**{WHEN_KEYS[key]: value for key, value in when.items()})
+        name = relative_to(place.folder, tree["type"])
+        return make_stage(name, tree.get("role"), params, id=tree.get("id"), when=times, after=after)
     except UserError as error:
         raise place.error(error) from None
 

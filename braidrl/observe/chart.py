@@ -25,13 +25,7 @@ class Tile(NamedTuple):
 
 
 def page(kind: str, name: str, **content: Any) -> str:
-    """Return a whole HTML document.
-
-    Args:
-        kind: Name of the template, without `.html`; the page's title is made of it and `name`.
-        name: Name of the run.
-        content: Values for the template.
-    """
+    """Return a whole HTML document from the template `kind`, of which and the run's name its title is made, and its values."""
     return TEMPLATES.get_template(f"{kind}.html").render(kind=kind, name=name, **content)
 
 
@@ -77,14 +71,7 @@ class Chart(NamedTuple):
 
 
 def chart(title: str, series: Sequence[Series], about: str = "", stacked: bool = False) -> Chart:
-    """Return a chart of several series.
-
-    Args:
-        title: Heading of the chart.
-        series: Curves; one with many points is thinned.
-        about: A line below the title.
-        stacked: Draw stacked bars instead of curves.
-    """
+    """Return a chart of several series, of which long ones are thinned, as curves or `stacked` bars; `about` is a line below the title."""
     shown = [thinned(one, MOST_BARS if stacked else MOST_POINTS) for one in series]
     stretch = max(math.ceil(len(one.steps) / len(few.steps)) for one, few in zip(series, shown, strict=True))
     told = ", ".join(filter(None, [about, f"means of {stretch} steps" if stretch > 1 else ""]))

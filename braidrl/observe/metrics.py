@@ -55,7 +55,14 @@ class MetricsWriter:
         missing = [key for key in REQUIRED_KEYS if key not in metrics]
         if missing:
             raise ValueError(f"metrics of step {metrics.get('step')} lack {', '.join(missing)}")
-        line = {key: checked_number(key, value) for key, value in metrics.items()}
+        line: dict[str, Any] = {}
+        for key, value in metrics.items():
+            try:
+                if value is not None and not isinstance(value, int):
+                    value = number if math.isfinite(number := float(value)) else None
+            except (TypeError, ValueError, RuntimeError):
+                raise ValueError(f"metric {key} must be a number, got {value!r}") from None
+            line[key] = value
         step = line["step"]
         if not isinstance(step, int) or step <= self.last["step"]:
             raise ValueError(f"step {step} does not follow step {self.last['step']}, the last one written")
@@ -71,17 +78,6 @@ class MetricsWriter:
     def close(self) -> None:
         self._lines.close()
         self.trackers.close()
-
-
-def checked_number(key: str, value: Any) -> int | float | None:
-    """Convert a number for JSON: NaN and infinities become null. Raises ValueError with the key for anything else."""
-    if value is None or isinstance(value, int):
-        return value
-    try:
-        number = float(value)
-    except (TypeError, ValueError, RuntimeError):
-        raise ValueError(f"metric {key} must be a number, got {value!r}") from None
-    return number if math.isfinite(number) else None
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
@@ -102,13 +98,7 @@ class Sums:
         self._pairs = {name: (float(total), float(count)) for name, (total, count) in (pairs or {}).items()}
 
     def add(self, name: str, total: float | Tensor, count: float | Tensor = 1) -> None:
-        """Add to a mean.
-
-        Args:
-            name: Name of the metric.
-            total: Sum over `count` values.
-            count: Number of values.
-        """
+        """Add to a mean the sum of `count` values."""
         old_total, old_count = self._pairs.get(name, (0.0, 0.0))
         self._pairs[name] = (old_total + float(total), old_count + float(count))
 
@@ -123,27 +113,14 @@ class Sums:
         return [name.removeprefix(FAILURE) for name in sorted(counts, key=lambda name: -counts[name])]
 
     def highest(self, name: str, value: float | Tensor) -> None:
-        """Keep the largest value seen.
-
-        Args:
-            name: Must end in `_max`; this separates maxima from sums.
-            value: One number.
-
-        Raises:
-            ValueError: The name does not end in `_max`.
-        """
+        """Keep the largest value seen. Raises ValueError unless the name ends in `_max`, which separates maxima from sums."""
         if not name.endswith("_max"):
             raise ValueError(f"{name}: only names that end in _max are reduced by their maximum")
         known, _ = self._pairs.get(name, (float("-inf"), 1.0))
         self._pairs[name] = (max(known, float(value)), 1.0)
 
     def add_per_token(self, role: str, metrics: Mapping[str, Tensor]) -> None:
-        """Add per-token numbers under a role's name. A name that ends in `_max` is reduced by its maximum.
-
-        Args:
-            role: Prefix of each name.
-            metrics: Floating-point tensors (A,) by name, one number per action token.
-        """
+        """Add per-token numbers, tensors (A,) by name, under a role's name. A name that ends in `_max` is reduced by its maximum."""
         found = [values.max() if name.endswith("_max") else values.sum() for name, values in metrics.items()]
         # One transfer for all: each separate read makes the host wait for the device.
         numbers = torch.stack(found).tolist() if found else []

@@ -68,13 +68,7 @@ class Progress:
     def __init__(
         self, steps: int | None = None, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Start without stages.
-
-        Args:
-            steps: Number of iterations.
-            stream: By default stderr.
-            clock: Returns seconds.
-        """
+        """Start without stages; `steps` is the number of iterations, and the stream is by default stderr."""
         self._steps = steps
         self._console = Console(file=stream or sys.stderr, highlight=False)
         self._clock = clock
@@ -112,8 +106,12 @@ class Progress:
             now = self._clock()
             if self._console.is_terminal:
                 self._draw(now)
-            else:
-                self._write_plain(now)
+            elif now - self._last_shown >= PLAIN_EVERY:
+                for bar in self._bars:
+                    if now - bar.started > SHOW_AFTER:
+                        parts = [bar.count(), *bar.details(now), spell_seconds(now - bar.started)]
+                        self.print(" ".join(filter(None, [self._where(), bar.name])) + ": " + ", ".join(parts))
+                        self._last_shown = now
 
     def _draw(self, now: float) -> None:
         slow = [bar for bar in self._bars if now - bar.started > SHOW_AFTER]
@@ -137,15 +135,6 @@ class Progress:
             details = " · ".join([bar.count(), *bar.details(now), spell_seconds(now - bar.started)])
             table.add_row(self._where(), bar.name, drawn if bar.total_rows else "", details)
         return table
-
-    def _write_plain(self, now: float) -> None:
-        if now - self._last_shown < PLAIN_EVERY:
-            return
-        for bar in self._bars:
-            if now - bar.started > SHOW_AFTER:
-                parts = [bar.count(), *bar.details(now), spell_seconds(now - bar.started)]
-                self.print(" ".join(filter(None, [self._where(), bar.name])) + ": " + ", ".join(parts))
-                self._last_shown = now
 
     def _where(self) -> str:
         if self._step is None:

@@ -1,22 +1,40 @@
-"""`report.html`: the results of a run on one self-contained page."""
+"""`report.html`: the results of a run on one self-contained page, with recorded responses.
 
+Shown are the same held-out prompts over time, and the best and worst row of some steps; trackers get the samples of a step.
+"""
+
+import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from braidrl.data.records import whole_text
+from braidrl.data.rows import FinishReason
 from braidrl.errors import UserError, first_line
 from braidrl.observe.chart import SMOOTH_FROM, Chart, Series, Tile, chart, mean, page, spell
 from braidrl.observe.lines import whole_file
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.progress import spell_seconds
-from braidrl.observe.samples import SHOWN_CHARACTERS, sample_groups
+from braidrl.observe.rollouts import (
+    PROMPT_TEXT,
+    RESPONSE_TEXT,
+    evaluation_path,
+    read_texts,
+    recorded_evaluations,
+    recorded_steps,
+    rollout_path,
+)  # fmt: skip
 
 Lines = Sequence[dict[str, Any]]
 Curves = Mapping[str, Series]
 # A headline number is the mean over this many first or last steps; a single batch is too noisy.
 HEADLINE_STEPS = 5
+MOST_STEPS = 6
+PROMPTS_PER_SET = 3
+SHOWN_CHARACTERS = 4000
+COLUMNS = ("score", "reward", "correct", "finish_reason", "metadata")
 
 
 class Picture(NamedTuple):
@@ -72,21 +90,32 @@ SECTIONS: dict[str, tuple[Picture, ...]] = {
 
 
 def write_report(run: Path) -> Path:
-    """Write `run`/report.html from the run's metrics and recorded rollouts.
-
-    Raises:
-        UserError: The run has no metrics, or a package is missing.
+    """Write `run`/report.html from the run's metrics and recorded rollouts. Raises UserError without metrics, or if a package is
+    missing.
     """
     try:
         from plotly.offline import get_plotlyjs  # only here: a run without plotly skips its report
     except ImportError as error:
         raise UserError(f"report.html needs plotly ({first_line(error)}); write `pip install plotly`") from error
     lines = read_metrics(run)
-    curves = curves_of(lines)
+    points: dict[str, list[tuple[int, float | None]]] = {}
+    for line in lines:
+        for key, value in line.items():
+            # Leading nulls are steps that cannot have a value (an evaluation before training), not gaps.
+            if key not in ("step", "version") and (value is not None or key in points):
+                points.setdefault(key, []).append((line["step"], value))
+    curves = {key: Series(key, *map(tuple, zip(*found, strict=True))) for key, found in points.items()}
     known = {one.name for pictures in SECTIONS.values() for picture in pictures for one in matching(picture, curves)}
     path, config = run / "report.html", run / "config.yaml"
+    evaluations = matching(EVALUATION, curves)
+    tiles = [change(one.name.removeprefix("eval/").replace("/", " "), one, 1) for one in evaluations]
+    tiles += [change(label, curves[name], HEADLINE_STEPS) for label, name in HEADLINES if name in curves]
+    if "tokens/trained" in curves:
+        speed = curves.get("throughput/tokens_per_second")
+        told = f"{spell(mean(speed.numbers) or 0.0)} tokens/s on average" if speed else ""
+        tiles.append(Tile("Tokens trained", spell(sum(curves["tokens/trained"].numbers)), told))
     html = page(
-        "report", run.resolve().name, summary=summary(lines), tiles=headline(curves),
+        "report", run.resolve().name, summary=summary(lines), tiles=tiles,
         sections=[(title, charts_of(pictures, curves)) for title, pictures in SECTIONS.items()],
         samples=sample_groups(run), longest=SHOWN_CHARACTERS,
         other=charts_of([Picture(name, (re.escape(name),)) for name in curves if name not in known], curves),
@@ -97,17 +126,6 @@ def write_report(run: Path) -> Path:
     return path
 
 
-def curves_of(lines: Lines) -> Curves:
-    """Collect the values of each metric that has any, in the order in which metrics first appear."""
-    points: dict[str, list[tuple[int, float | None]]] = {}
-    for line in lines:
-        for key, value in line.items():
-            # Leading nulls are steps that cannot have a value (an evaluation before training), not gaps.
-            if key not in ("step", "version") and (value is not None or key in points):
-                points.setdefault(key, []).append((line["step"], value))
-    return {key: Series(key, *map(tuple, zip(*found, strict=True))) for key, found in points.items()}
-
-
 def matching(picture: Picture, curves: Curves) -> list[Series]:
     """Return the metrics that belong to the picture."""
     return [one for name, one in curves.items() if any(re.fullmatch(pattern, name) for pattern in picture.keys)]
@@ -115,28 +133,14 @@ def matching(picture: Picture, curves: Curves) -> list[Series]:
 
 def charts_of(pictures: Sequence[Picture], curves: Curves) -> list[Chart]:
     """Return the charts of all pictures that have a metric."""
-    found = [(picture, matching(picture, curves)) for picture in pictures]
-    return [chart(p.title, short_names(series), p.about, p.stacked) for p, series in found if series]
-
-
-def short_names(series: Sequence[Series]) -> list[Series]:
-    """Remove the part before the first slash where all names share it."""
-    heads = {one.name.partition("/")[0] for one in series}
-    if len(heads) > 1 or len(series) == 1:
-        return list(series)
-    return [replace(one, name=one.name.partition("/")[2]) for one in series]
-
-
-def headline(curves: Curves) -> list[Tile]:
-    """Return tiles with the first and last values of the most important metrics."""
-    evaluations = matching(EVALUATION, curves)
-    tiles = [change(one.name.removeprefix("eval/").replace("/", " "), one, 1) for one in evaluations]
-    tiles += [change(label, curves[name], HEADLINE_STEPS) for label, name in HEADLINES if name in curves]
-    if "tokens/trained" in curves:
-        speed = curves.get("throughput/tokens_per_second")
-        told = f"{spell(mean(speed.numbers) or 0.0)} tokens/s on average" if speed else ""
-        tiles.append(Tile("Tokens trained", spell(sum(curves["tokens/trained"].numbers)), told))
-    return tiles
+    charts = []
+    for picture in pictures:
+        series = matching(picture, curves)
+        if len(series) > 1 and len({one.name.partition("/")[0] for one in series}) == 1:
+            # All names share the part before the first slash.
+            series = [replace(one, name=one.name.partition("/")[2]) for one in series]
+        charts += [chart(picture.title, series, picture.about, picture.stacked)] if series else []
+    return charts
 
 
 def change(label: str, series: Series, steps: int) -> Tile:
@@ -160,3 +164,94 @@ def summary(lines: Lines) -> str:
     if len(lines) >= SMOOTH_FROM:
         told += " Strong curves are means over neighbouring steps, faint ones the steps themselves."
     return told
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One recorded row as text and numbers."""
+
+    step: int
+    prompt: str
+    response: str
+    score: float | None
+    correct: bool | None
+    finish_reason: str | None
+    answer: str | None = None
+    """The reference answer, as text."""
+
+
+class SampleGroup(NamedTuple):
+    """Samples shown together: all of one prompt, or, if the prompt is None, each with its own."""
+
+    title: str
+    samples: list[Sample]
+    prompt: str | None = None
+
+
+def read_samples(path: Path, step: int) -> list[Sample]:
+    """Read recorded rows. The score is the verifier's if present, else the reward."""
+    found = []
+    for row in read_texts(path, COLUMNS):
+        correct, reason = row.get("correct"), row.get("finish_reason")
+        named = None if reason is None else FinishReason(reason).name.lower()
+        answer = json.loads(row.get("metadata") or "{}").get("answer")
+        known = None if answer is None else whole_text(answer) if isinstance(answer, str) else json.dumps(answer)
+        right, score = None if correct is None else bool(correct), row.get("score", row.get("reward"))
+        found.append(Sample(step, row[PROMPT_TEXT], row[RESPONSE_TEXT], score, right, named, known))
+    return found
+
+
+def spread(steps: Sequence[int], most: int) -> list[int]:
+    """Pick at most `most` steps, evenly spread, including the first and the last."""
+    if len(steps) <= most:
+        return list(steps)
+    return [steps[round(i * (len(steps) - 1) / (most - 1))] for i in range(most)]
+
+
+def over_time(run: Path, name: str) -> dict[str, list[Sample]]:
+    """Return the first response at several steps, for the first few prompts of an evaluation set."""
+    chosen: dict[str, list[Sample]] = {}
+    for step in spread(recorded_steps(run, name), MOST_STEPS):
+        found: dict[str, Sample] = {}
+        for sample in read_samples(evaluation_path(run, name, step), step):
+            found.setdefault(sample.prompt, sample)
+        if not chosen:
+            chosen = {prompt: [] for prompt in list(found)[:PROMPTS_PER_SET]}
+        for prompt, samples in chosen.items():
+            if prompt in found:
+                samples.append(found[prompt])
+    return chosen
+
+
+def best_and_worst(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the rows with the highest and the lowest score; only one row if all scores are equal or missing."""
+    if not samples:
+        return []
+    scores = [float("-inf") if sample.score is None else sample.score for sample in samples]
+    return [samples[i] for i in dict.fromkeys((scores.index(max(scores)), scores.index(min(scores))))]
+
+
+def samples_of_step(run: Path, step: int) -> list[dict[str, Any]]:
+    """Return a step's samples for trackers: the best and worst training row, and the first prompts of each set evaluated then."""
+    path = rollout_path(run, step)
+    found: list[tuple[str, Sample]] = []
+    if path.exists():
+        found += [("training", sample) for sample in best_and_worst(read_samples(path, step))]
+    for name in recorded_evaluations(run):
+        if step in recorded_steps(run, name):
+            samples = read_samples(evaluation_path(run, name, step), step)
+            found += [(name, sample) for sample in samples[:PROMPTS_PER_SET]]
+    return [{"step": step, "set": name, **asdict(sample)} for name, sample in found]
+
+
+def sample_groups(run: Path) -> list[SampleGroup]:
+    """Return the recorded responses for the report; empty if nothing was recorded."""
+    groups = [
+        SampleGroup(f"{name}: the same prompt over time", samples, prompt)
+        for name in recorded_evaluations(run)
+        for prompt, samples in over_time(run, name).items()
+    ]
+    for step in spread(recorded_steps(run), MOST_STEPS):
+        chosen = best_and_worst(read_samples(rollout_path(run, step), step))
+        groups += [SampleGroup(f"Training, step {step}", chosen)] if chosen else []
+    return groups

@@ -38,12 +38,7 @@ DTYPES = CODEC_DTYPES | {"uint16": torch.uint16, "uint32": torch.uint32, "uint64
 
 
 def rollout_path(run: Path, step: int) -> Path:
-    """Return the path of a training step's recording: a file, or a folder with one file per rank.
-
-    Args:
-        run: The run's folder.
-        step: From 1.
-    """
+    """Return the path of a training step's recording: a file, or a folder with one file per rank."""
     return run / "rollouts" / f"step-{step}.parquet"
 
 
@@ -52,12 +47,7 @@ def evaluation_path(run: Path, name: str, step: int) -> Path:
 
 
 def recorded_steps(run: Path, evaluation: str | None = None) -> list[int]:
-    """Return the steps with recorded rows, ascending.
-
-    Args:
-        run: The run's folder.
-        evaluation: Name of an evaluation set; by default the training rows.
-    """
+    """Return the steps with recorded rows of training, or of an evaluation set, ascending."""
     prefix = "" if evaluation is None else re.escape(f"eval-{evaluation}-")
     found = (re.fullmatch(rf"{prefix}step-(\d+)\.parquet", path.name) for path in (run / "rollouts").glob("*.parquet"))
     return sorted(int(match[1]) for match in found if match)
@@ -143,15 +133,10 @@ def check_recording(path: Path) -> None:
 
 
 def read_rollouts(path: Path, rank: int = 0, size: int = 1) -> Rows:
-    """Read recorded rows, bit for bit.
+    """Read recorded rows, bit for bit, or the share of one of `size` ranks; if several ranks wrote them, sorted by group and
+    sample.
 
-    Args:
-        path: A recording. If several ranks wrote it, rows are sorted by group and sample.
-        rank: Index of the share to read.
-        size: Number of shares.
-
-    Raises:
-        UserError: The recording is missing, or is not a recording.
+    Raises UserError if the recording is missing, or is not a recording.
     """
     check_recording(path)
     files = parts_of(path)

@@ -155,14 +155,7 @@ class WorkerTrace(TraceWriter):
         return BusySpan(stage, iteration, version, now, now)
 
     def count(self, span: BusySpan, stage: str, rows: int, tokens: int) -> dict[str, Any]:
-        """Report rows done while the span continues, with the seconds since its last report.
-
-        Args:
-            span: The work that processes the rows.
-            stage: Name of the stage in the queue.
-            rows: Number of rows.
-            tokens: Sum over these rows.
-        """
+        """Report rows of a queue's stage, with their tokens, while the span continues, with the seconds since its last report."""
         span.rows += rows
         span.tokens += tokens
         before, span.reported = span.reported, self.now()

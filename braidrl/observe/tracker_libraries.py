@@ -47,7 +47,19 @@ class TensorboardTracker:
         self._writer.close()
 
 
-class WandbTracker:
+class LoggedRun:
+    """A run of a library that logs numbers by step: wandb, trackio and SwanLab."""
+
+    _run: Any
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class WandbTracker(LoggedRun):
     """A wandb run named after the run folder. wandb's own variables, such as WANDB_PROJECT, select the project."""
 
     def __init__(self, run: TrackedRun, **settings: Any) -> None:
@@ -60,9 +72,6 @@ class WandbTracker:
         self._library: Any = importlib.import_module("wandb")
         self._run = self._library.init(**arguments)
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
     def write_samples(self, step: int, samples: Samples) -> None:
         # Scores and answers may be missing or of mixed types, which wandb refuses.
         table = self._library.Table(list(samples[0]), [list(one.values()) for one in samples], allow_mixed_types=True)
@@ -73,11 +82,8 @@ class WandbTracker:
         artifact.add_file(str(report))
         self._run.log_artifact(artifact)
 
-    def close(self) -> None:
-        self._run.finish()
 
-
-class TrackioTracker:
+class TrackioTracker(LoggedRun):
     """A trackio run named after the run folder: in the local database, or where TRACKIO_SPACE_ID or TRACKIO_SERVER_URL point."""
 
     def __init__(self, run: TrackedRun, *, project: str = PROJECT, **settings: Any) -> None:
@@ -86,29 +92,19 @@ class TrackioTracker:
         arguments = {"name": run.folder.name, "resume": "allow", "config": dict(run.config), "embed": False, **settings}
         self._run = self._library.init(project, **arguments)
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
     def write_samples(self, step: int, samples: Samples) -> None:
         self._run.log({"samples": self._library.Table(data=[dict(one) for one in samples])}, step=step)
 
     def write_report(self, report: Path) -> None:
         self._run.log_artifact(report, name=f"{self._run.name}-report", type="report")
 
-    def close(self) -> None:
-        self._run.finish()
-
 
 class MlflowTracker:
     """An MLflow run named after the run folder. MLFLOW_TRACKING_URI selects the server. MLflow allows no @, so it becomes _at_."""
 
     def __init__(self, run: TrackedRun, *, uri: str | None = None, experiment: str = PROJECT) -> None:
-        """Open the run.
-
-        Args:
-            run: The run to track.
-            uri: A server or a database, such as `sqlite:///mlflow.db`; by default MLFLOW_TRACKING_URI.
-            experiment: Name of the experiment; created if missing.
+        """Open the run in an experiment, created if missing, at a server or database such as `sqlite:///mlflow.db`; by default
+        MLFLOW_TRACKING_URI.
         """
         self._library: Any = importlib.import_module("mlflow")
         self._client = self._library.MlflowClient(uri)
@@ -143,7 +139,7 @@ class MlflowTracker:
         self._client.set_terminated(self._id)
 
 
-class SwanlabTracker:
+class SwanlabTracker(LoggedRun):
     """A SwanLab run named after the run folder. SWANLAB_MODE=local or offline keeps it in the run folder's `swanlab`."""
 
     def __init__(self, run: TrackedRun, **settings: Any) -> None:
@@ -156,9 +152,6 @@ class SwanlabTracker:
         }  # fmt: skip
         self._run = self._library.init(**arguments)
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
     def write_samples(self, step: int, samples: Samples) -> None:
         table = self._library.echarts.Table()
         table.add(
@@ -168,9 +161,6 @@ class SwanlabTracker:
 
     def write_report(self, report: Path) -> None:
         self._run.save(str(report), base_path=str(report.parent), policy="now")
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 def mlflow_name(name: str) -> str:

@@ -36,12 +36,7 @@ class Tracker(Protocol):
     """Takes the numbers of each step. An error that it raises is printed in one line, and the run continues."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of a step. Steps arrive in order.
-
-        Args:
-            step: From 1.
-            metrics: Finite numbers by name, in the units of docs/metrics.md.
-        """
+        """Take the metrics of a step, from 1, in order: finite numbers by name, in the units of docs/metrics.md."""
 
     def close(self) -> None:
         """Flush and close; called once, also after a failed run."""
@@ -56,12 +51,7 @@ class TakesSamples(Protocol):
     """A tracker that also shows responses."""
 
     def write_samples(self, step: int, samples: Samples) -> None:
-        """Take some recorded responses.
-
-        Args:
-            step: The step that they come from.
-            samples: At least one.
-        """
+        """Take some recorded responses of a step, at least one."""
 
 
 @runtime_checkable
@@ -97,14 +87,7 @@ class Trackers:
     def __init__(
         self, chosen: Sequence[TrackerConfig], run: TrackedRun, say: Callable[[str], object], must_open: bool = False
     ) -> None:
-        """Open the chosen trackers.
-
-        Args:
-            chosen: In the order in which they get numbers.
-            run: The run to track.
-            say: Prints a line.
-            must_open: Raise UserError if a tracker cannot be opened, instead of printing a line.
-        """
+        """Open the chosen trackers in order. If `must_open`, one that cannot be opened raises UserError; else `say` prints a line."""
         self._say, self._reported = say, set[str]()
         self._open: list[tuple[TrackerConfig, Tracker]] = []
         for one in chosen:
@@ -163,16 +146,9 @@ class Trackers:
 
 
 def check_tracker(name: str, folder: Path, params: Mapping[str, Any] | None = None) -> None:
-    """Open a tracker, write steps, samples and a report, close it, and continue as a resumed run does.
+    """Open a tracker in an empty folder, write steps, samples and a report, close it, and continue as a resumed run does.
 
-    Args:
-        name: Name of the tracker, as in `trackers` of the configuration.
-        folder: An empty folder to use as the run's.
-        params: Settings of the tracker.
-
-    Raises:
-        UserError: There is no such tracker, or it has no such setting.
-        AssertionError: It breaks the contract.
+    Raises UserError if there is no such tracker or setting, and AssertionError if it breaks the contract.
     """
     TRACKERS.check_settings(name, params or {})
     config = {"flow": "grpo", "trainer": {"steps": 4}}

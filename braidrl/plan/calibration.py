@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import yaml
 
 from braidrl.cluster.device_kinds import DeviceKind
 from braidrl.errors import UserError
@@ -66,23 +65,17 @@ def stage_seconds(spans: Sequence[Span]) -> dict[tuple[str, int], float]:
     return dict(found)
 
 
-def fitted_as(phase: Phase, engine: str) -> str:
-    """Return the name of the unit costs that explain a phase; vLLM decodes at its own."""
-    return "vllm" if phase == "decode" and engine in VLLM else FITTED_AS[phase]
-
-
 def quantities(done: Iterable[Work], behind: float, engine: str = "embedded") -> dict[str, float]:
     """Return the quantities that a stage's seconds are made of, by the name of their unit cost.
 
-    Args:
-        done: The work of the stage.
-        behind: Share of compute that communication can overlap; at 1, overlapped communication is not visible.
-        engine: The run's engine.
+    `behind` is the share of compute that communication can overlap; at 1, overlapped communication is not visible.
     """
     found: dict[str, float] = defaultdict(float)
     for work in done:
         for name in OWN:
-            found[f"{fitted_as(work.phase, engine)}.{name}"] += float(getattr(work, name))
+            # vLLM decodes at unit costs of its own.
+            source = "vllm" if work.phase == "decode" and engine in VLLM else FITTED_AS[work.phase]
+            found[f"{source}.{name}"] += float(getattr(work, name))
         found["memory"] += work.memory
         found["link"] += work.link + (1 - behind) * work.behind_link
         found["network"] += work.network + (1 - behind) * work.behind_network
@@ -95,12 +88,8 @@ def least_squares(
 ) -> dict[str, float]:
     """Fit non-negative unit costs by least absolute relative error (iteratively reweighted least squares).
 
-    Absolute instead of squared errors make outliers, such as steps slowed by other programs, count less.
-
-    Args:
-        samples: Quantities by name, one mapping per measurement.
-        seconds: Measured seconds of each sample.
-        known: The part of these seconds that is already explained.
+    Absolute instead of squared errors make outliers, such as steps slowed by other programs, count less. Each sample has its
+    quantities by name, its measured seconds, and the part of these that is already explained (`known`).
     """
     names = sorted({name for sample in samples for name in sample})
     took = np.array(seconds)
@@ -138,11 +127,7 @@ def nonnegative(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> npt.N
 
 
 def calibrate(runs: Sequence[Observed], before: Mapping[str, Rates]) -> Rates:
-    """Fit rates to runs on one kind of device.
-
-    Args:
-        runs: The recorded runs.
-        before: Known rates by kind; values that no run shows are kept.
+    """Fit rates to runs on one kind of device; values that no run shows stay as `before`.
 
     Raises:
         UserError: The runs have no iteration after the warm-up.
@@ -182,7 +167,10 @@ def fitted_rates(costs: Mapping[str, float], rates: Rates, kind: DeviceKind, dty
     def fitted(source: str, known: PhaseRates) -> PhaseRates:
         if f"{source}.operations" not in costs:
             return known
-        return phase_rates({name: costs.get(f"{source}.{name}", 0.0) for name in OWN}, kind.peak[dtype])
+        operations, *others = (costs.get(f"{source}.{name}", 0.0) for name in OWN)
+        peak = kind.peak[dtype]
+        unit = dict(zip(("activation_s", "token_s", "call_s", "row_s", "step_s"), others, strict=True))
+        return PhaseRates(share=1.0 / (max(operations, 0.1 / peak) * peak), **unit)
 
     for phase, source in FITTED_AS.items():
         found[phase] = fitted(source, rates.of(phase))
@@ -193,14 +181,6 @@ def fitted_rates(costs: Mapping[str, float], rates: Rates, kind: DeviceKind, dty
     if "collectives" in costs:
         found["collective_s"] = costs["collectives"]
     return rates.model_copy(update=found)
-
-
-def phase_rates(costs: Mapping[str, float], peak: float) -> PhaseRates:
-    """Return a phase's unit costs as rates; operations are at most ten times the peak."""
-    return PhaseRates(
-        share=1.0 / (max(costs["operations"], 0.1 / peak) * peak), activation_s=costs["activations"],
-        token_s=costs["tokens"], call_s=costs["calls"], row_s=costs["rows"], step_s=costs["steps"],
-    )  # fmt: skip
 
 
 def added(runs: Sequence[Observed], rates: Mapping[str, Rates]) -> dict[str, RuntimeRates]:
@@ -216,12 +196,6 @@ def added(runs: Sequence[Observed], rates: Mapping[str, Rates]) -> dict[str, Run
 def runtime_rates(steps: Sequence[tuple[int, float, float]]) -> RuntimeRates:
     """Fit a runtime's overhead to (rows, seconds, seconds explained by stages) of steps."""
     rows, seconds, explained = zip(*steps, strict=True)
-    samples = [
-        {"iteration_s": 1.0, "row_s": float(n), "slower": taken} for n, taken in zip(rows, explained, strict=True)
-    ]
+    pairs = zip(rows, explained, strict=True)
+    samples = [{"iteration_s": 1.0, "row_s": float(n), "slower": taken} for n, taken in pairs]
     return RuntimeRates(**least_squares(samples, seconds, explained))
-
-
-def written_rates(rates: Mapping[str, Rates]) -> str:
-    """Serialize rates as YAML for `read_rates`."""
-    return yaml.safe_dump({kind: one.model_dump(mode="json") for kind, one in rates.items()}, sort_keys=False)

@@ -1,11 +1,13 @@
-"""Choices: the layouts, micro-batches and engines of a role on a number of devices, reduced to a Pareto front.
+"""Choices: the layouts, micro-batches and engines of a role on a number of devices, and of sets of roles that share devices.
 
-layouts × micro-batch tokens × checkpointing × engine ──memory, seconds──▶ Choice
+layouts × micro-batch tokens × checkpointing × engine ──memory, seconds──▶ Choice, reduced to a Pareto front
+choices of each role ──in order of seconds──▶ together: the offloading that memory requires ──▶ SetChoice, cached by set and size
 """
 
+import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Literal
@@ -16,8 +18,17 @@ from braidrl.errors import UserError
 from braidrl.flow import Kind
 from braidrl.plan.problem import USABLE, Model, Problem
 from braidrl.plan.rates import Cost
-from braidrl.runtimes.memory.budget import CACHE, ENGINE, Deployment, EngineUse, assets, at_once, role_memory
-from braidrl.runtimes.memory.residency import Asset, AssetPart
+from braidrl.runtimes.memory.budget import (
+    CACHE,
+    ENGINE,
+    Deployment,
+    EngineUse,
+    assets,
+    at_once,
+    role_memory,
+    taking_turns,
+)
+from braidrl.runtimes.memory.residency import PUBLISH, Asset, AssetPart
 from braidrl.runtimes.sizing import MOST_SLOTS
 from braidrl.training.memory.footprint import Shape, saved_bytes
 from braidrl.training.role_settings import slots_of, usual_max_tokens
@@ -30,6 +41,8 @@ LONG = 8192
 AT_ONCE = 2048
 """Tokens at which activations are counted; other sizes are scaled linearly."""
 FEWEST_SLOTS = 16
+MOST_TRIED = 20_000
+"""Most combinations of choices that are tried per set and size; a tenth of this once one fits."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +95,7 @@ class Choices:
         self._roles: dict[tuple[str, str, int, str], list[Choice]] = {}
 
     def of_role(self, role: str, group: NodeGroup, devices: int, part: RolePart = "all") -> list[Choice]:
-        """Return the Pareto front of a role's choices that fit the devices alone.
-
-        Args:
-            role: The name of the role.
-            group: The devices' node group.
-            devices: The number of devices.
-            part: `all`; or `generate` or `model` if engine and model have separate devices.
-        """
+        """Return the Pareto front of a role's choices that fit the devices; `part` names the half of a role that has its own."""
         key = (role, group.kind, devices, part)
         if key not in self._roles:
             keep = list if self.allowed else best
@@ -101,19 +107,23 @@ class Choices:
         self, model: Model, group: NodeGroup, devices: int, part: RolePart = "all",
         keep: Callable[[Iterable[Choice]], list[Choice]] = list,
     ) -> Iterator[Choice]:  # fmt: skip
-        """Yield each choice of a role that fits the devices alone.
+        """Yield each choice of a role that fits the devices.
 
-        Args:
-            model: The role's model.
-            group: The devices' node group.
-            devices: The number of devices.
-            part: As in `of_role`.
-            keep: Reduces the choices of one layout; the best micro-batch does not depend on the engine.
+        `keep` reduces the choices of one layout: the best micro-batch does not depend on the engine.
         """
         if part == "generate":
-            yield from self._fitting(model, group, self._engines_alone(model, group, devices), devices, part, True)
+            # Engines on separate devices, with their own weights.
+            alone = self.problem.use(model.role, ParallelLayout(data=devices), usual_max_tokens(self.problem.config))
+            alone = replace(alone, shape=model.plain, trained=False)
+            engines = [
+                engine and replace(engine, shape=replace(model.plain, dtype=engine.shape.dtype), own_weights=True)
+                for engine in self.engines(model, group, devices)
+            ]
+            uses = [replace(alone, engine=engine) for engine in engines]
+            yield from self._fitting(model, group, uses, devices, part, True)
             return
-        longest = self.problem.config.max_sequence_tokens
+        longest, given = self.problem.config.max_sequence_tokens, usual_max_tokens(self.problem.config)
+        tried = sorted({longest, max(longest, given), max(longest, given * 4)})
         every = layouts(model.shape, devices, group, model.trained, longest)
         found = [layout for layout in every if self.problem.allows(model.role, layout)]
         for layout in found:
@@ -124,19 +134,20 @@ class Choices:
             checkpointing = (False, True) if model.trained else (False,)
             uses = [
                 replace(self.problem.use(model.role, layout, tokens, again), inference=inference)
-                for tokens, again, inference in itertools.product(self._tokens(), checkpointing, copies)
+                for tokens, again, inference in itertools.product(tried, checkpointing, copies)
             ]
             models = keep(self._fitting(model, group, uses, devices, "model"))
             if not model.generates or part == "model":
                 yield from models
                 continue
-            engines = [
-                replace(problem_use, engine=engine)
-                for engine in self.engines(model, group, devices, layout)
-                for problem_use in (self.problem.use(model.role, layout, 1),)
-            ]
-            decoders = keep(self._fitting(model, group, engines, devices, "generate"))
-            yield from (self._joined(one, other) for one in models for other in decoders)
+            whole, order = self.problem.use(model.role, layout, 1), [stage.name for stage in self.problem.flow.stages]
+            decoding = [replace(whole, engine=engine) for engine in self.engines(model, group, devices, layout)]
+            decoders = keep(self._fitting(model, group, decoding, devices, "generate"))
+            for one, other in itertools.product(models, decoders):
+                costs = {**other.costs, **one.costs}
+                costs = {name: costs[name] for name in order if name in costs}
+                use = replace(one.use, engine=other.use.engine)
+                yield Choice(use, costs, {**one.resident, **other.resident}, one.working)
 
     def _fitting(
         self,
@@ -161,21 +172,6 @@ class Choices:
             costs = {s.name: self.problem.stage_cost(s, use, group, devices, apart) for s in stages}
             yield Choice(use, costs, resident, sum(working.values()))
 
-    def _joined(self, model: Choice, decoder: Choice) -> Choice:
-        use = replace(model.use, engine=decoder.use.engine)
-        names = [stage.name for stage in self.problem.flow.stages]
-        costs = {**decoder.costs, **model.costs}
-        ordered = {name: costs[name] for name in names if name in costs}
-        return Choice(use, ordered, {**model.resident, **decoder.resident}, model.working)
-
-    def _engines_alone(self, model: Model, group: NodeGroup, devices: int) -> Iterator[Deployment]:
-        """Yield engines on separate devices, with their own weights."""
-        use = self.problem.use(model.role, ParallelLayout(data=devices), usual_max_tokens(self.problem.config))
-        use = replace(use, shape=model.plain, trained=False)
-        for engine in self.engines(model, group, devices):
-            whole = engine and replace(engine, shape=replace(model.plain, dtype=engine.shape.dtype), own_weights=True)
-            yield replace(use, engine=whole)
-
     def engines(
         self, model: Model, group: NodeGroup, devices: int, layout: ParallelLayout | None = None
     ) -> Iterator[EngineUse | None]:
@@ -184,14 +180,20 @@ class Choices:
         if engine == "http":
             yield None
             return
-        for divisor in self._engine_ranks(model, group, devices, layout):
+        sizes = model.shape.sizes
+        heads = sizes.num_attention_heads
+        if engine == "embedded":
+            heads = math.gcd(heads, sizes.num_key_value_heads)
+        # An engine stays within a node. Ranks that decode together take no turns in an environment.
+        found = divisors(math.gcd(heads, math.gcd(devices, group.devices)))
+        plays = engine == "embedded" and layout is not None and any("environment" in s.params for s in model.stages)
+        if engine not in ("embedded", "vllm") or plays:
+            found = [1]
+        elif layout is not None:  # a grouping fits some layouts alone
+            found = [ranks for ranks in found if nests(self.problem.generation(ranks), layout, devices)]
+        for divisor in found:
             for slots in self._slots(devices // divisor):
                 yield self.problem.engine(model.role, layout or ParallelLayout(), slots, divisor)
-
-    def _tokens(self) -> list[int]:
-        """Return the micro-batch sizes to try, in tokens: configured, four times that, and the longest row."""
-        given, longest = usual_max_tokens(self.problem.config), self.problem.config.max_sequence_tokens
-        return sorted({longest, max(longest, given), max(longest, given * 4)})
 
     def _slots(self, engines: int) -> list[int]:
         """Return the slot counts to try: all rows of the engine at once, halves of that, and the configured count."""
@@ -200,21 +202,114 @@ class Choices:
         halves = {(enough >> power) // FEWEST_SLOTS * FEWEST_SLOTS for power in range(enough.bit_length())} - {0}
         return sorted({min(slots_of(self.problem.config), enough), *halves})
 
-    def _engine_ranks(self, model: Model, group: NodeGroup, devices: int, layout: ParallelLayout | None) -> list[int]:
-        """Return the numbers of ranks of an engine to try, within a node."""
-        config, problem = model.shape.sizes, self.problem
-        heads, engine = config.num_attention_heads, problem.config.rollout.engine
-        if engine == "embedded":
-            heads = math.gcd(heads, config.num_key_value_heads)
-        found = divisors(math.gcd(heads, math.gcd(devices, group.devices)))
-        if engine not in ("embedded", "vllm"):
-            return [1]
-        if layout is None:
-            return found
-        # Ranks that decode together take no turns in an environment, and a grouping fits some layouts alone.
-        if engine == "embedded" and any("environment" in stage.params for stage in model.stages):
-            return [1]
-        return [ranks for ranks in found if nests(problem.generation(ranks), layout, devices)]
+
+@dataclass(frozen=True)
+class SetChoice:
+    """A choice for each role of a set. `budget` limits resident bytes if not everything fits at once."""
+
+    group: NodeGroup
+    devices: int
+    roles: Mapping[str, Choice]
+    costs: Mapping[str, Cost]
+    memory: int
+    budget: int | None = None
+
+    @cached_property
+    def busy(self) -> float:
+        """Return the busy seconds of the devices in an iteration."""
+        return sum(cost.seconds for cost in self.costs.values())
+
+
+class Sets:
+    """The cached choices of sets of roles; `choices` has those of single roles."""
+
+    def __init__(
+        self, problem: Problem, allowed: Callable[[Choice], bool] | None = None, part: RolePart = "all"
+    ) -> None:
+        """Prepare an empty cache; `allowed` filters choices (named placements), `part` is as in `Choices.of_role`."""
+        self.problem, self.part = problem, part
+        self.choices = Choices(problem, allowed=allowed)
+        self._known: dict[tuple[tuple[str, ...], str, int], SetChoice | None] = {}
+
+    def of_set(self, roles: tuple[str, ...], group: NodeGroup, devices: int) -> SetChoice | None:
+        """Return the fastest choices of roles that share these devices; None if they do not fit.
+
+        Combinations are tried in order of seconds without offloading. The search stops once the rest cannot beat the best one, or
+        after MOST_TRIED if memory is too tight for that.
+        """
+        key = (roles, group.kind, devices)
+        if key not in self._known:
+            options = [self.choices.of_role(role, group, devices, self.part) for role in roles]
+            quickest: SetChoice | None = None
+            for tried, (busy, picked) in enumerate(in_order(options)):
+                if tried >= MOST_TRIED or (
+                    quickest is not None and (busy >= quickest.busy or tried >= MOST_TRIED // 10)
+                ):
+                    break
+                limit = quickest.busy - busy if quickest else math.inf
+                found = self.together(dict(zip(roles, picked, strict=True)), group, devices, limit)
+                if found is not None and (quickest is None or found.busy < quickest.busy):
+                    quickest = found
+            self._known[key] = quickest
+        return self._known[key]
+
+    def together(
+        self, roles: Mapping[str, Choice], group: NodeGroup, devices: int, limit: float = math.inf
+    ) -> SetChoice | None:
+        """Combine choices on shared devices, with the offloading that memory requires.
+
+        Return None if a single stage does not fit, or if offloading takes at least `limit` seconds.
+        """
+        room = int(self.problem.kind(group).memory * USABLE)
+        working = max(choice.working for choice in roles.values())
+        most = at_once([choice.resident for choice in roles.values()], working)
+        costs = {name: cost for choice in roles.values() for name, cost in choice.costs.items()}
+        if most <= room:
+            return SetChoice(group, devices, roles, costs, most)
+        if max(choice.largest for choice in roles.values()) + working > room:
+            return None
+        # Lower bound: the excess is offloaded and loaded at least once.
+        if 2 * (most - room) / self._host(group) >= limit:
+            return None
+        return self.in_turns(roles, group, devices, room - working)
+
+    def in_turns(self, roles: Mapping[str, Choice], group: NodeGroup, devices: int, budget: int) -> SetChoice | None:
+        """Return these choices with the moves of a budget of resident bytes; None if a stage alone needs more."""
+        problem, working = self.problem, max(choice.working for choice in roles.values())
+        generating = [role for role, one in roles.items() if one.use.engine]
+        resident = {role: dict(one.resident) for role, one in roles.items()}
+        try:
+            sizes, plan, peak = taking_turns(problem.flow, resident, generating, budget)
+        except UserError:
+            return None
+        moved = {name: cost for choice in roles.values() for name, cost in choice.costs.items()}
+        for step, moves in plan.before.items():
+            # Loads before publication are charged to the next generation.
+            name = next(iter(moved)) if step == PUBLISH else step
+            seconds = sum(sizes[move.asset] for move in moves) / self._host(group)
+            if name in moved and seconds:
+                moved[name] = moved[name].plus(Cost(moves=seconds))
+        return SetChoice(group, devices, roles, moved, peak + working, budget)
+
+    def _host(self, group: NodeGroup) -> float:
+        return self.problem.kind(group).host * self.problem.rates_of(group).host
+
+
+def in_order(options: Sequence[Sequence[Choice]]) -> Iterator[tuple[float, tuple[Choice, ...]]]:
+    """Yield every combination of one choice per list, in order of total seconds; each list is sorted by seconds."""
+    if not all(options):
+        return
+    first = (0,) * len(options)
+    waiting = [(sum(own[0].busy for own in options), first)]
+    seen = {first}
+    while waiting:
+        busy, places = heapq.heappop(waiting)
+        yield busy, tuple(own[place] for own, place in zip(options, places, strict=True))
+        for i, own in enumerate(options):
+            later = (*places[:i], places[i] + 1, *places[i + 1 :])
+            if later[i] < len(own) and later not in seen:
+                seen.add(later)
+                heapq.heappush(waiting, (sum(o[p].busy for o, p in zip(options, later, strict=True)), later))
 
 
 def nests(target: GenerationLayout, layout: ParallelLayout, devices: int) -> bool:

@@ -11,10 +11,9 @@ from braidrl.cluster.pools import GENERATE, place
 from braidrl.config.layout import ParallelLayout
 from braidrl.engines.factory import generation_layout, own_engines
 from braidrl.flow import Kind, Stage
-from braidrl.plan.choices import Choice
+from braidrl.plan.choices import Choice, SetChoice, Sets
 from braidrl.plan.problem import USABLE, Problem
 from braidrl.plan.search import Plan, Search
-from braidrl.plan.sets import SetChoice, Sets
 from braidrl.plan.streaming import StreamingSearch
 from braidrl.runtimes.memory.budget import CACHE, GIB, Deployment, at_once, role_memory
 from braidrl.runtimes.streaming.groups import worker_groups
@@ -54,8 +53,17 @@ def configured_pools(problem: Problem) -> Pools:
 
 def configured_set(problem: Problem, pool: tuple[str, ...], devices: int) -> SetChoice:
     """Return the roles of one pool as the configuration deploys them, offloaded as its budget says."""
-    roles = {name: configured_choice(problem, name, devices) for name in pool}
-    group, budget = problem.cluster.groups[0], problem.config.trainer.resident_gib
+    group, budget, roles = problem.cluster.groups[0], problem.config.trainer.resident_gib, dict[str, Choice]()
+    for name in pool:
+        role = name.removesuffix(GENERATE)
+        apart = any(role + GENERATE in other for other in configured_pools(problem))
+        stages = [s for s in problem.models[role].stages if not apart or (s.kind is Kind.GENERATE) == (name != role)]
+        uses = {stage: deployment(problem, stage, devices) for stage in stages}
+        # Only generate stages have an engine in their deployment: prefer one of these.
+        use = next((one for one in uses.values() if one.engine), next(iter(uses.values())))
+        seconds = {s.name: problem.stage_cost(s, one, group, devices, name != role) for s, one in uses.items()}
+        resident, working = role_memory(use)
+        roles[name] = Choice(use, seconds, resident, sum(working.values()))
     if budget is not None and problem.config.runtime != "streaming":
         offloaded = Sets(problem).in_turns(roles, group, devices, int(budget * GIB))
         if offloaded is not None:
@@ -63,20 +71,6 @@ def configured_set(problem: Problem, pool: tuple[str, ...], devices: int) -> Set
     costs = {stage: cost for choice in roles.values() for stage, cost in choice.costs.items()}
     memory = at_once([choice.resident for choice in roles.values()], max(choice.working for choice in roles.values()))
     return SetChoice(group, devices, roles, costs, memory)
-
-
-def configured_choice(problem: Problem, name: str, devices: int) -> Choice:
-    """Return one role of a pool with the seconds of its stages."""
-    role = name.removesuffix(GENERATE)
-    apart = any(role + GENERATE in pool for pool in configured_pools(problem))
-    stages = [s for s in problem.models[role].stages if not apart or (s.kind is Kind.GENERATE) == (name != role)]
-    uses = {stage: deployment(problem, stage, devices) for stage in stages}
-    # Only generate stages have an engine in their deployment: prefer one of these.
-    use = next((one for one in uses.values() if one.engine), next(iter(uses.values())))
-    group = problem.cluster.groups[0]
-    costs = {s.name: problem.stage_cost(s, one, group, devices, name != role) for s, one in uses.items()}
-    resident, working = role_memory(use)
-    return Choice(use, costs, resident, sum(working.values()))
 
 
 def deployment(problem: Problem, stage: Stage, devices: int) -> Deployment:

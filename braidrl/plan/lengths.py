@@ -28,17 +28,23 @@ def batch_lengths(config: Config, given: str | None = None, sources: Sequence[Lo
     """
     rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
     if given is not None and Path(given).is_dir():
-        return recorded_lengths(Path(given), rows)
-    prompts = spread(prompt_lengths(config, sources), rows)
+        run = Path(given)
+        steps = recorded_steps(run)
+        if not steps:
+            raise UserError(f"--lengths {run}: the run recorded no rollouts")
+        # Use the last half: response lengths change during training.
+        parts = [step_lengths(run, step) for step in steps[len(steps) // 2 :]]
+        prompts, responses = (np.concatenate(one) for one in zip(*parts, strict=True))
+        order = np.argsort(responses, kind="stable")[places(len(responses), rows)]
+        lines, trained = read_metrics(run), len(parts[0][0])
+        generated = np.mean([line.get("rows/generated", trained) for line in lines]) / trained if lines else 1.0
+        return Lengths(prompts[order], responses[order], max(1.0, float(generated)))
+    known = [one.numpy() for source in sources if (one := source.examples.lengths("prompt")) is not None]
+    longest = np.array([config.data.max_prompt_tokens])
+    prompts = spread(np.concatenate(known).astype(np.int64) if known else longest, rows)
     responses = spread(response_lengths(config, given, sources, rows), rows)
     # Shuffle: lengths of prompts and responses are taken as independent.
     return Lengths(np.random.default_rng(0).permutation(prompts), responses, config.trainer.over_sampling)
-
-
-def prompt_lengths(config: Config, sources: Sequence[LoadedSource]) -> IntArray:
-    """Return the prompt lengths of the data; without data, the configured maximum."""
-    known = [one.numpy() for source in sources if (one := source.examples.lengths("prompt")) is not None]
-    return np.concatenate(known).astype(np.int64) if known else np.array([config.data.max_prompt_tokens])
 
 
 def response_lengths(config: Config, given: str | None, sources: Sequence[LoadedSource], rows: int) -> IntArray:
@@ -58,22 +64,6 @@ def response_lengths(config: Config, given: str | None, sources: Sequence[Loaded
     quantiles = [NormalDist().inv_cdf((i + 0.5) / rows) for i in range(rows)]
     drawn = [min(int(longest_said), int(int(median) * math.exp(sigma * q))) for q in quantiles]
     return np.array([max(1, tokens) for tokens in drawn])
-
-
-def recorded_lengths(run: Path, rows: int | None = None) -> Lengths:
-    """Return the row lengths that a run recorded, resampled to `rows`. Raises UserError if it recorded none."""
-    steps = recorded_steps(run)
-    if not steps:
-        raise UserError(f"--lengths {run}: the run recorded no rollouts")
-    # Use the last half: response lengths change during training.
-    parts = [step_lengths(run, step) for step in steps[len(steps) // 2 :]]
-    prompts, responses = (np.concatenate(one) for one in zip(*parts, strict=True))
-    count = rows or len(parts[0][0])
-    order = np.argsort(responses, kind="stable")[places(len(responses), count)]
-    lines = read_metrics(run)
-    trained = len(parts[0][0])
-    generated = np.mean([line.get("rows/generated", trained) for line in lines]) / trained if lines else 1.0
-    return Lengths(prompts[order], responses[order], max(1.0, float(generated)))
 
 
 def step_lengths(run: Path, step: int) -> tuple[IntArray, IntArray]:

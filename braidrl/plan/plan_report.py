@@ -12,13 +12,11 @@ from rich.table import Table
 from braidrl.cluster.pools import GENERATE
 from braidrl.config.layout import AXES, ParallelLayout
 from braidrl.flow import Kind
-from braidrl.observe.timeline import timeline_page
 from braidrl.observe.trace import Span
-from braidrl.plan.choices import Choice, activations
+from braidrl.plan.choices import Choice, SetChoice, activations
 from braidrl.plan.problem import USABLE, Problem
 from braidrl.plan.rates import Cost
 from braidrl.plan.search import Plan
-from braidrl.plan.sets import SetChoice
 from braidrl.runtimes.memory.budget import CACHE, ENGINE, Deployment, at_once, in_units, role_memory
 
 SHOWN = 0.005
@@ -34,7 +32,12 @@ def show(problem: Problem, plans: Sequence[Plan], console: Console, search: bool
         f"{lengths.tokens / len(lengths):,.0f} tokens on average, longest {lengths.longest:,}"
     )
     write(plans_table(problem, plans))
-    write(stages_table(first))
+    stages = table("stages of plan 1", ("stage", "seconds", "made of"), (1,))
+    for stage, cost in first.costs.items():
+        parts = sorted(zip(cost, Cost._fields, strict=True), reverse=True)
+        causes = ", ".join(f"{cause} {seconds:,.2g}" for seconds, cause in parts if seconds > 0.01 * cost.seconds > 0)
+        stages.add_row(stage, f"{cost.seconds:,.3g}", causes)
+    write(stages)
     write(roles_table(first))
     if search:
         write(
@@ -73,16 +76,6 @@ def plans_table(problem: Problem, plans: Sequence[Plan]) -> Table:
         rate = float(problem.lengths.tokens / plan.seconds / problem.cluster.size)
         memory = in_units(max(one.memory for one in plan.sets))
         lines.add_row(str(number), runtime, f"{plan.seconds:,.3g}", f"{rate:,.1f}", memory, plan.name)
-    return lines
-
-
-def stages_table(plan: Plan) -> Table:
-    """Return a table of each stage's seconds, with their causes, largest first."""
-    lines = table("stages of plan 1", ("stage", "seconds", "made of"), (1,))
-    for name, cost in plan.costs.items():
-        parts = sorted(zip(cost, Cost._fields, strict=True), reverse=True)
-        causes = ", ".join(f"{cause} {seconds:,.2g}" for seconds, cause in parts if seconds > 0.01 * cost.seconds > 0)
-        lines.add_row(name, f"{cost.seconds:,.3g}", causes)
     return lines
 
 
@@ -186,8 +179,3 @@ def spans_of(plan: Plan) -> list[Span]:
         for stage, (start, end) in plan.starts.items()
         if end > start
     ]
-
-
-def timeline(plan: Plan, name: str) -> str:
-    """Return a plan's predicted timeline as an HTML page."""
-    return timeline_page(f"{name}: predicted", spans_of(plan))

@@ -52,17 +52,12 @@ class Model:
         return any(stage.kind is Kind.GENERATE for stage in self.stages)
 
     @property
-    def computes(self) -> bool:
-        """Return whether the role infers or trains."""
-        return any(stage.kind in (Kind.INFER, Kind.TRAIN) for stage in self.stages)
-
-    @property
     def infers(self) -> bool:
         """Return whether the role infers."""
         return any(stage.kind is Kind.INFER for stage in self.stages)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Problem:
     """The problem. `seconds` gives the seconds per iteration of stages by name, for stages that cannot be derived.
 
@@ -75,25 +70,26 @@ class Problem:
     lengths: Lengths
     rates: Mapping[str, Rates] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
+    _generation: dict[Any, Cost] = field(default_factory=dict, init=False, repr=False)
+    _allowed: dict[Any, bool] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Set the device."""
-        object.__setattr__(self, "config", self.config.model_copy(update={"device": self.cluster.device}))
+        self.config = self.config.model_copy(update={"device": self.cluster.device})
 
     @cached_property
     def models(self) -> dict[str, Model]:
         """Return the roles that need a model, in order of first use."""
-        return {role: self._model(role) for role in self.flow.roles}
-
-    def _model(self, role: str) -> Model:
-        dtype = dtype_name(role, self.config)
-        scalar, trained = role in self.flow.scalar_roles, role in self.flow.trained_roles
-        folder = model_path(role, self.config)
-        plain = shape_of(folder, DTYPES[dtype], scalar)
-        lora = lora_of(role, self.config) if trained else None
-        shape = model_shape(folder, DTYPES[dtype], scalar, lora) if lora else plain
-        stages = tuple(stage for stage in self.flow.stages if stage.role == role and stage.type != "verify")
-        return Model(role, shape, plain, dtype, trained, scalar, stages)
+        found = {}
+        for role in self.flow.roles:
+            dtype, folder = dtype_name(role, self.config), model_path(role, self.config)
+            scalar, trained = role in self.flow.scalar_roles, role in self.flow.trained_roles
+            plain = shape_of(folder, DTYPES[dtype], scalar)
+            lora = lora_of(role, self.config) if trained else None
+            shape = model_shape(folder, DTYPES[dtype], scalar, lora) if lora else plain
+            stages = tuple(stage for stage in self.flow.stages if stage.role == role and stage.type != "verify")
+            found[role] = Model(role, shape, plain, dtype, trained, scalar, stages)
+        return found
 
     @cached_property
     def updates(self) -> int:
@@ -121,25 +117,18 @@ class Problem:
 
     def check_stages(self) -> None:
         """Raise UserError for a stage without a known cost, with the option that gives it."""
+        calibrated = {name for group in self.cluster.groups for name in self.rates_of(group).stages}
         for stage in self.flow.stages:
-            if not self._is_priced(stage):
-                what = "is a function of yours"
-                if stage.kind is Kind.GENERATE:
-                    plays = "environment" in stage.params
-                    what = "plays in an environment" if plays else f"is done by {self.config.rollout.engine}"
+            plays, engine, what = "environment" in stage.params, self.config.rollout.engine, "is a function of yours"
+            derived = stage.role is not None or stage.type.startswith(COMPUTED)
+            if stage.kind is Kind.GENERATE:
+                what = "plays in an environment" if plays else f"is done by {engine}"
+                derived = not plays and engine in ("embedded", "vllm", "http")
+            if not (derived or stage.name in self.seconds or stage.type in calibrated):
                 raise UserError(
                     f"{stage.name} {what}, whose time cannot be derived; give its seconds per iteration as in "
                     f"--seconds {stage.name}=2.5, or calibrate with a run that has it"
                 )
-
-    def _is_priced(self, stage: Stage) -> bool:
-        if stage.name in self.seconds or any(
-            stage.type in self.rates_of(group).stages for group in self.cluster.groups
-        ):
-            return True
-        if stage.kind is Kind.GENERATE:
-            return "environment" not in stage.params and self.config.rollout.engine in ("embedded", "vllm", "http")
-        return stage.role is not None or stage.type.startswith(COMPUTED)
 
     def rows_of(self, stage: Stage) -> Lengths:
         """Return the rows of a stage; before selection these are all sampled rows."""
@@ -158,15 +147,7 @@ class Problem:
         return Cost(overhead=self.rates_of(group).stages.get(stage.type, 0.0) * len(self.rows_of(stage)))
 
     def stage_cost(self, stage: Stage, use: Deployment, group: NodeGroup, devices: int, apart: bool = False) -> Cost:
-        """Return the cost of a stage of a model.
-
-        Args:
-            stage: The stage.
-            use: The deployment of its role, with `data` filled in.
-            group: The devices' node group.
-            devices: The number of devices.
-            apart: Engines have separate devices.
-        """
+        """Return the cost of a stage of a model on `devices` devices of a group; `apart` if engines have separate devices."""
         if stage.name in self.seconds:
             return Cost(overhead=self.seconds[stage.name])
         model = self.models[str(stage.role)]
@@ -188,10 +169,6 @@ class Problem:
             cost = cost.plus(Cost(weights=moved / (self.kind(group).link * self.rates_of(group).link)))
         return cost
 
-    @cached_property
-    def _generation(self) -> dict[Any, Cost]:
-        return {}
-
     def works(self, stage: Stage, use: Deployment, group: NodeGroup, devices: int) -> list[Work]:
         """Return the work of a model's stage on its busiest device; generation returns prefill and decode."""
         model, nodes, config = self.models[str(stage.role)], Nodes(group.devices), self.config
@@ -201,9 +178,8 @@ class Problem:
             replicas = max(1, devices // engine.divisor if use.engine else len(config.rollout.servers.urls))
             multiple = ROW_MULTIPLE if self.cluster.device == "cpu" and config.rollout.engine == "embedded" else 1
             samples = config.rollout.samples_per_prompt
-            return [*generate_work(
-                engine.shape, engine.divisor, replicas, self.lengths, engine.slots, samples, nodes, multiple
-            )]  # fmt: skip
+            shape, ranks, slots = engine.shape, engine.divisor, engine.slots
+            return [*generate_work(shape, ranks, replicas, self.lengths, slots, samples, nodes, multiple)]
         lengths, tokens = self.rows_of(stage), use.tokens
         if config.runtime == "streaming":
             # A micro-batch cannot exceed one dispatch.
@@ -254,10 +230,6 @@ class Problem:
                 self._allowed[axes] = False
         return self._allowed.setdefault(axes, True)
 
-    @cached_property
-    def _allowed(self) -> dict[Any, bool]:
-        return {}
-
     def price(self, model: Model, work: Work, group: NodeGroup) -> Cost:
         """Return the cost of work of a model."""
         return price(work, self.kind(group), self.rates_of(group), model.dtype, self.config.rollout.engine)
@@ -269,14 +241,8 @@ class Problem:
     def use(self, role: str, layout: ParallelLayout, tokens: int, checkpointing: bool = False) -> Deployment:
         """Return a role's deployment in a layout, without an engine."""
         model = self.models[role]
+        computes = model.infers or any(stage.kind is Kind.TRAIN for stage in model.stages)
         return Deployment(
-            model.shape,
-            model.plain,
-            layout,
-            model.trained,
-            model.scalar,
-            model.computes,
-            tokens,
-            checkpointing,
+            model.shape, model.plain, layout, model.trained, model.scalar, computes, tokens, checkpointing,
             moment_bytes=moment_bytes(self.config.trainer),
-        )
+        )  # fmt: skip

@@ -175,15 +175,7 @@ def rates_for(kind: str, known: Mapping[str, Rates]) -> Rates:
 
 
 def price(work: Work, kind: DeviceKind, rates: Rates, dtype: str, engine: str = "embedded") -> Cost:
-    """Return the cost of work on a kind of device.
-
-    Args:
-        work: The work of the busiest device.
-        kind: Its peak figures.
-        rates: The achieved rates.
-        dtype: The dtype of the operands, a key of `kind.peak`.
-        engine: The engine of prefill and decode, as `rollout.engine`.
-    """
+    """Return the cost of the busiest device's work; `dtype` is a key of `kind.peak`, and `engine` prices prefill and decode."""
     phase = rates.of(work.phase, engine)
     compute = work.operations / (kind.peak[dtype] * phase.share)
     memory = work.memory / (kind.bandwidth * rates.memory) + work.activations * phase.activation_s

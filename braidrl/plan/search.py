@@ -1,7 +1,14 @@
 """Placement search after HybridFlow's Algorithm 1 (arXiv 2409.19256): set partitions of roles, devices per set, layouts.
 
-partitions of the roles ──▶ devices of each set ──▶ choices of each set (sets.py) ──makespan──▶ the best of each partition
+partitions of the roles ──▶ devices of each set ──▶ choices of each set ──makespan──▶ the best of each partition
         pruned by a lower bound of each set                                        the runtime's own order of calls
+
+A placement of another framework is one partition, with a filter for choices (`like`, `braid plan CONFIG --like NAME`):
+
+deepspeed-chat   all roles on all devices; ZeRO-3 to train, tensor parallelism within a node to generate     arXiv 2308.01320
+openrlhf         separate devices for each role and for engines; ZeRO-3                                       arXiv 2405.11143
+nemo-aligner     actor and reference on one half, critic and reward on the other; one layout for all         arXiv 2405.01481
+verl             all roles on all devices; separate layouts to train, infer and generate                     arXiv 2409.19256
 
 The paper sums seconds within a set and takes the maximum across sets, phase by phase. Here an iteration's calls are scheduled as the
 hybrid runtime makes them; the results are equal if phases do not overlap.
@@ -11,20 +18,22 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from braidrl.cluster.device_kinds import NodeGroup
-from braidrl.errors import UserError
-from braidrl.plan.choices import Choice
+from braidrl.cluster.pools import GENERATE
+from braidrl.errors import UserError, suggest
+from braidrl.plan.choices import Choice, SetChoice, Sets
 from braidrl.plan.problem import Problem
 from braidrl.plan.rates import Cost
-from braidrl.plan.sets import SetChoice, Sets
 from braidrl.plan.simulation import Runtime, call_times
 from braidrl.plan.workload import Simulation
 
 FINEST = 32
 """Most units that allocations split the devices into, so that a search over a thousand devices takes seconds."""
+NAMES = ("deepspeed-chat", "openrlhf", "nemo-aligner", "verl")
+"""The placements of `like`."""
 RoleSets = tuple[tuple[str, ...], ...]
 
 
@@ -79,13 +88,7 @@ def partitions(items: Sequence[str]) -> Iterator[RoleSets]:
 
 
 def allocations(devices: int, sets: int, unit: int = 1) -> Iterator[tuple[int, ...]]:
-    """Yield every allocation of all devices to sets: C(devices / unit - 1, sets - 1) of them.
-
-    Args:
-        devices: The number of devices.
-        sets: The number of sets.
-        unit: Each set gets a positive multiple of this.
-    """
+    """Yield every allocation of all devices to sets, each a multiple of `unit`: C(devices / unit - 1, sets - 1) of them."""
     units = devices // unit
     for cuts in itertools.combinations(range(1, units), sets - 1):
         ends = (0, *cuts, units)
@@ -102,14 +105,7 @@ class Search:
         until: float | None = None,
         allowed: Callable[[Choice], bool] | None = None,
     ) -> None:
-        """Prepare the search.
-
-        Args:
-            problem: The planning problem.
-            keep: Most plans to return, one per partition.
-            until: Deadline on the monotonic clock, in seconds.
-            allowed: Filter for the choices of a role; None allows all.
-        """
+        """Prepare a search that returns at most `keep` plans, one per partition, and ends at `until` on the monotonic clock."""
         problem.check_stages()
         self.problem, self.keep, self.until = problem, keep, until
         self.considered = Considered()
@@ -136,26 +132,27 @@ class Search:
                 found = sorted([*found, plan], key=lambda plan: plan.seconds)[: self.keep]
         self.considered.layouts = self.sets.choices.layouts_tried
         if not found:
-            raise UserError(self.least())
+            raise self.refusal()
         return found
 
     def best_of(self, partition: RoleSets, limit: float = math.inf) -> Plan | None:
-        """Return the fastest plan of a partition.
-
-        Args:
-            partition: The sets of roles that share devices.
-            limit: Upper bound on the seconds of an iteration.
-
-        Returns:
-            The plan, or None if it does not fit or is not faster.
-        """
+        """Return the fastest plan of a partition; None if it does not fit, or takes at least `limit` seconds an iteration."""
         quickest: Plan | None = None
         for groups in itertools.product(self.problem.cluster.groups, repeat=len(partition)):
             for sizes in self._sizes(groups):
                 self.considered.allocations += 1
                 bar = min(limit, quickest.seconds if quickest else math.inf)
-                plan = self._quickest(partition, groups, sizes, bar)
-                quickest = plan or quickest
+                sets: list[SetChoice] = []
+                for roles, group, size in zip(partition, groups, sizes, strict=True):
+                    found = self.sets.of_set(roles, group, size)
+                    # Lower bound: an iteration takes at least as long as each set is busy.
+                    if found is None or found.busy >= bar:
+                        self.considered.cut += 1
+                        break
+                    sets.append(found)
+                else:
+                    plan = self.plan("hybrid", sets)
+                    quickest = plan if plan.seconds < bar else quickest
         return quickest
 
     def _sizes(self, groups: Sequence[NodeGroup]) -> Iterator[tuple[int, ...]]:
@@ -169,27 +166,8 @@ class Search:
             sizes = {place: size for one in picked for place, size in one.items()}
             yield tuple(sizes[i] for i in range(len(groups)))
 
-    def _quickest(
-        self, partition: RoleSets, groups: Sequence[NodeGroup], sizes: Sequence[int], bar: float
-    ) -> Plan | None:
-        sets: list[SetChoice] = []
-        for roles, group, size in zip(partition, groups, sizes, strict=True):
-            found = self.sets.of_set(roles, group, size)
-            # Lower bound: an iteration takes at least as long as each set is busy.
-            if found is None or found.busy >= bar:
-                self.considered.cut += 1
-                return None
-            sets.append(found)
-        plan = self.plan("hybrid", sets)
-        return plan if plan.seconds < bar else None
-
     def plan(self, runtime: Runtime, sets: Sequence[SetChoice]) -> Plan:
-        """Return a plan with its calls scheduled as a runtime makes them.
-
-        Args:
-            runtime: The runtime that makes the calls.
-            sets: The roles of each set of devices, with their deployments.
-        """
+        """Return the plan of these sets of devices, with its calls scheduled as a runtime makes them."""
         modelled = {name: cost for one in sets for name, cost in one.costs.items()}
         costs = {
             stage.name: modelled.get(stage.name) or self.problem.compute_cost(stage, sets[0].group)
@@ -209,19 +187,19 @@ class Search:
         found = self.sets.of_set(roles, group, group.size)
         return [] if found is None else [self.plan(runtime, [found])]
 
-    def least(self) -> str:
-        """Return an error message with the smallest number of devices on which the models fit."""
+    def refusal(self) -> UserError:
+        """Build the error that names the smallest number of devices on which the models fit."""
         roles = tuple(self.problem.flow.roles)
         for group in self.problem.cluster.groups:
             for nodes in (2**power for power in range(1, 11)):
                 wider = group.model_copy(update={"nodes": group.nodes * nodes})
                 if self.sets.of_set(roles, wider, wider.size):
-                    return (
+                    return UserError(
                         f"the models of flow {self.problem.flow.name} fit on no allocation of {self.problem.cluster}; "
                         f"the smallest that fits is --devices {wider.nodes}x{wider.devices}x{wider.kind}"
                     )
         largest = max(self.problem.models.values(), key=lambda model: model.shape.parameters)
-        return (
+        return UserError(
             f"the models of flow {self.problem.flow.name} fit on no allocation of {self.problem.cluster}, nor of a thousand times as "
             f"many devices: {largest.role} has {largest.shape.parameters / 1e9:.1f}B parameters; choose a kind with more memory"
         )
@@ -232,4 +210,93 @@ def unit_of(group: NodeGroup) -> int:
     return next(n for n in range(1, group.size + 1) if group.size % n == 0 and group.size // n <= FINEST)
 
 
-__all__ = ["Considered", "Plan", "RoleSets", "Search", "allocations", "partitions", "unit_of"]
+def like(problem: Problem, name: str) -> Plan:
+    """Return the best plan within another framework's placement.
+
+    Raises:
+        UserError: The name is unknown, or the models do not fit in that placement.
+    """
+    if name not in NAMES:
+        raise UserError(f"--like: unknown placement {name!r}. {suggest(name, NAMES)}")
+    search = Search(problem)
+    roles = tuple(problem.flow.roles)
+    plan = {
+        "deepspeed-chat": lambda: fixed(search, (roles,), sharded),
+        "openrlhf": lambda: apart(search),
+        "nemo-aligner": lambda: fixed(search, halves(problem), same_layout),
+        "verl": lambda: fixed(search, (roles,), lambda choice: True),
+    }[name]()
+    if plan is None:
+        raise UserError(
+            f"--like {name}: the models of flow {problem.flow.name} do not fit in this placement on {problem.cluster}"
+        )
+    return plan
+
+
+def sharded(choice: Choice) -> bool:
+    """Return whether the layout is plain ZeRO-3."""
+    layout = choice.use.layout
+    return (
+        layout.tensor == layout.pipeline == layout.sequence == 1 and layout.shard == "full" and not choice.use.inference
+    )
+
+
+def same_layout(choice: Choice) -> bool:
+    """Return whether a role uses only tensor and pipeline parallelism, and generates in its training layout."""
+    layout, engine = choice.use.layout, choice.use.engine
+    plain = layout.shard in ("none", "optimizer") and layout.sequence == 1 and not choice.use.inference
+    return plain and (engine is None or engine.divisor == layout.tensor)
+
+
+def halves(problem: Problem) -> RoleSets:
+    """Split the roles: those that generate or provide frozen log-probs, and the others."""
+    models = problem.models
+    first = tuple(role for role, model in models.items() if model.generates or (not model.trained and not model.scalar))
+    second = tuple(role for role in models if role not in first)
+    return (first, second) if second else (first,)
+
+
+def fixed(search: Search, partition: RoleSets, allowed: Callable[[Choice], bool]) -> Plan | None:
+    """Return the best plan of one partition whose sets have equal numbers of devices.
+
+    Raises:
+        UserError: The devices do not divide equally among the sets.
+    """
+    group = max(search.problem.cluster.groups, key=lambda group: group.size)
+    size, left = divmod(group.size, len(partition))
+    if left:
+        names = " | ".join("+".join(roles) for roles in partition)
+        raise UserError(
+            f"--devices: {group.size} devices do not divide into {len(partition)} equal parts for {names}; "
+            f"write a multiple of {len(partition)}"
+        )
+    known = Sets(search.problem, allowed)
+    sets = [known.of_set(roles, group, size) for roles in partition]
+    if any(one is None for one in sets):
+        return None
+    return search.plan("hybrid", [one for one in sets if one is not None])
+
+
+def apart(search: Search) -> Plan | None:
+    """Return the fastest plan with separate devices for each role and for engines."""
+    problem = search.problem
+    group = max(problem.cluster.groups, key=lambda group: group.size)
+    members = [(role, False) for role in problem.models]
+    members += [(role, True) for role, model in problem.models.items() if model.generates]
+    models, engines = Sets(problem, sharded, "model"), Sets(problem, part="generate")
+    unit = unit_of(group)
+    while group.size % (unit * 2) == 0 and group.size // (unit * 2) >= 2 * len(members):
+        unit *= 2
+    quickest: Plan | None = None
+    for sizes in allocations(group.size, len(members), unit):
+        whole = []
+        for (role, generates), size in zip(members, sizes, strict=True):
+            found = (engines if generates else models).of_set((role,), group, size)
+            if found is not None:
+                named = {role + GENERATE * generates: found.roles[role]}
+                whole.append(replace(found, roles=named))
+        if len(whole) < len(members):
+            continue
+        plan = search.plan("hybrid", whole)
+        quickest = plan if quickest is None or plan.seconds < quickest.seconds else quickest
+    return quickest

@@ -86,11 +86,6 @@ class SimulatedWorker:
         """Return the stage whose workers it stands for."""
         return (self.consumer.updates or self.consumer.stages)[0]
 
-    @property
-    def is_free(self) -> bool:
-        """Return whether it can take another lease."""
-        return not self.loads and len(self.work) < self.slots
-
 
 @dataclass
 class SimulatedTraining:
@@ -147,7 +142,7 @@ class Streaming:
             # If one worker of a stage finds no rows, others of the same version find none either.
             kind = worker.consumer.name, self.loading.version_of(worker.name)
             if kind not in idle and self.loading.takes_rows(worker.name):
-                while worker.is_free and kind not in idle:
+                while (not worker.loads and len(worker.work) < worker.slots) and kind not in idle:
                     if not self._begin(worker):
                         idle.add(kind)
 
@@ -301,14 +296,27 @@ class Streaming:
         self.clock.after(work.end - self.clock.now, lambda: self._ends(worker, work) if turn == work.turn else None)
 
     def _ends(self, worker: SimulatedWorker, work: LeaseUnderWay) -> None:
+        lease, now = work.lease, self.clock.now
         # The worker died in the meantime and lost its rows.
-        if worker.work.pop(work.lease.number, None) is None:
+        if worker.work.pop(lease.number, None) is None:
             return
         if work.fate == "dies":
             worker.work.clear()
             self.schedule.fail_holder(worker.name)
-        else:
-            self._answers(worker, work)
+            return
+        try:
+            self.schedule.tasks.leases.current(lease.number, now)
+        except LeaseLost:
+            # Its rows were leased again or dropped: discard the result.
+            return
+        if work.drawn is not None:
+            rows = self.schedule.tasks.left(lease)
+            self.schedule.suspend(lease, dict.fromkeys(rows, work.version or 0))
+            self.drawn[lease.rows[0]] = work.drawn
+            return
+        rows = self.schedule.tasks.complete(lease.number, now)
+        versions = dict.fromkeys(rows, work.version or 0) if worker.consumer.kind is Kind.GENERATE else None
+        self.schedule.done(worker.consumer.name, rows, versions)
 
     def _take_in(self, worker: SimulatedWorker, lease: Lease) -> None:
         """Run a trainer's stages before its updates on new rows, which it keeps."""
@@ -337,11 +345,8 @@ class Streaming:
         """Return how long a new row of an engine waits: it misses the decode step that runs when it is requested."""
         if not worker.work:
             worker.steps_since = self.clock.now
-        if (
-            not self.work.step_seconds
-            or worker.consumer.kind is not Kind.GENERATE
-            or worker.steps_since == self.clock.now
-        ):
+        generates = worker.consumer.kind is Kind.GENERATE
+        if not (self.work.step_seconds and generates) or worker.steps_since == self.clock.now:
             return 0.0
         return self._until_step(worker) or self.work.step_seconds
 
@@ -362,22 +367,6 @@ class Streaming:
             name = worker.name if worker.ranks == 1 else f"{worker.name}/{rank}"
             span = (self.clock.now, self.clock.now + share, rows or len(lease.rows), iteration)
             self.result.spans.append(SimulatedSpan(name, (stage or worker.stage).name, *span))
-
-    def _answers(self, worker: SimulatedWorker, work: LeaseUnderWay) -> None:
-        lease, now = work.lease, self.clock.now
-        try:
-            self.schedule.tasks.leases.current(lease.number, now)
-        except LeaseLost:
-            # Its rows were leased again or dropped: discard the result.
-            return
-        if work.drawn is not None:
-            rows = self.schedule.tasks.left(lease)
-            self.schedule.suspend(lease, dict.fromkeys(rows, work.version or 0))
-            self.drawn[lease.rows[0]] = work.drawn
-            return
-        rows = self.schedule.tasks.complete(lease.number, now)
-        versions = dict.fromkeys(rows, work.version or 0) if worker.consumer.kind is Kind.GENERATE else None
-        self.schedule.done(worker.consumer.name, rows, versions)
 
     def _watch(self) -> None:
         """Schedule a check when the next lease expires."""
@@ -408,12 +397,9 @@ def _workers(work: Workload, consumer: Consumer) -> list[SimulatedWorker]:
 def call_times(
     before: Mapping[str, Sequence[str]], pools: Mapping[str, object], seconds: Mapping[str, float]
 ) -> dict[str, tuple[float, float]]:
-    """Return start and end of each stage's call in one iteration of the hybrid runtime.
+    """Return start and end of each stage's call in one iteration of the hybrid runtime; a pool runs its calls in order.
 
-    Args:
-        before: The stages that each stage waits for, in the flow's order.
-        pools: The pool of each stage; a pool runs its calls in order.
-        seconds: The duration of each stage.
+    `before` has the stages that each stage waits for, in the flow's order.
     """
     free: dict[object, float] = {}
     times: dict[str, tuple[float, float]] = {}

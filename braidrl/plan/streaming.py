@@ -4,18 +4,17 @@ devices of each group ──lower bound: its busiest group──▶ in order of 
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from braidrl.cluster.device_kinds import NodeGroup
 from braidrl.data.rows import Uid
 from braidrl.flow import Kind
 from braidrl.flow.batches import Sizes
 from braidrl.flow.selecting import older_places
-from braidrl.plan.choices import Choices, RolePart
+from braidrl.plan.choices import Choices, RolePart, SetChoice
 from braidrl.plan.problem import USABLE, Problem
 from braidrl.plan.rates import Cost
 from braidrl.plan.search import Plan, allocations, unit_of
-from braidrl.plan.sets import SetChoice
 from braidrl.plan.simulation import Streaming
 from braidrl.plan.workload import Workload
 from braidrl.runtimes.streaming.consumers import Consumers
@@ -41,7 +40,13 @@ class StreamingSearch:
 
     def best(self, staleness: int) -> Plan | None:
         """Return the fastest plan with this maximum staleness; None if a group does not fit."""
-        found = [(max(one.busy for one in sets), sets) for sets in self._allocated()]
+        found: list[tuple[float, list[SetChoice]]] = []
+        for group in self.problem.cluster.groups:
+            for sizes in allocations(group.size, len(self.groups), unit_of(group)):
+                chosen = [self.group_set(one, group, n) for one, n in zip(self.groups, sizes, strict=True)]
+                fitting = [one for one in chosen if one is not None]
+                if len(fitting) == len(chosen):
+                    found.append((max(one.busy for one in fitting), fitting))
         quickest: Plan | None = None
         for bound, sets in sorted(found, key=lambda pair: pair[0])[:MOST_SIMULATED]:
             # Lower bound: an iteration takes at least as long as each group's work.
@@ -51,15 +56,6 @@ class StreamingSearch:
             if quickest is None or plan.seconds < quickest.seconds:
                 quickest = plan
         return quickest
-
-    def _allocated(self) -> Iterator[list[SetChoice]]:
-        for group in self.problem.cluster.groups:
-            if group.size // unit_of(group) < len(self.groups):
-                continue
-            for sizes in allocations(group.size, len(self.groups), unit_of(group)):
-                sets = [self.group_set(one, group, n) for one, n in zip(self.groups, sizes, strict=True)]
-                if all(one is not None for one in sets):
-                    yield [one for one in sets if one is not None]
 
     def group_set(self, member: Group, group: NodeGroup, devices: int) -> SetChoice | None:
         """Return the fastest choice of a worker group that fits the devices; None if none fits."""

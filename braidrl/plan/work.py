@@ -118,32 +118,19 @@ class Roads(NamedTuple):
         return Roads(self.link + other.link, self.network + other.network)
 
 
-def matrix_sizes(shape: Shape, scalar: bool) -> operations.MatrixSizes:
-    """Return the matrix sizes that determine a model's operations."""
-    return operations.MatrixSizes.of(shape.sizes, shape.parameters, scalar)
-
-
 def forward_operations(shape: Shape, tokens: float, squares: float, scalar: bool) -> float:
     """Return the operations of a forward pass over `tokens` tokens, all predicted, with this sum of squared lengths."""
     counts = operations.TokenCounts(tokens, tokens, squares / 2)
-    return operations.forward_operations(matrix_sizes(shape, scalar), counts)
+    return operations.forward_operations(operations.MatrixSizes.of(shape.sizes, shape.parameters, scalar), counts)
 
 
 def model_work(
     phase: Phase, shape: Shape, layout: ParallelLayout, share: Share, max_tokens: int, passes: float, scalar: bool,
     nodes: Nodes,
 ) -> Work:  # fmt: skip
-    """Return the work of one rank for its model copy's share of rows.
+    """Return the work of one rank for its model copy's share of rows, in micro-batches of `max_tokens`.
 
-    Args:
-        phase: The phase that prices the work.
-        shape: The model.
-        layout: The layout, with `data` filled in.
-        share: The share of the busiest copy.
-        max_tokens: Tokens of a micro-batch.
-        passes: Operations in units of forward passes: 1 to infer, 3 to train, 4 with recomputation, 2 with adapters.
-        scalar: The head is scalar.
-        nodes: Decides the links of collectives.
+    `passes` are operations in units of forward passes: 1 to infer, 3 to train, 4 with recomputation, 2 with adapters.
     """
     t, s, p = layout.tensor, layout.sequence, layout.pipeline
     layers = shape.sizes.num_hidden_layers / p
@@ -218,42 +205,32 @@ def infer_work(
     shape: Shape, layout: ParallelLayout, lengths: Lengths, max_tokens: int, scalar: bool, nodes: Nodes
 ) -> Work:
     """Return the work of one forward pass over a batch."""
-    return model_work(
-        "infer", shape, layout, share_of(lengths, layout.data or 1), max_tokens, 1.0, scalar, nodes
-    )  # fmt: skip
+    share = share_of(lengths, layout.data or 1)
+    return model_work("infer", shape, layout, share, max_tokens, 1.0, scalar, nodes)
 
 
 def generate_work(
-    shape: Shape,
-    tensor: int,
-    replicas: int,
-    lengths: Lengths,
-    slots: int,
-    samples: int,
-    nodes: Nodes,
+    shape: Shape, tensor: int, replicas: int, lengths: Lengths, slots: int, samples: int, nodes: Nodes,
     multiple: int = 1,
-) -> tuple[Work, Work]:
+) -> tuple[Work, Work]:  # fmt: skip
     """Return the work of one rank in generation: (prefill, decode).
 
-    Args:
-        shape: The engine's model.
-        tensor: Tensor-parallel ranks of an engine.
-        replicas: The number of engines.
-        lengths: The rows of the batch.
-        slots: Rows that an engine decodes at once.
-        samples: Rows per prompt, which share its prefill.
-        nodes: Decides which links carry collectives.
-        multiple: Rows are padded to a multiple of this in each decode step.
+    Each of `replicas` engines has `tensor` ranks and decodes `slots` rows at once, padded to a `multiple`; the `samples` rows of a
+    prompt share its prefill.
     """
+    # The slowest engine: an even sample of all response lengths with the longest, shuffled.
     rows = max(1, math.ceil(len(lengths) * lengths.generated / replicas))
     config = shape.sizes
-    own = responses_of_one(lengths, rows)
+    places = (
+        np.linspace(0, len(lengths) - 1, rows).round().astype(np.int64) if rows > 1 else np.array([len(lengths) - 1])
+    )
+    own = lengths.ordered[places][np.random.default_rng(0).permutation(rows)]
     prompt = lengths.prompts.mean()
     prompts = max(1.0, rows / samples)
     path = operations.decoding(own, slots, multiple)
     computed = forward_operations(shape, prompts * prompt, prompts * float((lengths.prompts**2).mean()), True) / tensor
     context = float((own * prompt + own * own / 2.0).sum())
-    sizes = matrix_sizes(shape, False)
+    sizes = operations.MatrixSizes.of(config, shape.parameters, False)
     decoded = (2.0 * (sizes.body + sizes.head) * path.slot_steps + 4.0 * sizes.queries * context) / tensor
     read = operations.decoding_bytes(sizes, shape.element_bytes, path.steps, context) / tensor
     layers = config.num_hidden_layers
@@ -271,23 +248,8 @@ def generate_work(
     return prefill, decode
 
 
-def responses_of_one(lengths: Lengths, rows: int) -> IntArray:
-    """Return response lengths of the slowest engine: an even sample of all lengths with the longest, shuffled."""
-    places = (
-        np.linspace(0, len(lengths) - 1, rows).round().astype(np.int64) if rows > 1 else np.array([len(lengths) - 1])
-    )
-    return lengths.ordered[places][np.random.default_rng(0).permutation(rows)]
-
-
 def reshard_bytes(shape: Shape, layout: ParallelLayout, target: GenerationLayout, element_bytes: int) -> float:
-    """Return the most bytes that a rank receives when its own ranks reshard weights from training to generation.
-
-    Args:
-        shape: The model.
-        layout: The training layout, with `data` filled in.
-        target: The layout of generation on the same ranks, with its grouping.
-        element_bytes: Bytes per element as sent.
-    """
+    """Return the most bytes that a rank receives when its own ranks reshard weights from training to generation."""
     return shape.parameters * element_bytes * share_received(layout, target)
 
 

@@ -14,41 +14,45 @@ from braidrl.data.rows import FinishReason, Rows
 from braidrl.errors import BadUpdate
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.batches import update_plan
-from braidrl.flow.compute import State, initial_states, next_state, with_state
+from braidrl.flow.compute import State, next_state, with_state
 from braidrl.flow.selecting import SURPLUS, UNFINISHED, GroupSelector, Verdict, scores_by_group
 from braidrl.observe.metrics import Sums
 from braidrl.observe.stalls import WORK
 from braidrl.runtimes.generating.early_stop import Segment, segment_of
 from braidrl.runtimes.generating.partial import to_the_end
-from braidrl.runtimes.interfaces import BegunBatch, IterationResult, Position, Restart, SerialBackend, T, needed
+from braidrl.runtimes.interfaces import BegunBatch, IterationResult, Position, Restart, SerialBackend, TableT, needed
 
 
-class SerialController(Generic[T]):
+class SerialController(Generic[TableT]):
     """Runs a flow's stages in order. Holds the state between iterations: selection, surplus rows and the stages' states."""
 
-    def __init__(self, config: Config, flow: Flow, backend: SerialBackend[T]) -> None:
+    def __init__(self, config: Config, flow: Flow, backend: SerialBackend[TableT]) -> None:
         assert backend.loader is not None, "an iteration begins with prompts"
         trainer, loader = config.trainer, backend.loader
         self.config, self.flow, self.backend, self.loader = config, flow, backend, loader
         self.sampling = GroupSelector(
             trainer.prompts_per_step, loader.epoch_size, trainer.surplus, trainer.max_staleness, trainer.over_sampling
         )
-        self.surplus: list[T] = []
-        self.unfinished: list[T] = []
+        self.surplus: list[TableT] = []
+        self.unfinished: list[TableT] = []
         """Rows of groups with suspended responses."""
-        self.states = initial_states(flow)
+        self.states = {stage.name: dict(stage.state) for stage in flow.stages if stage.state}
         self.seconds: dict[str, float] = {}
 
     def iterate(
         self,
         iteration: int,
         version: int,
-        recorded: T | None = None,
+        recorded: TableT | None = None,
         train: bool = True,
         before_training: Callable[[], object] = lambda: None,
-    ) -> IterationResult[T]:
+    ) -> IterationResult[TableT]:
         self.seconds, sums = {stage.name: 0.0 for stage in self.flow.stages}, Sums()
-        result = self.replayed(recorded, sums) if recorded is not None else self.sample(iteration, version, sums)
+        if recorded is not None:
+            index = self.backend.index(recorded)
+            result = IterationResult(index, index, recorded, recorded, sums)
+        else:
+            result = self.sample(iteration, version, sums)
         table = result.table = self.ordered(result.table)
         states = dict(self.states)
         for stage in self.flow.stages[self.flow.recorded_stages :]:
@@ -87,7 +91,7 @@ class SerialController(Generic[T]):
         self.surplus, self.unfinished = [], []
         return Restart.FROM_CHECKPOINT
 
-    def run_with_state(self, stage: Stage, table: T, iteration: int, sums: Sums) -> tuple[T, State]:
+    def run_with_state(self, stage: Stage, table: TableT, iteration: int, sums: Sums) -> tuple[TableT, State]:
         """Return the table with the stage's columns, and the stage's state for the next iteration; empty for most stages."""
         if not stage.state:
             return self.backend.run(stage, table, iteration, sums), {}
@@ -107,11 +111,7 @@ class SerialController(Generic[T]):
             (self.unfinished if unfinished else self.surplus).append(table)
         self.states |= {name: dict(state) for name, state in position.stages.items() if name in self.states}
 
-    def replayed(self, recorded: T, sums: Sums) -> IterationResult[T]:
-        index = self.backend.index(recorded)
-        return IterationResult(index, index, recorded, recorded, sums)
-
-    def sample(self, iteration: int, version: int, sums: Sums) -> IterationResult[T]:
+    def sample(self, iteration: int, version: int, sums: Sums) -> IterationResult[TableT]:
         """Return a batch of selected groups, generated in waves; the surplus is dropped or kept for the next batch."""
         self.sampling.begin(version)
         tables, generated = list(self.surplus), []
@@ -122,7 +122,7 @@ class SerialController(Generic[T]):
                 generated.append(self.backend.index(table))
             self.sampling.decide(verdicts)
         outcome = self.sampling.finish()
-        everything = self.backend.cat(tables)
+        everything: TableT = tables[0].cat(tables)
         batch = self.of_groups(everything, outcome.groups)
         self.surplus = [self.of_groups(everything, outcome.surplus)] if outcome.surplus else []
         index = self.backend.index(batch)
@@ -138,12 +138,12 @@ class SerialController(Generic[T]):
 
     def wave(
         self, count: int, ends: bool, iteration: int, version: int, sums: Sums
-    ) -> tuple[T | None, dict[int, Verdict]]:
+    ) -> tuple[TableT | None, dict[int, Verdict]]:
         """Start `count` groups, resume pending ones, run the sampling segment on them, and return which are kept.
 
         Groups with a suspended response are not in the table. It is None if there are no others.
         """
-        table: T | None = self.begun(count)
+        table: TableT | None = self.begun(count)
         segment = segment_of(self.flow, iteration) if self.config.trainer.surplus == "drop" else None
         gone: set[int] = set()
         reasons: dict[int, str | None] = {}
@@ -159,19 +159,23 @@ class SerialController(Generic[T]):
                     table = self.suspend(self.backend.run(to_the_end(stage) if ends else stage, table, iteration, sums))
                 else:
                     table = self.backend.run(stage, table, iteration, sums)
-        index = self.backend.index(table) if table is not None else None
-        oldest, scores = (oldest_versions(index), scores_by_group(index)) if index is not None else ({}, {})
-        partial = self.config.rollout.tokens_per_iteration is not None
-        verdicts = {
-            group: Verdict(reasons.get(group), v if partial else version, scores.get(group))
-            for group, v in oldest.items()
-        }
+        verdicts = dict[int, Verdict]()
+        if table is not None:
+            index = self.backend.index(table)
+            scores = scores_by_group(index)
+            oldest: dict[int, int] = {}
+            versions = index["version"].tolist() if "version" in index else [0] * len(index)
+            for group, made in zip(index["group"].tolist(), versions, strict=True):
+                oldest[group] = min(made, oldest.get(group, made))
+            for group, made in oldest.items():
+                made = made if self.config.rollout.tokens_per_iteration is not None else version
+                verdicts[group] = Verdict(reasons.get(group), made, scores.get(group))
         return table, verdicts | {group: Verdict(SURPLUS, version) for group in gone}
 
-    def begun(self, count: int) -> T:
+    def begun(self, count: int) -> TableT:
         """Return the rows of the next `count` groups, and of pending groups with responses to resume."""
         awaited = set(self.sampling.pending)
-        tables, left = [], list[T]()
+        tables, left = [], list[TableT]()
         for table in self.unfinished:
             groups = set(self.backend.index(table)["group"].tolist())
             tables += [self.of_groups(table, groups & awaited)] if groups & awaited else []
@@ -181,9 +185,9 @@ class SerialController(Generic[T]):
             table = self.backend.admit(count)
             self.sampling.admit(sorted(set(self.backend.index(table)["group"].tolist())))
             tables.append(table)
-        return self.backend.cat(tables) if len(tables) > 1 else tables[0]
+        return tables[0].cat(tables) if len(tables) > 1 else tables[0]
 
-    def suspend(self, table: T) -> T | None:
+    def suspend(self, table: TableT) -> TableT | None:
         """Keep groups with a suspended response for later, and return the rows of the others; None if there are none."""
         index = self.backend.index(table)
         ended = (index["finish_reason"] != FinishReason.ABORT).tolist()
@@ -195,7 +199,7 @@ class SerialController(Generic[T]):
         others = set(index["group"].tolist()) - aside
         return self.of_groups(table, others) if others else None
 
-    def generate_needed(self, segment: Segment, table: T, iteration: int, sums: Sums) -> tuple[T, set[int]]:
+    def generate_needed(self, segment: Segment, table: TableT, iteration: int, sums: Sums) -> tuple[TableT, set[int]]:
         """Generate a wave. Return the rows without the groups that were given up, and those groups."""
         done = self.backend.generate_needed(segment, table, iteration, sums, self.sampling.needless)
         index = self.backend.index(done)
@@ -204,18 +208,18 @@ class SerialController(Generic[T]):
         gone = {group for group, was in zip(numbers, ended, strict=True) if was}
         return (self.of_groups(done, set(numbers) - gone) if gone else done), gone
 
-    def of_groups(self, table: T, groups: Collection[int]) -> T:
+    def of_groups(self, table: TableT, groups: Collection[int]) -> TableT:
         chosen = set(groups)
         numbers = self.backend.index(table)["group"].tolist()
-        return self.backend.take(table, [i for i, group in enumerate(numbers) if group in chosen])
+        return table.take([i for i, group in enumerate(numbers) if group in chosen])
 
-    def ordered(self, table: T) -> T:
+    def ordered(self, table: TableT) -> TableT:
         """Return the rows sorted by (group, sample), the training order of every runtime."""
         index = self.backend.index(table)
         keys = list(zip(index["group"].tolist(), index["sample"].tolist(), strict=True))
-        return self.backend.take(table, sorted(range(len(keys)), key=keys.__getitem__))
+        return table.take(sorted(range(len(keys)), key=keys.__getitem__))
 
-    def updates(self, table: T, iteration: int) -> list[list[int]]:
+    def updates(self, table: TableT, iteration: int) -> list[list[int]]:
         """Return row positions of each optimizer step of this iteration."""
         index = self.backend.index(table)
         return update_plan(
@@ -232,17 +236,8 @@ class SerialController(Generic[T]):
         self.seconds[stage.name] += time.perf_counter() - start
 
 
-def oldest_versions(index: Rows) -> dict[int, int]:
-    """Return the version of each group's oldest token; 0 if rows carry no version."""
-    oldest: dict[int, int] = {}
-    versions = index["version"].tolist() if "version" in index else [0] * len(index)
-    for group, made in zip(index["group"].tolist(), versions, strict=True):
-        oldest[group] = min(made, oldest.get(group, made))
-    return oldest
-
-
 @contextmanager
-def kept_on_failure(table: T, final: T) -> Iterator[None]:
+def kept_on_failure(table: TableT, final: TableT) -> Iterator[None]:
     """Attach the batch, as recorded and with all columns so far, to the failure of an update inside."""
     try:
         yield

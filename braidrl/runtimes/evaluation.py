@@ -30,7 +30,12 @@ SHARE_RIGHT = re.compile(r"eval/.+/(avg@\d+|pair_accuracy)")
 def evaluation_metrics(name: str, index: Rows, samples: int) -> dict[str, float]:
     """Return avg@k for k = `samples`, pass@k for powers of two up to k, mean length and score; for pairs the ranking accuracy."""
     if "correct" not in index:
-        return pair_metrics(name, index)
+        scores = index["score" if "score" in index else "cost"].double()
+        margin = scores[index["sample"] == 0] - scores[index["sample"] == 1]
+        return {
+            f"eval/{name}/pair_accuracy": float((margin > 0).double().mean()),
+            f"eval/{name}/margin": float(margin.mean()),
+        }
     correct, group = index["correct"], index["group"]
     metrics = {f"eval/{name}/avg@{samples}": float(avg_at_k(correct, group))}
     k = 1
@@ -48,16 +53,6 @@ def good_enough(metrics: Mapping[str, float | int | None], stop_at: float | None
     return stop_at is not None and bool(shares) and min(shares) >= stop_at
 
 
-def pair_metrics(name: str, index: Rows) -> dict[str, float]:
-    """Return the share of pairs whose chosen response (sample 0) has the higher score, and the mean difference."""
-    scores = index["score" if "score" in index else "cost"].double()
-    margin = scores[index["sample"] == 0] - scores[index["sample"] == 1]
-    return {
-        f"eval/{name}/pair_accuracy": float((margin > 0).double().mean()),
-        f"eval/{name}/margin": float(margin.mean()),
-    }
-
-
 def evaluated_sets(
     backend: Backend[T],
     flow: Flow,
@@ -67,16 +62,9 @@ def evaluated_sets(
     prompts: int | None = None,
     sums: Sums | None = None,
 ) -> Iterator[tuple[str, T, dict[str, float]]]:
-    """Yield each set's name, rows and metrics under the current weights.
+    """Yield each named set, its rows and its metrics under the current weights; at most `prompts` of each set are used.
 
-    Args:
-        backend: Holds the models.
-        flow: The evaluation flow.
-        names: Names of the sets.
-        settings: Number of samples, and other settings.
-        step: Seed of the stages' random numbers.
-        prompts: Limit of prompts per set; by default all.
-        sums: Collects the stages' counts.
+    `step` is the seed of the stages' random numbers, and `sums` collects their counts.
     """
     for name in names:
         table = backend.read(HeldOut(name, prompts=prompts))
@@ -100,14 +88,6 @@ def evaluate_rank(world: World, task: dict[str, Any]) -> dict[str, float]:
     return evaluated(parse_config(task["config"]), progress, world)
 
 
-def evaluation_folder(config: Config) -> Path:
-    """Make a folder under `output` for the evaluated rows, write the configuration into it, and return it."""
-    check_output(config)
-    folder = unused_folder(config.model_copy(update={"flow": "eval"}))
-    write_config(folder, config)
-    return folder
-
-
 def evaluated(config: Config, progress: Progress, world: World | None = None) -> dict[str, float]:
     """Evaluate in one process, or as one rank; return the metrics of every set."""
     prepared = prepare_together(config, world or World(), train=False)
@@ -117,7 +97,15 @@ def evaluated(config: Config, progress: Progress, world: World | None = None) ->
         progress.print(line)
     set_up_torch(config)
     world = world or World()
-    folder = Path(world.from_first("folder", lambda: str(evaluation_folder(config))))
+
+    def made() -> str:
+        """Make the folder of the evaluated rows, with the configuration in it."""
+        check_output(config)
+        folder = unused_folder(config.model_copy(update={"flow": "eval"}))
+        write_config(folder, config)
+        return str(folder)
+
+    folder = Path(world.from_first("folder", made))
     progress.print(f"responses are kept in {folder / 'rollouts'}")
     backend = start_backend(RunContext(prepared, progress, train=False, world=world))
     metrics, sums = dict[str, float](), Sums()

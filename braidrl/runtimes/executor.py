@@ -1,7 +1,6 @@
 """Executes stages on rows in this process. Shared by all runtimes, which only decide when to call it.
 
 rows ──run(stage)──▶ columns            generate, infer, compute; of scope batch: sums ─▶ global sum ─▶ apply
-rows ──select(stage)──▶ dropped groups
 rows ──train(stage)──▶ for each update: forward_backward ──loss sums──▶ optim_step       or a copy of another role's weights
 """
 
@@ -77,27 +76,23 @@ class StageExecutor:
         self.objectives: dict[str, tuple[Stage, Objective]] = {}
         self.skipped: Counter[str] = Counter()
         """Skipped optimizer steps in a row, by train stage."""
+        inferring = inference_layouts(config, flow)
         for role in roles:
-            self._load_role(role, role in generating, ranks, training)
+            worker = self.workers[role] = make_worker(role, config, flow, ranks, training)
+            if (own := own_tokenizer(role, config, tokenizer)) is not None:
+                self.retokenizers[role] = Retokenizer(tokenizer, PromptTemplate.of(own, config.data))
+            if role in generating:
+                self.generation.start_engine(worker)
+            frozen = None
+            if training and role in inferring:
+                settings = with_layout(role, config, inferring[role])
+                frozen = torch_worker(make_worker(role, settings, flow, ranks, training=False))
+                self.copies[role] = InferenceCopy(torch_worker(worker), frozen)
+            self.residency.add(worker, self.engines.get(role), frozen)
         for role in generating:
             if role not in roles:
                 self.generation.start_remote_engine(role, ranks or DataParallel())
         self.residency.begin()
-
-    def _load_role(self, role: str, generates: bool, ranks: DataParallel | None, training: bool) -> None:
-        worker = self.workers[role] = make_worker(role, self.config, self.flow, ranks, training)
-        if (own := own_tokenizer(role, self.config, self.tokenizer)) is not None:
-            data = self.config.data
-            template = PromptTemplate.of(own, data)
-            self.retokenizers[role] = Retokenizer(self.tokenizer, template)
-        if generates:
-            self.generation.start_engine(worker)
-        frozen, inferring = None, inference_layouts(self.config, self.flow)
-        if training and role in inferring:
-            settings = with_layout(role, self.config, inferring[role])
-            frozen = torch_worker(make_worker(role, settings, self.flow, ranks, training=False))
-            self.copies[role] = InferenceCopy(torch_worker(worker), frozen)
-        self.residency.add(worker, self.engines.get(role), frozen)
 
     @property
     def device(self) -> torch.device:
@@ -116,35 +111,26 @@ class StageExecutor:
         stop: EarlyStop | None = None,
         reduce: Callable[[Totals], Totals] = lambda totals: totals,
     ) -> Mapping[str, Column]:
-        """Return the columns that a generate, infer or compute stage writes, in the order of `rows`.
+        """Return the columns that a generate, infer or compute stage writes, in the order of the local `rows`.
 
-        Args:
-            stage: A stage that neither selects nor trains.
-            rows: The local rows. If empty, only collective work is done.
-            sums: Collects metrics.
-            stop: Ends rows early that selection does not need.
-            reduce: Sums the totals of a batch-scope stage over all processes with rows.
+        Without rows only collective work is done. `stop` ends rows early that selection does not need; `reduce` sums the totals of
+        a batch-scope stage over all processes with rows.
         """
         with self.usage.memory_of(stage, sums):
-            return self._run(stage, rows, sums, stop, reduce)
-
-    def _run(
-        self, stage: Stage, rows: Rows, sums: Sums, stop: EarlyStop | None, reduce: Callable[[Totals], Totals]
-    ) -> Mapping[str, Column]:
-        self.residency.before(stage)
-        self.generation.moves.report(sums)
-        if stage.scope is Scope.BATCH:
-            totals = reduce(summed(stage, rows) if len(rows) else {})
-            return computed(stage, rows, totals) if len(rows) else {}
-        if not len(rows) and not self.is_collective(stage):
-            return {}
-        if stage.kind is Kind.GENERATE:
-            return self.generation.generate(stage, rows, sums, stop)
-        if is_method(stage.type, stage.role):
-            return checked(stage, self.own_method(stage)(rows, **stage.settings))
-        if stage.kind is Kind.INFER:
-            return self._infer(stage, rows, sums)
-        return self.generation.verify(stage, rows, sums) if stage.type == "verify" else computed(stage, rows)
+            self.residency.before(stage)
+            self.generation.moves.report(sums)
+            if stage.scope is Scope.BATCH:
+                totals = reduce(summed(stage, rows) if len(rows) else {})
+                return computed(stage, rows, totals) if len(rows) else {}
+            if not len(rows) and not self.is_collective(stage):
+                return {}
+            if stage.kind is Kind.GENERATE:
+                return self.generation.generate(stage, rows, sums, stop)
+            if is_method(stage.type, stage.role):
+                return checked(stage, self.own_method(stage)(rows, **stage.settings))
+            if stage.kind is Kind.INFER:
+                return self._infer(stage, rows, sums)
+            return self.generation.verify(stage, rows, sums) if stage.type == "verify" else computed(stage, rows)
 
     def own_method(self, stage: Stage) -> Callable[..., Any]:
         """Return the method of a user's class that a stage names, bound to the role's worker."""
@@ -193,15 +179,10 @@ class StageExecutor:
         total: int | None = None,
         counted: bool = True,
     ) -> None:
-        """Make one optimizer step per update, or copy another role's weights if the stage has no loss.
+        """Make one optimizer step per result of `update`, or copy another role's weights if the stage has no loss.
 
-        Args:
-            stage: A train stage.
-            updates: The result of `update` for each update.
-            iteration: Number of the batch.
-            sums: Collects metrics.
-            total: Local rows of all updates, for the progress bar.
-            counted: True in exactly one of the processes that share the updates, so that global sums count them once.
+        `total` is the number of local rows, for the progress bar. `counted` is true in exactly one of the processes that share the
+        updates, so that global sums count them once.
         """
         if not is_optimized(stage):
             self.copy_weights(stage)
@@ -214,12 +195,8 @@ class StageExecutor:
                     self.optim_step(stage, losses, counts, iteration, sums, counted)
 
     def update(self, stage: Stage, index: Rows, rows: Rows) -> tuple[UpdateCounts, Rows]:
-        """Return the input of an optimizer step: the counts of all of its rows, and the local rows with what they need of others.
-
-        Args:
-            stage: A train stage with a loss.
-            index: Index columns of all rows of the step.
-            rows: The local rows among them.
+        """Return the input of an optimizer step: the counts of all of its rows (`index`), and the local rows with what they need of
+        others.
         """
         needs = self.objective(stage).needs_group_tokens and len(rows)
         return UpdateCounts.of(index), with_group_tokens(rows, index) if needs else rows
@@ -243,7 +220,11 @@ class StageExecutor:
             self.skipped[stage.name] += 1
             most = self.config.trainer.max_skipped_updates
             if not self.config.trainer.skip_bad_updates or self.skipped[stage.name] == most:
-                raise BadUpdate(bad_update(stage, norm, getattr(worker, "nonfinite", ()), update.rows))
+                found = (
+                    "; ".join(getattr(worker, "nonfinite", ()))
+                    or f"the losses are finite, and the update was made{update.rows}"
+                )
+                raise BadUpdate(f"{stage.name}: the gradient's norm is {norm}, nothing was updated: {found}")
             sums.add(f"{stage.role}/skipped_updates", int(counted))
             return
         self.skipped[stage.name] = 0
@@ -316,9 +297,3 @@ def checked(stage: Stage, columns: Mapping[str, Column]) -> Mapping[str, Column]
     if set(columns) != set(stage.writes):
         raise UserError(f"{stage.name} returned {sorted(columns)} and is registered with writes={stage.writes}")
     return columns
-
-
-def bad_update(stage: Stage, norm: float, where: Sequence[str], rows: str) -> str:
-    """Build the error message for a non-finite gradient."""
-    found = "; ".join(where) or f"the losses are finite, and the update was made{rows}"
-    return f"{stage.name}: the gradient's norm is {norm}, nothing was updated: {found}"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 from braidrl.data.loader import Admissions
 from braidrl.data.rows import Rows
@@ -23,7 +23,20 @@ from braidrl.runtimes.generating.early_stop import Needless, Segment
 from braidrl.runtimes.row_store import Origin, RowText
 from braidrl.training.roles.checkpoint import Write
 
+
+class RowTable(Protocol):
+    """The operations on rows that a controller needs; on handles and shards none of them moves a row."""
+
+    def take(self, positions: Sequence[int]) -> Self:
+        """Return the rows at these positions, in the order given."""
+
+    @staticmethod
+    def cat(tables: Sequence[Any]) -> Any:
+        """Return the rows of all tables, one table after the other."""
+
+
 T = TypeVar("T")
+TableT = TypeVar("TableT", bound=RowTable)
 
 
 class Backend(Protocol[T]):
@@ -57,39 +70,35 @@ class Backend(Protocol[T]):
         """End all started processes. Allowed after a failure."""
 
 
-class SerialBackend(Backend[T], Protocol[T]):
+class SerialBackend(Backend[TableT], Protocol[TableT]):
     """The further methods that `SerialController` calls, stage by stage in the flow's order."""
 
     @property
     def loader(self) -> Admissions | None:
         """Return the prompt loader; None if the backend only evaluates."""
 
-    def admit(self, groups: int) -> T:
+    def admit(self, groups: int) -> TableT:
         """Return the next prompts as rows, one per sample."""
 
-    def generate_needed(self, segment: Segment, table: T, iteration: int, sums: Sums, needless: Needless) -> T:
+    def generate_needed(
+        self, segment: Segment, table: TableT, iteration: int, sums: Sums, needless: Needless
+    ) -> TableT:
         """Run a generate segment; rows of groups that turn out not to be needed end early."""
 
-    def totals(self, stage: Stage, table: T) -> dict[str, float]:
+    def totals(self, stage: Stage, table: TableT) -> dict[str, float]:
         """Return the totals over all rows that the stage's state depends on."""
 
-    def select(self, stage: Stage, table: T) -> dict[int, str]:
+    def select(self, stage: Stage, table: TableT) -> dict[int, str]:
         """Return the groups that a select stage drops, with its reason."""
 
-    def train(self, stage: Stage, table: T, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
+    def train(self, stage: Stage, table: TableT, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
         """Make one optimizer step for each list of row positions, or copy a role's weights if the stage has no loss."""
 
-    def columns(self, table: T) -> Collection[str] | None:
+    def columns(self, table: TableT) -> Collection[str] | None:
         """Return the names of the rows' columns; None on a rank without rows."""
 
-    def texts(self, table: T) -> list[RowText]:
+    def texts(self, table: TableT) -> list[RowText]:
         """Return the prompt and response of each row, in the order of rows; under distributed of the rank's own rows."""
-
-    def take(self, table: T, positions: Sequence[int]) -> T:
-        """Return the rows at these positions, in the order given."""
-
-    def cat(self, tables: Sequence[T]) -> T:
-        """Return the rows of all tables."""
 
     def publish(self, version: int) -> None:
         """Wait for all training and load the trained weights into the engines."""

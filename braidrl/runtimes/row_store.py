@@ -5,7 +5,7 @@ training data, held-out sets, recordings, checkpoints ──make──▶ rows �
 If several processes hold a run's rows, each reads and writes its share.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -152,34 +152,3 @@ class RowStore:
 def with_added(rows: Rows, later: Rows) -> Rows:
     """Return the rows with the new columns of later stages; a replay starts without them."""
     return rows.with_columns({name: column for name, column in later.items() if name not in rows})
-
-
-class RowsBackend:
-    """Common parts of backends whose tables are the rows themselves."""
-
-    def __init__(self, store: RowStore) -> None:
-        self.store = store
-
-    def read(self, origin: Origin) -> Rows:
-        """Return the rows of `origin`."""
-        return self.store.make(origin)
-
-    def index(self, table: Rows) -> Rows:
-        """Return the index columns."""
-        return table.index
-
-    def columns(self, table: Rows) -> Collection[str]:
-        """Return the column names."""
-        return list(table)
-
-    def texts(self, table: Rows) -> list[RowText]:
-        """Return each row's prompt and response as text."""
-        return self.store.row_texts(table)
-
-    def record(self, path: Path, table: Rows, final: Rows) -> None:
-        """Write the rows to a parquet file, with the columns that later stages added."""
-        self.store.record(path, with_added(table, final))
-
-    def save_rows(self, path: Path, table: Rows) -> None:
-        """Write rows into a checkpoint."""
-        self.store.save(path, table)

@@ -17,9 +17,8 @@ from braidrl.config import Config, parse_config
 from braidrl.errors import BadUpdate, FailedStep, LostProcess, UserError, WorkerError, first_line, no_room
 from braidrl.observe.metrics import MetricsWriter
 from braidrl.observe.progress import Progress, silent_progress
-from braidrl.observe.report import write_report
+from braidrl.observe.report import samples_of_step, write_report
 from braidrl.observe.rollouts import check_recording, evaluation_path, recorded_steps, rollout_path
-from braidrl.observe.samples import samples_of_step
 from braidrl.observe.trackers import TrackedRun, Trackers
 from braidrl.runtimes.evaluation import evaluated_sets, good_enough
 from braidrl.runtimes.interfaces import Position, Restart
@@ -64,8 +63,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         if replay is not None:
             check_recorded(replay, config.trainer.steps, rollout_only)
         self.world = world or World()
-        prepared = prepare_together(config, self.world)
-        self.prepared, self.chosen = with_fitting_sizes(prepared, memory_to_take(config))
+        self.prepared, self.chosen = with_fitting_sizes(prepare_together(config, self.world), memory_to_take(config))
         self.config = config = self.prepared.config
         self.flow = self.prepared.flow
         check_runtime(config, self.flow, generates=replay is None, trains=not rollout_only)
@@ -77,16 +75,12 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self.progress = self._opened_progress()
         set_up_torch(config)
         self.interrupts = AgreedInterrupts() if world else Interrupts()
-        self.gaps, self.failed = (
-            GapWatch(config.rollout.max_log_prob_gap),
-            FailureWatch(config.reward.max_failed_fraction, config.reward.max_failed_steps, self.folder),
-        )
-        self.step = self.version = 0
-        self.saved_step: int | None = None
-        self.written = False
-        self.restarts = restarts
+        self.gaps, reward = GapWatch(config.rollout.max_log_prob_gap), config.reward
+        self.failed = FailureWatch(reward.max_failed_fraction, reward.max_failed_steps, self.folder)
         self.checkpoints = Checkpoints(self.folder, config, self.world.first)
-        self.good_enough = False
+        self.step, self.version, self.restarts = 0, 0, restarts
+        self.saved_step: int | None = None
+        self.written = self.good_enough = False
         with ExitStack() as resources:
             if self.world.first:
                 resources.enter_context(held_alone(self.folder))
@@ -96,21 +90,21 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             if resume:  # the first rank checks the files of the checkpoint
                 found = self.world.from_first("checkpoint", lambda: str(resume_point(self.folder, newest_whole) or ""))
                 checkpoint = Path(found) if found else None
-            if checkpoint is not None and self.world.first:
-                _, state = load_checkpoint(checkpoint)
+            state = load_checkpoint(checkpoint) if checkpoint is not None else None
+            if state is not None and self.world.first:
                 check_unchanged(state.fingerprints, self.fingerprints, config.trainer.accept_changes, state.step)
-            self.controller = start_controller(
-                RunContext(self.prepared, self.progress, True, self.folder, self.world, self.interrupts)
-            )
+            context = RunContext(self.prepared, self.progress, True, self.folder, self.world, self.interrupts)
+            self.controller = start_controller(context)
             self.backend = self.controller.backend
             resources.callback(self.backend.close)
-            if checkpoint is not None:
-                self._restore(load_checkpoint(checkpoint))
+            if checkpoint is not None and state is not None:
+                self._restore(checkpoint, state)
             if resume and self.world.first:
                 accepted = config.trainer.model_copy(update={"accept_changes": []})
                 write_config(self.folder, config.model_copy(update={"trainer": accepted}))
             self.metrics = self._open_metrics(self.step if resume else None) if self.world.first else None
-            self._rehearse_report(resumed=resume is not None)
+            if not resume:
+                self._rehearse_report()
             self.resources = resources.pop_all()
 
     def _opened_progress(self) -> Progress:
@@ -211,7 +205,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         )
         if checkpoint is None:
             raise error
-        folder, state = load_checkpoint(checkpoint)
+        state = load_checkpoint(checkpoint)
         with self.interrupts.hold():
             restart = self.controller.begin_again(state.version)
             if restart is Restart.OF_ALL:
@@ -222,22 +216,17 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
                 f"{error}; it starts again by itself, the others go on ({self.restarts} of trainer.max_restarts={most})"
             )
             try:
-                self._go_back(restart, (folder, state))
+                if restart is Restart.WITH_ROWS:
+                    self.backend.load(checkpoint, state.version)
+                    return
+                with suppress(UserError, WorkerError):  # files of a later step that were being written
+                    self.checkpoints.wait()
+                self._restore(checkpoint, state)
+                if self.metrics:
+                    self.metrics.close()
+                    self.metrics = self._open_metrics(self.step)
             except LostProcess as another:
                 self._bring_back(another)
-
-    def _go_back(self, restart: Restart, checkpoint: tuple[Path, RunState]) -> None:
-        """Return to a checkpoint, after some processes were replaced."""
-        folder, state = checkpoint
-        if restart is Restart.WITH_ROWS:
-            self.backend.load(folder, state.version)
-            return
-        with suppress(UserError, WorkerError):  # files of a later step that were being written
-            self.checkpoints.wait()
-        self._restore(checkpoint)
-        if self.metrics:
-            self.metrics.close()
-            self.metrics = self._open_metrics(self.step)
 
     def _report(self) -> None:
         """Write the report. Its data is in the folder already, so a failure is printed and does not end the run."""
@@ -253,12 +242,11 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             self.progress.print(f"report: {report}")
             self.metrics.trackers.write_report(report)
 
-    def _rehearse_report(self, resumed: bool) -> None:
+    def _rehearse_report(self) -> None:
         """Write the report before the first step. Raises UserError if a new run could not write it at its end."""
-        if not self.metrics or resumed:
-            return
         try:
-            write_report(self.folder)
+            if self.metrics:
+                write_report(self.folder)
         except UserError:
             raise
         except Exception as error:
@@ -343,25 +331,22 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         # A run that was stopped in its first step and resumes has the line of step 0 already.
         wanted = self.step == 0 and last["step"] < 0 and bool(self.config.evaluation.every)
         if wanted and not self.config.evaluation.before_first_step:
-            self._rehearse_evaluation()
+            # One prompt of every set, so that an error ends the run now and not at the first evaluation.
+            config = self.config
+            sets = evaluated_sets(
+                self.backend, self.prepared.evaluation, config.data.evaluation_sources, config.evaluation, 0, prompts=1
+            )
+            for name, table, _ in sets:
+                path = evaluation_path(self.folder, name, 0)
+                self.backend.record(path, table, table)
+                if self.world.first:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
         elif wanted:
             metrics = self._evaluate()
             if metrics and self.metrics:
                 self.metrics.write_evaluation(0, self.version, metrics)
                 self.metrics.trackers.write_samples(0, lambda: samples_of_step(self.folder, 0))
                 self.progress.print(summary({"step": 0, **metrics}))
-
-    def _rehearse_evaluation(self) -> None:
-        """Evaluate one prompt of every set, so that an error ends the run now and not at the first evaluation."""
-        config = self.config
-        sets = evaluated_sets(
-            self.backend, self.prepared.evaluation, config.data.evaluation_sources, config.evaluation, 0, prompts=1
-        )
-        for name, table, _ in sets:
-            path = evaluation_path(self.folder, name, 0)
-            self.backend.record(path, table, table)
-            if self.world.first:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def _evaluate(self) -> StepMetrics:
         """Evaluate every set under the current weights and record its rows; return the metrics."""
@@ -384,8 +369,7 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             self.checkpoints.save(replace(state, begun=self.controller.begun_ahead()), self.backend)
             self.saved_step = state.step
 
-    def _restore(self, checkpoint: tuple[Path, RunState]) -> None:
-        folder, state = checkpoint
+    def _restore(self, folder: Path, state: RunState) -> None:
         self.step = self.saved_step = state.step
         self.version = state.version
         surplus = [self.backend.read(Surplus(path)) for path in state.surplus]
@@ -408,17 +392,9 @@ def check_recorded(replay: Path, steps: int, rollout_only: bool) -> None:
 
 
 def train(config: Config, **options: Any) -> Path:
-    """Run a configuration to its end, as `braid train` does.
+    """Run a configuration to its end, as `braid train` does, and return the run's folder; `options` are arguments of `TrainingRun`.
 
-    Args:
-        config: The checked configuration.
-        options: Further arguments of `TrainingRun`, such as `resume`.
-
-    Returns:
-        The run's folder.
-
-    Raises:
-        LostProcess: Processes were lost more often than `trainer.max_restarts` says.
+    Raises LostProcess if processes were lost more often than `trainer.max_restarts` says.
     """
     config = with_fetched(config)
     most, folder = config.trainer.max_restarts, options.get("resume")

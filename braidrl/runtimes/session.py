@@ -48,14 +48,8 @@ class Session(AbstractContextManager["Session"]):
     """The models, data and processes of a configuration, without its loop. The flow defines the roles, and which are trained."""
 
     def __init__(self, config: Config, world: World | None = None) -> None:
-        """Start everything.
-
-        Args:
-            config: From `Config.load`.
-            world: The ranks of a distributed session; by default those started by `torchrun`.
-
-        Raises:
-            UserError: The configuration cannot run.
+        """Start everything; a distributed session joins the ranks that `torchrun` started. Raises UserError if the configuration
+        cannot run.
         """
         if config.runtime == "streaming":
             raise UserError("a session is one loop, and runtime=streaming has one for each stage; write runtime=hybrid")
@@ -98,17 +92,10 @@ class Session(AbstractContextManager["Session"]):
         return self.backend.admit(groups or self.config.trainer.prompts_per_step)
 
     def run(self, stage: Stage, rows: SessionTable) -> SessionTable:
-        """Run one stage.
+        """Run one stage, which need not be in the session's flow; return the rows with the new columns.
 
-        Args:
-            stage: A stage, which need not be in the session's flow.
-            rows: The table that it reads.
-
-        Returns:
-            The rows with the new columns; after `select` the kept rows; after an update the same rows.
-
-        Raises:
-            UserError: No row is left, a column is missing, the role has no model, or the session is closed.
+        After `select` these are the kept rows, after an update the same rows. Raises UserError if no row is left, a column is
+        missing, the role has no model, or the session is closed.
         """
         stage = resolve(stage, self.config)
         if stage.kind is Kind.TRAIN:
@@ -126,7 +113,7 @@ class Session(AbstractContextManager["Session"]):
             return rows
         dropped = self.backend.select(stage, rows)
         groups = self.index(rows)["group"].tolist()
-        return self.backend.take(rows, [i for i, group in enumerate(groups) if group not in dropped])
+        return rows.take([i for i, group in enumerate(groups) if group not in dropped])
 
     def _with_old(self, stage: Stage, rows: SessionTable) -> SessionTable:
         """Return the rows with old log-probs, computed here if an update needs them and the loop has not done so.
@@ -168,16 +155,7 @@ class Session(AbstractContextManager["Session"]):
             raise UserError("the session is closed; write what runs stages inside `with Session(config) as session:`")
 
     def call(self, role: str, method: str, *arguments: Any) -> Any:
-        """Call a method of the class that `roles.ROLE.methods` names.
-
-        Args:
-            role: The role whose workers have the class.
-            method: Name of the method.
-            arguments: Input of its transfer protocol.
-
-        Returns:
-            The collected result of the protocol.
-        """
+        """Call a method of the class that `roles.ROLE.methods` names; return what its transfer protocol collects."""
         if self.config.runtime != "hybrid":
             raise UserError(
                 f"{role}.{method} is called on workers, and runtime={self.config.runtime} has none; write runtime=hybrid"

@@ -9,7 +9,6 @@ free ─ reserve ─ resident ──▶ room ──┬── by the bytes of a r
 Generation and training each take the whole room if they take turns on the device, else half of it.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import floor
 from typing import NamedTuple
@@ -19,10 +18,9 @@ from braidrl.cluster.pools import Pool, place
 from braidrl.config import Config
 from braidrl.engines.factory import generation_layout, hosts_vllm, own_engines, pools_ranks, with_engines
 from braidrl.errors import UserError
-from braidrl.flow import Flow
-from braidrl.runtimes.memory.budget import CACHE, ENGINE, GIB, Footprint, RoleUse, footprint, in_units
+from braidrl.runtimes.memory.budget import CACHE, ENGINE, GIB, RoleUse, footprint, in_units
 from braidrl.runtimes.prepare.setup import Prepared, longest
-from braidrl.runtimes.streaming.groups import Group, pools_of, worker_groups
+from braidrl.runtimes.streaming.groups import pools_of, worker_groups
 
 VLLM_SHARE = 0.9
 """vLLM's default share of a device."""
@@ -63,12 +61,7 @@ class FittingSizes(NamedTuple):
 
 
 def fitting_sizes(free: int, demand: Demand) -> FittingSizes:
-    """Return the slots and micro-batch tokens that fit on a device: at least 16 slots and the longest row.
-
-    Args:
-        free: Free bytes of the device.
-        demand: Needs of the roles on it.
-    """
+    """Return the slots and micro-batch tokens that fit into a device's free bytes: at least 16 slots and the longest row."""
     room = max(0, int(free * (1 - RESERVE)) - demand.stays)
     if demand.together and demand.slot and demand.token:
         room //= 2
@@ -94,42 +87,6 @@ def with_sizes(config: Config, slots: int | None, tokens: int | None) -> Config:
     return config.model_copy(update={"rollout": rollout, "trainer": trainer})
 
 
-def demand_of(
-    uses: Sequence[RoleUse], config: Config, flow: Flow, devices: int, decoding_ranks: int = 1, longest: int = 1,
-    engine_beside: bool = False,
-) -> Demand:  # fmt: skip
-    """Return the needs of a device's roles; configured sizes count as resident, or as needs of a micro-batch.
-
-    Args:
-        uses: The roles of one device.
-        config: The run's configuration.
-        flow: The run's flow.
-        devices: Number of devices with the same content.
-        decoding_ranks: Ranks that decode together.
-        longest: Tokens of the longest row.
-        engine_beside: True if an engine process shares the device and keeps its memory.
-    """
-
-    def counted(slots: int, tokens: int) -> list[Footprint]:
-        sized = with_sizes(config, slots, tokens)
-        return [footprint(use, sized, flow, devices, decoding_ranks) for use in uses]
-
-    one, two = counted(1, SAMPLED_TOKENS), counted(1, 2 * SAMPLED_TOKENS)
-    working = [(sum(a.working.values()), sum(b.working.values())) for a, b in zip(one, two, strict=True)]
-    token = max((-(-(b - a) // SAMPLED_TOKENS) for a, b in working), default=0)
-    training = max((max(0, a - token * SAMPLED_TOKENS) for a, _ in working), default=0)
-    stays = sum(size for part in one for name, size in part.resident.items() if name != CACHE)
-    cache = max((part.resident.get(CACHE, 0) for part in one), default=0)
-    if config.trainer.resident_gib is not None:
-        stays = min(stays, int(config.trainer.resident_gib * GIB))
-    if engine_beside:
-        own = (p.shape for p in one if p.use.generates and ENGINE not in p.resident)
-        stays += training + sum(shape.parameters * shape.element_bytes for shape in own)
-        stays, cache, training = (stays + cache, 0, 0) if config.rollout.slots else (stays, cache, 0)
-    rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
-    return Demand(stays, training, token, cache, longest, rows, engine_beside)
-
-
 @dataclass(frozen=True)
 class DeviceGroup:
     """Several devices with the same content."""
@@ -150,22 +107,19 @@ def device_groups(prepared: Prepared) -> list[DeviceGroup]:
     if config.runtime == "streaming":
         groups = worker_groups(config, prepared.flow, prepared.evaluation if config.data.evaluation_sources else None)
         each = max(1, own_engines(config) * generation_layout(config).ranks)
-        return [
-            DeviceGroup(group.processes * (each if group.kind == "generate" else 1), (use_of(group),))
-            for group in groups
-            if group.role
-        ]
+        found = []
+        for group in groups:
+            if group.role:
+                # Engines have their own weights here.
+                generates = group.kind == "generate"
+                use = RoleUse(str(group.role), group.trained, generates, apart=generates)
+                found.append(DeviceGroup(group.processes * (each if generates else 1), (use,)))
+        return found
     if config.runtime == "hybrid":
         pools = place(config.placement, roles, prepared.generating, config.workers)
         return [DeviceGroup(pool.workers, uses_of(pool)) for pool in pools]
     workers = config.workers if config.runtime == "distributed" else 1
     return [DeviceGroup(workers, uses_of(Pool(roles, workers, generating=prepared.generating)))]
-
-
-def use_of(group: Group) -> RoleUse:
-    """Return what a streaming group's processes hold of their role; engines have their own weights there."""
-    generates = group.kind == "generate"
-    return RoleUse(str(group.role), group.trained, generates, apart=generates)
 
 
 def pools_of_run(prepared: Prepared) -> list[Pool]:
@@ -196,9 +150,7 @@ def device_table(prepared: Prepared) -> dict[str, Devices]:
 def with_fitting_sizes(prepared: Prepared, memory: int | None) -> tuple[Prepared, list[str]]:
     """Return a run with sizes that fit its devices' memory, except where configured, and a line about them.
 
-    Args:
-        prepared: The run.
-        memory: Bytes of a device that the run may use; None without a CUDA device.
+    `memory` are the bytes of a device that the run may use; None without a CUDA device.
     """
     given = prepared.config
     if memory is None:
@@ -207,8 +159,22 @@ def with_fitting_sizes(prepared: Prepared, memory: int | None) -> tuple[Prepared
     slots, tokens = ([n for n in numbers if n is not None] for numbers in zip(*found, strict=True))
     sized = replace(prepared, config=with_sizes(given, min(slots, default=None), min(tokens, default=None)))
     if shares_devices(prepared) or hosts_vllm(given):
-        sized = replace(sized, config=with_vllm_share(sized, memory))
-    return sized, size_lines(given, sized.config, memory)
+        config = sized.config
+        if config.rollout.engine == "vllm" and "gpu_memory_utilization" not in config.rollout.vllm:
+            # The share that training leaves for a vLLM on the same device.
+            left = min(1 - RESERVE - training / memory for training in beside_vllm(sized))
+            if left > 0:
+                vllm = {**config.rollout.vllm, "gpu_memory_utilization": min(VLLM_SHARE, floor(100 * left) / 100)}
+                rollout = config.rollout.model_copy(update={"vllm": vllm})
+                sized = replace(sized, config=config.model_copy(update={"rollout": rollout}))
+    chosen = []
+    if given.rollout.slots != sized.config.rollout.slots:
+        chosen.append(f"rollout.slots={sized.config.rollout.slots}")
+    if given.trainer.max_tokens_per_device != sized.config.trainer.max_tokens_per_device:
+        chosen.append(f"trainer.max_tokens_per_device={sized.config.trainer.max_tokens_per_device}")
+    if given.rollout.vllm != sized.config.rollout.vllm:
+        chosen.append(f"rollout.vllm.gpu_memory_utilization={sized.config.rollout.vllm['gpu_memory_utilization']:g}")
+    return sized, [f"chosen for a device with {in_units(memory)} to take: {', '.join(chosen)}"] if chosen else []
 
 
 def memory_to_take(config: Config) -> int | None:
@@ -217,42 +183,36 @@ def memory_to_take(config: Config) -> int | None:
 
 
 def demands(prepared: Prepared) -> list[Demand]:
-    """Return the needs of the roles on each kind of the run's devices."""
+    """Return the needs of the roles on each kind of the run's devices; configured sizes count as resident, or as a micro-batch's."""
     config, shared = prepared.config, shares_devices(prepared)
     longest_row = max(config.max_sequence_tokens, longest(prepared.sources, config.rollout.max_response_tokens))
     together = generation_layout(config).ranks if pools_ranks(config) else 1
     beside = shared and not config.rollout.vllm.get("enable_sleep_mode")
-    apart = own_engines(config) and not shared
-    return [
-        demand_of(group.uses, config, prepared.flow, group.devices, together, longest_row, beside)
-        for group in (groups_with_engines(prepared) if apart else device_groups(prepared))
-        if group.uses
-    ]
-
-
-def with_vllm_share(prepared: Prepared, memory: int) -> Config:
-    """Return the configuration with the memory share that training leaves for a vLLM on the same device, unless configured."""
-    config = prepared.config
-    if config.rollout.engine != "vllm" or "gpu_memory_utilization" in config.rollout.vllm:
-        return config
-    left = min(1 - RESERVE - training / memory for training in beside_vllm(prepared))
-    if left <= 0:
-        return config
-    share = min(VLLM_SHARE, floor(100 * left) / 100)
-    vllm = {**config.rollout.vllm, "gpu_memory_utilization": share}
-    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"vllm": vllm})})
-
-
-def size_lines(given: Config, sized: Config, memory: int) -> list[str]:
-    """Return a line about the sizes chosen by device memory, if any."""
-    chosen = []
-    if given.rollout.slots != sized.rollout.slots:
-        chosen.append(f"rollout.slots={sized.rollout.slots}")
-    if given.trainer.max_tokens_per_device != sized.trainer.max_tokens_per_device:
-        chosen.append(f"trainer.max_tokens_per_device={sized.trainer.max_tokens_per_device}")
-    if given.rollout.vllm != sized.rollout.vllm:
-        chosen.append(f"rollout.vllm.gpu_memory_utilization={sized.rollout.vllm['gpu_memory_utilization']:g}")
-    return [f"chosen for a device with {in_units(memory)} to take: {', '.join(chosen)}"] if chosen else []
+    groups = device_groups(prepared)
+    if own_engines(config) and not shared:
+        # Engine processes have devices of their own.
+        generating = dict.fromkeys(use.role for group in groups for use in group.uses if use.generates)
+        groups = [replace(g, uses=tuple(replace(u, generates=False) for u in g.uses if not u.apart)) for g in groups]
+        ranks = generation_layout(config).ranks
+        groups += [DeviceGroup(ranks, (RoleUse(role, False, True, apart=True),)) for role in generating]
+    rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
+    sizes, found = [with_sizes(config, 1, SAMPLED_TOKENS), with_sizes(config, 1, 2 * SAMPLED_TOKENS)], []
+    for group in groups:
+        one, two = ([footprint(u, s, prepared.flow, group.devices, together) for u in group.uses] for s in sizes)
+        working = [(sum(a.working.values()), sum(b.working.values())) for a, b in zip(one, two, strict=True)]
+        token = max((-(-(b - a) // SAMPLED_TOKENS) for a, b in working), default=0)
+        training = max((max(0, a - token * SAMPLED_TOKENS) for a, _ in working), default=0)
+        stays = sum(size for part in one for name, size in part.resident.items() if name != CACHE)
+        cache = max((part.resident.get(CACHE, 0) for part in one), default=0)
+        if config.trainer.resident_gib is not None:
+            stays = min(stays, int(config.trainer.resident_gib * GIB))
+        if beside:
+            # An engine process shares the device, and keeps its memory.
+            own = (p.shape for p in one if p.use.generates and ENGINE not in p.resident)
+            stays += training + sum(shape.parameters * shape.element_bytes for shape in own)
+            stays, cache, training = (stays + cache, 0, 0) if config.rollout.slots else (stays, cache, 0)
+        found += [Demand(stays, training, token, cache, longest_row, rows, beside)] if group.uses else []
+    return found
 
 
 def shares_devices(prepared: Prepared) -> bool:
@@ -261,15 +221,6 @@ def shares_devices(prepared: Prepared) -> bool:
     each = [(pool.workers * pool.device, pool.engines * pool.engine_devices) for pool in pools]
     together = sum(ranks * max(1, engines) for ranks, engines in each)
     return available is not None and together <= available < sum(ranks * (1 + engines) for ranks, engines in each)
-
-
-def groups_with_engines(prepared: Prepared) -> list[DeviceGroup]:
-    """Return the run's devices if engine processes have their own."""
-    groups = device_groups(prepared)
-    generating = dict.fromkeys(use.role for group in groups for use in group.uses if use.generates)
-    found = [replace(g, uses=tuple(replace(use, generates=False) for use in g.uses if not use.apart)) for g in groups]
-    ranks = generation_layout(prepared.config).ranks
-    return [*found, *(DeviceGroup(ranks, (RoleUse(role, False, True, apart=True),)) for role in generating)]
 
 
 def beside_vllm(prepared: Prepared) -> list[int]:

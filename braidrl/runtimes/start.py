@@ -1,6 +1,5 @@
 """Start of a run: from a checked configuration to its backend and controller. Only this module knows all runtimes."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,7 @@ from braidrl.runtimes.controller import SerialController
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.interfaces import Controller, SerialBackend
 from braidrl.runtimes.interrupts import Interrupts
-from braidrl.runtimes.prepare.checks import check_machine
-from braidrl.runtimes.prepare.setup import Prepared
+from braidrl.runtimes.prepare.setup import Prepared, lacking
 from braidrl.runtimes.spmd.eager import EagerBackend
 from braidrl.runtimes.spmd.launch import generating_ranks
 from braidrl.runtimes.spmd.rank_backend import DistributedBackend
@@ -60,10 +58,8 @@ class RunContext:
 
     def executor(self, generating: list[str]) -> StageExecutor:
         """Return an executor of every role in this process, with engines for the roles `generating`."""
-        prepared, ranks = (
-            self.prepared,
-            DataParallel(self.world.group, self.world) if self.world.group is not None else None,
-        )
+        prepared = self.prepared
+        ranks = DataParallel(self.world.group, self.world) if self.world.group is not None else None
         return StageExecutor(
             prepared.config, self.flow, prepared.roles(self.train), prepared.tokenizer,
             prepared.rewards(), self.progress, generating, ranks,
@@ -77,49 +73,31 @@ def start_fork_server(config: Config) -> None:
         copy_as_fork_server(ENGINES if engines else ())
 
 
-def start_eager(context: RunContext) -> EagerBackend:
-    """Return a backend that holds every role in this process."""
-    prepared = context.prepared
+def start_backend(context: RunContext) -> SerialBackend[Any]:
+    """Return the backend of `config.runtime`, whose stages the serial controller or a session calls; streaming evaluates eagerly.
+
+    Raises UserError if the runtime does not support the request.
+    """
+    prepared, world, folder = context.prepared, context.world, context.folder
+    if prepared.config.runtime == "hybrid":
+        # Imported here: Ray is optional, and its import takes a second.
+        import_ray()
+        from braidrl.runtimes.hybrid.start_workers import start_hybrid_backend
+
+        return start_hybrid_backend(prepared, context.progress, folder, context.train)
+    if prepared.config.runtime == "distributed":
+        # One rank: it holds every role, and an engine if it generates.
+        ranks = {role: generating_ranks(prepared.config, role, world.size) for role in prepared.generating}
+        executor = context.executor([role for role, count in ranks.items() if world.rank < count])
+        at_end.append(executor.close)
+        trace = executor.generation.moves.trace = TraceWriter(folder, f"rank-{world.rank}") if folder else None
+        return DistributedBackend(
+            prepared.config, context.flow, context.loader, executor, prepared.store(), world, ranks, context.interrupts, trace
+        )  # fmt: skip
     executor = context.executor(list(prepared.generating))
     # Only now: a refused run leaves nothing in its folder but its configuration.
-    trace = TraceWriter(context.folder, "eager") if context.folder else None
+    trace = TraceWriter(folder, "eager") if folder else None
     return EagerBackend(prepared.config, context.loader, executor, prepared.store(), trace)
-
-
-def start_distributed(context: RunContext) -> DistributedBackend:
-    """Return one rank's backend: every role, and an engine on generating ranks."""
-    prepared, world = context.prepared, context.world
-    ranks = {role: generating_ranks(prepared.config, role, world.size) for role in prepared.generating}
-    executor = context.executor([role for role, count in ranks.items() if world.rank < count])
-    at_end.append(executor.close)
-    trace = TraceWriter(context.folder, f"rank-{world.rank}") if context.folder else None
-    executor.generation.moves.trace = trace
-    return DistributedBackend(
-        prepared.config, context.flow, context.loader, executor, prepared.store(), world, ranks, context.interrupts, trace
-    )  # fmt: skip
-
-
-def start_hybrid(context: RunContext) -> SerialBackend[Any]:
-    """Return a backend of workers on Ray."""
-    # Imported here: Ray is optional, and its import takes a second.
-    import_ray()
-    from braidrl.runtimes.hybrid.start_workers import start_hybrid_backend
-
-    return start_hybrid_backend(context.prepared, context.progress, context.folder, context.train)
-
-
-BACKENDS: dict[str, Callable[[RunContext], SerialBackend[Any]]] = {
-    "eager": start_eager,
-    "hybrid": start_hybrid,
-    "distributed": start_distributed,
-    "streaming": start_eager,  # without training there is no streaming
-}
-"""The backend for evaluation; the serial controller or a session calls its stages."""
-
-
-def start_backend(context: RunContext) -> SerialBackend[Any]:
-    """Return the backend of `config.runtime`. Raises UserError if the runtime does not support the request."""
-    return BACKENDS[context.prepared.config.runtime](context)
 
 
 def start_controller(context: RunContext) -> Controller[Any]:
@@ -170,8 +148,8 @@ def check_runtime(config: Config, flow: Flow, generates: bool, trains: bool, pla
             f"{flow.name} selects none; remove it"
         )
     check_partial_responses(config, flow)
-    if not planned:
-        check_machine(config)
+    if not planned and (lines := lacking(config)):
+        raise UserError(lines[0])
     devices = device_count(config.device)
     if config.runtime == "eager" and devices is not None and not (planned and devices == 0):
         own_devices(devices, own_engines(config), generation_layout(config).ranks)

@@ -48,8 +48,7 @@ def step_metrics(
     """Return the metrics of a step, always with `REQUIRED_KEYS`; None for what this flow lacks, such as the reward of `sft`."""
     metrics: dict[str, float | int | None] = dict.fromkeys(REQUIRED_KEYS)
     metrics |= training_metrics(result)
-    metrics |= generated_metrics(result.generated)
-    metrics |= group_metrics(result.generated, result.batch)
+    metrics |= sampled_metrics(result.generated, result.batch)
     metrics |= {f"groups/dropped/{reason.replace(' ', '_')}": count for reason, count in result.dropped.items()}
     # Times measured by workers; the controller's own clock for work in this process.
     measured = {name: total for name, (total, _) in result.sums.pairs().items()}
@@ -61,15 +60,16 @@ def step_metrics(
     metrics["score/mean"] = mean_of(result.generated if "score" in result.generated else batch, "score")
     if "cost" in batch:
         metrics["cost/mean"] = mean_of(batch, "cost")
-    metrics["tokens/trained"] = total_of(trained_rows(batch), "length") if "length" in batch else 0
-    metrics["throughput/tokens_per_second"] = total_of(batch, "length") / seconds
+    metrics["tokens/trained"] = int(trained_rows(batch)["length"].sum()) if "length" in batch else 0
+    metrics["throughput/tokens_per_second"] = (int(batch["length"].sum()) if "length" in batch else 0) / seconds
     if "version" in batch and len(batch):
         metrics["staleness/max"] = int(version - batch["version"].min())
         metrics["staleness/on_policy_share"] = float((batch["version"] == version).double().mean())
     if not any(stage.kind is Kind.GENERATE for stage in flow.stages):
         # Given responses have no sampling policy to differ from.
         metrics["actor/kl_old"] = None
-    return {name: clean(value) for name, value in metrics.items()}
+    # NaN means that nothing was counted.
+    return {k: None if isinstance(value, float) and math.isnan(value) else value for k, value in metrics.items()}
 
 
 def training_metrics(result: IterationResult[Any]) -> dict[str, float]:
@@ -84,11 +84,6 @@ def training_metrics(result: IterationResult[Any]) -> dict[str, float]:
             metrics[name] = result.sums.pairs()[name][0]
         else:
             metrics[name] = value
-    return with_derived(metrics)
-
-
-def with_derived(metrics: dict[str, float]) -> dict[str, float]:
-    """Return the metrics with derived values in place of their moments."""
     for role in dict.fromkeys(name.partition("/")[0] for name in metrics):
         parts = {name.removeprefix(f"{role}/"): value for name, value in metrics.items() if name.startswith(f"{role}/")}
         for name, (function, arguments, spent) in DERIVED.items():
@@ -99,50 +94,36 @@ def with_derived(metrics: dict[str, float]) -> dict[str, float]:
     return metrics
 
 
-def generated_metrics(index: Rows) -> dict[str, float | int | None]:
-    """Return metrics of the responses."""
-    if "finish_reason" not in index:
-        return {}
-    lengths = index["action_tokens"].double()
-    return {
-        "response/length_mean": float(lengths.mean()),
-        "response/length_max": float(lengths.max()),
-        "response/truncated_fraction": share(index["finish_reason"] == FinishReason.LENGTH),
-        "response/repeated_fraction": share(index["finish_reason"] == FinishReason.REPEAT),
-        "response/failed_fraction": share(index["finish_reason"] == FinishReason.ERROR),
-        "tokens/generated": int(lengths.sum()),
-        "rows/generated": len(index),
-        "response/reflections": mean_of(index, "reflections"),
-    }
-
-
-def group_metrics(generated: Rows, batch: Rows) -> dict[str, float]:
-    """Return how many groups carry a signal: of the generated ones, or of the batch if rewards come after the selection."""
+def sampled_metrics(generated: Rows, batch: Rows) -> dict[str, float | int | None]:
+    """Return metrics of the responses, and how many groups carry a signal; of the batch if rewards come after the selection."""
+    metrics = dict[str, float | int | None]()
+    if "finish_reason" in generated:
+        lengths, reasons = generated["action_tokens"].double(), generated["finish_reason"]
+        metrics = {
+            "response/length_mean": float(lengths.mean()),
+            "response/length_max": float(lengths.max()),
+            "response/truncated_fraction": share(reasons == FinishReason.LENGTH),
+            "response/repeated_fraction": share(reasons == FinishReason.REPEAT),
+            "response/failed_fraction": share(reasons == FinishReason.ERROR),
+            "tokens/generated": int(lengths.sum()),
+            "rows/generated": len(generated),
+            "response/reflections": mean_of(generated, "reflections"),
+        }
     index = generated if "reward" in generated else batch
-    if "reward" not in index or not len(index):
-        return {}
-    shares = group_shares(
-        index["correct"] if "correct" in index else index["reward"] * 0, index["reward"], index["group"]
-    )
-    known = shares if "correct" in index else {"no_signal_fraction": shares["no_signal_fraction"]}
-    return {f"groups/{name}": float(value) for name, value in known.items()}
+    if "reward" in index and len(index):
+        correct = index["correct"] if "correct" in index else index["reward"] * 0
+        shares = group_shares(correct, index["reward"], index["group"])
+        known = shares if "correct" in index else {"no_signal_fraction": shares["no_signal_fraction"]}
+        metrics |= {f"groups/{name}": float(value) for name, value in known.items()}
+    return metrics
 
 
 def mean_of(index: Rows, name: str) -> float | None:
     return float(index[name].double().mean()) if name in index and len(index) else None
 
 
-def total_of(index: Rows, name: str) -> int:
-    return int(index[name].sum()) if name in index else 0
-
-
 def share(mask: Tensor) -> float:
     return float(mask.double().mean()) if len(mask) else 0.0
-
-
-def clean(value: float | int | None) -> float | int | None:
-    """Return None for NaN, which means that nothing was counted."""
-    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def summary(metrics: Mapping[str, float | int | None]) -> str:
@@ -157,15 +138,6 @@ def summary(metrics: Mapping[str, float | int | None]) -> str:
         value = metrics.get(name)
         if value is not None:
             parts.append(f"{label} {form.format(value)}")
-    parts += device_parts(metrics)
-    shown = [name for name in metrics if "/avg@" in name or name.endswith(("/pair_accuracy", "/multiplier"))]
-    parts += [f"{name} {value:.3f}" for name in shown if (value := metrics[name]) is not None]
-    return "  ".join(parts)
-
-
-def device_parts(metrics: Mapping[str, float | int | None]) -> list[str]:
-    """Return the terminal's part about devices: best utilisation, highest memory, seconds of weight updates."""
-    parts = []
     for label, prefix in (("MFU", "utilisation/operations/"), ("bandwidth", "utilisation/bandwidth/")):
         if found := [value for name, value in metrics.items() if name.startswith(prefix) and value is not None]:
             # Capped at 1: the peak was measured while other programs ran.
@@ -174,7 +146,10 @@ def device_parts(metrics: Mapping[str, float | int | None]) -> list[str]:
     if taken := [value for name, value in metrics.items() if name.startswith("memory/") and value is not None]:
         parts.append(f"memory {in_units(int(max(taken)))}")
     updates = sum(value for name, value in metrics.items() if name.endswith("/update_seconds") and value is not None)
-    return [*parts, f"weights {updates:.2f} s"] if updates >= 0.005 else parts
+    parts += [f"weights {updates:.2f} s"] if updates >= 0.005 else []
+    shown = [name for name in metrics if "/avg@" in name or name.endswith(("/pair_accuracy", "/multiplier"))]
+    parts += [f"{name} {value:.3f}" for name in shown if (value := metrics[name]) is not None]
+    return "  ".join(parts)
 
 
 def only_skipped(sums: Sums) -> bool:
@@ -211,13 +186,7 @@ class FailureWatch:
     """Ends a run whose checks or trajectories fail: it would learn that every answer is wrong."""
 
     def __init__(self, most: float, steps: int, folder: Path) -> None:
-        """Configure the limits.
-
-        Args:
-            most: Share of a step's checks or trajectories that may fail.
-            steps: Failing steps in a row that end the run; 0 never ends it.
-            folder: The run's folder.
-        """
+        """Start; `steps` failing steps in a row, of each more than the share `most`, end the run; 0 never ends it."""
         self._most, self._limit, self._folder = most, steps, folder
         self._steps, self._sums = 0, Sums()
 
@@ -237,12 +206,8 @@ class FailureWatch:
 
 
 def failures_beyond(sums: Sums, most: float, of: str = "") -> str:
-    """Return a sentence with the most frequent reason if a larger share than `most` failed, else an empty string.
-
-    Args:
-        sums: Counts of the checks or trajectories.
-        most: Share that may fail.
-        of: Text after the number of checks.
+    """Return a sentence with the most frequent reason if more than the share `most` of checks or trajectories failed, else an empty
+    string.
     """
     for name, what in zip(FAILED, ("checks", "trajectories"), strict=True):
         failed, total = sums.pairs().get(name, (0.0, 0.0))

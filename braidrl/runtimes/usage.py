@@ -48,12 +48,8 @@ class Drawn(NamedTuple):
         """Return the tokens drawn after a prompt, or in all turns of an episode."""
         if isinstance(ended, Response):
             return Drawn(len(ended.tokens), operations.tokens_seen(len(prompt), len(ended.tokens)))
-        return Drawn._of_episode(ended)
-
-    @staticmethod
-    def _of_episode(episode: Episode) -> "Drawn":
-        actions = np.array(episode.trajectory.actions, dtype=bool)
-        lengths = np.array(episode.trajectory.sequence_lengths, dtype=np.int64)
+        actions = np.array(ended.trajectory.actions, dtype=bool)
+        lengths = np.array(ended.trajectory.sequence_lengths, dtype=np.int64)
         places = np.arange(len(actions)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         return Drawn(int(actions.sum()), int(places[actions].sum()))
 
@@ -99,29 +95,27 @@ class DeviceUsage:
 
     @contextmanager
     def computing(self, stage: Stage, worker: TrainingBackend, sums: Sums, *passes: Rows) -> Iterator[None]:
-        """Add the utilisation of the device's operations per second in the block.
+        """Add the utilisation of the device's operations per second in the block, an infer or train stage; a user's own worker is
+        not measured.
 
-        Args:
-            stage: An infer or train stage.
-            worker: The role's worker; a user's own worker is not measured.
-            sums: Collects the share.
-            passes: Rows that go through the model, forward and in a train stage backward; empty during an optimizer step.
+        `passes` are the rows that go through the model, forward and in a train stage backward; none during an optimizer step.
         """
         start = time.perf_counter()
         yield
         if not isinstance(worker, RoleWorker) or self.rates is None:
             return
         peak = self.rates.operations.get(str(worker.dtype).removeprefix("torch."))
-        if peak:
-            done = sum(self._operations(stage, worker, rows) for rows in passes if len(rows))
-            sums.add(f"utilisation/operations/{stage.name}", done, (time.perf_counter() - start) * peak)
-
-    def _operations(self, stage: Stage, worker: RoleWorker, rows: Rows) -> float:
-        sizes = self._sizes_of(worker.role, isinstance(worker, ScalarWorker))
-        counts = TokenCounts.of(rows, worker.shares_prompts(rows))
-        if stage.kind is Kind.TRAIN:
-            return operations.training_operations(sizes, counts, frozen=worker.lora is not None)
-        return operations.forward_operations(sizes, counts)
+        if not peak:
+            return
+        done = 0.0
+        for rows in filter(len, passes):
+            sizes = self._sizes_of(worker.role, isinstance(worker, ScalarWorker))
+            counts = TokenCounts.of(rows, worker.shares_prompts(rows))
+            if stage.kind is Kind.TRAIN:
+                done += operations.training_operations(sizes, counts, frozen=worker.lora is not None)
+            else:
+                done += operations.forward_operations(sizes, counts)
+        sums.add(f"utilisation/operations/{stage.name}", done, (time.perf_counter() - start) * peak)
 
     def _sizes_of(self, role: str, scalar: bool = False) -> MatrixSizes:
         if role not in self._sizes:
@@ -132,15 +126,9 @@ class DeviceUsage:
     def decoded(
         self, stage: Stage, drawn: Sequence[Drawn], slots: int, seconds: float, sums: Sums, crowd: int | None = None
     ) -> None:
-        """Add the utilisation of memory bandwidth during decoding.
+        """Add the utilisation of memory bandwidth of a generate stage that took `seconds` for tokens drawn in `slots` at once.
 
-        Args:
-            stage: A generate stage.
-            drawn: Tokens drawn by its engines.
-            slots: Rows decoded at once.
-            seconds: Duration.
-            sums: Collects the share.
-            crowd: Largest number of rows under way at once, if others took turns with these; else None.
+        `crowd` is the largest number of rows under way at once if others took turns with these.
         """
         engines = self._engines()
         if engines is None or not (drawn := [row for row in drawn if row.tokens]):

@@ -26,9 +26,9 @@ from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
 from braidrl.plan.calibration import least_squares, nonnegative, runtime_rates
 from braidrl.plan.configured import overlay_of, predicted
-from braidrl.plan.named import NAMES, like
 from braidrl.plan.plan_report import plans_table, roles_table, spans_of
 from braidrl.plan.rates import read_rates
+from braidrl.plan.search import NAMES, like
 from braidrl.runtimes.memory.budget import moving, peak
 from braidrl.runtimes.run import TrainingRun
 from tests.tiny import ROOT, TOKENIZER, Workshop, braid

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from braidrl.flow import Flow, Kind, actor, critic, reference, reward, shape
 from braidrl.flow.columns import ADMISSION
-from braidrl.flow.readiness import constraints, parallel_groups, serial_chain
+from braidrl.flow.flow import constraints, parallel_groups, serial_chain
 from tests.flow.flows import filtered, grpo, ppo
 
 

@@ -1,8 +1,8 @@
 """Each stage of a flow waits exactly for its inputs."""
 
 from braidrl.flow import Flow, Kind, Scope, Stage, actor, critic, reference, reward
-from braidrl.flow.flow import ADMISSION
-from braidrl.flow.readiness import waits_for, weights_wait_for
+from braidrl.flow.columns import ADMISSION
+from braidrl.flow.flow import waits_for, weights_wait_for
 from braidrl.flow.stage import Signature
 
 

@@ -16,7 +16,7 @@ from braidrl.data.codec import decode, encode
 from braidrl.data.rows import Objects, Rows
 from braidrl.errors import UserError
 from braidrl.flow import actor, loss
-from braidrl.flow.readiness import serial_chain
+from braidrl.flow.flow import serial_chain
 from braidrl.flow.recipes import load_flow
 from braidrl.flow.stages import make_stage
 from braidrl.observe.metrics import Sums, read_metrics

@@ -11,9 +11,8 @@ from plotly.offline import get_plotlyjs
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.observe.metrics import REQUIRED_KEYS, MetricsWriter
-from braidrl.observe.report import write_report
+from braidrl.observe.report import MOST_STEPS, Sample, best_and_worst, over_time, sample_groups, spread, write_report
 from braidrl.observe.rollouts import rollout_path, write_rollouts
-from braidrl.observe.samples import MOST_STEPS, Sample, best_and_worst, over_time, sample_groups, spread
 from tests.observe.made_up import STAGES, make_run, metrics_of
 from tests.tiny import Workshop
 

@@ -15,7 +15,7 @@ from braidrl.config import TrackerConfig
 from braidrl.config.config import default_trackers
 from braidrl.errors import UserError
 from braidrl.observe.metrics import MetricsWriter, read_metrics
-from braidrl.observe.samples import samples_of_step
+from braidrl.observe.report import samples_of_step
 from braidrl.observe.trackers import Samples, TrackedRun, Trackers, check_installed, check_tracker
 from tests.observe.made_up import metrics_of
 from tests.tiny import ROOT, Workshop

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from braidrl.data.packing import balanced_partition
 from braidrl.data.rows import Uid
 from braidrl.flow.batches import check_staleness, trained_on
-from braidrl.flow.flow import ADMISSION, is_optimized, touched_weights, written_weights
+from braidrl.flow.columns import ADMISSION
+from braidrl.flow.flow import is_optimized, touched_weights, written_weights
 from braidrl.flow.selecting import Verdict
 from braidrl.flow.stage import Kind, Scope, Stage
 from braidrl.plan.workload import SimulatedSpan, Simulation, Workload

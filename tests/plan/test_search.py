@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from braidrl.cluster.device_kinds import Cluster, NodeGroup
 from braidrl.errors import UserError
 from braidrl.flow.batches import Sizes
-from braidrl.plan.choices import Choice
+from braidrl.plan.choices import Choice, SetChoice, Sets, in_order
 from braidrl.plan.problem import Problem
 from braidrl.plan.rates import Cost
 from braidrl.plan.search import FINEST, Search, allocations, partitions, unit_of
-from braidrl.plan.sets import SetChoice, Sets, in_order
 from braidrl.plan.simulation import call_times
 from braidrl.plan.workload import Workload
 from tests.plan.problems import GIB, cluster, problem, write_sizes

@@ -110,7 +110,7 @@ def test_session_rows_as_text_and_errors_name_missing_column(
         texts = session.texts(rows)
         assert [text.prompt for text in texts] == [text.prompt for text in asked]
         assert any(text.response for text in texts)
-        none = session.backend.take(rows, [])
+        none = rows.take([])
         for mistake, message in (
             (
                 lambda: session.advantage.group_normalized(rows),

@@ -23,15 +23,10 @@ RECIPES = PluginRegistry("recipe", {name: f"braidrl.flow.recipes.{name}:{name}" 
 
 
 def load_flow(name: str, params: Mapping[str, Any] | None = None, defaults: Mapping[str, Any] | None = None) -> Flow:
-    """Load a flow by name.
+    """Load a flow by name: a recipe, a .yaml file, `module:function` or `file.py:function`.
 
-    Args:
-        name: A recipe, a .yaml file, `module:function` or `file.py:function`.
-        params: The recipe's parameters.
-        defaults: Values for unset fields of the recipe; names that the recipe does not have are ignored.
-
-    Raises:
-        UserError: An unknown name or parameter, or an invalid value.
+    `params` are the recipe's parameters. `defaults` are for its unset fields; names that it does not have are ignored. Raises
+    UserError for an unknown name or parameter, or an invalid value.
     """
     params, defaults = dict(params or {}), dict(defaults or {})
     if name.endswith(SUFFIXES):

@@ -79,7 +79,13 @@ class EarlyStop:
         """Return the rows of groups no longer needed; some may have ended, or belong to another rank. Never waits."""
         news = self._exchanged(self._checked(lambda checks: all(check.done() for check in checks)))
         for index in news:
-            self._note(index)
+            for number, uid in enumerate(index.uids()):
+                group = uid[1]
+                self.left[group].discard(uid)
+                self.known.setdefault(group, []).append(index.take([number]))
+                if not self.left[group]:
+                    whole = Rows.cat(self.known.pop(group))
+                    self.decided[group] = not any(dropped(stage, whole) for stage in self.segment.select)
         return [uid for group in self.needless(self.decided) for uid in sorted(self.left[group])] if news else []
 
     def close(self) -> None:
@@ -106,12 +112,3 @@ class EarlyStop:
         if own:
             self.notices.tell(pack_rows(Rows.cat(own)))
         return [unpack_rows(message) for message in self.notices.hear()]
-
-    def _note(self, index: Rows) -> None:
-        for number, uid in enumerate(index.uids()):
-            group = uid[1]
-            self.left[group].discard(uid)
-            self.known.setdefault(group, []).append(index.take([number]))
-            if not self.left[group]:
-                whole = Rows.cat(self.known.pop(group))
-                self.decided[group] = not any(dropped(stage, whole) for stage in self.segment.select)

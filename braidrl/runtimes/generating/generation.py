@@ -30,7 +30,7 @@ from braidrl.engines.requests import Request, Response, SamplingParams
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Stage
 from braidrl.observe.metrics import Sums
-from braidrl.observe.progress import Bar, Progress
+from braidrl.observe.progress import Progress
 from braidrl.observe.trace import TraceWriter
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.generating.early_stop import EarlyStop
@@ -40,6 +40,9 @@ from braidrl.runtimes.usage import DeviceUsage, Drawn
 from braidrl.training.backends import ShardedBackend, TrainingBackend
 from braidrl.training.parallel.replicated import DataParallel
 from braidrl.weights.publisher import Publisher, TransferVolume
+
+SHOW_EVERY_S = 1.0
+"""Seconds between progress updates of episodes, also while none ends."""
 
 
 class WeightMoves:
@@ -100,12 +103,9 @@ class Generation:
         self.engines[role] = start_engine(Remote(role, ranks), self.config, self.tokenizer)
 
     def exchange_weights(self, role: str, worker: TrainingBackend | None, ranks: DataParallel) -> None:
-        """Plan the transfer of a role's weights from training to generating processes.
+        """Plan the transfer of a role's weights between all `ranks` that train or generate.
 
-        Args:
-            role: The role.
-            worker: Trains the role here; None if an engine of this process receives the weights.
-            ranks: All ranks that train or generate.
+        `worker` trains the role here; it is None if an engine of this process receives the weights.
         """
         trained = worker if isinstance(worker, ShardedBackend) else None
         if role in self.publishers:
@@ -127,7 +127,8 @@ class Generation:
         place = {uid: i for i, uid in enumerate(rows.uids())}
         # Greedy decoding gives all samples of a prompt the same tokens: one is generated for all.
         greedy = sampling_of(stage, self.config).takes_likeliest
-        first = leaders(list(place)) if greedy else {uid: uid for uid in place}
+        leader: dict[tuple[int, int], Uid] = {}
+        first = {uid: leader.setdefault(uid[:2], uid) if greedy else uid for uid in place}
         requests = [request for request in requests if first[request.uid] == request.uid]
         partial = self.partial(stage, rows, self.moves.version)
         requests = partial.rest(requests) if partial else requests
@@ -148,7 +149,7 @@ class Generation:
             new = [Drawn.of(request.prompt, response) for request, response in zip(requests, drawn, strict=True)]
             self.usage.decoded(stage, new, engine.slots, seconds, sums)
             done |= {response.uid: response for response in drawn if response.uid not in done}
-            finished = [done[uid] if uid in done else replace(done[leader], uid=uid) for uid, leader in first.items()]
+            finished = [done[uid] if uid in done else replace(done[other], uid=uid) for uid, other in first.items()]
             for copy in finished:
                 if copy.uid not in done:
                     early.add(copy)
@@ -175,7 +176,12 @@ class Generation:
                 bar.update(1, episode.trajectory.action_tokens, engine.in_flight)
 
             async def played_and_shown(running: Engine) -> list[Episode]:
-                showing = asyncio.ensure_future(show(bar, engine))
+                async def show() -> None:
+                    while True:
+                        await asyncio.sleep(SHOW_EVERY_S)
+                        bar.update(in_flight=engine.in_flight)
+
+                showing = asyncio.ensure_future(show())
                 try:
                     return await self.played(running, stage, rows, limits, finished)
                 finally:
@@ -191,21 +197,11 @@ class Generation:
         self, running: Engine, stage: Stage, rows: Rows, limits: Limits,
         finished: Callable[[Episode], None] = lambda episode: None,
     ) -> list[Episode]:  # fmt: skip
-        """Return an episode for each row, played on a running engine.
-
-        Args:
-            running: The engine.
-            stage: A generate stage with an environment.
-            rows: The rows.
-            limits: Limits of a trajectory.
-            finished: Called with each episode that ends.
-        """
+        """Return an episode for each row, played on a running engine; `finished` is called with each one that ends."""
         make = await in_thread(lambda: self.environments.find(stage.params["environment"]))
         prompts = PromptTemplate.of(self.tokenizer, self.config.data)
-        template, sampling = (
-            TurnTemplate(prompts, self.config.rollout.environment.tool_format),
-            sampling_of(stage, self.config),
-        )
+        template = TurnTemplate(prompts, self.config.rollout.environment.tool_format)
+        sampling = sampling_of(stage, self.config)
         purpose, seed = str(stage.params.get("purpose", "train")), self.config.seed
         if is_agent(stage.params["environment"]):
             # Imported here: only agents need aiohttp, which is optional.
@@ -231,7 +227,8 @@ class Generation:
         failures = failure_counts(played)
         sums.add("environment/failed_fraction", sum(failures.values()), len(played))
         for reason, count in failures.items():
-            words = f"{stage.name}: {failure_line(reason, count, played)}"
+            first = next(episode for episode in played if episode.failure == reason)
+            words = f"{stage.name}: {count} of {len(played)} trajectories ended by {reason}; row {first.trajectory.uid}: {first.detail}"
             sums.add(f"environment/failures/{reason}", count)
             sums.note_failure(words, count)
             self.progress.print(words)
@@ -289,30 +286,10 @@ def sampling_of(stage: Stage, config: Config) -> SamplingParams:
     )  # fmt: skip
 
 
-def leaders(uids: Sequence[Uid]) -> dict[Uid, Uid]:
-    """Return for each row the first row with the same prompt."""
-    first: dict[tuple[int, int], Uid] = {}
-    return {uid: first.setdefault(uid[:2], uid) for uid in uids}
-
-
-SHOW_EVERY_S = 1.0
-"""Seconds between progress updates of episodes, also while none ends."""
-
-
-async def show(bar: Bar, engine: RoleEngine) -> None:
-    """Show the number of rows in flight until cancelled."""
-    while True:
-        await asyncio.sleep(SHOW_EVERY_S)
-        bar.update(in_flight=engine.in_flight)
-
-
 def limits_of(config: Config, max_sequence_tokens: int, ranks: DataParallel) -> Limits:
-    """Return the limits of a trajectory; a right answer has score 1 unless configured.
+    """Return the limits of a trajectory of at most so many tokens, prompt included; ranks that play together divide `at_once`.
 
-    Args:
-        config: The run's configuration.
-        max_sequence_tokens: Limit of a prompt and all that follows it.
-        ranks: The processes that play together and divide `at_once`.
+    A right answer has score 1 unless configured.
     """
     environment, right = config.rollout.environment, config.reward.correct_score
     share = environment.at_once // ranks.size + (ranks.rank < environment.at_once % ranks.size)
@@ -320,9 +297,3 @@ def limits_of(config: Config, max_sequence_tokens: int, ranks: DataParallel) -> 
         max(1, share), environment.timeout_s, environment.max_turns, max_sequence_tokens,
         1.0 if right is None else right, config.reward.max_abs,
     )  # fmt: skip
-
-
-def failure_line(reason: str, count: int, played: Sequence[Episode]) -> str:
-    """Describe how many trajectories failed in this way, and the first of them."""
-    first = next(episode for episode in played if episode.failure == reason)
-    return f"{count} of {len(played)} trajectories ended by {reason}; row {first.trajectory.uid}: {first.detail}"

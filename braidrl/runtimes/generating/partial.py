@@ -48,13 +48,8 @@ class PartialResponses:
 
     @staticmethod
     def of(stage: Stage, rows: Rows, config: Config, version: int) -> "PartialResponses":
-        """Collect the earlier tokens of rows. A row that would be too stale for the next batch has no budget limit.
-
-        Args:
-            stage: The generate stage.
-            rows: Its rows, with the columns of `admitted`.
-            config: The run's configuration.
-            version: Version of the weights that continue them.
+        """Collect the earlier tokens of rows, which weights of `version` continue; a row that would be too stale for the next batch
+        has no budget.
         """
         before, budgets = {}, dict[Uid, int | None]()
         starts, reasons = rows["prompt_length"].tolist(), rows["finish_reason"].tolist()

@@ -4,9 +4,15 @@ driver      run(verify) ─ run(reference.log_probs) ─ run(critic.values) ─ 
 actor pool      ├── verify ──┤                                             ├─ update ─┤
 reference pool          ├── log_probs ──┤
 critic pool                        ├── values ──┤                          ├─ update ─┤
+
+stage, Handle ──place──▶ group, rows of each rank ──begin──▶ Futures in an Output ──wait──▶ index columns
+        └── without a role: deferred until its output is needed
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -16,29 +22,28 @@ from typing import Any
 
 import ray
 import torch
+from torch import Tensor
 
-from braidrl.cluster.pools import Pool
-from braidrl.config import Config
 from braidrl.data.codec import payload_forbidden, unpack_rows
 from braidrl.data.loader import Admissions
-from braidrl.data.rows import Rows
+from braidrl.data.rows import Column, Rows
 from braidrl.engines.factory import generation_layout, pools_ranks
 from braidrl.errors import UserError, WorkerError, first_line
-from braidrl.flow import Kind, Stage
-from braidrl.flow.compute import dropped
+from braidrl.flow import Kind, Scope, Stage
+from braidrl.flow.compute import dropped, summed
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.signatures import class_and_method, is_method
 from braidrl.flow.stage import Signature
 from braidrl.observe.metrics import Sums
 from braidrl.observe.rollouts import join_parts, part_path
-from braidrl.observe.trace import TraceWriter
+from braidrl.observe.trace import TraceWriter, traced
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.early_stop import Needless, Segment
 from braidrl.runtimes.hybrid.group import WorkerGroup
-from braidrl.runtimes.hybrid.handles import READ, Handle, Output, columns_read
+from braidrl.runtimes.hybrid.handles import READ, CallResult, Future, Handle, Output, columns_read
 from braidrl.runtimes.hybrid.pool_worker import method_class
 from braidrl.runtimes.hybrid.protocols import Mesh, Registration, registered
-from braidrl.runtimes.hybrid.stage_dispatch import StageDispatch, by_length, by_number, group_of, where_made
+from braidrl.runtimes.hybrid.stage_dispatch import Partition, by_length, by_number, group_of, place, where_made
 from braidrl.runtimes.row_store import TEXT_COLUMNS, Admission, Origin, RowText, divided
 from braidrl.runtimes.saving.background import check_written
 from braidrl.training.objective import UpdateCounts, with_group_tokens
@@ -46,8 +51,8 @@ from braidrl.training.role_settings import layout_of
 from braidrl.training.roles.checkpoint import Write
 
 
-class HybridBackend(StageDispatch):
-    """Implements `SerialBackend` with handles. Every role has a worker group; `home` makes the rows."""
+class HybridBackend:
+    """Implements `SerialBackend` with handles. Every role has a worker group; `home` makes the rows, and runs stages without a location."""
 
     def __init__(
         self,
@@ -59,19 +64,15 @@ class HybridBackend(StageDispatch):
         replace_lost: Callable[[], None],
         trace: TraceWriter | None = None,
     ) -> None:
-        """Store the parts that `start_hybrid_backend` has started.
+        """Store the parts that `start_hybrid_backend` has started. `home` reads data and writes rows to files.
 
-        Args:
-            loader: The prompt loader; None for evaluation alone.
-            groups: The worker group of each role.
-            home: The group that reads data and writes rows to files.
-            executor: Computes on index columns; it holds no role.
-            resources: Ended by `close`.
-            replace_lost: Restarts groups that lost a worker; raises WorkerError if that fails.
-            trace: The driver's trace.
+        `executor` computes on index columns and holds no role. `close` ends `resources`. `replace_lost` restarts groups that lost a
+        worker, and raises WorkerError if that fails. Without a loader the backend only evaluates.
         """
-        super().__init__(groups, home, executor, trace)
+        self.groups, self.home, self.executor, self.trace = groups, home, executor, trace
         self.loader, self.resources, self.replace_lost = loader, resources, replace_lost
+        self.keys = itertools.count()
+        self.forgotten: deque[tuple[WorkerGroup, int, int]] = deque()
         self.distinct = list(dict.fromkeys(groups.values()))
         self.training: list[Output] = []
         resources.enter_context(payload_forbidden())
@@ -82,7 +83,9 @@ class HybridBackend(StageDispatch):
 
     def read(self, origin: Origin) -> Handle:
         """Read rows on the ranks of `home`, each its share."""
-        self.release_forgotten()
+        while self.forgotten:
+            group, worker, number = self.forgotten.popleft()
+            group.release(worker, number)
         key, origins = next(self.keys), divided(origin, self.home.mesh.size)
         futures = [self.home.send(rank, "make", (own, key)) for rank, own in enumerate(origins)]
         answers = self.home.wait(futures)
@@ -121,7 +124,8 @@ class HybridBackend(StageDispatch):
 
     def select(self, stage: Stage, table: Handle) -> dict[int, str]:
         index = self.index(table)
-        with self._traced(stage, table, max(output.iteration for output in table.outputs)):
+        iteration = max(output.iteration for output in table.outputs)
+        with traced(self.trace, "compute", stage.name, iteration, rows=len(table)):
             return dropped(stage, index)
 
     def train(self, stage: Stage, table: Handle, updates: Sequence[Sequence[int]], iteration: int, sums: Sums) -> None:
@@ -161,20 +165,11 @@ class HybridBackend(StageDispatch):
         return True
 
     def call(self, role: str, method: str, arguments: Sequence[Any], iteration: int, sums: Sums) -> Any:
-        """Call a method of the class that `roles.ROLE.methods` names.
+        """Call a method of the class that `roles.ROLE.methods` names, through its transfer protocol, and return the collected
+        result.
 
-        Args:
-            role: The role whose workers have the class.
-            method: Name of a registered method.
-            arguments: Input of its transfer protocol.
-            iteration: For messages and the trace.
-            sums: Collects the times.
-
-        Returns:
-            The collected result of the protocol: a table, at once, if the method writes columns; else the workers' return values.
-
-        Raises:
-            UserError: The role has no such class, or the class no such method.
+        This is a table, at once, if the method writes columns; else the workers' return values. Raises UserError if the role has no
+        such class, or the class no such method.
         """
         config = self.executor.config
         methods = method_class(config, role)
@@ -188,7 +183,11 @@ class HybridBackend(StageDispatch):
     def _call(self, stage: Stage, own: Registration, arguments: Sequence[Any], iteration: int, sums: Sums) -> Any:
         """Call a user's method by its protocol, with the mesh of the stage's role."""
         group, key = self.groups[str(stage.role)], next(self.keys)
-        mesh = role_mesh(self.executor.config, str(stage.role), group.pool)
+        role = str(stage.role)
+        layout = layout_of(role, self.executor.config).resolve(group.pool.workers)
+        together = pools_ranks(self.executor.config) and role in group.pool.generating
+        groups = generation_layout(self.executor.config).groups(layout).flatten(1).tolist() if together else []
+        mesh = Mesh(layout.data or 1, layout.pipeline, layout.tensor, layout.sequence, tuple(map(tuple, groups)))
         for table in arguments:
             if isinstance(table, Handle):
                 self._begin_deferred(table.writers(own.reads))
@@ -222,12 +221,6 @@ class HybridBackend(StageDispatch):
         for rows, answer in zip(parts, answers, strict=True):
             said |= {row: RowText(*text) for row, text in zip(rows, answer.result, strict=True)}
         return [said[row] for row in range(len(table))]
-
-    def take(self, table: Handle, positions: Sequence[int]) -> Handle:
-        return table.take(positions)
-
-    def cat(self, tables: Sequence[Handle]) -> Handle:
-        return Handle.cat(tables)
 
     def record(self, path: Path, table: Handle, final: Handle) -> None:
         """Write the rows from the ranks that generated them."""
@@ -268,6 +261,77 @@ class HybridBackend(StageDispatch):
     def close(self) -> None:
         self.resources.close()
 
+    def _place(self, stage: Stage, table: Handle) -> tuple[WorkerGroup | None, Partition]:
+        """Start, or for a compute stage wait for, the inputs of a stage; then return the result of `place`."""
+        writers = table.writers(columns_read(stage))
+        self._begin_deferred(writers)
+        if stage.role is None:
+            self._wait(writers)
+        return place(stage, table, self.groups, self.home)
+
+    def _begin(self, output: Output, group: WorkerGroup | None, parts: Partition, method: str, *more: Any) -> None:
+        """Send a stage that writes columns to a group, to `home` for None."""
+        assert output.table is not None
+        group = group or self.home
+        key, rows = next(self.keys), replace(output.table, parts=parts)
+        reads = columns_read(output.stage)
+        futures = group.call(method, rows, output.stage, output.iteration, key, *more, reads=reads)
+        self._note(output, key, group, futures, parts)
+
+    def _note(self, output: Output, key: int, group: WorkerGroup, futures: Sequence[Future], parts: Partition) -> None:
+        """Record a started call; its workers free the rows when the futures have no more references here."""
+        output.begin(key, group, futures, parts)
+        for one in futures:
+            weakref.finalize(one, self.forgotten.append, (group, one.worker, key)).atexit = False
+
+    def _begin_deferred(self, outputs: Iterable[Output]) -> None:
+        """Start the deferred stages: here if one reads and writes only index columns, else where its rows are."""
+        for output in outputs:
+            if not (output.index is None and not output.futures):
+                continue
+            stage, table = output.stage, output.table
+            assert table is not None
+            group, parts = self._place(stage, table)
+            columns: Mapping[str, Column] = {}
+            if group is None:
+                with traced(self.trace, "compute", stage.name, output.iteration, rows=len(table)):
+                    columns = self.executor.run(stage, table.index, Sums())
+            if columns and all(isinstance(column, Tensor) for column in columns.values()):
+                output.index, output.table = Rows(columns), None
+            else:
+                totals = self._totals(output, group, parts) if stage.scope is Scope.BATCH else None
+                self._begin(output, group, parts, "execute", totals)
+
+    def _totals(self, output: Output, group: WorkerGroup | None, parts: Partition) -> dict[str, Tensor]:
+        """Return a stage's sums over all rows, computed where each part is."""
+        stage, table = output.stage, output.table
+        assert table is not None
+        if group is None:
+            return summed(stage, table.index)
+        called = group.call("sums", replace(table, parts=parts), stage, output.iteration, reads=columns_read(stage))
+        totals: dict[str, Tensor] = {}
+        for answer in group.wait(called):
+            for name, value in (answer.result or {}).items():
+                totals[name] = totals[name] + value if name in totals else value
+        return totals
+
+    def _wait(self, outputs: Sequence[Output]) -> None:
+        """Start the deferred outputs among these, then wait for all of them."""
+        self._begin_deferred(outputs)
+        for output in outputs:
+            if output.index is None:
+                output.finish(self._answers(output))
+
+    def _answers(self, output: Output) -> list[CallResult]:
+        """Wait for a stage, show its progress, and add its sums."""
+        name = output.stage.name
+        with self.executor.progress.stage(name, sum(len(future.part) for future in output.futures)) as bar:
+            answers = output.group.wait(output.futures, lambda future: bar.update(len(future.part)))
+        for answer in answers:
+            output.sums.merge(Sums(answer.sums))
+        output.sums.add(f"time/{name}", max((answer.seconds for answer in answers), default=0.0))
+        return answers
+
     def _everywhere(self, method: str, *arguments: Any) -> None:
         """Call all workers of all groups, and wait."""
         for group, futures in [(group, group.call(method, *arguments)) for group in self.distinct]:
@@ -282,25 +346,11 @@ class HybridBackend(StageDispatch):
 
 
 def written(group: WorkerGroup, actors: Sequence[Any]) -> None:
-    """Wait until the workers have written their copies.
+    """Wait until the workers have written their copies; `actors` are theirs at the time of the copies.
 
-    Args:
-        group: The workers.
-        actors: Their actors at the time of the copies.
-
-    Raises:
-        OSError: A worker could not write.
-        WorkerError: A worker is gone, or the group was restarted since.
+    Raises OSError if a worker could not write, and WorkerError if one is gone or the group was restarted since.
     """
     if group.actors is not actors:
         raise WorkerError(f"{group.pool.name} was started again while it wrote a checkpoint")
     for answer in group.wait(group.call("written", aside=True)):
         check_written(answer.result)
-
-
-def role_mesh(config: Config, role: str, pool: Pool) -> Mesh:
-    """Return the mesh of a role's worker group, and its generation groups if ranks generate together."""
-    layout = layout_of(role, config).resolve(pool.workers)
-    together = pools_ranks(config) and role in pool.generating
-    groups = generation_layout(config).groups(layout).flatten(1).tolist() if together else []
-    return Mesh(layout.data or 1, layout.pipeline, layout.tensor, layout.sequence, tuple(map(tuple, groups)))

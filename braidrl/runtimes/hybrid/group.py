@@ -75,16 +75,10 @@ class WorkerGroup:
         return list(range(self.first, self.first + self.mesh.size))
 
     def call(self, method: str, *arguments: Any, reads: frozenset[str] | None = None, aside: bool = False) -> Any:
-        """Call a method of the workers through its protocol.
+        """Call a registered method of `HybridWorker` through its protocol; return the futures, collected by the protocol.
 
-        Args:
-            method: A registered method of `HybridWorker`.
-            arguments: Input of the protocol.
-            reads: Columns that workers need of handles; all by default.
-            aside: Run beside the call that a worker is busy with.
-
-        Returns:
-            The futures, collected by the protocol.
+        `reads` are the columns that workers need of handles, by default all. `aside` runs beside the call that a worker is busy
+        with.
         """
         protocol = registered(HybridWorker, method).protocol
         calls = protocol.distribute(self.mesh, *arguments)
@@ -97,23 +91,20 @@ class WorkerGroup:
 
         If a rank needs another rank's payload, all ranks exchange it by their process group; ranks without rows take part too.
         """
-        together, futures = self._exchanges(calls, reads), []
+        own = set(self.numbers)
+        together = any(
+            own & argument.holders(reads) - {self.first + rank}
+            for rank, call in enumerate(calls)
+            for argument in call or ()
+            if isinstance(argument, Handle)
+        )
+        futures = []
         for rank, call in enumerate(calls):
             if together and not any(isinstance(argument, Handle) for argument in call or ()):
                 self.send(rank, "give", (aside,), aside=aside)
             if call is not None:
                 futures.append(self.send(rank, method, call, reads, aside, together))
         return futures
-
-    def _exchanges(self, calls: RankCalls, reads: frozenset[str] | None) -> bool:
-        """Return True if one rank needs another one's payload."""
-        own = set(self.numbers)
-        return any(
-            own & argument.holders(reads) - {self.first + rank}
-            for rank, call in enumerate(calls)
-            for argument in call or ()
-            if isinstance(argument, Handle)
-        )
 
     def release(self, worker: int, key: int) -> None:
         """Free the rows that a worker keeps under a key."""
@@ -140,18 +131,10 @@ class WorkerGroup:
         return Future(ref, self.first + rank, f"{self.pool.name} rank {rank}", what, part)
 
     def wait(self, futures: Sequence[Future], arrived: Callable[[Future], None] | None = None) -> list[CallResult]:
-        """Wait for calls; afterwards the futures know where their rows are.
+        """Return the answers of this group's calls, in the order of the futures, which then know where their rows are.
 
-        Args:
-            futures: RankCalls of this group.
-            arrived: Called with each completed future.
-
-        Returns:
-            The answers, in the order of the futures.
-
-        Raises:
-            WorkerFailure: A worker failed, or sent no answer for too long.
-            UserError: A worker raised it.
+        `arrived` is called with each completed future. Raises WorkerFailure if a worker failed or sent no answer for too long, and
+        UserError if a worker raised it.
         """
         waiting = {future.ref: future for future in futures}
         answers: dict[Any, CallResult] = {}
@@ -202,14 +185,10 @@ class WorkerGroup:
         """Raise WorkerFailure for a dead worker: workers that waited for it fail too, but the dead one is the cause."""
         ready, _ = ray.wait([f.ref for f in others], num_returns=len(others), timeout=DEATH_S) if others else ([], [])
         for future in others:
-            if future.ref in ready and isinstance(self._error(future), (RayActorError, OutOfMemoryError)):
-                self._result(future)
-
-    @staticmethod
-    def _error(future: Future) -> RayError | None:
-        """Return the error of a completed call, or None."""
-        try:
-            ray.get(future.ref)
-        except RayError as error:
-            return error
-        return None
+            try:
+                if future.ref in ready:
+                    self._result(future)
+            except WorkerDied:
+                raise
+            except (WorkerFailure, UserError):
+                continue

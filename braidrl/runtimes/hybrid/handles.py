@@ -7,7 +7,7 @@ Part      rows for a worker: index columns by value, payload by its location, fo
 CallResult    a worker's reply: index columns by value, and the names of the payload columns that it keeps
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,13 +45,6 @@ Kept = tuple[int, tuple[str, ...] | None, Numbers, Numbers]
 """The location of one stage's output: the key under which workers keep it; its payload columns (None if the attached answers name
 them, empty if all columns are meant); and for each row (B,) the worker, -1 for none, and the row's number there.
 """
-
-
-def by_worker(workers: Numbers, rows: Numbers) -> Iterator[tuple[int, Numbers, Tensor]]:
-    """Yield each worker that keeps some of the rows, with their numbers there (n,) and their positions here (n,)."""
-    for worker in np.unique(workers[workers >= 0]).tolist():
-        places = (workers == worker).nonzero()[0]
-        yield worker, rows[places], torch.from_numpy(places)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,10 +102,6 @@ class Output:
     """The worker of each future."""
     payload: frozenset[str] = frozenset()
     """Payload columns that the workers keep, known after their answers."""
-
-    @property
-    def deferred(self) -> bool:
-        return self.index is None and not self.futures
 
     def begin(self, key: int, group: Any, futures: Sequence[Future], positions: Sequence[Sequence[int]]) -> None:
         """Record the calls, the key, and the row positions of each future, in its order."""
@@ -250,12 +239,11 @@ class Handle:
         return {future.worker for output, own in held for future, _, _ in output.pieces(own)}
 
     def part(self, awaited: list[Future], reads: frozenset[str] | None = None, together: bool = False) -> Part:
-        """Return the table in the form that a worker receives.
+        """Return the table in the form that a worker receives; appends to `awaited` the futures whose answers must come with the
+        call.
 
-        Args:
-            awaited: Futures whose answers must come with the call; this table's are appended.
-            reads: Columns that the worker needs beside identity and length; by default all, and none by value that workers keep.
-            together: True if all ranks of its pool exchange rows.
+        `reads` are the columns that the worker needs beside identity and length; by default all, and none by value that workers
+        keep. `together` says that all ranks of its pool exchange rows.
         """
         if not len(self):
             return Part(together=together)
@@ -270,43 +258,6 @@ class Handle:
             return Part(len(self), pack_rows(index.only(sorted(computed_here))), kept, together)
         needed = [name for name in index if name in reads or name in (*IDENTITY, "length")]
         return Part(len(self), pack_rows(index.only(needed)), kept, together)
-
-
-def assemble(
-    part: Part,
-    answers: Sequence[CallResult],
-    reads: frozenset[str] | None,
-    fetch: Callable[[int, int, Numbers, tuple[str, ...]], Any],
-    wait: Callable[[list[Any]], list[Rows]],
-) -> Rows:
-    """Return the rows of a part with its index columns and the payload to read.
-
-    Args:
-        part: The part that the worker received.
-        answers: The answers that came with the call.
-        reads: Names of columns; None for all, index columns included.
-        fetch: Starts to fetch rows by worker, key, row numbers and columns.
-        wait: Returns the fetched rows; also called without any, since the exchange is collective.
-    """
-    if not part.size:
-        wait([])
-        return Rows({})
-    given, segments, begun = (torch.arange(part.size), unpack_rows(part.index)), [], []
-    came = {(answer.worker, answer.key): answer for answer in answers}
-    for key, known, workers, numbers in part.kept:
-        for worker, rows, places in by_worker(workers, numbers):
-            columns = known
-            if columns is None:
-                answer = came[worker, key]
-                columns = answer.columns
-                segments.append((places, unpack_rows(answer.index).take(torch.from_numpy(rows))))
-            wanted = () if reads is None else tuple(name for name in columns if name in reads)
-            if wanted or reads is None:
-                begun.append((places, fetch(worker, key, rows, wanted)))
-    fetched = wait([future for _, future in begun])
-    came_later = segments + [(places, rows) for (places, _), rows in zip(begun, fetched, strict=True)]
-    # If all columns are read, the driver's own take precedence; else running outputs come after the given ones.
-    return merged_rows(part.size, [*came_later, given] if reads is None else [given, *came_later])
 
 
 def columns_read(stage: Stage) -> frozenset[str]:

@@ -21,9 +21,11 @@ import torch
 from torch import Tensor
 
 from braidrl.cluster.process_groups import all_gather_bytes
-from braidrl.data.codec import decode, encode, pack_rows
+from braidrl.cluster.world import World
+from braidrl.data.codec import decode, encode, pack_rows, unpack_rows
+from braidrl.data.frames import join, split
 from braidrl.data.messages import pack_message, unpack_message
-from braidrl.data.rows import Column, Rows, Uid, named_rows, tokens_of
+from braidrl.data.rows import Column, Rows, Uid, merged_rows, named_rows, tokens_of
 from braidrl.errors import UserError, no_room
 from braidrl.flow import Stage
 from braidrl.flow.compute import computed, summed
@@ -33,8 +35,7 @@ from braidrl.observe.rollouts import part_path
 from braidrl.observe.trace import traced
 from braidrl.runtimes.executor import checked
 from braidrl.runtimes.generating.early_stop import EarlyStop, Needless, Segment
-from braidrl.runtimes.hybrid.handles import CallResult, Numbers, Part, assemble, columns_read
-from braidrl.runtimes.hybrid.pool_exchange import PoolExchange
+from braidrl.runtimes.hybrid.handles import CallResult, Numbers, Part, columns_read
 from braidrl.runtimes.hybrid.pool_worker import PoolWorker
 from braidrl.runtimes.hybrid.protocols import register
 from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin, with_added
@@ -57,21 +58,13 @@ class HybridWorker(PoolWorker):
         gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
 
     def perform(self, method: str, released: Sequence[int], count: int, *values: Any) -> CallResult:
-        """Call a method by name.
+        """Call a method by name, after rows under the keys `released` are freed. `values` are its `count` arguments, then the
+        answers of earlier calls that hold the arguments' rows.
 
-        Args:
-            method: Name of a method.
-            released: Keys of rows that no later call reads; they are freed first.
-            count: Number of the method's arguments.
-            values: The arguments, then the answers of earlier calls that hold the arguments' rows.
-
-        Raises:
-            StageFailure: The method raised, or rows did not arrive.
-            UserError: The method raised it.
+        Raises UserError if the method raised it, and StageFailure for any other error, also if rows did not arrive.
         """
         for key in released:
             self.kept.pop(key, None)
-        self.call.asked = {}
         self.call.answers = values[count:]
         self.call.doing = (self.spec.pool.name, method, Part())
         try:
@@ -87,21 +80,13 @@ class HybridWorker(PoolWorker):
         return answer if isinstance(answer, CallResult) else CallResult(result=answer)
 
     def fetch(self, key: int, rows: Numbers, columns: tuple[str, ...]) -> list[Numbers]:
-        """Return columns of some rows kept here, encoded as arrays, which Ray copies only once.
-
-        Args:
-            key: Number of the call that wrote them.
-            rows: Row numbers (n,) in its output.
-            columns: Names of payload columns; empty for all columns.
+        """Return payload columns, or without names all columns, of some rows (n,) of the call `key`, encoded as arrays, which Ray
+        copies only once.
         """
         return [np.frombuffer(frame, dtype=np.uint8) for frame in encode(self._own(key, rows, columns))]
 
     def give(self, beside: bool) -> None:
-        """Send rows to other ranks of the pool; this rank needs none.
-
-        Args:
-            beside: True if they need the rows for a call beside others.
-        """
+        """Send rows to other ranks of the pool, `beside` if they need them for a call beside others; this rank needs none."""
         self._rows_of(Part(together=True), frozenset(), beside)
 
     def make(self, origin: Origin, key: int) -> CallResult:
@@ -228,39 +213,67 @@ class HybridWorker(PoolWorker):
             return self._rows_of(part, columns_read(stage))
 
     def _rows_of(self, part: Part, reads: frozenset[str] | None, beside: bool = False) -> Rows:
-        self.call.exchange = None
+        """Return the rows of a part with their index columns and the payload to read; None reads all, index columns included.
+
+        The payload is here, or comes by the pool's process group if its ranks exchange rows (`beside` others, by a second group), or
+        else by Ray in chunks. Raises TimeoutError naming the late workers.
+        """
+        world = None
         if part.together and self.world.size > 1:
-            self.call.exchange = PoolExchange(self.world_beside() if beside else self.world, self._own)
-        return assemble(part, self.call.answers, reads, self._fetch, self._wait)
-
-    def _fetch(self, worker: int, key: int, rows: Numbers, columns: tuple[str, ...]) -> Any:
-        """Start to fetch rows: from here, by the process group of the pool, or by Ray in chunks."""
-        if worker == self.spec.number:
-            return self._own(key, rows, columns)
-        rank = worker - self.spec.first
-        if self.call.exchange is not None and 0 <= rank < self.world.size:
-            return self.call.exchange.ask(rank, key, rows, columns)
-        fetch = self.peer(worker).fetch.options(concurrency_group="rows")
-        coming = [fetch.remote(key, rows[n : n + FETCHED_ROWS], columns) for n in range(0, len(rows), FETCHED_ROWS)]
-        self.call.asked |= dict.fromkeys(coming, self.spec.peers[worker])
-        return coming
-
-    def _wait(self, fetched: list[Any]) -> list[Rows]:
-        """Return local rows as they are, and the others once they arrive. Raises TimeoutError naming the late worker."""
-        exchanged = self.call.exchange.rows() if self.call.exchange is not None else {}
-        coming = [future for futures in fetched if isinstance(futures, list) for future in futures]
+            world = self.world if not beside else self.world_beside()
+        requests: list[list[tuple[int, bytes, tuple[str, ...]]]] = [[] for _ in range(world.size if world else 0)]
+        came = {(answer.worker, answer.key): answer for answer in self.call.answers}
+        segments, begun, late = [], list[tuple[Tensor, Any]](), dict[Any, str]()
+        for key, known, workers, numbers in part.kept:
+            for worker in np.unique(workers[workers >= 0]).tolist():
+                positions = (workers == worker).nonzero()[0]
+                rows, places, columns = numbers[positions], torch.from_numpy(positions), known
+                if columns is None:
+                    answer = came[worker, key]
+                    columns = answer.columns
+                    segments.append((places, unpack_rows(answer.index).take(torch.from_numpy(rows))))
+                wanted = () if reads is None else tuple(name for name in columns if name in reads)
+                rank = worker - self.spec.number + self.spec.rank
+                if not wanted and reads is not None:
+                    continue
+                if worker == self.spec.number:
+                    begun.append((places, self._own(key, rows, wanted)))
+                elif world is not None and 0 <= rank < world.size:
+                    begun.append((places, (rank, len(requests[rank]))))
+                    requests[rank].append((key, rows.astype(np.int64).tobytes(), wanted))
+                else:
+                    fetch = self.peer(worker).fetch.options(concurrency_group="rows")
+                    edges = range(0, len(rows), FETCHED_ROWS)
+                    begun.append((places, [fetch.remote(key, rows[n : n + FETCHED_ROWS], wanted) for n in edges]))
+                    late |= dict.fromkeys(begun[-1][1], self.spec.peers[worker])
+        # The exchange is collective: a rank that needs nothing takes part too.
+        exchanged = self._exchange(world, requests) if world is not None else []
         try:
-            frames = iter(ray.get(coming, timeout=self.spec.limit_s))
+            frames = dict(zip(late, ray.get(list(late), timeout=self.spec.limit_s), strict=True))
         except ray.exceptions.GetTimeoutError:
-            late = {self.call.asked[future] for future in ray.wait(coming, num_returns=len(coming), timeout=0)[1]}
-            raise TimeoutError(f"waited {self.spec.limit_s:g} s for rows of {', '.join(sorted(late))}") from None
-        found = []
-        for each in fetched:
-            if isinstance(each, list):
-                found.append(Rows.cat([decode([memoryview(frame) for frame in next(frames)]) for _ in each]))
-            else:
-                found.append(each if isinstance(each, Rows) else exchanged[each])
-        return found
+            names = {late[future] for future in ray.wait(list(late), num_returns=len(late), timeout=0)[1]}
+            raise TimeoutError(f"waited {self.spec.limit_s:g} s for rows of {', '.join(sorted(names))}") from None
+        for places, source in begun:
+            if isinstance(source, tuple):
+                source = exchanged[source[0]][source[1]]
+            elif isinstance(source, list):
+                source = Rows.cat([decode([memoryview(frame) for frame in frames[future]]) for future in source])
+            segments.append((places, source))
+        if not part.size:
+            return Rows({})
+        given = (torch.arange(part.size), unpack_rows(part.index))
+        # If all columns are read, the driver's own take precedence; else running outputs come after the given ones.
+        return merged_rows(part.size, [*segments, given] if reads is None else [given, *segments])
+
+    def _exchange(self, world: World, requests: list[list[tuple[int, bytes, tuple[str, ...]]]]) -> list[list[Rows]]:
+        """Send each rank its requests (key, row numbers, columns), answer theirs, and return the rows of each request by rank."""
+        asked = world.exchange("the rows that ranks need", [pack_message(own) for own in requests])
+        replies = [
+            [join(encode(self._own(key, np.frombuffer(rows, np.int64), tuple(columns)))) for key, rows, columns in own]
+            for own in map(unpack_message, asked)
+        ]
+        came = world.exchange("rows of the pool", [join(reply) if reply else bytearray() for reply in replies])
+        return [[unpack_rows(packed) for packed in split(message)] if len(message) else [] for message in came]
 
     def _own(self, key: int, rows: Numbers, columns: tuple[str, ...]) -> Rows:
         kept = self.kept[key].only(columns) if columns else self.kept[key]

@@ -51,12 +51,6 @@ class RunOrder:
     family: str
     """Prefix of the names of the run's actors."""
 
-    @staticmethod
-    def of(config: Config, train: bool, folder: Path | None, family: str) -> "RunOrder":
-        """Describe the run of a configuration."""
-        settings = config.model_dump(mode="json", exclude_unset=True)
-        return RunOrder(settings, train, folder.resolve() if folder else None, family)
-
 
 @dataclass(frozen=True)
 class WorkerSpec:
@@ -70,15 +64,6 @@ class WorkerSpec:
     peers: tuple[str, ...] = ()
     """Name in messages of each worker of the run, by number."""
     family: str = ""
-
-    @property
-    def name(self) -> str:
-        return f"{self.pool.name}-{self.rank}"
-
-    @property
-    def first(self) -> int:
-        """Return the number of the pool's rank 0."""
-        return self.number - self.rank
 
     @staticmethod
     def of(number: int, pools: Sequence[Pool], order: RunOrder, limit_s: float) -> "WorkerSpec":
@@ -206,11 +191,8 @@ class PoolWorker:
         if self.spec.rank > 0:
             self.meeting = connect_store(host, port, self.spec.limit_s)
         assert self.meeting is not None
-        self.store, size, cuda = (
-            dist.PrefixStore(secret, self.meeting),
-            self.spec.pool.workers,
-            torch.cuda.is_available(),
-        )
+        size, cuda = self.spec.pool.workers, torch.cuda.is_available()
+        self.store = dist.PrefixStore(secret, self.meeting)
         group = join_group(self.store, self.spec.rank, size, self.spec.limit_s, cuda, host)
         self.world = World(self.spec.rank, size, group, dist.PrefixStore("places", self.store))
         self.resources.callback(self.world.close)
@@ -228,21 +210,17 @@ class PoolWorker:
 
     @register(protocol="ONE_TO_ALL")
     def read_data(self) -> list[tuple[int, str]]:
-        """Read the run's data with the other ranks of the pool; the first rank writes tables and the others map them.
+        """Read the run's data with the other ranks of the pool; return the number of prompts and a message per source.
 
-        Returns:
-            The number of prompts and a message per source.
-
-        Raises:
-            UserError: The run cannot use the data.
+        The first rank writes tables, and the others map them. Raises UserError if the run cannot use the data.
         """
-        readers = Readers(self.world.rank, self.world.size, self._all_gather)
+
+        def all_gather(said: Any) -> list[Any]:
+            return [unpack_message(words) for words in self.world.gather("data", pack_message(said))]
+
+        readers = Readers(self.world.rank, self.world.size, all_gather)
         self.prepared = with_data(self.prepared, self.trains, readers=readers)
         return [(len(source), source.report()) for source in self.prepared.sources] if self.spec.rank == 0 else []
-
-    def _all_gather(self, said: Any) -> list[Any]:
-        """All-gather a message over the ranks of the pool."""
-        return [unpack_message(words) for words in self.world.gather("data", pack_message(said))]
 
     @register(protocol="ONE_TO_ALL")
     def load_models(self) -> tuple[int, str]:
@@ -252,7 +230,7 @@ class PoolWorker:
         self.call.doing = (pool.name, "loading its models", Part())
         self.flow, self.rows = flow, prepared.store()
         if self.spec.folder is not None:
-            self.trace = TraceWriter(self.spec.folder, self.spec.name)
+            self.trace = TraceWriter(self.spec.folder, f"{pool.name}-{self.spec.rank}")
             self.resources.callback(self.trace.close)
         # The driver shows progress; a worker's own would go to a log file.
         silent = self.resources.enter_context(open(os.devnull, "w"))  # noqa: SIM115
@@ -266,16 +244,9 @@ class PoolWorker:
 
     @register(protocol="ONE_TO_ALL")
     def exchange_weights(self, role: str, meeting: Meeting, first: int, size: int) -> None:
-        """Plan the transfer of a role's weights between its training pool and its generating pool.
+        """Plan the transfer of a role's weights between its training pool and its generating pool, `size` ranks together.
 
-        Args:
-            role: The role.
-            meeting: Store for the ranks of both pools.
-            first: This pool's first rank among them.
-            size: Number of ranks of both pools.
-
-        Raises:
-            UserError: The two pools have devices of different kinds.
+        `first` is this pool's first rank among them. Raises UserError if the two pools have devices of different kinds.
         """
         host, port, secret = meeting
         store: dist.Store = connect_store(host, port, self.spec.limit_s)

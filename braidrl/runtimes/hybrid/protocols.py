@@ -125,11 +125,7 @@ def register(
 
 
 def registered(worker: type, method: str) -> Registration:
-    """Return the registration of a worker's method.
-
-    Raises:
-        UserError: The class has no such method, or it was not registered.
-    """
+    """Return the registration of a worker's method. Raises UserError for a missing or unregistered method."""
     found: Registration = registration_of(worker, method)
     return found
 

@@ -28,17 +28,10 @@ from braidrl.training.role_settings import inference_layouts, layout_of
 def start_hybrid_backend(
     prepared: Prepared, progress: Progress, folder: Path | None, train: bool = True, cluster: RayCluster | None = None
 ) -> HybridBackend:
-    """Start the workers and have them read the data and load their models.
+    """Start the workers and have them read the data and load their models; without `train` the backend only evaluates.
 
-    Args:
-        prepared: A checked configuration with its flow.
-        progress: The driver's progress display.
-        folder: The run's folder, for files of workers.
-        train: False to evaluate alone.
-        cluster: The cluster for the workers; by default connected or started as configured.
-
-    Raises:
-        UserError: A placement does not fit, the data cannot be used, or a user's class of methods is missing.
+    `folder` is the run's, for files of workers. The cluster is by default connected or started as configured. Raises UserError if a
+    placement does not fit, the data cannot be used, or a user's class of methods is missing.
     """
     config = prepared.config
     for role in config.roles:
@@ -50,7 +43,9 @@ def start_hybrid_backend(
         groups = start_groups(cluster, pools)
         first = next(iter(prepared.generating), None)
         home = next((group for group in groups if first in group.pool.generating), groups[0])
-        workers = RunWorkers(groups, home, prepared, RunOrder.of(config, train, folder, cluster.family))
+        settings = config.model_dump(mode="json", exclude_unset=True)
+        order = RunOrder(settings, train, folder.resolve() if folder else None, cluster.family)
+        workers = RunWorkers(groups, home, prepared, order)
         counts = workers.begin(groups)
         for _, report in counts:
             progress.print(report)
@@ -89,37 +84,58 @@ class RunWorkers:
     order: RunOrder
 
     def begin(self, fresh: Sequence[WorkerGroup]) -> list[tuple[int, str]]:
-        """Let groups join the run, form process groups, read the data and load their models.
+        """Let groups with `fresh` actors join the run, form process groups, read the data and load their models.
 
-        Args:
-            fresh: Groups with new actors; the others have been in the run before.
-
-        Returns:
-            The number of prompts and a message per source; empty if `home` is not among them, or reads none.
-
-        Raises:
-            UserError: A worker refuses the configuration or the data.
-            WorkerError: A worker fails, or sends no answer for too long.
+        Returns the number of prompts and a message per source; nothing if `home` is not among them, or reads none. Raises UserError
+        if a worker refuses the configuration or the data, and WorkerError if one fails or sends no answer for too long.
         """
         config = self.prepared.config
         for group in fresh:
             group.limit_s = config.cluster.start_limit_s
-        self._join(fresh)
-        form_process_groups(fresh, self.prepared)
+        order = ray.put(self.order)
+        joined = [(group, group.call("join_run", group.numbers, [order] * group.mesh.size)) for group in fresh]
+        if any(answer.result != sign_of(self.prepared.stages) for answers in together(joined) for answer in answers):
+            raise UserError(
+                "workers make other stages of this configuration than the driver, whose device is another; write dtype=float32 or "
+                "dtype=bfloat16 in place of auto"
+            )
+        # The ranks of a pool form a process group if there are several or a model is sharded.
+        formed, others = [], inference_layouts(config, self.prepared.flow)
+        for group in fresh:
+            layouts = [layout_of(role, config) for role in group.pool.models]
+            layouts += [others[role] for role in group.pool.models if role in others]
+            if group.mesh.size > 1 or any(layout.shard != "none" for layout in layouts):
+                (answer,) = group.wait([group.call("rendezvous")])
+                formed.append((group, group.call("join_process_group", answer.result)))
+        together(formed)
         reads = self.home in fresh and (self.order.train or config.data.evaluation_sources)
         counts = self.home.wait(self.home.call("read_data"))[0].result if reads else []
-        self._load_models(fresh)
+        loaded = together([(group, group.call("load_models")) for group in fresh])
+        for group, answers in zip(fresh, loaded, strict=True):
+            processes = [answer.result for answer in answers]
+            group.processes = [process if node == group.cluster.own_node else None for process, node in processes]
+        for role in self.prepared.generating:
+            self._exchange_weights(role, fresh)
         for group in fresh:
             group.limit_s = config.cluster.wait_limit_s
         return counts
 
+    def _exchange_weights(self, role: str, fresh: Sequence[WorkerGroup]) -> None:
+        """Plan the transfer of a role's weights from the pool that trains it to another that generates for it, if one is new."""
+        trains = next((group for group in self.groups if role in group.pool.models), None)
+        generates = next(group for group in self.groups if role in group.pool.generating)
+        if trains is None or trains is generates or not (trains in fresh or generates in fresh):
+            return
+        (answer,) = trains.wait([trains.call("rendezvous")])
+        size = trains.mesh.size + generates.mesh.size
+        sides = ((trains, 0), (generates, trains.mesh.size))
+        together([(group, group.call("exchange_weights", role, answer.result, first, size)) for group, first in sides])
+
     def replace_lost(self) -> None:
         """Restart the groups that lost a worker, and those that do not finish; all others forget their rows.
 
-        A rank of the others may wait in a collective for a failed one. They have `cluster.silence_s` to finish.
-
-        Raises:
-            WorkerError: The restart failed.
+        A rank of the others may wait in a collective for a failed one. They have `cluster.silence_s` to finish. Raises WorkerError
+        if the restart failed.
         """
         cluster = self.home.cluster
         cluster.look()
@@ -141,52 +157,7 @@ class RunWorkers:
         if fresh:
             self.begin(fresh)
 
-    def _join(self, fresh: Sequence[WorkerGroup]) -> None:
-        """Let each worker derive its part of the run. Raises UserError if it derives other stages from the configuration."""
-        order = ray.put(self.order)
-        joined = together(
-            [(group, group.call("join_run", group.numbers, [order] * group.mesh.size)) for group in fresh]
-        )
-        if any(answer.result != sign_of(self.prepared.stages) for answers in joined for answer in answers):
-            raise UserError(
-                "workers make other stages of this configuration than the driver, whose device is another; write dtype=float32 or "
-                "dtype=bfloat16 in place of auto"
-            )
-
-    def _load_models(self, fresh: Sequence[WorkerGroup]) -> None:
-        """Let ranks load their models, and plan the transfer of weights between pools."""
-        loaded = together([(group, group.call("load_models")) for group in fresh])
-        for group, answers in zip(fresh, loaded, strict=True):
-            told = [answer.result for answer in answers]
-            group.processes = [process if node == group.cluster.own_node else None for process, node in told]
-        for role in self.prepared.generating:
-            trains = next((group for group in self.groups if role in group.pool.models), None)
-            generates = next(group for group in self.groups if role in group.pool.generating)
-            if trains is not None and trains is not generates and (trains in fresh or generates in fresh):
-                exchange_weights(trains, generates, role)
-
 
 def together(begun: Sequence[tuple[WorkerGroup, Sequence[Future]]]) -> list[list[CallResult]]:
     """Wait for calls of several groups; return the answers of each."""
     return [group.wait(futures) for group, futures in begun]
-
-
-def form_process_groups(groups: Sequence[WorkerGroup], prepared: Prepared) -> None:
-    """Let the ranks of each pool form a process group, if there are several or the model is sharded."""
-    begun = []
-    for group in groups:
-        others = inference_layouts(prepared.config, prepared.flow)
-        layouts = [layout_of(role, prepared.config) for role in group.pool.models]
-        layouts += [others[role] for role in group.pool.models if role in others]
-        if group.mesh.size > 1 or any(layout.shard != "none" for layout in layouts):
-            (answer,) = group.wait([group.call("rendezvous")])
-            begun.append((group, group.call("join_process_group", answer.result)))
-    together(begun)
-
-
-def exchange_weights(trains: WorkerGroup, generates: WorkerGroup, role: str) -> None:
-    """Plan the transfer of a role's weights between the ranks that train it and those of another pool that generate for it."""
-    (answer,) = trains.wait([trains.call("rendezvous")])
-    size = trains.mesh.size + generates.mesh.size
-    sides = ((trains, 0), (generates, trains.mesh.size))
-    together([(group, group.call("exchange_weights", role, answer.result, first, size)) for group, first in sides])

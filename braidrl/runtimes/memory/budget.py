@@ -6,7 +6,6 @@ configuration or candidate ──▶ Deployment ──role_memory──▶ Footp
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
 
 from braidrl.config import Config
 from braidrl.config.layout import ParallelLayout
@@ -146,13 +145,9 @@ def working_bytes(use: Deployment, activations: ActivationBytes = activation_byt
 
 
 def footprint(use: RoleUse, config: Config, flow: Flow, devices: int, decoding_ranks: int = 1) -> Footprint:
-    """Return one role's parts on each of its devices.
+    """Return one role's parts on each of its devices; `decoding_ranks` of the run decode together with a sharded model.
 
-    Args:
-        decoding_ranks: Ranks of the run that decode together with a sharded model.
-
-    Raises:
-        UserError: The layout does not fit the devices or the model.
+    Raises UserError if the layout does not fit the devices or the model.
     """
     role, rollout, dtype = use.role, config.rollout, dtype_of(use.role, config)
     scalar = role in flow.scalar_roles
@@ -175,9 +170,8 @@ def footprint(use: RoleUse, config: Config, flow: Flow, devices: int, decoding_r
         engine = engine_use(role, shape, layout, config, slots_of(config), decoding_ranks)
         # An engine on devices of its own has the role's weights there, counted as such.
         engine = engine and replace(engine, own_weights=engine.own_weights and not use.apart)
-    computes = not use.apart and any(
-        stage.role == role and stage.kind in (Kind.INFER, Kind.TRAIN) for stage in flow.stages
-    )
+    kinds = {stage.kind for stage in flow.stages if stage.role == role}
+    computes = not use.apart and not kinds.isdisjoint((Kind.INFER, Kind.TRAIN))
     deployed = Deployment(
         shape, plain, layout, use.trained, scalar, computes, max_tokens_of(role, config),
         checkpoints_activations(role, config), other and other.resolve(devices), engine, moment_bytes(config.trainer),
@@ -188,15 +182,9 @@ def footprint(use: RoleUse, config: Config, flow: Flow, devices: int, decoding_r
 def engine_use(
     role: str, shape: Shape, layout: ParallelLayout, config: Config, slots: int, divisor: int
 ) -> EngineUse | None:
-    """Return the engine of a role on devices that train it, or None for servers, which have their own devices.
+    """Return the engine of a role, of `divisor` ranks, on devices that train it; None for servers, which have their own devices.
 
-    Args:
-        role: The role.
-        shape: Its model, with adapters.
-        layout: The layout in which the devices hold it.
-        config: The run's configuration.
-        slots: Rows that one engine decodes at once.
-        divisor: Ranks of one engine.
+    `shape` is the role's model with adapters, and `layout` the one in which the devices hold it.
     """
     rollout = config.rollout
     if rollout.engine == "http":
@@ -243,28 +231,16 @@ def moving(config: Config, flow: Flow, footprints: Sequence[Footprint]) -> tuple
         return None, []
     resident = {one.use.role: one.resident for one in footprints}
     generating = [one.use.role for one in footprints if one.use.generates]
-    turns = taking_turns(flow, resident, generating, int(gib * GIB))
-    return turns.peak, sorted(turns.sizes.keys() - turns.plan.kept)
-
-
-class DeviceTurns(NamedTuple):
-    """Roles that take turns on a device: the bytes of each asset, the plan of moves, and the most resident bytes at once."""
-
-    sizes: dict[Asset, int]
-    plan: ResidencyPlan
-    peak: int
+    sizes, plan, most = taking_turns(flow, resident, generating, int(gib * GIB))
+    return most, sorted(sizes.keys() - plan.kept)
 
 
 def taking_turns(
     flow: Flow, resident: Mapping[str, dict[str, int]], generating: Collection[str], budget: int
-) -> DeviceTurns:
-    """Plan the moves of roles that share a device under a budget. Raises UserError for a stage that alone needs more.
+) -> tuple[dict[Asset, int], ResidencyPlan, int]:
+    """Plan the moves of roles that share a device under a budget, given their resident bytes by part and which of them generate.
 
-    Args:
-        flow: The run's flow.
-        resident: The resident bytes of each role, by part.
-        generating: Roles that generate on the device.
-        budget: Limit of resident bytes.
+    Returns the bytes of each asset, the plan, and the most resident bytes at once. Raises UserError for a stage that alone needs more.
     """
     sizes = {asset: size for role, parts in resident.items() for asset, size in assets(role, parts).items()}
     shared = frozenset(role for role in generating if ENGINE not in resident[role])
@@ -277,7 +253,7 @@ def taking_turns(
     most = max(
         sum(during[step][asset] for asset in plan.kept | (needed & sizes.keys())) for step, needed in needs.items()
     )
-    return DeviceTurns(sizes, plan, most)
+    return sizes, plan, most
 
 
 def in_units(size: int) -> str:

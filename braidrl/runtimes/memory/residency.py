@@ -67,18 +67,10 @@ def residency_plan(
     flow: Flow, sizes: Mapping[Asset, int], budget: int | None, shared: frozenset[str] = frozenset(),
     copied: frozenset[str] = frozenset(), asleep: Mapping[Asset, int] | None = None,
 ) -> ResidencyPlan:  # fmt: skip
-    """Return the plan of one process.
+    """Return the plan of one process for its assets, given by `sizes` in bytes; without a budget in bytes it keeps everything.
 
-    Args:
-        flow: Its stages.
-        sizes: The process's assets with their bytes.
-        budget: Limit in bytes; None keeps everything.
-        shared: Roles whose engines use the trainer's weights.
-        copied: Roles that infer with a copy of their weights.
-        asleep: Bytes of sleeping engines; by default as many as awake.
-
-    Raises:
-        UserError: A stage alone is over the budget.
+    Engines of `shared` roles use the trainer's weights; `copied` roles infer with a copy of theirs. `asleep` has the bytes of
+    sleeping engines, by default as many as awake. Raises UserError if a stage alone is over the budget.
     """
     needs = needed_assets(flow, shared, copied)
     needs = {step: needed & set(sizes) for step, needed in needs.items()}
@@ -166,9 +158,6 @@ def _kept(
     return kept
 
 
-NOTHING = frozenset[Asset]()
-
-
 @dataclass(frozen=True)
 class Held:
     """A part of a role that can be offloaded, its bytes, and callbacks around its moves."""
@@ -197,7 +186,7 @@ class Residency:
         self.shared = frozenset[str]()
         self.copied = frozenset[str]()
         self.resident: set[Asset] = set()
-        self.kept, self.current = NOTHING, NOTHING
+        self.kept, self.current = frozenset[Asset](), frozenset[Asset]()
         # A checkpoint may be written beside a stage that runs.
         self._lock = threading.RLock()
 
@@ -224,35 +213,32 @@ class Residency:
             self.copied |= {worker.role}
         self.held |= found
         self.resident |= found.keys()
-        self._move(NOTHING)
+        self._move(frozenset())
 
     def begin(self) -> None:
         """Load the kept assets, once all roles are registered. Raises UserError for a stage that alone is over the budget."""
         sizes = {asset: held.size for asset, held in self.held.items()}
         asleep = {asset: held.asleep for asset, held in self.held.items() if held.asleep is not None}
         self.kept = residency_plan(self.flow, sizes, self.budget, self.shared, self.copied, asleep).kept
-        self._move(NOTHING)
+        self._move(frozenset())
 
     def before(self, stage: Stage) -> None:
         """Load the assets that a stage needs; a stage without a model moves nothing."""
         if needed := stage_needs(stage, self.shared, self.copied):
-            self._sleep_and_wake(stage)
-            self._move(frozenset(needed))
+            # Engines sleep while the stage needs the device for something else; the one that generates wakes.
+            generates = {str(stage.role)} if stage.kind is Kind.GENERATE else set[str]()
+            for role in sorted(self.engines.keys() - self.asleep - generates):
+                self.engines[role].sleep()
+                self.asleep.add(role)
+            for role in generates & self.asleep:
+                self.engines[role].wake()
+                self.asleep.remove(role)
+            self._move(needed)
             for role, weights in self.phases.items():
                 if Asset(role, "weights") in needed:
                     weights.leave()
                 elif Asset(role, "engine") in needed:
                     self.moves.note(role, weights.enter())
-
-    def _sleep_and_wake(self, stage: Stage) -> None:
-        """Let engines sleep while a stage needs the device for something else, and wake the one that generates."""
-        generates = {str(stage.role)} if stage.kind is Kind.GENERATE else set[str]()
-        for role in sorted(self.engines.keys() - self.asleep - generates):
-            self.engines[role].sleep()
-            self.asleep.add(role)
-        for role in generates & self.asleep:
-            self.engines[role].wake()
-            self.asleep.remove(role)
 
     def before_publishing(self) -> None:
         """Load the weights that trainers send to engines with their own copy."""

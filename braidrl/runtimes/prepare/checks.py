@@ -1,19 +1,16 @@
 """Consistency checks between the parts of a run, before any model loads."""
 
 import importlib.util
-import os
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from braidrl.cluster.devices import choose_device, device_count, has_bfloat16
+from braidrl.cluster.devices import choose_device, has_bfloat16
 from braidrl.cluster.pools import NAMES as PLACEMENTS
 from braidrl.cluster.pools import Pool
-from braidrl.config import Config, LoraConfig, PlacementConfig, StreamingConfig
+from braidrl.config import Config, PlacementConfig, StreamingConfig
 from braidrl.config.layout import ParallelLayout
 from braidrl.config.section import SandboxConfig
 from braidrl.engines.embedded.sharded_decoding import check_heads
@@ -85,45 +82,6 @@ def check_names(config: Config) -> None:
         check_installed(tracker.name)
 
 
-def check_machine(config: Config) -> None:
-    """Raise UserError for the first thing that this machine lacks."""
-    for line in lacking(config):
-        raise UserError(line)
-
-
-def lacking(config: Config) -> list[str]:
-    """Return a line for each thing that this machine lacks, if it computes; nodes of a cluster check themselves."""
-    lines: list[str] = []
-    if config.cluster.launcher == "ray" or config.cluster.address or "RAY_ADDRESS" in os.environ:
-        return lines
-    if config.device == "cuda" and not device_count(config.device):
-        lines.append(
-            "device=cuda: torch sees no CUDA device here; write device=auto or device=cpu, or look at what `braid doctor` says"
-        )
-    if config.rollout.engine == "vllm" and not has_package("vllm", config.rollout.python):
-        lines.append(
-            f"rollout.engine=vllm: {config.rollout.python or sys.executable} has no package vllm; name an interpreter that has it by "
-            "rollout.python, or see docs/engines.md"
-        )
-    if config.runtime == "hybrid" and not has_package("ray"):
-        lines.append("runtime=hybrid needs Ray, which is not installed; run `pip install 'braidrl[ray]'`")
-    return lines
-
-
-def has_package(name: str, python: Path | None = None) -> bool:
-    """Return True if an interpreter, by default this one, has a package; nothing is imported. Raises UserError for no interpreter."""
-    if python is None:
-        return importlib.util.find_spec(name) is not None
-    asked = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({name!r}) is None)"
-    try:
-        return (
-            subprocess.run([str(python.expanduser()), "-c", asked], stdin=subprocess.DEVNULL, check=False).returncode
-            == 0
-        )
-    except OSError:
-        raise UserError(f"rollout.python: {python} is no interpreter that can be run") from None
-
-
 def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
     """Raise UserError if engines of several processes are not supported with the stages of a run."""
     generating = {str(stage.role): stage for stage in stages if stage.kind is Kind.GENERATE}
@@ -133,6 +91,7 @@ def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
         return
     if layout == GenerationLayout():
         return
+    environments = any("environment" in stage.params for stage in stages)
     key = f"rollout.tensor={layout.tensor}" if layout.tensor > 1 else f"rollout.pipeline={layout.pipeline}"
     if rollout.engine in ("vllm", "http"):
         if rollout.grouping:
@@ -150,7 +109,6 @@ def check_divided_engines(config: Config, stages: Sequence[Stage]) -> None:
             f"{engine_processes(config)} are processes of their own; remove one of them"
         )
     if not engine_processes(config):
-        environments = any("environment" in stage.params for stage in stages)
         check_pooled_engines(config, key, generating, environments)
     for role in generating:
         settings = model_settings(model_path(role, config))
@@ -364,7 +322,18 @@ def check_roles(config: Config, roles: Iterable[str], flow: str) -> None:
 
 def check_layouts(config: Config, flow: Flow, roles: Iterable[str], devices: int | None = None) -> None:
     """Raise UserError for a layout that the runtime, the number of devices or a role's model does not support."""
-    check_inference_layouts(config, flow)
+    infer = {stage.role for stage in flow.stages if stage.kind is Kind.INFER}
+    for role, own in config.roles.items():
+        if own.inference_layout and role not in flow.trained_roles:
+            raise UserError(
+                f"roles.{role}.inference_layout: flow {flow.name} does not train {role}; write roles.{role}.layout"
+            )
+        if own.inference_layout and role not in infer:
+            raise UserError(f"roles.{role}.inference_layout: no stage of {flow.name} infers with {role}; remove it")
+    if config.trainer.inference_layout and not infer & set(flow.trained_roles):
+        raise UserError(
+            f"trainer.inference_layout: no stage of {flow.name} infers with a role that it trains; remove it"
+        )
     inferring = inference_layouts(config, flow)
     pairs = [(role, layout_of(role, config), layout_key(role, config)) for role in roles]
     pairs += [(r, inferring[r], inference_layout_key(r, config)) for r in roles if r in inferring]
@@ -412,12 +381,8 @@ def check_dtypes(config: Config, roles: Iterable[str]) -> None:
             raise UserError(
                 f"{key}=bfloat16: {torch.cuda.get_device_name()} does not compute in it; write {key}=float32"
             )
-        path = model_path(role, config)
-        if (
-            dtype_of(role, config) == torch.bfloat16
-            and backend_of(role, config) == "torch"
-            and path.expanduser().is_dir()
-        ):
+        path, half = model_path(role, config), dtype_of(role, config) == torch.bfloat16
+        if half and backend_of(role, config) == "torch" and path.expanduser().is_dir():
             found = read_model_config(path)
             check_accepted(found, proven_plan(found, path), path, HALF, "dtype: write float32")
 
@@ -429,13 +394,10 @@ def check_backends(config: Config, flow: Flow) -> None:
         BACKENDS.check(backend)
         known, layout = supported(backend), layout_of(role, config)
         follows = [s.name for s in flow.stages if "source" in s.params and role in (s.role, s.params["source"])]
-        copied = role in inference_layouts(config, flow)
+        copied, place = role in inference_layouts(config, flow), layout_key(role, config)
         wanted = [
-            *(
-                (axis, f"{layout_key(role, config)}.{axis}", getattr(layout, axis) > 1)
-                for axis in ("tensor", "pipeline", "sequence")
-            ),
-            ("shard", f"{layout_key(role, config)}.shard", layout.shard != "none"),
+            *((axis, f"{place}.{axis}", getattr(layout, axis) > 1) for axis in ("tensor", "pipeline", "sequence")),
+            ("shard", f"{place}.shard", layout.shard != "none"),
             ("copies", inference_layout_key(role, config), copied),
             ("copies", f"stage {', '.join(follows)}", bool(follows)),
             ("lora", "trainer.lora", lora_of(role, config) is not None),
@@ -450,22 +412,6 @@ def check_backends(config: Config, flow: Flow) -> None:
             )
 
 
-def check_inference_layouts(config: Config, flow: Flow) -> None:
-    """Raise UserError for an inference layout that no role uses."""
-    infer = {stage.role for stage in flow.stages if stage.kind is Kind.INFER}
-    for role, own in config.roles.items():
-        if own.inference_layout and role not in flow.trained_roles:
-            raise UserError(
-                f"roles.{role}.inference_layout: flow {flow.name} does not train {role}; write roles.{role}.layout"
-            )
-        if own.inference_layout and role not in infer:
-            raise UserError(f"roles.{role}.inference_layout: no stage of {flow.name} infers with {role}; remove it")
-    if config.trainer.inference_layout and not infer & set(flow.trained_roles):
-        raise UserError(
-            f"trainer.inference_layout: no stage of {flow.name} infers with a role that it trains; remove it"
-        )
-
-
 def check_adapters(config: Config, flow: Flow) -> None:
     """Raise UserError for adapters of a role that is not trained, or whose model does not support them."""
     for role, own in config.roles.items():
@@ -475,24 +421,21 @@ def check_adapters(config: Config, flow: Flow) -> None:
         if lora := lora_of(role, config):
             model_shape(model_path(role, config), torch.float32, role in flow.scalar_roles, lora)
             if lora.base_dtype:
-                check_base(role, config, lora)
+                key = f"{lora_key(role, config)}.base_dtype={lora.base_dtype}"
+                import_bitsandbytes(key)
+                if dtype_of(role, config) == torch.float64:
+                    raise UserError(
+                        f"{key}: weights of float64 are not kept in 4 bits; write dtype=bfloat16 or float32"
+                    )
+                if not layout_of(role, config).is_replicated:
+                    raise UserError(
+                        f"{key}: ranks cannot divide weights of 4 bits, and {layout_key(role, config)} divides {role}; remove one of them"
+                    )
         if config.trainer.optimizer == "adamw8bit" and not layout_of(role, config).is_replicated:
             raise UserError(
                 f"trainer.optimizer=adamw8bit keeps moments that ranks cannot divide, and {layout_key(role, config)} divides {role}; "
                 "write trainer.optimizer=adamw, or remove the layout"
             )
-
-
-def check_base(role: str, config: Config, lora: LoraConfig) -> None:
-    """Raise UserError if a role's base weights cannot be kept in 4 bits under its adapters."""
-    key = f"{lora_key(role, config)}.base_dtype={lora.base_dtype}"
-    import_bitsandbytes(key)
-    if dtype_of(role, config) == torch.float64:
-        raise UserError(f"{key}: weights of float64 are not kept in 4 bits; write dtype=bfloat16 or float32")
-    if not layout_of(role, config).is_replicated:
-        raise UserError(
-            f"{key}: ranks cannot divide weights of 4 bits, and {layout_key(role, config)} divides {role}; remove one of them"
-        )
 
 
 def model_settings(model: Path) -> Mapping[str, Any]:

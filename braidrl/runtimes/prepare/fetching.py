@@ -23,18 +23,10 @@ from braidrl.runtimes.prepare.run_flow import with_own_samples
 
 
 def with_fetched(config: Config, whole: bool = True) -> Config:
-    """Return the configuration with local folders in place of hub names, downloaded if missing.
+    """Return the configuration with local folders in place of hub names, downloaded if missing. Raises UserError if that fails.
 
-    A flow that trains on given responses has its own number of samples.
-
-    A folder belongs to one commit, so a run resumes with the same files whatever the name points to later.
-
-    Args:
-        config: The configuration.
-        whole: False downloads neither weights nor data, and data keep their names.
-
-    Raises:
-        UserError: A download failed.
+    A folder belongs to one commit, so a run resumes with the same files whatever the name points to later. Unless `whole`, neither
+    weights nor data are downloaded, and data keep their names. A flow that trains on given responses has its own number of samples.
     """
     config = with_own_samples(config)
     roles = {
@@ -93,15 +85,10 @@ def is_hub_name(name: Path) -> bool:
 
 
 def fetch(name: Path, key: str, kind: HubKind = "model") -> Path:
-    """Return the cache folder of a repository; missing files are downloaded.
+    """Return the cache folder of a repository, `ORG/NAME` or `ORG/NAME@revision`; missing files are downloaded.
 
-    Args:
-        name: `ORG/NAME` or `ORG/NAME@revision`.
-        key: The configuration's key, for messages.
-        kind: For a model only weights, configuration and tokenizer are downloaded, for a data set all files.
-
-    Raises:
-        UserError: The repository does not exist or access is denied, or the hub is unreachable and the cache is incomplete.
+    Of a model only weights, configuration and tokenizer are downloaded, of a data set all files; `key` names it in messages. Raises
+    UserError if the repository does not exist or denies access, or the hub is unreachable and the cache incomplete.
     """
     found = NAME.fullmatch(str(name))
     assert found is not None, name

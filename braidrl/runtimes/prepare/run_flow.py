@@ -28,16 +28,24 @@ TRUNCATED = {"name": "truncated"}
 
 def build_flow(config: Config) -> Flow:
     """Return the validated flow of a run. Raises UserError for a flow that cannot run."""
-    defaults = {
-        "max_response_tokens": config.rollout.max_response_tokens,
-        "samples_per_prompt": config.rollout.samples_per_prompt,
-    }
-    flow = in_environment(load_flow(config.flow, config.algorithm, defaults), config)
-    check_given_responses(flow, config)
-    check_update_size(
-        config.trainer.prompts_per_step, config.rollout.samples_per_prompt, config.trainer.rows_per_update
-    )
+    flow = in_environment(recipe_of(config), config)
+    samples, rows, needed = config.rollout.samples_per_prompt, config.trainer.rows_per_update, given_responses(flow)
+    if needed is not None and samples != needed:
+        what = "pairs of given responses" if flow.trains_on_pairs else "the response given for each prompt"
+        raise UserError(
+            f"{flow.name} trains on {what} and rollout.samples_per_prompt is {samples}; "
+            f"write rollout.samples_per_prompt={needed}"
+        )
+    if needed is not None and flow.trains_on_pairs and rows is not None and rows % 2:
+        raise UserError(f"trainer.rows_per_update={rows} tears pairs apart; write an even number")
+    check_update_size(config.trainer.prompts_per_step, samples, rows)
     return Flow(flow.name, [resolve(stage, config) for stage in flow.stages])
+
+
+def recipe_of(config: Config) -> Flow:
+    """Return the configured flow as its recipe writes it."""
+    tokens, samples = config.rollout.max_response_tokens, config.rollout.samples_per_prompt
+    return load_flow(config.flow, config.algorithm, {"max_response_tokens": tokens, "samples_per_prompt": samples})
 
 
 def evaluation_flow(config: Config, flow: Flow) -> Flow:
@@ -73,10 +81,9 @@ def in_environment(flow: Flow, config: Config) -> Flow:
     if name is not None:
         played = {s.params.get("into") for s in stages if s.type == "generate"}
         stages = [s for s in stages if s.type != "verify" or s.params.get("of") not in played]
-        stages = [
-            with_params(s, {"environment": s.params.get("environment", name)}) if s.type == "generate" else s
-            for s in stages
-        ]
+        for place, stage in enumerate(stages):
+            if stage.type == "generate":
+                stages[place] = with_params(stage, {"environment": stage.params.get("environment", name)})
     for stage in stages:
         if "environment" in stage.params:
             environment = config.rollout.environment
@@ -96,30 +103,10 @@ def with_own_samples(config: Config) -> Config:
     """Return the configuration with as many samples per prompt as the data give responses, unless it sets the number."""
     if "samples_per_prompt" in config.rollout.model_fields_set:
         return config
-    defaults = {
-        "max_response_tokens": config.rollout.max_response_tokens,
-        "samples_per_prompt": config.rollout.samples_per_prompt,
-    }
-    needed = given_responses(load_flow(config.flow, config.algorithm, defaults))
+    needed = given_responses(recipe_of(config))
     if needed is None:
         return config
     return config.model_copy(update={"rollout": config.rollout.model_copy(update={"samples_per_prompt": needed})})
-
-
-def check_given_responses(flow: Flow, config: Config) -> None:
-    """Raise UserError if given responses would be trained on several times, or pairs would be separated."""
-    samples, rows = config.rollout.samples_per_prompt, config.trainer.rows_per_update
-    needed = given_responses(flow)
-    if needed is None:
-        return
-    if samples != needed:
-        what = "pairs of given responses" if flow.trains_on_pairs else "the response given for each prompt"
-        raise UserError(
-            f"{flow.name} trains on {what} and rollout.samples_per_prompt is {samples}; "
-            f"write rollout.samples_per_prompt={needed}"
-        )
-    if flow.trains_on_pairs and rows is not None and rows % 2:
-        raise UserError(f"trainer.rows_per_update={rows} tears pairs apart; write an even number")
 
 
 def resolve(stage: Stage, config: Config) -> Stage:
@@ -141,7 +128,25 @@ def resolve(stage: Stage, config: Config) -> Stage:
         }
         return with_params(stage, scores)
     if is_optimized(stage) and needs_old(str(stage.role), stage.params):
-        return with_params(stage, update_params(stage, config))
+        rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
+        one_step = config.trainer.rows_per_update in (None, rows) and config.trainer.epochs == 1
+        # With a single update each batch trains, in one optimizer step, the weights that generated it.
+        single, old = one_step and config.trainer.max_staleness == 0, stage.params.get("old")
+        if old == "self" and not single:
+            raise UserError(
+                f"{stage.name}: old=self needs one update and one epoch per batch and max_staleness 0; write old=recompute"
+            )
+        filled: dict[str, Any] = {"old": old or ("self" if single else "recompute")}
+        # A correction is needed if tokens come from other weights, or from other numerics than the trainer's.
+        dtype, lora = dtype_name(str(stage.role), config), lora_of(str(stage.role), config)
+        same = config.rollout.engine == "embedded" and config.rollout.dtype in (None, dtype)
+        # Adapters merged into bfloat16 weights are rounded.
+        exact = not merges_adapters(lora, config) or dtype != "bfloat16"
+        drawn_by_trained = same and exact and config.trainer.max_staleness == 0
+        # With old=rollout the ratio already compares with the policy that drew the tokens.
+        if "correction" not in stage.params and filled["old"] != "rollout" and not drawn_by_trained:
+            filled["correction"] = TRUNCATED
+        return with_params(stage, filled)
     if stage.type == "score" and model_path(str(stage.role), config) != config.model:
         # It may have another tokenizer, which makes its own tokens from the texts.
         signature = stage.signature
@@ -149,39 +154,9 @@ def resolve(stage: Stage, config: Config) -> Stage:
     return stage
 
 
-def update_params(stage: Stage, config: Config) -> dict[str, Any]:
-    """Return `old` by the rule of one update, one epoch and no staleness, and a correction if another policy drew the tokens."""
-    filled: dict[str, Any] = {}
-    if "old" not in stage.params:
-        filled["old"] = "self" if single_update(config) else "recompute"
-    elif stage.params["old"] == "self" and not single_update(config):
-        raise UserError(
-            f"{stage.name}: old=self needs one update and one epoch per batch and max_staleness 0; write old=recompute"
-        )
-    # With old=rollout the ratio already compares with the policy that drew the tokens.
-    to_engine = {**stage.params, **filled}["old"] == "rollout"
-    # A correction is needed if tokens come from other weights, or from other numerics than the trainer's.
-    dtype, lora = dtype_name(str(stage.role), config), lora_of(str(stage.role), config)
-    same = config.rollout.engine == "embedded" and config.rollout.dtype in (None, dtype)
-    # Adapters merged into bfloat16 weights are rounded.
-    exact = not merges_adapters(lora, config) or dtype != "bfloat16"
-    drawn_by_trained = same and exact and config.trainer.max_staleness == 0
-    if "correction" not in stage.params and not to_engine and not drawn_by_trained:
-        filled["correction"] = TRUNCATED
-    return filled
-
-
-def single_update(config: Config) -> bool:
-    """Return True if each batch trains in one optimizer step the weights that generated it."""
-    rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
-    one_step = config.trainer.rows_per_update in (None, rows) and config.trainer.epochs == 1
-    return one_step and config.trainer.max_staleness == 0
-
-
 def with_params(stage: Stage, params: dict[str, Any]) -> Stage:
-    made = make_stage(
-        stage.type, stage.role, {**stage.params, **params}, id=stage.name, when=stage.when, after=stage.after
-    )
+    params = {**stage.params, **params}
+    made = make_stage(stage.type, stage.role, params, id=stage.name, when=stage.when, after=stage.after)
     return replace(made, name=stage.name)
 
 

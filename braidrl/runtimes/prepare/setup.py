@@ -1,17 +1,21 @@
 """Preparation of a run before its first step, cheap checks first: flow, tokenizer, data, verifiers."""
 
+import importlib.util
 import inspect
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from braidrl.cluster.devices import device_memory
+from braidrl.cluster.devices import device_count, device_memory
 from braidrl.cluster.pools import check_exchange, place
 from braidrl.cluster.process import sleep_at_barriers
 from braidrl.cluster.world import World
@@ -22,7 +26,7 @@ from braidrl.data.records import check_source
 from braidrl.data.records import place as place_of
 from braidrl.errors import LostPeers, UserError, suggest
 from braidrl.flow import Flow, Kind, Stage
-from braidrl.flow.readiness import serial_chain
+from braidrl.flow.flow import serial_chain
 from braidrl.rewards.verifier import resolve
 from braidrl.rewards.verify import RuleRewards
 from braidrl.runtimes.prepare.checks import (
@@ -196,28 +200,21 @@ def without_data(config: Config, train: bool = True, check: Check = at_once) -> 
 def with_data(
     prepared: Prepared, train: bool, kept: Mapping[str, Any] | None = None, readers: Readers = ALONE
 ) -> Prepared:
-    """Return a run with its data, read by this process.
+    """Return a run with its data, read by this process together with `readers`; without `train` only held-out sets are read.
 
-    Args:
-        prepared: The run without data.
-        train: False reads only held-out sets.
-        kept: Table folders made by another process.
-        readers: The processes that read the data together.
+    `kept` holds the table folders that another process has made.
     """
-    config, flow, tokenizer, known = prepared.config, prepared.flow, prepared.tokenizer, kept or {}
-    needed = flow.needs_from_data()
-    load = partial(load_train, responses="response" in needed, pairs=flow.trains_on_pairs, readers=readers)
-    pairs = "response" in prepared.evaluation.needs_from_data()
-    reads_texts = train and "ptx_tokens" in needed
-    return replace(
-        prepared,
-        sources=prepared.check(lambda: load(config.data, tokenizer, kept=known.get("train"))) or [] if train else [],
-        eval_sources=prepared.check(
-            lambda: load_eval(config.data, tokenizer, pairs=pairs, kept=known.get("eval"), readers=readers)
-        )
-        or {},
-        texts=load_texts(config.data, tokenizer, known.get("texts"), readers) if reads_texts else None,
-    )
+    flow, known, needed = prepared.flow, kept or {}, prepared.flow.needs_from_data()
+    own: dict[str, Any] = {"data": prepared.config.data, "tokenizer": prepared.tokenizer, "readers": readers}
+    given, pairs = "response" in needed, "response" in prepared.evaluation.needs_from_data()
+    sources = texts = None
+    if train:
+        train_on = partial(load_train, **own, responses=given, pairs=flow.trains_on_pairs, kept=known.get("train"))
+        sources = prepared.check(train_on)
+    held_out = prepared.check(partial(load_eval, **own, pairs=pairs, kept=known.get("eval")))
+    if train and "ptx_tokens" in needed:
+        texts = load_texts(**own, kept=known.get("texts"))
+    return replace(prepared, sources=sources or [], eval_sources=held_out or {}, texts=texts)
 
 
 def check_files(config: Config, train: bool) -> None:
@@ -228,6 +225,37 @@ def check_files(config: Config, train: bool) -> None:
     for source in [*(config.data.train if train else ()), *config.data.eval.values(), *texts]:
         if not is_hub_name(source.path):
             check_source(source)
+
+
+def lacking(config: Config) -> list[str]:
+    """Return a line for each thing that this machine lacks, if it computes; nodes of a cluster check themselves."""
+    lines: list[str] = []
+    if config.cluster.launcher == "ray" or config.cluster.address or "RAY_ADDRESS" in os.environ:
+        return lines
+    if config.device == "cuda" and not device_count(config.device):
+        lines.append(
+            "device=cuda: torch sees no CUDA device here; write device=auto or device=cpu, or look at what `braid doctor` says"
+        )
+    if config.rollout.engine == "vllm" and not has_package("vllm", config.rollout.python):
+        lines.append(
+            f"rollout.engine=vllm: {config.rollout.python or sys.executable} has no package vllm; name an interpreter that has it by "
+            "rollout.python, or see docs/engines.md"
+        )
+    if config.runtime == "hybrid" and not has_package("ray"):
+        lines.append("runtime=hybrid needs Ray, which is not installed; run `pip install 'braidrl[ray]'`")
+    return lines
+
+
+def has_package(name: str, python: Path | None = None) -> bool:
+    """Return True if an interpreter, by default this one, has a package; nothing is imported. Raises UserError for no interpreter."""
+    if python is None:
+        return importlib.util.find_spec(name) is not None
+    asked = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({name!r}) is None)"
+    try:
+        done = subprocess.run([str(python.expanduser()), "-c", asked], stdin=subprocess.DEVNULL, check=False)
+        return done.returncode == 0
+    except OSError:
+        raise UserError(f"rollout.python: {python} is no interpreter that can be run") from None
 
 
 def check_models(config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -267,16 +295,11 @@ def check_answers(config: Config, sources: Sequence[LoadedSource], settings: Seq
     """Raise UserError, with its line, for the first example without the answer that a verifier compares with."""
     for source, own in zip(sources, settings, strict=True):
         verifiers = [resolve(v.name, v.params) for v in (config.reward.verify if own.verify is None else own.verify)]
-        # These take the answer and have no default for it.
-        needy = next(
-            (
-                verifier
-                for verifier in verifiers
-                if "answer" in verifier.reads
-                and inspect.signature(verifier.function).parameters["answer"].default is inspect.Parameter.empty
-            ),
-            None,
-        )
+        needy = None
+        for verifier in reversed(verifiers):
+            if "answer" in verifier.reads:
+                default = inspect.signature(verifier.function).parameters["answer"].default
+                needy = verifier if default is inspect.Parameter.empty else needy
         line, fields = source.facts.unanswered, source.facts.unanswered_fields
         if needy is not None and line is not None:
             hint = suggest(own.answer_field, fields) if fields else "There is no other field."

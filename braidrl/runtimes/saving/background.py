@@ -6,7 +6,7 @@ driver ──copy_for_saving──▶ worker: copies ──▶ thread: writes   
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Self
+from typing import Any, Self
 
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
@@ -27,7 +27,7 @@ class BackgroundWriter:
         """Start without work. `what` names the content in time-out messages."""
         self._what = what
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=what)
-        self._begun: Future[None] | None = None
+        self._begun: Future[Any] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -38,10 +38,12 @@ class BackgroundWriter:
     def begin(self, parts: Sequence[Write]) -> None:
         """Wait for the previous work, then make the calls in the thread. Raises as `wait` does."""
         self.wait()
-        self._begun = self._thread.submit(write, parts)
+        calls = list(parts)
+        self._begun = self._thread.submit(lambda: [part() for part in calls])
 
     @property
     def goes_on(self) -> bool:
+        """Return True while the thread writes."""
         return self._begun is not None and not self._begun.done()
 
     def check(self) -> None:
@@ -68,12 +70,6 @@ class BackgroundWriter:
         except TROUBLES as error:
             return first_line(error)
         return ""
-
-
-def write(parts: Sequence[Write]) -> None:
-    """Make every call."""
-    for part in parts:
-        part()
 
 
 def check_written(trouble: str) -> None:

@@ -14,7 +14,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from braidrl.config import Config
 from braidrl.errors import UserError, first_line
 from braidrl.flow.selecting import Selection
 from braidrl.runtimes.interfaces import Backend, BegunBatch, Position
-from braidrl.runtimes.saving.background import TROUBLES, BackgroundWriter, write
+from braidrl.runtimes.saving.background import TROUBLES, BackgroundWriter
 from braidrl.runtimes.saving.folders import (
     begin_whole,
     checkpoint_folder,
@@ -73,14 +73,40 @@ class Checkpoints:
         self._step = 0
 
     def save(self, state: RunState, backend: Backend[Any]) -> None:
-        """Write a checkpoint, or start to. Raises UserError if it, or the previous one, could not be written."""
+        """Write a checkpoint, or start to. Raises UserError if it, or the previous one, could not be written.
+
+        Ranks other than the first send their state to it, or write their shards beside its own.
+        """
         self.wait()
         self._step = state.step
+        path, kept = checkpoint_folder(self.run, state.step), self.keep_last if self.learning else None
+        partial, parts = partial_path(path), list[Write]()
+
+        def finish() -> None:
+            with discarded_on_error(partial):
+                for part in parts:
+                    part()
+                write_manifest(partial)
+                finish_whole(path)
+            finish_checkpoint(self.run, state.step, kept)
+
         with self._explained():
+            if self.first:
+                begin_whole(path)
+            with discarded_on_error(partial) if self.first else nullcontext():
+                if self.in_background:
+                    parts = backend.copy_for_saving(partial)
+                else:
+                    backend.save(partial)
+                save_rows(partial if self.first else path, state, backend)
+                if self.first:
+                    write_state(partial, state)
+            calls = [finish] if self.first else parts
             if self.in_background:
-                self._begin(state, backend)
+                self._writing.begin(calls)
             else:
-                save_checkpoint(self.run, state, backend, self._kept, self.first)
+                for call in calls:
+                    call()
 
     def check(self) -> None:
         """Raise UserError if the background write has failed by now."""
@@ -91,32 +117,6 @@ class Checkpoints:
         """Wait for the background write. Raises UserError if it failed."""
         with self._explained():
             self._writing.wait()
-
-    def _begin(self, state: RunState, backend: Backend[Any]) -> None:
-        path = checkpoint_folder(self.run, state.step)
-        if not self.first:
-            parts = backend.copy_for_saving(partial_path(path))
-            save_rows(path, state, backend)
-            self._writing.begin(parts)
-            return
-        partial = begin_whole(path)
-        with discarded_on_error(partial):
-            parts = backend.copy_for_saving(partial)
-            save_rows(partial, state, backend)
-            write_state(partial, state)
-        kept = self._kept
-        self._writing.begin([lambda: self._finish(path, parts, state.step, kept)])
-
-    @property
-    def _kept(self) -> int | None:
-        return self.keep_last if self.learning else None
-
-    def _finish(self, path: Path, parts: Sequence[Write], step: int, kept: int | None) -> None:
-        with discarded_on_error(partial_path(path)):
-            write(parts)
-            write_manifest(partial_path(path))
-            finish_whole(path)
-        finish_checkpoint(self.run, step, kept)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -130,29 +130,10 @@ class Checkpoints:
             ) from error
 
 
-def save_checkpoint(
-    run: Path, state: RunState, backend: Backend[Any], keep_last: int | None, write: bool = True
-) -> None:
-    """Write a checkpoint whole, point `latest` at it and remove the oldest. Raises OSError for a full disk.
-
-    Ranks without `write` send their state to the writing rank, or write their shards beside it.
-    """
-    if not write:
-        backend.save(partial_path(checkpoint_folder(run, state.step)))
-        save_rows(checkpoint_folder(run, state.step), state, backend)
-        return
-    with whole_folder(checkpoint_folder(run, state.step)) as folder:
-        backend.save(folder)
-        save_rows(folder, state, backend)
-        write_state(folder, state)
-        write_manifest(folder)
-    finish_checkpoint(run, state.step, keep_last)
-
-
 def save_rows(folder: Path, state: RunState, backend: Backend[Any]) -> None:
     """Put surplus rows, and rows of batches that were started ahead, into a checkpoint."""
     for number, table in enumerate(state.surplus):
-        backend.save_rows(surplus_path(folder, number), table)
+        backend.save_rows(folder / f"surplus-{number}.rows", table)
     for number, batch in enumerate(state.begun):
         backend.save_rows(begun_path(folder, number), batch.table)
         backend.save_rows(begun_path(folder, number, LEFT_OUT), batch.left_out)
@@ -177,19 +158,15 @@ def write_state(folder: Path, state: RunState) -> None:
 def resume_point(run: Path, newest_whole: bool = False) -> Path | None:
     """Return the checkpoint to resume from, with each of its files checked; None before the first.
 
-    Args:
-        run: The run's folder.
-        newest_whole: If the latest checkpoint is damaged, use the newest complete one.
-
-    Raises UserError for a damaged one; it names the file, the newest complete checkpoint and the command to resume from it.
+    If the latest is damaged, `newest_whole` uses the newest complete one; else UserError names the file, that checkpoint and the
+    command to resume from it.
     """
     latest = latest_checkpoint(run)
     trouble = checkpoint_damage(latest) if latest else ""
     if latest is None or not trouble:
         return latest
-    whole = next(
-        (other for other in reversed(checkpoints_of(run)) if other != latest and not checkpoint_damage(other)), None
-    )
+    others = [other for other in reversed(checkpoints_of(run)) if other != latest]
+    whole = next((other for other in others if not checkpoint_damage(other)), None)
     if whole is None:
         raise UserError(
             f"{latest}: {trouble}, and no other checkpoint of the run is whole; copy one back, or begin anew"
@@ -210,12 +187,12 @@ def checkpoint_damage(folder: Path) -> str:
         return damage(folder)
 
 
-def load_checkpoint(folder: Path) -> tuple[Path, RunState]:
-    """Return the folder and its state. Raises UserError for a folder that is not a checkpoint of a known format."""
+def load_checkpoint(folder: Path) -> RunState:
+    """Return the state of a checkpoint. Raises UserError for a folder that is not a checkpoint of a known format."""
     state = read_state(folder)
     if state.get("format") not in (1, FORMAT):
         raise UserError(f"{folder} has checkpoint format {state.get('format')}; this version reads 1 and {FORMAT}")
-    surplus = [surplus_path(folder, number) for number in range(state["surplus"])]
+    surplus = [folder / f"surplus-{number}.rows" for number in range(state["surplus"])]
     begun = []
     for number, known in enumerate(state.get("begun", [])):
         later = [begun_path(folder, number, f"-surplus-{other}") for other in range(known["surplus"])]
@@ -223,7 +200,7 @@ def load_checkpoint(folder: Path) -> tuple[Path, RunState]:
         fields: dict[str, Any] = {n: v if n == "dropped" else tuple(v) for n, v in known["outcome"].items()}
         table, left_out = begun_path(folder, number), begun_path(folder, number, LEFT_OUT)
         begun.append(BegunBatch(known["iteration"], table, left_out, Selection(**fields), known["reports"], after))
-    return folder, RunState(
+    return RunState(
         state["step"], state["version"], state["loader"], state["sampling"], surplus, state.get("stages", {}), begun,
         state.get("fingerprints", {}),
     )  # fmt: skip
@@ -233,23 +210,13 @@ def begun_path(folder: Path, number: int, part: str = "") -> Path:
     return folder / f"begun-{number}{part}.rows"
 
 
-def surplus_path(folder: Path, number: int) -> Path:
-    return folder / f"surplus-{number}.rows"
-
-
 MANIFEST = "manifest.json"
 READERS = 4
 """Number of files read at once; hashing releases the interpreter lock."""
 
 
 def write_manifest(folder: Path) -> None:
-    """Write the manifest of a complete folder, and sync its files to disk.
-
-    Some threads wait for the disk while others hash.
-
-    Raises:
-        OSError: The disk is full.
-    """
+    """Write the manifest of a complete folder, and sync its files to disk. Some threads wait for the disk while others hash."""
     with ThreadPoolExecutor(READERS) as waiting:
         synced = waiting.map(sync, files_of(folder))
         found = digests(folder)
@@ -264,16 +231,14 @@ def files_of(folder: Path) -> list[Path]:
 
 def digests(folder: Path) -> dict[str, list[Any]]:
     """Return the size in bytes and the SHA-256 of each file, by its path in the folder."""
+
+    def digest(path: Path) -> list[Any]:
+        with path.open("rb") as file:
+            return [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
+
     files = files_of(folder)
     with ThreadPoolExecutor(READERS) as readers:
-        found = list(readers.map(digest, files))
-    return {str(path.relative_to(folder)): [path.stat().st_size, one] for path, one in zip(files, found, strict=True)}
-
-
-def digest(path: Path) -> str:
-    """Return a file's SHA-256 in hexadecimal digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return {str(path.relative_to(folder)): one for path, one in zip(files, readers.map(digest, files), strict=True)}
 
 
 def damage(folder: Path) -> str:
@@ -296,24 +261,15 @@ def damage(folder: Path) -> str:
 
 
 def export_model(run: Path, folder: Path, role: str | None = None) -> str:
-    """Copy a trained model out of a run.
+    """Copy a trained model out of a checkpoint, or out of a run's latest one, to a new Hugging Face directory; describe it in a line.
 
-    Args:
-        run: The run's folder (its latest checkpoint is used), or a checkpoint's folder.
-        folder: Destination of the Hugging Face directory; it must not exist.
-        role: The role; by default the actor, or the only role.
-
-    Returns:
-        A line about what was copied.
-
-    Raises:
-        UserError: There is no such model, the checkpoint is damaged, or the folder exists.
+    `role` is by default the actor, or the only role. Raises UserError if there is no such model, the checkpoint is damaged, or the
+    folder exists.
     """
     checkpoint = run if (run / "state.json").is_file() else latest_checkpoint(run)
     if checkpoint is None:
         raise UserError(f"{run} has no checkpoint yet; train it first, or set trainer.checkpoint_every")
-    trouble = checkpoint_damage(checkpoint)
-    if trouble:
+    if trouble := checkpoint_damage(checkpoint):
         raise UserError(f"{checkpoint}: {trouble}; nothing was exported, name another checkpoint's folder")
     roles = sorted(path.name for path in checkpoint.iterdir() if path.is_dir())
     role = role or (roles[0] if len(roles) == 1 else "actor")

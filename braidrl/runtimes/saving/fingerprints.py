@@ -29,19 +29,25 @@ def fingerprints(prepared: Prepared) -> Fingerprints:
     """Return the fingerprints of a run's model, tokenizer, template, training data and user code."""
     config, tokenizer = prepared.config, prepared.tokenizer
     vocabulary = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else sorted(tokenizer.get_vocab().items())
-    models = {
-        "model": config.model,
-        **{f"roles.{role}.model": model_path(role, config) for role in prepared.flow.roles},
-    }
+    models = {"model": config.model}
+    models |= {f"roles.{role}.model": model_path(role, config) for role in prepared.flow.roles}
+    weights = {}
+    for key, path in models.items():
+        folder = path.expanduser()
+        files = [*sorted(folder.glob("*.safetensors")), *sorted(folder.glob("pytorch_model*.bin"))]
+        weights[key] = files_digest([folder / "config.json", *files])
     sources = {f"data.train.{number}": source for number, source in enumerate(config.data.train)}
     sources |= {"data.ptx": config.data.ptx} if config.data.ptx else {}
+    data = {}
+    for key, source in sources.items():
+        below = sorted(each for each in source.path.rglob("*") if each.is_file())
+        data[key] = files_digest(below if source.path.is_dir() else [source.path])
+    template = [tokenizer.chat_template, config.data.chat_template, config.data.system_prompt]
     return {
-        "model": {key: files_digest(weight_files(path)) for key, path in models.items()},
+        "model": weights,
         "tokenizer": {"model": text_digest(vocabulary)},
-        "template": {
-            "model": text_digest([tokenizer.chat_template, config.data.chat_template, config.data.system_prompt])
-        },
-        "data": {key: files_digest(files_below(source.path)) for key, source in sources.items()},
+        "template": {"model": text_digest(template)},
+        "data": data,
         "code": {key: files_digest([path]) for key, path in code_files(config)},
     }
 
@@ -64,17 +70,6 @@ def check_unchanged(
         )
 
 
-def weight_files(model: Path) -> list[Path]:
-    """Return the files of a model: its configuration and weights."""
-    folder = model.expanduser()
-    return [folder / "config.json", *sorted(folder.glob("*.safetensors")), *sorted(folder.glob("pytorch_model*.bin"))]
-
-
-def files_below(path: Path) -> list[Path]:
-    """Return a file itself, or the files of a folder."""
-    return sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
-
-
 def code_files(config: Config) -> Iterator[tuple[str, Path]]:
     """Yield the files of user functions and flows with their configuration keys. Keys that may change on resume are left out."""
     for key, text in texts_and_numbers(config.model_dump(mode="json")):
@@ -85,18 +80,12 @@ def code_files(config: Config) -> Iterator[tuple[str, Path]]:
         if path.suffix in (".py", ".yaml", ".yml") and path.is_file():
             yield key, path
         elif name and function.isidentifier() and all(part.isidentifier() for part in name.split(".")):
-            origin = module_file(name)
-            if origin is not None:
-                yield key, origin
-
-
-def module_file(name: str) -> Path | None:
-    """Return the file of an importable module, else None."""
-    try:
-        found = importlib.util.find_spec(name)
-    except (ImportError, ValueError, AttributeError):
-        return None
-    return Path(found.origin) if found and found.origin and Path(found.origin).is_file() else None
+            try:
+                found = importlib.util.find_spec(name)
+            except (ImportError, ValueError, AttributeError):
+                continue
+            if found and found.origin and Path(found.origin).is_file():
+                yield key, Path(found.origin)
 
 
 def text_digest(value: Any) -> str:

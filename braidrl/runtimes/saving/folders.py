@@ -47,14 +47,14 @@ def write_config(folder: Path, config: Config) -> None:
 
 
 def new_run_folder(config: Config) -> Path:
-    """Make the run's folder and write the resolved configuration into it.
-
-    Raises:
-        UserError: A run has begun there already, or the folder cannot be written.
-    """
+    """Make the run's folder with the resolved configuration. Raises UserError if a run has begun there, or it cannot be written."""
     folder = config.output / config.name if config.name else None
-    if folder and folder.exists() and not never_began(folder):
-        raise UserError(f"{folder} exists; resume it with `--resume {folder}` or set another `name`")
+    if folder and folder.exists():
+        # A run that was refused before its first step leaves only these files.
+        metrics = folder / "metrics.jsonl"
+        empty = not metrics.exists() or not metrics.stat().st_size
+        if not (folder.is_dir() and empty and all(path.name in BEFORE_THE_FIRST_STEP for path in folder.iterdir())):
+            raise UserError(f"{folder} exists; resume it with `--resume {folder}` or set another `name`")
     folder = folder or unused_folder(config)
     with named_output(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -118,13 +118,6 @@ def unused_folder(config: Config) -> Path:
             folder = config.output / f"{name}-{number}"
 
 
-def never_began(folder: Path) -> bool:
-    """Return True if a run made its folder and was refused before its first step."""
-    metrics = folder / "metrics.jsonl"
-    made = not metrics.exists() or not metrics.stat().st_size
-    return folder.is_dir() and made and all(path.name in BEFORE_THE_FIRST_STEP for path in folder.iterdir())
-
-
 def identity(folder: Path) -> tuple[int, int] | None:
     """Return an identity of a folder that differs if the folder is replaced; None if it is missing."""
     try:
@@ -160,14 +153,9 @@ def held_alone(run: Path) -> Iterator[None]:
 
 
 def run_config(folder: Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the configuration of a run.
+    """Return the configuration of a run's folder, for a resumed run with dotted overrides `key=value`.
 
-    Args:
-        folder: The run's folder.
-        overrides: Dotted `key=value`, for a resumed run.
-
-    Raises:
-        UserError: The folder is no run, its configuration is damaged, or an override changes the trained state.
+    Raises UserError if the folder is no run, its configuration is damaged, or an override changes the trained state.
     """
     path = folder / "config.yaml"
     if not path.is_file():

@@ -3,7 +3,7 @@
 loader ──▶ Rows ──▶ stage ──▶ Rows + columns ──▶ stage ──▶ ... ──▶ optimizer steps
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -16,12 +16,43 @@ from braidrl.observe.metrics import Sums
 from braidrl.observe.trace import Done, TraceWriter, traced
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.early_stop import EarlyStop, Needless, Segment
-from braidrl.runtimes.row_store import Admission, RowsBackend, RowStore
+from braidrl.runtimes.row_store import Admission, Origin, RowStore, RowText, with_added
 from braidrl.training.objective import UpdateCounts
 from braidrl.training.roles.checkpoint import Write
 
 
-class EagerBackend(RowsBackend):
+class InProcessBackend:
+    """The part of a backend whose process holds every role, alone or as one of several ranks: weights, checkpoints, and the end."""
+
+    def __init__(self, executor: StageExecutor, trace: TraceWriter | None, first: bool = True) -> None:
+        """Store the parts; the `first` rank writes what all ranks hold."""
+        self.executor, self.trace, self.first, self.version = executor, trace, first, 0
+
+    def publish(self, version: int) -> None:
+        self.version = version
+        self.executor.publish(version)
+
+    def begin_again(self) -> bool:
+        """Return False: there is one process, or all ranks work together."""
+        return False
+
+    def save(self, folder: Path) -> None:
+        self.executor.save(folder, self.first)
+
+    def copy_for_saving(self, folder: Path) -> list[Write]:
+        return self.executor.copy_for_saving(folder, self.first)
+
+    def load(self, folder: Path, version: int) -> None:
+        self.executor.load(folder)
+        self.publish(version)
+
+    def close(self) -> None:
+        self.executor.close()
+        if self.trace is not None:
+            self.trace.close()
+
+
+class EagerBackend(InProcessBackend):
     """One executor that holds every role; the table is the rows."""
 
     def __init__(
@@ -32,9 +63,8 @@ class EagerBackend(RowsBackend):
         store: RowStore,
         trace: TraceWriter | None = None,
     ) -> None:
-        super().__init__(store)
-        self.config, self.loader, self.executor = config, loader, executor
-        self.trace, self.version = trace, 0
+        super().__init__(executor, trace)
+        self.config, self.loader, self.store = config, loader, store
 
     def admit(self, groups: int) -> Rows:
         assert self.loader is not None, "this backend only evaluates"
@@ -70,31 +100,20 @@ class EagerBackend(RowsBackend):
             done.tokens = int(rows["length"].sum())
             yield self.executor.update(stage, rows.index, rows)
 
-    def take(self, table: Rows, positions: Sequence[int]) -> Rows:
-        return table.take(positions)
+    def read(self, origin: Origin) -> Rows:
+        return self.store.make(origin)
 
-    def cat(self, tables: Sequence[Rows]) -> Rows:
-        return Rows.cat(tables)
+    def index(self, table: Rows) -> Rows:
+        return table.index
 
-    def publish(self, version: int) -> None:
-        self.version = version
-        self.executor.publish(version)
+    def columns(self, table: Rows) -> Collection[str]:
+        return list(table)
 
-    def begin_again(self) -> bool:
-        """Return False: there is one process."""
-        return False
+    def texts(self, table: Rows) -> list[RowText]:
+        return self.store.row_texts(table)
 
-    def save(self, folder: Path) -> None:
-        self.executor.save(folder)
+    def record(self, path: Path, table: Rows, final: Rows) -> None:
+        self.store.record(path, with_added(table, final))
 
-    def copy_for_saving(self, folder: Path) -> list[Write]:
-        return self.executor.copy_for_saving(folder)
-
-    def load(self, folder: Path, version: int) -> None:
-        self.executor.load(folder)
-        self.publish(version)
-
-    def close(self) -> None:
-        self.executor.close()
-        if self.trace is not None:
-            self.trace.close()
+    def save_rows(self, path: Path, table: Rows) -> None:
+        self.store.save(path, table)

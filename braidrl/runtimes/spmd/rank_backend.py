@@ -32,13 +32,13 @@ from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.early_stop import EarlyStop, Needless, Segment
 from braidrl.runtimes.interrupts import Interrupts
 from braidrl.runtimes.row_store import Admission, HeldOut, Origin, RowStore, RowText, with_added
-from braidrl.runtimes.spmd.data_buffer import balanced_owners, equal_shares
-from braidrl.runtimes.spmd.shard import Shard, ShardExchange, columns_of, only_present
+from braidrl.runtimes.spmd.eager import InProcessBackend
+from braidrl.runtimes.spmd.shard import Shard, ShardExchange, balanced_owners, equal_shares, only_present
 from braidrl.training.objective import UpdateCounts
 from braidrl.training.roles.checkpoint import Write
 
 
-class DistributedBackend:
+class DistributedBackend(InProcessBackend):
     """One rank's backend; all ranks receive the same calls in the same order."""
 
     def __init__(
@@ -54,9 +54,10 @@ class DistributedBackend:
         trace: TraceWriter | None,
     ) -> None:
         """Store the parts; `generating` is the number of ranks, from rank 0 on, that generate for a role. All ranks do everything else."""
-        self.config, self.flow, self.loader, self.executor, self.store = config, flow, loader, executor, store
+        super().__init__(executor, trace, world.first)
+        self.config, self.flow, self.loader, self.store = config, flow, loader, store
         self.samples = config.rollout.samples_per_prompt
-        self.world, self.generating, self.interrupts, self.trace = world, generating, interrupts, trace
+        self.world, self.generating, self.interrupts = world, generating, interrupts
         self.exchange, self.notices, self.waves = ShardExchange(world, interrupts, trace), world.notices, 0
 
     def admit(self, groups: int) -> Shard:
@@ -75,7 +76,9 @@ class DistributedBackend:
         if mine:
             made = [place[group_of[row]] * self.samples + row % self.samples for row in mine]
             rows = self.store.make(Admission(tuple(place))).take(made)
-        return self.exchange.gather(Shard(Rows({}), owner, Rows({}), self.world.rank), columns_of(rows), Sums(), Sums())
+        return self.exchange.gather(
+            Shard(Rows({}), owner, Rows({}), self.world.rank), dict(rows.items()), Sums(), Sums()
+        )
 
     def generate_needed(self, segment: Segment, table: Shard, iteration: int, sums: Sums, needless: Needless) -> Shard:
         """Generate while ranks exchange results; each aborts its rows that are no longer needed."""
@@ -140,13 +143,6 @@ class DistributedBackend:
     def texts(self, table: Shard) -> list[RowText]:
         return self.store.row_texts(table.rows)
 
-    def take(self, table: Shard, positions: Sequence[int]) -> Shard:
-        return table.take(positions)
-
-    def cat(self, tables: Sequence[Shard]) -> Shard:
-        index, payload = Rows.cat([t.index for t in tables]), Rows.cat([t.payload for t in tables])
-        return Shard(index, torch.cat([t.owner for t in tables]), payload, self.world.rank)
-
     def read(self, origin: Origin) -> Shard:
         """Read the rows on every rank and keep this rank's: equal numbers to generate, else balanced by length."""
         rows = self.store.make(origin)
@@ -186,28 +182,12 @@ class DistributedBackend:
             self.store.save(path, whole.rows)
 
     def publish(self, version: int) -> None:
-        self.executor.publish(version)
+        super().publish(version)
         self.exchange.version = version
-
-    def begin_again(self) -> bool:
-        """Return False: all ranks work together."""
-        return False
-
-    def save(self, folder: Path) -> None:
-        self.executor.save(folder, self.world.first)
 
     def copy_for_saving(self, folder: Path) -> list[Write]:
         self.world.at(f"copying for {folder.name}")
-        return self.executor.copy_for_saving(folder, self.world.first)
-
-    def load(self, folder: Path, version: int) -> None:
-        self.executor.load(folder)
-        self.publish(version)
-
-    def close(self) -> None:
-        self.executor.close()
-        if self.trace is not None:
-            self.trace.close()
+        return super().copy_for_saving(folder)
 
     def _ranks_of(self, stage: Stage) -> int:
         return self.generating.get(str(stage.role), self.world.size) if stage.kind is Kind.GENERATE else self.world.size
@@ -223,25 +203,20 @@ class DistributedBackend:
             # Columns that no stage from here on reads stay behind.
             later = self.flow.stages[self.flow.stages.index(stage) :]
             needed = [column.name for s in later for column in self.flow.inputs[s.name]]
-            return self.exchange.move(stage.name, table, self._owner_by_update(table), needed)
+            # Balanced within each later update, so that the rows need not move again.
+            index, owner = table.index, table.owner.clone()
+            rows = self.config.trainer.rows_per_update or len(index)
+            updates = update_plan(
+                index["group"].tolist(), index["sample"].tolist(), epochs=1, seed=self.config.seed,
+                rows_per_update=len(index) if len(index) % rows else rows, iteration=self.exchange.iteration,
+            )  # fmt: skip
+            for update in updates:
+                owner[update] = self._balanced(table.take(update))
+            return self.exchange.move(stage.name, table, owner, needed)
         ranks = self._ranks_of(stage)
         if len(table.owner) and int(table.owner.max()) >= ranks:
             return self.exchange.move(stage.name, table, equal_shares(len(table.owner), ranks))
         return table
-
-    def _owner_by_update(self, table: Shard) -> Tensor:
-        """Return owners balanced within each later update, so that the rows need not move again."""
-        index, owner = table.index, table.owner.clone()
-        rows = self.config.trainer.rows_per_update or len(index)
-        if len(index) % rows:
-            rows = len(index)
-        updates = update_plan(
-            index["group"].tolist(), index["sample"].tolist(), rows_per_update=rows, epochs=1, seed=self.config.seed,
-            iteration=self.exchange.iteration,
-        )  # fmt: skip
-        for update in updates:
-            owner[update] = self._balanced(table.take(update))
-        return owner
 
     def _balanced(self, table: Shard, whole_groups: bool = False) -> Tensor:
         groups = table.index["group"].tolist() if whole_groups else None

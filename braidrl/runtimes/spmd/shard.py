@@ -8,6 +8,7 @@ gather      new index columns and metric sums of every rank, on every rank
 move        payload to its new ranks
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -17,15 +18,18 @@ import torch
 from torch import Tensor
 
 from braidrl.cluster.world import World
-from braidrl.data.codec import decode, encode
+from braidrl.data.codec import decode, encode, unpack_rows
 from braidrl.data.frames import join, split
 from braidrl.data.messages import pack_message, unpack_message
+from braidrl.data.packing import balanced_partition, imbalance
 from braidrl.data.rows import Column, Rows, named_rows, tokens_of
 from braidrl.flow import Stage
 from braidrl.observe.metrics import Sums
 from braidrl.observe.trace import BusyState, Done, TraceWriter, traced
 from braidrl.runtimes.interrupts import Interrupts
-from braidrl.runtimes.spmd.data_buffer import DataBuffer, EdgeKey
+
+IN_PLACE = 1.1
+"""Rows stay in place if the fullest rank then has at most this much more work than after the best partition."""
 
 
 @dataclass(frozen=True)
@@ -64,11 +68,18 @@ class Shard:
         payload = self.payload.take(place[chosen[owner == self.rank]])
         return Shard(self.index.take(chosen), owner, payload, self.rank)
 
+    @staticmethod
+    def cat(tables: "Sequence[Shard]") -> "Shard":
+        index, payload = Rows.cat([t.index for t in tables]), Rows.cat([t.payload for t in tables])
+        return Shard(index, torch.cat([t.owner for t in tables]), payload, tables[0].rank)
+
     def with_everywhere(self, columns: Mapping[str, Column]) -> "Shard":
         """Return the table with columns computed on every rank for all rows; of payload each rank keeps its own part."""
         here = Rows(columns)
         kept = here.payload.take(self.mine) if len(self.mine) else Rows({})
-        return replace(self, index=self.index.with_columns(columns_of(here.index)), payload=joined(self.payload, kept))
+        return replace(
+            self, index=self.index.with_columns(dict(here.index.items())), payload=joined(self.payload, kept)
+        )
 
 
 class ShardExchange:
@@ -76,8 +87,7 @@ class ShardExchange:
 
     def __init__(self, world: World, interrupts: Interrupts, trace: TraceWriter | None) -> None:
         self.world, self.interrupts, self.trace = world, interrupts, trace
-        self.buffer = DataBuffer(world)
-        self.iteration = self.version = 0
+        self.iteration = self.version = self.moved_rows = 0
 
     def at(self, stage: Stage, iteration: int) -> None:
         """Record this rank's stage."""
@@ -90,22 +100,15 @@ class ShardExchange:
             if torch.equal(owner, table.owner):
                 return table
             table = replace(table, payload=only_present(table.payload, needed))
-        key = EdgeKey(self.iteration, edge)
+        self.moved_rows += int(((owner == self.world.rank) & (table.owner != self.world.rank)).sum())
         with self._span("ranks", edge, 0, 0, "waiting"):
-            self.buffer.put(key, table.payload, table.owner, owner)
-        return replace(table, owner=owner, payload=self.buffer.take(key))
+            payload = move_rows(self.world, f"{edge} of step {self.iteration}", table.payload, table.owner, owner)
+        return replace(table, owner=owner, payload=payload)
 
     def gather(self, table: Shard, columns: Mapping[str, Column], own: Sums, sums: Sums) -> Shard:
-        """All-gather the columns that each rank computed for its rows; payload stays where it is.
+        """All-gather the columns that each rank computed for its rows, and their metric sums; payload stays where it is.
 
-        Args:
-            table: The rows.
-            columns: Columns of this rank's rows; empty if it has none.
-            own: This rank's metric sums, which are added on every rank to `sums`.
-            sums: Sums of the iteration.
-
-        Raises:
-            KeyboardInterrupt: On every rank, if one was asked to stop.
+        Raises KeyboardInterrupt on every rank if one was asked to stop.
         """
         new = Rows(columns)
         about: dict[str, Any] = {"sums": own.pairs(), "interrupted": self.interrupts.asked}
@@ -116,7 +119,7 @@ class ShardExchange:
             sums.merge(Sums(about["sums"]))
         order = torch.cat([(table.owner == rank).nonzero().flatten() for rank in range(self.world.size)]).argsort()
         everywhere = Rows.cat([rows for _, rows in parts])
-        index = columns_of(everywhere.take(order)) if len(everywhere) else {}
+        index = dict(everywhere.take(order).items()) if len(everywhere) else {}
         return replace(table, index=table.index.with_columns(index), payload=joined(table.payload, new.payload))
 
     def add_up(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -154,14 +157,65 @@ class ShardExchange:
         return traced(self.trace, role, stage, self.iteration, **about)
 
 
-def columns_of(rows: Rows) -> dict[str, Column]:
-    return dict(rows.items())
-
-
 def joined(payload: Rows, new: Rows) -> Rows:
     """Add new columns of the same rows; a rank without rows has no columns."""
-    return Rows({**columns_of(payload), **columns_of(new)}) if len(new) or len(payload) else Rows({})
+    return Rows(dict(payload.items()) | dict(new.items())) if len(new) or len(payload) else Rows({})
 
 
 def only_present(rows: Rows, names: Sequence[str]) -> Rows:
     return rows.only([name for name in dict.fromkeys(names) if name in rows])
+
+
+def move_rows(world: World, what: str, rows: Rows, owner: Tensor, target: Tensor) -> Rows:
+    """Return this rank's rows of a table, of which it has `rows`, after each row of rank `owner` (B,) is on rank `target` (B,).
+
+    In place if nothing moves; else one message of encoded rows for each pair of ranks. The rows keep the order of the table.
+    """
+    if torch.equal(owner, target):
+        return rows
+    rank, wanted = world.rank, target[owner == world.rank]
+    messages: list[bytes | bytearray] = [b""] * world.size
+    for to in set(wanted.tolist()) - {rank}:
+        messages[to] = join(encode(rows.take((wanted == to).nonzero().flatten())))
+    received = world.exchange(f"rows for {what}", messages)
+    parts = {source: unpack_rows(message) for source, message in enumerate(received) if len(message)}
+    parts[rank] = rows.take((wanted == rank).nonzero().flatten())
+    coming = [((owner == source) & (target == rank)).nonzero().flatten() for source in parts]
+    return Rows.cat(list(parts.values())).take(torch.cat(coming).argsort())
+
+
+def balanced_owners(costs: Sequence[int], owner: Tensor, ranks: int, groups: Sequence[int] | None = None) -> Tensor:
+    """Return each row's rank (B,): `owner` if it is balanced enough, else the result of the partition function.
+
+    With `groups`, one number per row, rows of a group stay together. A new part goes, the fullest first, to the rank that already
+    has most of it.
+    """
+    parts = balanced_partition(costs, ranks, groups=groups)
+    owners = owner.tolist()
+    together = groups is None or len(set(groups)) == len(set(zip(groups, owners, strict=True)))
+    holding: list[list[int]] = [[] for _ in range(ranks)]
+    for row, holder in enumerate(owners):
+        holding[holder].append(row)
+    if together and imbalance(costs, holding) <= IN_PLACE * imbalance(costs, parts):
+        return owner
+    chosen: dict[int, list[int]] = {}
+    others = []
+    for part in parts:
+        here: Counter[int] = Counter()
+        for row in part:
+            here[owners[row]] += costs[row]
+        free = [rank for rank in sorted(here) if rank not in chosen]
+        if free:
+            chosen[max(free, key=lambda rank: here[rank])] = part
+        else:
+            others.append(part)
+    unused = (rank for rank in range(len(parts)) if rank not in chosen)
+    target = torch.empty_like(owner)
+    for rank, part in {**chosen, **dict(zip(unused, others, strict=True))}.items():
+        target[part] = rank
+    return target
+
+
+def equal_shares(rows: int, ranks: int) -> Tensor:
+    """Return owners (B,) of rows without known lengths: equal shares of neighbouring rows for each of `ranks`."""
+    return torch.arange(rows) * ranks // max(rows, 1)

@@ -17,8 +17,7 @@ from functools import cached_property
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.columns import ADMISSION
-from braidrl.flow.flow import is_optimized
-from braidrl.flow.readiness import waits_for
+from braidrl.flow.flow import is_optimized, waits_for
 
 VERDICTS = "verdicts"
 

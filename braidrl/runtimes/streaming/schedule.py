@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from braidrl.data.rows import Uid
 from braidrl.flow.batches import Sizes, admissible, check_staleness, trained_on
 from braidrl.flow.columns import ADMISSION
-from braidrl.flow.flow import Flow, is_optimized
-from braidrl.flow.readiness import weights_wait_for
+from braidrl.flow.flow import Flow, is_optimized, weights_wait_for
 from braidrl.flow.selecting import UNFINISHED, GroupSelector, Selection, Verdict, begun_too_many, waiting_groups
 from braidrl.flow.stage import Kind, Scope, Stage
 from braidrl.queue.samplers import FIRST_IN, Candidate, Sampler

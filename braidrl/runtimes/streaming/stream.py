@@ -14,7 +14,7 @@ from braidrl.data.rows import Rows, Uid
 from braidrl.flow import Flow, Kind
 from braidrl.flow.batches import Sizes
 from braidrl.flow.columns import ADMISSION
-from braidrl.flow.compute import State, computed, dropped, initial_states, next_state
+from braidrl.flow.compute import State, computed, dropped, next_state
 from braidrl.flow.selecting import GroupSelector, Selection, scores_by_group
 from braidrl.queue.samplers import Sampler
 from braidrl.queue.table import Block, HeldBlocks, StoredPart, StoredRows, Table
@@ -78,7 +78,7 @@ class Stream:
         self.written_before_recording = {name for s in flow.stages[: flow.recorded_stages] for name in s.writes}
         self.written_later = {name for s in flow.stages[flow.recorded_stages :] for name in s.writes}
         self.records: dict[int, IterationRecord] = {}
-        self.states = initial_states(flow)
+        self.states = {stage.name: dict(stage.state) for stage in flow.stages if stage.state}
         """The values of stages with a state for the next batch."""
 
     # Rows in and out

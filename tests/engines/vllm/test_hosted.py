@@ -171,7 +171,7 @@ def test_a_killed_run_in_place_resumes_exactly(wide: Workshop) -> None:
 def test_what_ranks_that_host_vllm_cannot_do_is_one_line(
     workshop: Workshop, sections: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("braidrl.runtimes.prepare.checks.has_package", lambda name, python=None: True)
+    monkeypatch.setattr("braidrl.runtimes.prepare.setup.has_package", lambda name, python=None: True)
     with pytest.raises(UserError, match=words) as caught:
         train(parse_config(workshop.tree("refused", **merged(merged(RANKS, IN_PLACE), sections))))
     assert "\n" not in str(caught.value)

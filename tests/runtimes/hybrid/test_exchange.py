@@ -20,7 +20,7 @@ def test_pool_ranks_exchange_rows_by_process_group(workshop: Workshop, warm_clus
         table = backend.admit(8)
         before = told(backend, "exchanged")
         # The ranks hold neighbouring rows; each gets rows of both.
-        halves = backend.cat([backend.take(table, range(0, 8, 2)), backend.take(table, range(1, 8, 2))])
+        halves = table.cat([table.take(range(0, 8, 2)), table.take(range(1, 8, 2))])
         for stage in TWO.stages:
             halves = backend.run(stage, halves, 1, Sums())
         index = backend.index(halves)

@@ -23,7 +23,7 @@ def run_all(world: World, task: dict[str, Any]) -> list[list[dict[str, int]]]:
         with TrainingRun(parse_config(tree), world=world) as run:
             run.train()
             assert isinstance(run.backend, DistributedBackend)
-            count = {"rows": run.backend.exchange.buffer.moved_rows, "bytes": world.received.exchanged - before}
+            count = {"rows": run.backend.exchange.moved_rows, "bytes": world.received.exchanged - before}
             counts.append([json.loads(bytes(c)) for c in world.gather("counts", json.dumps(count).encode())])
     return counts
 

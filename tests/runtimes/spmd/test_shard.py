@@ -10,11 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from braidrl.cluster.ranks import run_ranks
-from braidrl.cluster.world import World
 from braidrl.data.packing import balanced_partition, imbalance
-from braidrl.data.rows import Rows
-from braidrl.runtimes.spmd.data_buffer import IN_PLACE, DataBuffer, EdgeKey, balanced_owners, equal_shares
-from tests.queue.ranks import RANKS
+from braidrl.runtimes.spmd.shard import IN_PLACE, balanced_owners, equal_shares
+from tests.runtimes.spmd.moving import RANKS
 
 Answers = dict[str, list[dict[str, Any]]]
 
@@ -22,7 +20,7 @@ Answers = dict[str, list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def answers() -> Answers:
     """Return the results of three ranks, all started once."""
-    found: Answers = run_ranks("tests.queue.ranks:answers", {}, RANKS, 200.0)
+    found: Answers = run_ranks("tests.runtimes.spmd.moving:answers", {}, RANKS, 200.0)
     return found
 
 
@@ -32,10 +30,6 @@ def test_all_column_kinds_arrive_whole_even_with_empty_ranks(
     for rank, found in enumerate(answers["columns_of_every_kind"]):
         assert len(found) == 16
         assert all(found.values()), f"rank {rank}: {[edge for edge, same in found.items() if not same]}"
-
-
-def test_exchanges_on_different_edges_and_steps_do_not_mix(answers: Answers) -> None:
-    assert all(same for found in answers["two_edges"] for same in found.values())
 
 
 def test_a_rank_receives_its_own_rows_and_nothing_more(answers: Answers) -> None:
@@ -48,16 +42,6 @@ def test_a_rank_receives_its_own_rows_and_nothing_more(answers: Answers) -> None
 
 def test_rows_that_stay_where_they_are_are_not_touched(answers: Answers) -> None:
     assert answers["nothing_moves"] == [{"same object": True, "received": 0}] * RANKS
-
-
-def test_a_key_is_put_once_and_taken_once() -> None:
-    buffer, none = DataBuffer(World()), torch.zeros(0, dtype=torch.int64)
-    buffer.put(EdgeKey(1, "update"), Rows({}), none, none)
-    with pytest.raises(ValueError, match="has not been taken"):
-        buffer.put(EdgeKey(1, "update"), Rows({}), none, none)
-    buffer.take(EdgeKey(1, "update"))
-    with pytest.raises(KeyError):
-        buffer.take(EdgeKey(1, "update"))
 
 
 owned = st.integers(1, 5).flatmap(
