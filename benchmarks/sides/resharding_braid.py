@@ -16,9 +16,9 @@ from typing import Any
 
 from benchmarks.turns import Turn
 from braidrl.weights.boxes import Box, boxes_of, chunk
-from braidrl.weights.collective import LIMIT_BYTES
 from braidrl.weights.reshard_plan import Schedule, plan_moves, rounds_needed
 from braidrl.weights.shard_index import describe, read_index
+from braidrl.weights.transfer import LIMIT_BYTES
 
 WIDTH, INNER, LAYERS, HEADS, KV_HEADS, HEAD, VOCABULARY = 5120, 27648, 64, 40, 8, 128, 152064
 """Qwen2.5-32B."""

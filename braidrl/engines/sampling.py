@@ -104,18 +104,14 @@ def _cut(weights: Tensor, sampling: BatchSampling) -> Tensor:
         least = values.gather(-1, (ranks - 1).clamp(min=0)[:, None])
         weights = weights.masked_fill((weights < least) & (ranks > 0)[:, None], 0.0)
     if sampling.top_p is not None:
-        weights = weights.masked_fill(weights < _nucleus_threshold(weights, sampling.top_p), 0.0)
+        # Keep the smallest set of likeliest tokens that holds the share `top_p` of the total.
+        everything = (sampling.top_p >= 1)[:, None]
+        wanted = sampling.top_p.double()[:, None] * weights.sum(-1, keepdim=True, dtype=torch.float64)
+        for width in (NUCLEUS, weights.shape[-1]):
+            values = weights.topk(min(width, weights.shape[-1]), dim=-1).values
+            short = values.cumsum(-1, dtype=torch.float64) < wanted
+            if not bool((short[:, -1:] & ~everything).any()):
+                break
+        last = short.sum(-1, keepdim=True).clamp(max=values.shape[-1] - 1)
+        weights = weights.masked_fill(weights < values.gather(-1, last).masked_fill(everything, 0.0), 0.0)
     return weights
-
-
-def _nucleus_threshold(weights: Tensor, top_p: Tensor) -> Tensor:
-    """Return the smallest weight (B, 1) in the smallest set of likeliest tokens that holds the share `top_p` (B,) of the total."""
-    everything = (top_p >= 1)[:, None]
-    wanted = top_p.double()[:, None] * weights.sum(-1, keepdim=True, dtype=torch.float64)
-    for width in (NUCLEUS, weights.shape[-1]):
-        values = weights.topk(min(width, weights.shape[-1]), dim=-1).values
-        short = values.cumsum(-1, dtype=torch.float64) < wanted
-        if not bool((short[:, -1:] & ~everything).any()):
-            break
-    last = short.sum(-1, keepdim=True).clamp(max=values.shape[-1] - 1)
-    return values.gather(-1, last).masked_fill(everything, 0.0)

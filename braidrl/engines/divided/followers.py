@@ -77,16 +77,14 @@ class LeadingEngine(EmbeddedEngine):
     """The leader's engine, used like one that has the full model. After a failure of any process every call raises `EngineError`."""
 
     def __init__(self, followers: "ForkedFollowers", **settings: Any) -> None:
-        """Make the engine with `settings` of `EmbeddedEngine`."""
+        """Make the engine with `settings` of `EmbeddedEngine`. Raises EngineError for a follower that fails to load."""
         super().__init__(**settings)
         self._followers = followers
         self._pending: list[Command] = []
         self._failure: EngineError | None = None
-
-    def await_followers(self) -> None:
-        """Wait until all have loaded their slices. Raises EngineError for one that did not."""
         with self._in_lockstep():
-            self._followers.wait()
+            # All load their slices.
+            followers.wait()
 
     def publish(self, version: int, source: WeightSource | None = None) -> None:
         """Publish weights to all processes; each loads its own part. Raises ValueError for a source that other processes cannot read."""
@@ -151,26 +149,6 @@ class LeadingEngine(EmbeddedEngine):
             raise self._failure from error
 
 
-def execute(engine: EmbeddedEngine, commands: Sequence[Command], rank: int) -> bool:
-    """Execute the leader's commands; return True if the leader waits for an acknowledgement."""
-    asked = False
-    for command in commands:
-        match command:
-            case AddRow():
-                engine.add(command.request.request())
-            case EndRow():
-                engine.abort(command.uid)
-            case ClearRows():
-                engine.clear(command.release)
-            case TakeWeights(version, path, notice):
-                incoming = Incoming(notice, rank, engine.model.device) if notice else None
-                engine.publish(version, WeightFile(path) if path else incoming)
-                asked = True
-            case DecodeStep():
-                engine.step()
-    return asked
-
-
 ENDING_S = 10.0
 """Seconds to look for the process that caused a failure: its connections close before it ends, on a busy machine seconds before."""
 DONE = ""
@@ -193,14 +171,14 @@ class ForkedFollowers:
             kept = [inherited, *(process.connection.fileno() for process in self._processes)]
             self._processes.append(fork(f"follower {rank}", partial(_run, rank, spec), kept))
 
-    def connect(self, port: int) -> None:
-        """Send the followers the port of the rendezvous."""
-        self._send(port)
-
-    def send(self, commands: Sequence[Command]) -> None:
-        self._send(commands)
+    def send(self, value: int | Sequence[Command]) -> None:
+        """Send the followers the port of the rendezvous, then commands."""
+        message = pack_message(value)
+        for process in self._processes:
+            process.connection.send_bytes(message)
 
     def wait(self) -> None:
+        """Wait for an acknowledgement of each follower. Raises TimeoutError without one, and RuntimeError for an error."""
         deadline = time.monotonic() + self._limit_s
         for pipe in (process.connection for process in self._processes):
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
@@ -223,21 +201,31 @@ class ForkedFollowers:
         for process in self._processes:
             process.kill()
 
-    def _send(self, value: object) -> None:
-        message = pack_message(value)
-        for process in self._processes:
-            process.connection.send_bytes(message)
-
 
 def _run(rank: int, spec: EngineSpec, pipe: Connection) -> None:
-    """Run a follower in its own process."""
+    """Run a follower in its own process: execute the leader's commands, and acknowledge weights, which the leader waits for."""
     try:
         port = unpack_message(pipe.recv_bytes(), int)
         keep_freed_memory()
         engine = EmbeddedEngine(**_parts(spec, rank, connect_store(LOOPBACK, port, wait_s(spec))))
         pipe.send_bytes(pack_message(DONE))
         while True:
-            if execute(engine, unpack_message(pipe.recv_bytes(), list[Command]), rank):
+            asked = False
+            for command in unpack_message(pipe.recv_bytes(), list[Command]):
+                match command:
+                    case AddRow():
+                        engine.add(command.request.request())
+                    case EndRow():
+                        engine.abort(command.uid)
+                    case ClearRows():
+                        engine.clear(command.release)
+                    case TakeWeights(version, path, notice):
+                        incoming = Incoming(notice, rank, engine.model.device) if notice else None
+                        engine.publish(version, WeightFile(path) if path else incoming)
+                        asked = True
+                    case DecodeStep():
+                        engine.step()
+            if asked:
                 pipe.send_bytes(pack_message(DONE))
     except (EOFError, ConnectionError):
         os._exit(0)
@@ -254,10 +242,8 @@ def lead(spec: EngineSpec, followers: ForkedFollowers) -> LeadingEngine:
     Raises UserError for a model that cannot be used, and EngineError for a follower that fails.
     """
     store = open_store(LOOPBACK, wait_s(spec))
-    followers.connect(store.port)
-    engine = LeadingEngine(**_parts(spec, 0, store), followers=followers)
-    engine.await_followers()
-    return engine
+    followers.send(store.port)
+    return LeadingEngine(**_parts(spec, 0, store), followers=followers)
 
 
 def _parts(spec: EngineSpec, rank: int, store: dist.Store) -> dict[str, Any]:

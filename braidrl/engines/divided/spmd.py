@@ -25,10 +25,10 @@ from braidrl.engines.requests import Request, Response
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.engines.wire import RequestMessage
 from braidrl.weights.boxes import Slices
-from braidrl.weights.collective import Parts
 from braidrl.weights.generation_layout import GenerationLayout
 from braidrl.weights.in_place import GenerationWeights
 from braidrl.weights.publisher import WeightSource
+from braidrl.weights.shard_index import Parts
 
 
 class SpmdEngine(SteppingEngine):
@@ -75,22 +75,18 @@ class SpmdEngine(SteppingEngine):
         )
         gathered = [message.request() for _, asked in said for message in asked]
         # All ranks are asked after each step, but only if some rank may end rows.
-        ends = self._ending(rows_to_end) if any(may_end for may_end, _ in said) else None
-
-        def report(finished: Response) -> None:
-            if on_finished is not None and finished.uid in uids:
-                on_finished(finished)
-
-        found = {finished.uid: finished for finished in super().generate(gathered, report, ends)}
-        return [found[request.uid] for request in own]
-
-    def _ending(self, rows_to_end: Callable[[], Iterable[Uid]] | None) -> Callable[[], list[Uid]]:
+        may_end = any(can for can, _ in said)
 
         def ending() -> list[Uid]:
             named = self._all_gather(list(rows_to_end() if rows_to_end else ()), list[Uid])
             return list(dict.fromkeys(uid for part in named for uid in part))
 
-        return ending
+        def report(finished: Response) -> None:
+            if on_finished is not None and finished.uid in uids:
+                on_finished(finished)
+
+        found = {finished.uid: finished for finished in super().generate(gathered, report, ending if may_end else None)}
+        return [found[request.uid] for request in own]
 
     def _all_gather(self, value: Any, type: Any) -> list[Any]:
         assert self._group is not None

@@ -196,7 +196,12 @@ class SlotBatch:
         self._active = self._states.first(top)
         self._sampling = self._active.batch_sampling([row.request.sampling for row in self.rows.values()])
         self._longest = max((row.length(self._steps) for row in self.rows.values()), default=0) - self._steps
-        self._watched = {slot: row for slot, row in self.rows.items() if row.is_followed}
+        self._watched = {
+            # Stop texts and `on_token` need each token as soon as it is drawn.
+            slot: row
+            for slot, row in self.rows.items()
+            if row.stop_texts is not None or row.request.on_token is not None
+        }
 
     def _touched(self) -> Iterator[Tensor]:
         yield from (self._states.current, self._states.position, *self._cache.tensors())

@@ -66,8 +66,23 @@ class Router:
         try:
             while finished is None:
                 if not await self._place(uid):
-                    return empty_response(uid)
-                finished = await self._ask(request)
+                    # The row was aborted before it had an engine.
+                    nothing = torch.empty(0, dtype=torch.int64)
+                    return Response(uid, nothing, nothing.to(torch.float32), FinishReason.ABORT, nothing)
+                number = self._dispatcher.engine_of(uid)
+                assert number is not None
+                call = self._calls[uid] = asyncio.ensure_future(self.engines[number].submit(request))
+                try:
+                    await asyncio.wait([call])
+                finally:
+                    del self._calls[uid]
+                    call.cancel()
+                if call.cancelled():
+                    continue
+                if isinstance(error := call.exception(), EngineError):
+                    self._engine_failed(number, error)
+                else:
+                    finished = call.result()
             self._dispatcher.done(uid, len(finished.tokens))
             return finished
         finally:
@@ -155,23 +170,6 @@ class Router:
         finally:
             self._places.pop(uid, None)
 
-    async def _ask(self, request: Request) -> Response | None:
-        number = self._dispatcher.engine_of(request.uid)
-        assert number is not None
-        call = self._calls[request.uid] = asyncio.ensure_future(self.engines[number].submit(request))
-        try:
-            await asyncio.wait([call])
-        finally:
-            del self._calls[request.uid]
-            call.cancel()
-        if call.cancelled():
-            return None
-        error = call.exception()
-        if isinstance(error, EngineError):
-            self._engine_failed(number, error)
-            return None
-        return call.result()
-
     def _send(self) -> None:
         if not self._asleep:
             for uid, _ in self._dispatcher.assign():
@@ -219,9 +217,3 @@ class Router:
                 self._engine_failed(number, result)
             elif isinstance(result, BaseException):
                 raise result
-
-
-def empty_response(uid: Uid) -> Response:
-    """Return the response of a row that was aborted before it had an engine."""
-    nothing = torch.empty(0, dtype=torch.int64)
-    return Response(uid, nothing, nothing.to(torch.float32), FinishReason.ABORT, nothing)

@@ -46,12 +46,13 @@ class EngineService:
         Raises:
             UserError: The engines cannot use the model.
         """
-        self.engines, self._limit_s, self._store = list(engines), limit_s, store
+        self.engines = list(engines)
         self.max_sequence_tokens = self.engines[0].max_sequence_tokens
         self._runner = Runner()
         self._router: Router | None = None
         try:
-            self._router = run_cancelled_by_interrupts(self._runner, self._start())
+            run_cancelled_by_interrupts(self._runner, self._start())
+            self._router = Router(self.engines, 1.0, limit_s, store)
         except BaseException as error:
             self.close()
             if isinstance(error, ExceptionGroup):
@@ -83,8 +84,16 @@ class EngineService:
                 on_finished(finished)
             return finished
 
+        async def end_rows(named: Callable[[], Iterable[Uid]]) -> None:
+            while True:
+                await asyncio.sleep(ASK_EVERY_S)
+                for uid in named():
+                    # The row may have ended by itself, or with its engine.
+                    with contextlib.suppress(KeyError, EngineError):
+                        await self.router.abort(uid)
+
         async def everything() -> list[Response]:
-            ending = asyncio.ensure_future(self._end(rows_to_end)) if rows_to_end else None
+            ending = asyncio.ensure_future(end_rows(rows_to_end)) if rows_to_end else None
             try:
                 async with asyncio.TaskGroup() as group:
                     tasks = [group.create_task(one(request)) for request in requests]
@@ -119,19 +128,10 @@ class EngineService:
         run_cancelled_by_interrupts(self._runner, self._stop())
         self._runner.close()
 
-    async def _end(self, rows_to_end: Callable[[], Iterable[Uid]]) -> None:
-        while True:
-            await asyncio.sleep(ASK_EVERY_S)
-            for uid in rows_to_end():
-                # The row may have ended by itself, or with its engine.
-                with contextlib.suppress(KeyError, EngineError):
-                    await self.router.abort(uid)
-
-    async def _start(self) -> Router:
+    async def _start(self) -> None:
         async with asyncio.TaskGroup() as group:
             for engine in self.engines:
                 group.create_task(engine.start())
-        return Router(self.engines, 1.0, self._limit_s, self._store)
 
     async def _stop(self) -> None:
         if self._router is not None:

@@ -37,10 +37,9 @@ from braidrl.engines.vllm.vllm_engine import VllmEngine
 from braidrl.engines.vllm.vllm_environment import vllm_environment
 from braidrl.engines.wire import EngineSpec
 from braidrl.errors import UserError
-from braidrl.weights.collective import Parts
 from braidrl.weights.generation_layout import GenerationLayout
 from braidrl.weights.in_place import GenerationWeights
-from braidrl.weights.shard_index import WeightPart
+from braidrl.weights.shard_index import Parts, WeightPart
 from braidrl.weights.shards import storages
 
 

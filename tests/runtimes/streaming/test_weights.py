@@ -118,7 +118,7 @@ def test_sharded_ranks_write_one_file_and_readers_get_slices(owner: Owner, tmp_p
         written = sum(box.elements for boxes in plan.stays.values() for box in boxes)
         assert plan.sends.total == plan.receives.total == 0
         assert written == sum(part.local.numel() for part in halves[rank].values())
-    assert FileLayout.of(known, False).shapes.keys() == weight_parts(trainer).keys()
+    assert FileLayout.of(known, False).tensors_at.keys() == weight_parts(trainer).keys()
     before, place = deepcopy(lower), writer(trainer, owner, weights="collective").begin()()
     source = source_of(place)
     assert isinstance(source, OfferedWeights)
