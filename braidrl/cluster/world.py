@@ -123,7 +123,19 @@ class World:
             if isinstance(error, LostPeers):
                 raise
             seconds = time.monotonic() - start
-            raise LostPeers(f"waited {seconds:.0f} s in {where} for {self._missing()}: {first_line(error)}") from error
+            assert self._store is not None
+            self._store.set_timeout(timedelta(seconds=STORE_LIMIT_S))
+            # The ranks missing from this collective, and where they were last.
+            late = []
+            try:
+                for rank in range(self.size):
+                    meetings, _, place = self._store.get(f"place/{rank}").decode().partition(" ")
+                    if int(meetings) < self._meetings:
+                        late.append(f"rank {rank}, last seen in {place}")
+            except (RuntimeError, OSError) as unknown:
+                late.append(f"ranks that nothing is known of ({first_line(unknown)})")
+            missing = "; ".join(late) or "a rank that has ended since"
+            raise LostPeers(f"waited {seconds:.0f} s in {where} for {missing}: {first_line(error)}") from error
 
     @contextmanager
     def supervised(self, purpose: str) -> Iterator[None]:
@@ -135,20 +147,6 @@ class World:
                 raise
             with self.meeting(purpose):
                 raise
-
-    def _missing(self) -> str:
-        """Return the ranks missing from this collective, and where they were last."""
-        assert self._store is not None
-        self._store.set_timeout(timedelta(seconds=STORE_LIMIT_S))
-        late = []
-        try:
-            for rank in range(self.size):
-                meetings, _, where = self._store.get(f"place/{rank}").decode().partition(" ")
-                if int(meetings) < self._meetings:
-                    late.append(f"rank {rank}, last seen in {where}")
-        except (RuntimeError, OSError) as error:
-            late.append(f"ranks that nothing is known of ({first_line(error)})")
-        return "; ".join(late) or "a rank that has ended since"
 
     def gather(self, purpose: str, message: bytes | bytearray | memoryview) -> list[memoryview]:
         """All-gather a message, in the order of ranks."""

@@ -46,20 +46,15 @@ def build(source: Path, **constants: int) -> ctypes.CDLL | None:
     # Everything that the compiled code depends on, also the processor: several machines may share a home folder.
     parts = [source.read_text(), HEADER.read_text(), command, *flags, platform.platform(), *processor().values()]
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
-    name = f"{source.stem}-{digest[:16]}"
-    kept = _whole(name) or _compile(source, command, flags, name)
-    return None if kept is None else ctypes.CDLL(str(kept))
-
-
-def _whole(name: str) -> Path | None:
-    """Return the cached library of that name if its digest is right, and remove others. A process that has loaded one keeps it."""
-    found = None
+    name, found = f"{source.stem}-{digest[:16]}", None
+    # Remove cached libraries whose digest is wrong. A process that has loaded one keeps it.
     for kept in sorted(cache_folder().glob(f"{name}.*.so")):
         if kept.name == f"{name}.{_digest(kept)}.so":
             found = kept
         else:
             kept.unlink(missing_ok=True)
-    return found
+    found = found or _compile(source, command, flags, name)
+    return None if found is None else ctypes.CDLL(str(found))
 
 
 def _digest(library: Path) -> str:
