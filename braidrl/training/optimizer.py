@@ -252,20 +252,17 @@ class MasterOptimizer:
             if parameter.dtype != master.dtype:
                 tensors[f"{i}.master"] = master
             for name, value in self.optimizer.state.get(master, {}).items():
-                # SGD without momentum stores None.
-                if value is not None:
-                    tensors[f"{i}.{name}"] = self._checked(name, value, master)
+                if value is None:
+                    continue  # as in SGD without momentum
+                # A checkpoint shards state like its parameter.
+                divisible = isinstance(value, Tensor) and value.shape in (master.shape, torch.Size())
+                if not divisible and name not in UNDIVIDED:
+                    raise UserError(
+                        f"trainer.optimizer={self.config.optimizer} keeps {name!r}, which is no tensor of its parameter's shape and no "
+                        "tensor of one number; a checkpoint holds only these"
+                    )
+                tensors[f"{i}.{name}"] = value
         return tensors
-
-    def _checked(self, name: str, value: Any, master: Tensor) -> Tensor:
-        """Return the value. Raises UserError if a checkpoint cannot shard it like its parameter."""
-        divisible = isinstance(value, Tensor) and value.shape in (master.shape, torch.Size())
-        if not divisible and name not in UNDIVIDED:
-            raise UserError(
-                f"trainer.optimizer={self.config.optimizer} keeps {name!r}, which is no tensor of its parameter's shape and no tensor of "
-                "one number; a checkpoint holds only these"
-            )
-        return value
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:

@@ -6,8 +6,6 @@ Scale and cap are measured on the model's own forward, not read from its configu
 as the model's own forward, one chunk of tokens at a time.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +60,9 @@ def measured_head(model: Any) -> Head:
     probe = nn.Linear(output.in_features, PROBED, bias=False, device="cpu", dtype=torch.float64)
     probe.weight.copy_(torch.randn(probe.weight.shape, generator=generator, dtype=torch.float64))
     hidden = torch.randn(1, PROBED, output.in_features, generator=generator, dtype=torch.float64)
-    owner, name = _owner(model, output)
+    owner, name = next(
+        (module, name) for module in model.modules() for name, child in module.named_children() if child is output
+    )
     setattr(owner, name, probe)
     try:
         small, large = (own_logits(model, hidden * factor).double() / factor for factor in (1e-3, 1e6))
@@ -132,27 +132,15 @@ def _own_log_probs(
 
 
 def own_logits(model: Any, hidden: Tensor) -> Tensor:
-    """Return the logits (1, N, V) of hidden states (1, N, D) from the model's own forward."""
-    with _given(model, hidden):
+    """Return the logits (1, N, V) of hidden states (1, N, D) from the model's own forward, in which the decoder returns these states."""
+    holder = model.base_model if model.base_model is not model else decoder_of(model)
+    holder.forward = lambda *_, **__: GivenStates(hidden)
+    try:
         ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
         logits: Tensor = type(model).forward(model, input_ids=ids, use_cache=False).logits
-    return logits
-
-
-@contextmanager
-def _given(model: Any, hidden: Tensor) -> Iterator[None]:
-    """Make the decoder return these hidden states for any input."""
-    decoder = decoder_of(model)
-    holder = model.base_model if model.base_model is not model else decoder
-
-    def forward(*_: Any, **__: Any) -> GivenStates:
-        return GivenStates(hidden)
-
-    holder.forward = forward
-    try:
-        yield
     finally:
         del holder.forward
+    return logits
 
 
 @dataclass(frozen=True)
@@ -167,12 +155,3 @@ class GivenStates:
 
     def __getitem__(self, place: Any) -> Any:
         return self.last_hidden_state if place == 0 else ()
-
-
-def _owner(model: Any, output: nn.Module) -> tuple[nn.Module, str]:
-    """Return the module and the attribute that hold the output layer."""
-    for module in model.modules():
-        for name, child in module.named_children():
-            if child is output:
-                return module, name
-    raise AttributeError("a model's output layer is one of its modules")

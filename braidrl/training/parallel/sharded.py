@@ -28,7 +28,7 @@ from braidrl.data.codec import encode, unpack_rows
 from braidrl.data.frames import join
 from braidrl.data.rows import Rows
 from braidrl.training.compute.packed import Packed
-from braidrl.training.decoders.body import plan_of_model
+from braidrl.training.decoders.body import body_of, plan_of_model
 from braidrl.training.parallel import tensor as tensor_parallel
 from braidrl.training.parallel.pipeline import Pipeline, is_tied, local_layers, split_layers
 from braidrl.training.parallel.replicated import (
@@ -113,7 +113,9 @@ class Sharded(DataParallel):
         if self.uses_fsdp:
             self._shard(model, self._fsdp_mesh(self.mesh, "shard"))
         if plan:
-            self.partial_gradients.extend(tensor_parallel.partial_gradient_parameters(model))
+            # Replicated parameters: their gradient is a partial sum, over this rank's tokens or heads.
+            parameters = body_of(model).decoder.parameters()
+            self.partial_gradients.extend(p for p in parameters if not tensor_parallel.is_tensor_parallel(p))
         if self.uses_fsdp:
             # `predict` uses the output layer's weight without its forward: register it as a forward method of the model.
             model.predict = predict
@@ -144,8 +146,10 @@ class Sharded(DataParallel):
         self._shard(module, self._fsdp_mesh(self.token_mesh, "tokens") if self.uses_fsdp else self.mesh["tensor"])
 
     def reshard(self, model: Any) -> None:
-        for module in sharded_modules(model):
-            module.reshard()
+        # The modules that FSDP gathers as units.
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def gather_rows(self, rows: Rows) -> tuple[Rows, slice]:
         if self.layout.ranks_per_replica == 1:
@@ -205,11 +209,8 @@ class Sharded(DataParallel):
         squares = torch.zeros((), dtype=torch.float64)
         for gradient, parameter in zip(gradients, parameters, strict=True):
             if gradient is not None:
-                held = (
-                    self.size
-                    // self.layout.pipeline
-                    * (2 if select_by_parameter(self.tied_embedding, [gradient], [parameter]) else 1)
-                )
+                twice = any(parameter is tied for tied in self.tied_embedding)
+                held = self.size // self.layout.pipeline * (2 if twice else 1)
                 squares += gradient.double().square().sum().cpu() * num_shards(parameter) / held
         with self.meeting("the norm of gradients"):
             dist.all_reduce(squares, group=self.group)
@@ -251,8 +252,3 @@ def select_by_parameter(
     """Select the tensors whose parameter is in `known`; `tensors` and `parameters` correspond."""
     numbers = {id(parameter) for parameter in known}
     return [tensor for tensor, parameter in zip(tensors, parameters, strict=True) if id(parameter) in numbers]
-
-
-def sharded_modules(model: Any) -> Iterator[FSDPModule]:
-    """Iterate over the modules that FSDP gathers as units."""
-    return (module for module in model.modules() if isinstance(module, FSDPModule))

@@ -29,11 +29,6 @@ from braidrl.weights.shard_index import WeightPart, weight_parts
 from braidrl.weights.shards import storages
 
 
-def zero_loss(predicted: Mapping[str, Tensor]) -> Tensor:
-    """Return a zero loss over every output, so that all ranks run the same collectives."""
-    return sum((0 * values.sum() for values in predicted.values()), torch.zeros(()))
-
-
 @dataclass(frozen=True)
 class MicroBatch:
     """A micro-batch: its rows, their numbers in the batch, and their packing; an empty one has no rows."""
@@ -131,7 +126,8 @@ class RoleWorker(RoleModel, ShardedBackend):
         def loss_of(number: int, predicted: dict[str, Tensor]) -> Tensor:
             batch = batches[number]
             if not batch.numbers:
-                return zero_loss(predicted)
+                # A zero loss over every output, so that all ranks run the same collectives.
+                return sum((0 * values.sum() for values in predicted.values()), torch.zeros(()))
             losses, metrics = term.sums(batch.rows, batch.packed.offsets, predicted)
             loss = losses[term.denominator]
             if self.ranks.is_reporting_rank:

@@ -37,7 +37,7 @@ from braidrl.training.role_settings import (
     merges_adapters,
     model_path,
 )
-from braidrl.training.side_files import side_files
+from braidrl.training.roles.side_files import side_files
 from braidrl.weights.checkpoint_files import ParameterReader
 from braidrl.weights.model_files import ModelFiles
 from braidrl.weights.shards import shapes_of
