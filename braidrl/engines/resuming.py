@@ -61,12 +61,6 @@ class ResumingEngine:
     async def abort(self, uid: Uid) -> None:
         await self.engine.abort(uid)
 
-    async def pause(self) -> None:
-        await self.engine.pause()
-
-    async def resume(self) -> None:
-        await self.engine.resume()
-
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
         """Preempt all rows, change the weights, and resume."""
         await self.preempt()

@@ -110,7 +110,7 @@ class EngineCall(msgspec.Struct, tag=True):
     """Call a method that takes no arguments."""
 
     id: int
-    method: Literal["pause", "resume", "sleep", "wake", "recover"]
+    method: Literal["sleep", "wake", "recover"]
 
 
 Order = Submit | AbortRow | UpdateWeights | EngineCall

@@ -6,7 +6,6 @@ elsewhere    W + α/r · B A                        exports, engines, and copies
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -102,52 +101,27 @@ def adapter_name(name: str) -> str:
     return PREFIX + name.replace(f".{NAME}.", ".")
 
 
-@dataclass(frozen=True)
 class Adapted:
     """A weight (out, in) with its adapter: `down` (rank, in) and `up` (out, rank)."""
 
-    layer: nn.Linear | FourBitLinear
-    """The layer under the adapter."""
-    down: Tensor
-    up: Tensor
-    scaling: float
-
-    @property
-    def base(self) -> Tensor:
-        """Return the weight without its adapter; 4-bit weights are dequantised."""
-        return self.layer.weight
-
-    @property
-    def box(self) -> Box:
-        """Return this rank's block of the global weight."""
-        return Box.whole(self.shape) if isinstance(self.layer, FourBitLinear) else box_of(self.base)
-
-    @property
-    def device(self) -> torch.device:
-        return self.up.device
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((self.layer.out_features, self.layer.in_features))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.layer.dtype if isinstance(self.layer, FourBitLinear) else self.layer.weight.dtype
-
-    @property
-    def is_sharded(self) -> bool:
-        """Return whether the adapter is sharded, so that all its ranks must merge it at the same time."""
-        return isinstance(self.up, DTensor)
+    def __init__(self, layer: nn.Linear | FourBitLinear, down: Tensor, up: Tensor, scaling: float) -> None:
+        """Describe the weight of the `layer` under the adapter."""
+        self.layer, self.down, self.up, self.scaling = layer, down, up, scaling
+        is_four_bit = isinstance(layer, FourBitLinear)
+        self.shape, self.device = torch.Size((layer.out_features, layer.in_features)), up.device
+        self.dtype = layer.dtype if isinstance(layer, FourBitLinear) else layer.weight.dtype
+        self.box = Box.whole(self.shape) if is_four_bit else box_of(layer.weight)
+        self.is_sharded = isinstance(up, DTensor)
 
     @torch.no_grad()
     def merged(self) -> Tensor:
         """Return the full tensor base + scaling · up down, rounded once; all ranks of a sharded model call this at the same time."""
-        return self._added(full_tensor(self.base), Box.whole(self.shape))
+        return self._added(full_tensor(self.layer.weight), Box.whole(self.shape))
 
     @torch.no_grad()
     def merged_part(self) -> Tensor:
         """Return this rank's shard of `merged`; all ranks of a sharded model call this at the same time."""
-        return self._added(local_shard(self.base), self.box)
+        return self._added(local_shard(self.layer.weight), self.box)
 
     def _added(self, base: Tensor, box: Box) -> Tensor:
         """Merge the adapter into a block of the base; adapters are small and are gathered in full."""

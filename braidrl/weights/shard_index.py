@@ -28,22 +28,14 @@ NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 class AdaptedTensor(Protocol):
     """A weight with a low-rank adapter that is merged on demand."""
 
-    @property
-    def shape(self) -> torch.Size: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def box(self) -> Box:
-        """The block of the global weight on this rank."""
-
-    @property
-    def is_sharded(self) -> bool:
-        """True if the adapter is sharded: all of its ranks must merge it at the same time."""
+    shape: torch.Size
+    """The global shape."""
+    dtype: torch.dtype
+    device: torch.device
+    box: Box
+    """The block of the global weight on this rank."""
+    is_sharded: bool
+    """True if the adapter is sharded: all of its ranks must merge it at the same time."""
 
     def merged_part(self) -> Tensor:
         """Return this rank's block with its adapter merged."""

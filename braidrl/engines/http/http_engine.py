@@ -1,6 +1,6 @@
 """Another project's server as an engine over HTTP: it is sent token ids, and returns token ids and log-probs.
 
-submit ──▶ gate ──▶ server ──▶ part ──▶ Response        pause, update, abort: the server ends what it draws with what there is,
+submit ──▶ gate ──▶ server ──▶ part ──▶ Response        update, abort: the server ends        what it draws with what there is,
              ▲                   |                      and a row that continues asks for the rest, with the draws that come next
              └── rest of a row ──┘
 
@@ -72,7 +72,7 @@ class HttpEngine:
         self.server, self.spec = server, spec
         self.version, self.max_sequence_tokens = 0, spec.needs.tokens
         self._flights: dict[Uid, HttpRow] = {}
-        self._paused = self._asleep = self._updating = False
+        self._asleep = self._updating = False
         self._failure: EngineError | None = None
         self._changed = asyncio.Condition()
 
@@ -102,14 +102,6 @@ class HttpEngine:
         await self._wake_waiting()
         await self._interrupt(flight)
 
-    async def pause(self) -> None:
-        self._paused = True
-        await self._interrupt_all()
-
-    async def resume(self) -> None:
-        self._paused = False
-        await self._wake_waiting()
-
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
         if source is None:
             self.version = version
@@ -124,7 +116,7 @@ class HttpEngine:
                     source = stored.enter_context(closing(file))
             self._updating = True
             try:
-                await self._interrupt_all()
+                await asyncio.gather(*(self._interrupt(flight) for flight in list(self._flights.values())))
                 await self.server.load_weights(source)
                 self.version = version
             except EngineError as error:
@@ -162,7 +154,7 @@ class HttpEngine:
         while True:
             async with self._changed:
                 await self._changed.wait_for(
-                    lambda: flight.aborted or self._failure or not (self._paused or self._asleep or self._updating)
+                    lambda: flight.aborted or self._failure or not (self._asleep or self._updating)
                 )
             if self._failure is not None:
                 raise self._failure
@@ -199,9 +191,6 @@ class HttpEngine:
             raise UserError(f"rollout.servers: {self.server.url} {answer.problem}")
         await self.server.check_weights()
         return answer
-
-    async def _interrupt_all(self) -> None:
-        await asyncio.gather(*(self._interrupt(flight) for flight in list(self._flights.values())))
 
     async def _interrupt(self, flight: HttpRow) -> None:
         """Make the server end the part that it draws, and wait for its answer."""

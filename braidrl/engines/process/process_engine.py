@@ -123,12 +123,6 @@ class EngineProcess:
             raise KeyError(f"row {uid} is not under way")
         await self._ask(AbortRow(next(self._numbers), uid))
 
-    async def pause(self) -> None:
-        await self._ask(EngineCall(next(self._numbers), "pause"))
-
-    async def resume(self) -> None:
-        await self._ask(EngineCall(next(self._numbers), "resume"))
-
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
         if source is None:
             await self._ask(UpdateWeights(next(self._numbers), version))

@@ -47,7 +47,7 @@ class Router:
         self._source: WeightSource | None = None
         self._stored: WeightFile | None = None
         """The weights file that this router stored."""
-        self._paused = self._asleep = False
+        self._asleep = False
 
     @property
     def alive(self) -> int:
@@ -100,14 +100,6 @@ class Router:
         self._aborted.add(uid)
         if not self._places[uid].done():
             self._places[uid].set_result(None)
-
-    async def pause(self) -> None:
-        self._paused = True
-        await self._everywhere(lambda engine: engine.pause())
-
-    async def resume(self) -> None:
-        self._paused = False
-        await self._everywhere(lambda engine: engine.resume())
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
         """Send new weights to the engines, stored once if only this process has them, and free the earlier version."""
@@ -200,7 +192,6 @@ class Router:
         while self._version is not None and version != self._version:
             version = self._version
             await engine.update_weights(version, self._source)
-        await (engine.pause() if self._paused else engine.resume())
         await (engine.sleep() if self._asleep else engine.wake())
         self._errors.pop(number, None)
         self._dispatcher.recover(number)

@@ -65,26 +65,6 @@ class Sharded(DataParallel):
     """Parameters replicated along `tensor` whose local gradient is a partial sum."""
 
     @property
-    def is_reporting_rank(self) -> bool:
-        assert self.replica_group is not None
-        return (
-            self.replica_group.rank()
-            == self.layout.ranks_per_replica - self.layout.ranks_per_replica // self.layout.pipeline
-        )
-
-    @property
-    def has_predictions(self) -> bool:
-        return self.pipeline is None or self.pipeline.is_last
-
-    @property
-    def forward_is_collective(self) -> bool:
-        return True
-
-    @property
-    def is_sharded(self) -> bool:
-        return self.layout.tensor > 1 or self.uses_fsdp or self.pipeline is not None
-
-    @property
     def uses_fsdp(self) -> bool:
         """Return whether FSDP2 shards the model, so that ranks with different rows join collectives in every micro-batch."""
         return self.layout.shard != "none"
@@ -241,8 +221,23 @@ def apply_layout(layout: ParallelLayout, world: DataParallel, device: torch.devi
         pipeline_ranks, embedding_group = subgroup(grid.flatten(1).T), subgroup(grid[[0, -1]].flatten(1).T)
         assert pipeline_ranks is not None
         pipeline = Pipeline(pipeline_ranks, embedding_group, layout.sequence * layout.tensor, device)
+    replica = subgroup(pools)
+    assert replica is not None
     return Sharded(
-        world.group, world.supervisor, layout, world, mesh, tokens, subgroup(pools), subgroup(sequence_group), pipeline
+        world.group,
+        world.supervisor,
+        # The first rank of the replica's last pipeline stage.
+        is_reporting_rank=replica.rank() == layout.ranks_per_replica - layout.ranks_per_replica // layout.pipeline,
+        forward_is_collective=True,
+        has_predictions=pipeline is None or pipeline.is_last,
+        is_sharded=layout.tensor > 1 or layout.shard != "none" or pipeline is not None,
+        layout=layout,
+        world=world,
+        mesh=mesh,
+        token_mesh=tokens,
+        replica_group=replica,
+        sequence_group=subgroup(sequence_group),
+        pipeline=pipeline,
     )
 
 
