@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -19,7 +18,6 @@ from braidrl.errors import UserError, suggest
 from braidrl.training.four_bit import FourBitLinear, quiet
 from braidrl.weights.boxes import Box
 from braidrl.weights.checkpoint_files import HEAD
-from braidrl.weights.file import ADAPTER as ADAPTER_WEIGHTS
 from braidrl.weights.shards import box_of, full_tensor, local_shard
 
 ADAPTER = "adapter"
@@ -157,10 +155,3 @@ def merged(tensor: Tensor | Adapted) -> Tensor:
 def adapter_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return the trained parameters by peft's names."""
     return {adapter_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def save_adapters(folder: Path, lora: LoraConfig, tensors: Mapping[str, Tensor], base: Path) -> None:
-    """Write adapters of the model in `base` in peft's format."""
-    folder.mkdir(parents=True, exist_ok=True)
-    peft_config(lora, base, PREFIX + HEAD in tensors).save_pretrained(folder)
-    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / ADAPTER_WEIGHTS)

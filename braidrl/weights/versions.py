@@ -123,8 +123,13 @@ class LoadingSchedule:
         if not self.lags(name):
             return None
         held = self.engines[name]
-        if rows and not self._may_load(held, rows):
+        if rows and (self.way in ("end", "delayed") or held.received < self.target):
             return None
+        if rows and self.way == "rolling":
+            if held.draining_from is None and not self._start_draining(held, rows):
+                return None
+            if rows > (held.draining_from or 0) * (1 - FINISHED):
+                return None
         if self.way == "rolling" and held.draining_from is None and not self._start_draining(held, rows):
             return None
         held.loading, held.notified = self.target, max(held.notified, self.target)
@@ -135,16 +140,6 @@ class LoadingSchedule:
         if name in self.engines:
             held = self.engines[name]
             held.version, held.loading, held.draining_from = version, None, None
-
-    def _may_load(self, held: HeldVersion, rows: int) -> bool:
-        """Return whether an engine with rows may load."""
-        if self.way in ("end", "delayed") or held.received < self.target:
-            return False
-        if self.way == "interrupt":
-            return True
-        if held.draining_from is None and not self._start_draining(held, rows):
-            return False
-        return rows <= (held.draining_from or 0) * (1 - FINISHED)
 
     def _start_draining(self, held: HeldVersion, rows: int) -> bool:
         """Let an engine drain if it is its turn; return whether it drains."""

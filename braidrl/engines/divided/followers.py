@@ -103,7 +103,8 @@ class LeadingEngine(EmbeddedEngine):
             if isinstance(source, Incoming):
                 self._weights.receive(source)
             self._weights.take(given)
-            self._changed(version)
+            self._batch.version_changed(version)
+            self.version = version
             # The file may be gone once this returns.
             self._followers.wait()
 

@@ -106,9 +106,6 @@ class EmbeddedEngine(SteppingEngine):
             self._weights.refresh(source)
         except TransferError as error:
             raise EngineError(str(error)) from error
-        self._changed(version)
-
-    def _changed(self, version: int) -> None:
         self._batch.version_changed(version)
         self.version = version
 

@@ -29,7 +29,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from braidrl.data.endings import end_ids_of
 from braidrl.data.rows import Uid
 from braidrl.engines.engine import EngineError
-from braidrl.engines.requests import Draws, Response, row_draws
+from braidrl.engines.requests import Response, row_draws
 from braidrl.engines.row_request import EngineRow, RemoteRow
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.engines.vllm.logits_processor import DrawByRow
@@ -224,7 +224,17 @@ class VllmEngine(SteppingEngine):
         row.versions = [(0, self.version)]
         # The salt keeps prompts computed with other weights from being reused.
         prompt = {"prompt_token_ids": request.prompt.tolist(), "cache_salt": str(self.version)}
-        params = params_of(row, row_draws(request, self.seed) if self._reproducible else None)
+        asked = request.sampling
+        drawn: dict[str, Any] = {"temperature": 0.0}
+        if self._reproducible:
+            # `DrawByRow` draws by these; else vLLM draws.
+            drawn = {"extra_args": row_draws(request, self.seed).arguments()}
+        elif not asked.takes_likeliest:
+            drawn = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
+        params = SamplingParams(
+            max_tokens=row.limit, stop_token_ids=list(row.stop_token_ids), ignore_eos=True, detokenize=False,
+            logprobs=0, output_kind=RequestOutputKind.DELTA, **drawn,
+        )  # fmt: skip
         self._engine.add_request(name, prompt, params, lora_request=self._adapter)
         self._flights[name] = RemoteRow(row, name)
 
@@ -258,17 +268,3 @@ def arguments_of(
     # Engines with one seed would draw the samples of a prompt alike.
     own = by_row if reproducible else {"seed": secrets.randbits(31)}
     return {**arguments, **own, **options}
-
-
-def params_of(row: EngineRow, draws: Draws | None) -> SamplingParams:
-    """Return vLLM's parameters for a row; `DrawByRow` draws its tokens by `draws`, without these vLLM does."""
-    asked = row.request.sampling
-    drawn: dict[str, Any] = {"temperature": 0.0}
-    if draws is not None:
-        drawn = {"extra_args": draws.arguments()}
-    elif not asked.takes_likeliest:
-        drawn = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
-    return SamplingParams(
-        max_tokens=row.limit, stop_token_ids=list(row.stop_token_ids), ignore_eos=True, detokenize=False,
-        logprobs=0, output_kind=RequestOutputKind.DELTA, **drawn,
-    )  # fmt: skip

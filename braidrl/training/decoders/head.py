@@ -98,7 +98,19 @@ def predicted_log_probs(
     """Return log-probs of `targets` (N,) and entropies, as `linear_log_probs`, from hidden states (N, D) by the model's head."""
     head, output = head_of(model), model.get_output_embeddings()
     if head.is_own:
-        return _own_log_probs(model, hidden, targets, temperature, with_entropy_grad)
+
+        def of_chunk(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+            logits = own_logits(model, states[None])[0]
+            log_softmax = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
+            entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+            return log_softmax.gather(-1, ids[:, None])[:, 0], entropy if with_entropy_grad else entropy.detach()
+
+        # The model's own forward, one chunk at a time; the backward pass recomputes chunks.
+        elements = CHUNK_BYTES // torch.promote_types(hidden.dtype, torch.float32).itemsize
+        parts = chunks(len(hidden), model.config.get_text_config().vocab_size, elements) or [slice(0, 0)]
+        found = [checkpoint(of_chunk, hidden[part], targets[part], use_reentrant=False) for part in parts]
+        log_probs, entropies = zip(*found, strict=True)
+        return torch.cat(log_probs), torch.cat(entropies)
     # logits over temperature: scale · product / T, or cap · tanh(scale · product / cap) / T
     cap = None if head.cap is None else head.cap / temperature
     # some decoders (Mamba) end in float32
@@ -111,24 +123,6 @@ def predicted_log_probs(
         compiled=compiled,
         cap=cap,
     )
-
-
-def _own_log_probs(
-    model: Any, hidden: Tensor, targets: Tensor, temperature: float, with_entropy_grad: bool
-) -> tuple[Tensor, Tensor]:
-    """Compute log-probs with the model's own forward, one chunk at a time; the backward pass recomputes chunks."""
-
-    def of_chunk(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        logits = own_logits(model, states[None])[0]
-        log_softmax = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
-        entropy = -(log_softmax.exp() * log_softmax).sum(-1)
-        return log_softmax.gather(-1, ids[:, None])[:, 0], entropy if with_entropy_grad else entropy.detach()
-
-    elements = CHUNK_BYTES // torch.promote_types(hidden.dtype, torch.float32).itemsize
-    parts = chunks(len(hidden), model.config.get_text_config().vocab_size, elements) or [slice(0, 0)]
-    found = [checkpoint(of_chunk, hidden[part], targets[part], use_reentrant=False) for part in parts]
-    log_probs, entropies = zip(*found, strict=True)
-    return torch.cat(log_probs), torch.cat(entropies)
 
 
 def own_logits(model: Any, hidden: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ shards      upper       upper           lower       lower             FSDP2, wit
 The ranks of one replica compute the same rows: each contributes its own rows.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 
 from braidrl.cluster.process_groups import all_gather_bytes, mesh_of, subgroup
 from braidrl.config.layout import AXES, ParallelLayout
@@ -39,7 +41,7 @@ from braidrl.training.parallel.replicated import (
     sum_in_buckets,
 )
 from braidrl.training.parallel.sequence import sequence_parallel
-from braidrl.weights.shards import NamedTensor, num_shards
+from braidrl.weights.shards import NamedTensor
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,18 @@ class Sharded(DataParallel):
         plan = tensor_parallel.plan_of(model) if self.layout.tensor > 1 else None
         if plan:
             predict = tensor_parallel.pad_to_multiple(predict, self.layout.sequence * self.layout.tensor)
+
+        def shard_by_tokens(module: nn.Module) -> None:
+            # Over the tensor ranks, which compute different tokens, and with FSDP over ranks with other rows too.
+            assert self.mesh is not None and self.token_mesh is not None
+            self._shard(module, self._fsdp_mesh(self.token_mesh, "tokens") if self.uses_fsdp else self.mesh["tensor"])
+
         # Layer by layer, so that a rank never holds more than one full layer.
         for layer in local_layers(model):
             read_parameters(layer)
             if plan:
                 blocks = tensor_parallel.blocks_of(layer, plan, plan_of_model(model).mixers)
-                tensor_parallel.parallelize_layer(layer, blocks, self.mesh["tensor"], self._shard_by_tokens)
+                tensor_parallel.parallelize_layer(layer, blocks, self.mesh["tensor"], shard_by_tokens)
             if self.uses_fsdp:
                 self._shard(layer, self._fsdp_mesh(self.mesh, "shard"))
         read_parameters(model)
@@ -119,11 +127,6 @@ class Sharded(DataParallel):
         module.set_force_sum_reduction_for_comms(True)
         module.set_gradient_divide_factor(1.0)
         module.set_reshard_after_backward(not keep, recurse=False)
-
-    def _shard_by_tokens(self, module: nn.Module) -> None:
-        """Shard a module over the tensor ranks, which compute different tokens, and with FSDP over ranks with other rows too."""
-        assert self.mesh is not None and self.token_mesh is not None
-        self._shard(module, self._fsdp_mesh(self.token_mesh, "tokens") if self.uses_fsdp else self.mesh["tensor"])
 
     def reshard(self, model: Any) -> None:
         # The modules that FSDP gathers as units.
@@ -191,7 +194,11 @@ class Sharded(DataParallel):
             if gradient is not None:
                 twice = any(parameter is tied for tied in self.tied_embedding)
                 held = self.size // self.layout.pipeline * (2 if twice else 1)
-                squares += gradient.double().square().sum().cpu() * num_shards(parameter) / held
+                shards = 1
+                if isinstance(parameter, DTensor):
+                    axes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+                    shards = math.prod(size for size, placement in axes if not placement.is_replicate())
+                squares += gradient.double().square().sum().cpu() * shards / held
         with self.meeting("the norm of gradients"):
             dist.all_reduce(squares, group=self.group)
         return squares.sqrt()

@@ -23,6 +23,7 @@ from braidrl.training.decoders.body import plan_of_model, set_training
 from braidrl.training.lora import plain_names
 from braidrl.training.objective import Likelihood, Objective, nonfinite_tokens
 from braidrl.training.parallel.replicated import OnPrediction
+from braidrl.training.role_settings import merges_adapters
 from braidrl.training.roles.checkpoint import full_state_dict, load_worker, save_worker
 from braidrl.training.roles.model import RoleModel
 from braidrl.weights.shard_index import WeightPart, weight_parts
@@ -154,8 +155,8 @@ class RoleWorker(RoleModel, ShardedBackend):
 
     @property
     def shared_model(self) -> Any:
-        """Return the model if an engine may share it, else None."""
-        return self.model if self.shares_weights else None
+        """Return the model, with its adapters, if an engine of this process may share it, else None."""
+        return None if self.ranks.is_sharded or merges_adapters(self.lora, self.config) else self.model
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Yield every full tensor of the model, adapters merged; all ranks of a sharded model call this at the same time."""

@@ -29,18 +29,19 @@ from braidrl.errors import UserError
 from braidrl.training.lora import (
     ADAPTER,
     ADAPTER_WEIGHTS,
+    PREFIX,
     adapter_name,
     adapter_parameters,
     is_adapter,
     merged,
+    peft_config,
     plain_names,
-    save_adapters,
 )
 from braidrl.training.optimizer import UNDIVIDED, MasterOptimizer, all_finite
 from braidrl.training.roles.model import RoleModel
 from braidrl.training.roles.side_files import save_weights
 from braidrl.weights.boxes import pattern_of
-from braidrl.weights.checkpoint_files import TensorReader, shapes_in
+from braidrl.weights.checkpoint_files import HEAD, TensorReader, shapes_in
 from braidrl.weights.model_files import ModelFiles
 from braidrl.weights.shards import as_dtensor, full_tensor, local_shard, shard_of
 
@@ -110,7 +111,9 @@ def write_model(worker: RoleModel, folder: Path, weights: dict[str, Tensor], ada
     """Write the model's Hugging Face directory, and the adapters beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     if worker.lora:
-        save_adapters(folder / ADAPTER, worker.lora, adapters, worker.path)
+        (folder / ADAPTER).mkdir(exist_ok=True)
+        peft_config(worker.lora, worker.path, PREFIX + HEAD in adapters).save_pretrained(folder / ADAPTER)
+        write_tensors(adapters, folder / ADAPTER / ADAPTER_WEIGHTS)
     save_weights(worker.model, folder, weights)
     for name, content in worker.side_files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -135,10 +138,12 @@ def full_state_dict(worker: RoleModel, wanted: bool = True) -> dict[str, Tensor]
     """
     worker.ranks.reshard(worker.model)
     named = plain_names(worker.model, worker.model.state_dict(keep_vars=True))
+    # Whether the module's parameters are the role's full weights.
+    is_full = worker.lora is None and not worker.ranks.is_sharded
     found: dict[str, Tensor] = {}
     for names, tensor in worker.ranks.full_tensors(named, merged):
         if wanted:
-            found |= dict.fromkeys(names, tensor if worker.has_full_weights else tensor.cpu())
+            found |= dict.fromkeys(names, tensor if is_full else tensor.cpu())
     return found
 
 

@@ -34,7 +34,6 @@ from braidrl.training.role_settings import (
     learning_rate_of,
     lora_of,
     max_tokens_of,
-    merges_adapters,
     model_path,
 )
 from braidrl.training.roles.side_files import side_files
@@ -107,16 +106,6 @@ class RoleModel(ABC):
     def side_files(self) -> dict[str, bytes]:
         """Return a checkpoint's files beside its weights, by name."""
         return side_files(self.model, self.path)
-
-    @property
-    def has_full_weights(self) -> bool:
-        """Return whether the module's parameters are the role's full weights."""
-        return self.lora is None and not self.ranks.is_sharded
-
-    @property
-    def shares_weights(self) -> bool:
-        """Return whether an engine of this process may share the module, with its adapters."""
-        return not self.ranks.is_sharded and not merges_adapters(self.lora, self.config)
 
     @abstractmethod
     def load_model(self, folder: Path, on_meta: bool = False) -> Any:
