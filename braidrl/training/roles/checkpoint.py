@@ -28,7 +28,6 @@ from braidrl.cluster.process_groups import background_group
 from braidrl.errors import UserError
 from braidrl.training.lora import (
     ADAPTER,
-    ADAPTER_WEIGHTS,
     PREFIX,
     adapter_name,
     adapter_parameters,
@@ -42,6 +41,7 @@ from braidrl.training.roles.model import RoleModel
 from braidrl.training.roles.side_files import save_weights
 from braidrl.weights.boxes import pattern_of
 from braidrl.weights.checkpoint_files import HEAD, TensorReader, shapes_in
+from braidrl.weights.file import ADAPTER as ADAPTER_WEIGHTS
 from braidrl.weights.model_files import ModelFiles
 from braidrl.weights.shards import as_dtensor, full_tensor, local_shard, shard_of
 
