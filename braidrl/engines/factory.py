@@ -31,7 +31,7 @@ from braidrl.engines.engine import ENGINES, RoleEngine, ServedEngine
 from braidrl.engines.http.dialects import DIALECTS, ServerNeeds, vllm_log_prob_modes
 from braidrl.engines.process.process_engine import EngineProcess
 from braidrl.engines.requests import SamplingParams
-from braidrl.engines.routing.service import EngineService
+from braidrl.engines.routing.router import EngineService
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.engines.wire import EngineSpec
 from braidrl.errors import UserError

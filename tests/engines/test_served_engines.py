@@ -18,7 +18,7 @@ from braidrl.engines.engine import EngineError
 from braidrl.engines.engine_contract import CHECKS, EngineUnderTest, all_of, requests
 from braidrl.engines.process.process_engine import EngineProcess
 from braidrl.engines.requests import Request, Response
-from braidrl.engines.routing.service import EngineService
+from braidrl.engines.routing.router import EngineService
 from braidrl.errors import UserError
 from braidrl.training.parallel.replicated import DataParallel
 from braidrl.weights.file import WeightFile, WeightWriter, stored_in_memory
