@@ -110,6 +110,8 @@ class RayCluster:
                 ) from error
             names = {process: name_of(process) for process in descendants(os.getpid())}
             self.needed = {process: name for process, name in names.items() if name in NEEDED_BY_RAY}
+        self.own_node = str(self.ray.get_runtime_context().get_node_id())
+        """Ray's id of this process's node."""
         resources = self.ray.cluster_resources()
         self.kind = "GPU" if device == "cuda" or (device == "auto" and resources.get("GPU", 0) > 0) else "CPU"
         self.devices = int(resources.get(self.kind, 0))
@@ -163,11 +165,6 @@ class RayCluster:
         """Return the node id of a reservation."""
         table = self.ray.util.placement_group_table(place.strategy.placement_group)
         return str(table["bundles_to_node_id"][place.strategy.placement_group_bundle_index])
-
-    @property
-    def own_node(self) -> str:
-        """Return Ray's id of this process's node."""
-        return str(self.ray.get_runtime_context().get_node_id())
 
     def start(self, worker: type, place: Reservation, *arguments: Any, name: str | None = None) -> Any:
         """Start an actor of class `worker` in a reservation. It answers `fetch` in separate threads while another call runs.

@@ -244,24 +244,20 @@ class EngineReplica:
                 for finished in self.engine.step():
                     self._answer(finished)
                 WORK.advanced()
-            except UserError as error:
-                self._fail(error)
-            except EngineError as error:
-                self._failure = error
-                self._fail(error)
             except Exception as error:
-                self._failure = EngineError(f"{self.name}: {type(error).__name__}: {error}")
-                self._failure.__cause__ = error
-                self._fail(self._failure)
+                failure = error
+                if not isinstance(error, UserError | EngineError):
+                    failure = EngineError(f"{self.name}: {type(error).__name__}: {error}")
+                    failure.__cause__ = error
+                if isinstance(failure, EngineError):
+                    self._failure = failure
+                answers, self._answers = self._answers, {}
+                self.engine.clear()
+                for answer in answers.values():
+                    if not answer.done():
+                        answer.set_exception(failure)
 
     def _answer(self, finished: Response) -> None:
         answer = self._answers.pop(finished.uid)
         if not answer.done():
             answer.set_result(finished)
-
-    def _fail(self, error: Exception) -> None:
-        answers, self._answers = self._answers, {}
-        self.engine.clear()
-        for answer in answers.values():
-            if not answer.done():
-                answer.set_exception(error)

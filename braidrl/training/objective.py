@@ -216,14 +216,13 @@ class Lookup:
 
     def arguments(self, entry: Entry) -> list[Tensor | None]:
         """Return the arguments in the order of the function's parameters. Raises KeyError if a required one is missing."""
-        found = [self.find(self._column(entry, name)) for name in (*entry.reads, *entry.optional)]
-        for name, value in zip(entry.reads, found, strict=False):
-            if value is None:
-                raise KeyError(f"{entry.name} needs {self._column(entry, name)!r}, which the rows do not have")
+        found: list[Tensor | None] = []
+        for parameter in (*entry.reads, *entry.optional):
+            column = columns_in_training(self.objective.role, entry, (parameter,)).get(parameter, parameter)
+            found.append(self.find(column))
+            if found[-1] is None and parameter in entry.reads:
+                raise KeyError(f"{entry.name} needs {column!r}, which the rows do not have")
         return found
-
-    def _column(self, entry: Entry, parameter: str) -> str:
-        return columns_in_training(self.objective.role, entry, (parameter,)).get(parameter, parameter)
 
     def find(self, name: str) -> Tensor | None:
         if name == "offsets":
