@@ -86,14 +86,11 @@ class World:
         self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None, store: dist.Store | None = None
     ) -> None:
         self.rank, self.size, self.group = rank, size, group
+        self.first = rank == 0
+        """True for the rank that writes shared files."""
         self.place, self.rows = "the start", ""
         self.received = BytesReceived()
         self._store, self._meetings = store, 0
-
-    @property
-    def first(self) -> bool:
-        """Return True for the rank that writes shared files."""
-        return self.rank == 0
 
     @property
     def notices(self) -> Notices | None:

@@ -50,16 +50,10 @@ class WeightFile:
     def __init__(self, path: Path | str, close: Callable[[], object] = lambda: None) -> None:
         """Read the file at `path`; `close` frees it if this process created it."""
         self.path, self.close = Path(path), close
-
-    @property
-    def folder(self) -> Path:
-        """Return the folder that servers read."""
-        return self.path.parent
-
-    @property
-    def is_adapter(self) -> bool:
-        """Return True if the file holds the adapters of a model alone."""
-        return self.path.name == ADAPTER
+        self.folder = self.path.parent
+        """The folder that servers read."""
+        self.is_adapter = self.path.name == ADAPTER
+        """True if the file holds the adapters of a model alone."""
 
     def parts(self) -> dict[str, WeightPart]:
         """Return the tensors as parts that are backed by the file."""
@@ -132,15 +126,12 @@ class WeightWriter:
         self.machines = sorted(set(known.machines))
         """The machines that receive a file of each version."""
         self.here = [rank for rank, where in enumerate(known.machines) if where == known.machines[ranks.rank]]
+        self.is_leader = ranks.rank == self.here[0]
+        """Whether this rank creates its machine's file."""
         self.layout = FileLayout.of(known, check, repeat)
         # Readers map the file on the CPU, so blocks are exchanged there.
         self.transfer = WeightTransfer(known, blocks_to_write(known), ranks, device=torch.device("cpu"))
         self.traffic = TransferVolume()
-
-    @property
-    def is_leader(self) -> bool:
-        """Return whether this rank creates its machine's file."""
-        return self.ranks.rank == self.here[0]
 
     def write(self, parts: Mapping[str, WeightPart], named: Path | None = None) -> WeightFile:
         """Write this version; the machine's leader frees its file by `close`.

@@ -48,6 +48,8 @@ class LoadingSchedule:
     def __init__(self, way: Way, most_out: int = 1) -> None:
         """Start at version 0 without engines; under `rolling` at most `most_out` engines drain at a time."""
         self.way, self.most_out = way, most_out
+        self.receives_ahead = way != "end"
+        """Whether engines prefetch a version to host memory while they generate with another."""
         self.engines: dict[str, HeldVersion] = {}
         self.target = 0
         """The version that engines hold or should load; prompts are admitted for this version."""
@@ -64,11 +66,6 @@ class LoadingSchedule:
     def is_forgotten(self) -> bool:
         """Return whether an engine holds no valid version."""
         return any(held.version == UNKNOWN for held in self.engines.values())
-
-    @property
-    def receives_ahead(self) -> bool:
-        """Return whether engines prefetch a version to host memory while they generate with another."""
-        return self.way != "end"
 
     @property
     def out(self) -> int:

@@ -47,14 +47,10 @@ class SlotBatch:
         self._cache = SlotCache(slots, model.dtype, model.device)
         self.prompts = Prompts()
         self._cohorts = Cohorts(model) if plan_of_model(model).by_rows else None
+        self.log_prob_dtype = torch.promote_types(model.dtype, torch.float32)
         self._states = SlotStates.idle(slots, 1, 1, self.log_prob_dtype, model.device)
         self.rows: dict[int, EngineRow] = {}
         self.clear()
-
-    @property
-    def log_prob_dtype(self) -> torch.dtype:
-        """Return float32, or float64 for a model in float64."""
-        return torch.promote_types(self._model.dtype, torch.float32)
 
     def clear(self, release: bool = True) -> None:
         """Drop every row and free the keys and values; without `release`, memory that recorded steps use stays."""

@@ -117,13 +117,9 @@ class RoleModel(ABC):
 
     def pipeline_output(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
         """Compute the hidden states for the next pipeline rank; replaces `predict` on all ranks but the last."""
-        return {HIDDEN: self._through_layers(packed)}
+        return {HIDDEN: self.hidden_states(packed)[None]}
 
     def hidden_states(self, packed: Packed) -> Tensor:
-        """Return the last hidden state of each packed token, (N, D)."""
-        return self._through_layers(packed)[0]
-
-    def _through_layers(self, packed: Packed) -> Tensor:
-        """Return the output of this rank's last layer, (1, N, D)."""
+        """Return the output of this rank's last layer for each packed token, (N, D)."""
         ids = packed.input_ids[None] if packed.hidden is None else None
-        return run_body(self.model, ids, packed.position_ids[None], packed.attention(), packed.hidden)
+        return run_body(self.model, ids, packed.position_ids[None], packed.attention(), packed.hidden)[0]
