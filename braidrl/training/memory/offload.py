@@ -94,7 +94,10 @@ class UnnamedFile:
                 f"trainer.resident_gib: {tempfile.gettempdir()} has no room for {size:,} bytes of weights ({error.strerror}); "
                 "set TMPDIR to a folder on a larger disk"
             ) from error
-        return lambda: transfer(lambda view, at: os.preadv(self._file.fileno(), [view], at), storage, place)
+        return lambda: self.take(storage, place)
+
+    def take(self, storage: UntypedStorage, place: int) -> None:
+        transfer(lambda view, at: os.preadv(self._file.fileno(), [view], at), storage, place)
 
 
 def transfer(move: Callable[[memoryview, int], int], storage: UntypedStorage, place: int) -> None:
