@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -30,9 +31,9 @@ from braidrl.data.rows import Uid
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.embedded.sharded_decoding import TensorRanks, load_for_decoding
 from braidrl.engines.engine import EngineError
-from braidrl.engines.requests import Response
+from braidrl.engines.requests import Request, Response
 from braidrl.engines.row_request import EngineRow
-from braidrl.engines.wire import EngineSpec, RequestMessage
+from braidrl.engines.wire import EngineSpec
 from braidrl.native.malloc import keep_freed_memory
 from braidrl.training.loading import load_tokenizer
 from braidrl.weights.collective import Incoming, TransferNotice
@@ -43,7 +44,7 @@ from braidrl.weights.publisher import WeightSource
 class AddRow(msgspec.Struct, tag=True):
     """Accept a request."""
 
-    request: RequestMessage
+    request: Request
 
 
 class EndRow(msgspec.Struct, tag=True):
@@ -132,7 +133,7 @@ class LeadingEngine(EmbeddedEngine):
 
     def _accept(self, row: EngineRow) -> None:
         super()._accept(row)
-        self._pending.append(AddRow(RequestMessage.of(row.request)))
+        self._pending.append(AddRow(replace(row.request, on_token=None)))
 
     def _command(self, command: Command) -> None:
         self._followers.send([*self._pending, command])
@@ -215,7 +216,7 @@ def _run(rank: int, spec: EngineSpec, pipe: Connection) -> None:
             for command in unpack_message(pipe.recv_bytes(), list[Command]):
                 match command:
                     case AddRow():
-                        engine.add(command.request.request())
+                        engine.add(command.request)
                     case EndRow():
                         engine.abort(command.uid)
                     case ClearRows():

@@ -23,7 +23,6 @@ from braidrl.engines.embedded.sharded_decoding import PipelineRanks
 from braidrl.engines.engine import EngineMemory
 from braidrl.engines.requests import Request, Response
 from braidrl.engines.stepping import SteppingEngine
-from braidrl.engines.wire import RequestMessage
 from braidrl.weights.boxes import Slices
 from braidrl.weights.generation_layout import GenerationLayout
 from braidrl.weights.in_place import GenerationWeights
@@ -69,11 +68,9 @@ class SpmdEngine(SteppingEngine):
         if self._group is None:
             return super().generate(own, on_finished, rows_to_end)
         uids = {request.uid for request in own}
-        said = self._all_gather(
-            (rows_to_end is not None, [RequestMessage.of(request) for request in own]),
-            tuple[bool, list[RequestMessage]],
-        )
-        gathered = [message.request() for _, asked in said for message in asked]
+        asked = [replace(request, on_token=None) for request in own]
+        said = self._all_gather((rows_to_end is not None, asked), tuple[bool, list[Request]])
+        gathered = [request for _, requests in said for request in requests]
         # All ranks are asked after each step, but only if some rank may end rows.
         may_end = any(can for can, _ in said)
 

@@ -12,6 +12,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,6 @@ from braidrl.engines.wire import (
     EngineReply,
     EngineSpec,
     Order,
-    RequestMessage,
-    ResponseMessage,
     Submit,
     TokenDrawn,
     UpdateWeights,
@@ -107,9 +106,9 @@ class EngineProcess:
             self._followed[number] = request.on_token
         try:
             with WORK.waiting():
-                order = Submit(number, RequestMessage.of(request), request.on_token is not None)
-                found: ResponseMessage = await self._ask(order)
-                return found.response()
+                order = Submit(number, replace(request, on_token=None), request.on_token is not None)
+                response: Response = await self._ask(order)
+                return response
         except asyncio.CancelledError:
             if self._writer is not None:
                 self._writer.write(framed(AbortRow(next(self._numbers), request.uid)))

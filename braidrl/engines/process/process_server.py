@@ -19,6 +19,7 @@ from braidrl.data.messages import unpack_message
 from braidrl.engines.divided.followers import ForkedFollowers, lead
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.engine import ENGINES, Engine, EngineError, ServedEngine
+from braidrl.engines.requests import Response
 from braidrl.engines.stepping import EngineReplica, SteppingEngine
 from braidrl.engines.wire import (
     AbortRow,
@@ -29,7 +30,6 @@ from braidrl.engines.wire import (
     EngineReply,
     EngineSpec,
     Order,
-    ResponseMessage,
     Submit,
     TokenDrawn,
     UpdateWeights,
@@ -104,14 +104,14 @@ class Host:
         else:
             self.say(CallDone(order.id, result))
 
-    async def _result(self, order: Order) -> ResponseMessage | int | None:
+    async def _result(self, order: Order) -> Response | int | None:
         match order:
             case Submit():
-                request = order.request.request()
+                request = order.request
                 if order.followed:
                     drew = lambda number, token: self.say(TokenDrawn(order.id, number, token))  # noqa: E731
                     request = replace(request, on_token=drew)
-                return ResponseMessage.of(await self.engine.submit(request))
+                return await self.engine.submit(request)
             case AbortRow():
                 await self.engine.abort(order.uid)
             case UpdateWeights(path=str() as path):
