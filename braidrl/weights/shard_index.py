@@ -5,7 +5,6 @@ model.layers.1.mlp.up_proj.weight ┼─▶ model.layers.*.mlp.up_proj.weight, n
 model.layers.2.mlp.up_proj.weight ╯
 """
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from braidrl.cluster.process_groups import all_gather_bytes
 from braidrl.cluster.world import Ranks
+from braidrl.data.messages import pack_message, unpack_message
 from braidrl.weights.boxes import Box, Slices
 from braidrl.weights.publisher import check_shapes
 from braidrl.weights.reshard_plan import TensorGroup
@@ -233,7 +233,7 @@ def named(pattern: str, numbers: Iterable[str]) -> str:
 
 def gather_shard_index(parts: Mapping[str, WeightPart], ranks: Ranks, machine: str = "") -> ShardIndex:
     """Gather the shard index of all ranks; each passes its own parts at the same time."""
-    message = bytearray(json.dumps([machine, described(parts)]).encode())
+    message = bytearray(pack_message((machine, described(parts))))
     of_all: list[Any] = [message]
     if ranks.group is not None:
         with ranks.meeting("shard index of the weights"):
@@ -243,31 +243,25 @@ def gather_shard_index(parts: Mapping[str, WeightPart], ranks: Ranks, machine: s
 
 def read_index(messages: Sequence[bytes]) -> ShardIndex:
     """Parse the messages of all ranks; replicas send equal ones, which are parsed once."""
-    read: dict[bytes, tuple[str, list[Tensors]]] = {}
-    for message in dict.fromkeys(messages):
-        machine, said = json.loads(message)
-        read[message] = (
-            machine,
-            [
-                Tensors(tuple(names), numbers, tuple(shape), dtype, Box(tuple(offsets), tuple(sizes)))
-                for names, numbers, shape, dtype, offsets, sizes in said
-            ],
-        )
+    read = {message: unpack_message(message, tuple[str, list[Tensors]]) for message in dict.fromkeys(messages)}
     return ShardIndex([read[message][1] for message in messages], [read[message][0] for message in messages])
 
 
-def described(parts: Mapping[str, WeightPart]) -> list[list[Any]]:
-    """Describe parts as JSON values (see `describe`)."""
+def described(parts: Mapping[str, WeightPart]) -> list[Tensors]:
+    """Describe parts (see `describe`)."""
     return describe((p.names, p.shape, str(p.tensor.dtype).removeprefix("torch."), p.box) for p in parts.values())
 
 
-def describe(blocks: Iterable[tuple[Sequence[str], Sequence[int], str, Box]]) -> list[list[Any]]:
+def describe(blocks: Iterable[tuple[Sequence[str], Sequence[int], str, Box]]) -> list[Tensors]:
     """Describe names, global shapes, dtypes and blocks; tensors that differ only in numbers are one entry."""
-    found: dict[tuple[Any, ...], list[str]] = {}
+    found: dict[tuple[tuple[str, ...], tuple[int, ...], str, Box], list[str]] = {}
     for names, shape, dtype, box in blocks:
         patterns = tuple(NUMBER.sub("*", name) for name in names)
         numbers = {".".join(NUMBER.findall(name)) for name in names}
         if len(numbers) > 1:
             patterns, numbers = tuple(names), {""}
-        found.setdefault((patterns, tuple(shape), dtype, box.offsets, box.sizes), []).append(numbers.pop())
-    return [[patterns, " ".join(numbers), *about] for (patterns, *about), numbers in found.items()]
+        found.setdefault((patterns, tuple(shape), dtype, box), []).append(numbers.pop())
+    return [
+        Tensors(patterns, " ".join(numbers), shape, dtype, box)
+        for (patterns, shape, dtype, box), numbers in found.items()
+    ]
