@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from braidrl.cluster.devices import own_devices
-from braidrl.cluster.process_groups import join_group
+from braidrl.cluster.process_groups import all_gather_bytes, join_group
 from braidrl.data.messages import pack_message, unpack_message
 from braidrl.errors import LostPeers, first_line
 from braidrl.observe.stalls import WORK
@@ -243,6 +243,14 @@ class Ranks:
     def meeting(self, purpose: str) -> AbstractContextManager[object]:
         """Return the guard of a collective: if it fails, the supervisor names the missing ranks."""
         return nullcontext() if self.supervisor is None else self.supervisor.meeting(purpose)
+
+    def all_gather(self, purpose: str, value: Any, type: Any = Any) -> list[Any]:
+        """All-gather messages of a type, in the order of ranks."""
+        if self.group is None:
+            return [value]
+        with self.meeting(purpose):
+            parts = all_gather_bytes(bytearray(pack_message(value)), self.group)
+        return [unpack_message(part, type) for part in parts]
 
 
 def as_tensor(message: bytes | bytearray | memoryview) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from braidrl.cluster.process_groups import address_towards, all_gather_bytes, connect_store, group_between, open_store
+from braidrl.cluster.process_groups import address_towards, connect_store, group_between, open_store
 from braidrl.cluster.world import Ranks
 from braidrl.errors import first_line
 from braidrl.weights.publisher import PublishedEngine, TransferVolume, check_shapes
@@ -68,9 +68,8 @@ class WeightOffer:
         self._kept: dict[int, tuple[Mapping[str, WeightPart], Callable[[], bool]]] = {}
         self._changed, self._closed = threading.Condition(), threading.Event()
         self._store = open_store(host, limit_s) if ranks.rank == 0 else None
-        address = json.dumps([host, self._store.port, secrets.token_hex(8)] if self._store else None).encode()
-        every = all_gather_bytes(bytearray(address), ranks.group) if ranks.group is not None else [address]
-        self._host, self._port, self._secret = json.loads(bytes(every[0]))
+        address = (host, self._store.port, secrets.token_hex(8)) if self._store else None
+        (self._host, self._port, self._secret), *_ = ranks.all_gather("address of the weights", address)
         self._senders = ranks.size
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()

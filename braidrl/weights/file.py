@@ -21,7 +21,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from braidrl.cluster.process_groups import all_gather_bytes
 from braidrl.cluster.shared_memory import shared_folder
 from braidrl.cluster.world import Ranks
 from braidrl.weights.publisher import PublishedEngine, TransferVolume
@@ -150,14 +149,14 @@ class WeightWriter:
                 tensors = self.layout.tensors(handle)
                 into = {name: WeightPart([name], own) for name, own in tensors.items()}
                 self.traffic = self.transfer.run(parts, into)
-                self._all_gather("blocks of other ranks")
+                self.ranks.all_gather("blocks of other ranks", None)
                 if self.check or self.layout.repeated:
                     if self.is_leader:
                         for name, same in self.layout.repeated.items():
                             tensors[name].copy_(tensors[same])
                         header = self.layout.header(checksum(tensors) if self.check else NO_CHECKSUM)
                         os.pwrite(handle, header, 0)
-                    self._all_gather("checksum of the weight file")
+                    self.ranks.all_gather("checksum of the weight file", None)
             except BaseException:
                 os.close(handle)
                 raise
@@ -188,18 +187,11 @@ class WeightWriter:
                 self.layout.make(named, 0o644 if for_servers else 0o600)
         except OSError as error:
             said = {"number": error.errno, "error": f"{error.filename or named or self.within}: {error.strerror}"}
-        of_all = self._all_gather("creation of the weight file", said)
+        of_all = self.ranks.all_gather("creation of the weight file", said)
         for failed in of_all:
             if "error" in failed:
                 raise OSError(failed["number"], failed["error"])
         return Path(of_all[self.here[0]]["path"])
-
-    def _all_gather(self, purpose: str, said: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-        if self.ranks.group is None:
-            return [dict(said or {})]
-        with self.ranks.meeting(purpose):
-            message = bytearray(json.dumps(said or {}).encode())
-            return [json.loads(bytes(part)) for part in all_gather_bytes(message, self.ranks.group)]
 
 
 class FilePublisher:

@@ -8,15 +8,12 @@ Sampling is deterministic: ranks with the same requests in the same order draw t
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
 
 import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from braidrl.cluster.process_groups import all_gather_bytes
 from braidrl.cluster.world import Ranks
 from braidrl.config.layout import ParallelLayout
-from braidrl.data.messages import pack_message, unpack_message
 from braidrl.data.rows import Uid
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.embedded.sharded_decoding import PipelineRanks
@@ -69,13 +66,14 @@ class SpmdEngine(SteppingEngine):
             return super().generate(own, on_finished, rows_to_end)
         uids = {request.uid for request in own}
         asked = [replace(request, on_token=None) for request in own]
-        said = self._all_gather((rows_to_end is not None, asked), tuple[bool, list[Request]])
+        ranks = Ranks(self._group)
+        said = ranks.all_gather("requests", (rows_to_end is not None, asked), tuple[bool, list[Request]])
         gathered = [request for _, requests in said for request in requests]
         # All ranks are asked after each step, but only if some rank may end rows.
         may_end = any(can for can, _ in said)
 
         def ending() -> list[Uid]:
-            named = self._all_gather(list(rows_to_end() if rows_to_end else ()), list[Uid])
+            named = ranks.all_gather("rows to end", list(rows_to_end() if rows_to_end else ()), list[Uid])
             return list(dict.fromkeys(uid for part in named for uid in part))
 
         def report(finished: Response) -> None:
@@ -84,10 +82,6 @@ class SpmdEngine(SteppingEngine):
 
         found = {finished.uid: finished for finished in super().generate(gathered, report, ending if may_end else None)}
         return [found[request.uid] for request in own]
-
-    def _all_gather(self, value: Any, type: Any) -> list[Any]:
-        assert self._group is not None
-        return [unpack_message(part, type) for part in all_gather_bytes(bytearray(pack_message(value)), self._group)]
 
 
 class ShardedEmbeddedEngine(SpmdEngine, EmbeddedEngine):

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from braidrl.cluster.process_groups import all_gather_bytes
-from braidrl.data.messages import pack_message, unpack_message
+from braidrl.cluster.world import Ranks
 from braidrl.training.compute.packed import Packed
 from braidrl.training.decoders.body import RECEIVED, body_of
 from braidrl.training.parallel.replicated import OnPrediction, Predict
@@ -99,8 +98,7 @@ class Pipeline:
         """Yield tensors as `DataParallel.full_tensors`; each pipeline rank broadcasts its own. Tied tensors may appear twice."""
         own = by_tensor(named)
         about = [(names, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for names, tensor in own]
-        of_all = [unpack_message(part) for part in all_gather_bytes(bytearray(pack_message(about)), self.group)]
-        for rank, described in enumerate(of_all):
+        for rank, described in enumerate(Ranks(self.group).all_gather("tensors", about)):
             for number, (names, shape, dtype) in enumerate(described):
                 tensor = (
                     materialize(own[number][1])
