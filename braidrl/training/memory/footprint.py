@@ -33,10 +33,10 @@ from braidrl.training.decoders.proven import proven_plan
 from braidrl.training.decoders.shrink import HEADS, KEY_HEADS, LAYERS, WIDTHS
 from braidrl.training.four_bit import BYTES_PER_WEIGHT
 from braidrl.training.loading import read_model_config
-from braidrl.training.lora import add_adapters
+from braidrl.training.lora import NAME, add_adapters
 from braidrl.training.optimizer import MASTER_BYTES
 from braidrl.training.parallel.pipeline import RUN
-from braidrl.training.parallel.tensor import ROWS, blocks_of, copied_factors, plan_of
+from braidrl.training.parallel.tensor import ROWS, blocks_of, plan_of
 
 MOMENTS = 2
 UNIFORM = {"qwen2", "qwen3", "llama", "mistral", "ministral3", "smollm3", "qwen3_moe"}
@@ -126,7 +126,13 @@ def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False, lor
                 add_adapters(model, lora)
         layer = body_of(model).layers[0]
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        copied = sum(elements(factor) for factor in copied_factors(model, config.base_model_tp_plan or {}))
+        copied = 0
+        for each in body_of(model).layers:
+            for block in blocks_of(each, config.base_model_tp_plan or {}):
+                for name, style in block.products.items():
+                    if hasattr(product := each.get_submodule(name), "base_layer"):
+                        # The factor of an adapter that tensor parallelism replicates.
+                        copied += elements((product.lora_B if style in ROWS else product.lora_A)[NAME])
         few = sum(m.base_layer.weight.numel() for m in model.modules() if hasattr(m, "base_layer"))
         four_bit = few if lora and lora.base_dtype else 0
         MEASURED[key] = Shape(

@@ -23,7 +23,7 @@ Adapters (down, up): the factor next to the sharded dimension is sharded too: `u
 one by columns. The other factor is replicated.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ from braidrl.training.compute.packed import Packed
 from braidrl.training.decoders.body import body_of
 from braidrl.training.decoders.head import head_of
 from braidrl.training.lora import NAME
-from braidrl.training.parallel.pipeline import PassThrough, is_tied, local_layers
+from braidrl.training.parallel.pipeline import PassThrough, is_tied
 from braidrl.training.parallel.replicated import Predict
 from braidrl.weights.boxes import pattern_of
 
@@ -233,16 +233,6 @@ def gather_tokens(block: nn.Module, mesh: DeviceMesh, scatter: bool) -> None:
     block.register_forward_pre_hook(prepared, with_kwargs=True)
     if scatter:
         block.register_forward_hook(lambda _, __, output: tree_map(own_tokens, output))
-
-
-def copied_factors(model: Any, plan: Mapping[str, str]) -> Iterator[nn.Module]:
-    """Yield the replicated adapter factors."""
-    for layer in local_layers(model):
-        for block in blocks_of(layer, plan):
-            for name, style in block.products.items():
-                module: Any = layer.get_submodule(name)
-                if hasattr(module, "base_layer"):
-                    yield (module.lora_B if style in ROWS else module.lora_A)[NAME]
 
 
 def parallelize_rest(model: Any, mesh: DeviceMesh) -> None:
