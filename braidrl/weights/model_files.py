@@ -56,10 +56,11 @@ class ModelFiles(WeightFiles):
                 for name, value in converted(model, conversion, parts, shapes).items():
                     self._made_by[name] = conversion, tuple(parts)
                     self._shapes[name] = value.shape
+            self._files = dict.fromkeys(self._made_by)
         self._last: tuple[Any, dict[str, Tensor]] = (None, {})
 
     def __getitem__(self, name: str) -> Tensor:
-        if not self._made_by:
+        if name not in self._made_by:
             return self._read(name)
         conversion, parts = self._made_by[name]
         if self._last[0] is not parts:
@@ -70,20 +71,11 @@ class ModelFiles(WeightFiles):
     def without(self, names: Set[str]) -> "ModelFiles":
         """Remove tensors by name; return self."""
         for name in names:
-            (self._made_by or self._files).pop(name)
+            del self._files[name]
         return self
 
-    def __contains__(self, name: object) -> bool:
-        return name in (self._made_by or self._files)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._made_by or self._files)
-
-    def __len__(self) -> int:
-        return len(self._made_by or self._files)
-
     def shape(self, name: str) -> torch.Size:
-        return self._shapes[name] if self._made_by else self._stored_shape(name)
+        return self._shapes[name] if name in self._shapes else self._stored_shape(name)
 
     def _read(self, name: str) -> Tensor:
         """Read one stored tensor, dequantised."""

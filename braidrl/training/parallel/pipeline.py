@@ -9,7 +9,7 @@ buffers for all micro-batches, so a run has at most `RUN` of them per pipeline r
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,28 +29,23 @@ HIDDEN = "hidden"
 """The key under which all pipeline ranks but the last return hidden states."""
 
 
-@dataclass(frozen=True)
 class Pipeline:
     """The pipeline group of one replica of the model."""
 
-    group: dist.ProcessGroup
-    embedding_group: dist.ProcessGroup | None
-    """The first and the last rank, which share tied embedding weights; None on the others."""
-    divisor: int
-    """The number of ranks that share the tokens of a micro-batch."""
-    device: torch.device
+    def __init__(
+        self, group: dist.ProcessGroup, embedding_group: dist.ProcessGroup | None, divisor: int, device: torch.device
+    ) -> None:
+        """Describe the group.
 
-    @property
-    def rank(self) -> int:
-        return self.group.rank()
-
-    @property
-    def size(self) -> int:
-        return self.group.size()
-
-    @property
-    def is_last(self) -> bool:
-        return self.rank == self.size - 1
+        Args:
+            group: The pipeline ranks.
+            embedding_group: The first and the last rank, which share tied embedding weights; None on the others.
+            divisor: The number of ranks that share the tokens of a micro-batch.
+            device: The device of the model.
+        """
+        self.group, self.embedding_group, self.divisor, self.device = group, embedding_group, divisor, device
+        self.rank, self.size = group.rank(), group.size()
+        self.is_last = self.rank == self.size - 1
 
     def run_micro_batches(
         self, model: Any, compute: Predict, micro_batches: Sequence[Packed], on_prediction: OnPrediction
