@@ -177,15 +177,15 @@ class Sharded(DataParallel):
             assert self.mesh is not None
             if not self.uses_fsdp:
                 sum_in_buckets(tensors, self.mesh["shard"].get_group())
-            if self.partial_gradients:
-                sum_in_buckets(
-                    select_by_parameter(self.partial_gradients, tensors, parameters), self.mesh["tensor"].get_group()
-                )
-            if self.tied_embedding:
-                assert self.pipeline is not None
-                sum_in_buckets(
-                    select_by_parameter(self.tied_embedding, tensors, parameters), self.pipeline.embedding_group
-                )
+            embedding_group = self.pipeline.embedding_group if self.pipeline is not None else None
+            for known, group in (
+                (self.partial_gradients, self.mesh["tensor"].get_group()),
+                (self.tied_embedding, embedding_group),
+            ):
+                numbers = {id(parameter) for parameter in known}
+                shared = [t for t, parameter in zip(tensors, parameters, strict=True) if id(parameter) in numbers]
+                if shared:
+                    sum_in_buckets(shared, group)
 
     def gradient_norm(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
         """Return the global norm; each rank weights its squares so that every element counts once."""
@@ -246,11 +246,3 @@ def apply_layout(layout: ParallelLayout, world: DataParallel, device: torch.devi
         sequence_group=subgroup(sequence_group),
         pipeline=pipeline,
     )
-
-
-def select_by_parameter(
-    known: Sequence[Tensor], tensors: Sequence[Tensor], parameters: Sequence[Tensor]
-) -> list[Tensor]:
-    """Select the tensors whose parameter is in `known`; `tensors` and `parameters` correspond."""
-    numbers = {id(parameter) for parameter in known}
-    return [tensor for tensor, parameter in zip(tensors, parameters, strict=True) if id(parameter) in numbers]

@@ -17,7 +17,7 @@ from braidrl.data.packing import plan_micro_batches
 from braidrl.data.rows import Rows
 from braidrl.observe.metrics import Sums
 from braidrl.training.backends import Advance, ShardedBackend
-from braidrl.training.compute.packed import Packed, empty_packed, pack
+from braidrl.training.compute.packed import Packed, pack
 from braidrl.training.compute.shared_prompts import pack_shared, plan_shared, saves_enough
 from braidrl.training.decoders.body import plan_of_model, set_training
 from braidrl.training.lora import plain_names
@@ -82,7 +82,10 @@ class RoleWorker(RoleModel, ShardedBackend):
             whole_groups: Keep the rows of a group together.
         """
         found = [MicroBatch(n, part, self.pack(part)) for n, part in self.micro_batches(rows, whole_groups)]
-        empty = MicroBatch([], Rows({}), empty_packed(self.device))
+        # A filler token without rows or actions, for a rank that only joins the collectives of a forward pass.
+        none, one = (torch.zeros(count, dtype=torch.int64, device=self.device) for count in (0, 1))
+        filler = Packed(one, one, (1,), none, none, torch.zeros(1, dtype=torch.int64), none)
+        empty = MicroBatch([], Rows({}), filler)
         return found + [empty] * (self.ranks.num_micro_batches(len(found)) - len(found))
 
     @torch.no_grad()

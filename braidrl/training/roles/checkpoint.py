@@ -37,8 +37,7 @@ from braidrl.training.lora import (
     plain_names,
 )
 from braidrl.training.optimizer import UNDIVIDED, MasterOptimizer, all_finite
-from braidrl.training.roles.model import RoleModel
-from braidrl.training.roles.side_files import save_weights
+from braidrl.training.roles.model import RoleModel, save_weights
 from braidrl.weights.boxes import pattern_of
 from braidrl.weights.checkpoint_files import HEAD, TensorReader, shapes_in
 from braidrl.weights.file import ADAPTER as ADAPTER_WEIGHTS
