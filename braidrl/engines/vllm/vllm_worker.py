@@ -43,14 +43,20 @@ class TakesWeights:
     def take_weights(self, path: str) -> None:
         """Load weights from a file. The caller has checked that they fit the model."""
         file = WeightFile(path)
-        self.load(file.put_into, lambda: True, file.tensors)
+        if live := self.live_parts():
+            self.load_in_place(lambda: file.put_into(live), lambda: True)
+        else:
+            self.load_as_they_come(file.tensors())
 
     def receive_weights(self, notice: Mapping[str, Any]) -> None:
         """Load weights that the run sends to all workers; `notice` is plain JSON."""
         parallel = self.vllm_config.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + self.rank
         incoming = Incoming(TransferNotice(**notice), worker, self.device)
-        self.load(incoming.receive, lambda: incoming.begun, incoming.tensors)
+        if live := self.live_parts():
+            self.load_in_place(lambda: incoming.receive(live), lambda: incoming.begun)
+        else:
+            self.load_as_they_come(incoming.tensors())
 
     @property
     def model_folder(self) -> Path:
@@ -69,33 +75,32 @@ class TakesWeights:
                 self.live = {}
         return self.live
 
-    def load(
-        self, put_into: Callable[[Mapping[str, WeightPart]], object], begun: Callable[[], bool],
-        tensors: Callable[[], Iterator[tuple[str, Tensor]]],
-    ) -> None:  # fmt: skip
-        """Load into the live parameters or, where vLLM keeps them in another form, tensor by tensor.
+    def load_in_place(self, load: Callable[[], object], begun: Callable[[], bool]) -> None:
+        """Load into the live parameters. Raises RuntimeError from then on if it fails after it has `begun` to change them."""
+        self._check_whole()
+        try:
+            load()
+        except BaseException:
+            self.has_weights_in_part = begun()
+            raise
+        self.model_runner.reset_encoder_cache()
+        self.model_runner.reset_mm_cache()
 
-        Raises RuntimeError from then on if it fails after it has `begun` to change weights: after a partial load vLLM would take the next
-        version's tensors for the missing ones.
+    def load_as_they_come(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Load tensors one by one. Raises RuntimeError from then on if they end in the middle.
+
+        Nothing changes before the first one arrives. After a partial load vLLM would take the next version's tensors for the missing ones.
         """
-        if self.has_weights_in_part:
-            raise RuntimeError("only a part of an earlier version arrived: vLLM has to be started anew")
-        if live := self.live_parts():
-            try:
-                put_into(live)
-            except BaseException:
-                self.has_weights_in_part = begun()
-                raise
-            self.model_runner.reset_encoder_cache()
-            self.model_runner.reset_mm_cache()
-            return
+        self._check_whole()
         if self.hub_names is None:
             self.hub_names = hub_names(self.model_folder)
-        # Nothing changes before the first tensor arrives.
-        arriving = tensors()
-        first = next(arriving)
+        first = next(tensors)
         try:
-            self.reload_weights(weights_iterator=self.hub_names.of(chain([first], arriving)))
+            self.reload_weights(weights_iterator=self.hub_names.of(chain([first], tensors)))
         except BaseException:
             self.has_weights_in_part = True
             raise
+
+    def _check_whole(self) -> None:
+        if self.has_weights_in_part:
+            raise RuntimeError("only a part of an earlier version arrived: vLLM has to be started anew")

@@ -8,7 +8,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar
 
 import psutil
 import pytest
@@ -22,7 +21,6 @@ from braidrl.engines.requests import Request, Response
 from braidrl.engines.vllm.vllm_worker import TakesWeights
 from braidrl.weights.model_files import HubNames
 from braidrl.weights.publisher import ModelWeights
-from braidrl.weights.shard_index import WeightPart
 from tests.engines.served import (
     LIMIT,
     LONG_OF_SLOW,
@@ -138,13 +136,9 @@ class Loader(TakesWeights):
     """The worker class as vLLM makes it, with a loader that accepts everything."""
 
     hub_names = HubNames(MODEL)
-    live: ClassVar[dict[str, WeightPart]] = {}
 
     def __init__(self) -> None:
         self.loaded: list[str] = []
-
-    def load_tensors(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        self.load(lambda parts: None, lambda: False, lambda: tensors)
 
     def reload_weights(self, weights_iterator: Iterator[tuple[str, torch.Tensor]]) -> None:  # type: ignore[override]
         self.loaded = []
@@ -161,12 +155,12 @@ def coming(*names: str, then_fails: bool = False) -> Iterator[tuple[str, torch.T
 
 def test_vllm_keeps_its_weights_without_an_update_and_refuses_after_a_partial_one() -> None:
     worker = Loader()
-    worker.load_tensors(coming(NAMES[0], NAMES[1]))
+    worker.load_as_they_come(coming(NAMES[0], NAMES[1]))
     with pytest.raises(ConnectionError):
-        worker.load_tensors(coming(then_fails=True))
+        worker.load_as_they_come(coming(then_fails=True))
     assert worker.loaded == [NAMES[0], NAMES[1]]
-    worker.load_tensors(coming(NAMES[1], NAMES[0]))
+    worker.load_as_they_come(coming(NAMES[1], NAMES[0]))
     with pytest.raises(ConnectionError):
-        worker.load_tensors(coming(NAMES[0], then_fails=True))
+        worker.load_as_they_come(coming(NAMES[0], then_fails=True))
     with pytest.raises(RuntimeError, match="vLLM has to be started anew"):
-        worker.load_tensors(coming(NAMES[0], NAMES[1]))
+        worker.load_as_they_come(coming(NAMES[0], NAMES[1]))
