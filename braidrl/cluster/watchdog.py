@@ -170,26 +170,22 @@ class FrozenWatch(AbstractContextManager["FrozenWatch"]):
             for process, since in list(self._since.items()):
                 if now - since >= self.silence_s:
                     self._end(process, now - since)
-            self._look_here()
+            # Report a stall of this process's own work once; no other process watches it.
+            stall = WORK.stalled()
+            if stall is None or stall.seconds < self.silence_s:
+                self._reported = stall is not None and self._reported
+            elif not self._reported:
+                self._reported, where = True, ""
+                if self.folder is not None:
+                    path = stack_file(self.folder, stall.name, os.getpid())
+                    with path.open("w") as file:
+                        faulthandler.dump_traceback(file)
+                    where = f"; its stack is in {path}"
+                self.say(f"{stall.said()}{where}")
 
     def _stopped(self) -> set[int]:
         """Return the descendants of this process that a signal has stopped."""
         return {process for process, state in descendants(os.getpid()).items() if state == "T"}
-
-    def _look_here(self) -> None:
-        """Report a stall of this process's own work once; no other process watches it."""
-        stall = WORK.stalled()
-        if stall is None or stall.seconds < self.silence_s:
-            self._reported = stall is not None and self._reported
-        elif not self._reported:
-            self._reported = True
-            where = ""
-            if self.folder is not None:
-                path = stack_file(self.folder, stall.name, os.getpid())
-                with path.open("w") as file:
-                    faulthandler.dump_traceback(file)
-                where = f"; its stack is in {path}"
-            self.say(f"{stall.said()}{where}")
 
     def _end(self, process: int, seconds: float) -> None:
         name = name_of(process)

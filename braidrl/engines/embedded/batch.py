@@ -73,9 +73,6 @@ class SlotBatch:
         self._stop_tokens = max(self._stop_tokens, len(row.stop_token_ids))
         self.prompts.expect(row.request.prompt)
 
-    def free(self) -> list[int]:
-        return [slot for slot in range(self.slots) if slot not in self.rows]
-
     def begin(self, new: Mapping[int, EngineRow], version: int) -> None:
         """Put expected rows into free slots, and compute the prompts that are missing."""
         self._cache.reserve(self._positions)
