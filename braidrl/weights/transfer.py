@@ -171,10 +171,8 @@ class WeightTransfer:
         dist.all_to_all_single(received, sent, sizes_in, sizes_out, group=self.ranks.group)
         if self.check_bytes:
             for message in filter(len, received.split(sizes_in)):
-                expected, found = (
-                    int(message[-CHECK_BYTES:].clone().view(torch.int64)),
-                    checksum(message[:-CHECK_BYTES]),
-                )
+                expected = int(message[-CHECK_BYTES:].clone().view(torch.int64))
+                found = checksum(message[:-CHECK_BYTES])
                 if expected != found:
                     raise ValueError(f"the weights that arrived have checksum {found:08x}, and {expected:08x} was sent")
         for piece, start, end in coming:
