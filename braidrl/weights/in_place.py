@@ -154,8 +154,8 @@ class GenerationWeights:
             groups = self._known.groups(gather_shard_index(wanted, ranks))
         self.transfer = WeightTransfer(self._known, groups, ranks, limit_bytes)
         shares = not self._gathers and training.shard == "none"
+        # A training slice is stored inside the generation tensor if that contains it.
         self._shared = [
-            # A training slice is stored inside the generation tensor if that contains it.
             name
             for name, part in wanted.items()
             if shares
