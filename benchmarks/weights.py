@@ -24,12 +24,13 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import Ranks, World
 from braidrl.engines.process.process_engine import EngineProcess
-from braidrl.engines.routing.service import EngineService
+from braidrl.engines.routing.router import EngineService
 from braidrl.engines.wire import EngineSpec
-from braidrl.weights.collective import CollectivePublisher, WeightOffer, WeightTransfer
+from braidrl.weights.collective import CollectivePublisher, WeightOffer
 from braidrl.weights.file import FilePublisher, WeightWriter, stored_in_memory
 from braidrl.weights.publisher import TransferVolume
 from braidrl.weights.shard_index import weight_parts
+from braidrl.weights.transfer import WeightTransfer
 from tests.tiny import ROOT, TOKENIZER
 
 RESULT = Path("benchmarks/results/weights.json")

@@ -6,7 +6,6 @@ peak memory is that of planning: the descriptions of the other ranks, its moves 
 
 from __future__ import annotations
 
-import json
 import resource
 import time
 from collections.abc import Iterator, Mapping
@@ -15,10 +14,11 @@ from functools import cache
 from typing import Any
 
 from benchmarks.turns import Turn
+from braidrl.data.messages import pack_message
 from braidrl.weights.boxes import Box, boxes_of, chunk
-from braidrl.weights.collective import LIMIT_BYTES
 from braidrl.weights.reshard_plan import Schedule, plan_moves, rounds_needed
 from braidrl.weights.shard_index import describe, read_index
+from braidrl.weights.transfer import LIMIT_BYTES
 
 WIDTH, INNER, LAYERS, HEADS, KV_HEADS, HEAD, VOCABULARY = 5120, 27648, 64, 40, 8, 128, 152064
 """Qwen2.5-32B."""
@@ -97,7 +97,7 @@ def messages(layout: Layout) -> Iterator[bytes]:
     every = shapes()
     for rank in range(layout.ranks):
         about = [([name], every[name], "bfloat16", box) for name, box in layout.boxes(rank).items()]
-        yield json.dumps(["", describe(about)]).encode()
+        yield pack_message(("", describe(about)))
 
 
 def prepare(case: Mapping[str, Any]) -> Turn:

@@ -34,14 +34,10 @@ class TaskFailed(Exception):
         self.failure = failure
 
 
-def main(descriptor: int) -> None:
-    """Serve the connection at a file descriptor."""
+def main(descriptor: int) -> NoReturn:
+    """Do the first task that arrives over the connection at a file descriptor. End after the task, or when the parent is gone."""
     os.set_inheritable(descriptor, False)
-    serve(Connection(descriptor))
-
-
-def serve(connection: Connection) -> NoReturn:
-    """Do the first task that arrives over the connection. Return after the task, or when the parent is gone."""
+    connection = Connection(descriptor)
     task = unpack_message(connection.recv_bytes(), ChildTask)
     named(task.name)
     threading.Thread(target=end_with, args=(connection, task), daemon=True).start()

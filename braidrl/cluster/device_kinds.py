@@ -54,11 +54,6 @@ class DeviceKind(Section):
         return value
 
 
-def kind_named(name: str) -> DeviceKind | None:
-    """Return the built-in kind with this torch device name, or None."""
-    return next((kind for kind in known_kinds().values() if name in kind.names), None)
-
-
 @cache
 def known_kinds() -> dict[str, DeviceKind]:
     """Return the built-in kinds."""
@@ -126,8 +121,13 @@ def read_cluster(text: str) -> Cluster:
             read = ClusterFile.model_validate(read_yaml(path))
         except ValidationError as error:
             raise UserError(f"{path}: {explain(error)}") from None
-        return _checked(read.groups, {**known_kinds(), **read.kinds})
-    return _checked([_group(part) for part in text.split("+")], known_kinds())
+        groups, kinds = read.groups, {**known_kinds(), **read.kinds}
+    else:
+        groups, kinds = [_group(part) for part in text.split("+")], known_kinds()
+    for group in groups:
+        if group.kind not in kinds:
+            raise UserError(f"--devices: no kind of device is called {group.kind!r}. {suggest(group.kind, kinds)}")
+    return Cluster(tuple(groups), {group.kind: kinds[group.kind] for group in groups})
 
 
 def _group(text: str) -> NodeGroup:
@@ -143,10 +143,3 @@ def _group(text: str) -> NodeGroup:
     if nodes < 1 or devices < 1:
         raise UserError(f"--devices: {text!r} has no devices; write numbers of at least 1, as in 1x8x{kind}")
     return NodeGroup(kind=kind, nodes=nodes, devices=devices)
-
-
-def _checked(groups: list[NodeGroup], kinds: dict[str, DeviceKind]) -> Cluster:
-    for group in groups:
-        if group.kind not in kinds:
-            raise UserError(f"--devices: no kind of device is called {group.kind!r}. {suggest(group.kind, kinds)}")
-    return Cluster(tuple(groups), {group.kind: kinds[group.kind] for group in groups})

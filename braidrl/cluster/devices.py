@@ -143,11 +143,7 @@ def device_lines(table: Mapping[str, Devices]) -> list[str]:
     """Return a line per process and per engine process with its devices."""
     lines = []
     for name, devices in table.items():
-        lines.append(f"{name}: {named(devices.every[:1])}")
-        lines += [f"{name}, engine {n}: {named(own)}" for n, own in enumerate(devices.engines)]
+        engines = {f"{name}, engine {number}": own for number, own in enumerate(devices.engines)}
+        for each, numbers in {name: devices.every[:1], **engines}.items():
+            lines.append(f"{each}: {' '.join(f'cuda:{number}' for number in numbers) or 'no device'}")
     return lines
-
-
-def named(devices: Sequence[int]) -> str:
-    """Format devices for a message."""
-    return " ".join(f"cuda:{number}" for number in devices) or "no device"

@@ -2,7 +2,7 @@
 
 open_store ──address──▶ connect_store         one process opens it, the others connect
 join_group ──▶ the group of all ranks         its limit applies to all groups made from it
-subgroup, mesh_of, background_group, group_apart, group_between
+subgroup, mesh_of, background_group, group_between
 """
 
 import contextlib
@@ -12,7 +12,6 @@ import socket
 import struct
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -146,38 +145,32 @@ def background_group() -> dist.ProcessGroup:
     return group
 
 
-def group_apart(store: dist.Store, rank: int, size: int, limit_s: float, cuda: bool, address: str) -> Any:
-    """Return a group outside the group of all ranks; a process may be in several, with different peers.
+def group_between(
+    store: dist.Store, rank: int, size: int, limit_s: float, cuda: bool, address: str
+) -> dist.ProcessGroup:
+    """Return a group outside the group of all ranks, usable by torch.distributed functions; a process may be in several.
 
     Args:
         store: As for `join_group`; so are `rank`, `size` and `limit_s`.
         rank: Number of this process.
         size: Number of processes.
         limit_s: Time limit of each wait in the group, in seconds.
-        cuda: True for NCCL between CUDA devices, else gloo between hosts.
+        cuda: True for NCCL between CUDA devices beside gloo between hosts.
         address: This machine's address for gloo.
     """
-    limit, store = timedelta(seconds=limit_s), dist.PrefixStore("group", store)
-    if cuda:
-        nccl = dist.ProcessGroupNCCL.Options()
-        nccl._timeout = limit
-        return dist.ProcessGroupNCCL(store, rank, size, nccl)
+    group, kinds = dist.ProcessGroup(dist.PrefixStore("between", store), rank, size), dist.ProcessGroup.BackendType
+    limit = timedelta(seconds=limit_s)
+    group._set_default_backend(kinds.NCCL if cuda else kinds.GLOO)
     gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     gloo._timeout = limit
     gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-    return dist.ProcessGroupGloo(store, rank, size, gloo)
-
-
-def group_between(
-    store: dist.Store, rank: int, size: int, limit_s: float, cuda: bool, address: str
-) -> dist.ProcessGroup:
-    """Return a group as `group_apart` does, usable by torch.distributed functions: gloo on the CPU, and NCCL with `cuda`."""
-    group, kinds = dist.ProcessGroup(dist.PrefixStore("between", store), rank, size), dist.ProcessGroup.BackendType
-    group._set_default_backend(kinds.NCCL if cuda else kinds.GLOO)
-    for device, kind in (("cpu", kinds.GLOO), *([("cuda", kinds.NCCL)] if cuda else [])):
-        own = dist.PrefixStore(device, store)
-        made = group_apart(own, rank, size, limit_s, device == "cuda", address)
-        group._register_backend(torch.device(device), kind, made)
+    own = dist.PrefixStore("group", dist.PrefixStore("cpu", store))
+    group._register_backend(torch.device("cpu"), kinds.GLOO, dist.ProcessGroupGloo(own, rank, size, gloo))
+    if cuda:
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = limit
+        own = dist.PrefixStore("group", dist.PrefixStore("cuda", store))
+        group._register_backend(torch.device("cuda"), kinds.NCCL, dist.ProcessGroupNCCL(own, rank, size, nccl))
     return group
 
 

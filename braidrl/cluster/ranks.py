@@ -11,7 +11,6 @@ import secrets
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -78,34 +77,31 @@ def run_ranks(
         store = None
 
 
-@dataclass
-class InterruptCount:
-    """The number of Ctrl-C received, and the number passed on."""
-
-    asked: int = 0
-    passed_on: int = 0
-
-    def pass_on(self, ranks: Sequence[Process]) -> None:
-        """Pass on interrupts since the last call. Not for a signal handler: it may run in the middle of a Ray call."""
-        while self.passed_on < self.asked:
-            self.passed_on += 1
-            for rank in ranks:
-                rank.interrupt()
-
-
 def tell(line: str) -> None:
     """Print a line between the ranks' own output."""
     print(f"braid: {line}", file=sys.stderr, flush=True)
 
 
 def supervise(
-    launcher: Launcher, ranks: Sequence[Process], interrupts: InterruptCount, silence_s: float, killed: Sequence[str]
+    launcher: Launcher, ranks: Sequence[Process], interrupts: Sequence[int], silence_s: float, killed: Sequence[str]
 ) -> Any:
-    """Wait until every rank is done and return rank 0's result. Raises the first failure; `killed` holds lines on frozen processes."""
+    """Wait until every rank is done and return rank 0's result. Raises the first failure.
+
+    Args:
+        launcher: Started the ranks.
+        ranks: All ranks.
+        interrupts: The signals received so far, which are passed on.
+        silence_s: As for `run_ranks`.
+        killed: Lines on frozen processes that were killed.
+    """
     silent, outcomes = list(ranks), dict[str, Outcome]()
-    deadline = float("inf")
+    deadline, passed_on = float("inf"), 0
     while silent and time.monotonic() < deadline:
-        interrupts.pass_on(ranks)
+        # Not in the signal handler: it may run in the middle of a Ray call.
+        while passed_on < len(interrupts):
+            passed_on += 1
+            for rank in ranks:
+                rank.interrupt()
         for rank in launcher.answered(silent, min(LOOK_EVERY_S, max(0.0, deadline - time.monotonic()))):
             silent.remove(rank)
             frozen = next((line for line in killed if f"(process {rank.pid})" in line), "")
@@ -137,16 +133,16 @@ def end(ranks: Sequence[Process]) -> None:
 
 
 @contextlib.contextmanager
-def counted_interrupts() -> Iterator[InterruptCount]:
-    """Count Ctrl-C and SIGTERM. The ranks save and end together; then the launcher ends in the same way."""
-    interrupts = InterruptCount()
+def counted_interrupts() -> Iterator[Sequence[int]]:
+    """Collect Ctrl-C and SIGTERM. The ranks save and end together; then the launcher ends in the same way."""
+    interrupts: list[int] = []
 
-    def count(number: int, frame: FrameType | None) -> None:
-        interrupts.asked += 1
-        if interrupts.asked > PATIENCE:
+    def collect(number: int, frame: FrameType | None) -> None:
+        interrupts.append(number)
+        if len(interrupts) > PATIENCE:
             raise KeyboardInterrupt
 
-    with interrupts_handled(count):
+    with interrupts_handled(collect):
         yield interrupts
 
 

@@ -97,25 +97,24 @@ class RayCluster:
         self.needed: dict[int, str] = {}
         """Ray's own processes, for a cluster started here."""
         if self.started:
-            self._connect()
+            address = config.address or os.environ.get("RAY_ADDRESS")
+            own = {"max_direct_call_object_size": INLINE_BYTES}
+            local = {} if address else {"num_cpus": config.cpus, "include_dashboard": False, "_system_config": own}
+            try:
+                self.ray.init(
+                    address or "local", log_to_driver=True, logging_level=logging.ERROR, configure_logging=True, **local
+                )
+            except (ConnectionError, ValueError, RuntimeError) as error:
+                raise UserError(
+                    f"no Ray cluster at {address or 'this machine'} ({' '.join(str(error).split())}); check cluster.address"
+                ) from error
             names = {process: name_of(process) for process in descendants(os.getpid())}
             self.needed = {process: name for process, name in names.items() if name in NEEDED_BY_RAY}
+        self.own_node = str(self.ray.get_runtime_context().get_node_id())
+        """Ray's id of this process's node."""
         resources = self.ray.cluster_resources()
         self.kind = "GPU" if device == "cuda" or (device == "auto" and resources.get("GPU", 0) > 0) else "CPU"
         self.devices = int(resources.get(self.kind, 0))
-
-    def _connect(self) -> None:
-        address = self.config.address or os.environ.get("RAY_ADDRESS")
-        inline = {"max_direct_call_object_size": INLINE_BYTES}
-        local = {} if address else {"num_cpus": self.config.cpus, "include_dashboard": False, "_system_config": inline}
-        try:
-            self.ray.init(
-                address or "local", log_to_driver=True, logging_level=logging.ERROR, configure_logging=True, **local
-            )
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            raise UserError(
-                f"no Ray cluster at {address or 'this machine'} ({' '.join(str(error).split())}); check cluster.address"
-            ) from error
 
     def reserve(self, pools: Sequence[Pool]) -> list[list[Reservation]]:
         """Reserve resources for each pool and return the place of each rank, in the order of nodes.
@@ -166,11 +165,6 @@ class RayCluster:
         """Return the node id of a reservation."""
         table = self.ray.util.placement_group_table(place.strategy.placement_group)
         return str(table["bundles_to_node_id"][place.strategy.placement_group_bundle_index])
-
-    @property
-    def own_node(self) -> str:
-        """Return Ray's id of this process's node."""
-        return str(self.ray.get_runtime_context().get_node_id())
 
     def start(self, worker: type, place: Reservation, *arguments: Any, name: str | None = None) -> Any:
         """Start an actor of class `worker` in a reservation. It answers `fetch` in separate threads while another call runs.

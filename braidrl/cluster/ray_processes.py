@@ -122,7 +122,7 @@ class RayLauncher:
         """Connect to or start a cluster. Raises UserError if Ray is not installed, or there is no cluster."""
         ray = import_ray("cluster.launcher=ray")
         self.cluster = RayCluster(config, device)
-        self.node = str(ray.get_runtime_context().get_node_id())
+        self.node = self.cluster.own_node
         self._reserved: dict[str, list[Reservation]] = {}
         self._ips = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
 

@@ -52,8 +52,11 @@ def goes_by(name: str) -> None:
         Path("/proc/self/comm").write_text(name[:COMM_BYTES])
 
 
-def stack_of(process: int) -> str:
-    """Return the stacks of a process of this run, also if a signal has stopped it; empty if it does not dump them."""
+def keep_stack(process: int, name: str, folder: Path | None) -> str:
+    """Write the stacks of a process of this run into the run's folder, also if a signal has stopped it, and stop it.
+
+    Returns a message about the file; it is empty if the process does not dump its stacks.
+    """
     with contextlib.suppress(OSError):
         held = next((fd for fd in Path(f"/proc/{process}/fd").iterdir() if STACK in os.readlink(fd)), None)
         if held is None:
@@ -66,7 +69,11 @@ def stack_of(process: int) -> str:
         while time.monotonic() < limit and (not held.stat().st_size or holding_back(process, signal.SIGUSR1) - deaf):
             time.sleep(0.01)
         os.kill(process, signal.SIGSTOP)
-        return held.read_text()
+        stack = held.read_text()
+        if stack and folder is not None:
+            path = stack_file(folder, name, process)
+            path.write_text(stack)
+            return f"; its stack is in {path}"
     return ""
 
 
@@ -79,16 +86,6 @@ def holding_back(process: int, number: signal.Signals) -> set[str]:
             if int(mask, 16) >> (number - 1) & 1:
                 found.add(thread.name)
     return found
-
-
-def keep_stack(process: int, name: str, folder: Path | None) -> str:
-    """Write a process's stack into a run's folder; return a message about it."""
-    stack = stack_of(process)
-    if not stack or folder is None:
-        return ""
-    path = stack_file(folder, name, process)
-    path.write_text(stack)
-    return f"; its stack is in {path}"
 
 
 def stack_file(folder: Path, name: str, process: int) -> Path:
@@ -169,33 +166,26 @@ class FrozenWatch(AbstractContextManager["FrozenWatch"]):
             if now - looked > pause + ASLEEP_S:
                 self._since.clear()  # this process was itself stopped, perhaps together with all others
             looked = now
-            self._look(now)
-            self._look_here()
-
-    def _look(self, now: float) -> None:
-        self._since = {process: self._since.get(process, now) for process in self._stopped()}
-        for process, since in list(self._since.items()):
-            if now - since >= self.silence_s:
-                self._end(process, now - since)
+            self._since = {process: self._since.get(process, now) for process in self._stopped()}
+            for process, since in list(self._since.items()):
+                if now - since >= self.silence_s:
+                    self._end(process, now - since)
+            # Report a stall of this process's own work once; no other process watches it.
+            stall = WORK.stalled()
+            if stall is None or stall.seconds < self.silence_s:
+                self._reported = stall is not None and self._reported
+            elif not self._reported:
+                self._reported, where = True, ""
+                if self.folder is not None:
+                    path = stack_file(self.folder, stall.name, os.getpid())
+                    with path.open("w") as file:
+                        faulthandler.dump_traceback(file)
+                    where = f"; its stack is in {path}"
+                self.say(f"{stall.said()}{where}")
 
     def _stopped(self) -> set[int]:
         """Return the descendants of this process that a signal has stopped."""
         return {process for process, state in descendants(os.getpid()).items() if state == "T"}
-
-    def _look_here(self) -> None:
-        """Report a stall of this process's own work once; no other process watches it."""
-        stall = WORK.stalled()
-        if stall is None or stall.seconds < self.silence_s:
-            self._reported = stall is not None and self._reported
-        elif not self._reported:
-            self._reported = True
-            where = ""
-            if self.folder is not None:
-                path = stack_file(self.folder, stall.name, os.getpid())
-                with path.open("w") as file:
-                    faulthandler.dump_traceback(file)
-                where = f"; its stack is in {path}"
-            self.say(f"{stall.said()}{where}")
 
     def _end(self, process: int, seconds: float) -> None:
         name = name_of(process)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from braidrl.cluster.devices import own_devices
-from braidrl.cluster.process_groups import join_group
+from braidrl.cluster.process_groups import all_gather_bytes, join_group
 from braidrl.data.messages import pack_message, unpack_message
 from braidrl.errors import LostPeers, first_line
 from braidrl.observe.stalls import WORK
@@ -86,14 +86,11 @@ class World:
         self, rank: int = 0, size: int = 1, group: dist.ProcessGroup | None = None, store: dist.Store | None = None
     ) -> None:
         self.rank, self.size, self.group = rank, size, group
+        self.first = rank == 0
+        """True for the rank that writes shared files."""
         self.place, self.rows = "the start", ""
         self.received = BytesReceived()
         self._store, self._meetings = store, 0
-
-    @property
-    def first(self) -> bool:
-        """Return True for the rank that writes shared files."""
-        return self.rank == 0
 
     @property
     def notices(self) -> Notices | None:
@@ -123,7 +120,19 @@ class World:
             if isinstance(error, LostPeers):
                 raise
             seconds = time.monotonic() - start
-            raise LostPeers(f"waited {seconds:.0f} s in {where} for {self._missing()}: {first_line(error)}") from error
+            assert self._store is not None
+            self._store.set_timeout(timedelta(seconds=STORE_LIMIT_S))
+            # The ranks missing from this collective, and where they were last.
+            late = []
+            try:
+                for rank in range(self.size):
+                    meetings, _, place = self._store.get(f"place/{rank}").decode().partition(" ")
+                    if int(meetings) < self._meetings:
+                        late.append(f"rank {rank}, last seen in {place}")
+            except (RuntimeError, OSError) as unknown:
+                late.append(f"ranks that nothing is known of ({first_line(unknown)})")
+            missing = "; ".join(late) or "a rank that has ended since"
+            raise LostPeers(f"waited {seconds:.0f} s in {where} for {missing}: {first_line(error)}") from error
 
     @contextmanager
     def supervised(self, purpose: str) -> Iterator[None]:
@@ -135,20 +144,6 @@ class World:
                 raise
             with self.meeting(purpose):
                 raise
-
-    def _missing(self) -> str:
-        """Return the ranks missing from this collective, and where they were last."""
-        assert self._store is not None
-        self._store.set_timeout(timedelta(seconds=STORE_LIMIT_S))
-        late = []
-        try:
-            for rank in range(self.size):
-                meetings, _, where = self._store.get(f"place/{rank}").decode().partition(" ")
-                if int(meetings) < self._meetings:
-                    late.append(f"rank {rank}, last seen in {where}")
-        except (RuntimeError, OSError) as error:
-            late.append(f"ranks that nothing is known of ({first_line(error)})")
-        return "; ".join(late) or "a rank that has ended since"
 
     def gather(self, purpose: str, message: bytes | bytearray | memoryview) -> list[memoryview]:
         """All-gather a message, in the order of ranks."""
@@ -248,6 +243,14 @@ class Ranks:
     def meeting(self, purpose: str) -> AbstractContextManager[object]:
         """Return the guard of a collective: if it fails, the supervisor names the missing ranks."""
         return nullcontext() if self.supervisor is None else self.supervisor.meeting(purpose)
+
+    def all_gather(self, purpose: str, value: Any, type: Any = Any) -> list[Any]:
+        """All-gather messages of a type, in the order of ranks."""
+        if self.group is None:
+            return [value]
+        with self.meeting(purpose):
+            parts = all_gather_bytes(bytearray(pack_message(value)), self.group)
+        return [unpack_message(part, type) for part in parts]
 
 
 def as_tensor(message: bytes | bytearray | memoryview) -> Tensor:

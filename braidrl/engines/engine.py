@@ -60,12 +60,6 @@ class Engine(Protocol):
     async def abort(self, uid: Uid) -> None:
         """End a row at once: its `submit` returns the tokens drawn so far. Raises KeyError if the row is not in flight."""
 
-    async def pause(self) -> None:
-        """Draw no token until `resume`. Rows keep their tokens, and requests may be submitted."""
-
-    async def resume(self) -> None:
-        """Continue after `pause`."""
-
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
         """Use new weights from the next token on; rows in flight continue with them.
 

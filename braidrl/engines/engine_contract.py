@@ -164,24 +164,6 @@ async def abort_gives_what_there_is(subject: EngineUnderTest) -> None:
     raise AssertionError("a row that is not under way was aborted")
 
 
-async def a_pause_changes_nothing_but_the_time(subject: EngineUnderTest) -> None:
-    wanted = requests(subject, 4, tokens=subject.long)
-    straight = await all_of(subject.make(), wanted)
-    engine = subject.make()
-    for _ in range(100):
-        tasks = [await under_way(engine, wanted[0]), *(asyncio.ensure_future(engine.submit(r)) for r in wanted[1:3])]
-        await engine.pause()
-        if not all(task.done() for task in tasks):
-            break
-        await engine.resume()
-    late = asyncio.ensure_future(engine.submit(wanted[3]))
-    await asyncio.sleep(0.05)
-    assert not late.done() and not all(task.done() for task in tasks)
-    await engine.resume()
-    finished = [await task for task in [*tasks, late]]
-    assert [r.tokens.tolist() for r in finished] == [r.tokens.tolist() for r in straight]
-
-
 async def new_weights_draw_the_tokens_after_them(subject: EngineUnderTest) -> None:
     (request, *_) = requests(subject, 1, tokens=subject.long)
     engine = subject.make()
@@ -255,7 +237,6 @@ CHECKS: tuple[Callable[[EngineUnderTest], Awaitable[None]], ...] = (
     stop_tokens_end_a_row_and_belong_to_it,
     a_request_without_room_is_refused_and_harms_no_other,
     abort_gives_what_there_is,
-    a_pause_changes_nothing_but_the_time,
     new_weights_draw_the_tokens_after_them,
     weights_that_lack_a_tensor_are_refused,
     an_engine_sleeps_when_idle_and_requests_wait_for_it,

@@ -15,8 +15,6 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import torch
-from torch import Tensor
-from torch.distributed import ProcessGroup
 from transformers import PreTrainedTokenizerBase
 
 from braidrl.cluster.devices import choose_device, device_count, own_devices
@@ -33,7 +31,7 @@ from braidrl.engines.engine import ENGINES, RoleEngine, ServedEngine
 from braidrl.engines.http.dialects import DIALECTS, ServerNeeds, vllm_log_prob_modes
 from braidrl.engines.process.process_engine import EngineProcess
 from braidrl.engines.requests import SamplingParams
-from braidrl.engines.routing.service import EngineService
+from braidrl.engines.routing.router import EngineService
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.engines.wire import EngineSpec
 from braidrl.errors import UserError
@@ -44,13 +42,14 @@ from braidrl.training.parallel.replicated import DataParallel
 from braidrl.training.role_settings import DTYPES, dtype_of, layout_of, model_path, slots_of
 from braidrl.training.roles.base import RoleWorker
 from braidrl.training.roles.copies import copy_within, local_weight_parts
-from braidrl.weights.collective import CollectivePublisher, LayoutCopy, Parts, WeightOffer
+from braidrl.weights.collective import CollectivePublisher, WeightOffer
 from braidrl.weights.file import FilePublisher, WeightWriter, stored_in_folder, stored_in_memory
 from braidrl.weights.generation_layout import GenerationLayout
 from braidrl.weights.in_place import InPlacePublisher, shapes_of
 from braidrl.weights.model_files import hub_names
 from braidrl.weights.publisher import ModelWeights, Publisher
-from braidrl.weights.shard_index import WeightPart
+from braidrl.weights.shard_index import Parts, WeightPart
+from braidrl.weights.transfer import LayoutCopy
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The ranks for which vLLM can make room."""
@@ -91,9 +90,17 @@ def start_engine(worker: Generated, config: Config, tokenizer: PreTrainedTokeniz
     if hosts_vllm(config) or pools_ranks(config):
         return spmd_engine(worker, config, tokenizer, spec)
     if count := engine_processes(config):
-        return start_processes(worker.role, config, on_devices(spec, count))
+        limit_s, store = config.cluster.wait_limit_s, partial(stored_in_memory, check=rollout.check_weights)
+        names = (f"{worker.role}'s engine {n}" for n in range(count))
+        engines = [
+            EngineProcess(own, name, rollout.python, limit_s)
+            for own, name in zip(on_devices(spec, count), names, strict=True)
+        ]
+        return EngineService(engines, limit_s, store)
     if rollout.engine != "embedded":
-        return own_engine(config, spec)
+        # A user's engine in this process.
+        made: SteppingEngine | ServedEngine = ENGINES.find(spec.kind)(spec)
+        return made if isinstance(made, SteppingEngine) else EngineService([made], config.cluster.wait_limit_s)
     # Decoding needs all weights on each rank, with adapters merged; otherwise a frozen copy, refreshed at each publication.
     dtype = DTYPES[rollout.dtype] if rollout.dtype else None
     own_dtype = dtype or dtype_of(worker.role, config)
@@ -120,13 +127,16 @@ def publisher_of(worker: TrainingBackend, engine: RoleEngine, config: Config) ->
         sharded = isinstance(engine, SpmdEngine)
         if engine.phases if isinstance(engine, SpmdEngine) else worker.shared_model:
             return InPlacePublisher(engine)
-        return InPlacePublisher(engine, copy_within(worker, parts_of(engine), sharded))
+        return InPlacePublisher(engine, copy_within(worker, engine.parts, sharded))
     if not isinstance(engine, EngineService) or not (config.rollout.engine == "http" or engine_processes(config)):
         # A user's own engine in this process.
         return InPlacePublisher(engine, source=worker)
     if is_collective(config):
         rollout, limit_s = config.rollout, config.cluster.wait_limit_s
-        offer = WeightOffer(ranks, run_address(config), limit_s, worker.device, rollout.check_weights)
+        # This machine's address, as servers or engines on this machine reach it.
+        addresses = [address_towards(urlsplit(url).hostname or LOOPBACK) for url in rollout.servers.urls]
+        address = next((address for address in addresses if address != LOOPBACK), LOOPBACK)
+        offer = WeightOffer(ranks, address, limit_s, worker.device, rollout.check_weights)
         state = lambda: (worker.weight_updates, worker.offloadable["weights"].away_bytes)  # noqa: E731
         return CollectivePublisher(offer, parts, engine, ranks, state)
     return FilePublisher(file_writer(parts(), ranks, config), parts, engine)
@@ -153,14 +163,9 @@ def exchange_publisher(
     parts: Parts = partial(local_weight_parts, worker) if worker is not None else dict
     if engine_processes(config) or config.rollout.engine not in ("embedded", "vllm"):
         return FilePublisher(file_writer(parts(), ranks, config), parts, engine)
-    target: Parts = parts_of(engine) if engine is not None else dict
+    assert engine is None or isinstance(engine, EmbeddedEngine | SpmdEngine)
+    target: Parts = engine.parts if engine is not None else dict
     return InPlacePublisher(engine, LayoutCopy(parts, target, ranks))
-
-
-def parts_of(engine: RoleEngine) -> Parts:
-    """Return the function that returns the parts of an engine's weights in this process."""
-    assert isinstance(engine, EmbeddedEngine | SpmdEngine)
-    return engine.parts
 
 
 def file_writer(parts: Mapping[str, WeightPart], ranks: DataParallel, config: Config) -> WeightWriter:
@@ -195,13 +200,6 @@ def is_collective(config: Config) -> bool:
     return not shared
 
 
-def run_address(config: Config) -> str:
-    """Return this machine's address, as servers or engines on this machine reach it."""
-    hosts = [urlsplit(url).hostname or LOOPBACK for url in config.rollout.servers.urls]
-    addresses = [address_towards(host) for host in hosts]
-    return next((address for address in addresses if address != LOOPBACK), LOOPBACK)
-
-
 def engine_spec(role: str, config: Config) -> EngineSpec:
     """Return the settings of a role's engine, as plain data that is sent to its process."""
     rollout, path = config.rollout, model_path(role, config).expanduser()
@@ -225,21 +223,6 @@ def training_sampling(config: Config) -> SamplingParams:
     return SamplingParams(rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_response_tokens)
 
 
-def start_processes(role: str, config: Config, specs: Sequence[EngineSpec]) -> EngineService:
-    """Start engines in processes of their own. Raises UserError for a model that they cannot use."""
-    limit_s, rollout = config.cluster.wait_limit_s, config.rollout
-    engines = [EngineProcess(own, f"{role}'s engine {n}", rollout.python, limit_s) for n, own in enumerate(specs)]
-    return EngineService(engines, limit_s, partial(stored_in_memory, check=rollout.check_weights))
-
-
-def own_engine(config: Config, spec: EngineSpec) -> RoleEngine:
-    """Return a user's engine in this process."""
-    made: SteppingEngine | ServedEngine = ENGINES.find(spec.kind)(spec)
-    if isinstance(made, SteppingEngine):
-        return made
-    return EngineService([made], config.cluster.wait_limit_s)
-
-
 def spmd_engine(worker: Generated, config: Config, tokenizer: PreTrainedTokenizerBase, spec: EngineSpec) -> SpmdEngine:
     """Return the engine with which ranks decode together; all ranks call this at the same time. Raises UserError as `start_engine`."""
     rollout, layout, trains = config.rollout, generation_layout(config), not isinstance(worker, Remote)
@@ -249,7 +232,15 @@ def spmd_engine(worker: Generated, config: Config, tokenizer: PreTrainedTokenize
     # With a memory budget the copy is kept, and is offloaded as the budget requires.
     takes_turns = (layout.grouping or layout.nests(training)) and config.trainer.resident_gib is None
     if rollout.engine == "vllm":
-        made = vllm_on_ranks(spec, tokenizer, groups if group is not None else None, group)
+        # Read when vLLM is imported, which is here because it is optional. Its warnings are about what Braid sets.
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        try:
+            from braidrl.engines.vllm.hosted import HostedVllmEngine
+        except ImportError as error:
+            raise UserError(
+                f"rollout.engines=0: {sys.executable} cannot import vLLM ({error}); see docs/engines.md"
+            ) from error
+        made: SpmdEngine = HostedVllmEngine(spec, tokenizer, groups if group is not None else None, group)
     else:
         assert group is not None
         tensor, pipeline = join_generation_groups(groups)
@@ -261,21 +252,6 @@ def spmd_engine(worker: Generated, config: Config, tokenizer: PreTrainedTokenize
     if takes_turns and isinstance(worker, RoleWorker) and not adapters_sent(worker, config):
         made.take_turns(partial(local_weight_parts, worker), training, worker.ranks, layout)
     return made
-
-
-def vllm_on_ranks(
-    spec: EngineSpec, tokenizer: PreTrainedTokenizerBase, groups: Tensor | None, group: ProcessGroup | None
-) -> SpmdEngine:
-    """Return vLLM in the ranks that train. Raises UserError if this interpreter does not have vLLM."""
-    # Read when vLLM is imported, which is here because it is optional. Its warnings are about what Braid sets.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    try:
-        from braidrl.engines.vllm.hosted import HostedVllmEngine
-    except ImportError as error:
-        raise UserError(
-            f"rollout.engines=0: {sys.executable} cannot import vLLM ({error}); see docs/engines.md"
-        ) from error
-    return HostedVllmEngine(spec, tokenizer, groups, group)
 
 
 def generation_layout(config: Config) -> GenerationLayout:

@@ -1,10 +1,10 @@
 """Requests to an engine and its responses: plain values, the same for every engine. A row can continue later or on another engine."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -35,12 +35,6 @@ class SamplingParams:
             raise ValueError(f"temperature >= 0, 0 < top_p <= 1, top_k >= 0 and max_tokens >= 1 are needed, got {self}")
         if "" in self.stop:
             raise ValueError("a stop text is empty")
-
-    @staticmethod
-    def of(plain: Mapping[str, Any]) -> "SamplingParams":
-        """Restore settings from JSON, which turns tuples into lists."""
-        settings: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in plain.items()}
-        return SamplingParams(**settings)
 
     @property
     def takes_likeliest(self) -> bool:
@@ -134,7 +128,7 @@ class Draws:
 
     def arguments(self) -> dict[str, str]:
         """Encode as text under one key, which engines and servers pass through."""
-        return {ARGUMENT: json.dumps(asdict(self))}
+        return {ARGUMENT: msgspec.json.encode(self).decode()}
 
 
 def row_draws(request: Request, seed: int) -> Draws:
@@ -148,5 +142,4 @@ def parse_draws(arguments: Mapping[str, Any] | None) -> Draws:
         raise ValueError(
             "this engine draws tokens for Braid alone: ask it through `braid train` with rollout.engine=http"
         )
-    plain = json.loads(arguments[ARGUMENT])
-    return Draws(plain["key"], plain["first"], SamplingParams.of(plain["sampling"]))
+    return msgspec.json.decode(arguments[ARGUMENT], type=Draws)

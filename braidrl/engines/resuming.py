@@ -34,21 +34,18 @@ class ResumingEngine:
         rest: Request | None = request
         while rest is not None:
             await self._running.wait()
-            part, preempted = await self._part(rest)
+            self._in_engine[rest.uid] = False
+            try:
+                part = await self.engine.submit(rest)
+                preempted = self._in_engine[rest.uid]
+            finally:
+                del self._in_engine[rest.uid]
             parts.append(part)
             if not preempted or part.finish_reason is not FinishReason.ABORT:
                 break
             self.preempted_tokens += len(part.tokens)
             rest = remaining_request(rest, part)
         return joined(parts)
-
-    async def _part(self, request: Request) -> tuple[Response, bool]:
-        self._in_engine[request.uid] = False
-        try:
-            part = await self.engine.submit(request)
-            return part, self._in_engine[request.uid]
-        finally:
-            del self._in_engine[request.uid]
 
     async def preempt(self) -> None:
         """Preempt all rows, and return when the engine has none."""
@@ -63,12 +60,6 @@ class ResumingEngine:
 
     async def abort(self, uid: Uid) -> None:
         await self.engine.abort(uid)
-
-    async def pause(self) -> None:
-        await self.engine.pause()
-
-    async def resume(self) -> None:
-        await self.engine.resume()
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
         """Preempt all rows, change the weights, and resume."""

@@ -53,11 +53,6 @@ class EngineRow:
     recorded: int = 0
     """Number of tokens given to `record_token`."""
 
-    @property
-    def is_followed(self) -> bool:
-        """Return whether `record_token` must be called with each token as soon as it is drawn."""
-        return self.stop_texts is not None or self.request.on_token is not None
-
     def record_token(self, token: int) -> bool:
         """Record the next drawn token, and call `Request.on_token`; return True if the token completes a stop text."""
         if self.request.on_token is not None:
@@ -80,14 +75,9 @@ class EngineRow:
         """
         stopped = self.stop_text_found or (len(tokens) > 0 and int(tokens[-1]) in self.stop_token_ids)
         reason = FinishReason.STOP if stopped else FinishReason.LENGTH
-        return Response(
-            self.request.uid, tokens, log_probs, FinishReason.ABORT if aborted else reason, self._versions(len(tokens))
-        )
-
-    def _versions(self, tokens: int) -> Tensor:
-        starts = [start for start, _ in self.versions] + [tokens]
-        lengths = torch.tensor(starts).diff()
-        return torch.tensor([version for _, version in self.versions], dtype=torch.int64).repeat_interleave(lengths)
+        lengths = torch.tensor([*(start for start, _ in self.versions), len(tokens)]).diff()
+        versions = torch.tensor([v for _, v in self.versions], dtype=torch.int64).repeat_interleave(lengths)
+        return Response(self.request.uid, tokens, log_probs, FinishReason.ABORT if aborted else reason, versions)
 
 
 @dataclass

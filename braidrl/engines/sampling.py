@@ -68,7 +68,23 @@ def sample(logits: Tensor, sampling: BatchSampling, uniforms: Tensor) -> tuple[T
     largest, likeliest = scaled.max(-1, keepdim=True)
     weights = (scaled - largest).exp_()
     total = weights.sum(-1, keepdim=True)
-    tokens = inverse_cdf(_cut(weights, sampling), uniforms)[:, None]
+    if sampling.top_k is not None:
+        ranks = sampling.top_k.clamp(max=weights.shape[-1])
+        values = weights.topk(min(sampling.most, weights.shape[-1]), dim=-1).values
+        least = values.gather(-1, (ranks - 1).clamp(min=0)[:, None])
+        weights = weights.masked_fill((weights < least) & (ranks > 0)[:, None], 0.0)
+    if sampling.top_p is not None:
+        # Keep the smallest set of likeliest tokens that holds the share `top_p` of the weight that top-k leaves.
+        everything = (sampling.top_p >= 1)[:, None]
+        wanted = sampling.top_p.double()[:, None] * weights.sum(-1, keepdim=True, dtype=torch.float64)
+        for width in (NUCLEUS, weights.shape[-1]):
+            values = weights.topk(min(width, weights.shape[-1]), dim=-1).values
+            short = values.cumsum(-1, dtype=torch.float64) < wanted
+            if not bool((short[:, -1:] & ~everything).any()):
+                break
+        last = short.sum(-1, keepdim=True).clamp(max=values.shape[-1] - 1)
+        weights = weights.masked_fill(weights < values.gather(-1, last).masked_fill(everything, 0.0), 0.0)
+    tokens = inverse_cdf(weights, uniforms)[:, None]
     if sampling.greedy is not None:
         tokens = torch.where(sampling.greedy[:, None], likeliest, tokens)
     log_probs = scaled.gather(-1, tokens) - largest - total.log()
@@ -94,28 +110,3 @@ def _passing(cumulative: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
     upper = cumulative.gather(-1, found)
     lower = cumulative.gather(-1, (found - 1).clamp(min=0)).masked_fill(found == 0, 0.0)
     return found[:, 0], ((target - lower) / (upper - lower))[:, 0]
-
-
-def _cut(weights: Tensor, sampling: BatchSampling) -> Tensor:
-    """Set `weights` (B, V) to 0 outside the rows' top-k, then outside their top-p of the remaining weight."""
-    if sampling.top_k is not None:
-        ranks = sampling.top_k.clamp(max=weights.shape[-1])
-        values = weights.topk(min(sampling.most, weights.shape[-1]), dim=-1).values
-        least = values.gather(-1, (ranks - 1).clamp(min=0)[:, None])
-        weights = weights.masked_fill((weights < least) & (ranks > 0)[:, None], 0.0)
-    if sampling.top_p is not None:
-        weights = weights.masked_fill(weights < _nucleus_threshold(weights, sampling.top_p), 0.0)
-    return weights
-
-
-def _nucleus_threshold(weights: Tensor, top_p: Tensor) -> Tensor:
-    """Return the smallest weight (B, 1) in the smallest set of likeliest tokens that holds the share `top_p` (B,) of the total."""
-    everything = (top_p >= 1)[:, None]
-    wanted = top_p.double()[:, None] * weights.sum(-1, keepdim=True, dtype=torch.float64)
-    for width in (NUCLEUS, weights.shape[-1]):
-        values = weights.topk(min(width, weights.shape[-1]), dim=-1).values
-        short = values.cumsum(-1, dtype=torch.float64) < wanted
-        if not bool((short[:, -1:] & ~everything).any()):
-            break
-    last = short.sum(-1, keepdim=True).clamp(max=values.shape[-1] - 1)
-    return values.gather(-1, last).masked_fill(everything, 0.0)

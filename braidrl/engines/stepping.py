@@ -181,8 +181,7 @@ class EngineReplica:
     def __init__(self, engine: "SteppingEngine", name: str = "this process's engine") -> None:
         self.engine, self.name, self.max_sequence_tokens = engine, name, engine.max_sequence_tokens
         self._answers: dict[Uid, asyncio.Future[Response]] = {}
-        self._running, self._awake = asyncio.Event(), asyncio.Event()
-        self._running.set()
+        self._awake = asyncio.Event()
         self._awake.set()
         self._driver: asyncio.Task[None] | None = None
         self._failure: EngineError | None = None
@@ -213,12 +212,6 @@ class EngineReplica:
             raise KeyError(f"row {uid} is not under way")
         self._answer(self.engine.abort(uid))
 
-    async def pause(self) -> None:
-        self._running.clear()
-
-    async def resume(self) -> None:
-        self._running.set()
-
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
         self.engine.publish(version, source)
 
@@ -244,34 +237,27 @@ class EngineReplica:
 
     async def _drive(self) -> None:
         while self._answers:
-            await self._running.wait()
             # All ready tasks submit first, so that their rows begin in the same step.
             for _ in range(TURNS):
                 await asyncio.sleep(0)
-            if not self._running.is_set():
-                continue
             try:
                 for finished in self.engine.step():
                     self._answer(finished)
                 WORK.advanced()
-            except UserError as error:
-                self._fail(error)
-            except EngineError as error:
-                self._failure = error
-                self._fail(error)
             except Exception as error:
-                self._failure = EngineError(f"{self.name}: {type(error).__name__}: {error}")
-                self._failure.__cause__ = error
-                self._fail(self._failure)
+                failure = error
+                if not isinstance(error, UserError | EngineError):
+                    failure = EngineError(f"{self.name}: {type(error).__name__}: {error}")
+                    failure.__cause__ = error
+                if isinstance(failure, EngineError):
+                    self._failure = failure
+                answers, self._answers = self._answers, {}
+                self.engine.clear()
+                for answer in answers.values():
+                    if not answer.done():
+                        answer.set_exception(failure)
 
     def _answer(self, finished: Response) -> None:
         answer = self._answers.pop(finished.uid)
         if not answer.done():
             answer.set_result(finished)
-
-    def _fail(self, error: Exception) -> None:
-        answers, self._answers = self._answers, {}
-        self.engine.clear()
-        for answer in answers.values():
-            if not answer.done():
-                answer.set_exception(error)

@@ -10,14 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
-import numpy as np
-import torch
-from torch import Tensor
 
 from braidrl.data.messages import pack_message, unpack_message
-from braidrl.data.rows import FinishReason, Uid
+from braidrl.data.rows import Uid
 from braidrl.engines.engine import EngineError
-from braidrl.engines.requests import Request, Response, SamplingParams
+from braidrl.engines.requests import Request, Response
 from braidrl.errors import UserError
 from braidrl.weights.collective import TransferNotice
 
@@ -29,64 +26,11 @@ ERRORS: dict[str, type[Exception]] = {
 """Exceptions of the engine protocol; any other exception is a failure of the engine."""
 
 
-class RequestMessage(msgspec.Struct):
-    """A request, its prompt as int64 bytes."""
-
-    uid: Uid
-    prompt: bytes
-    sampling: SamplingParams
-    purpose: str
-    stage: str
-    first_draw: int
-    continues: int
-
-    @staticmethod
-    def of(request: Request) -> "RequestMessage":
-        """Encode a request without its `on_token`."""
-        return RequestMessage(
-            request.uid, _bytes(request.prompt), request.sampling, request.purpose, request.stage, request.first_draw,
-            request.continues,
-        )  # fmt: skip
-
-    def request(self) -> Request:
-        """Invert `of`."""
-        return Request(
-            self.uid, _tensor(self.prompt, torch.int64), self.sampling, self.purpose, self.stage, self.first_draw,
-            self.continues,
-        )  # fmt: skip
-
-
-class ResponseMessage(msgspec.Struct):
-    """A response, its tensors as bytes; log-probs are float64 if `double`."""
-
-    uid: Uid
-    tokens: bytes
-    log_probs: bytes
-    double: bool
-    reason: FinishReason
-    versions: bytes
-
-    @staticmethod
-    def of(finished: Response) -> "ResponseMessage":
-        """Encode a response."""
-        return ResponseMessage(
-            finished.uid, _bytes(finished.tokens), _bytes(finished.log_probs), finished.log_probs.dtype == torch.float64,
-            finished.finish_reason, _bytes(finished.versions),
-        )  # fmt: skip
-
-    def response(self) -> Response:
-        """Invert `of`."""
-        return Response(
-            self.uid, _tensor(self.tokens, torch.int64), _tensor(self.log_probs, torch.float64 if self.double else torch.float32),
-            self.reason, _tensor(self.versions, torch.int64),
-        )  # fmt: skip
-
-
 class Submit(msgspec.Struct, tag=True):
-    """Generate a response; `followed` asks for each token as soon as it is known."""
+    """Generate a response; `followed` asks for each token as soon as it is known, in place of the request's `on_token`."""
 
     id: int
-    request: RequestMessage
+    request: Request
     followed: bool
 
 
@@ -110,7 +54,7 @@ class EngineCall(msgspec.Struct, tag=True):
     """Call a method that takes no arguments."""
 
     id: int
-    method: Literal["pause", "resume", "sleep", "wake", "recover"]
+    method: Literal["sleep", "wake", "recover"]
 
 
 Order = Submit | AbortRow | UpdateWeights | EngineCall
@@ -127,7 +71,7 @@ class CallDone(Reply, tag=True):
     """The result of a call."""
 
     id: int
-    result: ResponseMessage | int | None = None
+    result: Response | int | None = None
 
 
 class CallFailed(Reply, tag=True):
@@ -178,14 +122,6 @@ async def receive(reader: asyncio.StreamReader, type: Any) -> Any:
         return unpack_message(await reader.readexactly(length), type)
     except (asyncio.IncompleteReadError, ConnectionError):
         return None
-
-
-def _bytes(values: Tensor) -> bytes:
-    return values.numpy().tobytes()
-
-
-def _tensor(plain: bytes, dtype: torch.dtype) -> Tensor:
-    return torch.from_numpy(np.frombuffer(plain, dtype=str(dtype).removeprefix("torch.")).copy())
 
 
 @dataclass(frozen=True)

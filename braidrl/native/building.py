@@ -46,41 +46,34 @@ def build(source: Path, **constants: int) -> ctypes.CDLL | None:
     # Everything that the compiled code depends on, also the processor: several machines may share a home folder.
     parts = [source.read_text(), HEADER.read_text(), command, *flags, platform.platform(), *processor().values()]
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()
-    name = f"{source.stem}-{digest[:16]}"
-    kept = _whole(name) or _compile(source, command, flags, name)
-    return None if kept is None else ctypes.CDLL(str(kept))
-
-
-def _whole(name: str) -> Path | None:
-    """Return the cached library of that name if its digest is right, and remove others. A process that has loaded one keeps it."""
-    found = None
+    name, found = f"{source.stem}-{digest[:16]}", None
+    # Remove cached libraries whose digest is wrong. A process that has loaded one keeps it.
     for kept in sorted(cache_folder().glob(f"{name}.*.so")):
         if kept.name == f"{name}.{_digest(kept)}.so":
             found = kept
         else:
             kept.unlink(missing_ok=True)
-    return found
+    if found is None:
+        # Compile into a temporary file first, since several processes may compile at once.
+        cache_folder().mkdir(parents=True, exist_ok=True)
+        start = time.perf_counter()
+        with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
+            made = Path(folder) / f"{name}.so"
+            done = subprocess.run(
+                [command, *flags, str(source), "-o", str(made), "-lm"], capture_output=True, text=True
+            )
+            if done.returncode:
+                reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
+                _say_once(f"{command} failed on {source.name}, so torch computes what its kernels would: {reason}")
+                return None
+            found = cache_folder() / f"{name}.{_digest(made)}.so"
+            os.replace(made, found)
+        logger.info("compiled %s in %.1f s", source.name, time.perf_counter() - start)
+    return ctypes.CDLL(str(found))
 
 
 def _digest(library: Path) -> str:
     return hashlib.sha256(library.read_bytes()).hexdigest()[:32]
-
-
-def _compile(source: Path, command: str, flags: list[str], name: str) -> Path | None:
-    """Compile into a temporary file first, since several processes may compile at once; return None if the compiler fails."""
-    cache_folder().mkdir(parents=True, exist_ok=True)
-    start = time.perf_counter()
-    with tempfile.TemporaryDirectory(dir=cache_folder()) as folder:
-        made = Path(folder) / f"{name}.so"
-        done = subprocess.run([command, *flags, str(source), "-o", str(made), "-lm"], capture_output=True, text=True)
-        if done.returncode:
-            reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
-            _say_once(f"{command} failed on {source.name}, so torch computes what its kernels would: {reason}")
-            return None
-        target = cache_folder() / f"{name}.{_digest(made)}.so"
-        os.replace(made, target)
-    logger.info("compiled %s in %.1f s", source.name, time.perf_counter() - start)
-    return target
 
 
 @cache

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from braidrl.cluster.device_kinds import kind_named
+from braidrl.cluster.device_kinds import known_kinds
 from braidrl.cluster.process import usable_cores
 from braidrl.native.building import cache_folder, processor
 from braidrl.observe.lines import whole_file
@@ -53,7 +53,8 @@ def own_rates(device: torch.device, threads: int) -> DeviceRates | None:
         threads: The number of cores that it uses on a CPU.
     """
     if device.type == "cuda":
-        kind = kind_named(torch.cuda.get_device_name())
+        name = torch.cuda.get_device_name()
+        kind = next((kind for kind in known_kinds().values() if name in kind.names), None)
         return None if kind is None else DeviceRates(kind.peak, kind.bandwidth)
     kept = kept_rates()
     return None if kept is None else kept.times(min(1.0, threads / usable_cores()))

@@ -267,20 +267,25 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         raise UserError(f"model: the tokenizer in {folder} cannot be loaded: {named_error(error)}") from error
 
 
-def check_tokens(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_tokens(model: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that a model's vocabulary contains its end tokens, so that responses can end.
 
     Args:
-        path: A Hugging Face directory.
+        model: A Hugging Face directory.
         tokenizer: The tokenizer of the run.
 
     Raises:
         UserError: The tokenizer, config.json or generation_config.json names an end token outside the model's vocabulary, or the chat
             template is invalid.
     """
-    folder = _model_folder(path)
-    config = _config(folder)
-    settings = end_tokens_file(folder)
+    folder = _model_folder(model)
+    config, path, settings = _config(folder), folder / "generation_config.json", None
+    if path.is_file():
+        read_object(path)
+        try:
+            settings = GenerationConfig.from_pretrained(folder).eos_token_id
+        except Exception as error:
+            raise UserError(f"model: {path} cannot be read: {named_error(error)}") from error
     try:
         check_template(tokenizer)
     except UserError as error:
@@ -300,18 +305,6 @@ def check_tokens(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
                     f"model: {folder}: eos_token_id of {place} is {shown(end)}, and the model has the tokens 0 to {size - 1}; "
                     "responses could not end: write the right one"
                 )
-
-
-def end_tokens_file(folder: Path) -> Any:
-    """Return the end tokens in a model's generation_config.json; None without the file. Raises UserError for an invalid file."""
-    path = folder / "generation_config.json"
-    if not path.is_file():
-        return None
-    read_object(path)
-    try:
-        return GenerationConfig.from_pretrained(folder).eos_token_id
-    except Exception as error:
-        raise UserError(f"model: {path} cannot be read: {named_error(error)}") from error
 
 
 def _model_folder(path: str | Path) -> Path:

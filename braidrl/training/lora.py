@@ -6,12 +6,10 @@ elsewhere    W + α/r · B A                        exports, engines, and copies
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -20,7 +18,6 @@ from braidrl.errors import UserError, suggest
 from braidrl.training.four_bit import FourBitLinear, quiet
 from braidrl.weights.boxes import Box
 from braidrl.weights.checkpoint_files import HEAD
-from braidrl.weights.file import ADAPTER as ADAPTER_WEIGHTS
 from braidrl.weights.shards import box_of, full_tensor, local_shard
 
 ADAPTER = "adapter"
@@ -102,52 +99,27 @@ def adapter_name(name: str) -> str:
     return PREFIX + name.replace(f".{NAME}.", ".")
 
 
-@dataclass(frozen=True)
 class Adapted:
     """A weight (out, in) with its adapter: `down` (rank, in) and `up` (out, rank)."""
 
-    layer: nn.Linear | FourBitLinear
-    """The layer under the adapter."""
-    down: Tensor
-    up: Tensor
-    scaling: float
-
-    @property
-    def base(self) -> Tensor:
-        """Return the weight without its adapter; 4-bit weights are dequantised."""
-        return self.layer.weight
-
-    @property
-    def box(self) -> Box:
-        """Return this rank's block of the global weight."""
-        return Box.whole(self.shape) if isinstance(self.layer, FourBitLinear) else box_of(self.base)
-
-    @property
-    def device(self) -> torch.device:
-        return self.up.device
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size((self.layer.out_features, self.layer.in_features))
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.layer.dtype if isinstance(self.layer, FourBitLinear) else self.layer.weight.dtype
-
-    @property
-    def is_sharded(self) -> bool:
-        """Return whether the adapter is sharded, so that all its ranks must merge it at the same time."""
-        return isinstance(self.up, DTensor)
+    def __init__(self, layer: nn.Linear | FourBitLinear, down: Tensor, up: Tensor, scaling: float) -> None:
+        """Describe the weight of the `layer` under the adapter."""
+        self.layer, self.down, self.up, self.scaling = layer, down, up, scaling
+        is_four_bit = isinstance(layer, FourBitLinear)
+        self.shape, self.device = torch.Size((layer.out_features, layer.in_features)), up.device
+        self.dtype = layer.dtype if isinstance(layer, FourBitLinear) else layer.weight.dtype
+        self.box = Box.whole(self.shape) if is_four_bit else box_of(layer.weight)
+        self.is_sharded = isinstance(up, DTensor)
 
     @torch.no_grad()
     def merged(self) -> Tensor:
         """Return the full tensor base + scaling · up down, rounded once; all ranks of a sharded model call this at the same time."""
-        return self._added(full_tensor(self.base), Box.whole(self.shape))
+        return self._added(full_tensor(self.layer.weight), Box.whole(self.shape))
 
     @torch.no_grad()
     def merged_part(self) -> Tensor:
         """Return this rank's shard of `merged`; all ranks of a sharded model call this at the same time."""
-        return self._added(local_shard(self.base), self.box)
+        return self._added(local_shard(self.layer.weight), self.box)
 
     def _added(self, base: Tensor, box: Box) -> Tensor:
         """Merge the adapter into a block of the base; adapters are small and are gathered in full."""
@@ -183,10 +155,3 @@ def merged(tensor: Tensor | Adapted) -> Tensor:
 def adapter_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return the trained parameters by peft's names."""
     return {adapter_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def save_adapters(folder: Path, lora: LoraConfig, tensors: Mapping[str, Tensor], base: Path) -> None:
-    """Write adapters of the model in `base` in peft's format."""
-    folder.mkdir(parents=True, exist_ok=True)
-    peft_config(lora, base, PREFIX + HEAD in tensors).save_pretrained(folder)
-    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, folder / ADAPTER_WEIGHTS)

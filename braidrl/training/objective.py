@@ -53,16 +53,6 @@ class Likelihood:
         return {self.denominator: self.coefficient * per_token.sum()}, {f"{self.name}_loss": per_token.detach()}
 
 
-def likelihoods(params: Mapping[str, Any]) -> tuple[Likelihood, ...]:
-    """Return the auxiliary terms in an update's parameters."""
-    found = []
-    if coefficient := params.get("ptx_coef", 0.0):
-        found.append(Likelihood("ptx", coefficient, registry.losses["ptx"], text_rows))
-    if coefficient := params.get("positive_coef", 0.0):
-        found.append(Likelihood("positive", coefficient, registry.losses["sft"], correct_rows))
-    return tuple(found)
-
-
 def text_rows(rows: Rows) -> Rows:
     """Return the pre-training texts attached to rows as separate rows; every token but the first is predicted."""
     tokens: Ragged = rows["ptx_tokens"]
@@ -75,30 +65,15 @@ def text_rows(rows: Rows) -> Rows:
             "tokens": tokens,
             "action_mask": tokens.with_values(~first),
             "sequence_lengths": Ragged(tokens.lengths, torch.arange(len(tokens) + 1)),
-            "action_tokens": text_targets(tokens.lengths),
+            "action_tokens": (tokens.lengths - 1).clamp(min=0),
         }
     )
     return texts.take(texts["action_tokens"] > 0)
 
 
-def text_targets(lengths: Tensor) -> Tensor:
-    """Count the predicted tokens of texts of `lengths` (B,): all but the first."""
-    return (lengths - 1).clamp(min=0)
-
-
 def correct_rows(rows: Rows) -> Rows:
     """Return the rows with a correct answer."""
     return rows.take((rows["correct"] > 0) & (rows["action_tokens"] > 0))
-
-
-def likelihood_counts(index: Rows) -> dict[str, float]:
-    """Return the denominators of the auxiliary terms, counted over the rows of an optimizer step."""
-    counts = {}
-    if "ptx_length" in index:
-        counts["ptx_tokens"] = float(text_targets(index["ptx_length"]).sum())
-    if "correct" in index:
-        counts["positive_tokens"] = float(index["action_tokens"][index["correct"] > 0].sum())
-    return counts
 
 
 NAMES_A_TOKEN = "at response token"
@@ -133,9 +108,14 @@ class Objective:
         """
         loss, aggregate = name_and_settings(params["loss"]), name_and_settings(params.get("aggregate", "token-mean"))
         kl, correction = (name_and_settings(params[key]) if key in params else None for key in ("kl", "correction"))
+        auxiliary = []
+        if coefficient := params.get("ptx_coef", 0.0):
+            auxiliary.append(Likelihood("ptx", coefficient, registry.losses["ptx"], text_rows))
+        if coefficient := params.get("positive_coef", 0.0):
+            auxiliary.append(Likelihood("positive", coefficient, registry.losses["sft"], correct_rows))
         return Objective(
             role, entry_of(registry.losses, loss.pop("name")), loss, aggregate.pop("name"), aggregate,
-            params.get("old", "self"), kl, params.get("entropy_coef", 0.0), correction, likelihoods(params),
+            params.get("old", "self"), kl, params.get("entropy_coef", 0.0), correction, tuple(auxiliary),
         )  # fmt: skip
 
     @property
@@ -236,14 +216,13 @@ class Lookup:
 
     def arguments(self, entry: Entry) -> list[Tensor | None]:
         """Return the arguments in the order of the function's parameters. Raises KeyError if a required one is missing."""
-        found = [self.find(self._column(entry, name)) for name in (*entry.reads, *entry.optional)]
-        for name, value in zip(entry.reads, found, strict=False):
-            if value is None:
-                raise KeyError(f"{entry.name} needs {self._column(entry, name)!r}, which the rows do not have")
+        found: list[Tensor | None] = []
+        for parameter in (*entry.reads, *entry.optional):
+            column = columns_in_training(self.objective.role, entry, (parameter,)).get(parameter, parameter)
+            found.append(self.find(column))
+            if found[-1] is None and parameter in entry.reads:
+                raise KeyError(f"{entry.name} needs {column!r}, which the rows do not have")
         return found
-
-    def _column(self, entry: Entry, parameter: str) -> str:
-        return columns_in_training(self.objective.role, entry, (parameter,)).get(parameter, parameter)
 
     def find(self, name: str) -> Tensor | None:
         if name == "offsets":
@@ -280,12 +259,17 @@ def column_values(rows: Rows, column: str, offsets: Tensor, device: torch.device
 def denominators(index: Rows) -> dict[str, float]:
     """Return the denominators of an optimizer step: global counts of its rows after masking."""
     used = trained_rows(index)
-    return {
+    counts = {
         "tokens": float(used["action_tokens"].sum()),
         "rows": float(len(used)),
         "groups": float(len(used["group"].unique())),
-        **likelihood_counts(index),
     }
+    # Of auxiliary terms.
+    if "ptx_length" in index:
+        counts["ptx_tokens"] = float((index["ptx_length"] - 1).clamp(min=0).sum())
+    if "correct" in index:
+        counts["positive_tokens"] = float(index["action_tokens"][index["correct"] > 0].sum())
+    return counts
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,18 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakMethod
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from braidrl.config import TrainerConfig
 from braidrl.errors import UserError
 from braidrl.importing import PluginRegistry
 from braidrl.training.four_bit import import_bitsandbytes
 from braidrl.training.parallel.replicated import DataParallel
-from braidrl.weights.shards import local_gradient, local_shard, shard_of
+from braidrl.weights.shards import local_shard, shard_of
 
 MASTER_BYTES = 4
 OPTIMIZERS = PluginRegistry(
@@ -143,10 +144,9 @@ class MasterOptimizer:
         self.sums: dict[str, list[Tensor | None]] = {}
         self.collecting: list[Tensor | None] = []
         self.steps = 0
-        collect = WeakMethod(self._collect)
         for i, parameter in enumerate(self.parameters):
             # Collect each gradient as soon as it is ready: memory holds the sums plus one parameter's gradient.
-            parameter.register_post_accumulate_grad_hook(partial(_collect_while_used, collect, i))
+            parameter.register_post_accumulate_grad_hook(partial(_collect, ref(self), i))
 
     @torch.no_grad()
     def read_masters(self, names: Sequence[str], files: Mapping[str, Tensor]) -> None:
@@ -174,13 +174,6 @@ class MasterOptimizer:
         """Direct the gradients of later backward passes to this denominator's sum."""
         self.collecting = self.sums.setdefault(name, [None] * len(self.parameters))
 
-    def _collect(self, i: int, parameter: Tensor) -> None:
-        gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
-        gradient = local_gradient(gradient, parameter)
-        known = self.collecting[i]
-        self.collecting[i] = gradient.to(self.masters[i].dtype) if known is None else known.add_(gradient)
-
     def step(self, denominators: Mapping[str, float], iteration: int) -> float | None:
         """Divide every sum by its global count, update, and return the gradient norm before clipping.
 
@@ -191,7 +184,12 @@ class MasterOptimizer:
             UserError: Weights are not finite after the update; the learning rate may be too high.
         """
         counted = {name: count for name, count in sorted(denominators.items()) if count > 0}
-        sums = {name: self._summed(name) for name in counted}
+        sums = {name: self.sums.get(name, [None] * len(self.parameters)) for name in counted}
+        for name, some in sums.items() if self.ranks.size > 1 else ():
+            # A rank without rows contributes zeros.
+            filled = [torch.zeros_like(m) if part is None else part for part, m in zip(some, self.masters, strict=True)]
+            self.ranks.all_reduce_gradients(filled, self.parameters)
+            sums[name] = list(filled)
         self.sums = {}
         if not counted:
             return None
@@ -219,15 +217,6 @@ class MasterOptimizer:
         self._publish()
         return norm
 
-    def _summed(self, name: str) -> list[Tensor | None]:
-        """All-reduce the gradient sums; a rank without rows contributes zeros."""
-        sums = self.sums.get(name, [None] * len(self.parameters))
-        if self.ranks.size == 1:
-            return sums
-        filled = [torch.zeros_like(m) if part is None else part for part, m in zip(sums, self.masters, strict=True)]
-        self.ranks.all_reduce_gradients(filled, self.parameters)
-        return list(filled)
-
     @torch.no_grad()
     def _publish(self) -> None:
         for parameter, master in zip(self.parameters, self.masters, strict=True):
@@ -252,20 +241,17 @@ class MasterOptimizer:
             if parameter.dtype != master.dtype:
                 tensors[f"{i}.master"] = master
             for name, value in self.optimizer.state.get(master, {}).items():
-                # SGD without momentum stores None.
-                if value is not None:
-                    tensors[f"{i}.{name}"] = self._checked(name, value, master)
+                if value is None:
+                    continue  # as in SGD without momentum
+                # A checkpoint shards state like its parameter.
+                divisible = isinstance(value, Tensor) and value.shape in (master.shape, torch.Size())
+                if not divisible and name not in UNDIVIDED:
+                    raise UserError(
+                        f"trainer.optimizer={self.config.optimizer} keeps {name!r}, which is no tensor of its parameter's shape and no "
+                        "tensor of one number; a checkpoint holds only these"
+                    )
+                tensors[f"{i}.{name}"] = value
         return tensors
-
-    def _checked(self, name: str, value: Any, master: Tensor) -> Tensor:
-        """Return the value. Raises UserError if a checkpoint cannot shard it like its parameter."""
-        divisible = isinstance(value, Tensor) and value.shape in (master.shape, torch.Size())
-        if not divisible and name not in UNDIVIDED:
-            raise UserError(
-                f"trainer.optimizer={self.config.optimizer} keeps {name!r}, which is no tensor of its parameter's shape and no tensor of "
-                "one number; a checkpoint holds only these"
-            )
-        return value
 
     @torch.no_grad()
     def load_state(self, tensors: Mapping[str, Tensor]) -> None:
@@ -282,10 +268,19 @@ class MasterOptimizer:
         self._publish()
 
 
-def _collect_while_used(collect: WeakMethod[Any], i: int, parameter: Tensor) -> None:
-    """Pass a parameter's gradient to its optimizer, if it still exists.
+def _collect(optimizer: "ref[MasterOptimizer]", i: int, parameter: Tensor) -> None:
+    """Add a parameter's gradient to its optimizer's sum, if the optimizer still exists.
 
     A strong reference would leak optimizer and model: Python's garbage collector does not traverse a tensor's hooks.
     """
-    if method := collect():
-        method(i, parameter)
+    gradient = parameter.grad
+    if (own := optimizer()) is None:
+        return
+    parameter.grad = None
+    assert gradient is not None
+    if isinstance(gradient, DTensor):
+        # Reduce over the ranks that hold partial sums.
+        assert isinstance(parameter, DTensor)
+        gradient = local_shard(gradient.redistribute(placements=parameter.placements))
+    known = own.collecting[i]
+    own.collecting[i] = gradient.to(own.masters[i].dtype) if known is None else known.add_(gradient)

@@ -81,20 +81,19 @@ class ParameterReader:
                 if parameter in self._on_meta:
                     loaded = self._read.get(parameter)
                     if loaded is None:
-                        loaded = nn.Parameter(self._values(self._on_meta[parameter], parameter))
-                        self._read[parameter] = loaded
+                        loaded = self._read[parameter] = self._loaded(self._on_meta[parameter], parameter)
                     setattr(part, name, loaded)
 
-    def _values(self, name: str, parameter: nn.Parameter) -> Tensor:
+    def _loaded(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         if name == HEAD and name not in self._files:
-            return torch.zeros(parameter.shape, dtype=parameter.dtype)
+            return nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype))
         values = self._files[name]
         if values.shape != parameter.shape:
             raise UserError(f"model: {name} in {self._folder} is {tuple(values.shape)}, not {tuple(parameter.shape)}")
         if name in self._boxes:
             values = self._boxes[name].of(values)
         # Copy: the mapped tensor would change with the file. Only the copied part of the file is read.
-        return values.to(parameter.dtype, copy=True, memory_format=torch.contiguous_format)
+        return nn.Parameter(values.to(parameter.dtype, copy=True, memory_format=torch.contiguous_format))
 
 
 NAMES = (

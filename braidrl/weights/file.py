@@ -21,13 +21,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from braidrl.cluster.process_groups import all_gather_bytes
 from braidrl.cluster.shared_memory import shared_folder
 from braidrl.cluster.world import Ranks
-from braidrl.weights.collective import Parts, WeightTransfer
 from braidrl.weights.publisher import PublishedEngine, TransferVolume
 from braidrl.weights.reshard_plan import TensorGroup, shared_blocks
-from braidrl.weights.shard_index import ShardIndex, WeightPart, check_parts, full_parts, gather_shard_index
+from braidrl.weights.shard_index import Parts, ShardIndex, WeightPart, check_parts, full_parts, gather_shard_index
+from braidrl.weights.transfer import WeightTransfer
 
 CHECKSUM = "checksum"
 WEIGHTS = "model.safetensors"
@@ -50,45 +49,35 @@ class WeightFile:
     def __init__(self, path: Path | str, close: Callable[[], object] = lambda: None) -> None:
         """Read the file at `path`; `close` frees it if this process created it."""
         self.path, self.close = Path(path), close
-
-    @property
-    def folder(self) -> Path:
-        """Return the folder that servers read."""
-        return self.path.parent
-
-    @property
-    def is_adapter(self) -> bool:
-        """Return True if the file holds the adapters of a model alone."""
-        return self.path.name == ADAPTER
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor, a tied one under each of its names; the file is read lazily."""
-        with safe_open(self.path, "pt") as file:
-            for name in file.keys():  # noqa: SIM118
-                yield name, file.get_tensor(name)
-            for name, same in self._ties(file).items():
-                yield name, file.get_tensor(same)
-
-    def shapes(self) -> dict[str, torch.Size]:
-        """Return the shape of every tensor, a tied one under each of its names."""
-        with safe_open(self.path, "pt") as file:
-            found = {name: torch.Size(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-            return found | {name: found[same] for name, same in self._ties(file).items()}
+        self.folder = self.path.parent
+        """The folder that servers read."""
+        self.is_adapter = self.path.name == ADAPTER
+        """True if the file holds the adapters of a model alone."""
 
     def parts(self) -> dict[str, WeightPart]:
         """Return the tensors as parts that are backed by the file."""
         with safe_open(self.path, "pt") as file:
             names = {name: [name] for name in file.keys()}  # noqa: SIM118
-            for name, same in self._ties(file).items():
-                names[same].append(name)
+            for name, same in (file.metadata() or {}).items():
+                if name != CHECKSUM:
+                    names[same].append(name)
             return {name: WeightPart(every, file.get_tensor(name)) for name, every in names.items()}
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every tensor, a tied one under each of its names; the file is read lazily."""
+        for part in self.parts().values():
+            yield from ((name, part.local) for name in part.names)
+
+    def shapes(self) -> dict[str, torch.Size]:
+        """Return the shape of every tensor, a tied one under each of its names."""
+        return {name: tensor.shape for name, tensor in self.tensors()}
 
     def put_into(self, parts: Mapping[str, WeightPart]) -> None:
         """Write this version into parts of a model. Raises ValueError, before any change, if they are another model's."""
-        given = {alias: part for part in self.parts().values() for alias in part.names}
-        check_parts({alias: part.shape for alias, part in given.items()}, parts)
+        given = dict(self.tensors())
+        check_parts({name: tensor.shape for name, tensor in given.items()}, parts)
         for name, part in parts.items():
-            part.put(given[name].block(part.box), part.box)
+            part.put(part.box.of(given[name]), part.box)
 
     def verify(self) -> None:
         """Raise ValueError if the file has a checksum that does not match."""
@@ -99,10 +88,6 @@ class WeightFile:
             found = checksum({name: file.get_tensor(name) for name in file.keys()})  # noqa: SIM118
         if found != expected:
             raise ValueError(f"the weights that arrived have checksum {found}, and {expected} was sent")
-
-    @staticmethod
-    def _ties(file: Any) -> dict[str, str]:
-        return {name: same for name, same in (file.metadata() or {}).items() if name != CHECKSUM}
 
 
 def stored_in_memory(tensors: Iterable[tuple[str, Tensor]], check: bool = False) -> WeightFile:
@@ -140,15 +125,12 @@ class WeightWriter:
         self.machines = sorted(set(known.machines))
         """The machines that receive a file of each version."""
         self.here = [rank for rank, where in enumerate(known.machines) if where == known.machines[ranks.rank]]
+        self.is_leader = ranks.rank == self.here[0]
+        """Whether this rank creates its machine's file."""
         self.layout = FileLayout.of(known, check, repeat)
         # Readers map the file on the CPU, so blocks are exchanged there.
         self.transfer = WeightTransfer(known, blocks_to_write(known), ranks, device=torch.device("cpu"))
         self.traffic = TransferVolume()
-
-    @property
-    def is_leader(self) -> bool:
-        """Return whether this rank creates its machine's file."""
-        return self.ranks.rank == self.here[0]
 
     def write(self, parts: Mapping[str, WeightPart], named: Path | None = None) -> WeightFile:
         """Write this version; the machine's leader frees its file by `close`.
@@ -164,30 +146,26 @@ class WeightWriter:
             path = self._create(made, named)
             handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
-                self._fill(handle, parts)
+                tensors = self.layout.tensors(handle)
+                into = {name: WeightPart([name], own) for name, own in tensors.items()}
+                self.traffic = self.transfer.run(parts, into)
+                self.ranks.all_gather("blocks of other ranks", None)
+                if self.check or self.layout.repeated:
+                    if self.is_leader:
+                        for name, same in self.layout.repeated.items():
+                            tensors[name].copy_(tensors[same])
+                        header = self.layout.header(checksum(tensors) if self.check else NO_CHECKSUM)
+                        os.pwrite(handle, header, 0)
+                    self.ranks.all_gather("checksum of the weight file", None)
             except BaseException:
                 os.close(handle)
                 raise
-            if named is not None:
-                os.close(handle)
-                made.pop_all()
-                return WeightFile(path, lambda: path.unlink(missing_ok=True))
-            if self.in_folder:
-                os.close(handle)
-                return WeightFile(path, made.pop_all().close)
-        # The folder is removed, so the open file is unlinked.
-        return WeightFile(f"/proc/{os.getpid()}/fd/{handle}", lambda: os.close(handle))
-
-    def _fill(self, handle: int, parts: Mapping[str, WeightPart]) -> None:
-        tensors = self.layout.tensors(handle)
-        self.traffic = self.transfer.run(parts, {name: WeightPart([name], own) for name, own in tensors.items()})
-        self._all_gather("blocks of other ranks")
-        if self.check or self.layout.repeated:
-            if self.is_leader:
-                for name, same in self.layout.repeated.items():
-                    tensors[name].copy_(tensors[same])
-                os.pwrite(handle, self.layout.header(checksum(tensors) if self.check else NO_CHECKSUM), 0)
-            self._all_gather("checksum of the weight file")
+            if named is None and not self.in_folder:
+                # The folder is removed, so the file is unlinked; it lives while it is open.
+                return WeightFile(f"/proc/{os.getpid()}/fd/{handle}", lambda: os.close(handle))
+            os.close(handle)
+            remove = made.pop_all().close
+        return WeightFile(path, remove if named is None else lambda: path.unlink(missing_ok=True))
 
     def _create(self, made: ExitStack, named: Path | None) -> Path:
         """Create the file on each machine's leader; return this machine's path."""
@@ -209,18 +187,11 @@ class WeightWriter:
                 self.layout.make(named, 0o644 if for_servers else 0o600)
         except OSError as error:
             said = {"number": error.errno, "error": f"{error.filename or named or self.within}: {error.strerror}"}
-        of_all = self._all_gather("creation of the weight file", said)
+        of_all = self.ranks.all_gather("creation of the weight file", said)
         for failed in of_all:
             if "error" in failed:
                 raise OSError(failed["number"], failed["error"])
         return Path(of_all[self.here[0]]["path"])
-
-    def _all_gather(self, purpose: str, said: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
-        if self.ranks.group is None:
-            return [dict(said or {})]
-        with self.ranks.meeting(purpose):
-            message = bytearray(json.dumps(said or {}).encode())
-            return [json.loads(bytes(part)) for part in all_gather_bytes(message, self.ranks.group)]
 
 
 class FilePublisher:
@@ -293,11 +264,6 @@ class FileLayout:
             at = end
         return cls({} if repeat else others, repeated, places, check)
 
-    @property
-    def shapes(self) -> dict[str, torch.Size]:
-        """The shape of every stored tensor."""
-        return {name: shape for name, (_, shape, *_) in self.tensors_at.items()}
-
     def header(self, check_sum: str) -> bytes:
         """Return the file's header; its length does not depend on the checksum."""
         notes = {**self.notes, **({CHECKSUM: check_sum} if self.check else {})}
@@ -308,14 +274,18 @@ class FileLayout:
         text += b" " * (-len(text) % WORD)
         return len(text).to_bytes(WORD, "little") + text
 
+    @property
+    def size(self) -> int:
+        """The bytes of the file."""
+        return len(self.header(NO_CHECKSUM)) + max((end for *_, end in self.tensors_at.values()), default=0)
+
     def make(self, path: Path, mode: int) -> None:
         """Create a file with its header and space for all tensors. Raises OSError if there is no space."""
-        header = self.header(NO_CHECKSUM)
         handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, mode)
         try:
             # Allocate all pages now: a write to a mapped page without memory would kill the process by SIGBUS.
-            os.posix_fallocate(handle, 0, self._size(header))
-            os.pwrite(handle, header, 0)
+            os.posix_fallocate(handle, 0, self.size)
+            os.pwrite(handle, self.header(NO_CHECKSUM), 0)
         except OSError as error:
             os.unlink(path)
             raise OSError(error.errno, os.strerror(error.errno or 0), str(path)) from None
@@ -324,16 +294,12 @@ class FileLayout:
 
     def tensors(self, handle: int) -> dict[str, Tensor]:
         """Return the file's tensors, mapped while any of them is alive."""
-        header = self.header(NO_CHECKSUM)
-        content = torch.from_file(f"/proc/self/fd/{handle}", shared=True, size=self._size(header), dtype=torch.uint8)
-        body = content[len(header) :]
+        content = torch.from_file(f"/proc/self/fd/{handle}", shared=True, size=self.size, dtype=torch.uint8)
+        body = content[len(self.header(NO_CHECKSUM)) :]
         return {
             name: body[start:end].view(dtype).view(shape)
             for name, (dtype, shape, start, end) in self.tensors_at.items()
         }
-
-    def _size(self, header: bytes) -> int:
-        return len(header) + max((end for *_, end in self.tensors_at.values()), default=0)
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> str:

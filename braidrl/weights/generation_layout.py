@@ -42,10 +42,6 @@ class GenerationLayout:
         """Return whether `interval` is possible: both training axes are multiples of generation's."""
         return not (training.pipeline % self.pipeline or training.tensor % self.tensor)
 
-    def at_intervals(self, training: ParallelLayout) -> bool:
-        """Return whether groups are formed at intervals."""
-        return self.grouping == "interval" or (self.grouping is None and self.nests(training))
-
     def check(self, training: ParallelLayout, devices: int) -> None:
         """Raise UserError if ranks of this training layout cannot form these generation groups."""
         if devices % self.ranks:
@@ -74,7 +70,7 @@ class GenerationLayout:
         """Return the ranks of each group, (groups, pipeline, tensor); `training` has its `data` filled in."""
         p, d, s, t = training.pipeline, training.data or 1, training.sequence, training.tensor
         grid = torch.arange(p * d * s * t).view(p, d, s, t)
-        if not self.at_intervals(training):
+        if self.grouping not in ("interval", None) or (self.grouping is None and not self.nests(training)):
             return grid.movedim(0, 2).reshape(-1, self.pipeline, self.tensor)
         apart = grid.view(self.pipeline, p // self.pipeline, d, s, self.tensor, t // self.tensor)
         return apart.permute(2, 3, 1, 5, 0, 4).reshape(-1, self.pipeline, self.tensor)

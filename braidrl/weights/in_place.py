@@ -11,6 +11,7 @@ Memory that only generation needs is freed while ranks train.
 
 from collections.abc import Callable, Mapping
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,20 +20,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from braidrl.cluster.world import Ranks
 from braidrl.config.layout import ParallelLayout
-from braidrl.weights.boxes import Slices
-from braidrl.weights.collective import (
-    LIMIT_BYTES,
-    Incoming,
-    LayoutCopy,
-    OfferedWeights,
-    Parts,
-    WeightTransfer,
-    whole_boxes,
-)
+from braidrl.weights.boxes import Box, Slices
+from braidrl.weights.collective import Incoming, OfferedWeights
 from braidrl.weights.generation_layout import GenerationLayout
 from braidrl.weights.publisher import PublishedEngine, TransferVolume, WeightSource, check_shapes
-from braidrl.weights.shard_index import WeightPart, gather_shard_index, weight_parts
+from braidrl.weights.shard_index import Parts, WeightPart, gather_shard_index, weight_parts
 from braidrl.weights.shards import empty, occupy, storages
+from braidrl.weights.transfer import LIMIT_BYTES, LayoutCopy, WeightTransfer
 
 
 class InPlacePublisher:
@@ -76,7 +70,12 @@ class EngineWeights:
         """
         self._trained, self.slices = trained, slices
         self.shared = dtype is None or dtype == trained.dtype
-        self.model = trained if self.shared else _copy(trained, dtype)
+        self.model = trained
+        if not self.shared:
+            # Tied parameters stay tied, and buffers keep their precision.
+            copies = {id(p): nn.Parameter(p.detach().to(dtype), requires_grad=False) for p in trained.parameters()}
+            self.model = deepcopy(trained, copies).eval()
+            self.model.config.dtype = dtype
 
     @torch.no_grad()
     def refresh(self, source: WeightSource | None = None) -> None:
@@ -87,17 +86,13 @@ class EngineWeights:
         if isinstance(source, OfferedWeights):
             with source.asked(1) as notice:
                 self.receive(Incoming(notice, 0, self.model.device))
-            return
-        if isinstance(source, Incoming):
+        elif isinstance(source, Incoming):
             self.receive(source)
-            return
-        if source is not None:
+        elif source is not None:
             self.take(self.checked(source))
-            return
-        if self.shared:
-            return
-        for target, source in zip(self.model.parameters(), self._trained.parameters(), strict=True):
-            target.copy_(source)
+        elif not self.shared:
+            for target, trained in zip(self.model.parameters(), self._trained.parameters(), strict=True):
+                target.copy_(trained)
 
     def checked(self, source: WeightSource) -> dict[str, Tensor]:
         """Return the full tensors of a source. Raises ValueError if they are not exactly the model's."""
@@ -149,14 +144,26 @@ class GenerationWeights:
         copy = ranks.rank // (training.tensor * training.sequence) % (training.data or 1)
         parts, wanted = trained(), generated()
         self._known = gather_shard_index(parts, ranks, str(copy) if layout.grouping == "neighbour" else "")
-        groups = (
-            whole_boxes(self._known.groups(), range(ranks.size))
-            if self._gathers
-            else self._known.groups(gather_shard_index(wanted, ranks))
-        )
+        if self._gathers:
+            every = range(ranks.size)
+            groups = [
+                replace(group, wanted=[(rank, Box.whole(group.shape)) for rank in every])
+                for group in self._known.groups()
+            ]
+        else:
+            groups = self._known.groups(gather_shard_index(wanted, ranks))
         self.transfer = WeightTransfer(self._known, groups, ranks, limit_bytes)
         shares = not self._gathers and training.shard == "none"
-        self._shared = [name for name, part in wanted.items() if shares and lies_in(parts.get(name), part)]
+        # A training slice is stored inside the generation tensor if that contains it.
+        self._shared = [
+            name
+            for name, part in wanted.items()
+            if shares
+            and (own := parts.get(name)) is not None
+            and isinstance(own.tensor, Tensor)
+            and own.tensor.dtype == part.tensor.dtype
+            and own.box.overlap(part.box) == own.box
+        ]
         self.peak_bytes = 0
         self.generating = True
         self._free()
@@ -212,7 +219,8 @@ class GenerationWeights:
                 generated[name].block(own.box).copy_(own.local)
                 empty(own.local.untyped_storage())
                 there -= own.local.nbytes
-                trained[name] = own.lying_in(generated[name])
+                slices = Slices({own.names[0]: own.shape}, {own.names[0]: own.box})
+                trained[name] = WeightPart(own.names, generated[name].block(own.box), slices)
         return self.transfer.run(trained, generated)
 
     def _gather(self) -> TransferVolume:
@@ -243,26 +251,8 @@ class GenerationWeights:
         return volume
 
 
-def lies_in(trained: WeightPart | None, generated: WeightPart) -> bool:
-    """Return whether a rank's training slice can be stored inside its generation tensor."""
-    return (
-        trained is not None
-        and isinstance(trained.tensor, torch.Tensor)
-        and trained.tensor.dtype == generated.tensor.dtype
-        and trained.box.overlap(generated.box) == trained.box
-    )
-
-
 def shapes_of(folder: Path | str) -> dict[str, torch.Size]:
     """Return the shape of every tensor of the model in a directory, a tied one under each of its names, without reading weights."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
     return {name: tensor.shape for name, tensor in model.state_dict().items()}
-
-
-def _copy(model: PreTrainedModel, dtype: torch.dtype | None) -> PreTrainedModel:
-    """Copy a module with parameters in `dtype`; tied ones stay tied, and buffers keep their precision."""
-    copies = {id(p): nn.Parameter(p.detach().to(dtype), requires_grad=False) for p in model.parameters()}
-    copied = deepcopy(model, copies)
-    copied.config.dtype = dtype
-    return copied.eval()

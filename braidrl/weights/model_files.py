@@ -10,7 +10,7 @@ it for checkpoints. Weights in FP8 with block scales
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,9 @@ class ModelFiles(WeightFiles):
     def __init__(self, folder: Path, model: Any) -> None:
         super().__init__(folder)
         self._model = model
-        self._stored, self._block = dict(self._files), _block_size(folder)
+        self._stored, path = dict(self._files), folder.expanduser() / "config.json"
+        settings = json.loads(path.read_text()) if path.is_file() else {}
+        self._block = tuple((settings.get("quantization_config") or {}).get("weight_block_size") or (128, 128))
         for name in self._stored:
             whole = name.removesuffix(BLOCKS)
             if name.endswith((SCALE, SCALES)):
@@ -48,28 +50,17 @@ class ModelFiles(WeightFiles):
         self._shapes: dict[str, torch.Size] = {}
         own = model.state_dict(keep_vars=True)
         if conversions or not all(name in own for name in self._files):
-            self._plan(conversions, own)
+            # Find the conversion that produces each of the model's tensors, from shapes alone.
+            for conversion, parts in planned(self._files, conversions, model.base_model_prefix, own).values():
+                shapes = {source: torch.empty(self._stored_shape(source), device="meta") for _, source, _ in parts}
+                for name, value in converted(model, conversion, parts, shapes).items():
+                    self._made_by[name] = conversion, tuple(parts)
+                    self._shapes[name] = value.shape
+            self._files = dict.fromkeys(self._made_by)
         self._last: tuple[Any, dict[str, Tensor]] = (None, {})
 
-    def _plan(self, conversions: list[Any], own: dict[str, Any]) -> None:
-        """Find the conversion that produces each of the model's tensors, from shapes alone."""
-        renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-        converters = [each for each in conversions if isinstance(each, WeightConverter)]
-        by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-        groups: dict[str, tuple[Any, list[tuple[str, str, str]]]] = {}
-
-        for source in sorted(self._files, key=numeric):
-            target, pattern = rename_source_key(source, renamings, converters, self._model.base_model_prefix, own)
-            made_by = WeightRenaming(source, target) if pattern is None else by_pattern[pattern]
-            groups.setdefault(target, (made_by, []))[1].append((target, source, pattern or source))
-        for conversion, parts in groups.values():
-            shapes = {source: torch.empty(self._stored_shape(source), device="meta") for _, source, _ in parts}
-            for name, value in converted(self._model, conversion, parts, shapes).items():
-                self._made_by[name] = conversion, tuple(parts)
-                self._shapes[name] = value.shape
-
     def __getitem__(self, name: str) -> Tensor:
-        if not self._made_by:
+        if name not in self._made_by:
             return self._read(name)
         conversion, parts = self._made_by[name]
         if self._last[0] is not parts:
@@ -80,20 +71,11 @@ class ModelFiles(WeightFiles):
     def without(self, names: Set[str]) -> "ModelFiles":
         """Remove tensors by name; return self."""
         for name in names:
-            (self._made_by or self._files).pop(name)
+            del self._files[name]
         return self
 
-    def __contains__(self, name: object) -> bool:
-        return name in (self._made_by or self._files)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._made_by or self._files)
-
-    def __len__(self) -> int:
-        return len(self._made_by or self._files)
-
     def shape(self, name: str) -> torch.Size:
-        return self._shapes[name] if self._made_by else self._stored_shape(name)
+        return self._shapes[name] if name in self._shapes else self._stored_shape(name)
 
     def _read(self, name: str) -> Tensor:
         """Read one stored tensor, dequantised."""
@@ -115,9 +97,23 @@ class ModelFiles(WeightFiles):
         return torch.Size(self._stored[name].get_slice(name).get_shape())
 
 
-def numeric(name: str) -> list[tuple[int, int | str]]:
-    """Return a key that sorts names by the numbers in them."""
-    return [(0, int(part)) if part.isdecimal() else (1, part) for part in name.split(".")]
+def planned(
+    sources: Iterable[str], conversions: list[Any], *about: Any, reverse: bool = False
+) -> dict[str, tuple[Any, list[tuple[str, str, str]]]]:
+    """Return by target name the conversion that makes it, and its inputs, in the order of the numbers in names.
+
+    `about` is the base model's prefix and state, where the sources are the hub's names; in `reverse` they are the model's own.
+    """
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    groups: dict[str, tuple[Any, list[tuple[str, str, str]]]] = {}
+    numeric = lambda name: [(0, int(part)) if part.isdecimal() else (1, part) for part in name.split(".")]  # noqa: E731
+    for source in sorted(sources, key=numeric):
+        target, pattern = rename_source_key(source, renamings, converters, *about, reverse=reverse)
+        made_by = WeightRenaming(source, target) if pattern is None else by_pattern[pattern]
+        groups.setdefault(target, (made_by, []))[1].append((target, source, pattern or source))
+    return groups
 
 
 def converted(
@@ -138,22 +134,14 @@ class HubNames:
         """Plan the conversion of a model, which may be on the meta device."""
         known = [c for c in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(c, PrefixChange)]
         reverse = [conversion.reverse_transform() for conversion in reversed(known)]
-        renamings = [each for each in reverse if isinstance(each, WeightRenaming)]
-        converters = [each for each in reverse if isinstance(each, WeightConverter)]
-        by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-        self._model, self._made_by = model, dict[str, Any]()
-        self._parts: dict[str, list[tuple[str, str, str]]] = {}
-        for source in sorted(model.state_dict(), key=numeric):
-            target, pattern = rename_source_key(source, renamings, converters, reverse=True)
-            self._made_by.setdefault(target, WeightRenaming(source, target) if pattern is None else by_pattern[pattern])
-            self._parts.setdefault(target, []).append((target, source, pattern or source))
-        self._targets = {source: target for target, parts in self._parts.items() for _, source, _ in parts}
+        self._model, self._made_by = model, planned(model.state_dict(), reverse, reverse=True)
+        self._targets = {source: target for target, (_, parts) in self._made_by.items() for _, source, _ in parts}
 
     @property
     def differ(self) -> bool:
         """Return whether any name or shape differs from the model's own."""
         return any(
-            not isinstance(self._made_by[target], WeightRenaming) or target != source
+            not isinstance(self._made_by[target][0], WeightRenaming) or target != source
             for source, target in self._targets.items()
         )
 
@@ -163,8 +151,9 @@ class HubNames:
         for source, tensor in tensors:
             target = self._targets[source]
             come.setdefault(target, {})[source] = tensor
-            if len(come[target]) == len(self._parts[target]):
-                yield from converted(self._model, self._made_by[target], self._parts[target], come.pop(target)).items()
+            conversion, parts = self._made_by[target]
+            if len(come[target]) == len(parts):
+                yield from converted(self._model, conversion, parts, come.pop(target)).items()
 
 
 def hub_names(folder: Path) -> HubNames:
@@ -173,7 +162,7 @@ def hub_names(folder: Path) -> HubNames:
         return HubNames(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, local_files_only=True)))
 
 
-def dequantised(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+def dequantised(values: Tensor, scales: Tensor, block: Sequence[int]) -> Tensor:
     """Return FP8 values (..., N, K) times their block scales (..., N / block, K / block) or one scale, in float32."""
     wide = values.to(torch.float32)
     if scales.numel() == 1:
@@ -181,10 +170,3 @@ def dequantised(values: Tensor, scales: Tensor, block: tuple[int, int]) -> Tenso
     for dimension, size in zip((-2, -1), block, strict=True):
         scales = scales.repeat_interleave(size, dimension).narrow(dimension, 0, values.shape[dimension])
     return wide * scales.to(torch.float32)
-
-
-def _block_size(folder: Path) -> tuple[int, int]:
-    path = folder.expanduser() / "config.json"
-    settings = json.loads(path.read_text()) if path.is_file() else {}
-    rows, columns = (settings.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
-    return rows, columns

@@ -12,6 +12,7 @@ Pure functions of the two layouts.
 from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,11 +117,17 @@ def plan_moves(
     sends, receives = Found(), Found()
     for number, group in enumerate(groups):
         cells = Cells(group, places)
-        cells.check_complete()
+        missing = cells.needs.any(1) & ~cells.holds.any(1)
+        if missing.any():
+            cell = int(missing.argmax())
+            lacking = int(places.ranks[cells.needs[cell].argmax()])
+            raise ValueError(f"no rank has {group.name} at {cells.box(cell).offsets}, which rank {lacking} wants")
         own = [box for holder, box in group.wanted if holder == rank]
-        for box in cells.kept(rank, own):
-            for tensor in group.tensors:
-                stays.setdefault(tensor, []).append(box)
+        place = places.place_of[rank]
+        for cell in np.nonzero(cells.wanted[:, place] & cells.holds[:, place])[0].tolist():
+            kept = [piece for box in own if (piece := cells.box(cell).overlap(box))]
+            for tensor in group.tensors if kept else ():
+                stays.setdefault(tensor, []).extend(kept)
         cells.receive(rank, own, number, receives)
         cells.send(rank, number, sends)
     return RankPlan(stays, sends.moves(), receives.moves())
@@ -168,15 +175,12 @@ class Cells:
             by_box.setdefault(box, []).append(rank)
         for box, ranks in by_box.items():
             if box.elements:
-                marks[self._touched(box)][..., self.places.place_of[ranks]] = True
+                overlapped = tuple(
+                    slice(bisect_right(edges, at) - 1, bisect_left(edges, at + size))
+                    for edges, at, size in zip(self.edges, box.offsets, box.sizes, strict=True)
+                )
+                marks[overlapped][..., self.places.place_of[ranks]] = True
         return marks.reshape(-1, marks.shape[-1])
-
-    def _touched(self, box: Box) -> tuple[slice, ...]:
-        """Return the cells that a block overlaps, along each axis."""
-        return tuple(
-            slice(bisect_right(edges, at) - 1, bisect_left(edges, at + size))
-            for edges, at, size in zip(self.edges, box.offsets, box.sizes, strict=True)
-        )
 
     def box(self, cell: int) -> Box:
         """Return the block of a cell."""
@@ -184,20 +188,6 @@ class Cells:
         starts = tuple(edges[i] for edges, i in zip(self.edges, at, strict=True))
         sizes = tuple(edges[i + 1] - edges[i] for edges, i in zip(self.edges, at, strict=True))
         return Box(starts, sizes)
-
-    def check_complete(self) -> None:
-        """Raise ValueError if a needed cell has no holder."""
-        missing = self.needs.any(1) & ~self.holds.any(1)
-        if missing.any():
-            cell = int(missing.argmax())
-            rank = int(self.places.ranks[self.needs[cell].argmax()])
-            raise ValueError(f"no rank has {self.group.name} at {self.box(cell).offsets}, which rank {rank} wants")
-
-    def kept(self, rank: int, own: Sequence[Box]) -> list[Box]:
-        """Return the blocks that a rank both wants and holds."""
-        place = self.places.place_of[rank]
-        cells = np.nonzero(self.wanted[:, place] & self.holds[:, place])[0].tolist()
-        return [piece for cell in cells for box in own if (piece := self.box(cell).overlap(box))]
 
     def receive(self, rank: int, own: Sequence[Box], number: int, found: Found) -> None:
         """Add the moves to a rank; `number` of the group offsets the round-robin."""
@@ -303,8 +293,7 @@ def rounds_needed(moves: Moves, limit_bytes: int) -> int:
     return -(-moves.total // room)
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """The part of a move within one round."""
 
     peer: int
@@ -350,12 +339,8 @@ class Schedule:
             starts = self._starts[begin:end]
             first = begin + max(0, int(np.searchsorted(starts, start, "right")) - 1)
             for move in range(first, begin + int(np.searchsorted(starts, stop))):
-                yield from self._within(move, int(peer), start, stop)
-
-    def _within(self, move: int, peer: int, start: int, stop: int) -> Iterator[Piece]:
-        """Yield the pieces of a move whose elements start within these bytes."""
-        at, item = int(self._starts[move]), int(self.moves.item_bytes[move])
-        box = self.moves.shapes[self.moves.boxes[move]]
-        first, last = max(0, -((at - start) // item)), min(box.elements, -((at - stop) // item))
-        for part in box.span(first, last):
-            yield Piece(peer, int(self.moves.tensors[move]), part)
+                # The part of the move whose elements start within these bytes.
+                at, item = int(self._starts[move]), int(self.moves.item_bytes[move])
+                box = self.moves.shapes[self.moves.boxes[move]]
+                for part in box.span(max(0, -((at - start) // item)), min(box.elements, -((at - stop) // item))):
+                    yield Piece(int(peer), int(self.moves.tensors[move]), part)

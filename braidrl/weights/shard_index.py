@@ -5,9 +5,8 @@ model.layers.1.mlp.up_proj.weight ┼─▶ model.layers.*.mlp.up_proj.weight, n
 model.layers.2.mlp.up_proj.weight ╯
 """
 
-import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from braidrl.cluster.process_groups import all_gather_bytes
 from braidrl.cluster.world import Ranks
+from braidrl.data.messages import pack_message, unpack_message
 from braidrl.weights.boxes import Box, Slices
 from braidrl.weights.publisher import check_shapes
 from braidrl.weights.reshard_plan import TensorGroup
@@ -28,22 +28,14 @@ NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 class AdaptedTensor(Protocol):
     """A weight with a low-rank adapter that is merged on demand."""
 
-    @property
-    def shape(self) -> torch.Size: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def box(self) -> Box:
-        """The block of the global weight on this rank."""
-
-    @property
-    def is_sharded(self) -> bool:
-        """True if the adapter is sharded: all of its ranks must merge it at the same time."""
+    shape: torch.Size
+    """The global shape."""
+    dtype: torch.dtype
+    device: torch.device
+    box: Box
+    """The block of the global weight on this rank."""
+    is_sharded: bool
+    """True if the adapter is sharded: all of its ranks must merge it at the same time."""
 
     def merged_part(self) -> Tensor:
         """Return this rank's block with its adapter merged."""
@@ -91,11 +83,6 @@ class WeightPart:
         """Return a block of the global tensor as a view of this part, which contains it."""
         return self.local[box.within(self.box)]
 
-    def lying_in(self, other: "WeightPart") -> "WeightPart":
-        """Return this part as a view into another part that contains it."""
-        slices = Slices({self.names[0]: self.shape}, {self.names[0]: self.box})
-        return WeightPart(self.names, other.block(self.box), slices)
-
     def values(self) -> Tensor:
         """Return the local values with adapters merged; all ranks of a sharded tensor call this at the same time."""
         return local_shard(self.tensor) if isinstance(self.tensor, Tensor) else self.tensor.merged_part()
@@ -108,6 +95,10 @@ class WeightPart:
             own.lerp_(block.to(own), 1.0 - self.kept)
         elif own.data_ptr() != block.data_ptr():
             own.copy_(block)
+
+
+Parts = Callable[[], Mapping[str, WeightPart]]
+"""Returns a rank's parts as they are now."""
 
 
 def weight_parts(
@@ -155,11 +146,6 @@ class Tensors(NamedTuple):
     dtype: str
     box: Box
 
-    @property
-    def each(self) -> list[tuple[str, ...]]:
-        """The numbers of each tensor; one empty tuple for a name without numbers."""
-        return [tuple(one.split(".")) if one else () for one in self.numbers.split(" ")]
-
 
 @dataclass(frozen=True)
 class ShardIndex:
@@ -175,7 +161,7 @@ class ShardIndex:
         order = {
             named(said.names[0], numbers): (tuple(map(int, numbers)), place, said)
             for place, said in enumerate(kinds.values())
-            for numbers in said.each
+            for numbers in numbers_in(said.numbers)
         }
         return {name: said for name, (*_, said) in sorted(order.items(), key=lambda one: one[1][:2])}
 
@@ -183,9 +169,9 @@ class ShardIndex:
     def names(self) -> dict[str, list[str]]:
         """All names of each tensor, with ties collected over all ranks."""
         found: dict[str, dict[str, None]] = {}
-        for said in dict.fromkeys((one.names, one.numbers) for rank in self.ranks for one in rank):
-            for numbers in Tensors(*said, (), "", Box((), ())).each:
-                every = [named(pattern, numbers) for pattern in said[0]]
+        for patterns, text in dict.fromkeys((said.names, said.numbers) for rank in self.ranks for said in rank):
+            for numbers in numbers_in(text):
+                every = [named(pattern, numbers) for pattern in patterns]
                 found.setdefault(every[0], {}).update(dict.fromkeys(every))
         return {name: list(every) for name, every in found.items()}
 
@@ -197,6 +183,15 @@ class ShardIndex:
     def dtypes(self) -> dict[str, torch.dtype]:
         return {name: getattr(torch, said.dtype) for name, said in self.tensors.items()}
 
+    @cached_property
+    def by_pattern(self) -> dict[tuple[str, tuple[int, ...]], dict[str, list[tuple[int, Box]]]]:
+        """(Rank, block) pairs by (pattern, shape), then by numbers."""
+        found: dict[tuple[str, tuple[int, ...]], dict[str, list[tuple[int, Box]]]] = {}
+        for rank, own in enumerate(self.ranks):
+            for said in own:
+                found.setdefault((said.names[0], said.shape), {}).setdefault(said.numbers, []).append((rank, said.box))
+        return found
+
     def groups(self, wanted: "ShardIndex | None" = None) -> list[TensorGroup]:
         """Return the tensors in groups that are sharded alike, in this index and in `wanted`.
 
@@ -204,18 +199,30 @@ class ShardIndex:
             ValueError: A wanted tensor is on no rank in this shape.
         """
         place_of = {name: place for place, name in enumerate(self.tensors)}
-        held, targets = by_pattern(self), by_pattern(wanted) if wanted else {}
+        held, targets = self.by_pattern, wanted.by_pattern if wanted else {}
         found = []
         for pattern, shape in {**held, **targets}:
             here, there = held.get((pattern, shape), {}), targets.get((pattern, shape), {})
-            for numbers, some in alike([*here, *there]):
-                names = [named(pattern, one) for one in numbers]
+            # Tensors are sharded alike if the same entries list their numbers.
+            listed_in: dict[tuple[str, ...], list[str]] = {}
+            for text in dict.fromkeys([*here, *there]):
+                for numbers in numbers_in(text):
+                    listed_in.setdefault(numbers, []).append(text)
+            alike: dict[frozenset[str], list[str]] = {}
+            for numbers, texts in listed_in.items():
+                alike.setdefault(frozenset(texts), []).append(named(pattern, numbers))
+            for some, names in alike.items():
                 if names[0] not in place_of or not here:
                     raise ValueError(f"no rank has {names[0]} of shape {shape}")
-                dtype = getattr(torch, self.tensors[names[0]].dtype)
+                item_bytes = self.dtypes[names[0]].itemsize
                 blocks = ([block for text in some for block in of_text.get(text, ())] for of_text in (here, there))
-                found.append(TensorGroup([place_of[n] for n in names], names[0], shape, dtype.itemsize, *blocks))
+                found.append(TensorGroup([place_of[n] for n in names], names[0], shape, item_bytes, *blocks))
         return found
+
+
+def numbers_in(text: str) -> list[tuple[str, ...]]:
+    """Return the numbers of each tensor of an entry; one empty tuple for a name without numbers."""
+    return [tuple(one.split(".")) if one else () for one in text.split(" ")]
 
 
 def named(pattern: str, numbers: Iterable[str]) -> str:
@@ -224,30 +231,9 @@ def named(pattern: str, numbers: Iterable[str]) -> str:
     return "".join(part for pair in zip(parts, (*numbers, ""), strict=True) for part in pair)
 
 
-def by_pattern(index: ShardIndex) -> dict[tuple[str, tuple[int, ...]], dict[str, list[tuple[int, Box]]]]:
-    """Return (rank, block) pairs by (pattern, shape), then by numbers."""
-    found: dict[tuple[str, tuple[int, ...]], dict[str, list[tuple[int, Box]]]] = {}
-    for rank, own in enumerate(index.ranks):
-        for said in own:
-            found.setdefault((said.names[0], said.shape), {}).setdefault(said.numbers, []).append((rank, said.box))
-    return found
-
-
-def alike(texts: Sequence[str]) -> list[tuple[list[tuple[str, ...]], frozenset[str]]]:
-    """Group numbers by the set of texts that contain them; return (numbers, texts) pairs."""
-    in_texts: dict[tuple[str, ...], list[str]] = {}
-    for text in dict.fromkeys(texts):
-        for numbers in Tensors((), text, (), "", Box((), ())).each:
-            in_texts.setdefault(numbers, []).append(text)
-    found: dict[frozenset[str], list[tuple[str, ...]]] = {}
-    for numbers, some in in_texts.items():
-        found.setdefault(frozenset(some), []).append(numbers)
-    return [(numbers, some) for some, numbers in found.items()]
-
-
 def gather_shard_index(parts: Mapping[str, WeightPart], ranks: Ranks, machine: str = "") -> ShardIndex:
     """Gather the shard index of all ranks; each passes its own parts at the same time."""
-    message = bytearray(json.dumps([machine, described(parts)]).encode())
+    message = bytearray(pack_message((machine, described(parts))))
     of_all: list[Any] = [message]
     if ranks.group is not None:
         with ranks.meeting("shard index of the weights"):
@@ -257,31 +243,25 @@ def gather_shard_index(parts: Mapping[str, WeightPart], ranks: Ranks, machine: s
 
 def read_index(messages: Sequence[bytes]) -> ShardIndex:
     """Parse the messages of all ranks; replicas send equal ones, which are parsed once."""
-    read = {message: _read(message) for message in dict.fromkeys(messages)}
+    read = {message: unpack_message(message, tuple[str, list[Tensors]]) for message in dict.fromkeys(messages)}
     return ShardIndex([read[message][1] for message in messages], [read[message][0] for message in messages])
 
 
-def described(parts: Mapping[str, WeightPart]) -> list[list[Any]]:
-    """Describe parts as JSON values (see `describe`)."""
+def described(parts: Mapping[str, WeightPart]) -> list[Tensors]:
+    """Describe parts (see `describe`)."""
     return describe((p.names, p.shape, str(p.tensor.dtype).removeprefix("torch."), p.box) for p in parts.values())
 
 
-def describe(blocks: Iterable[tuple[Sequence[str], Sequence[int], str, Box]]) -> list[list[Any]]:
+def describe(blocks: Iterable[tuple[Sequence[str], Sequence[int], str, Box]]) -> list[Tensors]:
     """Describe names, global shapes, dtypes and blocks; tensors that differ only in numbers are one entry."""
-    found: dict[tuple[Any, ...], list[str]] = {}
+    found: dict[tuple[tuple[str, ...], tuple[int, ...], str, Box], list[str]] = {}
     for names, shape, dtype, box in blocks:
         patterns = tuple(NUMBER.sub("*", name) for name in names)
         numbers = {".".join(NUMBER.findall(name)) for name in names}
         if len(numbers) > 1:
             patterns, numbers = tuple(names), {""}
-        found.setdefault((patterns, tuple(shape), dtype, box.offsets, box.sizes), []).append(numbers.pop())
-    return [[patterns, " ".join(numbers), *about] for (patterns, *about), numbers in found.items()]
-
-
-def _read(message: bytes) -> tuple[str, list[Tensors]]:
-    """Return a rank's machine and blocks."""
-    machine, said = json.loads(message)
-    return machine, [
-        Tensors(tuple(names), numbers, tuple(shape), dtype, Box(tuple(offsets), tuple(sizes)))
-        for names, numbers, shape, dtype, offsets, sizes in said
+        found.setdefault((patterns, tuple(shape), dtype, box), []).append(numbers.pop())
+    return [
+        Tensors(patterns, " ".join(numbers), shape, dtype, box)
+        for (patterns, shape, dtype, box), numbers in found.items()
     ]

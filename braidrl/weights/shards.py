@@ -1,7 +1,6 @@
 """Local shards of parameters that may be DTensors, and their storage. A plain tensor is its own only shard."""
 
 import ctypes
-import math
 import mmap
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
@@ -25,22 +24,6 @@ def shapes_of(model: nn.Module) -> dict[str, torch.Size]:
 def local_shard(tensor: Tensor) -> Tensor:
     """Return the local shard of the global tensor, in the same memory."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
-
-
-def local_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Reduce a gradient over the ranks that hold partial sums, and return the local shard."""
-    if not isinstance(gradient, DTensor):
-        return gradient
-    assert isinstance(parameter, DTensor)
-    return local_shard(gradient.redistribute(placements=parameter.placements))
-
-
-def num_shards(parameter: Tensor) -> int:
-    """Return the number of distinct shards of a parameter."""
-    if not isinstance(parameter, DTensor):
-        return 1
-    sizes = parameter.device_mesh.shape
-    return math.prod(s for s, p in zip(sizes, parameter.placements, strict=True) if not p.is_replicate())
 
 
 def box_of(parameter: Tensor) -> Box:

@@ -48,6 +48,8 @@ class LoadingSchedule:
     def __init__(self, way: Way, most_out: int = 1) -> None:
         """Start at version 0 without engines; under `rolling` at most `most_out` engines drain at a time."""
         self.way, self.most_out = way, most_out
+        self.receives_ahead = way != "end"
+        """Whether engines prefetch a version to host memory while they generate with another."""
         self.engines: dict[str, HeldVersion] = {}
         self.target = 0
         """The version that engines hold or should load; prompts are admitted for this version."""
@@ -64,11 +66,6 @@ class LoadingSchedule:
     def is_forgotten(self) -> bool:
         """Return whether an engine holds no valid version."""
         return any(held.version == UNKNOWN for held in self.engines.values())
-
-    @property
-    def receives_ahead(self) -> bool:
-        """Return whether engines prefetch a version to host memory while they generate with another."""
-        return self.way != "end"
 
     @property
     def out(self) -> int:
@@ -123,8 +120,13 @@ class LoadingSchedule:
         if not self.lags(name):
             return None
         held = self.engines[name]
-        if rows and not self._may_load(held, rows):
+        if rows and (self.way in ("end", "delayed") or held.received < self.target):
             return None
+        if rows and self.way == "rolling":
+            if held.draining_from is None and not self._start_draining(held, rows):
+                return None
+            if rows > (held.draining_from or 0) * (1 - FINISHED):
+                return None
         if self.way == "rolling" and held.draining_from is None and not self._start_draining(held, rows):
             return None
         held.loading, held.notified = self.target, max(held.notified, self.target)
@@ -135,16 +137,6 @@ class LoadingSchedule:
         if name in self.engines:
             held = self.engines[name]
             held.version, held.loading, held.draining_from = version, None, None
-
-    def _may_load(self, held: HeldVersion, rows: int) -> bool:
-        """Return whether an engine with rows may load."""
-        if self.way in ("end", "delayed") or held.received < self.target:
-            return False
-        if self.way == "interrupt":
-            return True
-        if held.draining_from is None and not self._start_draining(held, rows):
-            return False
-        return rows <= (held.draining_from or 0) * (1 - FINISHED)
 
     def _start_draining(self, held: HeldVersion, rows: int) -> bool:
         """Let an engine drain if it is its turn; return whether it drains."""

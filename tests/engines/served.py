@@ -27,7 +27,7 @@ from tests.engines.tiny import SIZES, make_tokenizer, training_log_probs
 from tests.tiny import ROOT
 
 T = TypeVar("T")
-# The long rows must still be running when a pause or new weights arrive, even on a busy machine. Engines whose steps take
+# The long rows must still be running when new weights arrive, even on a busy machine. Engines whose steps take
 # milliseconds (vLLM, several processes) run as long with fewer tokens.
 LIMIT, LONG, LONG_OF_SLOW = 650, 600, 200
 # The narrowest heads that vLLM supports on a CPU. Tied, so that an update must also name the output layer.

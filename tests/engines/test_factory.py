@@ -14,7 +14,7 @@ from braidrl.cluster.devices import Devices, assign_devices
 from braidrl.cluster.pools import Pool
 from braidrl.config.config import RolloutConfig
 from braidrl.engines.factory import engine_spec, on_devices, with_engines
-from braidrl.engines.routing.service import EngineService
+from braidrl.engines.routing.router import EngineService
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
 from braidrl.runtimes.step_metrics import GAP, GapWatch

@@ -18,7 +18,7 @@ from braidrl.engines.engine import EngineError
 from braidrl.engines.engine_contract import CHECKS, EngineUnderTest, all_of, requests
 from braidrl.engines.process.process_engine import EngineProcess
 from braidrl.engines.requests import Request, Response
-from braidrl.engines.routing.service import EngineService
+from braidrl.engines.routing.router import EngineService
 from braidrl.errors import UserError
 from braidrl.training.parallel.replicated import DataParallel
 from braidrl.weights.file import WeightFile, WeightWriter, stored_in_memory
@@ -119,8 +119,8 @@ def test_rows_of_a_killed_process_move_and_it_recovers_with_current_weights(
     assert dying.pid is not None
     os.kill(dying.pid, signal.SIGSTOP)
     dying.limit_s = 0.5
-    with pytest.raises(EngineError, match=r"engine 0 \(process \d+\) said nothing for 0.5 s, and pause was waited for"):
-        service.run(lambda _: dying.pause())
+    with pytest.raises(EngineError, match=r"engine 0 \(process \d+\) said nothing for 0.5 s, and sleep was waited for"):
+        service.run(lambda _: dying.sleep())
 
 
 def in_training(asked: Sequence[Request], finished: Sequence[Response]) -> list[torch.Tensor]:

@@ -15,8 +15,6 @@ from braidrl.engines.wire import (
     CallFailed,
     EngineReply,
     Order,
-    RequestMessage,
-    ResponseMessage,
     Submit,
     framed,
     receive,
@@ -36,9 +34,9 @@ async def arrived(*messages: object, type: object) -> list[object]:
 def test_a_request_arrives_with_its_prompt_and_sampling() -> None:
     sampling = SamplingParams(0.7, 0.9, 5, 64, (3, 4), ("stop",), greedy=True)
     request = Request((1, 2**40, 3), torch.tensor([5, 6, 7]), sampling, "evaluate", "second", 4, 2)
-    order, end = asyncio.run(arrived(Submit(9, RequestMessage.of(request), True), type=Order))
+    order, end = asyncio.run(arrived(Submit(9, request, True), type=Order))
     assert isinstance(order, Submit) and (order.id, order.followed, end) == (9, True, None)
-    found = order.request.request()
+    found = order.request
     assert torch.equal(found.prompt, request.prompt) and found.prompt.dtype == torch.int64
     for name in ("uid", "sampling", "purpose", "stage", "first_draw", "continues"):
         assert getattr(found, name) == getattr(request, name)
@@ -48,9 +46,9 @@ def test_a_request_arrives_with_its_prompt_and_sampling() -> None:
 def test_a_response_arrives_with_the_bits_of_its_log_probs(dtype: torch.dtype) -> None:
     log_probs = torch.tensor([-0.1, -2.5], dtype=dtype)
     sent = Response((0, 1, 2), torch.tensor([8, 9]), log_probs, FinishReason.LENGTH, torch.tensor([3, 4]))
-    reply, _ = asyncio.run(arrived(CallDone(id=1, result=ResponseMessage.of(sent), load=(4, 1, 0)), type=EngineReply))
-    assert isinstance(reply, CallDone) and isinstance(reply.result, ResponseMessage) and reply.load == (4, 1, 0)
-    found = reply.result.response()
+    reply, _ = asyncio.run(arrived(CallDone(id=1, result=sent, load=(4, 1, 0)), type=EngineReply))
+    assert isinstance(reply, CallDone) and isinstance(reply.result, Response) and reply.load == (4, 1, 0)
+    found = reply.result
     assert found.uid == sent.uid and found.finish_reason is FinishReason.LENGTH
     for name in ("tokens", "log_probs", "versions"):
         assert (

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from braidrl.errors import UserError
 from braidrl.runtimes.prepare.run_flow import build_flow
 from braidrl.runtimes.run import TrainingRun
-from braidrl.training.lora import ADAPTER, ADAPTER_WEIGHTS
+from braidrl.training.lora import ADAPTER
+from braidrl.weights.file import ADAPTER as ADAPTER_WEIGHTS
 from tests.runtimes.spmd.ranks import run_in_ranks
 from tests.tiny import Workshop, metrics_without_times, recorded, weights_of
 

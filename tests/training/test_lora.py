@@ -23,8 +23,9 @@ from braidrl.training.objective import Objective, denominators
 from braidrl.training.roles.checkpoint import full_state_dict, load_worker, save_worker
 from braidrl.training.roles.copies import RoleCopy, local_weight_parts
 from braidrl.training.roles.make import DecoderWorker, ScalarWorker
-from braidrl.weights.collective import Incoming, LayoutCopy, WeightOffer
+from braidrl.weights.collective import Incoming, WeightOffer
 from braidrl.weights.file import WeightWriter
+from braidrl.weights.transfer import LayoutCopy
 from tests.training.parallel.laid_out import OBJECTIVE, config_of, make_rows, one_step
 
 LORA = {"rank": 4, "alpha": 6.0}

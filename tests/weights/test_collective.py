@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from braidrl.cluster.world import Ranks
-from braidrl.weights import collective
+from braidrl.weights import collective, transfer
 from braidrl.weights.boxes import Box, Slices
 from braidrl.weights.collective import Incoming, TransferError, WeightOffer
 from braidrl.weights.shard_index import WeightPart, full_parts
@@ -52,7 +52,7 @@ def upper(name: str) -> Box:
 def test_two_workers_receive_full_tensors_and_another_its_slices(
     offer: WeightOffer, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collective.WeightTransfer.__init__, "__defaults__", (limit, None, False))
+    monkeypatch.setattr(transfer.WeightTransfer.__init__, "__defaults__", (limit, None, False))
     source, found = kept(offer), [dict[str, Tensor](), dict[str, Tensor]()]
     slices = Slices(SHAPES, {name: upper(name) for name in TENSORS})
     own = {n: WeightPart([n], torch.zeros_like(upper(n).of(t)), slices) for n, t in TENSORS.items() if n != "output"}
@@ -100,7 +100,7 @@ def test_another_models_worker_refuses_the_weights_and_keeps_its_own(offer: Weig
 
 def test_bytes_that_changed_on_their_way_are_refused(offer: WeightOffer, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = iter(range(100))
-    monkeypatch.setattr(collective, "checksum", lambda message: next(calls))
+    monkeypatch.setattr(transfer, "checksum", lambda message: next(calls))
     with pytest.raises(ValueError, match="the weights that arrived have checksum"):
         dict(kept(offer).tensors())
 

@@ -16,10 +16,9 @@ from braidrl.training.parallel.replicated import DataParallel
 from braidrl.training.roles.checkpoint import full_state_dict
 from braidrl.training.roles.copies import local_weight_parts
 from braidrl.training.roles.make import DecoderWorker
-from braidrl.weights.collective import Parts
 from braidrl.weights.generation_layout import GenerationLayout
 from braidrl.weights.in_place import GenerationWeights
-from braidrl.weights.shard_index import weight_parts
+from braidrl.weights.shard_index import Parts, weight_parts
 from braidrl.weights.shards import local_shard
 from tests.tiny import TOKENIZER
 from tests.training.parallel.laid_out import config_of

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -30,9 +31,9 @@ from braidrl.data.rows import Uid
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.embedded.sharded_decoding import TensorRanks, load_for_decoding
 from braidrl.engines.engine import EngineError
-from braidrl.engines.requests import Response
+from braidrl.engines.requests import Request, Response
 from braidrl.engines.row_request import EngineRow
-from braidrl.engines.wire import EngineSpec, RequestMessage
+from braidrl.engines.wire import EngineSpec
 from braidrl.native.malloc import keep_freed_memory
 from braidrl.training.loading import load_tokenizer
 from braidrl.weights.collective import Incoming, TransferNotice
@@ -43,7 +44,7 @@ from braidrl.weights.publisher import WeightSource
 class AddRow(msgspec.Struct, tag=True):
     """Accept a request."""
 
-    request: RequestMessage
+    request: Request
 
 
 class EndRow(msgspec.Struct, tag=True):
@@ -77,16 +78,14 @@ class LeadingEngine(EmbeddedEngine):
     """The leader's engine, used like one that has the full model. After a failure of any process every call raises `EngineError`."""
 
     def __init__(self, followers: "ForkedFollowers", **settings: Any) -> None:
-        """Make the engine with `settings` of `EmbeddedEngine`."""
+        """Make the engine with `settings` of `EmbeddedEngine`. Raises EngineError for a follower that fails to load."""
         super().__init__(**settings)
         self._followers = followers
         self._pending: list[Command] = []
         self._failure: EngineError | None = None
-
-    def await_followers(self) -> None:
-        """Wait until all have loaded their slices. Raises EngineError for one that did not."""
         with self._in_lockstep():
-            self._followers.wait()
+            # All load their slices.
+            followers.wait()
 
     def publish(self, version: int, source: WeightSource | None = None) -> None:
         """Publish weights to all processes; each loads its own part. Raises ValueError for a source that other processes cannot read."""
@@ -105,7 +104,8 @@ class LeadingEngine(EmbeddedEngine):
             if isinstance(source, Incoming):
                 self._weights.receive(source)
             self._weights.take(given)
-            self._changed(version)
+            self._batch.version_changed(version)
+            self.version = version
             # The file may be gone once this returns.
             self._followers.wait()
 
@@ -133,7 +133,7 @@ class LeadingEngine(EmbeddedEngine):
 
     def _accept(self, row: EngineRow) -> None:
         super()._accept(row)
-        self._pending.append(AddRow(RequestMessage.of(row.request)))
+        self._pending.append(AddRow(replace(row.request, on_token=None)))
 
     def _command(self, command: Command) -> None:
         self._followers.send([*self._pending, command])
@@ -149,26 +149,6 @@ class LeadingEngine(EmbeddedEngine):
         except Exception as error:
             self._failure = EngineError(self._followers.describe_end(error))
             raise self._failure from error
-
-
-def execute(engine: EmbeddedEngine, commands: Sequence[Command], rank: int) -> bool:
-    """Execute the leader's commands; return True if the leader waits for an acknowledgement."""
-    asked = False
-    for command in commands:
-        match command:
-            case AddRow():
-                engine.add(command.request.request())
-            case EndRow():
-                engine.abort(command.uid)
-            case ClearRows():
-                engine.clear(command.release)
-            case TakeWeights(version, path, notice):
-                incoming = Incoming(notice, rank, engine.model.device) if notice else None
-                engine.publish(version, WeightFile(path) if path else incoming)
-                asked = True
-            case DecodeStep():
-                engine.step()
-    return asked
 
 
 ENDING_S = 10.0
@@ -193,14 +173,14 @@ class ForkedFollowers:
             kept = [inherited, *(process.connection.fileno() for process in self._processes)]
             self._processes.append(fork(f"follower {rank}", partial(_run, rank, spec), kept))
 
-    def connect(self, port: int) -> None:
-        """Send the followers the port of the rendezvous."""
-        self._send(port)
-
-    def send(self, commands: Sequence[Command]) -> None:
-        self._send(commands)
+    def send(self, value: int | Sequence[Command]) -> None:
+        """Send the followers the port of the rendezvous, then commands."""
+        message = pack_message(value)
+        for process in self._processes:
+            process.connection.send_bytes(message)
 
     def wait(self) -> None:
+        """Wait for an acknowledgement of each follower. Raises TimeoutError without one, and RuntimeError for an error."""
         deadline = time.monotonic() + self._limit_s
         for pipe in (process.connection for process in self._processes):
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
@@ -223,21 +203,31 @@ class ForkedFollowers:
         for process in self._processes:
             process.kill()
 
-    def _send(self, value: object) -> None:
-        message = pack_message(value)
-        for process in self._processes:
-            process.connection.send_bytes(message)
-
 
 def _run(rank: int, spec: EngineSpec, pipe: Connection) -> None:
-    """Run a follower in its own process."""
+    """Run a follower in its own process: execute the leader's commands, and acknowledge weights, which the leader waits for."""
     try:
         port = unpack_message(pipe.recv_bytes(), int)
         keep_freed_memory()
         engine = EmbeddedEngine(**_parts(spec, rank, connect_store(LOOPBACK, port, wait_s(spec))))
         pipe.send_bytes(pack_message(DONE))
         while True:
-            if execute(engine, unpack_message(pipe.recv_bytes(), list[Command]), rank):
+            asked = False
+            for command in unpack_message(pipe.recv_bytes(), list[Command]):
+                match command:
+                    case AddRow():
+                        engine.add(command.request)
+                    case EndRow():
+                        engine.abort(command.uid)
+                    case ClearRows():
+                        engine.clear(command.release)
+                    case TakeWeights(version, path, notice):
+                        incoming = Incoming(notice, rank, engine.model.device) if notice else None
+                        engine.publish(version, WeightFile(path) if path else incoming)
+                        asked = True
+                    case DecodeStep():
+                        engine.step()
+            if asked:
                 pipe.send_bytes(pack_message(DONE))
     except (EOFError, ConnectionError):
         os._exit(0)
@@ -254,10 +244,8 @@ def lead(spec: EngineSpec, followers: ForkedFollowers) -> LeadingEngine:
     Raises UserError for a model that cannot be used, and EngineError for a follower that fails.
     """
     store = open_store(LOOPBACK, wait_s(spec))
-    followers.connect(store.port)
-    engine = LeadingEngine(**_parts(spec, 0, store), followers=followers)
-    engine.await_followers()
-    return engine
+    followers.send(store.port)
+    return LeadingEngine(**_parts(spec, 0, store), followers=followers)
 
 
 def _parts(spec: EngineSpec, rank: int, store: dist.Store) -> dict[str, Any]:

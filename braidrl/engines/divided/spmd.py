@@ -8,27 +8,23 @@ Sampling is deterministic: ranks with the same requests in the same order draw t
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
 
 import torch.distributed as dist
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from braidrl.cluster.process_groups import all_gather_bytes
 from braidrl.cluster.world import Ranks
 from braidrl.config.layout import ParallelLayout
-from braidrl.data.messages import pack_message, unpack_message
 from braidrl.data.rows import Uid
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.embedded.sharded_decoding import PipelineRanks
 from braidrl.engines.engine import EngineMemory
 from braidrl.engines.requests import Request, Response
 from braidrl.engines.stepping import SteppingEngine
-from braidrl.engines.wire import RequestMessage
 from braidrl.weights.boxes import Slices
-from braidrl.weights.collective import Parts
 from braidrl.weights.generation_layout import GenerationLayout
 from braidrl.weights.in_place import GenerationWeights
 from braidrl.weights.publisher import WeightSource
+from braidrl.weights.shard_index import Parts
 
 
 class SpmdEngine(SteppingEngine):
@@ -69,32 +65,23 @@ class SpmdEngine(SteppingEngine):
         if self._group is None:
             return super().generate(own, on_finished, rows_to_end)
         uids = {request.uid for request in own}
-        said = self._all_gather(
-            (rows_to_end is not None, [RequestMessage.of(request) for request in own]),
-            tuple[bool, list[RequestMessage]],
-        )
-        gathered = [message.request() for _, asked in said for message in asked]
+        asked = [replace(request, on_token=None) for request in own]
+        ranks = Ranks(self._group)
+        said = ranks.all_gather("requests", (rows_to_end is not None, asked), tuple[bool, list[Request]])
+        gathered = [request for _, requests in said for request in requests]
         # All ranks are asked after each step, but only if some rank may end rows.
-        ends = self._ending(rows_to_end) if any(may_end for may_end, _ in said) else None
+        may_end = any(can for can, _ in said)
+
+        def ending() -> list[Uid]:
+            named = ranks.all_gather("rows to end", list(rows_to_end() if rows_to_end else ()), list[Uid])
+            return list(dict.fromkeys(uid for part in named for uid in part))
 
         def report(finished: Response) -> None:
             if on_finished is not None and finished.uid in uids:
                 on_finished(finished)
 
-        found = {finished.uid: finished for finished in super().generate(gathered, report, ends)}
+        found = {finished.uid: finished for finished in super().generate(gathered, report, ending if may_end else None)}
         return [found[request.uid] for request in own]
-
-    def _ending(self, rows_to_end: Callable[[], Iterable[Uid]] | None) -> Callable[[], list[Uid]]:
-
-        def ending() -> list[Uid]:
-            named = self._all_gather(list(rows_to_end() if rows_to_end else ()), list[Uid])
-            return list(dict.fromkeys(uid for part in named for uid in part))
-
-        return ending
-
-    def _all_gather(self, value: Any, type: Any) -> list[Any]:
-        assert self._group is not None
-        return [unpack_message(part, type) for part in all_gather_bytes(bytearray(pack_message(value)), self._group)]
 
 
 class ShardedEmbeddedEngine(SpmdEngine, EmbeddedEngine):

@@ -9,9 +9,10 @@ number of rows.
 Shapes: B slots in the step.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -46,14 +47,10 @@ class SlotBatch:
         self._cache = SlotCache(slots, model.dtype, model.device)
         self.prompts = Prompts()
         self._cohorts = Cohorts(model) if plan_of_model(model).by_rows else None
+        self.log_prob_dtype = torch.promote_types(model.dtype, torch.float32)
         self._states = SlotStates.idle(slots, 1, 1, self.log_prob_dtype, model.device)
         self.rows: dict[int, EngineRow] = {}
         self.clear()
-
-    @property
-    def log_prob_dtype(self) -> torch.dtype:
-        """Return float32, or float64 for a model in float64."""
-        return torch.promote_types(self._model.dtype, torch.float32)
 
     def clear(self, release: bool = True) -> None:
         """Drop every row and free the keys and values; without `release`, memory that recorded steps use stays."""
@@ -76,9 +73,6 @@ class SlotBatch:
         self._stop_tokens = max(self._stop_tokens, len(row.stop_token_ids))
         self.prompts.expect(row.request.prompt)
 
-    def free(self) -> list[int]:
-        return [slot for slot in range(self.slots) if slot not in self.rows]
-
     def begin(self, new: Mapping[int, EngineRow], version: int) -> None:
         """Put expected rows into free slots, and compute the prompts that are missing."""
         self._cache.reserve(self._positions)
@@ -86,14 +80,23 @@ class SlotBatch:
             self._native.refresh()
         self._states = self._states.with_room(self._response_tokens, self._stop_tokens)
         if self._graphs is not None:
-            self._graphs.invalidate_if_moved(self._touched())
+            states = (self._states.current, self._states.position, *self._cache.tensors())
+            self._graphs.invalidate_if_moved((*states, *self._model.parameters(), *self._model.buffers()))
         if self._cohorts is not None:
             self._cohorts.begin({slot: row.request.prompt for slot, row in new.items()})
             for row in new.values():
                 self.prompts.forget(row.request.prompt)
         else:
             self.prompts.compute(self._model, (row.request.prompt for row in new.values()))
-            self._place(new)
+            # Copy each prompt's keys and values into the slots of all rows that begin with it.
+            by_prompt: dict[bytes, list[int]] = {}
+            for slot, row in new.items():
+                by_prompt.setdefault(prompt_key(row.request.prompt), []).append(slot)
+            for slots in by_prompt.values():
+                prompt = new[slots[0]].request.prompt
+                self._cache.fill(self._index(slots), self.prompts.prefix(prompt))
+                for _ in slots:
+                    self.prompts.forget(prompt)
         for row in new.values():
             row.begun = self._steps
             row.versions.append((0, version))
@@ -109,7 +112,18 @@ class SlotBatch:
 
     def step(self) -> list[int]:
         """Draw one token for every row, and return the slots of rows that ended."""
-        self._fit()
+        # Move rows down into free slots where that makes the step smaller.
+        target = round_up(len(self.rows), ROW_MULTIPLE)
+        if self._shrink and target < len(self._active.current):
+            free = (slot for slot in range(target) if slot not in self.rows)
+            for source in [slot for slot in self.rows if slot >= target]:
+                slot = next(free)
+                row = self.rows[slot] = self.rows.pop(source)
+                self._cache.move(source, slot, row.length(self._steps))
+                self._states.move(source, slot)
+                if self._cohorts is not None:
+                    self._cohorts.move(source, slot)
+            self._changed()
         tokens, ended = self._decode()
         slots = set(ended.nonzero().flatten().tolist())
         if self._watched:
@@ -134,32 +148,6 @@ class SlotBatch:
             for number, (row, count) in enumerate(zip(rows, drawn, strict=True))
         ]
 
-    def _place(self, new: Mapping[int, EngineRow]) -> None:
-        """Copy each prompt's keys and values into the slots of all rows that begin with it."""
-        by_prompt: dict[bytes, list[int]] = {}
-        for slot, row in new.items():
-            by_prompt.setdefault(prompt_key(row.request.prompt), []).append(slot)
-        for slots in by_prompt.values():
-            prompt = new[slots[0]].request.prompt
-            self._cache.fill(self._index(slots), self.prompts.prefix(prompt))
-            for _ in slots:
-                self.prompts.forget(prompt)
-
-    def _fit(self) -> None:
-        """Move rows down into free slots where that makes the step smaller."""
-        target = round_up(len(self.rows), ROW_MULTIPLE)
-        if not self._shrink or target >= len(self._active.current):
-            return
-        free = (slot for slot in range(target) if slot not in self.rows)
-        for source in [slot for slot in self.rows if slot >= target]:
-            slot = next(free)
-            row = self.rows[slot] = self.rows.pop(source)
-            self._cache.move(source, slot, row.length(self._steps))
-            self._states.move(source, slot)
-            if self._cohorts is not None:
-                self._cohorts.move(source, slot)
-        self._changed()
-
     def _decode(self) -> tuple[Tensor, Tensor]:
         """Draw one token for each slot of the step, (B,), and mark rows that reached a stop token or their limit, (B,)."""
         states, longest = self._active, self._longest + self._steps
@@ -178,7 +166,8 @@ class SlotBatch:
         else:
             tokens, log_probs = sample(logits, self._sampling, uniforms)
         if self._pipeline is not None:
-            self._pipeline.broadcast_draws(tokens, log_probs)
+            for values in (tokens, log_probs):
+                dist.broadcast(values, group=self._pipeline.group, group_src=self._pipeline.size - 1)
         self._steps += 1
         return tokens, states.advance(tokens, log_probs)
 
@@ -196,12 +185,12 @@ class SlotBatch:
         self._active = self._states.first(top)
         self._sampling = self._active.batch_sampling([row.request.sampling for row in self.rows.values()])
         self._longest = max((row.length(self._steps) for row in self.rows.values()), default=0) - self._steps
-        self._watched = {slot: row for slot, row in self.rows.items() if row.is_followed}
-
-    def _touched(self) -> Iterator[Tensor]:
-        yield from (self._states.current, self._states.position, *self._cache.tensors())
-        yield from self._model.parameters()
-        yield from self._model.buffers()
+        self._watched = {
+            # Stop texts and `on_token` need each token as soon as it is drawn.
+            slot: row
+            for slot, row in self.rows.items()
+            if row.stop_texts is not None or row.request.on_token is not None
+        }
 
     def _index(self, slots: Iterable[int]) -> Tensor:
         return torch.tensor(list(slots), dtype=torch.int64, device=self._states.current.device)

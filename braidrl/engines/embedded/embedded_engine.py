@@ -96,19 +96,11 @@ class EmbeddedEngine(SteppingEngine):
     def waiting(self) -> int:
         return len(self._waiting)
 
-    @property
-    def prompt_tokens_computed(self) -> int:
-        """Return the prompt tokens that went through the model, each shared prompt counted once."""
-        return self._batch.prompts.computed_tokens
-
     def publish(self, version: int, source: WeightSource | None = None) -> None:
         try:
             self._weights.refresh(source)
         except TransferError as error:
             raise EngineError(str(error)) from error
-        self._changed(version)
-
-    def _changed(self, version: int) -> None:
         self._batch.version_changed(version)
         self.version = version
 
@@ -120,9 +112,10 @@ class EmbeddedEngine(SteppingEngine):
         """Fill free slots, then draw a token for each row."""
         with self._decoding():
             if self._waiting:
-                count = min(self.waiting, len(free := self._batch.free()))
-                if count:
-                    self._batch.begin({slot: self._waiting.popleft() for slot in free[:count]}, self.version)
+                free = [slot for slot in range(self.slots) if slot not in self._batch.rows]
+                if free:
+                    slots = free[: self.waiting]
+                    self._batch.begin({slot: self._waiting.popleft() for slot in slots}, self.version)
             if not self.in_flight:
                 return []
             self.tokens_generated += self.in_flight

@@ -144,6 +144,23 @@ class DecoderLayer:
     window: int | None
     scaling: float
 
+    @staticmethod
+    def of(module: Any) -> "DecoderLayer":
+        attention, mlp = module.self_attn, module.mlp
+        norms = None
+        if hasattr(attention, "q_norm"):
+            norms = attention.q_norm.weight.detach(), attention.k_norm.weight.detach()
+        weights, biases = [], []
+        for layers in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
+            weights.append(side_by_side([layer.weight for layer in layers]))
+            has_bias = all(layer.bias is not None for layer in layers)
+            biases.append(side_by_side([layer.bias for layer in layers]) if has_bias else None)
+        return DecoderLayer(
+            module.input_layernorm.weight.detach(), weights[0], biases[0], norms, attention.o_proj,
+            module.post_attention_layernorm.weight.detach(), weights[1], biases[1], mlp.down_proj,
+            getattr(attention, "sliding_window", None), float(attention.scaling),
+        )  # fmt: skip
+
 
 class NativeDecoder:
     """A decoder that reads the weights of `model` in place; see `native_decoder` for the supported models."""
@@ -157,7 +174,7 @@ class NativeDecoder:
 
     def refresh(self) -> None:
         """Look up the weights again, in case they have moved."""
-        self._layers = [_layer(layer) for layer in local_layers(self._model)]
+        self._layers = [DecoderLayer.of(layer) for layer in local_layers(self._model)]
 
     def logits(self, tokens: Tensor, positions: Tensor, cache: SlotCache) -> Tensor:
         """Return logits (B, V) for the tokens (B,) at `positions` (B,) of the first B slots, whose keys and values are written.
@@ -187,28 +204,6 @@ class NativeDecoder:
         normed = kernels.add_norm(residual, update, body.norm.weight, epsilon)
         logits: Tensor = self._model.get_output_embeddings()(normed)
         return logits
-
-
-def _layer(module: Any) -> DecoderLayer:
-    attention, mlp = module.self_attn, module.mlp
-    projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    halves = (mlp.gate_proj, mlp.up_proj)
-    norms = (
-        (attention.q_norm.weight.detach(), attention.k_norm.weight.detach()) if hasattr(attention, "q_norm") else None
-    )
-    return DecoderLayer(
-        module.input_layernorm.weight.detach(),
-        side_by_side([p.weight for p in projections]), _bias(projections), norms, attention.o_proj,
-        module.post_attention_layernorm.weight.detach(),
-        side_by_side([p.weight for p in halves]), _bias(halves), mlp.down_proj,
-        getattr(attention, "sliding_window", None), float(attention.scaling),
-    )  # fmt: skip
-
-
-def _bias(layers: Sequence[nn.Linear]) -> Tensor | None:
-    if any(layer.bias is None for layer in layers):
-        return None
-    return side_by_side([layer.bias for layer in layers])
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from braidrl.training.decoders.body import RECEIVED, body_of
 from braidrl.training.loading import is_on_meta, load_decoder
 from braidrl.training.parallel.pipeline import PassThrough, split_layers
 from braidrl.training.parallel.tensor import full_plan_of
-from braidrl.weights.boxes import Box, Slices, boxes_of, chunk, pattern_of
+from braidrl.weights.boxes import Slices, boxes_of, chunk, pattern_of
 from braidrl.weights.checkpoint_files import ParameterReader
 from braidrl.weights.model_files import ModelFiles
 
@@ -70,25 +70,8 @@ class PipelineRanks:
     """This rank's view of the pipeline-parallel group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group, self.rank, self.size = group, group.rank(), group.size()
-
-    @property
-    def is_last(self) -> bool:
-        return self.rank == self.size - 1
-
-    def send(self, hidden: Tensor) -> None:
-        """Send hidden states to the rank with the next layers."""
-        dist.send(hidden.contiguous(), group=self._group, group_dst=self.rank + 1)
-
-    def receive(self, hidden: Tensor) -> Tensor:
-        """Fill `hidden` from the rank with the layers before."""
-        dist.recv(hidden, group=self._group, group_src=self.rank - 1)
-        return hidden
-
-    def broadcast_draws(self, tokens: Tensor, log_probs: Tensor) -> None:
-        """Broadcast the last rank's draws to every rank, in place."""
-        for values in (tokens, log_probs):
-            dist.broadcast(values, group=self._group, group_src=self.size - 1)
+        self.group, self.rank, self.size = group, group.rank(), group.size()
+        self.is_last = self.rank == self.size - 1
 
 
 class ReceiveHidden(nn.Module):
@@ -99,7 +82,8 @@ class ReceiveHidden(nn.Module):
         self.ranks, self.width, self.dtype, self.received = ranks, width, dtype, [received]
 
     def forward(self, input: Tensor) -> Tensor:
-        hidden = self.ranks.receive(torch.empty(*input.shape, self.width, dtype=self.dtype, device=input.device))
+        hidden = torch.empty(*input.shape, self.width, dtype=self.dtype, device=input.device)
+        dist.recv(hidden, group=self.ranks.group, group_src=self.ranks.rank - 1)
         self.received[0].hidden = hidden
         return hidden
 
@@ -112,7 +96,7 @@ class SendHidden(nn.Module):
         self.ranks, self.dtype = ranks, dtype
 
     def forward(self, hidden: Tensor) -> Tensor:
-        self.ranks.send(hidden.to(self.dtype))
+        dist.send(hidden.to(self.dtype).contiguous(), group=self.ranks.group, group_dst=self.ranks.rank + 1)
         return hidden
 
 
@@ -190,7 +174,13 @@ def load_for_decoding(
     if is_on_meta(model):
         ParameterReader(Path(path), model, boxes, ModelFiles(Path(path), model))(model)
     else:
-        _keep_local_slices(model, boxes)
+        # Keep this rank's slices of a full model's parameters; tied tensors stay tied.
+        kept: dict[nn.Parameter, nn.Parameter] = {}
+        for name, whole in list(model.named_parameters(remove_duplicate=False)):
+            if whole not in kept:
+                kept[whole] = nn.Parameter(boxes[name].of(whole.detach()).clone())
+            module, _, own = name.rpartition(".")
+            setattr(model.get_submodule(module), own, kept[whole])
     if ranks.size > 1:
         output, config = model.get_output_embeddings(), model.config
         for name, module in model.named_modules():
@@ -228,13 +218,3 @@ def check_heads(settings: Mapping[str, Any], ranks: int) -> None:
             raise UserError(
                 f"{KEY}={ranks} does not divide the model's {count} {name} heads; write a number that divides {count}"
             )
-
-
-def _keep_local_slices(model: nn.Module, boxes: Mapping[str, Box]) -> None:
-    """Replace a full model's parameters by this rank's slices; tied tensors stay tied."""
-    kept: dict[nn.Parameter, nn.Parameter] = {}
-    for name, whole in list(model.named_parameters(remove_duplicate=False)):
-        if whole not in kept:
-            kept[whole] = nn.Parameter(boxes[name].of(whole.detach()).clone())
-        module, _, own = name.rpartition(".")
-        setattr(model.get_submodule(module), own, kept[whole])

@@ -5,7 +5,7 @@ at the shape that all rows share.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -49,36 +49,27 @@ class Prompts:
         """Compute the keys and values of prompts that have none yet, several in one packed forward."""
         missing = {prompt_key(prompt): prompt[:-1] for prompt in prompts if len(prompt) > 1}
         missing = {name: ids for name, ids in missing.items() if name not in self._kept}
-        for part in _packs(missing):
-            self._kept |= self._forward(model, part)
-            self.computed_tokens += sum(len(ids) for ids in part.values())
+        parts: list[dict[bytes, Tensor]] = []
+        held = PREFILL_TOKENS
+        for name, ids in missing.items():
+            if round_up(held + len(ids), ROW_MULTIPLE) > PREFILL_TOKENS:
+                parts.append({})
+                held = 0
+            parts[-1][name] = ids
+            held += len(ids)
+        for part in parts:
+            lengths = [len(ids) for ids in part.values()]
+            filler = -sum(lengths) % ROW_MULTIPLE
+            sequences = PackedSequences.of([*lengths, filler], model.device)
+            packed = torch.cat([*part.values(), torch.zeros(filler, dtype=torch.int64)])
+            keeping = PrefillSequences(sequences)
+            run_body(model, packed[None].to(model.device), sequences.position_ids(), keeping)
+            self._kept |= dict(zip(part, keeping.prefixes(len(lengths)), strict=True))
+            self.computed_tokens += sum(lengths)
 
     def prefix(self, prompt: Tensor) -> Prefix | None:
         """Return this prompt's keys and values; None for a prompt of a single token."""
         return self._kept[prompt_key(prompt)] if len(prompt) > 1 else None
-
-    def _forward(self, model: PreTrainedModel, part: dict[bytes, Tensor]) -> dict[bytes, Prefix]:
-        lengths = [len(ids) for ids in part.values()]
-        filler = -sum(lengths) % ROW_MULTIPLE
-        device = model.device
-        sequences = PackedSequences.of([*lengths, filler], device)
-        ids = torch.cat([*part.values(), torch.zeros(filler, dtype=torch.int64)])
-        keeping = PrefillSequences(sequences)
-        run_body(model, ids[None].to(device), sequences.position_ids(), keeping)
-        return dict(zip(part, keeping.prefixes(len(lengths)), strict=True))
-
-
-def _packs(prompts: dict[bytes, Tensor]) -> Iterator[dict[bytes, Tensor]]:
-    part: dict[bytes, Tensor] = {}
-    held = 0
-    for name, ids in prompts.items():
-        if part and round_up(held + len(ids), ROW_MULTIPLE) > PREFILL_TOKENS:
-            yield part
-            part, held = {}, 0
-        part[name] = ids
-        held += len(ids)
-    if part:
-        yield part
 
 
 def prompt_key(prompt: Tensor) -> bytes:

@@ -1,6 +1,6 @@
 """Another project's server as an engine over HTTP: it is sent token ids, and returns token ids and log-probs.
 
-submit ──▶ gate ──▶ server ──▶ part ──▶ Response        pause, update, abort: the server ends what it draws with what there is,
+submit ──▶ gate ──▶ server ──▶ part ──▶ Response        update, abort: the server ends        what it draws with what there is,
              ▲                   |                      and a row that continues asks for the rest, with the draws that come next
              └── rest of a row ──┘
 
@@ -9,7 +9,7 @@ So each token has one version, and none is drawn from keys and values of earlier
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
@@ -72,7 +72,7 @@ class HttpEngine:
         self.server, self.spec = server, spec
         self.version, self.max_sequence_tokens = 0, spec.needs.tokens
         self._flights: dict[Uid, HttpRow] = {}
-        self._paused = self._asleep = self._updating = False
+        self._asleep = self._updating = False
         self._failure: EngineError | None = None
         self._changed = asyncio.Condition()
 
@@ -102,43 +102,30 @@ class HttpEngine:
         await self._wake_waiting()
         await self._interrupt(flight)
 
-    async def pause(self) -> None:
-        self._paused = True
-        await self._interrupt_all()
-
-    async def resume(self) -> None:
-        self._paused = False
-        await self._wake_waiting()
-
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
         if source is None:
             self.version = version
             return
-        if not isinstance(source, WeightFile | OfferedWeights):
-            with closing(self.spec.store(source.tensors())) as stored:
-                await self.update_weights(version, stored)
-            return
-        if isinstance(source, WeightFile):
-            check_shapes(source.shapes(), self.spec.shapes)
-            if self.spec.hub_names is not None:
-                with closing(self.spec.store(self.spec.hub_names.of(source.tensors()))) as stored:
-                    await self._load(version, stored)
-                return
-        await self._load(version, source)
-
-    async def _load(self, version: int, source: WeightFile | OfferedWeights) -> None:
-        self._updating = True
-        try:
-            await self._interrupt_all()
-            await self.server.load_weights(source)
-            self.version = version
-        except EngineError as error:
-            # No row may be drawn from weights of unknown version.
-            self._failure = error
-            raise
-        finally:
-            self._updating = False
-            await self._wake_waiting()
+        with ExitStack() as stored:
+            if not isinstance(source, WeightFile | OfferedWeights):
+                source = stored.enter_context(closing(self.spec.store(source.tensors())))
+            if isinstance(source, WeightFile):
+                check_shapes(source.shapes(), self.spec.shapes)
+                if self.spec.hub_names is not None:
+                    file = self.spec.store(self.spec.hub_names.of(source.tensors()))
+                    source = stored.enter_context(closing(file))
+            self._updating = True
+            try:
+                await asyncio.gather(*(self._interrupt(flight) for flight in list(self._flights.values())))
+                await self.server.load_weights(source)
+                self.version = version
+            except EngineError as error:
+                # No row may be drawn from weights of unknown version.
+                self._failure = error
+                raise
+            finally:
+                self._updating = False
+                await self._wake_waiting()
 
     async def sleep(self) -> None:
         """Refuse requests; the server keeps its memory, since its devices are its own."""
@@ -166,21 +153,23 @@ class HttpEngine:
     async def _generate(self, flight: HttpRow) -> Response:
         while True:
             async with self._changed:
-                await self._changed.wait_for(lambda: self._is_generating or flight.aborted or self._failure)
+                await self._changed.wait_for(
+                    lambda: flight.aborted or self._failure or not (self._asleep or self._updating)
+                )
             if self._failure is not None:
                 raise self._failure
             rest = remaining_request(flight.row.request, flight.finished(aborted=True)) if not flight.aborted else None
             if rest is None:
                 return flight.finished(aborted=True)
             answer = await self._generate_part(flight, rest)
-            if self._take(flight, answer):
-                return flight.finished()
+            row = flight.row
+            for token, log_prob in zip(answer.tokens, answer.log_probs, strict=True):
+                flight.tokens.append(token)
+                flight.log_probs.append(log_prob)
+                if row.record_token(token) or token in row.stop_token_ids or len(flight.tokens) == row.limit:
+                    return flight.finished()
             if not answer.tokens and not flight.interrupted:
                 raise EngineError(f"{self.server.url} ended row {flight.row.request.uid} without a token")
-
-    @property
-    def _is_generating(self) -> bool:
-        return not (self._paused or self._asleep or self._updating)
 
     async def _generate_part(self, flight: HttpRow, rest: Request) -> ServerAnswer:
         """Generate tokens until the row ends or is interrupted."""
@@ -202,21 +191,6 @@ class HttpEngine:
             raise UserError(f"rollout.servers: {self.server.url} {answer.problem}")
         await self.server.check_weights()
         return answer
-
-    def _take(self, flight: HttpRow, answer: ServerAnswer) -> bool:
-        for token, log_prob in zip(answer.tokens, answer.log_probs, strict=True):
-            flight.tokens.append(token)
-            flight.log_probs.append(log_prob)
-            if (
-                flight.row.record_token(token)
-                or token in flight.row.stop_token_ids
-                or len(flight.tokens) == flight.row.limit
-            ):
-                return True
-        return False
-
-    async def _interrupt_all(self) -> None:
-        await asyncio.gather(*(self._interrupt(flight) for flight in list(self._flights.values())))
 
     async def _interrupt(self, flight: HttpRow) -> None:
         """Make the server end the part that it draws, and wait for its answer."""

@@ -12,6 +12,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,6 @@ from braidrl.engines.wire import (
     EngineReply,
     EngineSpec,
     Order,
-    RequestMessage,
-    ResponseMessage,
     Submit,
     TokenDrawn,
     UpdateWeights,
@@ -85,7 +84,13 @@ class EngineProcess:
         # vLLM and users' engines may need an interpreter of their own, and a process must know its device before importing torch.
         copied = self.spec.kind == "embedded" and self.spec.device == "cpu" and self._python == sys.executable
         start = from_server if copied else spawn
-        self._process = start(process_spec(self.spec, self.name, self._python))
+        spec, entry = self.spec, "braidrl.engines.process.process_server:main"
+        own = vllm_environment(spec.device) if spec.kind == "vllm" else {}
+        self._process = start(
+            ProcessSpec(
+                self.name, entry, python=self._python, threads=spec.threads, devices=spec.devices, environment=own
+            )
+        )
         line = socket.socket(fileno=os.dup(self._process.connection.fileno()))
         self._process.connection.close()
         reader, self._writer = await asyncio.open_connection(sock=line)
@@ -101,9 +106,9 @@ class EngineProcess:
             self._followed[number] = request.on_token
         try:
             with WORK.waiting():
-                order = Submit(number, RequestMessage.of(request), request.on_token is not None)
-                found: ResponseMessage = await self._ask(order)
-                return found.response()
+                order = Submit(number, replace(request, on_token=None), request.on_token is not None)
+                response: Response = await self._ask(order)
+                return response
         except asyncio.CancelledError:
             if self._writer is not None:
                 self._writer.write(framed(AbortRow(next(self._numbers), request.uid)))
@@ -116,12 +121,6 @@ class EngineProcess:
         if uid not in self._rows:
             raise KeyError(f"row {uid} is not under way")
         await self._ask(AbortRow(next(self._numbers), uid))
-
-    async def pause(self) -> None:
-        await self._ask(EngineCall(next(self._numbers), "pause"))
-
-    async def resume(self) -> None:
-        await self._ask(EngineCall(next(self._numbers), "resume"))
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
         if source is None:
@@ -192,25 +191,22 @@ class EngineProcess:
     async def _listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while (message := await receive(reader, EngineReply)) is not None:
             self._heard = asyncio.get_running_loop().time()
-            self._hear(message)
-        if self._writer is writer:
-            self._die("ended")
-
-    def _hear(self, message: EngineReply) -> None:
-        if message.load is not None:
-            self._load = Load(*message.load)
-        if isinstance(message, TokenDrawn) and message.id in self._followed:
-            self._followed[message.id](message.number, message.token)
-        if not isinstance(message, CallDone | CallFailed):
-            return
-        answer = self._answers.pop(message.id, None)
-        if answer is None or answer.done():
-            return
-        if isinstance(message, CallFailed):
+            if message.load is not None:
+                self._load = Load(*message.load)
+            if isinstance(message, TokenDrawn) and message.id in self._followed:
+                self._followed[message.id](message.number, message.token)
+            if not isinstance(message, CallDone | CallFailed):
+                continue
+            answer = self._answers.pop(message.id, None)
+            if answer is None or answer.done():
+                continue
+            if isinstance(message, CallDone):
+                answer.set_result(message.result)
+                continue
             error = message.exception()
             answer.set_exception(EngineError(f"{self.name}: {error}") if isinstance(error, EngineError) else error)
-        else:
-            answer.set_result(message.result)
+        if self._writer is writer:
+            self._die("ended")
 
     def _die(self, why: str) -> None:
         """Kill the process, and fail all pending calls."""
@@ -224,10 +220,3 @@ class EngineProcess:
         for answer in answers.values():
             if not answer.done():
                 answer.set_exception(EngineError(f"{self.name} {self._end}"))
-
-
-def process_spec(spec: EngineSpec, name: str, python: str) -> ProcessSpec:
-    """Return the command and environment of an engine's process."""
-    own = vllm_environment(spec.device) if spec.kind == "vllm" else {}
-    entry = "braidrl.engines.process.process_server:main"
-    return ProcessSpec(name, entry, python=python, threads=spec.threads, devices=spec.devices, environment=own)

@@ -19,16 +19,17 @@ from braidrl.data.messages import unpack_message
 from braidrl.engines.divided.followers import ForkedFollowers, lead
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.engine import ENGINES, Engine, EngineError, ServedEngine
+from braidrl.engines.requests import Response
 from braidrl.engines.stepping import EngineReplica, SteppingEngine
 from braidrl.engines.wire import (
     AbortRow,
     CallDone,
     CallFailed,
     EngineBeat,
+    EngineCall,
     EngineReply,
     EngineSpec,
     Order,
-    ResponseMessage,
     Submit,
     TokenDrawn,
     UpdateWeights,
@@ -38,7 +39,7 @@ from braidrl.engines.wire import (
 from braidrl.errors import UserError
 from braidrl.native.malloc import keep_freed_memory
 from braidrl.training.loading import load_decoder, load_tokenizer
-from braidrl.weights.collective import Incoming
+from braidrl.weights.collective import Incoming, TransferNotice
 from braidrl.weights.file import WeightFile
 
 BEAT_S = 0.02
@@ -68,11 +69,6 @@ def vllm_engine(spec: EngineSpec) -> SteppingEngine:
         {**spec.options, "tensor_parallel_size": spec.tensor, "pipeline_parallel_size": spec.pipeline},
         spec.reproducible,
     )  # fmt: skip
-
-
-def served(engine: SteppingEngine | ServedEngine) -> ServedEngine:
-    """Return the engine behind the engine protocol; a `SteppingEngine` is wrapped in an `EngineReplica`."""
-    return EngineReplica(engine) if isinstance(engine, SteppingEngine) else engine
 
 
 class Host:
@@ -108,31 +104,29 @@ class Host:
         else:
             self.say(CallDone(order.id, result))
 
-    async def _result(self, order: Order) -> ResponseMessage | int | None:
-        if isinstance(order, Submit):
-            request = order.request.request()
-            if order.followed:
-                drew = lambda number, token: self.say(TokenDrawn(order.id, number, token))  # noqa: E731
-                request = replace(request, on_token=drew)
-            return ResponseMessage.of(await self.engine.submit(request))
-        if isinstance(order, AbortRow):
-            await self.engine.abort(order.uid)
-            return None
-        if isinstance(order, UpdateWeights):
-            await self._update_weights(order)
-            return None
-        result: int | None = await getattr(self.engine, order.method)()
-        return result
-
-    async def _update_weights(self, order: UpdateWeights) -> None:
-        if order.path is not None:
-            weights = WeightFile(order.path)
-            weights.verify()
-            return await self.engine.update_weights(order.version, weights)
-        if order.notice is None:
-            return await self.engine.update_weights(order.version)
-        device = torch.device("cuda", torch.cuda.current_device()) if order.notice.cuda else torch.device("cpu")
-        return await self.engine.update_weights(order.version, Incoming(order.notice, 0, device))
+    async def _result(self, order: Order) -> Response | int | None:
+        match order:
+            case Submit():
+                request = order.request
+                if order.followed:
+                    drew = lambda number, token: self.say(TokenDrawn(order.id, number, token))  # noqa: E731
+                    request = replace(request, on_token=drew)
+                return await self.engine.submit(request)
+            case AbortRow():
+                await self.engine.abort(order.uid)
+            case UpdateWeights(path=str() as path):
+                weights = WeightFile(path)
+                weights.verify()
+                await self.engine.update_weights(order.version, weights)
+            case UpdateWeights(notice=TransferNotice() as notice):
+                device = torch.device("cuda", torch.cuda.current_device()) if notice.cuda else torch.device("cpu")
+                await self.engine.update_weights(order.version, Incoming(notice, 0, device))
+            case UpdateWeights():
+                await self.engine.update_weights(order.version)
+            case EngineCall():
+                result: int | None = await getattr(self.engine, order.method)()
+                return result
+        return None
 
 
 async def serve(connection: socket.socket, spec: EngineSpec, followers: ForkedFollowers | None) -> None:
@@ -140,7 +134,8 @@ async def serve(connection: socket.socket, spec: EngineSpec, followers: ForkedFo
     reader, writer = await asyncio.open_connection(sock=connection)
     keep_freed_memory()
     try:
-        engine = served(lead(spec, followers) if followers else ENGINES.find(spec.kind)(spec))
+        made: SteppingEngine | ServedEngine = lead(spec, followers) if followers else ENGINES.find(spec.kind)(spec)
+        engine = EngineReplica(made) if isinstance(made, SteppingEngine) else made
         await engine.start()
     except (UserError, EngineError) as error:
         writer.write(framed(CallFailed.of(READY, error)))

@@ -1,1 +1,1 @@
-"""Several engines as one: `service` for callers without an event loop, `router` forwards requests, `dispatch` chooses the engine."""
+"""Several engines as one: `router` forwards requests, `dispatch` chooses the engine."""

@@ -44,10 +44,6 @@ class EngineState:
     work: float = 0.0
     """Total work of its jobs, in response tokens."""
 
-    def put(self, job: Job) -> None:
-        self.jobs[job.uid] = job
-        self.work += job.work
-
     def remove(self, uid: Uid) -> Job:
         job = self.jobs.pop(uid)
         # An empty engine starts again from exactly 0, so that rounding errors do not accumulate.
@@ -101,7 +97,8 @@ class Dispatcher:
             uid, job = self._waiting.popitem(last=False)
             engine = self._choose(job, open_now)
             job.work = self.expected_tokens + PROMPT_WORK * (job.prompt_tokens - self._held(job, engine))
-            self.engines[engine].put(job)
+            self.engines[engine].jobs[uid] = job
+            self.engines[engine].work += job.work
             self._remember(uid[:2], engine, job.prompt_tokens)
             assigned.append((uid, engine))
         return assigned

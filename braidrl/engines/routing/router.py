@@ -1,23 +1,32 @@
-"""The router, several engines as one: each request goes to the engine that the dispatcher chooses, and to another if that one dies.
+"""Several engines as one: each request goes to the engine that the dispatcher chooses, and to another if that one dies.
 
 submit ──▶ waiting ──dispatch──▶ engine ──▶ Response
               ▲                    |
               └──── EngineError ───┘      the router tries every `retry_s` seconds to recover the engine, and sends it the current weights
+
+`EngineService` puts a router over engines in other processes for callers that generate batches without an event loop. It writes weights
+once, where all engines read them.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from braidrl.cluster.event_loop import Runner, run_cancelled_by_interrupts
 from braidrl.data.rows import FinishReason, Uid
-from braidrl.engines.engine import Engine, EngineError, Load
+from braidrl.engines.engine import Engine, EngineError, Load, ServedEngine, T
 from braidrl.engines.requests import Request, Response
 from braidrl.engines.routing.dispatch import Dispatcher
 from braidrl.weights.collective import OfferedWeights
-from braidrl.weights.file import WeightFile
+from braidrl.weights.file import WeightFile, stored_in_memory
 from braidrl.weights.publisher import WeightSource
+
+ASK_EVERY_S = 0.02
+"""Seconds between calls of `rows_to_end`."""
 
 
 class Router:
@@ -47,7 +56,7 @@ class Router:
         self._source: WeightSource | None = None
         self._stored: WeightFile | None = None
         """The weights file that this router stored."""
-        self._paused = self._asleep = False
+        self._asleep = False
 
     @property
     def alive(self) -> int:
@@ -66,8 +75,23 @@ class Router:
         try:
             while finished is None:
                 if not await self._place(uid):
-                    return empty_response(uid)
-                finished = await self._ask(request)
+                    # The row was aborted before it had an engine.
+                    nothing = torch.empty(0, dtype=torch.int64)
+                    return Response(uid, nothing, nothing.to(torch.float32), FinishReason.ABORT, nothing)
+                number = self._dispatcher.engine_of(uid)
+                assert number is not None
+                call = self._calls[uid] = asyncio.ensure_future(self.engines[number].submit(request))
+                try:
+                    await asyncio.wait([call])
+                finally:
+                    del self._calls[uid]
+                    call.cancel()
+                if call.cancelled():
+                    continue
+                if isinstance(error := call.exception(), EngineError):
+                    self._engine_failed(number, error)
+                else:
+                    finished = call.result()
             self._dispatcher.done(uid, len(finished.tokens))
             return finished
         finally:
@@ -85,14 +109,6 @@ class Router:
         self._aborted.add(uid)
         if not self._places[uid].done():
             self._places[uid].set_result(None)
-
-    async def pause(self) -> None:
-        self._paused = True
-        await self._everywhere(lambda engine: engine.pause())
-
-    async def resume(self) -> None:
-        self._paused = False
-        await self._everywhere(lambda engine: engine.resume())
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
         """Send new weights to the engines, stored once if only this process has them, and free the earlier version."""
@@ -155,23 +171,6 @@ class Router:
         finally:
             self._places.pop(uid, None)
 
-    async def _ask(self, request: Request) -> Response | None:
-        number = self._dispatcher.engine_of(request.uid)
-        assert number is not None
-        call = self._calls[request.uid] = asyncio.ensure_future(self.engines[number].submit(request))
-        try:
-            await asyncio.wait([call])
-        finally:
-            del self._calls[request.uid]
-            call.cancel()
-        if call.cancelled():
-            return None
-        error = call.exception()
-        if isinstance(error, EngineError):
-            self._engine_failed(number, error)
-            return None
-        return call.result()
-
     def _send(self) -> None:
         if not self._asleep:
             for uid, _ in self._dispatcher.assign():
@@ -202,7 +201,6 @@ class Router:
         while self._version is not None and version != self._version:
             version = self._version
             await engine.update_weights(version, self._source)
-        await (engine.pause() if self._paused else engine.resume())
         await (engine.sleep() if self._asleep else engine.wake())
         self._errors.pop(number, None)
         self._dispatcher.recover(number)
@@ -221,7 +219,117 @@ class Router:
                 raise result
 
 
-def empty_response(uid: Uid) -> Response:
-    """Return the response of a row that was aborted before it had an engine."""
-    nothing = torch.empty(0, dtype=torch.int64)
-    return Response(uid, nothing, nothing.to(torch.float32), FinishReason.ABORT, nothing)
+class EngineService:
+    """Engines with an event loop that runs only inside this object's methods. `close` ends the engines."""
+
+    is_collective = False
+    memory = None
+    """The engines' processes manage their own device memory."""
+
+    def __init__(
+        self,
+        engines: Sequence[ServedEngine],
+        limit_s: float = 600.0,
+        store: Callable[[Iterable[tuple[str, Tensor]]], WeightFile] = stored_in_memory,
+    ) -> None:
+        """Start the engines.
+
+        Args:
+            engines: Engines, not started yet.
+            limit_s: Seconds without a living engine after which calls raise EngineError.
+            store: Writes this process's weights to where the engines read them.
+
+        Raises:
+            UserError: The engines cannot use the model.
+        """
+        self.engines = list(engines)
+        self.max_sequence_tokens = self.engines[0].max_sequence_tokens
+        self._runner = Runner()
+        self._router: Router | None = None
+        try:
+            run_cancelled_by_interrupts(self._runner, self._start())
+            self._router = Router(self.engines, 1.0, limit_s, store)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, ExceptionGroup):
+                raise error.exceptions[0] from None
+            raise
+
+    @property
+    def router(self) -> Router:
+        assert self._router is not None, "the engines are running"
+        return self._router
+
+    @property
+    def slots(self) -> int:
+        return self.router.load().slots
+
+    @property
+    def in_flight(self) -> int:
+        return self.router.load().running
+
+    def generate(
+        self,
+        requests: Iterable[Request],
+        on_finished: Callable[[Response], None] | None = None,
+        rows_to_end: Callable[[], Iterable[Uid]] | None = None,
+    ) -> list[Response]:
+        async def one(request: Request) -> Response:
+            finished = await self.router.submit(request)
+            if on_finished and finished.finish_reason is not FinishReason.ABORT:
+                on_finished(finished)
+            return finished
+
+        async def end_rows(named: Callable[[], Iterable[Uid]]) -> None:
+            while True:
+                await asyncio.sleep(ASK_EVERY_S)
+                for uid in named():
+                    # The row may have ended by itself, or with its engine.
+                    with contextlib.suppress(KeyError, EngineError):
+                        await self.router.abort(uid)
+
+        async def everything() -> list[Response]:
+            ending = asyncio.ensure_future(end_rows(rows_to_end)) if rows_to_end else None
+            try:
+                async with asyncio.TaskGroup() as group:
+                    tasks = [group.create_task(one(request)) for request in requests]
+            finally:
+                if ending is not None:
+                    ending.cancel()
+                    await asyncio.gather(ending, return_exceptions=True)
+            return [task.result() for task in tasks]
+
+        try:
+            return run_cancelled_by_interrupts(self._runner, everything())
+        except ExceptionGroup as several:
+            raise several.exceptions[0] from None
+
+    def run(self, work: Callable[[Engine], Coroutine[Any, Any, T]]) -> T:
+        return run_cancelled_by_interrupts(self._runner, work(self.router))
+
+    def publish(self, version: int, source: WeightSource | None = None) -> None:
+        """Send new weights to the engines. Raises ValueError if the source lacks a tensor."""
+        run_cancelled_by_interrupts(self._runner, self.router.update_weights(version, source))
+
+    def clear(self) -> None:
+        """Do nothing: no row is in flight between two calls."""
+
+    def sleep(self) -> None:
+        run_cancelled_by_interrupts(self._runner, self.router.sleep())
+
+    def wake(self) -> None:
+        run_cancelled_by_interrupts(self._runner, self.router.wake())
+
+    def close(self) -> None:
+        run_cancelled_by_interrupts(self._runner, self._stop())
+        self._runner.close()
+
+    async def _start(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for engine in self.engines:
+                group.create_task(engine.start())
+
+    async def _stop(self) -> None:
+        if self._router is not None:
+            await self._router.close()
+        await asyncio.gather(*(engine.close() for engine in self.engines))

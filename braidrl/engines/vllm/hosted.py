@@ -24,7 +24,6 @@ from vllm.distributed import parallel_state
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
 
-from braidrl.cluster.process_groups import all_gather_bytes
 from braidrl.cluster.world import Ranks
 from braidrl.config.layout import ParallelLayout
 from braidrl.data.rows import Uid
@@ -37,10 +36,9 @@ from braidrl.engines.vllm.vllm_engine import VllmEngine
 from braidrl.engines.vllm.vllm_environment import vllm_environment
 from braidrl.engines.wire import EngineSpec
 from braidrl.errors import UserError
-from braidrl.weights.collective import Parts
 from braidrl.weights.generation_layout import GenerationLayout
 from braidrl.weights.in_place import GenerationWeights
-from braidrl.weights.shard_index import WeightPart
+from braidrl.weights.shard_index import Parts, WeightPart
 from braidrl.weights.shards import storages
 
 
@@ -133,9 +131,7 @@ class HostedVllmEngine(SpmdEngine, VllmEngine):
 
     def _start(self, arguments: Mapping[str, Any]) -> LLMEngine:
         keep_weights_plain()
-        identifier = secrets.token_hex(8)
-        if self._group is not None:
-            identifier = bytes(all_gather_bytes(bytearray(identifier.encode()), self._group)[0]).decode()
+        identifier, *_ = Ranks(self._group).all_gather("name of the shared memory", secrets.token_hex(8))
         RankExecutor.identifier = identifier
         self._random = RandomState(int(identifier[:8], 16))
         own = {"distributed_executor_backend": "external_launcher", "seed": 0}

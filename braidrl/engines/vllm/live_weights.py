@@ -49,12 +49,11 @@ class CopyWatch(TorchDispatchMode):
 def keep_weights_plain() -> None:
     """On a CPU compute with the loaded weights, where vLLM would pack them into memory that no transfer can write to."""
     if current_platform.is_cpu():
+
+        def compute_plainly(layer: Any, remove_weight: bool) -> None:
+            layer.cpu_linear = nn.functional.linear
+
         utils.dispatch_cpu_unquantized_gemm = compute_plainly
-
-
-def compute_plainly(layer: Any, remove_weight: bool) -> None:
-    """Let a layer multiply by its own parameter."""
-    layer.cpu_linear = nn.functional.linear
 
 
 def live_parts(model: Any, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> dict[str, WeightPart]:
@@ -68,7 +67,10 @@ def live_parts(model: Any, shapes: Mapping[str, Sequence[int]], dtype: torch.dty
     Raises:
         WeightsNotLive: Some of the weights are kept in another form.
     """
-    check_plain(model)
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", module)
+        if hasattr(method, "process_weights_after_loading") and not isinstance(method, PLAIN):
+            raise WeightsNotLive(f"vLLM changes {name or 'the model'} after loading ({type(method).__name__})")
     given = {name: torch.empty(tuple(shape), dtype=dtype, device="meta") for name, shape in shapes.items()}
     with CopyWatch() as watch:
         try:
@@ -89,14 +91,6 @@ def live_parts(model: Any, shapes: Mapping[str, Sequence[int]], dtype: torch.dty
         if parameter.untyped_storage()._cdata not in filled:
             raise WeightsNotLive(f"vLLM makes {name} itself")
     return parts
-
-
-def check_plain(model: nn.Module) -> None:
-    """Raise WeightsNotLive if vLLM changes some weights after it has loaded them."""
-    for name, module in model.named_modules():
-        method = getattr(module, "quant_method", module)
-        if hasattr(method, "process_weights_after_loading") and not isinstance(method, PLAIN):
-            raise WeightsNotLive(f"vLLM changes {name or 'the model'} after loading ({type(method).__name__})")
 
 
 def block_of(view: Tensor, shape: torch.Size) -> Box | None:

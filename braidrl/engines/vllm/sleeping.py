@@ -7,7 +7,7 @@ has no such mode, the memory pages of keys and values are freed.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 from torch import UntypedStorage
 
@@ -19,21 +19,11 @@ KEPT, DROPPED = 1, 2
 """vLLM's levels of sleep: weights are kept in host memory, or dropped."""
 
 
-class Sleeper(Protocol):
-    """The part of vLLM's engine that sleeps and wakes."""
-
-    def reset_prefix_cache(self) -> object: ...
-
-    def sleep(self, level: int) -> None: ...
-
-    def wake_up(self, tags: list[str]) -> None: ...
-
-
 class VllmMemory:
     """The device memory of a vLLM engine: weights and caches."""
 
-    def __init__(self, engine: Sleeper, may_leave: bool) -> None:
-        """Manage an engine's memory; `may_leave` if `enable_sleep_mode` is set."""
+    def __init__(self, engine: Any, may_leave: bool) -> None:
+        """Manage the memory of vLLM's engine; `may_leave` if `enable_sleep_mode` is set."""
         self._engine, self.may_leave = engine, may_leave
         self.level = KEPT
         """DROPPED where weights are brought before each generation; else generation may resume without new ones."""

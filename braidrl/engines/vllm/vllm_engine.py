@@ -29,7 +29,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from braidrl.data.endings import end_ids_of
 from braidrl.data.rows import Uid
 from braidrl.engines.engine import EngineError
-from braidrl.engines.requests import Draws, Response, row_draws
+from braidrl.engines.requests import Response, row_draws
 from braidrl.engines.row_request import EngineRow, RemoteRow
 from braidrl.engines.stepping import SteppingEngine
 from braidrl.engines.vllm.logits_processor import DrawByRow
@@ -145,7 +145,19 @@ class VllmEngine(SteppingEngine):
         for output in self._engine.step():
             flight = self._flights.get(output.request_id)
             # vLLM may still return a token for a row that was ended here.
-            if flight is not None and self._take(flight, output):
+            if flight is None:
+                continue
+            is_finished, (part,) = output.finished, output.outputs
+            for token, log_probs in zip(part.token_ids, part.logprobs, strict=True):
+                flight.tokens.append(token)
+                flight.log_probs.append(log_probs[token].logprob)
+                self.tokens_generated += 1
+                if flight.row.record_token(token) and not output.finished:
+                    self._engine.abort_request([flight.name])
+                    is_finished = True
+                    break
+            if is_finished:
+                del self._flights[flight.name]
                 ended.append(flight.finished())
         return ended
 
@@ -212,7 +224,17 @@ class VllmEngine(SteppingEngine):
         row.versions = [(0, self.version)]
         # The salt keeps prompts computed with other weights from being reused.
         prompt = {"prompt_token_ids": request.prompt.tolist(), "cache_salt": str(self.version)}
-        params = params_of(row, row_draws(request, self.seed) if self._reproducible else None)
+        asked = request.sampling
+        drawn: dict[str, Any] = {"temperature": 0.0}
+        if self._reproducible:
+            # `DrawByRow` draws by these; else vLLM draws.
+            drawn = {"extra_args": row_draws(request, self.seed).arguments()}
+        elif not asked.takes_likeliest:
+            drawn = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
+        params = SamplingParams(
+            max_tokens=row.limit, stop_token_ids=list(row.stop_token_ids), ignore_eos=True, detokenize=False,
+            logprobs=0, output_kind=RequestOutputKind.DELTA, **drawn,
+        )  # fmt: skip
         self._engine.add_request(name, prompt, params, lora_request=self._adapter)
         self._flights[name] = RemoteRow(row, name)
 
@@ -220,63 +242,29 @@ class VllmEngine(SteppingEngine):
         del self._flights[flight.name]
         self._engine.abort_request([flight.name])
 
-    def _take(self, flight: RemoteRow, output: Any) -> bool:
-        (part,) = output.outputs
-        for token, log_probs in zip(part.token_ids, part.logprobs, strict=True):
-            flight.tokens.append(token)
-            flight.log_probs.append(log_probs[token].logprob)
-            self.tokens_generated += 1
-            if flight.row.record_token(token) and not output.finished:
-                self._leave(flight)
-                return True
-        if output.finished:
-            del self._flights[flight.name]
-        return bool(output.finished)
-
 
 def arguments_of(
     folder: Path, slots: int, max_sequence_tokens: int, dtype: str, options: dict[str, Any], reproducible: bool
 ) -> dict[str, Any]:
     """Return the arguments of vLLM's engine: Braid's, then the user's `options` in their place."""
-    on_cpu = {
-        "kv_cache_memory_bytes": cpu_cache_bytes(folder, slots, max_sequence_tokens, dtype),
-        "enforce_eager": True,
-    }
-    # On a CPU vLLM refuses the sleep mode but accepts its calls: it pauses and wakes part by part, and its memory stays.
-    refused = set() if torch.cuda.is_available() else {"enable_sleep_mode"}
-    taken = {name: value for name, value in options.items() if name not in refused}
+    on_cpu: dict[str, Any] = {}
+    if not torch.cuda.is_available():
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        # Keys and values of `slots` rows of maximum length.
+        positions = (slots * -(-max_sequence_tokens // CPU_BLOCK) + 1) * CPU_BLOCK
+        each = 2 * config.num_hidden_layers * config.num_key_value_heads * width * getattr(torch, dtype).itemsize
+        on_cpu = {"kv_cache_memory_bytes": int(each * positions), "enforce_eager": True}
+        # vLLM refuses the sleep mode but accepts its calls: it pauses and wakes part by part, and its memory stays.
+        options = {name: value for name, value in options.items() if name != "enable_sleep_mode"}
     arguments = {
         "model": str(folder), "skip_tokenizer_init": True, "dtype": dtype, "max_num_seqs": slots, "max_model_len": max_sequence_tokens,
         "worker_extension_cls": "braidrl.engines.vllm.vllm_worker.TakesWeights",
-        "disable_log_stats": True, **({} if torch.cuda.is_available() else on_cpu),
+        "disable_log_stats": True, **on_cpu,
     }  # fmt: skip
     by_row = {
         "seed": 0, "logits_processors": [DrawByRow], "logprobs_mode": "processed_logits", "async_scheduling": False,
     }  # fmt: skip
     # Engines with one seed would draw the samples of a prompt alike.
     own = by_row if reproducible else {"seed": secrets.randbits(31)}
-    return {**arguments, **own, **taken}
-
-
-def params_of(row: EngineRow, draws: Draws | None) -> SamplingParams:
-    """Return vLLM's parameters for a row; `DrawByRow` draws its tokens by `draws`, without these vLLM does."""
-    asked = row.request.sampling
-    drawn: dict[str, Any] = {"temperature": 0.0}
-    if draws is not None:
-        drawn = {"extra_args": draws.arguments()}
-    elif not asked.takes_likeliest:
-        drawn = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
-    return SamplingParams(
-        max_tokens=row.limit, stop_token_ids=list(row.stop_token_ids), ignore_eos=True, detokenize=False,
-        logprobs=0, output_kind=RequestOutputKind.DELTA, **drawn,
-    )  # fmt: skip
-
-
-def cpu_cache_bytes(folder: Path, slots: int, max_sequence_tokens: int, dtype: str) -> int:
-    """Return the bytes of keys and values for `slots` rows of maximum length."""
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    heads, width = config.num_key_value_heads, getattr(config, "head_dim", None)
-    width = width or config.hidden_size // config.num_attention_heads
-    blocks = slots * -(-max_sequence_tokens // CPU_BLOCK) + 1
-    bytes_each = getattr(torch, dtype).itemsize
-    return int(2 * config.num_hidden_layers * heads * width * bytes_each * blocks * CPU_BLOCK)
+    return {**arguments, **own, **options}

@@ -235,7 +235,8 @@ def work(arguments: Mapping[str, Any]) -> None:
     tokenizer, progress = load_tokenizer(config.model), LeaseProgress()
     world = join_ranks(group, arguments, choose_device(config.device).type == "cuda")
     generating = [str(group.role)] if group.kind == "generate" else []
-    ranks = OneOf(None, None, arguments["number"], group.processes) if generating else DataParallel(world.group, world)
+    one = OneOf(number=arguments["number"], processes=group.processes)
+    ranks = one if generating else DataParallel(world.group, world)
     consumers = {**Consumers(flow).by_name, **Consumers(evaluation).by_name}
     checks = any(stage.type == "verify" for name in group.consumers for stage in consumers[name].stages)
     executor = StageExecutor(

@@ -12,11 +12,11 @@ interface: linear attention, convolutions, state-space layers.
 Shapes: N tokens packed, S sequences of equal length L, H query heads, K key/value heads, D head width (of values: E).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from inspect import signature
 from itertools import accumulate
 from typing import Any, Protocol
@@ -92,6 +92,12 @@ def attending(context: AttentionContext | None) -> Iterator[None]:
         running.reset(token)
 
 
+@cache
+def parameters_of(forward: Forward) -> frozenset[str]:
+    """Return the names of a function's parameters."""
+    return frozenset(signature(forward).parameters)
+
+
 def checkpoint_layer(layer: Forward, *given: Any, **options: Any) -> Any:
     """Run a layer without saving activations; the backward pass recomputes it with the same context."""
     context = running.get()
@@ -119,11 +125,18 @@ def braid_attention(
         raise ValueError(
             f"{type(module).__name__}: {', '.join(unknown) or 'masks and dropout'} in attention are not supported"
         )
-    window, chunk = _layer_window(module)
+    # The layer's window or chunk from the configuration, as layers may not pass them.
+    config, number = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds, chunk = getattr(config, "layer_types", None) or (), None
+    kind = kinds[number] if isinstance(number, int) and number < len(kinds) else None
+    if kind == "chunked_attention":
+        chunk = getattr(config, "attention_chunk_size", None)
+    elif kind == "sliding_attention" and not sliding_window:
+        sliding_window = getattr(config, "sliding_window", None)
     if s_aux is not None and len(s_aux) != query.shape[1]:
         s_aux = s_aux.unflatten(0, (-1, query.shape[1]))[getattr(module, HEADS_RANK)]
     scores = Scores(
-        query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window or window, chunk, softcap, s_aux
+        query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window or None, chunk, softcap, s_aux
     )
     return sequences.attend(module, query, key, value, scores), None
 
@@ -132,17 +145,6 @@ HEADS_RANK = "heads_rank"
 """Attribute of an attention layer whose heads are sharded: the rank whose heads it has, for parameters of all heads."""
 UNKNOWN = {"position_bias", "head_mask", "indices", "block_tables"}
 """Arguments that change the scores and that Braid does not support."""
-
-
-def _layer_window(module: nn.Module) -> tuple[int | None, int | None]:
-    """Return (window, chunk) of an attention layer from the configuration, as layers may not pass them."""
-    config, number = getattr(module, "config", None), getattr(module, "layer_idx", None)
-    kinds = getattr(config, "layer_types", None)
-    if not kinds or not isinstance(number, int) or number >= len(kinds):
-        return None, None
-    if kinds[number] == "chunked_attention":
-        return None, getattr(config, "attention_chunk_size", None)
-    return (getattr(config, "sliding_window", None) if kinds[number] == "sliding_attention" else None), None
 
 
 AttentionInterface.register(ATTENTION, braid_attention)
@@ -176,7 +178,6 @@ class PackedSequences:
         if query.shape[0] != 1 or query.shape[2] != sum(self.lengths):
             raise ValueError(f"sequences of {sum(self.lengths)} tokens, but the input is {tuple(query.shape)}")
         states = _packed(query), _packed(key), _packed(value)
-        # torch has a variable-length kernel for half precision on CUDA
         if scores.is_plain and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
             return self._variable_length(*states, scores)[None]
         compiled = scores.is_plain and getattr(module, COMPILED, False) and self.lengths
@@ -210,20 +211,22 @@ class PackedSequences:
                 part.append(row)
         found = []
         for part, shape, numbers in zip(parts, buckets, self._by_length.values(), strict=True):
-            own, kwargs = tree_unflatten(part, form)
+            arguments, kwargs = tree_unflatten(part, form)
             with attending(EqualRows(shape, self.keep_scores)):
-                found.append(tree_flatten(forward(*own, **{**kwargs, **more(numbers)})))
-        outputs = [self._packed_again(values, buckets) for values in zip(*(leaves for leaves, _ in found), strict=True)]
+                found.append(tree_flatten(forward(*arguments, **{**kwargs, **more(numbers)})))
+        # Pack the buckets' outputs (S, L, ...) back into one row (1, N, ...); None for outputs without tokens.
+        outputs: list[Any] = []
+        for values in zip(*(leaves for leaves, _ in found), strict=True):
+            if not all(isinstance(v, Tensor) and v.shape[:2] == b for v, b in zip(values, buckets, strict=True)):
+                outputs.append(None)
+                continue
+            joined = torch.cat([value.flatten(0, 1) for value in values])
+            own = joined if self._permutation is None else _Permuted.apply(joined, *reversed(self._permutation))
+            outputs.append(own[None])
         return tree_unflatten(outputs, found[0][1])
 
-    def _packed_again(self, values: Sequence[Any], buckets: Sequence[tuple[int, int]]) -> Any:
-        """Pack the buckets' outputs (S, L, ...) back into one row (1, N, ...); None for outputs without tokens."""
-        if not all(isinstance(v, Tensor) and v.shape[:2] == b for v, b in zip(values, buckets, strict=True)):
-            return None
-        joined = torch.cat([value.flatten(0, 1) for value in values])
-        return (joined if self._permutation is None else _Permuted.apply(joined, *reversed(self._permutation)))[None]
-
     def _variable_length(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """Attend by torch's kernel for half precision on CUDA. (N, heads, D) to (N, H, E)."""
         longest = max(self.lengths)
         back = -1 if scores.window is None else scores.window - 1
         wide = max(query.shape[-1], value.shape[-1])

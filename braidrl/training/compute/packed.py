@@ -76,9 +76,3 @@ def pack(rows: Rows, device: torch.device) -> Packed:
         tokens.values.to(device), positions.to(device), tuple(lengths.tolist()), (actions - 1).to(device),
         tokens.values[actions].to(device), offsets_of(per_row), (tokens.offsets[1:] - 1).to(device),
     )  # fmt: skip
-
-
-def empty_packed(device: torch.device) -> Packed:
-    """Return a filler token without rows or actions, for a rank that only joins the collectives of a forward pass."""
-    none, one = torch.zeros(0, dtype=torch.int64, device=device), torch.zeros(1, dtype=torch.int64, device=device)
-    return Packed(one, one, (1,), none, none, torch.zeros(1, dtype=torch.int64), none)

@@ -113,24 +113,21 @@ def _blocks(family: Family) -> list[int]:
 def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: Scores) -> Tensor:
     """Attend with (R, H, D) queries to (P + R, K, D) keys and values under a mask; returns (R, H, D)."""
     if scores.softcap is not None or scores.sinks is not None:
-        return _masked_plainly(query, key, value, mask, scores)
+        # Plain operations, in at least float32.
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        queries = query.unflatten(1, (key.shape[1], -1)).permute(1, 2, 0, 3).to(dtype)
+        keys, values = (states.transpose(0, 1)[:, None].to(dtype) for states in (key, value))
+        products = capped(torch.matmul(queries * scores.scaling, keys.transpose(-1, -2)), scores)
+        products = products.masked_fill(~mask, float("-inf"))
+        sinks = scores.sinks
+        if sinks is not None:
+            sinks = sinks.view(key.shape[1], -1, 1, 1).expand(-1, -1, len(query), 1)
+        return torch.matmul(softmax(products, sinks), values).permute(2, 0, 1, 3).flatten(1, 2).to(query.dtype)
     output = scaled_dot_product_attention(
         query.transpose(0, 1)[None], key.transpose(0, 1)[None], value.transpose(0, 1)[None],
         attn_mask=mask, scale=scores.scaling, enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
     return output[0].transpose(0, 1)
-
-
-def _masked_plainly(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, rule: Scores) -> Tensor:
-    """Compute `_masked` with a soft cap or sinks, in at least float32."""
-    dtype = torch.promote_types(query.dtype, torch.float32)
-    queries = query.unflatten(1, (key.shape[1], -1)).permute(1, 2, 0, 3).to(dtype)
-    keys, values = (states.transpose(0, 1)[:, None].to(dtype) for states in (key, value))
-    scores = capped(torch.matmul(queries * rule.scaling, keys.transpose(-1, -2)), rule)
-    scores = scores.masked_fill(~mask, float("-inf"))
-    sinks = None if rule.sinks is None else rule.sinks.view(key.shape[1], -1, 1, 1).expand(-1, -1, len(query), 1)
-    output = torch.matmul(softmax(scores, sinks), values)
-    return output.permute(2, 0, 1, 3).flatten(1, 2).to(query.dtype)
 
 
 def families_of(rows: Rows) -> list[Family] | None:

@@ -10,10 +10,8 @@ receive.
 Shapes: B slots in the step, H query heads, K key/value heads, D head width (of values: E), L positions read.
 """
 
-import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import Cache
 from transformers.cache_utils import LinearAttentionLayer
 
-from braidrl.training.compute.attention import Forward, PackedSequences, Scores, capped, softmax
+from braidrl.training.compute.attention import Forward, PackedSequences, Scores, capped, parameters_of, softmax
 
 READ_MULTIPLE = 32
 """Reads are rounded up to a multiple of this many positions, so that few shapes occur."""
@@ -277,16 +275,11 @@ class _EveryNumber(list[Any]):
 
 def cache_name(module: Any) -> str:
     """Return the parameter name of a mixer's or decoder's cache. Raises ValueError if it has none."""
-    kind = type(module)
-    return _cache_name(getattr(kind, "plain_forward", kind.forward), kind.__name__)
-
-
-@cache
-def _cache_name(forward: Forward, kind: str) -> str:
-    names = inspect.signature(forward).parameters
+    kind: Any = type(module)
+    names = parameters_of(getattr(kind, "plain_forward", kind.forward))
     name = next((n for n in CACHE_NAMES if n in names), None)
     if name is None:
-        raise ValueError(f"{kind} takes no cache, so the embedded engine cannot decode with it")
+        raise ValueError(f"{kind.__name__} takes no cache, so the embedded engine cannot decode with it")
     return name
 
 

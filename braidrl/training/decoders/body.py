@@ -6,12 +6,10 @@ ids ──embedding──▶ layers ──norm──▶ hidden states ──head
 `PARTS` lists the names that decoders use. Users may register a function in `BODIES` for a decoder with another structure.
 """
 
-import inspect
 import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,6 +21,7 @@ from braidrl.training.compute.attention import (
     PackedSequences,
     attending,
     checkpoint_layer,
+    parameters_of,
     running,
 )
 from braidrl.training.compute.cpu_layers import derived
@@ -186,12 +185,7 @@ def run_body(
 
 def accepted(decoder: Any) -> frozenset[str]:
     """Return the parameter names of a decoder's forward."""
-    return _parameters(type(decoder).forward)
-
-
-@cache
-def _parameters(function: Callable[..., Any]) -> frozenset[str]:
-    return frozenset(inspect.signature(function).parameters)
+    return parameters_of(type(decoder).forward)
 
 
 def still(config: Any) -> list[str]:

@@ -6,8 +6,6 @@ Scale and cap are measured on the model's own forward, not read from its configu
 as the model's own forward, one chunk of tokens at a time.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +60,9 @@ def measured_head(model: Any) -> Head:
     probe = nn.Linear(output.in_features, PROBED, bias=False, device="cpu", dtype=torch.float64)
     probe.weight.copy_(torch.randn(probe.weight.shape, generator=generator, dtype=torch.float64))
     hidden = torch.randn(1, PROBED, output.in_features, generator=generator, dtype=torch.float64)
-    owner, name = _owner(model, output)
+    owner, name = next(
+        (module, name) for module in model.modules() for name, child in module.named_children() if child is output
+    )
     setattr(owner, name, probe)
     try:
         small, large = (own_logits(model, hidden * factor).double() / factor for factor in (1e-3, 1e6))
@@ -98,7 +98,19 @@ def predicted_log_probs(
     """Return log-probs of `targets` (N,) and entropies, as `linear_log_probs`, from hidden states (N, D) by the model's head."""
     head, output = head_of(model), model.get_output_embeddings()
     if head.is_own:
-        return _own_log_probs(model, hidden, targets, temperature, with_entropy_grad)
+
+        def of_chunk(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+            logits = own_logits(model, states[None])[0]
+            log_softmax = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
+            entropy = -(log_softmax.exp() * log_softmax).sum(-1)
+            return log_softmax.gather(-1, ids[:, None])[:, 0], entropy if with_entropy_grad else entropy.detach()
+
+        # The model's own forward, one chunk at a time; the backward pass recomputes chunks.
+        elements = CHUNK_BYTES // torch.promote_types(hidden.dtype, torch.float32).itemsize
+        parts = chunks(len(hidden), model.config.get_text_config().vocab_size, elements) or [slice(0, 0)]
+        found = [checkpoint(of_chunk, hidden[part], targets[part], use_reentrant=False) for part in parts]
+        log_probs, entropies = zip(*found, strict=True)
+        return torch.cat(log_probs), torch.cat(entropies)
     # logits over temperature: scale · product / T, or cap · tanh(scale · product / cap) / T
     cap = None if head.cap is None else head.cap / temperature
     # some decoders (Mamba) end in float32
@@ -113,46 +125,16 @@ def predicted_log_probs(
     )
 
 
-def _own_log_probs(
-    model: Any, hidden: Tensor, targets: Tensor, temperature: float, with_entropy_grad: bool
-) -> tuple[Tensor, Tensor]:
-    """Compute log-probs with the model's own forward, one chunk at a time; the backward pass recomputes chunks."""
-
-    def of_chunk(states: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        logits = own_logits(model, states[None])[0]
-        log_softmax = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
-        entropy = -(log_softmax.exp() * log_softmax).sum(-1)
-        return log_softmax.gather(-1, ids[:, None])[:, 0], entropy if with_entropy_grad else entropy.detach()
-
-    elements = CHUNK_BYTES // torch.promote_types(hidden.dtype, torch.float32).itemsize
-    parts = chunks(len(hidden), model.config.get_text_config().vocab_size, elements) or [slice(0, 0)]
-    found = [checkpoint(of_chunk, hidden[part], targets[part], use_reentrant=False) for part in parts]
-    log_probs, entropies = zip(*found, strict=True)
-    return torch.cat(log_probs), torch.cat(entropies)
-
-
 def own_logits(model: Any, hidden: Tensor) -> Tensor:
-    """Return the logits (1, N, V) of hidden states (1, N, D) from the model's own forward."""
-    with _given(model, hidden):
+    """Return the logits (1, N, V) of hidden states (1, N, D) from the model's own forward, in which the decoder returns these states."""
+    holder = model.base_model if model.base_model is not model else decoder_of(model)
+    holder.forward = lambda *_, **__: GivenStates(hidden)
+    try:
         ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
         logits: Tensor = type(model).forward(model, input_ids=ids, use_cache=False).logits
-    return logits
-
-
-@contextmanager
-def _given(model: Any, hidden: Tensor) -> Iterator[None]:
-    """Make the decoder return these hidden states for any input."""
-    decoder = decoder_of(model)
-    holder = model.base_model if model.base_model is not model else decoder
-
-    def forward(*_: Any, **__: Any) -> GivenStates:
-        return GivenStates(hidden)
-
-    holder.forward = forward
-    try:
-        yield
     finally:
         del holder.forward
+    return logits
 
 
 @dataclass(frozen=True)
@@ -167,12 +149,3 @@ class GivenStates:
 
     def __getitem__(self, place: Any) -> Any:
         return self.last_hidden_state if place == 0 else ()
-
-
-def _owner(model: Any, output: nn.Module) -> tuple[nn.Module, str]:
-    """Return the module and the attribute that hold the output layer."""
-    for module in model.modules():
-        for name, child in module.named_children():
-            if child is output:
-                return module, name
-    raise AttributeError("a model's output layer is one of its modules")

@@ -43,13 +43,25 @@ def proven_plan(config: Any, folder: Path | str) -> ForwardPlan:
 
 def remembered(config: Any, about: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return what this machine has measured of a configuration, or measure it and keep it."""
-    key = f"{about}-{_key(config)}"
+    settings = {name: value for name, value in config.to_dict().items() if name not in UNNAMED}
+    # A proof also depends on transformers and on the code that proves.
+    folder = Path(__file__).parent
+    files = sorted([*folder.glob("*.py"), folder.with_name("acceptance.py"), Path(attention.__file__)])
+    code = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    text = json.dumps(settings, sort_keys=True, default=str) + transformers.__version__ + code + proof_device()
+    key = f"{about}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
     if key not in KNOWN:
         path = cache_folder() / f"{key}.json"
-        known = _read(path)
-        if known is None:
+        try:
+            known = json.loads(path.read_text())
+        except (OSError, ValueError):
             known = measure()
-            _write(path, known)
+            # Written atomically: several processes may prove a model at once.
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=path.parent)
+            with os.fdopen(handle, "w") as file:
+                json.dump(known, file)
+            os.replace(name, path)
         KNOWN[key] = known
     return KNOWN[key]
 
@@ -88,30 +100,3 @@ def best_plan(twin: Twin) -> tuple[ForwardPlan, Finding]:
         if other.holds and all(finding.holds for finding in packed_findings(twin, twin.model(rows))):
             return rows, other
     return plan, decoding
-
-
-def _key(config: Any) -> str:
-    settings = {name: value for name, value in config.to_dict().items() if name not in UNNAMED}
-    # A proof also depends on transformers and on the code that proves.
-    folder = Path(__file__).parent
-    files = sorted([*folder.glob("*.py"), folder.with_name("acceptance.py"), Path(attention.__file__)])
-    code = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-    about = json.dumps(settings, sort_keys=True, default=str) + transformers.__version__ + code + proof_device()
-    return hashlib.sha256(about.encode()).hexdigest()[:24]
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        found: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    return found
-
-
-def _write(path: Path, found: dict[str, Any]) -> None:
-    """Write atomically: several processes may prove a model at once."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent)
-    with os.fdopen(handle, "w") as file:
-        json.dump(found, file)
-    os.replace(name, path)

@@ -8,6 +8,7 @@ All axes of a layout are assumed to divide everything evenly (norms are replicat
 pipeline rank is counted: the first or the last, which hold the vocabulary.
 """
 
+import contextlib
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -32,10 +33,10 @@ from braidrl.training.decoders.proven import proven_plan
 from braidrl.training.decoders.shrink import HEADS, KEY_HEADS, LAYERS, WIDTHS
 from braidrl.training.four_bit import BYTES_PER_WEIGHT
 from braidrl.training.loading import read_model_config
-from braidrl.training.lora import add_adapters
+from braidrl.training.lora import NAME, add_adapters
 from braidrl.training.optimizer import MASTER_BYTES
 from braidrl.training.parallel.pipeline import RUN
-from braidrl.training.parallel.tensor import ROWS, blocks_of, copied_factors, plan_of
+from braidrl.training.parallel.tensor import ROWS, blocks_of, plan_of
 
 MOMENTS = 2
 UNIFORM = {"qwen2", "qwen3", "llama", "mistral", "ministral3", "smollm3", "qwen3_moe"}
@@ -104,12 +105,6 @@ class Shape:
     def element_bytes(self) -> int:
         return self.dtype.itemsize
 
-    @property
-    def is_uniform(self) -> bool:
-        """Return whether all layers are alike except for attention windows."""
-        kinds = set(own_setting(self.config, "layer_types") or ()) - {"full_attention", "sliding_attention"}
-        return not kinds and self.config.model_type in UNIFORM
-
     @cached_property
     def sizes(self) -> ModelSizes:
         """Return the sizes in its configuration."""
@@ -131,7 +126,13 @@ def model_shape(folder: Path, dtype: torch.dtype, scalar_head: bool = False, lor
                 add_adapters(model, lora)
         layer = body_of(model).layers[0]
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-        copied = sum(elements(factor) for factor in copied_factors(model, config.base_model_tp_plan or {}))
+        copied = 0
+        for each in body_of(model).layers:
+            for block in blocks_of(each, config.base_model_tp_plan or {}):
+                for name, style in block.products.items():
+                    if hasattr(product := each.get_submodule(name), "base_layer"):
+                        # The factor of an adapter that tensor parallelism replicates.
+                        copied += elements((product.lora_B if style in ROWS else product.lora_A)[NAME])
         few = sum(m.base_layer.weight.numel() for m in model.modules() if hasattr(m, "base_layer"))
         four_bit = few if lora and lora.base_dtype else 0
         MEASURED[key] = Shape(
@@ -210,30 +211,22 @@ def cache_bytes(config: Any, element_bytes: int, slots: int, tokens: int) -> int
     """Return the bytes of the keys, values and states of `slots` rows of `tokens` tokens."""
     key = config.to_json_string(use_diff=False)
     if key not in CACHED:
-        CACHED[key] = cached_numbers(config)
+        plan, sizes = proven_plan(config, ""), ModelSizes.of(config)
+        CACHED[key] = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim, 0
+        if not plan.by_rows:
+            # Count in a forward pass on the meta device, where torch supports grouped expert products only in bfloat16.
+            counting, places = CachedNumbers(), torch.zeros((1, 1), dtype=torch.int64, device="meta")
+            model = on_meta(config, torch.bfloat16)
+            use_plan(model, plan)
+            with contextlib.suppress(*FAILURES), torch.no_grad():
+                run_body(model, places, places, counting)
+                CACHED[key] = counting.per_token, counting.per_row
     per_token, per_row = CACHED[key]
     return element_bytes * slots * (per_token * tokens + per_row)
 
 
 CACHED: dict[str, tuple[int, int]] = {}
-
-
-def cached_numbers(config: Any) -> tuple[int, int]:
-    """Return the elements that an engine caches per token and per row, from a forward pass on the meta device."""
-    plan, sizes = proven_plan(config, ""), ModelSizes.of(config)
-    formula = 2 * sizes.num_hidden_layers * sizes.num_key_value_heads * sizes.head_dim, 0
-    if plan.by_rows:
-        return formula
-    counting, places = CachedNumbers(), torch.zeros((1, 1), dtype=torch.int64, device="meta")
-    # on the meta device, torch supports grouped expert products only in bfloat16
-    model = on_meta(config, torch.bfloat16)
-    use_plan(model, plan)
-    try:
-        with torch.no_grad():
-            run_body(model, places, places, counting)
-    except FAILURES:
-        return formula
-    return counting.per_token, counting.per_row
+"""The elements that an engine caches per token and per row, by configuration."""
 
 
 class CachedNumbers:
@@ -264,36 +257,23 @@ def logits_bytes(shape: Shape, tokens: int, layout: ParallelLayout = ALONE) -> i
 
 def activation_bytes(shape: Shape, tokens: int, checkpointing: bool, layout: ParallelLayout = ALONE) -> int:
     """Return the bytes saved for a micro-batch's backward pass: all layers, or with checkpointing one layer and all layers' inputs."""
-    share = -(-tokens // (layout.sequence * layout.tensor))
-    if not shape.is_uniform:
-        return whole_activation_bytes(shape, share, checkpointing)
+    share, layers = -(-tokens // (layout.sequence * layout.tensor)), shape.sizes.num_hidden_layers
+    inputs = share * shape.sizes.hidden_size * shape.element_bytes
+    kinds = set(own_setting(shape.config, "layer_types") or ()) - {"full_attention", "sliding_attention"}
+    if kinds or shape.config.model_type not in UNIFORM:
+        # Layers differ by more than attention windows: count all of them on one device.
+        plan, model = proven_plan(shape.config, shape.name), on_meta(shape.config, shape.dtype)
+        use_plan(model, plan if not plan.by_rows else PACKED)
+        try:
+            every = kept_bytes(model, share)
+        except FAILURES:
+            # The model's own attention does not run on the meta device: estimate a layer that saves its scores.
+            layer = 34 * shape.sizes.hidden_size + 2 * shape.sizes.num_attention_heads * share
+            every = layers * share * layer * shape.element_bytes // 2
+        return every // layers + layers * inputs if checkpointing else every
     one, two = (saved_bytes(shape, layers, share * layout.tensor, layout.tensor) for layers in (1, 2))
     # A pipeline rank has fewer layers but proportionally more micro-batches in flight.
-    layer, layers = two - one, shape.sizes.num_hidden_layers
-    if not checkpointing:
-        return one + (layers - 1) * layer
-    inputs = share * shape.sizes.hidden_size * shape.element_bytes
-    return one + layers * inputs
-
-
-def whole_activation_bytes(shape: Shape, tokens: int, checkpointing: bool) -> int:
-    """Count `activation_bytes` over all layers of a model whose layers differ, on one device."""
-    plan, layers = proven_plan(shape.config, shape.name), shape.sizes.num_hidden_layers
-    model = on_meta(shape.config, shape.dtype)
-    use_plan(model, plan if not plan.by_rows else PACKED)
-    try:
-        every = kept_bytes(model, tokens)
-    except FAILURES:
-        # The model's own attention does not run on the meta device: estimate a layer that saves its scores.
-        every = (
-            layers
-            * tokens
-            * (34 * shape.sizes.hidden_size + 2 * shape.sizes.num_attention_heads * tokens)
-            * shape.element_bytes
-            // 2
-        )
-    inputs = layers * tokens * shape.sizes.hidden_size * shape.element_bytes
-    return every // layers + inputs if checkpointing else every
+    return one + (layers * inputs if checkpointing else (layers - 1) * (two - one))
 
 
 def saved_bytes(shape: Shape, layers: int, tokens: int, tensor: int = 1) -> int:

@@ -77,11 +77,6 @@ def to_pinned(storage: UntypedStorage) -> Restore:
     return restore
 
 
-def memory(storage: UntypedStorage) -> memoryview:
-    """Return a view of a CPU storage's bytes."""
-    return memoryview((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
-
-
 class UnnamedFile:
     """An unlinked file in TMPDIR, which disappears with this process however it ends."""
 
@@ -107,7 +102,8 @@ class UnnamedFile:
 
 def transfer(move: Callable[[memoryview, int], int], storage: UntypedStorage, place: int) -> None:
     """Move a storage's bytes to or from an offset in a file. Raises OSError if the file ends early."""
-    view, done = memory(storage), 0
+    view = memoryview((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
+    done = 0
     while done < len(view):
         count = move(view[done:], place + done)
         if not count:

@@ -9,7 +9,7 @@ buffers for all micro-batches, so a run has at most `RUN` of them per pipeline r
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from braidrl.cluster.process_groups import all_gather_bytes
-from braidrl.data.messages import pack_message, unpack_message
+from braidrl.cluster.world import Ranks
 from braidrl.training.compute.packed import Packed
 from braidrl.training.decoders.body import RECEIVED, body_of
 from braidrl.training.parallel.replicated import OnPrediction, Predict
@@ -30,28 +29,23 @@ HIDDEN = "hidden"
 """The key under which all pipeline ranks but the last return hidden states."""
 
 
-@dataclass(frozen=True)
 class Pipeline:
     """The pipeline group of one replica of the model."""
 
-    group: dist.ProcessGroup
-    embedding_group: dist.ProcessGroup | None
-    """The first and the last rank, which share tied embedding weights; None on the others."""
-    divisor: int
-    """The number of ranks that share the tokens of a micro-batch."""
-    device: torch.device
+    def __init__(
+        self, group: dist.ProcessGroup, embedding_group: dist.ProcessGroup | None, divisor: int, device: torch.device
+    ) -> None:
+        """Describe the group.
 
-    @property
-    def rank(self) -> int:
-        return self.group.rank()
-
-    @property
-    def size(self) -> int:
-        return self.group.size()
-
-    @property
-    def is_last(self) -> bool:
-        return self.rank == self.size - 1
+        Args:
+            group: The pipeline ranks.
+            embedding_group: The first and the last rank, which share tied embedding weights; None on the others.
+            divisor: The number of ranks that share the tokens of a micro-batch.
+            device: The device of the model.
+        """
+        self.group, self.embedding_group, self.divisor, self.device = group, embedding_group, divisor, device
+        self.rank, self.size = group.rank(), group.size()
+        self.is_last = self.rank == self.size - 1
 
     def run_micro_batches(
         self, model: Any, compute: Predict, micro_batches: Sequence[Packed], on_prediction: OnPrediction
@@ -99,8 +93,7 @@ class Pipeline:
         """Yield tensors as `DataParallel.full_tensors`; each pipeline rank broadcasts its own. Tied tensors may appear twice."""
         own = by_tensor(named)
         about = [(names, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for names, tensor in own]
-        of_all = [unpack_message(part) for part in all_gather_bytes(bytearray(pack_message(about)), self.group)]
-        for rank, described in enumerate(of_all):
+        for rank, described in enumerate(Ranks(self.group).all_gather("tensors", about)):
             for number, (names, shape, dtype) in enumerate(described):
                 tensor = (
                     materialize(own[number][1])

@@ -32,25 +32,14 @@ OnPrediction = Callable[[int, dict[str, Tensor]], Tensor | None]
 class DataParallel(Ranks):
     """The ranks of one role."""
 
-    @property
-    def is_reporting_rank(self) -> bool:
-        """Return whether this rank reports its replica's losses and metrics; one rank per replica does."""
-        return True
-
-    @property
-    def forward_is_collective(self) -> bool:
-        """Return whether a rank without rows must still join the forward passes of the others."""
-        return False
-
-    @property
-    def has_predictions(self) -> bool:
-        """Return whether this rank holds the model's last layer and computes predictions."""
-        return True
-
-    @property
-    def is_sharded(self) -> bool:
-        """Return whether no rank holds the full model."""
-        return False
+    is_reporting_rank: bool = True
+    """Whether this rank reports its replica's losses and metrics; one rank per replica does."""
+    forward_is_collective: bool = False
+    """Whether a rank without rows must still join the forward passes of the others."""
+    has_predictions: bool = True
+    """Whether this rank holds the model's last layer and computes predictions."""
+    is_sharded: bool = False
+    """Whether no rank holds the full model."""
 
     def parallelize(self, model: Any, predict: Predict, read_parameters: ReadParameters) -> Predict:
         """Shard a model in place.
@@ -112,23 +101,18 @@ class DataParallel(Ranks):
 
 
 def sum_in_buckets(tensors: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """All-reduce tensors in place."""
-    for bucket in buckets(tensors):
-        joined = torch.cat([tensor.reshape(-1) for tensor in bucket])
-        dist.all_reduce(joined, group=group)
-        for tensor, part in zip(bucket, joined.split([t.numel() for t in bucket]), strict=True):
-            tensor.copy_(part.view_as(tensor))
-
-
-def buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Group consecutive tensors of one dtype into buckets of about BUCKET_BYTES."""
-    found: list[list[Tensor]] = []
+    """All-reduce tensors in place, consecutive ones of one dtype together in buckets of about BUCKET_BYTES."""
+    buckets: list[list[Tensor]] = []
     for _, run in groupby(tensors, key=lambda tensor: tensor.dtype):
         size = BUCKET_BYTES
         for tensor in run:
             if size >= BUCKET_BYTES:
-                found.append([])
+                buckets.append([])
                 size = 0
-            found[-1].append(tensor)
+            buckets[-1].append(tensor)
             size += tensor.nbytes
-    return found
+    for bucket in buckets:
+        joined = torch.cat([tensor.reshape(-1) for tensor in bucket])
+        dist.all_reduce(joined, group=group)
+        for tensor, part in zip(bucket, joined.split([t.numel() for t in bucket]), strict=True):
+            tensor.copy_(part.view_as(tensor))

@@ -120,32 +120,26 @@ def sequence_parallel(predict: Predict, group: dist.ProcessGroup, join: bool = T
     """
 
     def predict_local(packed: Packed, *objective: Any) -> dict[str, Tensor]:
-        found = predict(local_tokens_of(packed, group), *objective)
-        return {name: all_gather_values(values, group) if join else values for name, values in found.items()}
+        # This rank's tokens, padded to a multiple of the ranks; `hidden` is already local.
+        count = -(-len(packed.input_ids) // group.size())
+        packed, first = packed.padded(count * group.size()), group.rank() * count
+        here = (packed.predictors >= first) & (packed.predictors < first + count)
+        ends = packed.row_ends[(packed.row_ends >= first) & (packed.row_ends < first + count)]
+        own = slice(first, first + count)
+        local = LocalPacked(
+            packed.input_ids[own], packed.position_ids[own], packed.sequence_lengths, packed.predictors[here] - first,
+            packed.targets[here], packed.offsets, ends - first, group, hidden=packed.hidden,
+        )  # fmt: skip
+        found = predict(local, *objective)
+        for name, values in found.items() if join else ():
+            # Ranks have different numbers of predictions.
+            length = torch.tensor([len(values)], device=values.device)
+            lengths = [torch.empty_like(length) for _ in range(group.size())]
+            dist.all_gather(lengths, length, group=group)
+            found[name] = _AllGather.apply(values, [int(each) for each in lengths], group)
+        return found
 
     return predict_local
-
-
-def local_tokens_of(packed: Packed, group: dist.ProcessGroup) -> LocalPacked:
-    """Pad a micro-batch to a multiple of the ranks and return this rank's tokens; `hidden` is already local."""
-    count = -(-len(packed.input_ids) // group.size())
-    packed = packed.padded(count * group.size())
-    first = group.rank() * count
-    here = (packed.predictors >= first) & (packed.predictors < first + count)
-    ends = packed.row_ends[(packed.row_ends >= first) & (packed.row_ends < first + count)]
-    own = slice(first, first + count)
-    return LocalPacked(
-        packed.input_ids[own], packed.position_ids[own], packed.sequence_lengths, packed.predictors[here] - first,
-        packed.targets[here], packed.offsets, ends - first, group, hidden=packed.hidden,
-    )  # fmt: skip
-
-
-def all_gather_values(values: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather values of different lengths in rank order. Differentiable."""
-    count = torch.tensor([len(values)], device=values.device)
-    counts = [torch.empty_like(count) for _ in range(group.size())]
-    dist.all_gather(counts, count, group=group)
-    return _AllGather.apply(values, [int(count) for count in counts], group)
 
 
 @dataclass(frozen=True, eq=False)

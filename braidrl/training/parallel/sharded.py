@@ -12,6 +12,7 @@ shards      upper       upper           lower       lower             FSDP2, wit
 The ranks of one replica compute the same rows: each contributes its own rows.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 
 from braidrl.cluster.process_groups import all_gather_bytes, mesh_of, subgroup
 from braidrl.config.layout import AXES, ParallelLayout
@@ -28,7 +30,7 @@ from braidrl.data.codec import encode, unpack_rows
 from braidrl.data.frames import join
 from braidrl.data.rows import Rows
 from braidrl.training.compute.packed import Packed
-from braidrl.training.decoders.body import plan_of_model
+from braidrl.training.decoders.body import body_of, plan_of_model
 from braidrl.training.parallel import tensor as tensor_parallel
 from braidrl.training.parallel.pipeline import Pipeline, is_tied, local_layers, split_layers
 from braidrl.training.parallel.replicated import (
@@ -39,7 +41,7 @@ from braidrl.training.parallel.replicated import (
     sum_in_buckets,
 )
 from braidrl.training.parallel.sequence import sequence_parallel
-from braidrl.weights.shards import NamedTensor, num_shards
+from braidrl.weights.shards import NamedTensor
 
 
 @dataclass(frozen=True)
@@ -65,26 +67,6 @@ class Sharded(DataParallel):
     """Parameters replicated along `tensor` whose local gradient is a partial sum."""
 
     @property
-    def is_reporting_rank(self) -> bool:
-        assert self.replica_group is not None
-        return (
-            self.replica_group.rank()
-            == self.layout.ranks_per_replica - self.layout.ranks_per_replica // self.layout.pipeline
-        )
-
-    @property
-    def has_predictions(self) -> bool:
-        return self.pipeline is None or self.pipeline.is_last
-
-    @property
-    def forward_is_collective(self) -> bool:
-        return True
-
-    @property
-    def is_sharded(self) -> bool:
-        return self.layout.tensor > 1 or self.uses_fsdp or self.pipeline is not None
-
-    @property
     def uses_fsdp(self) -> bool:
         """Return whether FSDP2 shards the model, so that ranks with different rows join collectives in every micro-batch."""
         return self.layout.shard != "none"
@@ -99,12 +81,18 @@ class Sharded(DataParallel):
         plan = tensor_parallel.plan_of(model) if self.layout.tensor > 1 else None
         if plan:
             predict = tensor_parallel.pad_to_multiple(predict, self.layout.sequence * self.layout.tensor)
+
+        def shard_by_tokens(module: nn.Module) -> None:
+            # Over the tensor ranks, which compute different tokens, and with FSDP over ranks with other rows too.
+            assert self.mesh is not None and self.token_mesh is not None
+            self._shard(module, self._fsdp_mesh(self.token_mesh, "tokens") if self.uses_fsdp else self.mesh["tensor"])
+
         # Layer by layer, so that a rank never holds more than one full layer.
         for layer in local_layers(model):
             read_parameters(layer)
             if plan:
                 blocks = tensor_parallel.blocks_of(layer, plan, plan_of_model(model).mixers)
-                tensor_parallel.parallelize_layer(layer, blocks, self.mesh["tensor"], self._shard_by_tokens)
+                tensor_parallel.parallelize_layer(layer, blocks, self.mesh["tensor"], shard_by_tokens)
             if self.uses_fsdp:
                 self._shard(layer, self._fsdp_mesh(self.mesh, "shard"))
         read_parameters(model)
@@ -113,7 +101,9 @@ class Sharded(DataParallel):
         if self.uses_fsdp:
             self._shard(model, self._fsdp_mesh(self.mesh, "shard"))
         if plan:
-            self.partial_gradients.extend(tensor_parallel.partial_gradient_parameters(model))
+            # Replicated parameters: their gradient is a partial sum, over this rank's tokens or heads.
+            parameters = body_of(model).decoder.parameters()
+            self.partial_gradients.extend(p for p in parameters if not tensor_parallel.is_tensor_parallel(p))
         if self.uses_fsdp:
             # `predict` uses the output layer's weight without its forward: register it as a forward method of the model.
             model.predict = predict
@@ -138,14 +128,11 @@ class Sharded(DataParallel):
         module.set_gradient_divide_factor(1.0)
         module.set_reshard_after_backward(not keep, recurse=False)
 
-    def _shard_by_tokens(self, module: nn.Module) -> None:
-        """Shard a module over the tensor ranks, which compute different tokens, and with FSDP over ranks with other rows too."""
-        assert self.mesh is not None and self.token_mesh is not None
-        self._shard(module, self._fsdp_mesh(self.token_mesh, "tokens") if self.uses_fsdp else self.mesh["tensor"])
-
     def reshard(self, model: Any) -> None:
-        for module in sharded_modules(model):
-            module.reshard()
+        # The modules that FSDP gathers as units.
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def gather_rows(self, rows: Rows) -> tuple[Rows, slice]:
         if self.layout.ranks_per_replica == 1:
@@ -190,27 +177,28 @@ class Sharded(DataParallel):
             assert self.mesh is not None
             if not self.uses_fsdp:
                 sum_in_buckets(tensors, self.mesh["shard"].get_group())
-            if self.partial_gradients:
-                sum_in_buckets(
-                    select_by_parameter(self.partial_gradients, tensors, parameters), self.mesh["tensor"].get_group()
-                )
-            if self.tied_embedding:
-                assert self.pipeline is not None
-                sum_in_buckets(
-                    select_by_parameter(self.tied_embedding, tensors, parameters), self.pipeline.embedding_group
-                )
+            embedding_group = self.pipeline.embedding_group if self.pipeline is not None else None
+            for known, group in (
+                (self.partial_gradients, self.mesh["tensor"].get_group()),
+                (self.tied_embedding, embedding_group),
+            ):
+                numbers = {id(parameter) for parameter in known}
+                shared = [t for t, parameter in zip(tensors, parameters, strict=True) if id(parameter) in numbers]
+                if shared:
+                    sum_in_buckets(shared, group)
 
     def gradient_norm(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Tensor:
         """Return the global norm; each rank weights its squares so that every element counts once."""
         squares = torch.zeros((), dtype=torch.float64)
         for gradient, parameter in zip(gradients, parameters, strict=True):
             if gradient is not None:
-                held = (
-                    self.size
-                    // self.layout.pipeline
-                    * (2 if select_by_parameter(self.tied_embedding, [gradient], [parameter]) else 1)
-                )
-                squares += gradient.double().square().sum().cpu() * num_shards(parameter) / held
+                twice = any(parameter is tied for tied in self.tied_embedding)
+                held = self.size // self.layout.pipeline * (2 if twice else 1)
+                shards = 1
+                if isinstance(parameter, DTensor):
+                    axes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+                    shards = math.prod(size for size, placement in axes if not placement.is_replicate())
+                squares += gradient.double().square().sum().cpu() * shards / held
         with self.meeting("the norm of gradients"):
             dist.all_reduce(squares, group=self.group)
         return squares.sqrt()
@@ -240,19 +228,21 @@ def apply_layout(layout: ParallelLayout, world: DataParallel, device: torch.devi
         pipeline_ranks, embedding_group = subgroup(grid.flatten(1).T), subgroup(grid[[0, -1]].flatten(1).T)
         assert pipeline_ranks is not None
         pipeline = Pipeline(pipeline_ranks, embedding_group, layout.sequence * layout.tensor, device)
+    replica = subgroup(pools)
+    assert replica is not None
     return Sharded(
-        world.group, world.supervisor, layout, world, mesh, tokens, subgroup(pools), subgroup(sequence_group), pipeline
+        world.group,
+        world.supervisor,
+        # The first rank of the replica's last pipeline stage.
+        is_reporting_rank=replica.rank() == layout.ranks_per_replica - layout.ranks_per_replica // layout.pipeline,
+        forward_is_collective=True,
+        has_predictions=pipeline is None or pipeline.is_last,
+        is_sharded=layout.tensor > 1 or layout.shard != "none" or pipeline is not None,
+        layout=layout,
+        world=world,
+        mesh=mesh,
+        token_mesh=tokens,
+        replica_group=replica,
+        sequence_group=subgroup(sequence_group),
+        pipeline=pipeline,
     )
-
-
-def select_by_parameter(
-    known: Sequence[Tensor], tensors: Sequence[Tensor], parameters: Sequence[Tensor]
-) -> list[Tensor]:
-    """Select the tensors whose parameter is in `known`; `tensors` and `parameters` correspond."""
-    numbers = {id(parameter) for parameter in known}
-    return [tensor for tensor, parameter in zip(tensors, parameters, strict=True) if id(parameter) in numbers]
-
-
-def sharded_modules(model: Any) -> Iterator[FSDPModule]:
-    """Iterate over the modules that FSDP gathers as units."""
-    return (module for module in model.modules() if isinstance(module, FSDPModule))

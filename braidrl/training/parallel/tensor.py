@@ -23,7 +23,7 @@ Adapters (down, up): the factor next to the sharded dimension is sharded too: `u
 one by columns. The other factor is replicated.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ from braidrl.training.compute.packed import Packed
 from braidrl.training.decoders.body import body_of
 from braidrl.training.decoders.head import head_of
 from braidrl.training.lora import NAME
-from braidrl.training.parallel.pipeline import PassThrough, is_tied, local_layers
+from braidrl.training.parallel.pipeline import PassThrough, is_tied
 from braidrl.training.parallel.replicated import Predict
 from braidrl.weights.boxes import pattern_of
 
@@ -198,7 +198,12 @@ def parallelize_layer(
     for block in blocks:
         module = layer.get_submodule(block.name)
         for name, style in block.products.items():
-            parallelize_module(layer, mesh, styles_of_module(layer, name, style))
+            styles = {name: STYLES[style]()}
+            if hasattr(layer.get_submodule(name), "base_layer"):
+                # An adapter: its base, and its factor next to the sharded dimension.
+                factor = f"{name}.lora_{'A' if style in ROWS else 'B'}.{NAME}"
+                styles = {f"{name}.base_layer": STYLES[style](), factor: STYLES[style]()}
+            parallelize_module(layer, mesh, styles)
         for name, scatter in block.gathers.items():
             gather_tokens(layer.get_submodule(name), mesh, scatter)
         for part in module.modules() if block.products else ():
@@ -206,12 +211,9 @@ def parallelize_layer(
                 setattr(part, HEADS_RANK, mesh.get_local_rank())
         if not block.products:
             # FSDP must not be given a view, which the layer may change in place.
-            module.register_forward_hook(lambda _, __, output: tree_map(copy_of_view, output))
+            whole = lambda each: each.clone() if isinstance(each, Tensor) and each._is_view() else each  # noqa: E731
+            module.register_forward_hook(lambda _, __, output, whole=whole: tree_map(whole, output))
             shard(module)
-
-
-def copy_of_view(output: Any) -> Any:
-    return output.clone() if isinstance(output, Tensor) and output._is_view() else output
 
 
 def gather_tokens(block: nn.Module, mesh: DeviceMesh, scatter: bool) -> None:
@@ -231,28 +233,6 @@ def gather_tokens(block: nn.Module, mesh: DeviceMesh, scatter: bool) -> None:
     block.register_forward_pre_hook(prepared, with_kwargs=True)
     if scatter:
         block.register_forward_hook(lambda _, __, output: tree_map(own_tokens, output))
-
-
-def styles_of_module(layer: nn.Module, name: str, style: str) -> dict[str, ParallelStyle]:
-    """Return the parallel style of a layer's module, or of its base and the adapter's sharded factor."""
-    if not has_adapter(layer.get_submodule(name)):
-        return {name: STYLES[style]()}
-    factor = f"{name}.lora_{'A' if style in ROWS else 'B'}.{NAME}"
-    return {f"{name}.base_layer": STYLES[style](), factor: STYLES[style]()}
-
-
-def has_adapter(module: nn.Module) -> bool:
-    return hasattr(module, "base_layer")
-
-
-def copied_factors(model: Any, plan: Mapping[str, str]) -> Iterator[nn.Module]:
-    """Yield the replicated adapter factors."""
-    for layer in local_layers(model):
-        for block in blocks_of(layer, plan):
-            for name, style in block.products.items():
-                module: Any = layer.get_submodule(name)
-                if has_adapter(module):
-                    yield (module.lora_B if style in ROWS else module.lora_A)[NAME]
 
 
 def parallelize_rest(model: Any, mesh: DeviceMesh) -> None:
@@ -275,12 +255,8 @@ def parallelize_rest(model: Any, mesh: DeviceMesh) -> None:
         parallelize_module(output, mesh, ColwiseParallel())
 
 
-def partial_gradient_parameters(model: Any) -> list[Tensor]:
-    """Return the replicated parameters whose gradient is a partial sum, over this rank's tokens or heads."""
-    return [parameter for parameter in body_of(model).decoder.parameters() if not is_tensor_parallel(parameter)]
-
-
 def is_tensor_parallel(parameter: Tensor) -> bool:
+    """Return whether ranks that compute different tokens shard a parameter."""
     return isinstance(parameter, DTensor) and bool({*AXES} & {*(parameter.device_mesh.mesh_dim_names or ())})
 
 

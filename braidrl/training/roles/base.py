@@ -17,21 +17,17 @@ from braidrl.data.packing import plan_micro_batches
 from braidrl.data.rows import Rows
 from braidrl.observe.metrics import Sums
 from braidrl.training.backends import Advance, ShardedBackend
-from braidrl.training.compute.packed import Packed, empty_packed, pack
+from braidrl.training.compute.packed import Packed, pack
 from braidrl.training.compute.shared_prompts import pack_shared, plan_shared, saves_enough
 from braidrl.training.decoders.body import plan_of_model, set_training
 from braidrl.training.lora import plain_names
 from braidrl.training.objective import Likelihood, Objective, nonfinite_tokens
 from braidrl.training.parallel.replicated import OnPrediction
+from braidrl.training.role_settings import merges_adapters
 from braidrl.training.roles.checkpoint import full_state_dict, load_worker, save_worker
 from braidrl.training.roles.model import RoleModel
 from braidrl.weights.shard_index import WeightPart, weight_parts
 from braidrl.weights.shards import storages
-
-
-def zero_loss(predicted: Mapping[str, Tensor]) -> Tensor:
-    """Return a zero loss over every output, so that all ranks run the same collectives."""
-    return sum((0 * values.sum() for values in predicted.values()), torch.zeros(()))
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,10 @@ class RoleWorker(RoleModel, ShardedBackend):
             whole_groups: Keep the rows of a group together.
         """
         found = [MicroBatch(n, part, self.pack(part)) for n, part in self.micro_batches(rows, whole_groups)]
-        empty = MicroBatch([], Rows({}), empty_packed(self.device))
+        # A filler token without rows or actions, for a rank that only joins the collectives of a forward pass.
+        none, one = (torch.zeros(count, dtype=torch.int64, device=self.device) for count in (0, 1))
+        filler = Packed(one, one, (1,), none, none, torch.zeros(1, dtype=torch.int64), none)
+        empty = MicroBatch([], Rows({}), filler)
         return found + [empty] * (self.ranks.num_micro_batches(len(found)) - len(found))
 
     @torch.no_grad()
@@ -131,7 +130,8 @@ class RoleWorker(RoleModel, ShardedBackend):
         def loss_of(number: int, predicted: dict[str, Tensor]) -> Tensor:
             batch = batches[number]
             if not batch.numbers:
-                return zero_loss(predicted)
+                # A zero loss over every output, so that all ranks run the same collectives.
+                return sum((0 * values.sum() for values in predicted.values()), torch.zeros(()))
             losses, metrics = term.sums(batch.rows, batch.packed.offsets, predicted)
             loss = losses[term.denominator]
             if self.ranks.is_reporting_rank:
@@ -158,8 +158,8 @@ class RoleWorker(RoleModel, ShardedBackend):
 
     @property
     def shared_model(self) -> Any:
-        """Return the model if an engine may share it, else None."""
-        return self.model if self.shares_weights else None
+        """Return the model, with its adapters, if an engine of this process may share it, else None."""
+        return None if self.ranks.is_sharded or merges_adapters(self.lora, self.config) else self.model
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
         """Yield every full tensor of the model, adapters merged; all ranks of a sharded model call this at the same time."""

@@ -28,19 +28,19 @@ from braidrl.cluster.process_groups import background_group
 from braidrl.errors import UserError
 from braidrl.training.lora import (
     ADAPTER,
-    ADAPTER_WEIGHTS,
+    PREFIX,
     adapter_name,
     adapter_parameters,
     is_adapter,
     merged,
+    peft_config,
     plain_names,
-    save_adapters,
 )
 from braidrl.training.optimizer import UNDIVIDED, MasterOptimizer, all_finite
-from braidrl.training.roles.model import RoleModel
-from braidrl.training.side_files import save_weights
+from braidrl.training.roles.model import RoleModel, save_weights
 from braidrl.weights.boxes import pattern_of
-from braidrl.weights.checkpoint_files import TensorReader, shapes_in
+from braidrl.weights.checkpoint_files import HEAD, TensorReader, shapes_in
+from braidrl.weights.file import ADAPTER as ADAPTER_WEIGHTS
 from braidrl.weights.model_files import ModelFiles
 from braidrl.weights.shards import as_dtensor, full_tensor, local_shard, shard_of
 
@@ -77,9 +77,17 @@ def saving_tasks(worker: RoleModel, folder: Path, write: bool = True, copy: bool
         UserError: A tensor holds infinity or NaN; such a checkpoint must not replace a usable one.
     """
     kept = copied if copy else dict[str, Tensor]
-    weights = full_state_dict(worker, wanted=write)
-    adapters = full_adapters(worker) if worker.lora else {}
-    check_finite(worker, {**weights, **adapters, **(worker.optimizer.state() if worker.optimizer else {})})
+    weights, adapters = full_state_dict(worker, wanted=write), dict[str, Tensor]()
+    if worker.lora:
+        for names, tensor in worker.ranks.full_tensors(adapter_parameters(worker.model), full_tensor):
+            adapters |= dict.fromkeys(names, tensor)
+    tensors = {**weights, **adapters, **(worker.optimizer.state() if worker.optimizer else {})}
+    if not all_finite(local_shard(tensor) for tensor in tensors.values()):
+        first = next(name for name, tensor in tensors.items() if not all_finite([local_shard(tensor)]))
+        raise UserError(
+            f"{worker.role}: {first} holds infinity or NaN and is not saved; resume from the last checkpoint, with a lower "
+            "trainer.learning_rate or with trainer.max_grad_norm"
+        )
     parts: list[Write] = []
     if write:
         parts.append(partial(write_model, worker, folder, kept(weights), kept(adapters)))
@@ -98,22 +106,13 @@ def saving_tasks(worker: RoleModel, folder: Path, write: bool = True, copy: bool
     return parts
 
 
-def check_finite(worker: RoleModel, tensors: Mapping[str, Tensor]) -> None:
-    """Raise UserError, naming the first, if a tensor to be saved is not finite."""
-    if all_finite(local_shard(tensor) for tensor in tensors.values()):
-        return
-    first = next(name for name, tensor in tensors.items() if not all_finite([local_shard(tensor)]))
-    raise UserError(
-        f"{worker.role}: {first} holds infinity or NaN and is not saved; resume from the last checkpoint, with a lower "
-        "trainer.learning_rate or with trainer.max_grad_norm"
-    )
-
-
 def write_model(worker: RoleModel, folder: Path, weights: dict[str, Tensor], adapters: dict[str, Tensor]) -> None:
     """Write the model's Hugging Face directory, and the adapters beside it."""
     folder.mkdir(parents=True, exist_ok=True)
     if worker.lora:
-        save_adapters(folder / ADAPTER, worker.lora, adapters, worker.path)
+        (folder / ADAPTER).mkdir(exist_ok=True)
+        peft_config(worker.lora, worker.path, PREFIX + HEAD in adapters).save_pretrained(folder / ADAPTER)
+        write_tensors(adapters, folder / ADAPTER / ADAPTER_WEIGHTS)
     save_weights(worker.model, folder, weights)
     for name, content in worker.side_files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -138,60 +137,46 @@ def full_state_dict(worker: RoleModel, wanted: bool = True) -> dict[str, Tensor]
     """
     worker.ranks.reshard(worker.model)
     named = plain_names(worker.model, worker.model.state_dict(keep_vars=True))
+    # Whether the module's parameters are the role's full weights.
+    is_full = worker.lora is None and not worker.ranks.is_sharded
     found: dict[str, Tensor] = {}
     for names, tensor in worker.ranks.full_tensors(named, merged):
         if wanted:
-            found |= dict.fromkeys(names, tensor if worker.has_full_weights else tensor.cpu())
+            found |= dict.fromkeys(names, tensor if is_full else tensor.cpu())
     return found
-
-
-def full_adapters(worker: RoleModel) -> dict[str, Tensor]:
-    """Return the full trained tensors by peft's names; all ranks of a sharded model call this at the same time."""
-    named = adapter_parameters(worker.model)
-    return {name: tensor for names, tensor in worker.ranks.full_tensors(named, full_tensor) for name in names}
 
 
 @torch.no_grad()
 def load_worker(worker: RoleModel, folder: Path) -> None:
     """Load a saved worker's weights and optimizer state in place. Raises UserError for damaged files or another model's."""
     worker.ranks.reshard(worker.model)
-    saved = saved_parameters(worker, folder)
-    if kept_shapes(worker) != shapes_in(saved):
-        raise another_model(worker, folder)
-    # Read first, before anything is overwritten: the file may be damaged.
-    state = optimizer_state(worker, folder) if worker.optimizer is not None else {}
-    for name, parameter in kept_parameters(worker).items():
-        local_shard(parameter).copy_(shard_of(saved[name], parameter))
-    if worker.optimizer is not None:
-        worker.optimizer.load_state(state)
-
-
-def kept_parameters(worker: RoleModel) -> dict[str, Tensor]:
-    """Return this rank's trained state: adapters with LoRA, else every parameter."""
-    return adapter_parameters(worker.model) if worker.lora else dict(worker.model.named_parameters())
-
-
-def kept_shapes(worker: RoleModel) -> dict[str, torch.Size]:
-    """Return the global shapes of `kept_parameters`, over all ranks."""
-    if not worker.lora:
-        return worker.shapes
-    return {adapter_name(name): shape for name, shape in worker.shapes.items() if is_adapter(name)}
-
-
-def saved_parameters(worker: RoleModel, folder: Path) -> Mapping[str, Tensor]:
-    """Return the saved counterpart of `kept_parameters`. Raises UserError if only one of checkpoint and run uses adapters."""
     if (folder / ADAPTER).is_dir() != bool(worker.lora):
         how, now = ("without", "remove it") if worker.lora else ("with", "set it as it was")
         raise UserError(
             f"{folder} was trained {how} trainer.lora or roles.{worker.role}.lora; {now} to go on from there"
         )
+    # This rank's trained state, its global shapes over all ranks, and its saved counterpart.
+    saved: Mapping[str, Tensor]
+    kept, shapes = dict(worker.model.named_parameters()), worker.shapes
     if worker.lora:
-        return load_file(folder / ADAPTER / ADAPTER_WEIGHTS)
-    if not worker.ranks.is_sharded:
-        return dict(worker.load_model(folder).named_parameters())
-    # A pipeline rank lacks the buffers of other ranks' layers: match buffer names by pattern.
-    files, buffers = ModelFiles(folder, worker.model), {pattern_of(name) for name, _ in worker.model.named_buffers()}
-    return files.without({name for name in files if pattern_of(name) in buffers})
+        kept = adapter_parameters(worker.model)
+        shapes = {adapter_name(name): shape for name, shape in worker.shapes.items() if is_adapter(name)}
+        saved = load_file(folder / ADAPTER / ADAPTER_WEIGHTS)
+    elif not worker.ranks.is_sharded:
+        saved = dict(worker.load_model(folder).named_parameters())
+    else:
+        # A pipeline rank lacks the buffers of other ranks' layers: match buffer names by pattern.
+        files = ModelFiles(folder, worker.model)
+        buffers = {pattern_of(name) for name, _ in worker.model.named_buffers()}
+        saved = files.without({name for name in files if pattern_of(name) in buffers})
+    if shapes != shapes_in(saved):
+        raise another_model(worker, folder)
+    # Read first, before anything is overwritten: the file may be damaged.
+    state = optimizer_state(worker, folder) if worker.optimizer is not None else {}
+    for name, parameter in kept.items():
+        local_shard(parameter).copy_(shard_of(saved[name], parameter))
+    if worker.optimizer is not None:
+        worker.optimizer.load_state(state)
 
 
 def optimizer_state(worker: RoleModel, folder: Path) -> dict[str, Tensor]:
@@ -204,9 +189,18 @@ def optimizer_state(worker: RoleModel, folder: Path) -> dict[str, Tensor]:
             check_shapes(optimizer, {key: tensor.shape for key, tensor in tensors.items()})
             return {key: shard_of(tensor, owner(optimizer, key, tensor)) for key, tensor in tensors.items()}
         reader = TensorReader(folder / PARTS)
-        known = reader.read_metadata().state_dict_metadata
-        check_shapes(optimizer, {key: size_of(about) for key, about in known.items() if ours(worker, key)})
-        wanted = {key: empty_part(optimizer, key, about) for key, about in known.items() if ours(worker, key)}
+        known = {k: about for k, about in reader.read_metadata().state_dict_metadata.items() if ours(worker, k)}
+        sizes, wanted = dict[str, torch.Size](), dict[str, Tensor]()
+        for key, about in known.items():
+            if not isinstance(about, TensorStorageMetadata):
+                raise LookupError(f"{type(about).__name__} is no tensor")
+            sizes[key], wanted[key] = about.size, torch.empty((), dtype=about.properties.dtype)
+        check_shapes(optimizer, sizes)
+        for key, size in sizes.items():
+            if size:
+                parameter = optimizer.by_number[int(key.split(".")[0])]
+                empty = torch.empty_like(local_shard(parameter), dtype=wanted[key].dtype)
+                wanted[key] = as_dtensor(empty, parameter)
         with warnings.catch_warnings():
             # Each rank reads its own shards on purpose: suppress the warning.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -253,22 +247,6 @@ def check_shapes(optimizer: MasterOptimizer, saved: Mapping[str, torch.Size]) ->
                 raise LookupError(f"{key} is {tuple(shape)}, and not {tuple(optimizer.by_number[int(number)].shape)}")
     if len(set(map(frozenset, names.values()))) > 1:
         raise LookupError(f"parameters have different state: {names}")
-
-
-def size_of(about: object) -> torch.Size:
-    """Return the global shape of a saved tensor. Raises LookupError for anything but a tensor."""
-    if not isinstance(about, TensorStorageMetadata):
-        raise LookupError(f"{type(about).__name__} is no tensor")
-    return about.size
-
-
-def empty_part(optimizer: MasterOptimizer, key: str, about: object) -> Tensor:
-    """Return an empty local shard to read a saved tensor into."""
-    assert isinstance(about, TensorStorageMetadata)
-    if not about.size:
-        return torch.empty((), dtype=about.properties.dtype)
-    parameter = optimizer.by_number[int(key.split(".")[0])]
-    return as_dtensor(torch.empty_like(local_shard(parameter), dtype=about.properties.dtype), parameter)
 
 
 def another_model(worker: RoleModel, folder: Path) -> UserError:

@@ -18,9 +18,9 @@ from braidrl.training.backends import ShardedBackend
 from braidrl.training.lora import adapter_parameters
 from braidrl.training.parallel.replicated import DataParallel
 from braidrl.training.roles.base import RoleWorker
-from braidrl.weights.collective import LIMIT_BYTES, LayoutCopy, Parts
 from braidrl.weights.publisher import TransferVolume
-from braidrl.weights.shard_index import WeightPart, weight_parts
+from braidrl.weights.shard_index import Parts, WeightPart, weight_parts
+from braidrl.weights.transfer import LIMIT_BYTES, LayoutCopy
 
 
 def local_weight_parts(worker: ShardedBackend, adapters_alone: bool = False) -> Mapping[str, WeightPart]:

@@ -1,19 +1,25 @@
 """A rank's part of a role: the sharded model, the optimizer of a trained role, and the forward pass.
 
 folder ──read──▶ model ──adapters──▶ sharded ──▶ optimizer           packed tokens ──▶ hidden states ──predict──▶ by name
+         └─▶ the files beside the weights, built when the model is loaded, so that no checkpoint fails on one
 """
 
+import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from transformers import AutoTokenizer, GenerationConfig
 
 from braidrl.cluster.devices import choose_device
+from braidrl.cluster.ranks import tell
 from braidrl.config import Config
+from braidrl.errors import first_line
 from braidrl.native.malloc import keep_freed_memory
 from braidrl.training.compute.cpu_layers import compile_layers
 from braidrl.training.compute.cuda_layers import fuse_layers
@@ -34,16 +40,18 @@ from braidrl.training.role_settings import (
     learning_rate_of,
     lora_of,
     max_tokens_of,
-    merges_adapters,
     model_path,
 )
-from braidrl.training.side_files import side_files
 from braidrl.weights.checkpoint_files import ParameterReader
 from braidrl.weights.model_files import ModelFiles
 from braidrl.weights.shards import shapes_of
 
 FAST_LAYERS = {"cpu": compile_layers, "cuda": fuse_layers}
 """Functions that switch a model to faster kernels, by device type."""
+GENERATION = "generation_config.json"
+TOKENIZER_FILES = (
+    "tokenizer*", "*.jinja", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model",
+)  # fmt: skip
 
 
 class RoleModel(ABC):
@@ -108,16 +116,6 @@ class RoleModel(ABC):
         """Return a checkpoint's files beside its weights, by name."""
         return side_files(self.model, self.path)
 
-    @property
-    def has_full_weights(self) -> bool:
-        """Return whether the module's parameters are the role's full weights."""
-        return self.lora is None and not self.ranks.is_sharded
-
-    @property
-    def shares_weights(self) -> bool:
-        """Return whether an engine of this process may share the module, with its adapters."""
-        return not self.ranks.is_sharded and not merges_adapters(self.lora, self.config)
-
     @abstractmethod
     def load_model(self, folder: Path, on_meta: bool = False) -> Any:
         """Load this role's kind of model from a Hugging Face directory, on the CPU or with parameters left `on_meta`."""
@@ -128,13 +126,54 @@ class RoleModel(ABC):
 
     def pipeline_output(self, packed: Packed, objective: Objective | Likelihood | None = None) -> dict[str, Tensor]:
         """Compute the hidden states for the next pipeline rank; replaces `predict` on all ranks but the last."""
-        return {HIDDEN: self._through_layers(packed)}
+        return {HIDDEN: self.hidden_states(packed)[None]}
 
     def hidden_states(self, packed: Packed) -> Tensor:
-        """Return the last hidden state of each packed token, (N, D)."""
-        return self._through_layers(packed)[0]
-
-    def _through_layers(self, packed: Packed) -> Tensor:
-        """Return the output of this rank's last layer, (1, N, D)."""
+        """Return the output of this rank's last layer for each packed token, (N, D)."""
         ids = packed.input_ids[None] if packed.hidden is None else None
-        return run_body(self.model, ids, packed.position_ids[None], packed.attention(), packed.hidden)
+        return run_body(self.model, ids, packed.position_ids[None], packed.attention(), packed.hidden)[0]
+
+
+def save_weights(model: Any, folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write a model's Hugging Face directory without its generation settings, which transformers may refuse to write."""
+    if not model.can_generate():
+        model.save_pretrained(folder, state_dict=weights)
+        return
+    generation = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        model.save_pretrained(folder, state_dict=weights)
+    finally:
+        model.generation_config = generation
+
+
+def side_files(model: Any, path: Path) -> dict[str, bytes]:
+    """Return the files of a Hugging Face directory besides its weights, by name.
+
+    A file that transformers refuses to write is copied unchanged from the model's folder, with a warning.
+    """
+    generation: Any = model.generation_config if model.can_generate() else None
+    with TemporaryDirectory(prefix="braid-side-files-") as name:
+        folder = Path(name)
+        save_weights(model, folder, {})
+        for weights in [*folder.glob("*.safetensors"), *folder.glob("*.index.json")]:
+            weights.unlink()
+        (folder / GENERATION).unlink(missing_ok=True)
+        parts: dict[str, Callable[[], object]] = {
+            "tokenizer": lambda: AutoTokenizer.from_pretrained(path, local_files_only=True).save_pretrained(folder)
+        }
+        if generation is not None:
+            parts[GENERATION] = lambda: generation.save_pretrained(folder)
+        for part, write in parts.items():
+            try:
+                write()
+            except Exception as error:
+                tell(
+                    f"{path}: its {part} cannot be written as transformers would ({first_line(error)}); it is copied as it is"
+                )
+                for file in (GENERATION,) if part == GENERATION else TOKENIZER_FILES:
+                    for found in path.glob(file):
+                        shutil.copy(found, folder)
+        return {
+            str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()
+        }

@@ -20,7 +20,7 @@ from braidrl.engines.engine import EngineError
 from braidrl.engines.engine_contract import EngineUnderTest, all_of, requests
 from braidrl.engines.process.process_engine import EngineProcess
 from braidrl.engines.requests import Response
-from braidrl.engines.routing.service import EngineService
+from braidrl.engines.routing.router import EngineService
 from braidrl.errors import UserError
 from braidrl.weights.publisher import ModelWeights
 from tests.engines.served import LIMIT, served_model, spec, write_served_model

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from braidrl.cluster.shared_memory import shared_folder
 from braidrl.cluster.world import Ranks, World
 from braidrl.config import Config, parse_config
+from braidrl.data.messages import pack_message
 from braidrl.queue.owner import Owner, remove_run
 from braidrl.runtimes.streaming.weights import (
     Place,
@@ -112,13 +113,13 @@ def half(of: PreTrainedModel, own: bool) -> Mapping[str, WeightPart]:
 def test_sharded_ranks_write_one_file_and_readers_get_slices(owner: Owner, tmp_path: Path) -> None:
     trainer, lower = model("qwen3", 1), model("qwen3", 3)
     halves = [half(trainer, True), half(trainer, False)]
-    known = read_index([json.dumps(["", described(parts)]).encode() for parts in halves])
+    known = read_index([pack_message(("", described(parts))) for parts in halves])
     for rank in range(2):
         plan = plan_moves(blocks_to_write(known), rank, 2, known.machines)
         written = sum(box.elements for boxes in plan.stays.values() for box in boxes)
         assert plan.sends.total == plan.receives.total == 0
         assert written == sum(part.local.numel() for part in halves[rank].values())
-    assert FileLayout.of(known, False).shapes.keys() == weight_parts(trainer).keys()
+    assert FileLayout.of(known, False).tensors_at.keys() == weight_parts(trainer).keys()
     before, place = deepcopy(lower), writer(trainer, owner, weights="collective").begin()()
     source = source_of(place)
     assert isinstance(source, OfferedWeights)
