@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from braidrl.engines.vllm.vllm_proof import vllm_finding
 from braidrl.errors import UserError, first_line
 from braidrl.training.acceptance import MEASURES, OPTIONAL, accept
 from braidrl.training.decoders.body import ForwardPlan
@@ -21,13 +22,14 @@ from braidrl.training.loading import check_model, read_model_config
 WIDTH = 52
 
 
-def check(model: str, layouts: bool, say: Callable[[str], None]) -> bool:
+def check(model: str, layouts: bool, say: Callable[[str], None], vllm: Path | None = None) -> bool:
     """Print the table of a model.
 
     Args:
         model: A Hugging Face directory, a config.json, or a hub id in this machine's cache.
         layouts: Also start two ranks for each layout.
         say: Called with each line.
+        vllm: Also compare with vLLM, which this interpreter has.
 
     Returns:
         True if the model may train. A run that needs an optional property that does not hold is refused.
@@ -56,6 +58,10 @@ def check(model: str, layouts: bool, say: Callable[[str], None]) -> bool:
             divided = layout_findings(twin, plan)
         for finding in divided:
             say(line(finding))
+    if vllm is not None:
+        with quietly():
+            generated = vllm_finding(config, plan, vllm)
+        say(line(generated))
     if Path(model).is_dir() and any(Path(model).glob("*.safetensors")):
         check_model(model)
         say(f"ok      {'the headers of its weight files':{WIDTH}}")
