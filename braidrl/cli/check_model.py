@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from braidrl.engines.vllm.vllm_proof import vllm_finding
+from braidrl.engines.vllm_proof import vllm_finding
 from braidrl.errors import UserError, first_line
 from braidrl.training.acceptance import MEASURES, OPTIONAL, accept
 from braidrl.training.decoders.body import ForwardPlan

@@ -36,7 +36,7 @@ from braidrl.training.decoders.body import (
     use_plan,
 )
 from braidrl.training.decoders.head import predicted_log_probs
-from braidrl.training.decoders.shrink import shrink_config, tiny_model
+from braidrl.training.decoders.shrink import HEAD_WIDTH, shrink_config, tiny_model
 
 LENGTHS = (5, 17, 8, 1, 9, 17, 16, 2)
 """Lengths around the limits of windows and of mixers' chunks; some are equal."""
@@ -69,9 +69,11 @@ class Finding:
 class Twin:
     """A tiny model with the structure of a configuration, random rows, and transformers' results on them."""
 
-    def __init__(self, config: Any, seed: int = 0, alter: Callable[[Any], None] | None = None) -> None:
+    def __init__(
+        self, config: Any, seed: int = 0, alter: Callable[[Any], None] | None = None, head_width: int = HEAD_WIDTH
+    ) -> None:
         """Shrink a configuration; tests inject faults into Braid's models by `alter`."""
-        self.config = shrink_config(config)
+        self.config = shrink_config(config, head_width)
         still(self.config)
         self.seed, self._alter = seed, alter
         text = self.config.get_text_config()
