@@ -53,7 +53,7 @@ def main(root: Path, rounds: int) -> dict[str, Any]:
     for case in PLACEMENTS:
         files[case.name].write_text(json.dumps(configuration(case, root)))
     rates = root / "rates.yaml"
-    said = plan(files["alone"], "--measure", "--rates", rates)
+    said = plan(root, files["alone"], "--measure", "--rates", rates)
     seconds: dict[str, list[float]] = {case.name: [] for case in PLACEMENTS}
     guessed = {}
     for number in range(rounds):
@@ -69,17 +69,18 @@ def main(root: Path, rounds: int) -> dict[str, Any]:
         "date": datetime.now(UTC).strftime("%Y-%m-%d"), "machine": describe(1), "cores": os.cpu_count(), "measure": said,
         "placements": found, "same_order": orders[0] == orders[1],
         "best_plan": plan(
-            files["alone"], "--devices", "cpu", "--rates", rates, "--lengths", root / "alone-0",
+            root, files["alone"], "--devices", "cpu", "--rates", rates, "--lengths", root / "alone-0",
             "--overlay", root / "overlay.yaml",
         ),
     }  # fmt: skip
 
 
-def plan(*arguments: object) -> list[str]:
-    """Run `braid plan` and return its lines."""
+def plan(root: Path, *arguments: object) -> list[str]:
+    """Run `braid plan` and return its lines, without those of the runs that it makes."""
     command = [sys.executable, "-m", "braidrl.cli", "plan", *map(str, arguments)]
     done = subprocess.run(command, check=True, text=True, stdout=subprocess.PIPE)
-    return done.stdout.splitlines()
+    lines = [line.rstrip().replace(str(root), "FOLDER") for line in done.stdout.splitlines()]
+    return [line for line in lines if not line.startswith(("step ", "report:", "/"))]
 
 
 if __name__ == "__main__":

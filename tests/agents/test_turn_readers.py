@@ -19,9 +19,12 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
 # The format of Qwen3: thoughts are kept after the last question alone, and results of tools are a user's message.
 QWEN3 = """
 {%- if tools %}{{ "<|im_start|>system\n" }}{% if messages[0].role == "system" %}{{ messages[0].content + "\n\n" }}{% endif %}
-{{- "# Tools\n\nYou may call one or more functions to assist with the user query.\n\nYou are provided with function signatures within <tools></tools> XML tags:\n<tools>" }}
+{{- "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n" }}
+{{- "You are provided with function signatures within <tools></tools> XML tags:\n<tools>" }}
 {%- for tool in tools %}{{ "\n" + (tool | tojson) }}{% endfor %}
-{{- "\n</tools>\n\nFor each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:\n<tool_call>\n{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\n</tool_call><|im_end|>\n" }}
+{{- "\n</tools>\n\nFor each function call, return a json object with function name and arguments " }}
+{{- "within <tool_call></tool_call> XML tags:\n<tool_call>\n" }}
+{{- "{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\n</tool_call><|im_end|>\n" }}
 {%- elif messages[0].role == "system" %}{{ "<|im_start|>system\n" + messages[0].content + "<|im_end|>\n" }}{% endif %}
 {%- set ns = namespace(last=-1) %}
 {%- for message in messages %}{% if message.role == "user" %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
@@ -34,13 +37,15 @@ QWEN3 = """
 {{- content }}
 {%- for call in message.tool_calls or [] %}
 {%- if not loop.first or content %}{{ "\n" }}{% endif %}
-{{- "<tool_call>\n{\\"name\\": \\"" + call.function.name + "\\", \\"arguments\\": " + (call.function.arguments | tojson) + "}\n</tool_call>" }}
+{{- "<tool_call>\n{\\"name\\": \\"" + call.function.name + "\\", " }}
+{{- "\\"arguments\\": " + (call.function.arguments | tojson) + "}\n</tool_call>" }}
 {%- endfor %}{{ "<|im_end|>\n" }}
 {%- elif message.role == "tool" %}
 {%- if loop.first or messages[loop.index0 - 1].role != "tool" %}{{ "<|im_start|>user" }}{% endif %}
 {{- "\n<tool_response>\n" + message.content + "\n</tool_response>" }}
 {%- if loop.last or messages[loop.index0 + 1].role != "tool" %}{{ "<|im_end|>\n" }}{% endif %}
-{%- elif not (loop.first and message.role == "system") %}{{ "<|im_start|>" + message.role + "\n" + message.content + "<|im_end|>\n" }}{% endif %}
+{%- elif not (loop.first and message.role == "system") %}
+{{- "<|im_start|>" + message.role + "\n" + message.content + "<|im_end|>\n" }}{% endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ "<|im_start|>assistant\n" }}
 {%- if enable_thinking is defined and not enable_thinking %}{{ "<think>\n\n</think>\n\n" }}{% endif %}{% endif %}"""
