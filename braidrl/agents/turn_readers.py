@@ -58,7 +58,7 @@ def proven_reader(template: PromptTemplate) -> Any | None:
     return _proven(template.tokenizer, json.dumps(dict(template.arguments), sort_keys=True))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def _proven(tokenizer: Any, arguments: str) -> Any | None:
     # Imported here: the library is optional, and takes a second to import.
     from pydantic import TypeAdapter
