@@ -149,10 +149,10 @@ def train_here(path: Path) -> None:
         run.train()
 
 
-def train_apart(path: Path) -> None:
-    """Train in separate processes."""
+def train_apart(path: Path, *changed: str) -> None:
+    """Train in separate processes; `changed` are overrides of the configuration."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, "-m", "braidrl.cli", "train", str(path)]
+    command = [sys.executable, "-m", "braidrl.cli", "train", str(path), *changed]
     subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
 
 

@@ -69,7 +69,12 @@ class ToolFormat:
         if found is None:
             return None
         bodies = self.calls(text[found.start() :], tools)
-        return text[: found.start()], "".join(f"<tool_call>{body}</tool_call>" for body in bodies)
+        return text[: found.start()], tagged(bodies)
+
+
+def tagged(calls: Sequence[str]) -> str:
+    """Return calls in Hermes' JSON between Hermes' tags."""
+    return "".join(f"<tool_call>{call}</tool_call>" for call in calls)
 
 
 def call_text(name: str, arguments: str) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from braidrl.agents.tool_calls import FORMATS, call_text, calls_of_hermes, format_of
+from braidrl.agents.tool_calls import FORMATS, call_text, calls_of_hermes, format_of, tagged
 from braidrl.data.chat import ChatMessage, Tools, normal_message
 from braidrl.data.endings import MARK
 from braidrl.errors import UserError
@@ -69,8 +69,7 @@ class TurnTemplate:
     def text(self, tokens: Sequence[int], tools: Tools = ()) -> str:
         """Decode sampled tokens for an environment or a client, without special tokens; with `tools`, calls are in Hermes' format."""
         plain = self._decoded(tokens, special=False)
-        # Most models write calls in Hermes' format; these stay unchanged.
-        rewritten = self._calls(tokens, tools) if tools and not calls_of_hermes(plain) else None
+        rewritten = self._calls(tokens, plain, tools) if tools else None
         if rewritten is None:
             return plain
         said, calls = rewritten
@@ -82,9 +81,18 @@ class TurnTemplate:
         decode = self.template.tokenizer.decode
         return decode(list(tokens), skip_special_tokens=not special, clean_up_tokenization_spaces=False)
 
-    def _calls(self, tokens: Sequence[int], tools: Tools) -> tuple[str, str] | None:
-        """Return the text before a turn's calls, and the calls; None if there are none."""
+    def _calls(self, tokens: Sequence[int], plain: str, tools: Tools) -> tuple[str, str] | None:
+        """Return the text before a turn's calls, and the calls in Hermes' format; None if there are none, or all of it stays as it is."""
+        from braidrl.agents.turn_readers import calls_by, proven_reader
+
         tokenizer, ends = self.template.tokenizer, len(tokens)
+        if self.tool_format is None and (reader := proven_reader(self.template)) is not None:
+            before, calls = calls_by(reader, tokens, self.template.encode("-", tools), tools)
+            # What only looks like a call, in reasoning or as plain text, must not reach the environment as one.
+            return self._decoded(tokens[:before], special=True).replace("<tool_call>", "<tool call>"), tagged(calls)
+        # Most models write calls in Hermes' format; these stay unchanged.
+        if calls_of_hermes(plain):
+            return None
         while ends and tokens[ends - 1] in tokenizer.all_special_ids:
             ends -= 1
         text = self._decoded(tokens[:ends], special=True)
@@ -96,10 +104,10 @@ class TurnTemplate:
                 message = tokenizer.parse_response(text, prefix=prompt, tools=list(tools))
             except Exception as error:  # of whatever kind: the model has written what its own format does not allow
                 return "", f"<tool_call>{type(error).__name__}: {error}</tool_call>"
-            found = [call["function"] for call in message.get("tool_calls") or []]
-            calls = [call_text(str(each["name"]), json.dumps(each["arguments"])) for each in found]
+            made = [call["function"] for call in message.get("tool_calls") or []]
+            calls = [call_text(str(each["name"]), json.dumps(each["arguments"])) for each in made]
             said = message.get("content") or ""
-            return (said, "".join(f"<tool_call>{call}</tool_call>" for call in calls)) if calls else None
+            return (said, tagged(calls)) if calls else None
         return format_of(tokenizer.chat_template if self.template.is_chat else None).rewritten(text, tools)
 
     def _alone(self, text: str) -> list[int]:

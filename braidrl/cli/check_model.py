@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
+from braidrl.engines.vllm_proof import vllm_finding
 from braidrl.errors import UserError, first_line
 from braidrl.training.acceptance import MEASURES, OPTIONAL, accept
 from braidrl.training.decoders.body import ForwardPlan
@@ -21,11 +22,11 @@ from braidrl.training.loading import check_model, read_model_config
 WIDTH = 52
 
 
-def check(model: str, layouts: bool, say: Callable[[str], None]) -> bool:
+def check(model: str, layouts: bool, say: Callable[[str], None], vllm: Path | None = None) -> bool:
     """Print the table of a model: a Hugging Face directory, a config.json, or a hub id in this machine's cache.
 
     Returns True if the model may train; a run that needs an optional property that does not hold is refused. `layouts` also starts
-    two ranks for each layout. Raises UserError if there is no such model.
+    two ranks for each layout, and `vllm`, an interpreter that has it, compares with vLLM. Raises UserError if there is no such model.
     """
     config = config_of(model)
     try:
@@ -48,6 +49,10 @@ def check(model: str, layouts: bool, say: Callable[[str], None]) -> bool:
             divided = layout_findings(twin, plan)
         for finding in divided:
             say(line(finding))
+    if vllm is not None:
+        with quietly():
+            generated = vllm_finding(config, plan, vllm)
+        say(line(generated))
     if Path(model).is_dir() and any(Path(model).glob("*.safetensors")):
         check_model(model)
         say(f"ok      {'the headers of its weight files':{WIDTH}}")

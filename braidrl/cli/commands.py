@@ -199,11 +199,14 @@ def check(
     layouts: Annotated[
         bool, typer.Option("--layouts", help="Also start two ranks for each layout, and compare them.")
     ] = False,
+    vllm: Annotated[
+        Path | None, typer.Option(help="Also compare with vLLM: an interpreter that has it, as rollout.python.")
+    ] = None,
 ) -> None:
     """Check on a tiny model of the same structure that a model trains correctly; the exit code is 1 if it may not train."""
     from braidrl.cli.check_model import check as check_model
 
-    if not check_model(model, layouts, typer.echo):
+    if not check_model(model, layouts, typer.echo, vllm):
         raise typer.Exit(1)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import AutoConfig
@@ -10,10 +12,11 @@ from transformers import AutoConfig
 from braidrl.cli.check_model import check
 from braidrl.errors import UserError
 from braidrl.training.loading import check_model
+from tests.engines.served import vllm_python
 
 
-def written(folder: Path, kind: str) -> Path:
-    AutoConfig.for_model(kind).save_pretrained(folder)
+def written(folder: Path, kind: str, **settings: Any) -> Path:
+    AutoConfig.for_model(kind, **settings).save_pretrained(folder)
     return folder / "config.json"
 
 
@@ -35,3 +38,12 @@ def test_an_encoder_is_refused_before_its_weights_are_read(tmp_path: Path) -> No
 def test_a_missing_model_is_a_user_error() -> None:
     with pytest.raises(UserError, match="no folder"):
         check("/nowhere/config.json", False, print)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["qwen3", "gpt_oss", "gemma4_text"])
+def test_vllm_equals_the_trainer_before_and_after_an_update(kind: str, tmp_path: Path) -> None:
+    lines: list[str] = []
+    check(str(written(tmp_path, kind)), False, lines.append, vllm_python() or Path(sys.executable))
+    assert lines[-1].startswith("ok      vLLM equals trainer")

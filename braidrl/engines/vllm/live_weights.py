@@ -9,16 +9,19 @@ it has loaded them (quantised, packed, absorbed) has no such parts.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers import utils
-from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import current_platform
 
 from braidrl.weights.boxes import Box, Slices
@@ -30,6 +33,53 @@ PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, Attention)
 
 class WeightsNotLive(ValueError):
     """vLLM keeps a model's weights in another form than it loads them in; the message names the module."""
+
+
+@contextmanager
+def unloaded_parameters(model: nn.Module) -> Iterator[list[str]]:
+    """Collect the names of parameters that a reload inside the block gives no values; vLLM keeps the earlier ones and logs a warning."""
+    found: list[str] = []
+    missed, loaded = set[int](), set[int]()
+    place = layerwise._place_kernel_tensors
+
+    def watched(layer: Any, info: Any) -> None:
+        ids = {id(parameter) for parameter in info.kernel_tensors[0].values()}
+        # Attention's scales are not in checkpoints.
+        if info.load_numel <= 0 and not is_deferred_attention_layer(layer):
+            missed.update(ids)
+        else:
+            loaded.update(ids)
+        place(layer, info)
+
+    layerwise._place_kernel_tensors = watched
+    try:
+        yield found
+    finally:
+        layerwise._place_kernel_tensors = place
+    found += [name for name, own in model.named_parameters() if id(own) in missed - loaded]
+
+
+def parts_of_gpt_oss(tensors: Iterable[tuple[str, Tensor]], sinks: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield each expert apart, and keep attention sinks for `load_sinks`: vLLM's loader copies both where a reload does not see it."""
+    for name, tensor in tensors:
+        layer, experts, part = name.partition(".mlp.experts.")
+        if experts:
+            yield from ((f"{layer}{experts}{number}.{part}", own) for number, own in enumerate(tensor))
+        elif name.endswith(".sinks"):
+            sinks[name] = tensor.clone()
+        else:
+            yield name, tensor
+
+
+@torch.no_grad()
+def load_sinks(model: nn.Module, sinks: Mapping[str, Tensor]) -> set[str]:
+    """Copy this worker's attention sinks of gpt_oss into its live parameters; return their names there."""
+    live, rank = dict(model.named_parameters()), get_tensor_model_parallel_rank()
+    names = {name: name.replace(".self_attn.", ".attn.") for name in sinks}
+    for name, own in names.items():
+        count = len(live[own])
+        live[own].data.copy_(sinks[name][rank * count : (rank + 1) * count])
+    return set(names.values())
 
 
 class CopyWatch(TorchDispatchMode):

@@ -46,6 +46,8 @@ REPRODUCIBLE_SETTINGS = {
     # The newer runner does not support logits processors.
     "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
+REFUSALS = (ValueError, TypeError, KeyError, AttributeError, AssertionError, NotImplementedError, ImportError)
+"""What vLLM raises for a model or a setting that it does not support, by its part that finds it."""
 CPU_BLOCK = 128
 """Tokens per block of keys and values on the CPU."""
 
@@ -76,8 +78,9 @@ class VllmEngine(SteppingEngine):
         gc.freeze()
         try:
             self._engine = self._start(arguments)
-        except (ValueError, TypeError) as error:
-            raise UserError(f"rollout.engine=vllm: {' '.join(str(error).split())}") from error
+        except REFUSALS as error:
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            raise UserError(f"rollout.engine=vllm: {kind}{' '.join(str(error).split())}") from error
         self._memory = VllmMemory(self._engine, bool((options or {}).get("enable_sleep_mode")))
         self._waiting: deque[EngineRow] = deque()
         self._flights: dict[str, RemoteRow] = {}

@@ -87,16 +87,24 @@ class TakesWeights:
         self.model_runner.reset_mm_cache()
 
     def load_as_they_come(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Load tensors one by one. Raises RuntimeError from then on if they end in the middle.
+        """Load tensors one by one. Raises RuntimeError from then on if they end in the middle, or if vLLM leaves some as they were.
 
         Nothing changes before the first one arrives. After a partial load vLLM would take the next version's tensors for the missing ones.
         """
+        from braidrl.engines.vllm.live_weights import load_sinks, parts_of_gpt_oss, unloaded_parameters
+
         self._check_whole()
         if self.hub_names is None:
             self.hub_names = hub_names(self.model_folder)
-        first = next(tensors)
+        first, sinks, model = next(tensors), dict[str, Tensor](), self.model_runner.get_model()
+        come = self.hub_names.of(chain([first], tensors))
+        if self.vllm_config.model_config.hf_config.model_type == "gpt_oss":
+            come = parts_of_gpt_oss(come, sinks)
         try:
-            self.reload_weights(weights_iterator=self.hub_names.of(chain([first], tensors)))
+            with unloaded_parameters(model) as unloaded:
+                self.reload_weights(weights_iterator=come)
+            if missing := sorted(set(unloaded) - load_sinks(model, sinks)):
+                raise RuntimeError(f"vLLM gives {missing[0]} no new values, and {len(missing) - 1} more")
         except BaseException:
             self.has_weights_in_part = True
             raise

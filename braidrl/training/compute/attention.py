@@ -12,7 +12,7 @@ interface: linear attention, convolutions, state-space layers.
 Shapes: N tokens packed, S sequences of equal length L, H query heads, K key/value heads, D head width (of values: E).
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -150,6 +150,8 @@ UNKNOWN = {"position_bias", "head_mask", "indices", "block_tables"}
 AttentionInterface.register(ATTENTION, braid_attention)
 
 
+STEP = 64
+"""Lengths up to a multiple of this are one batch in a mixer: linear attention computes chunks of 64 tokens anyway."""
 # torch 2.11 supports fewer key heads than query heads by default; later versions need a flag.
 GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
@@ -186,15 +188,24 @@ class PackedSequences:
         return self._by_equal_lengths(*states, scores)[None]
 
     def mix(self, module: nn.Module, forward: Forward, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Run a mixer once per length, over the batch of sequences of that length."""
-        return self.mix_each(forward, given, named, lambda numbers: {})
+        """Run a mixer over batches of sequences of about equal length, padded behind: what comes later changes no earlier token."""
+        return self.mix_each(forward, given, named, lambda numbers: {}, STEP)
 
     def mix_each(
         self, forward: Forward, given: tuple[Any, ...], named: dict[str, Any],
-        more: Callable[[list[int]], dict[str, Any]],
+        more: Callable[[list[int]], dict[str, Any]], step: int = 1,
     ) -> Any:  # fmt: skip
-        """Run `mix`; the call for the sequences `numbers` gets the further named arguments `more(numbers)`."""
-        total, buckets = sum(self.lengths), self._buckets
+        """Run a mixer once per length, over the batch of sequences of that length.
+
+        Args:
+            forward: The mixer's forward.
+            given: Its arguments; tensors (1, N, ...) hold the tokens of all sequences.
+            named: Its named arguments, likewise.
+            more: Returns further named arguments of the call for some sequences, given their numbers.
+            step: Sequences whose lengths have one quotient by `step`, rounded up, are one batch, padded to its longest.
+        """
+        total, batches = sum(self.lengths), self._batches(step)
+        buckets = batches.shapes
         sizes = [count * length for count, length in buckets]
         leaves, form = tree_flatten((given, named))
         parts: list[list[Any]] = [[] for _ in buckets]
@@ -202,7 +213,7 @@ class PackedSequences:
             place = token_dimension(leaf, total)
             rows = [leaf] * len(buckets)
             if place is not None:
-                flat = self._gathered(leaf.squeeze(place - 1).movedim(place - 1, 0))
+                flat = batches.gathered(leaf.squeeze(place - 1).movedim(place - 1, 0))
                 rows = [
                     part.unflatten(0, shape).movedim((0, 1), (place - 1, place))
                     for part, shape in zip(flat.split(sizes), buckets, strict=True)
@@ -210,19 +221,15 @@ class PackedSequences:
             for part, row in zip(parts, rows, strict=True):
                 part.append(row)
         found = []
-        for part, shape, numbers in zip(parts, buckets, self._by_length.values(), strict=True):
-            arguments, kwargs = tree_unflatten(part, form)
+        for part, shape, numbers in zip(parts, buckets, batches.numbers, strict=True):
+            own, kwargs = tree_unflatten(part, form)
             with attending(EqualRows(shape, self.keep_scores)):
-                found.append(tree_flatten(forward(*arguments, **{**kwargs, **more(numbers)})))
-        # Pack the buckets' outputs (S, L, ...) back into one row (1, N, ...); None for outputs without tokens.
-        outputs: list[Any] = []
+                found.append(tree_flatten(forward(*own, **{**kwargs, **more(numbers)})))
+        outputs = []
         for values in zip(*(leaves for leaves, _ in found), strict=True):
-            if not all(isinstance(v, Tensor) and v.shape[:2] == b for v, b in zip(values, buckets, strict=True)):
-                outputs.append(None)
-                continue
-            joined = torch.cat([value.flatten(0, 1) for value in values])
-            own = joined if self._permutation is None else _Permuted.apply(joined, *reversed(self._permutation))
-            outputs.append(own[None])
+            hold_tokens = all(isinstance(v, Tensor) and v.shape[:2] == b for v, b in zip(values, buckets, strict=True))
+            joined = torch.cat([value.flatten(0, 1) for value in values]) if hold_tokens else None
+            outputs.append(None if joined is None else batches.packed(joined)[None])
         return tree_unflatten(outputs, found[0][1])
 
     def _variable_length(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
@@ -240,42 +247,26 @@ class PackedSequences:
 
     def _by_equal_lengths(self, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """Attend once per length, over the batch of sequences of that length. (N, heads, D) to (N, H, E)."""
-        buckets = self._buckets
+        batches = self._batches(1)
+        buckets = batches.shapes
         sizes = [count * length for count, length in buckets]
         # split, not slices: the backward of a split is one concatenation, that of a slice is N zeros each
-        states = (self._gathered(flat).split(sizes) for flat in (query, key, value))
+        states = (batches.gathered(flat).split(sizes) for flat in (query, key, value))
         outputs = []
         for shape, parts in zip(buckets, zip(*states, strict=True), strict=True):
             q, k, v = (part.unflatten(0, shape) for part in parts)
             outputs.append(attend_equal(q, k, v, scores, self.keep_scores))
-        joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return joined if self._permutation is None else _Permuted.apply(joined, *reversed(self._permutation))
+        return batches.packed(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
+
+    def _batches(self, step: int) -> "Batches":
+        """Return the sequences in batches by length; see `mix_each`."""
+        if step not in self._known:
+            self._known[step] = Batches.of(self.lengths, step, self.offsets.device)
+        return self._known[step]
 
     @cached_property
-    def _buckets(self) -> list[tuple[int, int]]:
-        """Return (number of sequences, length) of each length."""
-        return [(len(numbers), length) for length, numbers in self._by_length.items()]
-
-    @cached_property
-    def _by_length(self) -> dict[int, list[int]]:
-        """Return sequence numbers by length, in the order in which lengths first occur."""
-        numbers: dict[int, list[int]] = {}
-        for number, length in enumerate(self.lengths):
-            numbers.setdefault(length, []).append(number)
-        return numbers
-
-    @cached_property
-    def _permutation(self) -> tuple[Tensor, Tensor] | None:
-        """Return the token permutation that groups equal lengths, and its inverse; None if they are already grouped."""
-        order = [number for numbers in self._by_length.values() for number in numbers]
-        if order == sorted(order):
-            return None
-        tokens = torch.arange(sum(self.lengths)).split(list(self.lengths))
-        forward = torch.cat([tokens[number] for number in order])
-        return forward.to(self.offsets.device), forward.argsort().to(self.offsets.device)
-
-    def _gathered(self, flat: Tensor) -> Tensor:
-        return flat if self._permutation is None else _Permuted.apply(flat, *self._permutation)
+    def _known(self) -> dict[int, "Batches"]:
+        return {}
 
     def position_ids(self) -> Tensor:
         """Return each packed token's position in its sequence, (1, N) int64, on the device of `offsets`."""
@@ -284,18 +275,73 @@ class PackedSequences:
         return torch.cat([torch.arange(length) for length in self.lengths]).to(self.offsets.device)[None]
 
 
-class _Permuted(torch.autograd.Function):
-    """A permutation of rows whose backward is the inverse gather; index_select's backward would add into zeros row by row."""
+@dataclass(frozen=True, eq=False)
+class Batches:
+    """Packed tokens (N, ...) arranged as batches (S, L, ...) of sequences, one behind the other; shorter ones repeat their last token."""
+
+    numbers: list[list[int]]
+    """The sequences of each batch."""
+    shapes: list[tuple[int, int]]
+    """(S, L) of each batch."""
+    order: tuple[Tensor, Tensor] | None
+    """The token at each place, and the place of each token; None if tokens are packed like this."""
 
     @staticmethod
-    def forward(ctx: Any, flat: Tensor, forward: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return flat.index_select(0, forward)
+    def of(lengths: Sequence[int], step: int, device: torch.device) -> "Batches":
+        """Arrange sequences of these lengths; batches are in the order in which their lengths first occur."""
+        groups: dict[int, list[int]] = {}
+        for number, length in enumerate(lengths):
+            groups.setdefault(-(-length // step), []).append(number)
+        numbers = list(groups.values())
+        shapes = [(len(group), max(lengths[n] for n in group)) for group in numbers]
+        starts = [0, *accumulate(lengths)]
+        places, tokens = torch.empty(starts[-1], dtype=torch.int64), list[Tensor]()
+        begin = 0
+        for group, (_, width) in zip(numbers, shapes, strict=True):
+            for n in group:
+                tokens.append(starts[n] + torch.arange(width).clamp(max=lengths[n] - 1))
+                places[starts[n] : starts[n + 1]] = torch.arange(begin, begin + lengths[n])
+                begin += width
+        if begin == len(places) and torch.equal(places, torch.arange(begin)):
+            return Batches(numbers, shapes, None)
+        return Batches(numbers, shapes, (torch.cat(tokens).to(device), places.to(device)))
+
+    def gathered(self, flat: Tensor) -> Tensor:
+        """Arrange packed tokens (N, ...) as batches."""
+        return flat if self.order is None else _Gathered.apply(flat, *self.order)
+
+    def packed(self, batches: Tensor) -> Tensor:
+        """Invert `gathered`."""
+        return batches if self.order is None else _Packed.apply(batches, self.order[1])
+
+
+class _Gathered(torch.autograd.Function):
+    """Rows at each place; the backward takes each row's own place, since repeated rows have no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, flat: Tensor, tokens: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return flat.index_select(0, tokens)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return gradients[0].index_select(0, inverse), None, None
+        (places,) = ctx.saved_tensors
+        return gradients[0].index_select(0, places), None, None
+
+
+class _Packed(torch.autograd.Function):
+    """Rows of each token's own place; index_select's backward would add into zeros row by row."""
+
+    @staticmethod
+    def forward(ctx: Any, batches: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.count = len(batches)
+        return batches.index_select(0, places)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (places,), (gradient,) = ctx.saved_tensors, gradients
+        return gradient.new_zeros(ctx.count, *gradient.shape[1:]).index_copy_(0, places, gradient), None
 
 
 def _packed(states: Tensor) -> Tensor:

@@ -177,7 +177,7 @@ def run_body(
             raise ValueError(
                 f"{type(decoder).__name__} runs over rows of equal length, which {type(context).__name__} does not support"
             )
-        mixed: Tensor = context.mix(decoder, forward, (), given)
+        mixed: Tensor = context.mix_each(forward, (), given, lambda numbers: {})
         return mixed
     with attending(context):
         return forward(**given)

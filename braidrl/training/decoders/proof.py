@@ -36,7 +36,7 @@ from braidrl.training.decoders.body import (
     use_plan,
 )
 from braidrl.training.decoders.head import predicted_log_probs
-from braidrl.training.decoders.shrink import shrink_config, tiny_model
+from braidrl.training.decoders.shrink import HEAD_WIDTH, shrink_config, tiny_model
 
 LENGTHS = (5, 17, 8, 1, 9, 17, 16, 2)
 """Lengths around the limits of windows and of mixers' chunks; some are equal."""
@@ -70,10 +70,11 @@ class Twin:
     """A tiny model with the structure of a configuration, random rows, and transformers' results on them."""
 
     def __init__(
-        self, config: Any, seed: int = 0, alter: Callable[[Any], None] | None = None, device: str = "cpu"
-    ) -> None:
+        self, config: Any, seed: int = 0, alter: Callable[[Any], None] | None = None, head_width: int = HEAD_WIDTH,
+        device: str = "cpu",
+    ) -> None:  # fmt: skip
         """Shrink a configuration; tests inject faults into Braid's models by `alter`."""
-        self.config, self.device = shrink_config(config), torch.device(device)
+        self.config, self.device = shrink_config(config, head_width), torch.device(device)
         still(self.config)
         self.seed, self._alter = seed, alter
         text = self.config.get_text_config()

@@ -55,9 +55,9 @@ WIDE = re.compile(r"(_size|_dim|_rank|_width|inner|ffn|dff|dim_ff|lora_rank|d_ss
 KEPT = re.compile(r"(max_position|n_positions|n_ctx|vocab_size_base|^patch|^image|^kernel|type_vocab|conv_kernel)")
 
 
-def shrink_config(config: Any) -> Any:
+def shrink_config(config: Any, head_width: int = HEAD_WIDTH) -> Any:
     """Return a configuration of the same class and structure with some ten thousand parameters."""
-    return type(config)(**_shrunk(_own_settings(config.to_dict())))
+    return type(config)(**_shrunk(_own_settings(config.to_dict()), head_width))
 
 
 def _own_settings(settings: dict[str, Any]) -> dict[str, Any]:
@@ -88,14 +88,14 @@ def tiny_model(config: Any, seed: int = 0, **options: Any) -> PreTrainedModel:
     return model.eval()
 
 
-def _shrunk(settings: dict[str, Any]) -> dict[str, Any]:
+def _shrunk(settings: dict[str, Any], head_width: int) -> dict[str, Any]:
     found = {
-        name: _shrunk(value)
+        name: _shrunk(value, head_width)
         if isinstance(value, dict) and name.endswith("config") and not name.startswith("per_")
         else value
         for name, value in settings.items()
     }
-    sizes = _Sizes.of(found)
+    sizes = _Sizes.of(found, head_width)
     for name, value in list(found.items()):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             continue
@@ -125,13 +125,13 @@ class _Sizes:
         self.original, self.small, self.heads, self.keys, self.head_width = width, small, heads, keys, head_width
 
     @staticmethod
-    def of(settings: dict[str, Any]) -> "_Sizes":
+    def of(settings: dict[str, Any], head_width: int) -> "_Sizes":
         heads = next((settings[n] for n in HEADS if isinstance(settings.get(n), int) and settings[n] > 0), 4)
         keys = next((settings[n] for n in KEY_HEADS if isinstance(settings.get(n), int) and settings[n] > 0), heads)
         width = next((settings[n] for n in WIDTHS if isinstance(settings.get(n), int)), 64)
         few = min(keys, 2)
         many = few * max(1, min(heads // keys, 4))
-        return _Sizes(width, max(many * HEAD_WIDTH, 32), many, few, HEAD_WIDTH)
+        return _Sizes(width, max(many * head_width, 32), many, few, head_width)
 
     def width(self, value: int) -> int:
         """Return a width with about the same ratio to the model's width, rounded up to a multiple of 8."""
@@ -157,7 +157,7 @@ def _attention(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> N
     for name in given:
         value: Any = found[name]
         if name == "head_dim" and value is None:
-            found[name] = HEAD_WIDTH
+            found[name] = sizes.head_width
         if name == "num_attention_heads_per_layer" and isinstance(value, list):
             found[name] = [sizes.heads] * len(value)
         if not isinstance(value, int) or isinstance(value, bool):
@@ -171,7 +171,7 @@ def _attention(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> N
             "kv_channels",
             "hidden_size_per_head",
         ):
-            found[name] = HEAD_WIDTH
+            found[name] = sizes.head_width
         elif name.endswith("num_attention_heads") and name not in HEADS:
             found[name] = sizes.heads
         elif name.endswith(("num_key_value_heads", "num_global_key_value_heads")) and name not in KEY_HEADS:
@@ -180,8 +180,8 @@ def _attention(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> N
             ("qk_", "v_", "index", "linear", "mamba", "attention_head")
         ):
             # head widths of other layers keep their ratio
-            base = given.get("head_dim") or HEAD_WIDTH
-            found[name] = max(8, HEAD_WIDTH * value // base)
+            base = given.get("head_dim") or sizes.head_width
+            found[name] = max(8, sizes.head_width * value // base)
         elif name == "rotary_dim":
             found[name] = 8
     if isinstance(given.get("attention_hidden_size"), int):
@@ -202,7 +202,7 @@ def _latent_attention(found: dict[str, Any], given: dict[str, Any], sizes: _Size
     if isinstance(given.get("q_lora_rank"), int):
         found["q_lora_rank"] = 24
     if isinstance(given.get("head_dim"), int):
-        found["head_dim"] = 8 if given["head_dim"] == given["qk_rope_head_dim"] else HEAD_WIDTH
+        found["head_dim"] = 8 if given["head_dim"] == given["qk_rope_head_dim"] else sizes.head_width
     found.pop("qk_head_dim", None)
 
 
@@ -228,10 +228,10 @@ def _recurrence(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> 
     if isinstance(given.get("linear_num_value_heads"), int):
         keys, values = given["linear_num_key_heads"], given["linear_num_value_heads"]
         found |= {"linear_num_key_heads": min(keys, 2), "linear_num_value_heads": min(keys, 2) * max(1, values // keys)}
-        width = max(8, HEAD_WIDTH * given["linear_value_head_dim"] // given["linear_key_head_dim"])
-        found |= {"linear_key_head_dim": HEAD_WIDTH, "linear_value_head_dim": width}
+        width = max(8, sizes.head_width * given["linear_value_head_dim"] // given["linear_key_head_dim"])
+        found |= {"linear_key_head_dim": sizes.head_width, "linear_value_head_dim": width}
     if isinstance(given.get("linear_num_heads"), int):
-        found |= {"linear_num_heads": 2, "linear_head_dim": HEAD_WIDTH}
+        found |= {"linear_num_heads": 2, "linear_head_dim": sizes.head_width}
     if isinstance(given.get("lru_width"), int):
         found["lru_width"] = sizes.small
 
@@ -267,10 +267,10 @@ def _layers(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None
     for key, value in kinds.items():
         found[key] = [value[number] for number in kept]
     if isinstance(given.get("per_layer_config"), dict):
-        base = given.get("head_dim") or HEAD_WIDTH
+        base = given.get("head_dim") or sizes.head_width
         found["per_layer_config"] = {
             kept.index(int(number)): {
-                name: max(8, HEAD_WIDTH * v // base) if name == "head_dim" else found.get(name, v) for name, v in settings.items()
+                name: max(8, sizes.head_width * v // base) if name == "head_dim" else found.get(name, v) for name, v in settings.items()
             }
             for number, settings in given["per_layer_config"].items() if int(number) in kept
         }  # fmt: skip
@@ -355,7 +355,7 @@ def _others(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None
         elif name in ("index_n_heads", "o_groups"):
             found[name] = min(value, 2)
         elif name == "index_head_dim":
-            found[name] = HEAD_WIDTH
+            found[name] = sizes.head_width
         elif name in ("num_embeddings", "num_position_embeddings"):
             found[name] = min(value, 64)
     if given.get("n_embd") and isinstance(given.get("rotary_dim"), int):

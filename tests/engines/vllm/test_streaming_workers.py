@@ -22,7 +22,8 @@ def streamed(weights: str) -> dict[str, Any]:
         # While one engine of `rolling` loads, another one generates.
         "streaming": {"weights": weights, "workers": {"actor.generate": 2 if weights == "rolling" else 1}},
         "rollout": {
-            "engine": "vllm", "tensor": 2, "weights": "collective", "max_response_tokens": 40, "samples_per_prompt": 2,
+            # Two rows at a time, so that some are always under way when a version is published.
+            "engine": "vllm", "tensor": 2, "weights": "collective", "max_response_tokens": 40, "samples_per_prompt": 2, "slots": 2,
             **({"python": str(python)} if python else {}),
         },
         "trainer": {"steps": STEPS, "prompts_per_step": 4, "rows_per_update": 8, "max_staleness": 1},
@@ -46,3 +47,5 @@ def test_each_token_has_the_log_prob_of_the_version_that_drew_it(workshop: Works
     ]
     print(f"{weights}: {sum(len(own) > 1 for own in versions)} of {len(versions)} rows have tokens of two versions")
     assert current and max(current) < 1e-4
+    if weights == "interrupt":
+        assert any(len(own) > 1 for own in versions)

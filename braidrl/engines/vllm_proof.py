@@ -1,0 +1,81 @@
+"""The vLLM proof: on a decoder's tiny twin, vLLM's log-probs must equal the trainer's, also after an update of its weights.
+
+`braid check MODEL --vllm PYTHON` runs it. vLLM runs in a process of its own; this file does not import it.
+"""
+
+import asyncio
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from braidrl.engines.process.process_engine import EngineProcess
+from braidrl.engines.requests import Request, Response, SamplingParams
+from braidrl.engines.wire import EngineSpec
+from braidrl.errors import first_line
+from braidrl.training.decoders.body import ForwardPlan
+from braidrl.training.decoders.proof import BOUND, FAILURES, Finding, Twin, distance, packed_log_probs
+from braidrl.weights.publisher import ModelWeights
+
+NAME = "vLLM equals trainer, also after an update"
+WIDTH = 64
+"""Width of the twin's heads: vLLM's kernels for CPUs need 32 or more, and twice as many where some layers have wider ones."""
+TOKENS = 16
+LIMIT_S = 600.0
+
+
+def vllm_finding(config: Any, plan: ForwardPlan, python: Path | None) -> Finding:
+    """Generate with vLLM from two versions of a twin's weights, and compare log-probs with the trainer's.
+
+    Args:
+        config: The configuration of the model.
+        plan: The plan of its forward.
+        python: An interpreter that has vLLM; None for this one.
+    """
+    twins = [Twin(config, seed, head_width=WIDTH) for seed in (0, 1)]
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            save(twins[0], plan, Path(folder))
+            prompts = [row[: max(1, len(row) // 2)] for row in twins[0].rows]
+            found = asyncio.run(drawn(folder, [twin.model(plan) for twin in twins], prompts, python))
+        return Finding(NAME, max(gap(t, plan, prompts, rows) for t, rows in zip(twins, found, strict=True)), BOUND)
+    except FAILURES as error:
+        return Finding(NAME, float("inf"), BOUND, first_line(error))
+
+
+def save(twin: Twin, plan: ForwardPlan, folder: Path) -> None:
+    """Write the twin, with a tokenizer of one word per id, as a Hugging Face directory."""
+    twin.model(plan).save_pretrained(folder)
+    words = models.WordLevel({str(n): n for n in range(twin.config.get_text_config().vocab_size)}, unk_token="0")
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="1").save_pretrained(folder)
+
+
+async def drawn(folder: str, versions: list[Any], prompts: list[Tensor], python: Path | None) -> list[list[Response]]:
+    """Return the responses of one vLLM to the prompts under each version of the weights."""
+    longest = max(map(len, prompts)) + TOKENS
+    engine = EngineProcess(EngineSpec("vllm", folder, len(prompts), longest), "vLLM", python, LIMIT_S)
+    sampling = SamplingParams(max_tokens=TOKENS, ends=False)
+    wanted = [Request((0, number, 0), prompt, sampling) for number, prompt in enumerate(prompts)]
+    found = []
+    try:
+        await engine.start()
+        for version, model in enumerate(versions):
+            if version:
+                await engine.update_weights(version, ModelWeights(model))
+            found.append(await asyncio.gather(*map(engine.submit, wanted)))
+    finally:
+        await engine.close()
+    return found
+
+
+@torch.no_grad()
+def gap(twin: Twin, plan: ForwardPlan, prompts: list[Tensor], found: list[Response]) -> float:
+    """Return the largest difference of a version's log-probs to the trainer's."""
+    rows = [torch.cat([prompt, own.tokens]) for prompt, own in zip(prompts, found, strict=True)]
+    expected = packed_log_probs(twin.model(plan), rows)
+    own = [each[-TOKENS:] for each in expected]
+    return distance([response.log_probs for response in found], own)
