@@ -1,4 +1,4 @@
-"""The worker groups of a flow, and the check that it can stream.
+"""The worker groups of a flow, their activity for metrics, and the check that a flow can stream.
 
 actor.generate    engines with their own weights, one group per generating role; each process has, starts or calls engines
 actor, critic     the model of a role that changes: its inference and its updates, as the ranks of its layout
@@ -6,8 +6,8 @@ reference         a frozen role's model: independent workers, or the ranks of a 
 """
 
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from braidrl.cluster.pools import Pool
@@ -17,6 +17,7 @@ from braidrl.engines.factory import with_engines
 from braidrl.errors import UserError, suggest
 from braidrl.flow import Flow, Kind
 from braidrl.flow.selecting import older_places
+from braidrl.observe.metrics import Sums
 from braidrl.queue.samplers import Sampler, sampler_named
 from braidrl.runtimes.streaming.consumers import Consumer, Consumers
 from braidrl.training.role_settings import inference_layout_key, inference_layouts, layout_key, layout_of
@@ -48,6 +49,52 @@ class Group:
     def leads(self, number: int) -> bool:
         """Return True if the process with this number takes leases."""
         return number % self.ranks == 0
+
+
+@dataclass
+class GroupActivity:
+    """The workers of a group: their seconds in total, and without rows."""
+
+    seconds: float = 0.0
+    idle: float = 0.0
+
+
+@dataclass
+class Activity:
+    """Sums since the last report."""
+
+    groups: dict[str, GroupActivity] = field(default_factory=dict)
+    weight_bytes: int = 0
+    """Bytes of new weights that engines have read."""
+    drawn_again: int = 0
+    """Rows started by an engine and forgotten with a lost trainer."""
+    updates: Sums = field(default_factory=Sums)
+    """Seconds that each engine stood still to load weights, and that a rank took to write its share."""
+    _noted: float | None = None
+    _workers: list[tuple[str, bool]] = field(default_factory=list)
+
+    def note(self, now: float, workers: Iterable[tuple[str, bool]]) -> None:
+        """Record which workers have rows from now on.
+
+        Args:
+            now: Seconds on any clock.
+            workers: The group of each worker, and True if it has rows.
+        """
+        passed = 0.0 if self._noted is None else now - self._noted
+        for group, is_busy in self._workers:
+            known = self.groups.setdefault(group, GroupActivity())
+            known.seconds += passed
+            known.idle += 0.0 if is_busy else passed
+        self._noted, self._workers = now, list(workers)
+
+    def told(self) -> Mapping[str, float]:
+        """Return the sums, each group's idle share and the seconds of an update since the last call."""
+        found = {f"streaming/idle/{name}": one.idle / one.seconds for name, one in self.groups.items() if one.seconds}
+        found["streaming/weight_bytes"] = float(self.weight_bytes)
+        found["streaming/rows_drawn_again"] = float(self.drawn_again)
+        found |= self.updates.means()
+        self.groups, self.weight_bytes, self.drawn_again, self.updates = {}, 0, 0, Sums()
+        return found
 
 
 def pools_of(groups: Sequence[Group], config: Config) -> list[Pool]:

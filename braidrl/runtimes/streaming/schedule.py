@@ -147,7 +147,7 @@ class StreamSchedule:
 
     def may_open(self, engine_version: int | None) -> bool:
         """Return True if the next batch may start on a version; None stands for no version."""
-        if engine_version is None or self.opened == self.sizes.iterations:
+        if engine_version is None or self.opened >= self.sizes.iterations:
             return False
         return admissible(self.opened + 1, engine_version, self.sizes.ahead)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from braidrl.runtimes.streaming.control import Activity
+from braidrl.runtimes.streaming.groups import Activity
 
 
 def test_idle_share_is_worker_time_without_rows() -> None:
