@@ -1,5 +1,6 @@
 """A request in an engine, as the host tracks it until it ends: by an end of sequence, a stop text, or its length."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -17,16 +18,13 @@ CONTEXT = 4
 class StopTexts:
     """Detector of stop texts in one row."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: tuple[str, ...]) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: tuple[str, ...], begun: Sequence[int] = ()) -> None:
+        """Start after the tokens with which the response has `begun`."""
         self._tokenizer = tokenizer
         self._texts = texts
         # Each text token holds at least one byte.
         self._window = max(len(text.encode()) for text in texts) + CONTEXT
-        self._tokens: list[int] = []
-
-    def follow(self, tokens: list[int]) -> None:
-        """Start after these tokens of the response."""
-        self._tokens = tokens[1 - self._window :]
+        self._tokens = list(begun)[1 - self._window :]
 
     def contains_stop_text(self, token: int) -> bool:
         """Append a token; return True if the text now ends with, or has just passed, one of the stop texts."""
@@ -106,7 +104,6 @@ def row_of(
             f"{max_sequence_tokens}; shorten it or raise the limit"
         )
     ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *(end_ids if sampling.ends else ()))))
-    texts = StopTexts(tokenizer, sampling.stop) if sampling.stop else None
-    if texts is not None and request.continues:
-        texts.follow(request.prompt[-request.continues :].tolist())
+    begun = request.prompt[length - request.continues :].tolist()
+    texts = StopTexts(tokenizer, sampling.stop, begun) if sampling.stop else None
     return EngineRow(request, min(sampling.max_tokens, room), ids, texts)

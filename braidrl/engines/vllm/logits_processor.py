@@ -6,9 +6,7 @@ vLLM then can draw no other token, and reports that number as the token's log-pr
 top-p cut, which none of vLLM's own modes returns. Only vLLM's plug-in interface is used.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,55 +14,14 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, proces
 
 from braidrl.algorithms.random import uniform
 from braidrl.engines.requests import Draws, parse_draws
-from braidrl.engines.sampling import batch_sampling, sample
+from braidrl.engines.sampling import BatchSampling, batch_sampling, sample
 
 
-@dataclass(frozen=True)
-class Drawing:
+class Drawing(NamedTuple):
     """One row's draws, and the list of its tokens, to which vLLM appends."""
 
     draws: Draws
     tokens: list[int]
-
-    @property
-    def position(self) -> int:
-        """Return the index of the next draw."""
-        return self.draws.first + len(self.tokens)
-
-
-@dataclass(frozen=True)
-class DrawBatch:
-    """The rows of a step in vLLM's order, with their constant settings as tensors (B,)."""
-
-    rows: Sequence[Drawing]
-    key: Tensor
-    temperature: Tensor
-    greedy: Tensor
-    top_k: Tensor
-    top_p: Tensor
-
-    @staticmethod
-    def of(rows: Sequence[Drawing], device: torch.device) -> "DrawBatch":
-        asked = [row.draws.sampling for row in rows]
-
-        def facts(values: list[Any], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
-
-        return DrawBatch(
-            rows,
-            facts([row.draws.key for row in rows], torch.int64),
-            facts([s.log_prob_temperature for s in asked], torch.float64),
-            facts([s.takes_likeliest for s in asked], torch.bool),
-            facts([s.top_k for s in asked], torch.int64),
-            facts([s.top_p for s in asked], torch.float64),
-        )
-
-    def draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw tokens (B,), and return them with their log-probs (B,); overwrites `logits` (B, V)."""
-        positions = torch.tensor([row.position for row in self.rows], device=self.key.device)
-        asked = [row.draws.sampling for row in self.rows]
-        choice = batch_sampling(asked, self.temperature, self.greedy, self.top_k, self.top_p)
-        return sample(logits, choice, uniform(self.key, positions))
 
 
 class DrawByRow(LogitsProcessor):
@@ -78,7 +35,8 @@ class DrawByRow(LogitsProcessor):
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._device = device
         self._draws: dict[int, Drawing] = {}
-        self._batch: DrawBatch | None = None
+        self._batch: tuple[list[Drawing], Tensor, BatchSampling] | None = None
+        """The rows of a step in vLLM's order, with their keys (B,) and settings; None after a change."""
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -91,7 +49,23 @@ class DrawByRow(LogitsProcessor):
             self._batch = None
 
     def apply(self, logits: Tensor) -> Tensor:
+        """Draw tokens (B,) of the rows; overwrite `logits` (B, V)."""
         if self._batch is None:
-            self._batch = DrawBatch.of([self._draws[place] for place in range(len(logits))], self._device)
-        tokens, log_probs = self._batch.draw(logits)
+            rows = [self._draws[place] for place in range(len(logits))]
+            asked = [row.draws.sampling for row in rows]
+
+            def facts(values: list[Any], dtype: torch.dtype) -> Tensor:
+                return torch.tensor(values, dtype=dtype, device=self._device)
+
+            choice = batch_sampling(
+                asked,
+                facts([s.log_prob_temperature for s in asked], torch.float64),
+                facts([s.takes_likeliest for s in asked], torch.bool),
+                facts([s.top_k for s in asked], torch.int64),
+                facts([s.top_p for s in asked], torch.float64),
+            )
+            self._batch = rows, facts([row.draws.key for row in rows], torch.int64), choice
+        rows, keys, choice = self._batch
+        positions = torch.tensor([row.draws.first + len(row.tokens) for row in rows], device=keys.device)
+        tokens, log_probs = sample(logits, choice, uniform(keys, positions))
         return logits.fill_(-torch.inf).scatter_(1, tokens[:, None], log_probs[:, None].to(logits.dtype))
