@@ -139,6 +139,7 @@ def run_as_interpreter(
     # Its children are independent of the tests' fork server and of its cleanup process.
     multiprocessing.set_start_method(None, force=True)
     multiprocessing.process._parent_process = None  # type: ignore[attr-defined]
+    multiprocessing.current_process()._config.pop("daemon", None)  # type: ignore[attr-defined]
     for module in (resource_tracker, forkserver):
         importlib.reload(module)
     status = 0

@@ -123,7 +123,9 @@ def ray_cluster() -> Iterator[None]:
 
     ray = import_ray()
     os.environ[ray_workers.SERVER] = f"{OWN_MEMORY.name}/ray_workers"
-    server = FORK_SERVER.Process(target=ray_workers.serve, args=(os.environ[ray_workers.SERVER],), daemon=True)
+    server = FORK_SERVER.Process(
+        target=ray_workers.serve, args=(os.environ[ray_workers.SERVER], os.getpid()), daemon=True
+    )
     server.start()
     with pytest.MonkeyPatch.context() as patched:
         settings = partial(ray._private.parameter.RayParams, setup_worker_path=ray_workers.__file__)

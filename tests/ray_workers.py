@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -16,19 +17,21 @@ SERVER = "BRAID_TESTS_RAY_WORKERS"
 CONTEXT = "--serialized-runtime-env-context"
 
 
-def serve(place: str) -> None:
-    """Start a worker for each connection. A copy of the fork server runs this for as long as the tests."""
+def serve(place: str, tests: int) -> None:
+    """Start a worker for each connection. A copy of the fork server runs this while the tests' process `tests` does."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # Ended workers leave no zombies.
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(place)
         listening.listen(64)
-        while True:
+        end = os.pidfd_open(tests)
+        while end not in select.select([listening, end], [], [])[0]:
             connection, _ = listening.accept()
             size = int.from_bytes(connection.recv(8, socket.MSG_WAITALL), "big")
             asked, outputs, _, _ = socket.recv_fds(connection, 1, 3)
             asked += connection.recv(size - 1, socket.MSG_WAITALL)
             if os.fork() == 0:
                 listening.close()
+                os.close(end)
                 become(connection, outputs, **json.loads(asked))
             connection.close()
             for each in outputs:

@@ -35,6 +35,7 @@ PASSED = (
     "OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM",
 )  # fmt: skip
 """Environment variables of the run that untrusted code gets."""
+ARENAS = "MALLOC_ARENA_MAX"
 PIECE_BYTES = 1 << 16
 DETAIL_LENGTH = 600
 STUCK_AFTER_S = 1.0
@@ -207,6 +208,9 @@ class CodeHost:
         strict = self.settings.sandbox == "bubblewrap" and not walls_missing(POLICIES["bubblewrap"])
         if strict or self.settings.run_programs_without_walls:
             environment[PROGRAMS] = "1"
+        if limits is not None and ARENAS not in self.variables:
+            # By default glibc reserves 512 MiB of address space per core: threads then fail before their limit is reached.
+            environment[ARENAS] = "8"
         spec = ProcessSpec(
             self.name, "braidrl.sandbox.host:main", python=self.python, environment=environment, inherits=inherits,
             wrapper=wrapper, descriptors=descriptors,

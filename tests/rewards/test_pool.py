@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections import Counter
 from concurrent.futures import CancelledError
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -30,6 +31,16 @@ def completion(response, answer="ok"):
 
 def children():
     return {child.pid for child in psutil.Process().children(recursive=True)}
+
+
+def described(processes):
+    """Return the states and commands of the processes that have not ended."""
+    found = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            if process.status() != psutil.STATUS_ZOMBIE:
+                found.append((process.pid, process.ppid(), process.status(), process.cmdline()[:8]))
+    return found
 
 
 def wait_until(holds, seconds=60.0):
@@ -161,8 +172,10 @@ def test_an_interrupted_or_killed_run_leaves_no_process(tmp_path, sent, timeout_
             assert [run.stdout.readline() for _ in range(2)] == ["main\n", "True\n"]
             parent = psutil.Process(run.pid)
             # Two hosts of three processes, bubblewrap's included, and three copies.
-            assert wait_until(lambda: len(parent.children(recursive=True)) == 9)
+            # The host of the async verifier may still start: under load that has taken more than a minute.
+            wait_until(lambda: len(parent.children(recursive=True)) == 9, 180)
             workers = parent.children(recursive=True)
+            assert len(workers) == 9, described(workers)
             if sent == signal.SIGKILL:  # Those that are stopped at that moment end too.
                 for worker in parent.children():
                     worker.suspend()
@@ -170,7 +183,7 @@ def test_an_interrupted_or_killed_run_leaves_no_process(tmp_path, sent, timeout_
             run.wait(20)
         finally:
             run.kill()
-    assert wait_until(lambda: not any(worker.is_running() and worker.status() != "zombie" for worker in workers))
+    assert wait_until(lambda: not described(workers)), described(workers)
 
 
 def test_without_processes_a_verifier_runs_here_and_fails_only_its_row():
