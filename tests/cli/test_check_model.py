@@ -42,7 +42,7 @@ def test_a_missing_model_is_a_user_error() -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["qwen3", "gpt_oss", "gemma4_text"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "gpt_oss", "gemma4_text"])
 def test_vllm_equals_the_trainer_before_and_after_an_update(kind: str, tmp_path: Path) -> None:
     lines: list[str] = []
     check(str(written(tmp_path, kind)), False, lines.append, vllm_python() or Path(sys.executable))

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import layerwise
@@ -104,6 +105,16 @@ def keep_weights_plain() -> None:
             layer.cpu_linear = nn.functional.linear
 
         utils.dispatch_cpu_unquantized_gemm = compute_plainly
+        first_set_up = UnquantizedFusedMoEMethod._setup_kernel
+
+        def set_up_experts(method: Any, layer: Any, w13: Tensor, w2: Tensor) -> None:
+            is_update = method.moe_kernel is not None
+            first_set_up(method, layer, w13, w2)
+            if is_update:
+                # vLLM packs experts the first time only, and would take the plain tensors of an update for packed ones.
+                method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+        UnquantizedFusedMoEMethod._setup_kernel = set_up_experts
 
 
 def live_parts(model: Any, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> dict[str, WeightPart]:

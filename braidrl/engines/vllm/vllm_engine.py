@@ -246,6 +246,14 @@ class VllmEngine(SteppingEngine):
         self._engine.abort_request([flight.name])
 
 
+def key_numbers(config: Any) -> int:
+    """Return the numbers of a token's keys in the widest layer; Gemma 4 has layers with heads of several widths."""
+    layers = getattr(config, "per_layer_config", None)
+    each = [layers[n] for n in range(config.num_hidden_layers)] if layers else [config]
+    widths = [getattr(one, "head_dim", None) or config.hidden_size // config.num_attention_heads for one in each]
+    return int(max(one.num_key_value_heads * width for one, width in zip(each, widths, strict=True)))
+
+
 def arguments_of(
     folder: Path, slots: int, max_sequence_tokens: int, dtype: str, options: dict[str, Any], reproducible: bool
 ) -> dict[str, Any]:
@@ -253,10 +261,9 @@ def arguments_of(
     on_cpu: dict[str, Any] = {}
     if not torch.cuda.is_available():
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         # Keys and values of `slots` rows of maximum length.
         positions = (slots * -(-max_sequence_tokens // CPU_BLOCK) + 1) * CPU_BLOCK
-        each = 2 * config.num_hidden_layers * config.num_key_value_heads * width * getattr(torch, dtype).itemsize
+        each = 2 * config.num_hidden_layers * key_numbers(config) * getattr(torch, dtype).itemsize
         on_cpu = {"kv_cache_memory_bytes": int(each * positions), "enforce_eager": True}
         # vLLM refuses the sleep mode but accepts its calls: it pauses and wakes part by part, and its memory stays.
         options = {name: value for name, value in options.items() if name != "enable_sleep_mode"}

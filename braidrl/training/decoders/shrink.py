@@ -237,6 +237,8 @@ def _recurrence(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> 
 
 
 def _experts(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
+    if given.get("enable_moe_block") is False:
+        return
     total = next((given[n] for n in EXPERTS if isinstance(given.get(n), int)), 0)
     few = 16 if total > 4096 else min(total, 8)
     _set(found, EXPERTS, few)
