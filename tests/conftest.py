@@ -45,9 +45,12 @@ FORK_SERVER = multiprocessing.get_context("forkserver")
 FORK_SERVER.set_forkserver_preload(["tests.preloaded"])
 # The files that take longest come first, so that no process is left with a long one at the end.
 LONGEST = tuple(f"tests/{file}" for file in (
-    "engines/http/test_http_engine.py", "runtimes/streaming/test_program.py", "runtimes/streaming/test_loading.py",
-    "engines/test_served_engines.py", "recipes/test_training.py", "attacks/test_verifiers.py", "attacks/test_environments.py",
-    "training/parallel/test_layouts.py", "runtimes/test_layouts.py", "rewards/test_pool.py", "test_bad_input.py",
+    "engines/http/test_http_engine.py", "runtimes/streaming/test_program.py", "engines/vllm/test_hosted.py",
+    "runtimes/streaming/test_loading.py", "runtimes/test_layouts.py", "engines/test_served_engines.py",
+    "training/parallel/test_layouts.py", "examples/test_plugins.py", "invariants/test_resume_is_exact.py", "test_hub.py",
+    "tools/test_gpu.py", "runtimes/saving/test_checkpoints.py", "runtimes/test_restarts.py", "recipes/test_training.py",
+    "agents/test_libraries.py", "weights/test_table_2.py", "invariants/test_memory.py", "attacks/test_verifiers.py",
+    "attacks/test_environments.py", "rewards/test_pool.py", "test_bad_input.py",
 ))  # fmt: skip
 assert all((Path(__file__).parent.parent / file).exists() for file in LONGEST), "a file of LONGEST has moved"
 # These share one Ray cluster and its workers, so that a single process runs them all.

@@ -183,8 +183,8 @@ FULL = {name: value for name, value in SMALL.items() if name != "lora"}
     [
         (SMALL, 8.53),
         ({**SMALL, "lora": {"rank": 16}}, 17.26),
-        ({**SMALL, "optimizer": "adamw"}, 8.75),
-        (FULL, 87.96),
+        pytest.param({**SMALL, "optimizer": "adamw"}, 8.75, marks=pytest.mark.soak),
+        pytest.param(FULL, 87.96, marks=pytest.mark.soak),
         ({**FULL, "optimizer": "adamw"}, 130.29),
     ],
     ids=["all of them", "without 4 bits", "without 8 bits", "without adapters", "without any"],
@@ -224,9 +224,9 @@ def chosen(config: Config) -> str:
     ("gib", "rollout", "trainer", "said"),
     [
         (80, {}, {}, "rollout.slots=688, trainer.max_tokens_per_device=65536"),
-        (24, {}, {}, "rollout.slots=80, trainer.max_tokens_per_device=15360"),
+        pytest.param(24, {}, {}, "rollout.slots=80, trainer.max_tokens_per_device=15360", marks=pytest.mark.soak),
         (80, {"slots": 5}, {}, "trainer.max_tokens_per_device=65536"),
-        (80, {}, {"max_tokens_per_device": 7000}, "rollout.slots=688"),
+        pytest.param(80, {}, {"max_tokens_per_device": 7000}, "rollout.slots=688", marks=pytest.mark.soak),
         (80, {"slots": 5}, {"max_tokens_per_device": 7000}, ""),
         (
             80, {"engine": "vllm"}, {},

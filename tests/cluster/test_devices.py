@@ -189,7 +189,8 @@ def ray_devices(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         ray.util.remove_placement_group(group)
 
 
-@pytest.mark.parametrize(("devices", "pools", "seen"), FIRST_TABLE)
+@pytest.mark.soak
+@pytest.mark.parametrize(("devices", "pools", "seen"), TABLES)
 def test_processes_on_ray_report_the_devices_that_they_were_given(
     ray_devices: Callable[[int], None], devices: int, pools: list[Pool], seen: list[str]
 ) -> None:

@@ -37,7 +37,7 @@ def trained(workshop: Workshop, name: str, sections: dict[str, Any], **more: Any
 @pytest.mark.parametrize(
     ("sections", "placed", "more"),
     [
-        (GRPO, pools(("actor.generate", 2), ("actor reference", 1)), {}),
+        pytest.param(GRPO, pools(("actor.generate", 2), ("actor reference", 1)), {}, marks=pytest.mark.soak),
         (PPO, pools(("actor", 2), ("critic reference", 1), ("actor.generate", 1)), {"roles": {"actor": {"layout": {"shard": "full"}}}}),
         (GRPO, pools(("actor.generate", 2), ("actor reference", 1)), {"rollout": {"tensor": 2}}),
         (GRPO, pools(("actor.generate", 1), ("actor reference", 2)), {"rollout": {"engines": 1}}),
