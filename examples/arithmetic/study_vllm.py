@@ -23,8 +23,9 @@ from study import RESPONSE_TOKENS, SCORE, Numbers, Study
 from braidrl.observe.metrics import read_metrics
 
 PYTHON = Path("build/vllm-venv/bin/python")
+PROMPT_TOKENS = 64
 STARTED = (
-    "--enforce-eager", "--dtype", "float32", "--max-model-len", str(64 + RESPONSE_TOKENS), "--max-num-seqs", "128",
+    "--enforce-eager", "--dtype", "float32", "--max-model-len", str(PROMPT_TOKENS + RESPONSE_TOKENS), "--max-num-seqs", "128",
     "--kv-cache-memory-bytes", str(64 << 20),
 )  # fmt: skip
 WAYS = {
@@ -56,6 +57,7 @@ def vllm(study: Study) -> Numbers:
                 },
             )  # fmt: skip
             tree["trainer"] |= {"steps": STEPS if way == "false" else BESIDE}
+            tree["data"]["max_prompt_tokens"] = PROMPT_TOKENS
             found[way] = read_metrics(study.run(f"vllm-{way}", tree))
     points = curve(found["false"], SCORE)
     gap = max(line["train/rollout_log_prob_gap"] for line in found["false"])
