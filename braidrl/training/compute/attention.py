@@ -258,14 +258,14 @@ class PackedSequences:
             outputs.append(attend_equal(q, k, v, scores, self.keep_scores))
         return batches.packed(outputs[0] if len(outputs) == 1 else torch.cat(outputs))
 
-    def _batches(self, step: int) -> "Batches":
+    def _batches(self, step: int) -> "RowBatches":
         """Return the sequences in batches by length; see `mix_each`."""
         if step not in self._known:
-            self._known[step] = Batches.of(self.lengths, step, self.offsets.device)
+            self._known[step] = RowBatches.of(self.lengths, step, self.offsets.device)
         return self._known[step]
 
     @cached_property
-    def _known(self) -> dict[int, "Batches"]:
+    def _known(self) -> dict[int, "RowBatches"]:
         return {}
 
     def position_ids(self) -> Tensor:
@@ -276,7 +276,7 @@ class PackedSequences:
 
 
 @dataclass(frozen=True, eq=False)
-class Batches:
+class RowBatches:
     """Packed tokens (N, ...) arranged as batches (S, L, ...) of sequences, one behind the other; shorter ones repeat their last token."""
 
     numbers: list[list[int]]
@@ -287,7 +287,7 @@ class Batches:
     """The token at each place, and the place of each token; None if tokens are packed like this."""
 
     @staticmethod
-    def of(lengths: Sequence[int], step: int, device: torch.device) -> "Batches":
+    def of(lengths: Sequence[int], step: int, device: torch.device) -> "RowBatches":
         """Arrange sequences of these lengths; batches are in the order in which their lengths first occur."""
         groups: dict[int, list[int]] = {}
         for number, length in enumerate(lengths):
@@ -303,8 +303,8 @@ class Batches:
                 places[starts[n] : starts[n + 1]] = torch.arange(begin, begin + lengths[n])
                 begin += width
         if begin == len(places) and torch.equal(places, torch.arange(begin)):
-            return Batches(numbers, shapes, None)
-        return Batches(numbers, shapes, (torch.cat(tokens).to(device), places.to(device)))
+            return RowBatches(numbers, shapes, None)
+        return RowBatches(numbers, shapes, (torch.cat(tokens).to(device), places.to(device)))
 
     def gathered(self, flat: Tensor) -> Tensor:
         """Arrange packed tokens (N, ...) as batches."""
