@@ -60,7 +60,7 @@ LAYOUTS: list[tuple[dict[str, int], dict[str, list[int]]]] = [
     ({"data": 2, "tensor": 2, "generate": 2}, {"three_d": [0, 2], "pp_as_dp": [0, 2], "three_d_micro_dp": [0, 2]}),
 ]
 EIGHT = ({"pipeline": 2, "data": 2, "tensor": 2, "generate": 2},
-         {"three_d": [4, 6], "pp_as_dp": [0, 4, 2, 6], "three_d_micro_dp": [0, 2, 4, 6]})  # fmt: skip
+         {"three_d": [4, 6], "pp_as_dp": [0, 4, 2, 6], "three_d_micro_dp": [0, 4, 2, 6]})  # fmt: skip
 
 
 @pytest.fixture(scope="module")
