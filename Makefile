@@ -117,7 +117,7 @@ bench: .venv/installed build/bench-venv/installed
 models: .venv/installed
 	PYTHONPATH=. $(BIN)/python tools/models.py $(ONLY)
 
-# What only a device can show, in minutes, with the torch and transformers of PYTHON: nothing is installed. `make gpu DEVICE=cpu SIZE=tiny`
+# What only a device can show, in minutes, with the packages of PYTHON, which needs Braid's dependencies: nothing is installed. `make gpu DEVICE=cpu SIZE=tiny`
 # runs the same parts without one.
 DEVICE ?= cuda
 SIZE ?= full

@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from benchmarks.gpu.checks import CHECKS, Place, lacking
 from benchmarks.gpu.models import SHAPES
-from benchmarks.gpu.tables import SIZES, TABLES, hybrid, rates
+from benchmarks.gpu.tables import SIZES, TABLES, linear_attention, rates
 
 
 class Record:
@@ -109,7 +109,7 @@ def run(record: Record, device: str, size: str, folder: Path) -> None:
             print(f"{name}: needs {', '.join(missing)}, left out", flush=True)
             continue
         record.part(name, lambda check=check: check(place))  # type: ignore[misc]
-    record.part("linear attention", lambda: hybrid(device, folder, size, SIZES[size].repeats))
+    record.part("linear attention", lambda: linear_attention(device, folder, size, SIZES[size].repeats))
     known = record.part("rates", lambda: rates(device))
     for shape in SHAPES[size] if known else ():
         for name, table in TABLES.items():

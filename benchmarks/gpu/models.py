@@ -78,9 +78,9 @@ def write(shape: Shape, folder: Path) -> Path:
     return place
 
 
-def write_hybrid(size: str, folder: Path) -> Path:
+def write_linear(size: str, folder: Path) -> Path:
     """Write a Qwen3.5 of 0.8B parameters, or a tiny one: three of four layers have linear attention."""
-    place = folder / f"hybrid-{size}"
+    place = folder / f"linear-{size}"
     if not place.is_dir():
         torch.manual_seed(0)
         small = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 16, "vocab_size": 256}
@@ -146,7 +146,7 @@ def as_rows(tokens: Tensor, advantage: Tensor, prompt: int) -> Rows:
 
 
 def packed_rows(tokens: Tensor, lengths: Tensor, advantage: Tensor, prompt: int) -> Rows:
-    """Return rows of the lengths (B,), whose tokens are packed, in the form that training takes."""
+    """Return rows from packed tokens and the rows' lengths (B,), in the form that training takes."""
     count = len(lengths)
     mask = torch.cat([torch.arange(int(length)) >= prompt for length in lengths])
     return Rows({

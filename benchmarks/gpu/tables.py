@@ -132,9 +132,9 @@ def grpo_step(device: str, folder: Path, shape: Shape, sizes: Sizes, known: dict
     }]  # fmt: skip
 
 
-def hybrid(device: str, folder: Path, size: str, repeats: int) -> list[dict[str, Any]]:
+def linear_attention(device: str, folder: Path, size: str, repeats: int) -> list[dict[str, Any]]:
     """Return tokens per second of training a model with linear attention on rows of different lengths."""
-    role = models.worker(models.write_hybrid(size, folder), device, "bfloat16")
+    role = models.worker(models.write_linear(size, folder), device, "bfloat16")
     draw = torch.Generator().manual_seed(3)
     lengths = torch.randint(*((256, 2048, (24,)) if size == "full" else (8, 24, (4,))), generator=draw)
     tokens = torch.randint(1, 256, (int(lengths.sum()),), generator=draw)

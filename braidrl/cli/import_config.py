@@ -239,12 +239,10 @@ def template(one: Imported, key: str, value: Any, to: str) -> None:
 VALUES: dict[str, Callable[[Imported, Any, str], Any]] = {
     "": lambda one, value, to: value,
     "given": lambda one, value, to: value if value not in UNSET else None,
-    "every": lambda one, value, to: max(0, int(value)),
-    "top_k": lambda one, value, to: max(0, int(value)),
+    "at_least_zero": lambda one, value, to: max(0, int(value)),
     "positive": lambda one, value, to: int(value) if int(value) > 0 else None,
     "rows": lambda one, value, to: int(value) * one.number(f"{ROLLOUT}.n"),
     "of_ppo": lambda one, value, to: value if one.flow == "ppo" else None,
-    "critic": lambda one, value, to: value if one.flow == "ppo" else None,
     "of_grpo": lambda one, value, to: value if one.flow == "grpo" else None,
     "overlong": lambda one, value, to: value if one.flow == "dapo" else None,
     "dual_clip": lambda one, value, to: value if one.flow in CLIPPED else None,

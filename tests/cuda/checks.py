@@ -43,7 +43,7 @@ from tests.cuda.allowed import DOUBLES, WAITS
 from tests.cuda.twin import CudaTwin, cuda_twin
 from tests.cuda.variants import VARIANTS
 from tests.recipes.test_training import SETTINGS, placed
-from tests.recipes.tiny import make_config, write_data, write_decoder, write_scorer, write_texts
+from tests.recipes.tiny import make_config, write_everything
 
 LATER = ("dr_grpo", "grpo", "maxrl", "ppo", "ppo_ptx", "reinforce_plus_plus", "rloo")
 """Recipes with the same device operations as others here; they run only as soak tests."""
@@ -52,13 +52,7 @@ SEEN: dict[str, set[str]] = {"waits": set(), "doubles": set()}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("recipes")
-    write_decoder(folder / "model", layers=1)
-    write_decoder(folder / "teacher", width=48, seed=3, layers=1)
-    write_scorer(folder / "scorer", layers=1)
-    write_data(folder)
-    write_texts(folder)
-    return folder
+    return write_everything(tmp_path_factory.mktemp("recipes"), layers=1)
 
 
 @pytest.fixture

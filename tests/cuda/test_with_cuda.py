@@ -17,7 +17,7 @@ from braidrl.training.decoders.proof import Twin, packed_findings, quietly
 from braidrl.training.decoders.proven import best_plan
 from tests.cuda.variants import VARIANTS
 from tests.recipes.test_training import SETTINGS, placed
-from tests.recipes.tiny import make_config, write_data, write_decoder, write_scorer, write_texts
+from tests.recipes.tiny import make_config, write_everything
 from tests.tiny import Workshop, metrics_agree
 from tests.training.decoders.families import FAMILIES, FLOWS, write_family, write_pairs
 
@@ -26,13 +26,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("recipes")
-    write_decoder(folder / "model")
-    write_decoder(folder / "teacher", width=48, seed=3)
-    write_scorer(folder / "scorer")
-    write_data(folder)
-    write_texts(folder)
-    return folder
+    return write_everything(tmp_path_factory.mktemp("recipes"))
 
 
 def run(folder: Path, output: Path, flow: str = "grpo", **changes: Any) -> list[dict[str, Any]]:

@@ -15,7 +15,11 @@ from braidrl.flow.recipes import RECIPES
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import read_rollouts, rollout_path
 from braidrl.runtimes.run import train
-from tests.recipes.tiny import make_config, make_tokenizer, write_data, write_decoder, write_scorer, write_texts
+from tests.recipes.tiny import (
+    make_config,
+    make_tokenizer,
+    write_everything,
+)
 
 SCORED = {"reward": {"model": "scorer"}}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -49,13 +53,7 @@ ALSO: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("recipes")
-    write_decoder(folder / "model")
-    write_decoder(folder / "teacher", width=48, seed=3)
-    write_scorer(folder / "scorer")
-    write_data(folder)
-    write_texts(folder)
-    return folder
+    return write_everything(tmp_path_factory.mktemp("recipes"))
 
 
 def placed(folder: Path, changes: dict[str, Any]) -> dict[str, Any]:

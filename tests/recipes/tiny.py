@@ -90,3 +90,13 @@ def make_config(folder: Path, flow: str, **changes: Any) -> Config:
             section = section.setdefault(parent, {})
         section[last] = value
     return parse_config(tree)
+
+
+def write_everything(folder: Path, layers: int = 2) -> Path:
+    """Write the models, data and texts of every recipe."""
+    write_decoder(folder / "model", layers=layers)
+    write_decoder(folder / "teacher", width=48, seed=3, layers=layers)
+    write_scorer(folder / "scorer", layers=layers)
+    write_data(folder)
+    write_texts(folder)
+    return folder
