@@ -25,7 +25,7 @@ class Tile(NamedTuple):
 
 
 def page(kind: str, name: str, **content: Any) -> str:
-    """Return a whole HTML document from the template `kind`, of which and the run's name its title is made, and its values."""
+    """Return a whole HTML document: the template `kind` with its values. The title names the kind and the run."""
     return TEMPLATES.get_template(f"{kind}.html").render(kind=kind, name=name, **content)
 
 
@@ -71,7 +71,7 @@ class Chart(NamedTuple):
 
 
 def chart(title: str, series: Sequence[Series], about: str = "", stacked: bool = False) -> Chart:
-    """Return a chart of several series, of which long ones are thinned, as curves or `stacked` bars; `about` is a line below the title."""
+    """Return a chart of several series as curves or `stacked` bars. Long series are thinned; `about` is a line below the title."""
     shown = [thinned(one, MOST_BARS if stacked else MOST_POINTS) for one in series]
     stretch = max(math.ceil(len(one.steps) / len(few.steps)) for one, few in zip(series, shown, strict=True))
     told = ", ".join(filter(None, [about, f"means of {stretch} steps" if stretch > 1 else ""]))

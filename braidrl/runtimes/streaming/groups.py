@@ -87,7 +87,7 @@ class Activity:
             known.idle += 0.0 if is_busy else passed
         self._noted, self._workers = now, list(workers)
 
-    def told(self) -> Mapping[str, float]:
+    def take_sums(self) -> Mapping[str, float]:
         """Return the sums, each group's idle share and the seconds of an update since the last call."""
         found = {f"streaming/idle/{name}": one.idle / one.seconds for name, one in self.groups.items() if one.seconds}
         found["streaming/weight_bytes"] = float(self.weight_bytes)

@@ -283,8 +283,8 @@ class StreamingProgram:
         outcome = finished.outcome
         result = IterationResult(generated, final, finished.table, finished.final, sums, dropped=outcome.dropped)
         with self.control.changed:
-            told = {**self.control.seen_now(), **self.control.activity.told()}
-        for name, value in told.items():
+            observed = {**self.control.seen_now(), **self.control.activity.take_sums()}
+        for name, value in observed.items():
             result.sums.add(name, value)
         data = self.control.data
         result.sums.add("streaming/main_payload_bytes", float(data.carried + data.served))

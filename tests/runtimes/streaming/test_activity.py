@@ -14,8 +14,8 @@ def test_idle_share_is_worker_time_without_rows() -> None:
     activity.weight_bytes, activity.drawn_again = 5, 3
     activity.note(14.0, [])
     sums = {"streaming/weight_bytes": 5.0, "streaming/rows_drawn_again": 3.0}
-    assert activity.told() == pytest.approx(
+    assert activity.take_sums() == pytest.approx(
         {"streaming/idle/actor.generate": 0.25, "streaming/idle/actor": 0.5, **sums}
     )
     activity.note(20.0, [])
-    assert activity.told() == dict.fromkeys(sums, 0.0), "no worker was there"
+    assert activity.take_sums() == dict.fromkeys(sums, 0.0), "no worker was there"
