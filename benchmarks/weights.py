@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from braidrl.cluster.ranks import run_ranks
 from braidrl.cluster.world import Ranks, World
-from braidrl.engines.process.process_engine import EngineProcess
+from braidrl.engines.engine import EngineSpec
+from braidrl.engines.engine_process import EngineProcess
 from braidrl.engines.routing.router import EngineService
-from braidrl.engines.wire import EngineSpec
 from braidrl.weights.collective import CollectivePublisher, WeightOffer
 from braidrl.weights.file import FilePublisher, WeightWriter, stored_in_memory
 from braidrl.weights.publisher import TransferVolume

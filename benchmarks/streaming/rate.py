@@ -31,9 +31,9 @@ from braidrl.algorithms.registry import advantages, losses
 from braidrl.data.codec import encode
 from braidrl.data.messages import pack_message, unpack_message
 from braidrl.data.rows import FinishReason, Objects, Rows
+from braidrl.engines.engine import EngineSpec
 from braidrl.engines.requests import Response, Uid
 from braidrl.engines.stepping import SteppingEngine
-from braidrl.engines.wire import EngineSpec
 from braidrl.flow import Flow, actor, advantage, loss
 from braidrl.flow.batches import Sizes
 from braidrl.queue.owner import StorageNode

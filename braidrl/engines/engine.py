@@ -6,8 +6,9 @@ abort  ──▶ the same response at once, with the tokens drawn so far
 `braidrl.engines.engine_contract` holds the checks that an engine must pass.
 """
 
+import os
 from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from torch import nn
@@ -22,12 +23,21 @@ T = TypeVar("T")
 ENGINES = PluginRegistry(
     "rollout engine",
     {
-        "embedded": "braidrl.engines.process.process_server:embedded_engine",
-        "vllm": "braidrl.engines.process.process_server:vllm_engine",
+        "embedded": "braidrl.engines.engine_process:embedded_engine",
+        "vllm": "braidrl.engines.engine_process:vllm_engine",
         "http": "braidrl.engines.http.http_engine:HttpEngine",
     },
 )
 """Engine factories: called with an `EngineSpec`, each returns a `SteppingEngine` or a `ServedEngine`; only `http` is given servers."""
+
+OF_VLLM = {
+    "VLLM_LOGGING_LEVEL": "WARNING", "VLLM_NO_USAGE_STATS": "1",
+    # Otherwise vLLM binds each worker to a NUMA node of its own, and refuses more workers than nodes.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}  # fmt: skip
+"""Environment variables of vLLM, set unless the run's own environment sets them."""
+NOTHING_YET = -1
+"""The version of an engine whose process or server was restarted."""
 
 
 class EngineError(RuntimeError):
@@ -49,6 +59,50 @@ class Load:
     def rows(self) -> int:
         """Return the number of rows in flight."""
         return self.running + self.waiting
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """The settings of an engine, as plain data for its process."""
+
+    kind: str
+    """`embedded`, `vllm`, or a user's `module:name` or `file.py:name`."""
+    model: str
+    """A Hugging Face directory."""
+    slots: int
+    max_sequence_tokens: int
+    seed: int = 0
+    dtype: str = "float32"
+    device: str = "cpu"
+    """cpu or cuda: the first of `devices`."""
+    threads: int | None = 1
+    """CPU threads of each of its processes; None keeps the environment's setting."""
+    tensor: int = 1
+    """Tensor-parallel ranks that shard the weights, each a process."""
+    pipeline: int = 1
+    """Pipeline-parallel ranks, each of them `tensor` processes."""
+    limit_s: float = 600.0
+    """Seconds that these processes wait for one another."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Settings of this kind of engine; `rollout.engine_settings` for a user's engine."""
+    devices: tuple[int, ...] | None = None
+    """The CUDA devices that its processes see, one each, by index among the run's devices; None for all."""
+    reproducible: bool = True
+    """True where a row's own random numbers must draw its tokens."""
+
+    @property
+    def ranks(self) -> int:
+        """Return how many processes hold a part of the weights."""
+        return self.tensor * self.pipeline
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Return the environment variables to set before the engine's packages are imported."""
+        if self.kind != "vllm":
+            return {}
+        own = {name: value for name, value in OF_VLLM.items() if name not in os.environ}
+        # On the CPU vLLM computes eagerly, but would still compile small parts of its sampling with a C++ compiler.
+        return own | ({"TORCHDYNAMO_DISABLE": "1"} if self.device == "cpu" else {})
 
 
 class Engine(Protocol):

@@ -27,13 +27,12 @@ from braidrl.data.endings import end_ids_of
 from braidrl.engines.divided.spmd import ShardedEmbeddedEngine, SpmdEngine
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.embedded.sharded_decoding import join_generation_groups, load_for_decoding
-from braidrl.engines.engine import ENGINES, RoleEngine, ServedEngine
+from braidrl.engines.engine import ENGINES, EngineSpec, RoleEngine, ServedEngine
+from braidrl.engines.engine_process import EngineProcess
 from braidrl.engines.http.dialects import DIALECTS, ServerNeeds, vllm_log_prob_modes
-from braidrl.engines.process.process_engine import EngineProcess
 from braidrl.engines.requests import SamplingParams
 from braidrl.engines.routing.router import EngineService
 from braidrl.engines.stepping import SteppingEngine
-from braidrl.engines.wire import EngineSpec
 from braidrl.errors import UserError
 from braidrl.training.backends import ShardedBackend, TrainingBackend
 from braidrl.training.loading import load_decoder, read_model_config

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer, models
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from braidrl.engines.process.process_engine import EngineProcess
+from braidrl.engines.engine import EngineSpec
+from braidrl.engines.engine_process import EngineProcess
 from braidrl.engines.requests import Request, Response, SamplingParams
-from braidrl.engines.wire import EngineSpec
 from braidrl.errors import first_line
 from braidrl.training.decoders.body import ForwardPlan
 from braidrl.training.decoders.proof import BOUND, FAILURES, Finding, Twin, distance, packed_log_probs

@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM
 from braidrl.algorithms.random import uniform
 from braidrl.data.endings import end_ids_of
 from braidrl.data.rows import Uid
+from braidrl.engines.engine import EngineSpec
 from braidrl.engines.requests import Response
 from braidrl.engines.row_request import EngineRow, RemoteRow
 from braidrl.engines.sampling import batch_sampling, sample
 from braidrl.engines.stepping import SteppingEngine
-from braidrl.engines.wire import EngineSpec
 from braidrl.training.loading import load_tokenizer
 from braidrl.weights.in_place import EngineWeights
 from braidrl.weights.publisher import WeightSource

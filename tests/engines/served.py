@@ -14,11 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from braidrl.cluster.world import Ranks
-from braidrl.engines.engine import Engine
+from braidrl.engines.engine import Engine, EngineSpec
 from braidrl.engines.engine_contract import all_of
-from braidrl.engines.process.process_engine import EngineProcess
+from braidrl.engines.engine_process import EngineProcess
 from braidrl.engines.requests import Request
-from braidrl.engines.wire import EngineSpec
 from braidrl.training.compute.attention import ATTENTION
 from braidrl.weights.collective import WeightOffer
 from braidrl.weights.publisher import ModelWeights

@@ -16,7 +16,7 @@ from braidrl.data.rows import Uid
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.engine import EngineError
 from braidrl.engines.engine_contract import CHECKS, EngineUnderTest, all_of, requests
-from braidrl.engines.process.process_engine import EngineProcess
+from braidrl.engines.engine_process import EngineProcess
 from braidrl.engines.requests import Request, Response
 from braidrl.engines.routing.router import EngineService
 from braidrl.errors import UserError

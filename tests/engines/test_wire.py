@@ -9,8 +9,7 @@ import torch
 
 from braidrl.data.rows import FinishReason
 from braidrl.engines.engine import EngineError
-from braidrl.engines.requests import Request, Response, SamplingParams
-from braidrl.engines.wire import (
+from braidrl.engines.engine_process import (
     CallDone,
     CallFailed,
     EngineReply,
@@ -19,6 +18,7 @@ from braidrl.engines.wire import (
     framed,
     receive,
 )
+from braidrl.engines.requests import Request, Response, SamplingParams
 from braidrl.errors import UserError
 
 

@@ -15,11 +15,10 @@ from safetensors.torch import load_file
 
 from braidrl.agents.environment_contract import CHECKS as ENVIRONMENT_CHECKS
 from braidrl.agents.environment_contract import EnvironmentUnderTest
-from braidrl.engines.engine import ENGINES
+from braidrl.engines.engine import ENGINES, EngineSpec
 from braidrl.engines.engine_contract import CHECKS as ENGINE_CHECKS
 from braidrl.engines.engine_contract import EngineUnderTest
 from braidrl.engines.stepping import EngineReplica
-from braidrl.engines.wire import EngineSpec
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.trackers import check_tracker
 from braidrl.rewards.verifier import Completion

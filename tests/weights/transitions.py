@@ -11,7 +11,7 @@ import torch
 from braidrl.cluster.process_groups import subgroup
 from braidrl.cluster.world import World
 from braidrl.engines.embedded.sharded_decoding import join_generation_groups, load_for_decoding
-from braidrl.engines.wire import EngineSpec
+from braidrl.engines.engine import EngineSpec
 from braidrl.training.parallel.replicated import DataParallel
 from braidrl.training.roles.checkpoint import full_state_dict
 from braidrl.training.roles.copies import local_weight_parts

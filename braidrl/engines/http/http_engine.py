@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from braidrl.data.rows import Uid
-from braidrl.engines.engine import EngineError, Load
+from braidrl.engines.engine import NOTHING_YET, EngineError, Load
 from braidrl.engines.http.dialects import ReplyPart, ServerAnswer, ServerNeeds
 from braidrl.engines.http.servers import GenerationServer
 from braidrl.engines.requests import Request, Response, remaining_request
@@ -33,8 +33,6 @@ from braidrl.weights.publisher import WeightSource, check_shapes
 
 ABORT_AGAIN_S = 0.1
 """Seconds between aborts of one request: it may still be on its way to the server, so it is aborted until it is answered."""
-NOTHING_YET = -1
-"""Version of a server that may have been restarted."""
 
 
 @dataclass(frozen=True)

@@ -28,13 +28,11 @@ from braidrl.cluster.world import Ranks
 from braidrl.config.layout import ParallelLayout
 from braidrl.data.rows import Uid
 from braidrl.engines.divided.spmd import SpmdEngine
-from braidrl.engines.engine import Engine, EngineMemory, T
+from braidrl.engines.engine import Engine, EngineMemory, EngineSpec, T
 from braidrl.engines.requests import Request, Response
-from braidrl.engines.vllm.live_weights import WeightsNotLive, keep_weights_plain, live_parts
 from braidrl.engines.vllm.sleeping import DROPPED
 from braidrl.engines.vllm.vllm_engine import VllmEngine
-from braidrl.engines.vllm.vllm_environment import vllm_environment
-from braidrl.engines.wire import EngineSpec
+from braidrl.engines.vllm.vllm_worker import WeightsNotLive, live_parts
 from braidrl.errors import UserError
 from braidrl.weights.generation_layout import GenerationLayout
 from braidrl.weights.in_place import GenerationWeights
@@ -109,7 +107,7 @@ class HostedVllmEngine(SpmdEngine, VllmEngine):
         Raises:
             UserError: vLLM does not take the model, or keeps its weights in a form that cannot be written to.
         """
-        self._groups, self._group = groups, group
+        self._groups, self._group, self._environment = groups, group, spec.environment
         self.is_collective = group is not None
         folder, shape = Path(spec.model), {"tensor_parallel_size": spec.tensor, "pipeline_parallel_size": spec.pipeline}
         super().__init__(
@@ -130,12 +128,11 @@ class HostedVllmEngine(SpmdEngine, VllmEngine):
             self._memory.may_leave, self._memory.caches = False, storages(runner.kv_caches)
 
     def _start(self, arguments: Mapping[str, Any]) -> LLMEngine:
-        keep_weights_plain()
         identifier, *_ = Ranks(self._group).all_gather("name of the shared memory", secrets.token_hex(8))
         RankExecutor.identifier = identifier
         self._random = RandomState(int(identifier[:8], 16))
         own = {"distributed_executor_backend": "external_launcher", "seed": 0}
-        with undisturbed(torch.cuda.is_available()), in_order(self._groups):
+        with undisturbed(self._environment), in_order(self._groups):
             config = EngineArgs(**{**arguments, **own}).create_engine_config()
             return LLMEngine(config, RankExecutor, log_stats=False, multiprocess_mode=False)
 
@@ -216,11 +213,11 @@ def in_order(groups: Tensor | None) -> Iterator[None]:
 
 
 @contextmanager
-def undisturbed(cuda: bool) -> Iterator[None]:
+def undisturbed(environment: Mapping[str, str]) -> Iterator[None]:
     """Keep what vLLM's start would change for the trainer in the same process: environment, random state, threads."""
     before, set_threads = dict(os.environ), torch.set_num_threads
-    os.environ.update(vllm_environment("cuda" if cuda else "cpu") | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
-    if not cuda:
+    os.environ.update({**environment, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"})
+    if not torch.cuda.is_available():
         # The environment variable is read when torch is imported.
         torch._dynamo.config.disable = True
     try:

@@ -1,28 +1,49 @@
-"""Braid's extension of vLLM's workers: receives weights in the process of each worker.
+"""Braid's extension of vLLM's workers: each receives a version of the weights, and writes its slices into vLLM's live parameters.
 
 path ──▶ worker: maps the file ──────────────┬─its own slices──▶ vLLM's live parameters
 notice ──▶ worker: joins a group, receives ──┴─tensor by tensor──▶ vLLM's loaders, where it keeps the weights in another form
+
+Running vLLM's own loader on tensors without values finds the live parameters:
+
+q_proj.weight, on the meta device ╮                       ╭─▶ rows 0 to 63 of qkv_proj.weight      a part: a view of the parameter,
+k_proj.weight                     ┼─vLLM's loader: slices─┼─▶ rows 64 to 95                        and its block of the tensor
+v_proj.weight                     ╯         watched       ╰─▶ rows 96 to 127
+
+No worker holds a whole tensor. A model whose weights vLLM changes after it has loaded them (quantised, packed, absorbed) has no such parts.
 """
 
-import sys
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.model_executor.layers import utils
+from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload import layerwise
+from vllm.platforms import current_platform
 
+from braidrl.weights.boxes import Box, Slices
 from braidrl.weights.collective import Incoming, TransferNotice
 from braidrl.weights.file import WeightFile
 from braidrl.weights.in_place import shapes_of
 from braidrl.weights.model_files import HubNames, hub_names
 from braidrl.weights.shard_index import WeightPart
 
-if "vllm" in sys.modules:
-    # vLLM imports this module in each worker before it loads the model.
-    from braidrl.engines.vllm.live_weights import keep_weights_plain
+PLAIN = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, Attention)
+"""What computes with a parameter as it was loaded."""
 
-    keep_weights_plain()
+
+class WeightsNotLive(ValueError):
+    """vLLM keeps a model's weights in another form than it loads them in; the message names the module."""
 
 
 class TakesWeights:
@@ -66,8 +87,6 @@ class TakesWeights:
     def live_parts(self) -> Mapping[str, WeightPart]:
         """Return this worker's parts of the live weights; empty where vLLM keeps them in another form."""
         if self.live is None:
-            from braidrl.engines.vllm.live_weights import WeightsNotLive, live_parts
-
             config = self.vllm_config.model_config
             try:
                 self.live = live_parts(self.model_runner.get_model(), shapes_of(self.model_folder), config.dtype)
@@ -91,8 +110,6 @@ class TakesWeights:
 
         Nothing changes before the first one arrives. After a partial load vLLM would take the next version's tensors for the missing ones.
         """
-        from braidrl.engines.vllm.live_weights import load_sinks, parts_of_gpt_oss, unloaded_parameters
-
         self._check_whole()
         if self.hub_names is None:
             self.hub_names = hub_names(self.model_folder)
@@ -112,3 +129,138 @@ class TakesWeights:
     def _check_whole(self) -> None:
         if self.has_weights_in_part:
             raise RuntimeError("only a part of an earlier version arrived: vLLM has to be started anew")
+
+
+def live_parts(model: Any, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> dict[str, WeightPart]:
+    """Return this worker's parts of a model; a tied tensor under the name that vLLM loads.
+
+    Args:
+        model: vLLM's module, after loading.
+        shapes: The global shape of every tensor by its name in the checkpoint.
+        dtype: The dtype that vLLM computes in.
+
+    Raises:
+        WeightsNotLive: Some of the weights are kept in another form.
+    """
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", module)
+        if hasattr(method, "process_weights_after_loading") and not isinstance(method, PLAIN):
+            raise WeightsNotLive(f"vLLM changes {name or 'the model'} after loading ({type(method).__name__})")
+    given = {name: torch.empty(tuple(shape), dtype=dtype, device="meta") for name, shape in shapes.items()}
+    with CopyWatch() as watch:
+        try:
+            model.load_weights(iter(given.items()))
+        except Exception as error:
+            raise WeightsNotLive(f"vLLM computes with values while it loads them ({error})") from error
+    names = {tensor.untyped_storage()._cdata: name for name, tensor in given.items()}
+    whole = {name: torch.Size(shape) for name, shape in shapes.items()}
+    parts: dict[str, WeightPart] = {}
+    for place, source in watch.copies:
+        name = names.get(source.untyped_storage()._cdata)
+        box = None if name is None else block_of(source, whole[name])
+        if name is None or box is None or name in parts:
+            raise WeightsNotLive(f"vLLM puts {name or 'a computed tensor'} together of several pieces")
+        parts[name] = WeightPart([name], place, Slices({name: whole[name]}, {name: box}))
+    filled = {part.local.untyped_storage()._cdata for part in parts.values()}
+    for name, parameter in model.named_parameters():
+        if parameter.untyped_storage()._cdata not in filled:
+            raise WeightsNotLive(f"vLLM makes {name} itself")
+    return parts
+
+
+def block_of(view: Tensor, shape: torch.Size) -> Box | None:
+    """Return the block that a view of a contiguous tensor of this shape shows; None if it is no block."""
+    strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    own = zip(view.shape, view.stride(), strides, strict=False)
+    if view.dim() != len(shape) or any(size > 1 and step != stride for size, step, stride in own):
+        return None
+    offsets, rest = [], int(view.storage_offset())
+    for stride in strides:
+        offsets.append(rest // stride)
+        rest %= stride
+    return Box(tuple(offsets), tuple(view.shape))
+
+
+class CopyWatch(TorchDispatchMode):
+    """Records which view of a meta tensor is copied to which parameter, in place of copying."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
+            self.copies.append((args[0], args[1]))
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def unloaded_parameters(model: nn.Module) -> Iterator[list[str]]:
+    """Collect the names of parameters that a reload inside the block gives no values; vLLM keeps the earlier ones and logs a warning."""
+    found: list[str] = []
+    missed, loaded = set[int](), set[int]()
+    place = layerwise._place_kernel_tensors
+
+    def watched(layer: Any, info: Any) -> None:
+        ids = {id(parameter) for parameter in info.kernel_tensors[0].values()}
+        # Attention's scales are not in checkpoints.
+        if info.load_numel <= 0 and not is_deferred_attention_layer(layer):
+            missed.update(ids)
+        else:
+            loaded.update(ids)
+        place(layer, info)
+
+    layerwise._place_kernel_tensors = watched
+    try:
+        yield found
+    finally:
+        layerwise._place_kernel_tensors = place
+    found += [name for name, own in model.named_parameters() if id(own) in missed - loaded]
+
+
+def parts_of_gpt_oss(tensors: Iterable[tuple[str, Tensor]], sinks: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield each expert apart, and keep attention sinks for `load_sinks`: vLLM's loader copies both where a reload does not see it."""
+    for name, tensor in tensors:
+        layer, experts, part = name.partition(".mlp.experts.")
+        if experts:
+            yield from ((f"{layer}{experts}{number}.{part}", own) for number, own in enumerate(tensor))
+        elif name.endswith(".sinks"):
+            sinks[name] = tensor.clone()
+        else:
+            yield name, tensor
+
+
+@torch.no_grad()
+def load_sinks(model: nn.Module, sinks: Mapping[str, Tensor]) -> set[str]:
+    """Copy this worker's attention sinks of gpt_oss into its live parameters; return their names there."""
+    live = dict(model.named_parameters())
+    names = {name: name.replace(".self_attn.", ".attn.") for name in sinks}
+    for name, own in names.items():
+        rank, count = get_tensor_model_parallel_rank(), len(live[own])
+        live[own].data.copy_(sinks[name][rank * count : (rank + 1) * count])
+    return set(names.values())
+
+
+def keep_weights_plain() -> None:
+    """On a CPU compute with the loaded weights, where vLLM would pack them into memory that no transfer can write to."""
+    if current_platform.is_cpu():
+
+        def compute_plainly(layer: Any, remove_weight: bool) -> None:
+            layer.cpu_linear = nn.functional.linear
+
+        utils.dispatch_cpu_unquantized_gemm = compute_plainly
+        first_set_up = UnquantizedFusedMoEMethod._setup_kernel
+
+        def set_up_experts(method: Any, layer: Any, w13: Tensor, w2: Tensor) -> None:
+            is_update = method.moe_kernel is not None
+            first_set_up(method, layer, w13, w2)
+            if is_update:
+                # vLLM packs experts the first time only, and would take the plain tensors of an update for packed ones.
+                method.moe_kernel.fused_experts.process_weights_after_loading(layer)
+
+        UnquantizedFusedMoEMethod._setup_kernel = set_up_experts
+
+
+# vLLM imports this module in each worker before it loads the model.
+keep_weights_plain()

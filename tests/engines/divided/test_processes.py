@@ -18,7 +18,7 @@ import pytest
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.engine import EngineError
 from braidrl.engines.engine_contract import EngineUnderTest, all_of, requests
-from braidrl.engines.process.process_engine import EngineProcess
+from braidrl.engines.engine_process import EngineProcess
 from braidrl.engines.requests import Response
 from braidrl.engines.routing.router import EngineService
 from braidrl.errors import UserError
@@ -119,7 +119,7 @@ def test_processes_end_with_the_run_however_it_ends(model: Path) -> None:
     program = f"""
 import asyncio, sys, time
 from pathlib import Path
-from braidrl.engines.process.process_engine import EngineProcess
+from braidrl.engines.engine_process import EngineProcess
 from tests.engines.served import spec
 async def main():
     engine = EngineProcess(spec("tensor-parallel", Path({str(model)!r})))

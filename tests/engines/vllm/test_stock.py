@@ -14,7 +14,7 @@ import torch
 
 from braidrl.engines import engine_contract as contract
 from braidrl.engines.engine_contract import EngineUnderTest, all_of, requests
-from braidrl.engines.process.process_engine import EngineProcess
+from braidrl.engines.engine_process import EngineProcess
 from braidrl.engines.requests import Request, Response
 from braidrl.weights.publisher import ModelWeights
 from tests.engines.served import (

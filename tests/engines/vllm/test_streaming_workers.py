@@ -1,21 +1,25 @@
-"""Streaming with vLLM over two tensor ranks: new weights reach its workers between rows and in the middle of them."""
+"""Streaming with vLLM over two tensor ranks: new weights reach its workers between rows and in the middle of them, also after a kill."""
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
+import psutil
 import pytest
+import torch
 
 from braidrl.observe.metrics import read_metrics
 from tests.engines.served import vllm_python
 from tests.engines.vllm.hosted_runs import write_wide_model
-from tests.tiny import Workshop, recorded
+from tests.tiny import Workshop, braid, recorded, wait_for_steps, weights_of
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 STEPS = 6
 
 
-def streamed(weights: str) -> dict[str, Any]:
+def streamed(weights: str, max_staleness: int = 1) -> dict[str, Any]:
     python = vllm_python()
     return {
         "runtime": "streaming", "algorithm": {"old": "recompute"},
@@ -24,9 +28,9 @@ def streamed(weights: str) -> dict[str, Any]:
         "rollout": {
             # Two rows at a time, so that some are always under way when a version is published.
             "engine": "vllm", "tensor": 2, "weights": "collective", "max_response_tokens": 40, "samples_per_prompt": 2, "slots": 2,
-            **({"python": str(python)} if python else {}),
+            "reproducible": not max_staleness, **({"python": str(python)} if python else {}),
         },
-        "trainer": {"steps": STEPS, "prompts_per_step": 4, "rows_per_update": 8, "max_staleness": 1},
+        "trainer": {"steps": STEPS, "prompts_per_step": 4, "rows_per_update": 8, "max_staleness": max_staleness, "checkpoint_every": 2},
     }  # fmt: skip
 
 
@@ -49,3 +53,41 @@ def test_each_token_has_the_log_prob_of_the_version_that_drew_it(workshop: Works
     assert current and max(current) < 1e-4
     if weights == "interrupt":
         assert any(len(own) > 1 for own in versions)
+
+
+@pytest.mark.parametrize("weights", ["rolling", "interrupt"])
+def test_a_run_equals_the_embedded_engines_after_an_engine_and_the_run_are_killed(
+    workshop: Workshop, weights: str
+) -> None:
+    workshop.model = write_wide_model(workshop.folder / "wide")
+    settings = streamed(weights, max_staleness=0)
+    process = braid("train", workshop.config_file(weights, **settings))
+    folder = workshop.folder / weights
+    wait_for_steps(folder, 1, process)
+    workers = [
+        child
+        for child in psutil.Process(process.pid).children(recursive=True)
+        if "Worker_TP" in " ".join(child.cmdline())
+    ]
+    assert len(workers) == (4 if weights == "rolling" else 2)
+    # The engine alone ends, and another process replaces it; then the whole run.
+    workers[-1].kill()
+    wait_for_steps(folder, 3, process)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    again = braid("train", "--resume", folder)
+    _, said = again.communicate(timeout=400)
+    assert again.returncode == 0, said
+    kept = ("algorithm", "trainer")
+    drawn = {
+        name: own for name, own in settings["rollout"].items() if name in ("max_response_tokens", "samples_per_prompt")
+    }
+    alone = workshop.run("alone", rollout=drawn, **{name: settings[name] for name in kept})
+    for step in range(1, STEPS + 1):
+        one, other = (recorded(run, step).ordered() for run in (folder, alone))
+        assert one.uids() == other.uids()
+        assert one["tokens"].values.tolist() == other["tokens"].values.tolist()
+    assert max(line["train/rollout_log_prob_gap"] for line in read_metrics(folder)) < 1e-5
+    wanted = weights_of(alone)
+    for name, tensor in weights_of(folder).items():
+        torch.testing.assert_close(tensor, wanted[name], atol=5e-4, rtol=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
@@ -18,8 +19,6 @@ from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.engine import EngineError
 from braidrl.engines.engine_contract import EngineUnderTest, all_of, requests
 from braidrl.engines.requests import Request, Response
-from braidrl.engines.vllm.vllm_worker import TakesWeights
-from braidrl.weights.model_files import HubNames
 from braidrl.weights.publisher import ModelWeights
 from tests.engines.served import (
     LIMIT,
@@ -31,6 +30,8 @@ from tests.engines.served import (
     write_served_model,
 )
 from tests.engines.tiny import END, make_tokenizer, training_log_probs
+from tests.engines.vllm.hosted_runs import ENVIRONMENT, vllm_interpreter
+from tests.tiny import ROOT
 
 # Three processes of vLLM start, on a busy machine for minutes.
 pytestmark = [pytest.mark.timeout(600), pytest.mark.soak]
@@ -129,38 +130,7 @@ def test_workers_end_with_the_process_that_schedules_for_them(divided: Served) -
     assert all_gone(workers)
 
 
-NAMES = list(MODEL.state_dict())[:2]
-
-
-class Loader(TakesWeights):
-    """The worker class as vLLM makes it, with a loader that accepts everything."""
-
-    hub_names = HubNames(MODEL)
-
-    def __init__(self) -> None:
-        self.loaded: list[str] = []
-
-    def reload_weights(self, weights_iterator: Iterator[tuple[str, torch.Tensor]]) -> None:  # type: ignore[override]
-        self.loaded = []
-        for name, _ in weights_iterator:
-            self.loaded.append(name)
-
-
-def coming(*names: str, then_fails: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-    for name in names:
-        yield name, torch.zeros(1)
-    if then_fails:
-        raise ConnectionError("the run is gone")
-
-
 def test_vllm_keeps_its_weights_without_an_update_and_refuses_after_a_partial_one() -> None:
-    worker = Loader()
-    worker.load_as_they_come(coming(NAMES[0], NAMES[1]))
-    with pytest.raises(ConnectionError):
-        worker.load_as_they_come(coming(then_fails=True))
-    assert worker.loaded == [NAMES[0], NAMES[1]]
-    worker.load_as_they_come(coming(NAMES[1], NAMES[0]))
-    with pytest.raises(ConnectionError):
-        worker.load_as_they_come(coming(NAMES[0], then_fails=True))
-    with pytest.raises(RuntimeError, match="vLLM has to be started anew"):
-        worker.load_as_they_come(coming(NAMES[0], NAMES[1]))
+    command = [vllm_interpreter(), "-m", "tests.engines.vllm.partial_update"]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
