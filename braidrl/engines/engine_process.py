@@ -173,6 +173,8 @@ class EngineProcess:
         self._rows: dict[Uid, int] = {}
         self._followed: dict[int, Callable[[int, int], None]] = {}
         """The callback for a row's tokens, by the id of its message."""
+        self._held: OfferedWeights | None = None
+        """The weights that the process holds, if it received them over a process group."""
         self._recovering = asyncio.Lock()
         self._numbers = itertools.count()
         self._load = Load(spec.slots, 0, 0)
@@ -191,6 +193,7 @@ class EngineProcess:
         # vLLM and users' engines may need an interpreter of their own, and a process must know its device before importing torch.
         copied = self.spec.kind == "embedded" and self.spec.device == "cpu" and self._python == sys.executable
         start = from_server if copied else spawn
+        self._held = None
         spec, entry = self.spec, "braidrl.engines.engine_process:main"
         self._process = start(
             ProcessSpec(
@@ -234,13 +237,16 @@ class EngineProcess:
         await self._ask(AbortRow(next(self._numbers), uid))
 
     async def update_weights(self, version: int, source: WeightSource | None = None) -> None:
+        held, self._held = self._held, None
         if source is None:
             await self._ask(UpdateWeights(next(self._numbers), version))
+            self._held = held
         elif isinstance(source, WeightFile):
             await self._ask(UpdateWeights(next(self._numbers), version, path=str(source.path)))
         elif isinstance(source, OfferedWeights):
-            with source.asked(self.spec.ranks) as notice:
+            with source.asked(self.spec.ranks, held) as notice:
                 await self._ask(UpdateWeights(next(self._numbers), version, notice=notice))
+            self._held = source
         else:
             with contextlib.closing(stored_in_memory(source.tensors())) as file:
                 await self._ask(UpdateWeights(next(self._numbers), version, path=str(file.path)))

@@ -10,6 +10,7 @@ import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,8 @@ from braidrl.weights.shard_index import Parts, ShardIndex, WeightPart, gather_sh
 LIMIT_BYTES = 64 << 20
 """Most bytes that a rank sends, and receives, in one round."""
 CHECK_BYTES = 8
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers by size, as which values are compared, so that a changed sign of zero counts."""
 
 
 class WeightTransfer:
@@ -48,6 +51,8 @@ class WeightTransfer:
         self.ranks, self.names, self.device = ranks, list(known.tensors), device
         self.dtypes = [known.dtypes[name] for name in self.names]
         self.check_bytes = CHECK_BYTES * check
+        self.before: Mapping[str, WeightPart] | None = None
+        """This rank's source parts of the version that all targets hold: changed values alone are moved. None: all values are."""
         self.plan = plan_moves(groups, ranks.rank, ranks.size, known.machines)
         # One schedule per element size, so that blocks are aligned in a buffer.
         item_sizes = sorted({group.item_bytes for group in groups})
@@ -138,8 +143,10 @@ class WeightTransfer:
                                 # Copy by way of pinned memory, whose pages torch keeps for the next block.
                                 block = torch.empty(block.shape, dtype=block.dtype, pin_memory=True).copy_(block)
                             into[name].put(block, piece)
-                if rounds:
+                if rounds and self.before is None:
                     self._exchange(*rounds[number], parts, values, into, traffic, buffers)
+                elif rounds:
+                    self._exchange_changes(*rounds[number], parts, values, into, traffic, device)
                 for tensor in self._closed[number]:
                     values.pop(self.names[tensor], None)
             traffic.seconds = time.perf_counter() - begun
@@ -169,18 +176,68 @@ class WeightTransfer:
             for message in filter(len, sent.split(sizes_out)):
                 message[-CHECK_BYTES:].copy_(torch.tensor([checksum(message[:-CHECK_BYTES])]).view(torch.uint8))
         dist.all_to_all_single(received, sent, sizes_in, sizes_out, group=self.ranks.group)
-        if self.check_bytes:
-            for message in filter(len, received.split(sizes_in)):
-                expected = int(message[-CHECK_BYTES:].clone().view(torch.int64))
-                found = checksum(message[:-CHECK_BYTES])
-                if expected != found:
-                    raise ValueError(f"the weights that arrived have checksum {found:08x}, and {expected:08x} was sent")
+        self._verify(received, sizes_in)
         for piece, start, end in coming:
             block = received[start:end].view(self.dtypes[piece.tensor]).view(piece.box.sizes)
             into[self.names[piece.tensor]].put(block, piece.box)
         traffic.sent += sent.nbytes
         traffic.received += received.nbytes
         traffic.peak = max(traffic.peak, sent.nbytes, received.nbytes)
+
+    def _exchange_changes(
+        self, sends: Schedule, receives: Schedule, number: int, parts: Mapping[str, WeightPart],
+        values: Mapping[str, Tensor], into: Mapping[str, WeightPart], traffic: TransferVolume, device: torch.device,
+    ) -> None:  # fmt: skip
+        """Run one all-to-all of changed values: for each piece their number, their places in it, and the values; or -1 and all values."""
+        going: list[list[Tensor]] = [[torch.empty(0, dtype=torch.uint8, device=device)] for _ in range(self.ranks.size)]
+        for piece in sends.pieces(number):
+            name = self.names[piece.tensor]
+            inside, bits = piece.box.within(parts[name].box), BITS[values[name].itemsize]
+            own, old = (tensor[inside].flatten() for tensor in (values[name], (self.before or parts)[name].values()))
+            places = (own.view(bits) != old.view(bits)).nonzero().flatten().int()
+            count, said = len(places), [places, own[places]]
+            if sum(part.nbytes for part in said) >= own.nbytes:
+                count, said = -1, [own]
+            going[piece.peer] += [part.view(torch.uint8) for part in (torch.tensor([count], device=device), *said)]
+        messages = [torch.cat(some) for some in going]
+        if self.check_bytes:
+            sums = [torch.tensor([checksum(own)] * bool(len(own)), device=device) for own in messages]
+            messages = [
+                torch.cat([own, check.long().view(torch.uint8)]) for own, check in zip(messages, sums, strict=True)
+            ]
+        sizes_out = torch.tensor([len(own) for own in messages], device=device)
+        sizes_in = torch.empty_like(sizes_out)
+        dist.all_to_all_single(sizes_in, sizes_out, group=self.ranks.group)
+        sizes, sent = sizes_in.tolist(), torch.cat(messages)
+        received = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        dist.all_to_all_single(received, sent, sizes, sizes_out.tolist(), group=self.ranks.group)
+        self._verify(received, sizes)
+        ends = [0, *accumulate(sizes)]
+
+        def read(peer: int, count: int, dtype: torch.dtype) -> Tensor:
+            start, ends[peer] = ends[peer], ends[peer] + count * dtype.itemsize
+            # A copy is aligned.
+            return received[start : ends[peer]].clone().view(dtype)
+
+        for piece in receives.pieces(number):
+            part, dtype = into[self.names[piece.tensor]], self.dtypes[piece.tensor]
+            count = int(read(piece.peer, 1, torch.int64))
+            if count < 0:
+                part.put(read(piece.peer, piece.box.elements, dtype).view(piece.box.sizes), piece.box)
+            elif count:
+                places = torch.unravel_index(read(piece.peer, count, torch.int32).long(), piece.box.sizes)
+                part.block(piece.box)[places] = read(piece.peer, count, dtype).to(part.local)
+        traffic.sent += sent.nbytes
+        traffic.received += received.nbytes
+        traffic.peak = max(traffic.peak, sent.nbytes, received.nbytes)
+
+    def _verify(self, received: Tensor, sizes: list[int]) -> None:
+        """Raise ValueError if the bytes of a peer have another checksum than the one that ends them."""
+        for message in filter(len, received.split(sizes) if self.check_bytes else ()):
+            expected = int(message[-CHECK_BYTES:].clone().view(torch.int64))
+            found = checksum(message[:-CHECK_BYTES])
+            if expected != found:
+                raise ValueError(f"the weights that arrived have checksum {found:08x}, and {expected:08x} was sent")
 
     def _laid_out(self, pieces: Iterator[Piece]) -> tuple[list[tuple[Piece, int, int]], list[int]]:
         """Return each piece with its start and end in a round's buffer, and the bytes of each peer, which a checksum may end."""

@@ -72,6 +72,52 @@ def test_two_workers_receive_full_tensors_and_another_its_slices(
     assert all(torch.equal(part.local, upper(name).of(TENSORS[name])) for name, part in own.items())
 
 
+@pytest.mark.parametrize("limit", [256, 1 << 20])
+def test_changed_values_alone_are_sent_to_a_worker_with_the_version_before(
+    offer: WeightOffer, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer.WeightTransfer.__init__, "__defaults__", (limit, None, False))
+    torch.manual_seed(0)
+    first = {
+        "weight": torch.randn(64, 32).bfloat16(),
+        "scale": torch.tensor(0.25, dtype=torch.float64),
+        "norm": torch.randn(16),
+    }
+    second = {name: tensor.clone() for name, tensor in first.items()}
+    second["weight"][3, 5:9], second["weight"][60, 0], second["scale"] = (
+        7.0,
+        -second["weight"][60, 0],
+        second["scale"] + 1,
+    )
+    third = {**second, "weight": torch.randn(64, 32).bfloat16()}
+    sources = [kept(offer, version, own) for version, own in enumerate((first, second, third))]
+    box = Box.whole((64, 32)).along(1, 4, 20)
+    slices = Slices({"weight": torch.Size([64, 32])}, {"weight": box})
+    own = {
+        **full_parts((n, torch.zeros_like(t)) for n, t in first.items()),
+        "weight": WeightPart(["weight"], torch.zeros(64, 16), slices),
+    }
+    sent = []
+    for source, held, tensors in (
+        (sources[0], None, first),
+        (sources[1], sources[0], second),
+        (sources[2], sources[1], third),
+    ):
+        before = offer.sent_bytes
+        with source.asked(1, held) as notice:
+            Incoming(notice, 0, CPU).receive(own)
+        # The worker of another precision holds what the run's values become in it.
+        assert torch.equal(own["weight"].local, box.of(tensors["weight"]).float())
+        assert torch.equal(own["scale"].local, tensors["scale"]) and torch.equal(own["norm"].local, tensors["norm"])
+        sent.append(offer.sent_bytes - before)
+    assert sent[1] < sent[0] / 4 and sent[2] < sent[0] * 1.2, sent
+    offer.forget(1)
+    before = offer.sent_bytes
+    with sources[2].asked(1, sources[1]) as notice:
+        Incoming(notice, 0, CPU).receive(own)
+    assert offer.sent_bytes - before == sent[0], "the senders no longer have the version that the worker holds"
+
+
 def test_versions_are_served_until_they_are_forgotten_or_changed(offer: WeightOffer) -> None:
     first, second = kept(offer, 1), kept(offer, 2, {"norm": torch.ones(3)})
     assert torch.equal(dict(first.tensors())["norm"], TENSORS["norm"])

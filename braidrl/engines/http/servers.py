@@ -41,6 +41,8 @@ class GenerationServer:
         self.weights = secrets.token_hex(8)
         """The label of its weights, unique over all runs."""
         self._given = False
+        self._held: OfferedWeights | None = None
+        """The weights that it received over the network from the run's ranks."""
         self._session: ClientSession | None = None
 
     def open(self) -> None:
@@ -74,9 +76,13 @@ class GenerationServer:
     async def load_weights(self, weights: WeightFile | OfferedWeights) -> None:
         """Change the server's weights. Raises EngineError if that fails; the version of its weights is then unknown."""
         label = secrets.token_hex(8)
+        held, self._held = self._held, None
         try:
             if isinstance(weights, OfferedWeights):
-                await self._receive(weights, label)
+                path, field = self.dialect.label
+                # A server that was restarted meanwhile holds other weights.
+                same = held is not None and (await self.ask("GET", path)).get(field) == self.weights
+                await self._receive(weights, label, held if same else None)
             elif self.sending is not None:
                 sending, host = self.sending, urlsplit(self.url).hostname
                 assert host is not None
@@ -89,14 +95,15 @@ class GenerationServer:
         except UserError as error:
             raise EngineError(f"the weights of {self.url} could not be changed: {error}") from error
         self.weights, self._given = label, True
+        self._held = weights if isinstance(weights, OfferedWeights) else None
 
-    async def _receive(self, offered: OfferedWeights, label: str) -> None:
+    async def _receive(self, offered: OfferedWeights, label: str, held: OfferedWeights | None = None) -> None:
         """Make the server's workers receive the offered weights."""
         network = self.dialect.network
         assert network is not None, "checked when the server was reached"
         path, field = network.workers
         workers = int((await self.ask("GET", path))[field])
-        with offered.asked(workers) as notice:
+        with offered.asked(workers, held) as notice:
             for call in network.receive(asdict(notice), label):
                 await self.ask("POST", *call)
 

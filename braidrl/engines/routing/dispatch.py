@@ -104,10 +104,13 @@ class Dispatcher:
         return assigned
 
     def done(self, uid: Uid, response_tokens: int) -> None:
+        """Remove a row that is answered, also if its engine failed just afterwards and the row waits for another one."""
         engine = self.engine_of(uid)
-        assert engine is not None, f"row {uid} waits and cannot be done"
-        job = self.engines[engine].remove(uid)
-        self._remember(uid, engine, job.prompt_tokens + response_tokens)
+        if engine is None:
+            del self._waiting[uid]
+        else:
+            job = self.engines[engine].remove(uid)
+            self._remember(uid, engine, job.prompt_tokens + response_tokens)
         self._seen.update(rows=1, tokens=response_tokens)
 
     def drop(self, uid: Uid) -> None:

@@ -10,6 +10,7 @@ once, where all engines read them.
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from braidrl.weights.collective import OfferedWeights
 from braidrl.weights.file import WeightFile, stored_in_memory
 from braidrl.weights.publisher import WeightSource
 
+logger = logging.getLogger(__name__)
 ASK_EVERY_S = 0.02
 """Seconds between calls of `rows_to_end`."""
 
@@ -96,6 +98,8 @@ class Router:
             return finished
         finally:
             self._aborted.discard(uid)
+            # An engine that fails just after it has answered sends the row back to the queue.
+            self._places.pop(uid, None)
             if finished is None:
                 self._dispatcher.drop(uid)
             self._send()
@@ -182,6 +186,7 @@ class Router:
         if not self._dispatcher.engines[number].alive:
             return
         self._errors[number] = error
+        logger.warning("%s; its rows go to other engines, or wait until it is back", error)
         for uid in self._dispatcher.fail(number):
             if uid in self._calls:
                 self._calls[uid].cancel()
