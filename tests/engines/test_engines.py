@@ -123,19 +123,22 @@ def test_an_engines_death_loses_or_repeats_no_row_and_changes_no_token(steps: in
     assert {row.uid: row.tokens.tolist() for row in answered} == expected
 
 
-class AnswersThenFails(EngineReplica):
-    """An engine whose first row fails in the turn of the event loop in which all others are answered."""
+class FailsForOneRow(EngineReplica):
+    """An engine that fails for its first row in the turn of the event loop in which it answers the others."""
+
+    failed = False
 
     def _answer(self, finished: Response) -> None:
-        first = min(self._answers)
-        if finished.uid != first and not self._answers[first].done():
-            self._answers[first].set_exception(EngineError("the line is cut"))
-        super()._answer(finished)
+        if self.failed:
+            super()._answer(finished)
+        else:
+            self.failed = True
+            self._answers.pop(finished.uid).set_exception(EngineError("the line is cut"))
 
 
 def test_rows_answered_in_the_turn_in_which_their_engine_fails_are_answered_once() -> None:
     async def run() -> None:
-        failing = AnswersThenFails(replica().engine)
+        failing = FailsForOneRow(replica().engine)
         router = Router([failing], retry_s=0.02)
         wanted = requests(subject(replica), 6)
         answered = await asyncio.gather(*map(router.submit, wanted))
