@@ -26,11 +26,11 @@ def streamed(weights: str, max_staleness: int = 1) -> dict[str, Any]:
         # While one engine of `rolling` loads, another one generates.
         "streaming": {"weights": weights, "workers": {"actor.generate": 2 if weights == "rolling" else 1}},
         "rollout": {
-            # Two rows at a time, so that some are always under way when a version is published.
-            "engine": "vllm", "tensor": 2, "weights": "collective", "max_response_tokens": 40, "samples_per_prompt": 2, "slots": 2,
+            # One row at a time, so that some are always under way when a version is published.
+            "engine": "vllm", "tensor": 2, "weights": "collective", "max_response_tokens": 40, "samples_per_prompt": 2, "slots": 1,
             "reproducible": not max_staleness, **({"python": str(python)} if python else {}),
         },
-        "trainer": {"steps": STEPS, "prompts_per_step": 4, "rows_per_update": 8, "max_staleness": max_staleness, "checkpoint_every": 2},
+        "trainer": {"steps": STEPS, "prompts_per_step": 4, "rows_per_update": 8, "max_staleness": max_staleness, "checkpoint_every": 0 if max_staleness else 2},
     }  # fmt: skip
 
 
