@@ -192,19 +192,11 @@ class WeightTransfer:
         going: list[list[Tensor]] = [[torch.empty(0, dtype=torch.uint8, device=device)] for _ in range(self.ranks.size)]
         for piece in sends.pieces(number):
             name = self.names[piece.tensor]
-            inside, bits = piece.box.within(parts[name].box), BITS[values[name].itemsize]
-            own, old = (tensor[inside].flatten() for tensor in (values[name], (self.before or parts)[name].values()))
-            places = (own.view(bits) != old.view(bits)).nonzero().flatten().int()
-            count, said = len(places), [places, own[places]]
-            if sum(part.nbytes for part in said) >= own.nbytes:
-                count, said = -1, [own]
-            going[piece.peer] += [part.view(torch.uint8) for part in (torch.tensor([count], device=device), *said)]
+            inside = piece.box.within(parts[name].box)
+            going[piece.peer] += changes(values[name][inside], (self.before or parts)[name].values()[inside])
         messages = [torch.cat(some) for some in going]
         if self.check_bytes:
-            sums = [torch.tensor([checksum(own)] * bool(len(own)), device=device) for own in messages]
-            messages = [
-                torch.cat([own, check.long().view(torch.uint8)]) for own, check in zip(messages, sums, strict=True)
-            ]
+            messages = [torch.cat([own, number_of(checksum(own), device)]) if len(own) else own for own in messages]
         sizes_out = torch.tensor([len(own) for own in messages], device=device)
         sizes_in = torch.empty_like(sizes_out)
         dist.all_to_all_single(sizes_in, sizes_out, group=self.ranks.group)
@@ -253,6 +245,21 @@ class WeightTransfer:
 
 def checksum(message: Tensor) -> int:
     return zlib.crc32(message.cpu().numpy().data)
+
+
+def number_of(value: int, device: torch.device) -> Tensor:
+    """Return an integer as eight bytes."""
+    return torch.tensor([value], device=device).view(torch.uint8)
+
+
+def changes(new: Tensor, old: Tensor) -> list[Tensor]:
+    """Return as bytes the number of values that differ, their places and the values; or -1 and all values if these are fewer bytes."""
+    new, old, bits = new.flatten(), old.flatten(), BITS[new.itemsize]
+    places = (new.view(bits) != old.view(bits)).nonzero().flatten().int()
+    count, said = len(places), [places, new[places]]
+    if sum(part.nbytes for part in said) >= new.nbytes:
+        count, said = -1, [new]
+    return [number_of(count, new.device), *(part.view(torch.uint8) for part in said)]
 
 
 class LayoutCopy:

@@ -30,7 +30,10 @@ def streamed(weights: str, max_staleness: int = 1) -> dict[str, Any]:
             "engine": "vllm", "tensor": 2, "weights": "collective", "max_response_tokens": 40, "samples_per_prompt": 2, "slots": 1,
             "reproducible": not max_staleness, **({"python": str(python)} if python else {}),
         },
-        "trainer": {"steps": STEPS, "prompts_per_step": 4, "rows_per_update": 8, "max_staleness": max_staleness, "checkpoint_every": 0 if max_staleness else 2},
+        "trainer": {
+            "steps": STEPS, "prompts_per_step": 4, "rows_per_update": 8, "max_staleness": max_staleness,
+            "checkpoint_every": 0 if max_staleness else 2,
+        },
     }  # fmt: skip
 
 
