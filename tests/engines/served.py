@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 from collections.abc import Coroutine, Sequence
+from contextlib import closing
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,7 +22,7 @@ from braidrl.engines.requests import Request
 from braidrl.training.compute.attention import ATTENTION
 from braidrl.weights.collective import WeightOffer
 from braidrl.weights.publisher import ModelWeights
-from braidrl.weights.shard_index import weight_parts
+from braidrl.weights.shard_index import snapshot, weight_parts
 from tests.engines.tiny import SIZES, make_tokenizer, training_log_probs
 from tests.tiny import ROOT
 
@@ -64,29 +65,29 @@ def other_weights() -> ModelWeights:
 async def largest_gap(engine: Engine, wanted: Sequence[Request], updates: int = 6, offered: bool = False) -> float:
     """Return the largest gap of the engine's log-probs to training's, in nats, after each of several weight updates.
 
-    With `offered` every other version is received in a process group.
+    With `offered` two of three versions are received in a process group; the second of these changes few values, which alone are sent.
     """
     trained, generator = served_model(), torch.Generator().manual_seed(3)
-    drawn, largest = set(), 0.0
-    for version in range(1, updates + 1):
-        with torch.no_grad():
-            for parameter in trained.parameters():
-                parameter.add_(0.01 * torch.randn(parameter.shape, generator=generator))
-        offer = (
-            WeightOffer(Ranks(), "127.0.0.1", 60.0, torch.device("cpu"), check=True)
-            if offered and version % 2
-            else None
-        )
-        source = offer.keep(version, weight_parts(trained)) if offer else ModelWeights(trained)
-        await engine.update_weights(version, source)
-        if offer:
-            offer.close()
-        finished = await all_of(engine, wanted)
-        for response, expected in zip(finished, training_log_probs(trained, list(wanted), finished), strict=True):
-            largest = max(largest, float((response.log_probs - expected).abs().max()))
-            assert set(response.versions.tolist()) == {version}
-        drawn.add(tuple(finished[0].tokens.tolist()))
-    print(f"largest gap: {largest:.1e} nats")
+    drawn, largest, sent = set(), 0.0, list[int]()
+    with closing(WeightOffer(Ranks(), "127.0.0.1", 60.0, torch.device("cpu"), check=True)) as offer:
+        for version in range(1, updates + 1):
+            with torch.no_grad():
+                for parameter in trained.parameters():
+                    changed = torch.rand(parameter.shape, generator=generator) < (0.05 if version % 3 == 2 else 1.0)
+                    parameter.add_(0.01 * changed * torch.randn(parameter.shape, generator=generator))
+            before = offer.sent_bytes
+            if offered and version % 3:
+                await engine.update_weights(version, offer.keep(version, snapshot(weight_parts(trained))))
+                sent.append(offer.sent_bytes - before)
+            else:
+                await engine.update_weights(version, ModelWeights(trained))
+            finished = await all_of(engine, wanted)
+            for response, expected in zip(finished, training_log_probs(trained, list(wanted), finished), strict=True):
+                largest = max(largest, float((response.log_probs - expected).abs().max()))
+                assert set(response.versions.tolist()) == {version}
+            drawn.add(tuple(finished[0].tokens.tolist()))
+    print(f"largest gap: {largest:.1e} nats; bytes sent: {sent}")
+    assert not offered or 5 * sent[1] < sent[0] == sent[2]
     assert len(drawn) > 1, "new weights sample other tokens"
     return largest
 
