@@ -90,7 +90,7 @@ class EnvironmentHost:
         file = source_of(self.name.removeprefix(prefix)) if scheme != "mcp" else next(iter(words), None)
         answers = 1 if self.agent else settings.max_turns + len(("make", "reset", "close"))
         self.host = CodeHost(
-            "environment", "braidrl.agents.answering:player", {"name": self.name, "params": settings.params}, "rollout.environment",
+            "environment", "braidrl.agents.environments:answerer", {"name": self.name, "params": settings.params}, "rollout.environment",
             settings, settings.variables, settings.python, settings.timeout_s, answers, ANSWER_BYTES,
             file=file, agent=self.agent,
         )  # fmt: skip

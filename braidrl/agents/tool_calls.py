@@ -9,7 +9,7 @@ A malformed call stays malformed in the conversion: `parse_tool_calls` describes
 import ast
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,8 +68,7 @@ class ToolFormat:
         found = self.begins.search(text)
         if found is None:
             return None
-        bodies = self.calls(text[found.start() :], tools)
-        return text[: found.start()], tagged(bodies)
+        return text[: found.start()], tagged(self.calls(text[found.start() :], tools))
 
 
 def tagged(calls: Sequence[str]) -> str:
@@ -87,11 +86,6 @@ def hermes(text: str, tools: Tools) -> list[str]:
     return [match[1] for match in CALL.finditer(text)]
 
 
-def calls_of_hermes(text: str) -> bool:
-    """Return whether a turn's calls are already in Hermes' format."""
-    return re.search(r"<tool_call>\s*\{", text) is not None
-
-
 def up_to_last(text: str, end: str) -> str:
     """Return a text up to its last closing tag, so that a search finds an end for each beginning, in linear time."""
     return text[: text.rfind(end) + len(end)] if end in text else ""
@@ -104,12 +98,8 @@ PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=<pa
 
 def qwen_xml(text: str, tools: Tools) -> list[str]:
     """Return the calls of Qwen3-Coder and Qwen 3.5: `<function=NAME><parameter=KEY>VALUE</parameter></function>` between the tags."""
-    return [with_values(match[1], PARAMETER.findall(match[2]), tools) for match in closed_functions(text)] or [text]
-
-
-def closed_functions(text: str) -> Iterator[re.Match[str]]:
-    """Find every function that is called and closed."""
-    return FUNCTION.finditer(up_to_last(text, "</function>"))
+    closed = FUNCTION.finditer(up_to_last(text, "</function>"))
+    return [with_values(match[1], PARAMETER.findall(match[2]), tools) for match in closed] or [text]
 
 
 CLOSED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -152,7 +142,8 @@ def llama(text: str, tools: Tools) -> list[str]:
     """
     text = re.sub(r"<\|(?:python_tag|python_start|python_end|eom_id|eot_id|eot|eom)\|>", "", text).strip()
     if text.startswith("<function="):
-        return [call_text(match[1], match[2]) for match in closed_functions(text)] or [text]
+        closed = FUNCTION.finditer(up_to_last(text, "</function>"))
+        return [call_text(match[1], match[2]) for match in closed] or [text]
     if text.startswith("["):
         return python_calls(text)
     found, begin = list[str](), 0

@@ -58,22 +58,22 @@ def catalogue(kind: str) -> list[Listed]:
     """Return the built-in entries of a kind. Raises UserError for an unknown kind."""
     if kind in ALGORITHMS:
         entries = [ALGORITHMS[kind][name] for name in ALGORITHMS[kind]]
-        return [of_algorithm(entry) for entry in entries if entry.function.__module__.startswith("braidrl.")]
+        found = []
+        for entry in (each for each in entries if each.function.__module__.startswith("braidrl.")):
+            settings = {name: "required" if name in entry.required else repr(v) for name, v in entry.settings.items()}
+            settings |= {name: repr(value) for name, value in entry.state.items()}
+            reads = [*map(entry.column, entry.reads), *(f"[{entry.column(name)}]" for name in entry.optional)]
+            columns = dict.fromkeys(
+                name for name in reads if name not in ("offsets", "[statistics_mask]", "[loss_mask]")
+            )
+            found.append(Listed(entry.name, summary(entry.function), settings, tuple(columns)))
+        return found
     if kind == "environments":
         return [Listed(name, about) for name, about in SCHEMES.items()]
     if kind not in PLUGINS:
         raise UserError(f"there is no list of {kind!r}. {suggest(kind, KINDS)}")
     place, _, name = PLUGINS[kind].partition(":")
     return list(of_plugins(getattr(importlib.import_module(place), name)))
-
-
-def of_algorithm(entry: registry.Entry) -> Listed:
-    """Return a registered algorithm with its settings and the columns that it reads."""
-    defaults = {name: "required" if name in entry.required else repr(value) for name, value in entry.settings.items()}
-    state = {name: repr(value) for name, value in entry.state.items()}
-    reads = [*map(entry.column, entry.reads), *(f"[{entry.column(name)}]" for name in entry.optional)]
-    columns = dict.fromkeys(name for name in reads if name not in ("offsets", "[statistics_mask]", "[loss_mask]"))
-    return Listed(entry.name, summary(entry.function), {**defaults, **state}, tuple(columns))
 
 
 def of_plugins(plugins: PluginRegistry) -> Iterator[Listed]:
@@ -95,13 +95,3 @@ def of_plugins(plugins: PluginRegistry) -> Iterator[Listed]:
 def summary(thing: Any) -> str:
     """Return a docstring in one line, without its lists of arguments."""
     return " ".join(SECTIONS.sub("", inspect.getdoc(thing) or "").split())
-
-
-def lines(listed: Listed) -> Iterator[str]:
-    """Yield the lines of `braid list` for one entry."""
-    yield listed.name
-    yield f"    {listed.about}"
-    if listed.settings:
-        yield f"    settings: {', '.join(f'{name}={default}' for name, default in listed.settings.items())}"
-    if listed.reads:
-        yield f"    reads: {', '.join(listed.reads)}"

@@ -77,15 +77,11 @@ def kl(one: Imported, key: str, value: Any, to: str) -> None:
         return
     coefficient, estimator = 0.0, None
     if in_loss and one.flow == "grpo":
-        coefficient, estimator = (
-            one.given.get(f"{ACTOR}.kl_loss_coef", 0.001),
-            one.given.get(f"{ACTOR}.kl_loss_type", "low_var_kl"),
-        )
+        coefficient = one.given.get(f"{ACTOR}.kl_loss_coef", 0.001)
+        estimator = one.given.get(f"{ACTOR}.kl_loss_type", "low_var_kl")
     elif in_reward and one.flow in HAVE_KL_IN_REWARD:
-        coefficient, estimator = (
-            one.given.get("algorithm.kl_ctrl.kl_coef", 0.001),
-            one.given.get("algorithm.kl_penalty", "kl"),
-        )
+        coefficient = one.given.get("algorithm.kl_ctrl.kl_coef", 0.001)
+        estimator = one.given.get("algorithm.kl_penalty", "kl")
         if one.given.get("algorithm.kl_ctrl.type") == "adaptive" and one.flow == "ppo":
             one.made["algorithm.kl_target"] = one.given.get("algorithm.kl_ctrl.target_kl", 0.1)
     elif in_loss or in_reward:
@@ -116,10 +112,8 @@ def loss(one: Imported, key: str, value: Any, to: str) -> None:
 
 def correction(one: Imported, key: str, value: Any, to: str) -> None:
     if one.given.get("algorithm.rollout_correction.rollout_is"):
-        one.made[to] = {
-            "name": "truncated",
-            "cap": float(one.given.get("algorithm.rollout_correction.rollout_is_threshold", 2.0)),
-        }
+        cap = one.given.get("algorithm.rollout_correction.rollout_is_threshold", 2.0)
+        one.made[to] = {"name": "truncated", "cap": float(cap)}
 
 
 def eval_sets(one: Imported, key: str, value: Any, to: str) -> None:

@@ -18,9 +18,8 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, astuple, dataclass, field
-from itertools import islice
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
@@ -34,13 +33,11 @@ from torch import Tensor
 
 from braidrl.config import SourceConfig
 from braidrl.data.conversions import CONVERSIONS
-from braidrl.data.records import place, quiet
+from braidrl.data.records import quiet
 from braidrl.data.sources import Example
 from braidrl.data.templates import PromptTemplate
-from braidrl.errors import UserError
 
 RESPONSES = ("response", "rejected")
-BATCH = 512
 PROGRESS_AFTER_S = 2.0
 PASSING = "braid-data-"
 PACKAGES = ("datasets", "pyarrow", "transformers", "tokenizers", "jinja2")
@@ -150,48 +147,6 @@ def open_table(folder: Path, write: Callable[[Facts], Iterator[dict[str, Any]]],
         # `weakref.finalize` does not run at the end of a process that multiprocessing has started.
         Finalize(table, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=0)
     return table
-
-
-def table_rows(
-    path: Path, examples: Iterable[Example], template: PromptTemplate, max_prompt_tokens: int, given: int, facts: Facts,
-    title: str,
-) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Yield the rows of a table, and fill in the facts about them. Raises UserError with the location of an invalid example."""
-    source = iter(examples)
-    for batch in with_progress(iter(lambda: list(islice(source, BATCH)), []), title):
-        facts.read += len(batch)
-        texts = []
-        for example in batch:
-            with located(path, example):
-                texts.append(template.with_arguments(example.arguments).render(example.prompt, example.tools))
-        prompts = template.encode_text(texts)
-        for example, ids in zip(batch, prompts, strict=True):
-            if not ids:
-                where = place(path, example.line)
-                raise UserError(f"{where}: the tokenizer makes no token of this prompt; write some text")
-        facts.shortest = min(facts.shortest or len(prompts[0]), *map(len, prompts), len(prompts[0]))
-        kept = [(e, ids) for e, ids in zip(batch, prompts, strict=True) if len(ids) <= max_prompt_tokens]
-        for example, ids in kept:
-            row = {"example": json.dumps(astuple(example), separators=(",", ":")), "prompt": ids}
-            with located(path, example):
-                answers = [answer for answer in (example.response, example.rejected)[:given] if answer is not None]
-                responses = template.encode_given(example, answers)
-            for name, response in zip(RESPONSES, responses, strict=False):
-                row |= {name: response.ids, f"{name}_trained": response.trained}
-                facts.longest_row = max(facts.longest_row, len(ids) + len(response.ids))
-            facts.longest_prompt = max(facts.longest_prompt, len(ids))
-            if example.answer is None and facts.unanswered is None:
-                facts.unanswered, facts.unanswered_fields = example.line, list(example.metadata)
-            yield row
-
-
-@contextmanager
-def located(path: Path, example: Example) -> Iterator[None]:
-    """Add an example's location to any UserError."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"{place(path, example.line)}: {error}") from None
 
 
 def with_progress(

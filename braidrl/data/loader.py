@@ -60,9 +60,9 @@ class Admissions:
         if not sizes or not all(sizes):
             raise UserError("there are no prompts to draw from; give data.train a file with at least one")
         self.sizes, self.weights = list(sizes), list(weights)
-        self.seed = seed
-        self.shuffle = shuffle
+        self.seed, self.shuffle = seed, shuffle
         self.admitted = 0
+        self._identity = {"seed": seed, "shuffle": shuffle, "prompts": self.sizes, "weights": self.weights}
 
     @property
     def epoch_size(self) -> int:
@@ -81,20 +81,17 @@ class Admissions:
 
     def state(self) -> dict[str, Any]:
         """Return the state as JSON; a loader over the same data continues from it exactly."""
-        return {"admitted": self.admitted, "data": self._identity()}
+        return {"admitted": self.admitted, "data": dict(self._identity)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`. Raises UserError if seed, sources or weights differ."""
-        for name, value in self._identity().items():
+        for name, value in self._identity.items():
             if state["data"][name] != value:
                 raise UserError(
                     f"the checkpoint was made with {name} {state['data'][name]} of the training data and this run has {value}; "
                     "resume with the same data settings, or start a new run from its model"
                 )
         self.admitted = state["admitted"]
-
-    def _identity(self) -> dict[str, Any]:
-        return {"seed": self.seed, "shuffle": self.shuffle, "prompts": self.sizes, "weights": self.weights}
 
 
 class PromptLoader(Admissions):
@@ -112,15 +109,15 @@ class PromptLoader(Admissions):
 
     def peek(self, numbers: Sequence[int]) -> list[Admitted]:
         """Return the prompts with these admission numbers, past or future, without advancing."""
-        return [self._admitted(number) for number in numbers]
-
-    def _admitted(self, number: int) -> Admitted:
-        position, place = self._draw.locate(number)
-        source = self.sources[position]
-        epoch, index = divmod(place, len(source))
-        if self.shuffle:
-            index = shuffled(self.seed, position, epoch, len(source), index)
-        return Admitted.of(source, number, position, epoch, index)
+        found = []
+        for number in numbers:
+            position, place = self._draw.locate(number)
+            source = self.sources[position]
+            epoch, index = divmod(place, len(source))
+            if self.shuffle:
+                index = shuffled(self.seed, position, epoch, len(source), index)
+            found.append(Admitted.of(source, number, position, epoch, index))
+        return found
 
 
 def eval_rows(

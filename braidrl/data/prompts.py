@@ -5,8 +5,10 @@ file ──Reading──▶ examples ──PromptTemplate──▶ token ids ─
 One process writes the table of a source; the others of its machine map the same file.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -15,11 +17,21 @@ from typing import Any
 from torch import Tensor
 
 from braidrl.config import DataConfig, SourceConfig
-from braidrl.data.example_table import ExampleTable, Facts, kept_folder, open_table, passing_folder, table_rows
-from braidrl.data.records import check_source
+from braidrl.data.example_table import (
+    RESPONSES,
+    ExampleTable,
+    Facts,
+    kept_folder,
+    open_table,
+    passing_folder,
+    with_progress,
+)
+from braidrl.data.records import check_source, place
 from braidrl.data.sources import Example, Reading
 from braidrl.data.templates import PromptTemplate
 from braidrl.errors import UserError
+
+BATCH = 512
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,14 +65,9 @@ class LoadedSource:
         return self.examples.tokens("prompt", index)
 
     def response(self, index: int, which: str = "response") -> tuple[Tensor, Tensor] | None:
-        """Return a given response, or None if the source was loaded without.
+        """Return the token ids (T,) int64 of a given response, or of the `rejected` one of a pair, and the mask of trained ones, (T,) bool.
 
-        Args:
-            index: The example's position.
-            which: `response`, or `rejected` for the worse one of a pair.
-
-        Returns:
-            Token ids (T,) int64, and the mask of trained ones, (T,) bool.
+        Returns None if the source was loaded without.
         """
         if which not in self.examples.dataset.column_names:
             return None
@@ -126,10 +133,6 @@ class Loading:
         """Return the number of given responses per example."""
         return 2 if self.pairs else int(self.responses)
 
-    def reading(self, source: SourceConfig) -> Reading:
-        """Return a pass over a source."""
-        return Reading(source, responses=self.responses, pairs=self.pairs, usual_split=self.usual_split)
-
 
 def load_train(
     data: DataConfig, tokenizer: Any, *, responses: bool = False, pairs: bool = False,
@@ -188,40 +191,73 @@ def load_source(source: SourceConfig, loading: Loading, kept: str | None = None)
     """
     check_source(source)
     found: list[ExampleTable] = []
+    reading = Reading(source, responses=loading.responses, pairs=loading.pairs, usual_split=loading.usual_split)
 
     def first() -> str:
-        found.append(first_table(source, loading))
+        """Open the table in the cache, or write a new one, to the cache if the source is large enough."""
+        further = (loading.max_prompt_tokens, loading.responses, loading.pairs, loading.usual_split)
+        keep = None if loading.in_memory is None else kept_folder(loading.cache, source, loading.template, *further)
+        begun, rest = list[Example](), iter(reading)
+        if keep is not None and not keep.is_dir():
+            assert loading.in_memory is not None
+            begun = list(islice(rest, loading.in_memory + 1))
+            keep = keep if len(begun) > loading.in_memory else None
+        rows = partial(rows_of, source, loading, reading, chain(begun, rest))
+        found.append(open_table(keep or passing_folder(), rows, loading.given))
         return str(found[0].folder)
 
     folder = loading.readers.first(first) if kept is None else kept
-    table = found[0] if found else open_table(Path(folder), partial(rows_of, source, loading, None), loading.given)
-    return LoadedSource(source.path, source.weight, table)
-
-
-def first_table(source: SourceConfig, loading: Loading) -> ExampleTable:
-    """Return a source's table from the cache, or write a new one, to the cache if the source is large enough."""
-    further = (loading.max_prompt_tokens, loading.responses, loading.pairs, loading.usual_split)
-    keep = None if loading.in_memory is None else kept_folder(loading.cache, source, loading.template, *further)
-    reading, begun = loading.reading(source), list[Example]()
-    read = iter(reading)
-    if keep is not None and not keep.is_dir():
-        assert loading.in_memory is not None
-        begun = list(islice(read, loading.in_memory + 1))
-        keep = keep if len(begun) > loading.in_memory else None
-    rows = partial(rows_of, source, loading, (reading, chain(begun, read)))
-    return open_table(keep or passing_folder(), rows, loading.given)
+    if not found:
+        rows = partial(rows_of, source, loading, reading, iter(reading))
+        found.append(open_table(Path(folder), rows, loading.given))
+    return LoadedSource(source.path, source.weight, found[0])
 
 
 def rows_of(
-    source: SourceConfig, loading: Loading, begun: tuple[Reading, Iterator[Example]] | None, facts: Facts
+    source: SourceConfig, loading: Loading, reading: Reading, examples: Iterator[Example], facts: Facts
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a source's table and fill in the facts; `begun` is a pass over the source already in progress."""
-    reading, examples = begun or (reading := loading.reading(source), iter(reading))
-    limit, title = loading.max_prompt_tokens, f"Tokenising {source.label}"
-    yield from table_rows(source.path, examples, loading.template, limit, loading.given, facts, title)
+    """Yield the rows of a source's table and fill in the facts; `examples` is a pass of `reading`.
+
+    Raises UserError, with the location, for an invalid example, and if no prompt is short enough.
+    """
+    path, template, limit = source.path, loading.template, loading.max_prompt_tokens
+    for batch in with_progress(iter(lambda: list(islice(examples, BATCH)), []), f"Tokenising {source.label}"):
+        facts.read += len(batch)
+        texts = []
+        for example in batch:
+            with located(path, example):
+                texts.append(template.with_arguments(example.arguments).render(example.prompt, example.tools))
+        prompts = template.encode_text(texts)
+        for example, ids in zip(batch, prompts, strict=True):
+            if not ids:
+                where = place(path, example.line)
+                raise UserError(f"{where}: the tokenizer makes no token of this prompt; write some text")
+        facts.shortest = min(facts.shortest or len(prompts[0]), *map(len, prompts), len(prompts[0]))
+        for example, ids in zip(batch, prompts, strict=True):
+            if len(ids) > limit:
+                continue
+            row = {"example": json.dumps(astuple(example), separators=(",", ":")), "prompt": ids}
+            given = (example.response, example.rejected)[: loading.given]
+            with located(path, example):
+                responses = template.encode_given(example, [answer for answer in given if answer is not None])
+            for name, response in zip(RESPONSES, responses, strict=False):
+                row |= {name: response.ids, f"{name}_trained": response.trained}
+                facts.longest_row = max(facts.longest_row, len(ids) + len(response.ids))
+            facts.longest_prompt = max(facts.longest_prompt, len(ids))
+            if example.answer is None and facts.unanswered is None:
+                facts.unanswered, facts.unanswered_fields = example.line, list(example.metadata)
+            yield row
     facts.left_out, facts.without_form = dict(reading.left_out), reading.without_form
     if not facts.longest_prompt:
         raise UserError(
-            f"{source.path}: all {facts.read} prompts are longer than data.max_prompt_tokens={limit}; "
-            f"the shortest has {facts.shortest} tokens"
+            f"{path}: all {facts.read} prompts are longer than data.max_prompt_tokens={limit}; the shortest has {facts.shortest} tokens"
         )
+
+
+@contextmanager
+def located(path: Path, example: Example) -> Iterator[None]:
+    """Add an example's location to any UserError."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{place(path, example.line)}: {error}") from None

@@ -14,8 +14,7 @@ from braidrl.data.records import whole_text
 from braidrl.data.rows import FinishReason
 from braidrl.errors import UserError, first_line
 from braidrl.observe.chart import SMOOTH_FROM, Chart, Series, Tile, chart, mean, page, spell
-from braidrl.observe.lines import whole_file
-from braidrl.observe.metrics import read_metrics
+from braidrl.observe.metrics import read_metrics, whole_file
 from braidrl.observe.progress import spell_seconds
 from braidrl.observe.rollouts import (
     PROMPT_TEXT,

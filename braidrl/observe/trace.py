@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from braidrl.errors import UserError
-from braidrl.observe.lines import LineFile, read_lines
-from braidrl.observe.metrics import Sums
+from braidrl.observe.metrics import LineFile, Sums, read_lines
 
 BusyState = Literal["busy", "waiting"]
 WAITING_WORTH_S = 1e-3

@@ -13,7 +13,7 @@ import pytest
 
 from braidrl.config import DataConfig, SourceConfig
 from braidrl.data.prompts import load_eval, load_train
-from braidrl.data.sources import Reading, read_examples
+from braidrl.data.sources import Reading
 from braidrl.errors import UserError
 
 Write = Callable[..., Path]
@@ -92,4 +92,4 @@ def test_held_out_examples_are_evaluated_and_not_trained(write_jsonl: Write, cha
         DataConfig(train=[source], held_out=2, eval={"held_out": source})
     with pytest.raises(ValueError, match="held_out leaves nothing of what `first` takes"):
         DataConfig(train=[source.model_copy(update={"first": 2})], held_out=2)
-    assert len(read_examples(source)) == 5
+    assert len(list(Reading(source))) == 5

@@ -22,7 +22,7 @@ from braidrl.config import DataConfig, SourceConfig
 from braidrl.data.endings import end_ids_of, hidden_ids, visible_text
 from braidrl.data.loader import PromptLoader, as_rows
 from braidrl.data.prompts import LoadedSource, Loading, load_source, load_train
-from braidrl.data.sources import Reading, read_examples
+from braidrl.data.sources import Reading
 from braidrl.data.templates import PromptTemplate
 from braidrl.errors import UserError
 from braidrl.observe.report import write_report
@@ -241,7 +241,7 @@ def test_tools_may_be_json_text_and_have_another_field(write: Write) -> None:
     assert one == other and '"name": "f"' in one
     with pytest.raises(UserError, match="line 1: 'functions' is a list; write a list of functions"):
         prompts(write([{"prompt": "a", "functions": ["f"]}]), qwen(), tools_field="functions")
-    assert read_examples(SourceConfig(path=write([{"prompt": "a", "tools": ["f"]}])))[0].metadata == {"tools": ["f"]}
+    assert next(iter(Reading(SourceConfig(path=write([{"prompt": "a", "tools": ["f"]}]))))).metadata == {"tools": ["f"]}
 
 
 def test_arguments_of_the_template_are_of_the_run_the_source_and_the_row(write: Write) -> None:
@@ -276,7 +276,7 @@ def test_non_json_columns_do_no_harm_in_the_shared_cases(made: Path, tmp_path: P
     )
     for path in (file, folder):
         for convert in (None, f"{tmp_path}/own.py:example"):
-            examples = read_examples(SourceConfig(path=path, convert=convert))
+            examples = list(Reading(SourceConfig(path=path, convert=convert)))
             assert [(e.prompt[0]["content"], e.answer) for e in examples] == [("What is 2+2?", "4")] * 2  # type: ignore[index]
             assert json.dumps(examples[0].metadata)
 
@@ -293,7 +293,7 @@ def test_non_json_columns_do_no_harm_in_the_shared_cases(made: Path, tmp_path: P
     ],
 )
 def test_other_non_json_values_are_kept_as_far_as_json_allows(write: Write, value: Any, kept: Any) -> None:
-    (example,) = read_examples(SourceConfig(path=write([{"prompt": "a", "extra": value}], "data.parquet")))
+    (example,) = list(Reading(SourceConfig(path=write([{"prompt": "a", "extra": value}], "data.parquet"))))
     assert example.metadata == {"extra": kept}
 
 
@@ -566,10 +566,10 @@ def test_every_form_of_a_pair_gives_the_same_rows(write: Write, record: Any) -> 
 
 def test_texts_without_a_prompt_share_their_beginning(write: Write) -> None:
     path = write([{"chosen": "The sky is blue.", "rejected": "The sky is blown up."}])
-    (example,) = read_examples(SourceConfig(path=path), pairs=True)
+    (example,) = list(Reading(SourceConfig(path=path), pairs=True))
     assert (example.prompt, example.response, example.rejected) == ("The sky is", " blue.", " blown up.")
     with pytest.raises(UserError, match="line 1: no field 'prompt' for the prompt"):
-        read_examples(SourceConfig(path=write([{"chosen": "a b", "rejected": "a c", "question": "?"}])), pairs=True)
+        list(Reading(SourceConfig(path=write([{"chosen": "a b", "rejected": "a c", "question": "?"}])), pairs=True))
 
 
 def test_pairs_that_cannot_be_compared_are_left_out_with_their_reason(write: Write) -> None:
