@@ -106,7 +106,15 @@ def import_object(name: str, type: Any) -> Any:
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
         raise UserError(f"{name!r} names no function; write module:function or path/to/file.py:function")
-    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    if place.endswith(".py"):
+        module = _load_file(Path(place))
+    else:
+        try:
+            module = importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            raise UserError(f"cannot import {place!r} ({error}); is its folder on PYTHONPATH?") from None
+        except Exception as error:
+            raise UserError(f"importing {place!r} raised {error.__class__.__name__}: {error}") from error
     found = getattr(module, attribute, None)
     if not isinstance(found, type):
         what = "function" if type is Callable else type.__name__
@@ -150,15 +158,6 @@ def source_of(name: str) -> Path | None:
     except (ImportError, ValueError):
         return None
     return None if found is None or found.origin is None else Path(found.origin).resolve()
-
-
-def _load_module(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise UserError(f"cannot import {name!r} ({error}); is its folder on PYTHONPATH?") from None
-    except Exception as error:
-        raise UserError(f"importing {name!r} raised {type(error).__name__}: {error}") from error
 
 
 def _load_file(path: Path) -> ModuleType:

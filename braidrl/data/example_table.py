@@ -65,24 +65,45 @@ class Facts:
     """Other fields of that example."""
 
 
-class ExampleTable(Sequence[Example]):
-    """The examples of a source within the length limit, mapped from a file."""
+class LoadedSource(Sequence[Example]):
+    """The examples of a source that passed the length filter, with their token ids, mapped from a file."""
 
-    def __init__(self, dataset: Any, facts: Facts, folder: Path) -> None:
-        self.dataset, self.facts, self.folder = dataset, facts, folder
+    def __init__(self, source: SourceConfig, dataset: Any, facts: Facts, folder: Path) -> None:
+        self.path, self.weight, self.facts, self.kept = source.path, source.weight, facts, str(folder)
+        self.dropped = facts.read - len(dataset)
+        """Number of prompts that were too long."""
         # Reading a cell of a mapped column takes microseconds; a row through the data set takes a hundred times as long.
         self._columns = {name: dataset.data.column(name) for name in dataset.column_names}
 
     def __len__(self) -> int:
-        return len(self.dataset)
+        return len(self._columns["example"])
 
     def __getitem__(self, index: int) -> Example:  # type: ignore[override]
         return Example(*json.loads(self._columns["example"][index].as_py()))
 
-    def tokens(self, column: str, index: int) -> Tensor:
-        """Return token ids (T,) int64 of a row, or the mask of trained ones, (T,) bool."""
-        values = self._columns[column][index].values.to_numpy(zero_copy_only=False)
-        return torch.from_numpy(values.astype(bool if column.endswith("_trained") else np.int64))
+    def prompt(self, index: int) -> Tensor:
+        """Return token ids (T,) int64 of an example's prompt."""
+        return self._cell("prompt", index, np.int64)
+
+    def response(self, index: int, which: str = "response") -> tuple[Tensor, Tensor] | None:
+        """Return the token ids (T,) int64 of a given response, or of the `rejected` one of a pair, and the mask of trained ones, (T,) bool.
+
+        Returns None if the source was loaded without.
+        """
+        if which not in self._columns:
+            return None
+        return self._cell(which, index, np.int64), self._cell(f"{which}_trained", index, bool)
+
+    def _cell(self, column: str, index: int, dtype: type) -> Tensor:
+        return torch.from_numpy(self._columns[column][index].values.to_numpy(zero_copy_only=False).astype(dtype))
+
+    def report(self) -> str:
+        """Return a line for the log: numbers of prompts and dropped prompts, and omitted records and columns."""
+        facts = self.facts
+        said = [f"{facts.read} prompts, {self.dropped} dropped as longer than data.max_prompt_tokens"]
+        said += [f"{count} records left out because {reason}" for reason, count in facts.left_out.items()]
+        said += [f"column {name!r} left out, for which JSON has no form" for name in facts.without_form]
+        return f"{self.path}: {'; '.join(said)}"
 
     def first_beyond(self, size: int) -> tuple[int, int] | None:
         """Return the first row with a token id of `size` or more, and that id; None if there is no such row."""
@@ -106,16 +127,12 @@ class ExampleTable(Sequence[Example]):
         return torch.from_numpy(pyarrow.compute.list_value_length(self._columns[column]).to_numpy().astype(np.int64))
 
 
-def open_table(folder: Path, write: Callable[[Facts], Iterator[dict[str, Any]]], given: int) -> ExampleTable:
-    """Return the table in a folder. If it is incomplete, one process writes it and the others wait.
+def open_table(
+    source: SourceConfig, folder: Path, write: Callable[[Facts], Iterator[dict[str, Any]]], given: int
+) -> LoadedSource:
+    """Return the table in a folder of its own. If it is incomplete, one process writes it and the others wait.
 
-    Args:
-        folder: Folder of this table alone.
-        write: Yields its rows, and fills in the facts.
-        given: Number of given responses per row.
-
-    Raises:
-        UserError: Errors of `write`.
+    `write` yields its rows, with `given` responses each, and fills in the facts. Raises UserError as `write`.
     """
     # Imported here: it takes a second.
     import datasets
@@ -142,7 +159,8 @@ def open_table(folder: Path, write: Callable[[Facts], Iterator[dict[str, Any]]],
     except DatasetGenerationError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise error.__cause__ or error from None
-    table = ExampleTable(dataset, Facts(**json.loads((folder / "facts.json").read_text(encoding="utf-8"))), folder)
+    facts = Facts(**json.loads((folder / "facts.json").read_text(encoding="utf-8")))
+    table = LoadedSource(source, dataset, facts, folder)
     if mine:
         # `weakref.finalize` does not run at the end of a process that multiprocessing has started.
         Finalize(table, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=0)

@@ -49,7 +49,7 @@ class Admitted:
     def of(source: LoadedSource, number: int, position: int, epoch: int, index: int) -> "Admitted":
         """Make the admission of example `index` of a source, which is number `position` among the run's sources."""
         given = tuple(one for name in RESPONSES if (one := source.response(index, name)) is not None)
-        return Admitted(number, position, epoch, index, source.examples[index], source.prompt(index), given)
+        return Admitted(number, position, epoch, index, source[index], source.prompt(index), given)
 
 
 class Admissions:

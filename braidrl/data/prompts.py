@@ -1,6 +1,6 @@
 """Loading of sources: reading, tokenisation and the length filter. Prompts that are too long are dropped and counted here.
 
-file ──Reading──▶ examples ──PromptTemplate──▶ token ids ──at most max_prompt_tokens──▶ ExampleTable ──mapped──▶ LoadedSource
+file ──Reading──▶ examples ──PromptTemplate──▶ token ids ──at most max_prompt_tokens──▶ Arrow file ──mapped──▶ LoadedSource
 
 One process writes the table of a source; the others of its machine map the same file.
 """
@@ -14,13 +14,11 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from braidrl.config import DataConfig, SourceConfig
 from braidrl.data.example_table import (
     RESPONSES,
-    ExampleTable,
     Facts,
+    LoadedSource,
     kept_folder,
     open_table,
     passing_folder,
@@ -32,54 +30,6 @@ from braidrl.data.templates import PromptTemplate
 from braidrl.errors import UserError
 
 BATCH = 512
-
-
-@dataclass(frozen=True, eq=False)
-class LoadedSource:
-    """The examples of one source that passed the length filter, with their token ids."""
-
-    path: Path
-    weight: float
-    examples: ExampleTable
-
-    def __len__(self) -> int:
-        return len(self.examples)
-
-    @property
-    def facts(self) -> Facts:
-        """Return the statistics of the whole source."""
-        return self.examples.facts
-
-    @property
-    def kept(self) -> str:
-        """Return the folder of the table, for other processes to map."""
-        return str(self.examples.folder)
-
-    @property
-    def dropped(self) -> int:
-        """Return the number of prompts that were too long."""
-        return self.facts.read - len(self.examples)
-
-    def prompt(self, index: int) -> Tensor:
-        """Return token ids (T,) int64 of an example's prompt."""
-        return self.examples.tokens("prompt", index)
-
-    def response(self, index: int, which: str = "response") -> tuple[Tensor, Tensor] | None:
-        """Return the token ids (T,) int64 of a given response, or of the `rejected` one of a pair, and the mask of trained ones, (T,) bool.
-
-        Returns None if the source was loaded without.
-        """
-        if which not in self.examples.dataset.column_names:
-            return None
-        return self.examples.tokens(which, index), self.examples.tokens(f"{which}_trained", index)
-
-    def report(self) -> str:
-        """Return a line for the log: numbers of prompts and dropped prompts, and omitted records and columns."""
-        facts = self.facts
-        said = [f"{facts.read} prompts, {self.dropped} dropped as longer than data.max_prompt_tokens"]
-        said += [f"{count} records left out because {reason}" for reason, count in facts.left_out.items()]
-        said += [f"column {name!r} left out, for which JSON has no form" for name in facts.without_form]
-        return f"{self.path}: {'; '.join(said)}"
 
 
 @dataclass(frozen=True)
@@ -190,7 +140,7 @@ def load_source(source: SourceConfig, loading: Loading, kept: str | None = None)
         UserError: The file is invalid, or no prompt is short enough.
     """
     check_source(source)
-    found: list[ExampleTable] = []
+    found: list[LoadedSource] = []
     reading = Reading(source, responses=loading.responses, pairs=loading.pairs, usual_split=loading.usual_split)
 
     def first() -> str:
@@ -203,14 +153,13 @@ def load_source(source: SourceConfig, loading: Loading, kept: str | None = None)
             begun = list(islice(rest, loading.in_memory + 1))
             keep = keep if len(begun) > loading.in_memory else None
         rows = partial(rows_of, source, loading, reading, chain(begun, rest))
-        found.append(open_table(keep or passing_folder(), rows, loading.given))
-        return str(found[0].folder)
+        found.append(open_table(source, keep or passing_folder(), rows, loading.given))
+        return found[0].kept
 
     folder = loading.readers.first(first) if kept is None else kept
-    if not found:
-        rows = partial(rows_of, source, loading, reading, iter(reading))
-        found.append(open_table(Path(folder), rows, loading.given))
-    return LoadedSource(source.path, source.weight, found[0])
+    if found:
+        return found[0]
+    return open_table(source, Path(folder), partial(rows_of, source, loading, reading, iter(reading)), loading.given)
 
 
 def rows_of(

@@ -21,7 +21,7 @@ def test_prompts_that_are_too_long_are_dropped_and_counted(write_jsonl: Write, p
     assert [source.prompt(i).tolist() for i in range(len(source))] == [
         plain_tokenizer("x" * length)["input_ids"] for length in (3, 4, 1)
     ]
-    assert [e.line for e in source.examples] == [1, 3, 5]
+    assert [e.line for e in source] == [1, 3, 5]
     assert (source.facts.read, source.dropped) == (5, 2)
     assert source.report() == f"{path}: 5 prompts, 2 dropped as longer than data.max_prompt_tokens"
 

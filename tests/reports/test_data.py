@@ -299,7 +299,7 @@ def test_other_non_json_values_are_kept_as_far_as_json_allows(write: Write, valu
 
 def test_a_column_of_bytes_is_left_out_and_reported(write: Write) -> None:
     source = load(write([{"prompt": "a", "answer": Decimal("1.5"), "raw": b"x"}], "data.parquet"), byte_tokenizer(None))
-    assert source.examples[0].answer == "1.5" and source.examples[0].metadata == {}
+    assert source[0].answer == "1.5" and source[0].metadata == {}
     assert source.report().endswith("; column 'raw' left out, for which JSON has no form")
 
 
@@ -320,7 +320,7 @@ def test_a_conversion_may_return_arrays_and_dates(write: Write, tmp_path: Path) 
 @needs_cases
 def test_a_lone_surrogate_is_replaced_in_the_shared_cases(made: Path) -> None:
     source = load(made / "surrogate.jsonl", qwen())
-    assert source.examples[0].prompt == "caf�"
+    assert source[0].prompt == "caf�"
     assert source.prompt(0).tolist() == PromptTemplate(qwen()).encode("caf�")
 
 
@@ -329,7 +329,7 @@ def test_text_is_whole_wherever_it_is_in_a_record(write: Write) -> None:
     messages = [{"role": "user", "content": half}, {"role": "assistant", "content": f"x{half}{whole}"}]
     records = [{"messages": messages, "answer": f"{half}a", f"k{half}": [half, {"deep": "\ude00"}]}]
     source = load(write(records), qwen(), responses=True)
-    example = source.examples[0]
+    example = source[0]
     assert (example.answer, example.metadata) == ("�a", {"k�": ["�", {"deep": "�"}]})
     assert sft(write(records), qwen())[0][1].startswith("<think>\n\n</think>\n\nx�😀")
     json.dumps(example.metadata, ensure_ascii=False).encode()
@@ -376,7 +376,7 @@ def test_results_of_a_conversion_without_a_version_are_not_cached(write: Write, 
 
     def first(data: DataConfig) -> Any:
         gc.collect()
-        return load_train(data, qwen())[0].examples[0].prompt
+        return load_train(data, qwen())[0][0].prompt
 
     import sys
 
