@@ -8,13 +8,13 @@ One process writes the table of a source; the others of its machine map the same
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from braidrl.config import DataConfig, SourceConfig
+from braidrl.config import DataConfig
 from braidrl.data.example_table import (
     RESPONSES,
     Facts,
@@ -58,32 +58,6 @@ class Readers:
 ALONE = Readers()
 
 
-@dataclass(frozen=True)
-class Loading:
-    """Options for loading the sources of a run: prompt template, length limit, and fields to read."""
-
-    template: PromptTemplate
-    max_prompt_tokens: int
-    responses: bool = False
-    pairs: bool = False
-    in_memory: int | None = None
-    """Tables of sources with more examples than this are kept in `cache`; None keeps none."""
-    cache: Path = Path()
-    usual_split: str = "train"
-    readers: Readers = ALONE
-    """The processes that load together."""
-
-    @staticmethod
-    def of(data: DataConfig, template: PromptTemplate, **asked: Any) -> "Loading":
-        """Return the options of a configuration."""
-        return Loading(template, data.max_prompt_tokens, in_memory=data.in_memory, cache=data.cache, **asked)
-
-    @property
-    def given(self) -> int:
-        """Return the number of given responses per example."""
-        return 2 if self.pairs else int(self.responses)
-
-
 def load_train(
     data: DataConfig, tokenizer: Any, *, responses: bool = False, pairs: bool = False,
     kept: Sequence[str] | None = None, readers: Readers = ALONE,
@@ -94,10 +68,9 @@ def load_train(
     """
     check_train(data)
     template = PromptTemplate.of(tokenizer, data)
-    loading = Loading.of(data, template, responses=responses, pairs=pairs, readers=readers)
-    sources = data.training_sources
-    places = kept if kept is not None else [None] * len(sources)
-    return [load_source(source, loading, of_source) for source, of_source in zip(sources, places, strict=True)]
+    readings = [Reading(source, responses=responses, pairs=pairs) for source in data.training_sources]
+    places = kept if kept is not None else [None] * len(readings)
+    return [load_source(one, data, template, place, readers) for one, place in zip(readings, places, strict=True)]
 
 
 def check_train(data: DataConfig) -> None:
@@ -111,66 +84,60 @@ def load_eval(
     readers: Readers = ALONE,
 ) -> dict[str, LoadedSource]:  # fmt: skip
     """Load the held-out sets by name, as `load_train` does. Raises UserError for an invalid file."""
-    template = PromptTemplate.of(tokenizer, data)
-    loading = Loading.of(data, template, pairs=pairs, readers=readers)
-    usual = {name: "test" if name in data.eval else "train" for name in data.evaluation_sources}
-    return {
-        name: load_source(source, replace(loading, usual_split=usual[name]), kept[name] if kept else None)
-        for name, source in data.evaluation_sources.items()
-    }
+    template, found = PromptTemplate.of(tokenizer, data), {}
+    for name, source in data.evaluation_sources.items():
+        reading = Reading(source, pairs=pairs, usual_split="test" if name in data.eval else "train")
+        found[name] = load_source(reading, data, template, kept[name] if kept else None, readers)
+    return found
 
 
 def load_texts(data: DataConfig, tokenizer: Any, kept: str | None = None, readers: Readers = ALONE) -> LoadedSource:
     """Load the pre-training texts of `data.ptx`. Raises UserError if there are none, or for an invalid file."""
     if data.ptx is None:
         raise UserError("data.ptx is not set, and the flow trains on pre-training text; write data.ptx=texts.jsonl")
-    template = PromptTemplate(tokenizer, chat_template=False)
-    return load_source(data.ptx, Loading.of(data, template, readers=readers), kept)
+    return load_source(Reading(data.ptx), data, PromptTemplate(tokenizer, chat_template=False), kept, readers)
 
 
-def load_source(source: SourceConfig, loading: Loading, kept: str | None = None) -> LoadedSource:
+def load_source(
+    reading: Reading, data: DataConfig, template: PromptTemplate, kept: str | None = None, readers: Readers = ALONE
+) -> LoadedSource:
     """Read, tokenise and filter one source, or map another process's table of it.
 
-    Args:
-        source: The file or folder and its fields.
-        loading: The options.
-        kept: Another rank's `LoadedSource.kept` of it. If this machine does not have that folder, the source is read into it.
-
-    Raises:
-        UserError: The file is invalid, or no prompt is short enough.
+    `kept` is another rank's `LoadedSource.kept` of it; if this machine does not have that folder, the source is read into it.
+    Raises UserError if the file is invalid, or no prompt is short enough.
     """
+    source, given = reading.source, 2 if reading.pairs else int(reading.responses)
     check_source(source)
     found: list[LoadedSource] = []
-    reading = Reading(source, responses=loading.responses, pairs=loading.pairs, usual_split=loading.usual_split)
 
     def first() -> str:
         """Open the table in the cache, or write a new one, to the cache if the source is large enough."""
-        further = (loading.max_prompt_tokens, loading.responses, loading.pairs, loading.usual_split)
-        keep = None if loading.in_memory is None else kept_folder(loading.cache, source, loading.template, *further)
+        further = (data.max_prompt_tokens, reading.responses, reading.pairs, reading.usual_split)
+        keep = kept_folder(data.cache, source, template, *further)
         begun, rest = list[Example](), iter(reading)
         if keep is not None and not keep.is_dir():
-            assert loading.in_memory is not None
-            begun = list(islice(rest, loading.in_memory + 1))
-            keep = keep if len(begun) > loading.in_memory else None
-        rows = partial(rows_of, source, loading, reading, chain(begun, rest))
-        found.append(open_table(source, keep or passing_folder(), rows, loading.given))
+            begun = list(islice(rest, data.in_memory + 1))
+            keep = keep if len(begun) > data.in_memory else None
+        rows = partial(rows_of, reading, chain(begun, rest), template, data.max_prompt_tokens, given)
+        found.append(open_table(source, keep or passing_folder(), rows, given))
         return found[0].kept
 
-    folder = loading.readers.first(first) if kept is None else kept
+    folder = readers.first(first) if kept is None else kept
     if found:
         return found[0]
-    return open_table(source, Path(folder), partial(rows_of, source, loading, reading, iter(reading)), loading.given)
+    rows = partial(rows_of, reading, iter(reading), template, data.max_prompt_tokens, given)
+    return open_table(source, Path(folder), rows, given)
 
 
 def rows_of(
-    source: SourceConfig, loading: Loading, reading: Reading, examples: Iterator[Example], facts: Facts
+    reading: Reading, examples: Iterator[Example], template: PromptTemplate, limit: int, given: int, facts: Facts
 ) -> Iterator[dict[str, Any]]:
     """Yield the rows of a source's table and fill in the facts; `examples` is a pass of `reading`.
 
     Raises UserError, with the location, for an invalid example, and if no prompt is short enough.
     """
-    path, template, limit = source.path, loading.template, loading.max_prompt_tokens
-    for batch in with_progress(iter(lambda: list(islice(examples, BATCH)), []), f"Tokenising {source.label}"):
+    path, title = reading.source.path, f"Tokenising {reading.source.label}"
+    for batch in with_progress(iter(lambda: list(islice(examples, BATCH)), []), title):
         facts.read += len(batch)
         texts = []
         for example in batch:
@@ -186,9 +153,9 @@ def rows_of(
             if len(ids) > limit:
                 continue
             row = {"example": json.dumps(astuple(example), separators=(",", ":")), "prompt": ids}
-            given = (example.response, example.rejected)[: loading.given]
             with located(path, example):
-                responses = template.encode_given(example, [answer for answer in given if answer is not None])
+                answers = [answer for answer in (example.response, example.rejected)[:given] if answer is not None]
+                responses = template.encode_given(example, answers)
             for name, response in zip(RESPONSES, responses, strict=False):
                 row |= {name: response.ids, f"{name}_trained": response.trained}
                 facts.longest_row = max(facts.longest_row, len(ids) + len(response.ids))

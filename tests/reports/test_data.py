@@ -21,7 +21,7 @@ from braidrl.agents.turns import TurnTemplate
 from braidrl.config import DataConfig, SourceConfig
 from braidrl.data.endings import end_ids_of, hidden_ids, visible_text
 from braidrl.data.loader import PromptLoader, as_rows
-from braidrl.data.prompts import LoadedSource, Loading, load_source, load_train
+from braidrl.data.prompts import LoadedSource, load_source, load_train
 from braidrl.data.sources import Reading
 from braidrl.data.templates import PromptTemplate
 from braidrl.errors import UserError
@@ -63,8 +63,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(path: Path, tokenizer: Any, responses: bool = False, pairs: bool = False, **settings: Any) -> LoadedSource:
     template = PromptTemplate(tokenizer, arguments=settings.pop("arguments", {}))
-    loading = Loading(template, 4096, responses=responses, pairs=pairs)
-    return load_source(SourceConfig(path=path, **settings), loading)
+    reading = Reading(SourceConfig(path=path, **settings), responses=responses, pairs=pairs)
+    return load_source(reading, DataConfig(max_prompt_tokens=4096), template)
 
 
 def prompts(path: Path, tokenizer: Any, **settings: Any) -> list[str]:
