@@ -58,15 +58,8 @@ class Inspector:
         """
         versions = {"python": platform.python_version(), **{name: version_of(name) for name in PACKAGES}}
         unseen = {key: f"{path} is not there" for key, path in paths.items() if not os.access(path, os.R_OK)}
-        if folder is not None and not Path(folder, mark).exists():
-            unseen["output"] = (
-                f"{folder} here is not the command's: a file written there is not seen; put the run on a shared file system"
-            )
-        elif folder is not None:
-            try:
-                Path(folder, own).touch()
-            except OSError as error:
-                unseen["output"] = f"{folder} cannot be written: {error.strerror}"
+        if folder is not None and (why := unusable(Path(folder), mark, own)):
+            unseen["output"] = why
         if not os.environ.get("CUDA_VISIBLE_DEVICES", "-"):  # Ray hides devices from an actor that requests none
             del os.environ["CUDA_VISIBLE_DEVICES"]
         import torch
@@ -83,6 +76,19 @@ class Inspector:
             except OSError as error:
                 closed[name] = f"{place[0]}:{place[1]}: {error}"
         return closed
+
+
+def unusable(folder: Path, mark: str, own: str) -> str:
+    """Create a file in the run's folder; return the reason if the node cannot use the folder, else empty text."""
+    if not (folder / mark).exists():
+        return (
+            f"{folder} here is not the command's: a file written there is not seen; put the run on a shared file system"
+        )
+    try:
+        (folder / own).touch()
+    except OSError as error:
+        return f"{folder} cannot be written: {error.strerror}"
+    return ""
 
 
 def examine_cluster(config: Config | None, say: Callable[[str], None]) -> bool:

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
-from braidrl.data.frames import CodecError, Frame, join, split
-from braidrl.data.messages import pack_message, unpack_message
+from braidrl.data.messages import CodecError, Frame, join, pack_message, split, unpack_message
 from braidrl.data.rows import Column, Objects, Rows
 
 MARK = b"braidrow"

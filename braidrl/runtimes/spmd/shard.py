@@ -19,8 +19,7 @@ from torch import Tensor
 
 from braidrl.cluster.world import World
 from braidrl.data.codec import decode, encode, unpack_rows
-from braidrl.data.frames import join, split
-from braidrl.data.messages import pack_message, unpack_message
+from braidrl.data.messages import join, pack_message, split, unpack_message
 from braidrl.data.packing import balanced_partition, imbalance
 from braidrl.data.rows import Column, Rows, named_rows, tokens_of
 from braidrl.flow import Stage
