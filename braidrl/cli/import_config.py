@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from braidrl.config import DataConfig, parse_config
+from braidrl.config import parse_config
 from braidrl.errors import UserError
 from braidrl.parsing import read_yaml
 
@@ -55,6 +55,10 @@ class Imported:
     def number(self, key: str, default: int = 1) -> int:
         """Return a whole number of verl's configuration."""
         return int(self.given.get(key) or default)
+
+
+class Left(str):
+    """What to do about a key without a counterpart."""
 
 
 Rule = Callable[[Imported, str, Any, str], None]
@@ -105,11 +109,6 @@ def clip(one: Imported, key: str, value: Any, to: str) -> None:
     one.made["algorithm.clip_high"] = one.given.get(f"{ACTOR}.clip_ratio_high", both)
 
 
-def loss(one: Imported, key: str, value: Any, to: str) -> None:
-    if value != "vanilla":
-        one.left[key] = f"algorithm.loss, where `braid list losses` has one like {value}"
-
-
 def correction(one: Imported, key: str, value: Any, to: str) -> None:
     if one.given.get("algorithm.rollout_correction.rollout_is"):
         cap = one.given.get("algorithm.rollout_correction.rollout_is_threshold", 2.0)
@@ -148,13 +147,6 @@ def lora(one: Imported, key: str, value: Any, to: str) -> None:
             one.made[to]["targets"] = targets
 
 
-def schedule(one: Imported, key: str, value: Any, to: str) -> None:
-    if value in ("constant", "linear", "cosine"):
-        one.made[to] = value
-    else:
-        one.left[key] = "trainer.schedule is constant, linear or cosine"
-
-
 def axis(name: str, one: Imported, key: str, value: Any, to: str) -> None:
     """Set an axis of the trainer's layout."""
     if int(value) > 1:
@@ -164,23 +156,6 @@ def axis(name: str, one: Imported, key: str, value: Any, to: str) -> None:
 def shard(one: Imported, key: str, value: Any, to: str) -> None:
     if str(value).startswith("fsdp") and one.number("trainer.n_gpus_per_node", 8) * one.number("trainer.nnodes") > 1:
         one.made.setdefault(to, {})["shard"] = "full"
-
-
-def dtype(one: Imported, key: str, value: Any, to: str) -> None:
-    known = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}.get(str(value))
-    if known is None:
-        one.left[key] = f"{to} is bfloat16 or float32"
-    elif not (to == "dtype" and known == "bfloat16"):  # the default on CUDA
-        one.made[to] = known
-
-
-def engine(one: Imported, key: str, value: Any, to: str) -> None:
-    if value == "vllm":
-        one.made[to] = "vllm"
-    elif value not in ("hf", *UNSET):
-        one.left[key] = (
-            f"start servers of {value} and write rollout.engine=http, rollout.servers={{urls: [...], dialect: {value}}}"
-        )
 
 
 def vllm_more(one: Imported, key: str, value: Any, to: str) -> None:
@@ -223,15 +198,28 @@ def trackers(one: Imported, key: str, value: Any, to: str) -> None:
         one.left[key] = f"no tracker is called {', '.join(unknown)}; see `braid list trackers`"
 
 
-def template(one: Imported, key: str, value: Any, to: str) -> None:
-    if value and "template" in DataConfig.model_fields:
-        one.made[to] = value
-    elif value:
-        one.left[key] = "put them into the tokenizer's chat template"
-
-
+ENGINES = {"vllm": "vllm", "hf": None, **{str(unset): None for unset in UNSET}}
+DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
 VALUES: dict[str, Callable[[Imported, Any, str], Any]] = {
     "": lambda one, value, to: value,
+    "loss": lambda one, value, to: (
+        None if value == "vanilla" else Left(f"algorithm.loss, where `braid list losses` has one like {value}")
+    ),
+    "schedule": lambda one, value, to: (
+        value if value in ("constant", "linear", "cosine") else Left("trainer.schedule is constant, linear or cosine")
+    ),
+    "dtype": lambda one, value, to: (
+        None
+        if to == "dtype" and DTYPES.get(str(value)) == "bfloat16"  # the default on CUDA
+        else DTYPES.get(str(value), Left(f"{to} is bfloat16 or float32"))
+    ),
+    "engine": lambda one, value, to: ENGINES.get(
+        str(value),
+        Left(
+            f"start servers of {value} and write rollout.engine=http, rollout.servers={{urls: [...], dialect: {value}}}"
+        ),
+    ),
+    "template": lambda one, value, to: value or None,
     "given": lambda one, value, to: value if value not in UNSET else None,
     "at_least_zero": lambda one, value, to: max(0, int(value)),
     "positive": lambda one, value, to: int(value) if int(value) > 0 else None,
@@ -254,11 +242,11 @@ VALUES: dict[str, Callable[[Imported, Any, str], Any]] = {
         value if one.given.get(f"{ROLLOUT}.name") == "vllm" and (to, value) not in ONE else None
     ),
 }
-"""Rules that make the value of Braid's key `to` from verl's value; None leaves the key out."""
+"""Rules that make the value of Braid's key `to` from verl's value, or what is left to do; None leaves the key out."""
 RULES: dict[str, Rule] = {
-    "flow": flow, "kl": kl, "clip": clip, "loss": loss, "correction": correction, "eval_sets": eval_sets, "field_name": of_source,
-    "first": of_source, "lora": lora, "schedule": schedule, "shard": shard, "dtype": dtype, "engine": engine, "vllm_more": vllm_more,
-    "verify": verify, "reward_model": reward_model, "workers": workers, "trackers": trackers, "template": template,
+    "flow": flow, "kl": kl, "clip": clip, "correction": correction, "eval_sets": eval_sets, "field_name": of_source,
+    "first": of_source, "lora": lora, "shard": shard, "vllm_more": vllm_more,
+    "verify": verify, "reward_model": reward_model, "workers": workers, "trackers": trackers,
     **{name: partial(axis, name) for name in ("tensor", "pipeline", "sequence")},
 }  # fmt: skip
 """Rules that set several keys, or leave a line for the user."""
@@ -286,7 +274,10 @@ def import_config(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         elif (rule := row.get("rule", "")) in RULES:
             RULES[rule](one, key, value, row.get("to", ""))
         elif rule or "to" in row:
-            if (made := VALUES[rule](one, value, to := row.get("to", ""))) is not None:
+            made = VALUES[rule](one, value, to := row.get("to", ""))
+            if isinstance(made, Left):
+                one.left[key] = made
+            elif made is not None:
                 one.made[to] = made
         elif row.get("note") == "no counterpart" and value not in (False, 0):
             one.left[key] = "no counterpart"
