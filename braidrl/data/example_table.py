@@ -185,15 +185,9 @@ def with_progress(
 
 
 def kept_folder(cache: Path, source: SourceConfig, template: PromptTemplate, *further: Any) -> Path | None:
-    """Return the cache folder of a source's table; its name depends on files, settings, code and tokenizer.
+    """Return the folder of a source's table in the cache; its name depends on files, settings, code, tokenizer and `further` values.
 
     It returns None if the table depends on unknown code: a conversion without a version, or a tokenizer with its own code.
-
-    Args:
-        cache: Folder of all tables.
-        source: The file or folder, with the selection of examples.
-        template: Turns prompts into token ids.
-        further: Other values that affect the table.
     """
     own_conversion = source.convert is not None and source.convert not in CONVERSIONS
     tokenizer = template.tokenizer

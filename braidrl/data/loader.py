@@ -123,15 +123,9 @@ class PromptLoader(Admissions):
 def eval_rows(
     source: LoadedSource, samples: int, max_prompts: int | None = None, number: int = 0, rank: int = 0, size: int = 1
 ) -> Rows:
-    """Return the prompts of a held-out set as rows.
+    """Return the prompts of a held-out set as rows, `samples` of each of the first `max_prompts`, or the share of one of `size` ranks.
 
-    Args:
-        source: The held-out set.
-        samples: Rows of each prompt.
-        max_prompts: Number of prompts, from the first; all by default.
-        number: Number of the set, for the rows' `source`; their `group` is the prompt's position in the file.
-        rank: The rank whose share of the prompts is returned.
-        size: Number of ranks.
+    `number` is the set's, for the rows' `source`; their `group` is the prompt's position in the file.
     """
     count = len(source) if max_prompts is None else min(max_prompts, len(source))
     share = equal_share(count, rank, size)

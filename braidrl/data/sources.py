@@ -156,8 +156,7 @@ def make_example(source: SourceConfig, record: Record, line: int, responses: boo
         given = (field,)
         prompt, response = given_response(source, record, field, where)
     else:
-        found = find_required(where, "prompt", source.prompt_field, record)
-        prompt = check_prompt(where, source.prompt_field, found)
+        prompt = prompt_of(source, record, where)
     tools, arguments = tools_and_arguments(source, record, where)
     # Fields with other names are kept too: a verifier may use the data's own name.
     used = {*given, *({"prompt", "answer"} & {source.prompt_field, source.answer_field})}
@@ -178,7 +177,7 @@ def given_response(source: SourceConfig, record: Record, field: str, where: str)
     if isinstance(found, list) and found and not is_answer(found[0]) and isinstance(found[0], dict):
         messages = check_messages(where, field, found)
         return split_conversation(messages, source.train_on, f"{where}: {field!r}")
-    prompt = check_prompt(where, source.prompt_field, find_required(where, "prompt", source.prompt_field, record))
+    prompt = prompt_of(source, record, where)
     response = check_response(where, field, found)
     if isinstance(response, str):
         return prompt, response
@@ -189,16 +188,9 @@ def given_response(source: SourceConfig, record: Record, field: str, where: str)
 def split_conversation(
     messages: list[ChatMessage], train_on: str, where: str, least: int = 0
 ) -> tuple[list[ChatMessage], list[ChatMessage]]:
-    """Split a conversation before the turns to train on; the second part ends with an assistant's turn.
+    """Split a conversation before the turns to train on, `all` of the assistant or the `last`; the second part ends with one of these.
 
-    Args:
-        messages: The conversation.
-        train_on: `all` assistant turns, or the `last`.
-        where: Location, for messages.
-        least: Minimum number of messages before these turns.
-
-    Raises:
-        UserError: There is no such turn, or no message before it.
+    At least `least` messages come before these turns. Raises UserError if there is no such turn, or no message before it.
     """
     answers = [number for number, message in enumerate(messages) if number >= least and message["role"] == "assistant"]
     if not answers or not (start := answers[-1] if train_on == "last" else answers[0]):
@@ -235,8 +227,7 @@ def pair_of(source: SourceConfig, record: Record, where: str) -> tuple[Prompt, R
                 f"{where}: no field 'prompt' for the prompt, and the two responses begin differently; add the prompt"
             )
         return chosen[:end], chosen[end:], rejected[end:]
-    prompt = check_prompt(where, source.prompt_field, find_required(where, "prompt", source.prompt_field, record))
-    return prompt, chosen, rejected
+    return prompt_of(source, record, where), chosen, rejected
 
 
 def tools_and_arguments(
@@ -283,8 +274,10 @@ def find(record: Mapping[str, Any], field: str) -> Any:
     return value
 
 
-def check_prompt(where: str, field: str, prompt: Any) -> Prompt:
+def prompt_of(source: SourceConfig, record: Record, where: str) -> Prompt:
     """Return the prompt. Raises UserError unless it is text or chat messages, and not empty."""
+    field = source.prompt_field
+    prompt = find_required(where, "prompt", field, record)
     if isinstance(prompt, str) and prompt:
         return prompt
     if not isinstance(prompt, list) or not prompt:

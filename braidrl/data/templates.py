@@ -223,13 +223,9 @@ class Retokenizer:
     template: PromptTemplate
 
     def rows(self, rows: Rows) -> Rows:
-        """Return the same rows in the role's own token ids.
+        """Return identity, length, tokens, action_mask and sequence_lengths of the same rows in the role's own token ids.
 
-        Args:
-            rows: Rows with tokens, prompt_length and metadata, which includes the example's prompt.
-
-        Returns:
-            Identity, length, tokens, action_mask and sequence_lengths. An end of sequence becomes the role's own.
+        `rows` have tokens, prompt_length and metadata, which includes the example's prompt. An end of sequence becomes the role's own.
         """
         texts, mask = [], []
         for number in range(len(rows)):
