@@ -6,7 +6,7 @@ workers ──Sums──▶ merge ──means──▶ MetricsWriter ──▶ m
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -72,14 +72,6 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Rewrite the file with only the lines that `keep` accepts, and return them. A kill during this leaves the old file intact."""
-    kept = [record for record in read_lines(path) if keep(record)]
-    with whole_file(path) as unfinished:
-        unfinished.write_text("".join(json.dumps(record, allow_nan=False) + "\n" for record in kept))
-    return kept
-
-
 class MetricsWriter:
     """Writes each step's metrics once, in the order of steps."""
 
@@ -93,7 +85,11 @@ class MetricsWriter:
             raise UserError(
                 f"{folder} holds the metrics of an earlier run; go on with it by --resume, or choose another name"
             )
-        kept = keep_lines(path, lambda line: line["step"] <= (resume_step or 0)) if path.exists() else []
+        kept = [line for line in read_lines(path) if line["step"] <= (resume_step or 0)] if path.exists() else []
+        if path.exists():
+            # A kill during this leaves the old file intact.
+            with whole_file(path) as unfinished:
+                unfinished.write_text("".join(json.dumps(line, allow_nan=False) + "\n" for line in kept))
         self.lacking = sorted(set(range(1, (resume_step or 0) + 1)) - {line["step"] for line in kept})
         """Steps before the checkpoint that have no line."""
         self.last: Mapping[str, Any] = kept[-1] if kept else {"step": -1}
