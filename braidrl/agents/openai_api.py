@@ -254,7 +254,9 @@ def read_response(body: Mapping[str, Any]) -> TurnRequest:
     messages: list[ChatMessage] = [{"role": "system", "content": instructions}] if instructions else []
     for item in items:
         kind = item.get("type", "message") if isinstance(item, dict) else None
-        keys = {"function_call": ("call_id", "name", "arguments"), "function_call_output": ("call_id",)}.get(kind, ())
+        keys = {"function_call": ("call_id", "name", "arguments"), "function_call_output": ("call_id",)}.get(
+            str(kind), ()
+        )
         if kind not in ("message", "reasoning") and not (keys and all(isinstance(item.get(key), str) for key in keys)):
             raise UserError(
                 f"an item of `input` is a message, a function_call or a function_call_output, not {shown(item)}"

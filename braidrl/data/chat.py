@@ -36,8 +36,10 @@ def normal_message(message: Mapping[str, Any]) -> ChatMessage:
         if not isinstance(call, Mapping):
             raise UserError(f"a call of a tool is an object with `function`, not {call!r}")
         function = call.get("function")
-        nested = isinstance(function, Mapping)
-        normal["tool_calls"].append({**call, "function": with_arguments(function)} if nested else with_arguments(call))
+        if isinstance(function, Mapping):
+            normal["tool_calls"].append({**call, "function": with_arguments(function)})
+        else:
+            normal["tool_calls"].append(with_arguments(call))
     return normal
 
 

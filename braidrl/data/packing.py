@@ -151,10 +151,8 @@ def plan_micro_batches(
         for row, group in enumerate(groups):
             members.setdefault(group, []).append(row)
         rows_of = list(members.values())
-        tokens, group_costs = (
-            [sum(each[row] for row in rows) for rows in rows_of]
-            for each in (lengths, lengths if costs is None else costs)
-        )
+        tokens = [sum(lengths[row] for row in rows) for rows in rows_of]
+        group_costs = tokens if costs is None else [sum(costs[row] for row in rows) for rows in rows_of]
         names = [f"group {group}, which must stay whole," for group in members]
         whole = plan_micro_batches(tokens, dp_size, max_tokens, group_costs, oversized, names)
         return [[sorted(row for item in batch for row in rows_of[item]) for batch in rank] for rank in whole]
