@@ -105,7 +105,6 @@ def check_levels(value: Any) -> None:
 
 
 def too_deep() -> ValueError:
-    """Return the error for values nested too deep."""
     return ValueError(f"it is nested more than {MOST_LEVELS} levels deep")
 
 

@@ -417,7 +417,6 @@ class StopMatcher:
         self._found: int | None = None
 
     def add(self, piece: str) -> None:
-        """Append to the text."""
         for number, (stop, border) in enumerate(self._stops):
             begun = self._begun[number]
             for place, character in enumerate(piece, self._length + 1):

@@ -73,7 +73,6 @@ class TurnReply:
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """Return the turn's tool calls."""
         return self.message.get("tool_calls", [])
 
 
@@ -163,7 +162,6 @@ def reply(text: str, with_tools: bool) -> ChatMessage:
 
 
 def usage(answered: TurnReply) -> dict[str, int]:
-    """Return the token counts."""
     total = answered.prompt + answered.sampled
     return {"prompt_tokens": answered.prompt, "completion_tokens": answered.sampled, "total_tokens": total}
 
@@ -184,13 +182,11 @@ def chunk_of(asked: TurnRequest, name: str, *choices: Mapping[str, Any], **more:
 
 
 def chat_delta(asked: TurnRequest, name: str, pieces: Sequence[str]) -> Iterator[str]:
-    """Yield the chunk with the last piece of a text."""
     role = {"role": "assistant"} if len(pieces) == 1 else {}
     yield chunk_of(asked, name, {"delta": {**role, "content": pieces[-1]}})
 
 
 def chat_events(asked: TurnRequest, answered: TurnReply, pieces: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the chunks of a chat completion after the pieces already sent."""
     name, rest = answered.name, answered.text[len("".join(pieces)) :]
     if rest or not pieces:
         yield from chat_delta(asked, name, [*pieces, rest])
@@ -216,12 +212,10 @@ def completion_whole(asked: TurnRequest, answered: TurnReply) -> dict[str, Any]:
 
 
 def completion_delta(asked: TurnRequest, name: str, pieces: Sequence[str]) -> Iterator[str]:
-    """Yield the chunk with the last piece of a text."""
     yield event(completion(asked, name, "text_completion", {"text": pieces[-1], "logprobs": None}))
 
 
 def completion_events(asked: TurnRequest, answered: TurnReply, pieces: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the chunks of a completion after the pieces already sent."""
     rest = {"text": answered.text[len("".join(pieces)) :], "logprobs": None, "finish_reason": answered.reason}
     yield event(completion(asked, answered.name, "text_completion", rest))
     if asked.counts:
@@ -239,6 +233,8 @@ COMPLETIONS = Protocol(read_completion, completion_whole, completion_delta, comp
 
 
 TEXTS = ("input_text", "output_text", "text")
+ITEM_TEXTS = {"function_call": ("call_id", "name", "arguments"), "function_call_output": ("call_id",)}
+"""Texts that items of these kinds must have."""
 OPENING = 3
 """Events that open a response and its message, before one for each piece of its text."""
 
@@ -254,9 +250,7 @@ def read_response(body: Mapping[str, Any]) -> TurnRequest:
     messages: list[ChatMessage] = [{"role": "system", "content": instructions}] if instructions else []
     for item in items:
         kind = item.get("type", "message") if isinstance(item, dict) else None
-        keys = {"function_call": ("call_id", "name", "arguments"), "function_call_output": ("call_id",)}.get(
-            str(kind), ()
-        )
+        keys = ITEM_TEXTS.get(str(kind), ())
         if kind not in ("message", "reasoning") and not (keys and all(isinstance(item.get(key), str) for key in keys)):
             raise UserError(
                 f"an item of `input` is a message, a function_call or a function_call_output, not {shown(item)}"
@@ -316,7 +310,6 @@ def response_delta(asked: TurnRequest, name: str, pieces: Sequence[str]) -> Iter
 
 
 def response_events(asked: TurnRequest, answered: TurnReply, pieces: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the events of a response after the pieces already sent."""
     yield from every_event(asked, answered, pieces)[OPENING + len(pieces) if pieces else 0 :]
 
 

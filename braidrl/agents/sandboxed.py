@@ -48,7 +48,6 @@ class SandboxedEnvironment:
         return (await answer_of(self._talk, "reset", example)).get("context")
 
     async def step(self, text: str) -> Observation:
-        """Return the observation after the model's turn."""
         return observation_of(await answer_of(self._talk, "step", text))
 
     async def close(self) -> None:
@@ -108,7 +107,6 @@ class EnvironmentHost:
             )
 
     async def talk(self) -> Talk:
-        """Return a talk with a copy for a trajectory."""
         await in_thread(self._load)
         made = self.host.talk(self._talks.discard)
         self._talks.add(made)

@@ -48,7 +48,6 @@ def parse_tool_call(text: str) -> ToolCall:
 
 
 def call_id(number: int) -> str:
-    """Return the id of a turn's call."""
     return f"call{number:05d}"
 
 

@@ -19,5 +19,4 @@ class ToolEnvironment(ToolTurns):
         super().__init__([get_json_schema(function) for function in functions])
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Call one of the functions, as `ToolTurns.call`."""
         return await called(self._functions[name], **arguments)

@@ -76,7 +76,6 @@ def config_of(model: str) -> Any:
 
 
 def line(finding: Finding) -> str:
-    """Return the line of one property."""
     if finding.note:
         return f"REFUSED {finding.name:{WIDTH}} {finding.note}"
     verdict = "ok      " if finding.holds else "WRONG   "

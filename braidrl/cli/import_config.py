@@ -45,7 +45,6 @@ class Imported:
 
     @property
     def flow(self) -> str:
-        """Return the recipe."""
         named = str(self.given.get("algorithm.adv_estimator", "gae")).rpartition(".")[2].lower()
         dynamic = self.given.get("algorithm.filter_groups.enable") or "dapo" in (
             self.given.get("reward_model.reward_manager"), self.given.get("reward.reward_manager.name"),
@@ -53,7 +52,6 @@ class Imported:
         return "dapo" if dynamic and named == "grpo" else FLOWS.get(named, "grpo")
 
     def number(self, key: str, default: int = 1) -> int:
-        """Return a whole number of verl's configuration."""
         return int(self.given.get(key) or default)
 
 

@@ -74,7 +74,6 @@ def load_train(
 
 
 def check_train(data: DataConfig) -> None:
-    """Raise UserError if no training data is configured."""
     if not data.train:
         raise UserError("data.train is not set; give it a .jsonl or .parquet file, as in data.train=train.jsonl")
 

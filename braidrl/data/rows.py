@@ -102,12 +102,10 @@ class Rows:
 
     @property
     def index(self) -> "Rows":
-        """Return the index columns alone."""
         return Rows({name: column for name, column in self._columns.items() if isinstance(column, Tensor)})
 
     @property
     def payload(self) -> "Rows":
-        """Return the payload columns alone."""
         return Rows({name: column for name, column in self._columns.items() if not isinstance(column, Tensor)})
 
     def take(self, rows: Tensor | Sequence[int] | Sequence[bool]) -> "Rows":

@@ -56,7 +56,6 @@ class PromptTemplate:
 
     @staticmethod
     def of(tokenizer: Any, data: DataConfig) -> "PromptTemplate":
-        """Return the template for a run's configuration."""
         return PromptTemplate(tokenizer, data.chat_template, data.system_prompt, data.template)
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> "PromptTemplate":

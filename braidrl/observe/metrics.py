@@ -180,7 +180,6 @@ class Sums:
                 self.add(f"{role}/{name}", number, len(values))
 
     def merge(self, other: "Sums") -> None:
-        """Add everything in `other`."""
         for name, (total, count) in other._pairs.items():
             if name.endswith("_max"):
                 self.highest(name, total)

@@ -126,12 +126,10 @@ def write_report(run: Path) -> Path:
 
 
 def matching(picture: Picture, curves: Curves) -> list[Series]:
-    """Return the metrics that belong to the picture."""
     return [one for name, one in curves.items() if any(re.fullmatch(pattern, name) for pattern in picture.keys)]
 
 
 def charts_of(pictures: Sequence[Picture], curves: Curves) -> list[Chart]:
-    """Return the charts of all pictures that have a metric."""
     charts = []
     for picture in pictures:
         series = matching(picture, curves)

@@ -53,7 +53,6 @@ def recorded_steps(run: Path, evaluation: str | None = None) -> list[int]:
 
 
 def recorded_evaluations(run: Path) -> list[str]:
-    """List the evaluation sets with recorded rows."""
     found = (re.fullmatch(r"eval-(.+)-step-\d+\.parquet", path.name) for path in (run / "rollouts").glob("*.parquet"))
     return sorted({match[1] for match in found if match})
 

@@ -95,7 +95,6 @@ class Trackers:
                 self._open.append((one, TRACKERS.find(one.name)(run, **one.params)))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Pass a step's metrics to every tracker."""
         for one, tracker in self._open:
             with self._errors_of(one.name):
                 tracker.write(step, metrics)
@@ -111,14 +110,12 @@ class Trackers:
                         tracker.write_samples(step, samples)
 
     def write_report(self, report: Path) -> None:
-        """Pass the report to every tracker that keeps it."""
         for one, tracker in self._open:
             if isinstance(tracker, TakesReport):
                 with self._errors_of(one.name):
                     tracker.write_report(report)
 
     def close(self) -> None:
-        """Close every tracker."""
         for one, tracker in self._open:
             with self._errors_of(one.name):
                 tracker.close()

@@ -62,7 +62,6 @@ class OpenEnvEnvironment:
         return Observation(self._said(result.observation), float(result.reward or 0.0), bool(result.done))
 
     async def close(self) -> None:
-        """End the session."""
         await self._client.close()
 
     def _said(self, observation: dict[str, Any]) -> str:
