@@ -168,9 +168,13 @@ def _load_file(path: Path) -> ModuleType:
     # The module's name is derived from the path, so that another process finds the same module.
     name = f"{LOADED_FROM_FILE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     # A verifier is looked up for each row: a module loaded here needs no search among thousands of modules.
-    loaded = sys.modules.get(name) or _loaded_from(path)
-    if loaded is not None:
-        return loaded
+    if name in sys.modules:
+        return sys.modules[name]
+    # A file that is imported already is not executed twice, which would register its functions twice.
+    for loaded in list(sys.modules.values()):
+        file = getattr(loaded, "__dict__", {}).get("__file__")
+        if isinstance(file, str) and file.endswith(path.name) and Path(file).resolve() == path:
+            return loaded
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -199,12 +203,3 @@ def make_neighbours_importable(folder: Path) -> None:
         if file is not None and any(Path(file).is_relative_to(other) for other in others):
             del sys.modules[name]
     sys.path[:] = [place for place in sys.path if not place.endswith(USER_FOLDER)] + [own, *others]
-
-
-def _loaded_from(path: Path) -> ModuleType | None:
-    """Return the module if this file is imported already: executing it twice would register its functions twice."""
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__dict__", {}).get("__file__")
-        if isinstance(file, str) and file.endswith(path.name) and Path(file).resolve() == path:
-            return module
-    return None
