@@ -25,9 +25,12 @@ WAITING_WORTH_S = 1e-3
 """Shorter pauses of a worker are not recorded."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Span:
-    """A part of one worker's time, `start` to `end` in seconds, spent on a stage or waiting for its input."""
+    """A part of one worker's time, `start` to `end` in seconds, spent on a stage or waiting for its input.
+
+    Counts of an open span are set before it ends.
+    """
 
     worker: str
     role: str
@@ -43,15 +46,6 @@ class Span:
     @property
     def seconds(self) -> float:
         return self.end - self.start
-
-
-@dataclass
-class Done:
-    """Counts of an open span; set them before it ends."""
-
-    rows: int = 0
-    tokens: int = 0
-    version: int | None = None
 
 
 class TraceWriter:
@@ -71,15 +65,15 @@ class TraceWriter:
     def span(
         self, role: str, stage: str, iteration: int, *, rows: int = 0, tokens: int = 0, version: int | None = None,
         state: BusyState = "busy",
-    ) -> Iterator[Done]:  # fmt: skip
-        """Record the time of the block, also when it raises; the block may set counts on the yielded object."""
-        done = Done(rows, tokens, version)
+    ) -> Iterator[Span]:  # fmt: skip
+        """Record the time of the block, also when it raises; the block may set counts on the yielded span."""
         start = self.now()
+        span = Span(self.worker, role, stage, iteration, start, start, rows, tokens, version, state)
         try:
-            yield done
+            yield span
         finally:
-            counts = asdict(done)
-            self.record(Span(self.worker, role, stage, iteration, start, self.now(), **counts, state=state))
+            span.end = self.now()
+            self.record(span)
 
     def past(self, role: str, stage: str, iteration: int, seconds: float) -> None:
         """Record work that ends now and took this many seconds."""
@@ -180,9 +174,9 @@ def shortened(uids: Sequence[Any], most: int = 8) -> str:
 
 def traced(
     trace: TraceWriter | None, role: str, stage: str, iteration: int, **about: Any
-) -> AbstractContextManager[Done]:
+) -> AbstractContextManager[Span]:
     """Record a span as `TraceWriter.span` does; without a trace do nothing."""
-    return trace.span(role, stage, iteration, **about) if trace else nullcontext(Done())
+    return trace.span(role, stage, iteration, **about) if trace else nullcontext(Span("", role, stage, iteration, 0, 0))
 
 
 def read_trace(run: Path) -> list[Span]:
