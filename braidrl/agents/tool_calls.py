@@ -10,6 +10,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,22 +30,22 @@ class ToolCall:
 
 def parse_tool_calls(text: str) -> list[ToolCall]:
     """Return every call in a turn, in order, including malformed ones."""
-    return [parse_tool_call(match[1]) for match in CALL.finditer(text)]
-
-
-def parse_tool_call(text: str) -> ToolCall:
-    """Parse the text between one pair of tags."""
-    try:
-        call = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        where = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else "too deep"
-        return ToolCall(fault=f"the call is not JSON: {where}")
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return ToolCall(fault='a call is an object {"name": ..., "arguments": {...}}')
-    arguments = call.get("arguments", {})
-    if not isinstance(arguments, dict):
-        return ToolCall(call["name"], fault="the arguments must be an object")
-    return ToolCall(call["name"], arguments)
+    calls = list[ToolCall]()
+    for match in CALL.finditer(text):
+        try:
+            call = json.loads(match[1])
+        except json.JSONDecodeError as error:
+            calls.append(ToolCall(fault=f"the call is not JSON: {error.msg} at character {error.pos + 1}"))
+        except RecursionError:
+            calls.append(ToolCall(fault="the call is not JSON: too deep"))
+        else:
+            if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+                calls.append(ToolCall(fault='a call is an object {"name": ..., "arguments": {...}}'))
+            elif not isinstance(call.get("arguments", {}), dict):
+                calls.append(ToolCall(call["name"], fault="the arguments must be an object"))
+            else:
+                calls.append(ToolCall(call["name"], call.get("arguments", {})))
+    return calls
 
 
 def call_id(number: int) -> str:
@@ -116,18 +117,12 @@ def with_values(name: str, values: Sequence[tuple[str, str]], tools: Tools) -> s
     functions = (tool.get("function", tool) for tool in tools)
     schema: Any = next((each for each in functions if each.get("name") == name.strip()), {})
     properties = schema.get("parameters", {}).get("properties", {})
-    arguments = {key.strip(): value_of(text, properties.get(key.strip(), {}).get("type")) for key, text in values}
+    arguments: dict[str, Any] = {key.strip(): text for key, text in values}
+    for key, text in arguments.items():
+        if properties.get(key, {}).get("type") != "string":
+            with suppress(ValueError, RecursionError):
+                arguments[key] = json.loads(text)
     return call_text(name, json.dumps(arguments))
-
-
-def value_of(text: str, kind: Any) -> Any:
-    """Convert an argument that was written as text."""
-    if kind == "string":
-        return text
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
 
 
 BETWEEN = re.compile(r"[; \n,]*")
@@ -144,7 +139,15 @@ def llama(text: str, tools: Tools) -> list[str]:
         closed = FUNCTION.finditer(up_to_last(text, "</function>"))
         return [call_text(match[1], match[2]) for match in closed] or [text]
     if text.startswith("["):
-        return python_calls(text)
+        # The list is parsed but not executed.
+        try:
+            listed: Any = ast.parse(text, mode="eval").body
+            return [
+                call_text(ast.unparse(call.func), json.dumps({k.arg: ast.literal_eval(k.value) for k in call.keywords}))
+                for call in listed.elts
+            ]
+        except (SyntaxError, ValueError, TypeError, AttributeError, RecursionError, MemoryError):
+            return [text]
     found, begin = list[str](), 0
     while begin < len(text):
         try:
@@ -160,20 +163,6 @@ def llama(text: str, tools: Tools) -> list[str]:
         between = BETWEEN.match(text, end)
         begin = between.end() if between else end
     return found
-
-
-def python_calls(text: str) -> list[str]:
-    """Return the calls in a Python list, which is parsed but not executed."""
-    try:
-        calls = ast.parse(text, mode="eval").body.elts  # type: ignore[attr-defined]
-        return [
-            call_text(
-                ast.unparse(call.func), json.dumps({each.arg: ast.literal_eval(each.value) for each in call.keywords})
-            )
-            for call in calls
-        ]
-    except (SyntaxError, ValueError, TypeError, AttributeError, RecursionError, MemoryError):
-        return [text]
 
 
 NAMED = re.compile(
