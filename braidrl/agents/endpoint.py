@@ -352,12 +352,12 @@ class Endpoint:
             new = asked.prompt[len(session.text) :] if extends else asked.prompt
             return self.template.plain(new, session.trajectory.sequence[-1] if extends else None), not extends
         known, messages = len(session.said), asked.messages
-        # Client libraries add empty fields.
-        earlier, said = (
-            [{name: value for name, value in message.items() if value is not None and value != []} for message in each]
-            for each in (messages[:known], session.said)
-        )
-        if known and len(messages) > known and earlier == said:
+
+        def filled(messages: list[ChatMessage]) -> list[ChatMessage]:
+            """Return messages without empty fields, which client libraries add."""
+            return [{name: value for name, value in m.items() if value is not None and value != []} for m in messages]
+
+        if known and len(messages) > known and filled(messages[:known]) == filled(session.said):
             return self.template.following(messages[known:], session.trajectory.sequence[-1], asked.tools), False
         return self.template.first(messages, asked.tools), True
 

@@ -102,7 +102,7 @@ class ToolTurns(ABC):
         if not calls:
             answer = self.answered(text)
             return await answer if inspect.isawaitable(answer) else answer
-        results = await asyncio.gather(*(self._result(call) for call in calls))
+        results = await asyncio.gather(*(self.result(call) for call in calls))
         # Some chat templates need the name and an id, Mistral's one of nine characters.
         return Observation(
             [
@@ -119,7 +119,7 @@ class ToolTurns(ABC):
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
         """Call the tool `name` with `arguments`, and return its result, text or JSON. The model reads any exception."""
 
-    async def _result(self, call: ToolCall) -> str:
+    async def result(self, call: ToolCall) -> str:
         """Return the function's result or its error, as text for the model."""
         if call.fault is None and call.name not in self._names:
             return f"error: no tool is called {call.name!r}; there are {', '.join(self._names)}"
