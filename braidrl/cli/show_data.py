@@ -12,8 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from braidrl.config import Config
-from braidrl.data.example_table import RESPONSES
-from braidrl.data.prompts import LoadedSource
+from braidrl.data.prompts import RESPONSES, LoadedSource
 from braidrl.errors import UserError
 from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow

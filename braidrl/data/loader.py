@@ -20,9 +20,8 @@ from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.chat import TEMPLATE
-from braidrl.data.example_table import RESPONSES
 from braidrl.data.packing import equal_share
-from braidrl.data.prompts import LoadedSource
+from braidrl.data.prompts import RESPONSES, LoadedSource
 from braidrl.data.rows import Column, Objects, Rows
 from braidrl.data.sources import Example
 from braidrl.errors import UserError

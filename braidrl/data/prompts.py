@@ -1,35 +1,229 @@
 """Loading of sources: reading, tokenisation and the length filter. Prompts that are too long are dropped and counted here.
 
-file ──Reading──▶ examples ──PromptTemplate──▶ token ids ──at most max_prompt_tokens──▶ Arrow file ──mapped──▶ LoadedSource
+file ──Reading──▶ examples ──PromptTemplate──▶ token ids ──at most max_prompt_tokens──▶ folder/...arrow ──mapped──▶ LoadedSource
+                                                                                        folder/facts.json
 
-One process writes the table of a source; the others of its machine map the same file.
+One process writes the table of a source, by `datasets`; all processes of its machine map the file and share its memory pages. Its columns:
+
+example                        JSON of an `Example`
+prompt, response, rejected     int32 token ids; `response_trained` and `rejected_trained` are masks of the trained ones
 """
 
+import glob
+import hashlib
+import importlib.metadata
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+import os
+import platform
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, astuple, dataclass, field
 from functools import partial
 from itertools import chain, islice
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
-from braidrl.config import DataConfig
-from braidrl.data.example_table import (
-    RESPONSES,
-    Facts,
-    LoadedSource,
-    kept_folder,
-    open_table,
-    passing_folder,
-    with_progress,
-)
-from braidrl.data.records import check_source, place
+import numpy as np
+import psutil
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+
+from braidrl.config import DataConfig, SourceConfig
+from braidrl.data.conversions import CONVERSIONS
+from braidrl.data.records import check_source, place, quiet
 from braidrl.data.sources import Example, Reading
 from braidrl.data.templates import PromptTemplate
 from braidrl.errors import UserError
 
+RESPONSES = ("response", "rejected")
 BATCH = 512
+PROGRESS_AFTER_S = 2.0
+PASSING = "braid-data-"
+PACKAGES = ("datasets", "pyarrow", "transformers", "tokenizers", "jinja2")
+"""Packages whose versions affect the contents of a table."""
+
+
+@dataclass
+class Facts:
+    """Statistics of a source, collected in one pass over its examples."""
+
+    read: int = 0
+    """Number of examples, including those that are too long."""
+    left_out: dict[str, int] = field(default_factory=dict)
+    """Number of skipped records by reason."""
+    without_form: list[str] = field(default_factory=list)
+    """Columns without a JSON form, which are omitted."""
+    longest_prompt: int = 0
+    longest_row: int = 0
+    """Tokens of the longest prompt, and of the longest prompt with a given response (0 without responses)."""
+    shortest: int = 0
+    """Tokens of the shortest prompt, dropped prompts included."""
+    unanswered: int | None = None
+    """Line of the first example without an answer, if any."""
+    unanswered_fields: list[str] = field(default_factory=list)
+    """Other fields of that example."""
+
+
+class LoadedSource(Sequence[Example]):
+    """The examples of a source that passed the length filter, with their token ids, mapped from a file."""
+
+    def __init__(self, source: SourceConfig, dataset: Any, facts: Facts, folder: Path) -> None:
+        self.path, self.weight, self.facts, self.kept = source.path, source.weight, facts, str(folder)
+        self.dropped = facts.read - len(dataset)
+        """Number of prompts that were too long."""
+        # Reading a cell of a mapped column takes microseconds; a row through the data set takes a hundred times as long.
+        self._columns = {name: dataset.data.column(name) for name in dataset.column_names}
+
+    def __len__(self) -> int:
+        return len(self._columns["example"])
+
+    def __getitem__(self, index: int) -> Example:  # type: ignore[override]
+        return Example(*json.loads(self._columns["example"][index].as_py()))
+
+    def prompt(self, index: int) -> Tensor:
+        """Return token ids (T,) int64 of an example's prompt."""
+        return self._cell("prompt", index, np.int64)
+
+    def response(self, index: int, which: str = "response") -> tuple[Tensor, Tensor] | None:
+        """Return the token ids (T,) int64 of a given response, or of the `rejected` one of a pair, and the mask of trained ones, (T,) bool.
+
+        Returns None if the source was loaded without.
+        """
+        if which not in self._columns:
+            return None
+        return self._cell(which, index, np.int64), self._cell(f"{which}_trained", index, bool)
+
+    def _cell(self, column: str, index: int, dtype: type) -> Tensor:
+        return torch.from_numpy(self._columns[column][index].values.to_numpy(zero_copy_only=False).astype(dtype))
+
+    def report(self) -> str:
+        """Return a line for the log: numbers of prompts and dropped prompts, and omitted records and columns."""
+        facts = self.facts
+        said = [f"{facts.read} prompts, {self.dropped} dropped as longer than data.max_prompt_tokens"]
+        said += [f"{count} records left out because {reason}" for reason, count in facts.left_out.items()]
+        said += [f"column {name!r} left out, for which JSON has no form" for name in facts.without_form]
+        return f"{self.path}: {'; '.join(said)}"
+
+    def first_beyond(self, size: int) -> tuple[int, int] | None:
+        """Return the first row with a token id of `size` or more, and that id; None if there is no such row."""
+        found = []
+        for name in ("prompt", *RESPONSES):
+            begin = 0
+            for chunk in self._columns[name].chunks if name in self._columns else ():
+                values = chunk.flatten().to_numpy()
+                for at in np.flatnonzero(values >= size)[:1]:
+                    row = int(np.searchsorted(chunk.offsets.to_numpy() - chunk.offsets[0].as_py(), at, "right")) - 1
+                    found.append((begin + row, int(values[at])))
+                begin += len(chunk)
+        return min(found, default=None)
+
+    def lengths(self, column: str) -> Tensor | None:
+        """Return the number of tokens of every row, (K,) int64, or None if the source has no such column."""
+        import pyarrow.compute
+
+        if column not in self._columns:
+            return None
+        return torch.from_numpy(pyarrow.compute.list_value_length(self._columns[column]).to_numpy().astype(np.int64))
+
+
+def open_table(
+    source: SourceConfig, folder: Path, write: Callable[[Facts], Iterator[dict[str, Any]]], given: int
+) -> LoadedSource:
+    """Return the table in a folder of its own. If it is incomplete, one process writes it and the others wait.
+
+    `write` yields its rows, with `given` responses each, and fills in the facts. Raises UserError as `write`.
+    """
+    # Imported here: it takes a second.
+    import datasets
+    from datasets.exceptions import DatasetGenerationError
+
+    ids, mask = datasets.List(datasets.Value("int32")), datasets.List(datasets.Value("bool"))
+    types = {"example": datasets.Value("large_string"), "prompt": ids}
+    for name in RESPONSES[:given]:
+        types |= {name: ids, f"{name}_trained": mask}
+
+    def rows() -> Iterator[dict[str, Any]]:
+        facts = Facts()
+        yield from write(facts)
+        (folder / "facts.json").write_text(json.dumps(asdict(facts)), encoding="utf-8")
+
+    # The process that created the folder of a temporary table removes it after use.
+    mine = folder.name.startswith(PASSING) and not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with quiet():
+            dataset = datasets.Dataset.from_generator(
+                rows, features=datasets.Features(types), cache_dir=str(folder), fingerprint="examples"
+            )
+    except DatasetGenerationError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise error.__cause__ or error from None
+    facts = Facts(**json.loads((folder / "facts.json").read_text(encoding="utf-8")))
+    table = LoadedSource(source, dataset, facts, folder)
+    if mine:
+        # `weakref.finalize` does not run at the end of a process that multiprocessing has started.
+        Finalize(table, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=0)
+    return table
+
+
+def with_progress(
+    batches: Iterable[list[Example]], title: str, after_s: float = PROGRESS_AFTER_S
+) -> Iterator[list[Example]]:
+    """Yield the same batches, and show a progress bar on stderr after `after_s` seconds."""
+    started, done = time.monotonic(), 0
+    with ExitStack() as stack:
+        progress: Progress | None = None
+        for batch in batches:
+            if progress is None and time.monotonic() - started >= after_s:
+                progress = stack.enter_context(Progress(console=Console(stderr=True)))
+                task = progress.add_task(title, total=None)
+            yield batch
+            done += len(batch)
+            if progress is not None:
+                progress.update(task, completed=done)
+
+
+def kept_folder(cache: Path, source: SourceConfig, template: PromptTemplate, *further: Any) -> Path | None:
+    """Return the folder of a source's table in the cache; its name depends on files, settings, code, tokenizer and `further` values.
+
+    It returns None if the table depends on unknown code: a conversion without a version, or a tokenizer with its own code.
+    """
+    own_conversion = source.convert is not None and source.convert not in CONVERSIONS
+    tokenizer = template.tokenizer
+    own_tokenizer = not tokenizer.is_fast or not type(tokenizer).__module__.startswith("transformers.")
+    if own_tokenizer or (own_conversion and source.convert_version is None):
+        return None
+    files = sorted(path for path in source.path.rglob("*") if path.is_file()) if source.path.is_dir() else [source.path]
+    code = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))]
+    chat = tokenizer.chat_template if template.is_chat else None
+    described = [
+        [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files],
+        source.model_dump(mode="json", exclude={"weight", "verify"}), code,
+        [importlib.metadata.version(name) for name in PACKAGES],
+        tokenizer.backend_tokenizer.to_str(), repr(tokenizer.special_tokens_map), chat,
+        # Some templates write the date into the prompt.
+        time.strftime("%Y-%m-%d") if "strftime" in str(chat) else "",
+        template.system_prompt, repr(dict(template.arguments)), further,
+    ]  # fmt: skip
+    name = hashlib.blake2b(json.dumps(described, default=str).encode(), digest_size=16).hexdigest()
+    return cache.expanduser() / f"{source.label}-{name}"
+
+
+def passing_folder() -> Path:
+    """Return the name of a new folder for a temporary table, and remove folders of processes that were killed."""
+    own = f"{PASSING}{platform.node()}-"
+    for folder in Path(tempfile.gettempdir()).glob(f"{glob.escape(own)}*"):
+        process = folder.name.removeprefix(own).partition("-")[0]
+        if process.isdigit() and not psutil.pid_exists(int(process)):
+            shutil.rmtree(folder, ignore_errors=True)
+    return Path(tempfile.gettempdir()) / f"{own}{os.getpid()}-{uuid.uuid4().hex}"
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ from statistics import NormalDist
 import numpy as np
 
 from braidrl.config import Config
-from braidrl.data.example_table import RESPONSES
-from braidrl.data.prompts import LoadedSource
+from braidrl.data.prompts import RESPONSES, LoadedSource
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import read_rollouts, recorded_steps, rollout_path
