@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -83,7 +83,7 @@ class TraceWriter:
     def record(self, span: Span) -> None:
         """Append a span measured elsewhere."""
         with self._lock:
-            self._lines.append(asdict(span))
+            self._lines.append({one.name: getattr(span, one.name) for one in fields(Span)})
 
     def close(self) -> None:
         with self._lock:
@@ -91,18 +91,9 @@ class TraceWriter:
 
 
 @dataclass
-class BusySpan:
-    """A part of a worker's time, with seconds and sums for the iteration's metrics."""
+class BusySpan(Span):
+    """A span with sums for the iteration's metrics; `end` is the end of the time already reported."""
 
-    stage: str
-    iteration: int
-    version: int | None
-    start: float
-    reported: float
-    """End of the time already reported."""
-    rows: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
     sums: Sums = field(default_factory=Sums)
 
     def report(self) -> dict[str, Any]:
@@ -135,35 +126,32 @@ class WorkerTrace(TraceWriter):
             error.add_note(f"in {self.worker}, stage {stage}, iteration {iteration}, rows {shortened(uids)}")
             raise
         finally:
-            span.rows, span.seconds = len(uids), self.now() - span.start
+            span.rows = len(uids)
             self.end(span)
 
     def begin(self, stage: str, iteration: int, version: int | None = None) -> BusySpan:
         """Start a piece of work; this ends the waiting before it."""
         now, idle = self.now(), self._idle_since
         if idle is not None and now - idle > WAITING_WORTH_S:
-            self._note(BusySpan(stage, iteration, version, idle, idle), now, "waiting")
+            about = (self.worker, self._role, stage, iteration)
+            self.record(Span(*about, idle, now, version=version, state="waiting"))
         self._idle_since = None
         self._under_way += 1
-        return BusySpan(stage, iteration, version, now, now)
+        return BusySpan(self.worker, self._role, stage, iteration, now, now, version=version)
 
     def count(self, span: BusySpan, stage: str, rows: int, tokens: int) -> dict[str, Any]:
         """Report rows of a queue's stage, with their tokens, while the span continues, with the seconds since its last report."""
         span.rows += rows
         span.tokens += tokens
-        before, span.reported = span.reported, self.now()
-        return {"stage": stage, "seconds": span.reported - before, "sums": []}
+        before, span.end = span.end, self.now()
+        return {"stage": stage, "seconds": span.end - before, "sums": []}
 
     def end(self, span: BusySpan) -> None:
         """End a piece of work; if no other is open, waiting starts."""
-        end = self.now()
+        span.end = self.now()
         self._under_way -= 1
-        self._idle_since = None if self._under_way else end
-        self._note(span, end, "busy")
-
-    def _note(self, span: BusySpan, end: float, state: BusyState) -> None:
-        about = (self.worker, self._role, span.stage, span.iteration)
-        self.record(Span(*about, span.start, end, span.rows, span.tokens, span.version, state))
+        self._idle_since = None if self._under_way else span.end
+        self.record(span)
 
 
 def shortened(uids: Sequence[Any], most: int = 8) -> str:
