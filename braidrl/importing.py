@@ -106,7 +106,15 @@ def import_object(name: str, type: Any) -> Any:
     place, _, attribute = name.rpartition(":")
     if not place or not attribute:
         raise UserError(f"{name!r} names no function; write module:function or path/to/file.py:function")
-    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    if place.endswith(".py"):
+        module = _load_file(Path(place))
+    else:
+        try:
+            module = importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            raise UserError(f"cannot import {place!r} ({error}); is its folder on PYTHONPATH?") from None
+        except Exception as error:
+            raise UserError(f"importing {place!r} raised {error.__class__.__name__}: {error}") from error
     found = getattr(module, attribute, None)
     if not isinstance(found, type):
         what = "function" if type is Callable else type.__name__
@@ -152,15 +160,6 @@ def source_of(name: str) -> Path | None:
     return None if found is None or found.origin is None else Path(found.origin).resolve()
 
 
-def _load_module(name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise UserError(f"cannot import {name!r} ({error}); is its folder on PYTHONPATH?") from None
-    except Exception as error:
-        raise UserError(f"importing {name!r} raised {type(error).__name__}: {error}") from error
-
-
 def _load_file(path: Path) -> ModuleType:
     if not path.is_file():
         where = "" if path.is_absolute() else f", neither beside the file that names it nor in {Path.cwd()}"
@@ -169,9 +168,13 @@ def _load_file(path: Path) -> ModuleType:
     # The module's name is derived from the path, so that another process finds the same module.
     name = f"{LOADED_FROM_FILE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     # A verifier is looked up for each row: a module loaded here needs no search among thousands of modules.
-    loaded = sys.modules.get(name) or _loaded_from(path)
-    if loaded is not None:
-        return loaded
+    if name in sys.modules:
+        return sys.modules[name]
+    # A file that is imported already is not executed twice, which would register its functions twice.
+    for loaded in list(sys.modules.values()):
+        file = getattr(loaded, "__dict__", {}).get("__file__")
+        if isinstance(file, str) and file.endswith(path.name) and Path(file).resolve() == path:
+            return loaded
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -200,12 +203,3 @@ def make_neighbours_importable(folder: Path) -> None:
         if file is not None and any(Path(file).is_relative_to(other) for other in others):
             del sys.modules[name]
     sys.path[:] = [place for place in sys.path if not place.endswith(USER_FOLDER)] + [own, *others]
-
-
-def _loaded_from(path: Path) -> ModuleType | None:
-    """Return the module if this file is imported already: executing it twice would register its functions twice."""
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__dict__", {}).get("__file__")
-        if isinstance(file, str) and file.endswith(path.name) and Path(file).resolve() == path:
-            return module
-    return None

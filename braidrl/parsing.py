@@ -41,11 +41,13 @@ def parse_json(text: bytes | str, most_bytes: int = JSON_BYTES, finite: bool = T
     """
     if len(text) > most_bytes:
         raise ValueError(f"it has {len(text)} bytes, and at most {most_bytes} are read")
-    text = text if isinstance(text, str) else as_utf8(text)
     try:
+        text = text if isinstance(text, str) else text.removeprefix(codecs.BOM_UTF8).decode()
         value = (FINITE if finite else ANY).decode(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{error.msg} at character {error.pos + 1}") from None
+    except UnicodeDecodeError:
+        raise NotUtf8("not UTF-8; save the file as UTF-8") from None
     except RecursionError:
         raise too_deep() from None
     # A text with fewer brackets cannot be deeper.
@@ -77,14 +79,6 @@ def read_bytes(path: Path, most: int) -> bytes:
     return found
 
 
-def as_utf8(raw: bytes) -> str:
-    """Return the text without a byte order mark. Raises ValueError for bytes that are not UTF-8."""
-    try:
-        return raw.removeprefix(codecs.BOM_UTF8).decode()
-    except UnicodeDecodeError:
-        raise NotUtf8("not UTF-8; save the file as UTF-8") from None
-
-
 def what_is_wrong(kind: str, error: ValueError) -> str:
     """Return the rest of a message "FILE is ..." about a text that could not be parsed."""
     return str(error) if isinstance(error, NotUtf8) else f"not {kind}: {error}"
@@ -101,21 +95,16 @@ def check_characters(text: str) -> None:
 
 def check_levels(value: Any) -> None:
     """Raise ValueError for lists and dicts nested deeper than MOST_LEVELS, or containing themselves."""
-    layer = [value]
+    layer = [value] if isinstance(value, dict | list | tuple) else []
     for _ in range(MOST_LEVELS + 1):
-        layer = [part for each in layer for part in parts(each) if isinstance(part, dict | list | tuple)]
+        held = (each.values() if isinstance(each, dict) else each for each in layer)
+        layer = [part for parts in held for part in parts if isinstance(part, dict | list | tuple)]
         if not layer:
             return
     raise too_deep()
 
 
-def parts(value: Any) -> Any:
-    """Return the values in a dict or a list; empty for any other value."""
-    return value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-
-
 def too_deep() -> ValueError:
-    """Return the error for values nested too deep."""
     return ValueError(f"it is nested more than {MOST_LEVELS} levels deep")
 
 
@@ -215,15 +204,13 @@ def parse_yaml(text: str, place: str, loader: type[yaml.SafeLoader] = yaml.SafeL
     """
     try:
         check_events(text)
+        reader = type("Reader", (_EachKeyOnce, loader), {"place": place})(text)
+        try:
+            return reader.get_single_data()
+        finally:
+            reader.dispose()
     except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"{place} is not YAML: {' '.join(str(error).split())}") from None
-    reader = type("Reader", (_EachKeyOnce, loader), {"place": place})(text)
-    try:
-        return reader.get_single_data()
-    except (ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{place} is not YAML: {' '.join(str(error).split())}") from None
-    finally:
-        reader.dispose()
 
 
 def read_yaml(path: Path) -> Any:

@@ -22,7 +22,7 @@ import torch
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from braidrl.agents.listening import BoundedConnections, check_listening, listening_socket
+from braidrl.agents.listening import BACKLOG, BoundedConnections, check_listening
 from braidrl.agents.openai_api import (
     CHAT,
     COMPLETIONS,
@@ -132,22 +132,18 @@ class Endpoint:
         purpose: str = "train", stage: str = "generate", host: str = "127.0.0.1", port: int = 0,
         listener: socket.socket | None = None, key: str | None = None,
     ) -> None:  # fmt: skip
-        """Set up the server.
+        """Set up the server; random numbers depend on the rows' `purpose` and the generate `stage`.
 
         Args:
             engine: Generates the turns.
             template: The run's turn template, with its tokenizer.
             sampling: The run's sampling settings.
             max_sequence_tokens: Maximum length of a context and its reply.
-            purpose: The rows' purpose, which their random numbers depend on.
-            stage: The generate stage's name.
-            host: The address to listen on, which clients use.
-            port: 0 for a free one.
+            host, port: The address to listen on, which clients use; port 0 is a free one.
             listener: A listening socket, perhaps in another network, used instead of host and port.
             key: The API key that clients must send; with None a session's URL is enough.
 
-        Raises:
-            UserError: The tokenizer has no chat template, or the address needs a key.
+        Raises UserError if the tokenizer has no chat template, or the address needs a key.
         """
         check_listening(host, key)
         if not template.template.is_chat:
@@ -181,7 +177,11 @@ class Endpoint:
         self._runner = web.AppRunner(application, auto_decompress=False, lingering_time=LINGER_S)
         await self._runner.setup()
         assert self._runner.server is not None
-        listener = self._listener or listening_socket(self._host, self._port)
+        listener = self._listener
+        if listener is None:
+            flags, kind = socket.AI_PASSIVE, socket.SOCK_STREAM
+            family, _, _, _, address = socket.getaddrinfo(self._host, self._port, type=kind, flags=flags)[0]
+            listener = socket.create_server(address[:2], family=family, backlog=BACKLOG)
         self._port = listener.getsockname()[1]
         self._connections = BoundedConnections(self._runner.server, listener)
         return self
@@ -196,7 +196,7 @@ class Endpoint:
         """Begin a row's session, and return the base URL for its client. Raises ValueError if it is already open."""
         if uid in self._names:
             raise ValueError(f"the session of row {uid} is open already")
-        name = self._names[uid] = f"{session_name(uid)}.{secrets.token_hex(8)}"
+        name = self._names[uid] = ".".join(map(str, (*uid, secrets.token_hex(8))))
         self._sessions[name] = EndpointSession(Trajectory(uid))
         host = f"[{self._host}]" if ":" in self._host else self._host
         return f"http://{host}:{self._port}/sessions/{name}/v1"
@@ -227,7 +227,19 @@ class Endpoint:
         session.requests += 1
         raw = bytearray()
         try:
-            await self._read(http, raw)
+            said = http.content_length or 0
+            if said > self._body_bytes:
+                raise web.HTTPRequestEntityTooLarge(self._body_bytes, said)
+            async with asyncio.timeout(BODY_S):
+                async for part in http.content.iter_any():
+                    raw += part
+                    self._held_bytes += len(part)
+                    if len(raw) > self._body_bytes:
+                        raise web.HTTPRequestEntityTooLarge(self._body_bytes, len(raw))
+                    if self._held_bytes > ALL_BYTES:
+                        return failed(
+                            503, "the endpoint reads too many long requests at a time; send this one again later"
+                        )
             self._connections.begin(http.protocol)
             return await self._answer(http, session, bytes(raw))
         except TimeoutError:
@@ -238,28 +250,6 @@ class Endpoint:
             session.requests -= 1
             self._held_bytes -= len(raw)
             self._connections.end(http.protocol)
-
-    async def _read(self, http: web.Request, raw: bytearray) -> None:
-        """Append a request's body to `raw`.
-
-        Raises:
-            HTTPRequestEntityTooLarge: It is longer than a sequence of tokens.
-            ConnectionError: There is no room for it beside the bodies of other requests.
-            TimeoutError: It did not arrive in time.
-        """
-        said = http.content_length or 0
-        if said > self._body_bytes:
-            raise web.HTTPRequestEntityTooLarge(self._body_bytes, said)
-        async with asyncio.timeout(BODY_S):
-            async for part in http.content.iter_any():
-                raw += part
-                self._held_bytes += len(part)
-                if len(raw) > self._body_bytes:
-                    raise web.HTTPRequestEntityTooLarge(self._body_bytes, len(raw))
-                if self._held_bytes > ALL_BYTES:
-                    raise ConnectionError(
-                        "the endpoint reads too many long requests at a time; send this one again later"
-                    )
 
     async def _answer(self, http: web.Request, session: EndpointSession, raw: bytes) -> web.StreamResponse:
         protocol = PROTOCOLS[http.match_info["path"]]
@@ -280,12 +270,6 @@ class Endpoint:
         except EngineError as error:
             return failed(503, str(error))
 
-    async def _turn(
-        self, session: EndpointSession, asked: TurnRequest, stream: TurnStream | None, is_long: bool
-    ) -> TurnReply:
-        async with session.lock:
-            return await self._complete(session, asked, stream, is_long)
-
     async def _models(self, http: web.Request) -> web.Response:
         if http.match_info["name"] not in self._sessions:
             return failed(404, f"no session {http.match_info['name']!r} is open")
@@ -297,68 +281,83 @@ class Endpoint:
         }
         return web.json_response(one if "model" in http.match_info else {"object": "list", "data": [one]})
 
-    async def _complete(
+    async def _turn(
         self, session: EndpointSession, asked: TurnRequest, stream: TurnStream | None, is_long: bool
     ) -> TurnReply:
+        """Generate a row's next turn, one at a time, and remember the conversation up to it."""
         trajectory = session.trajectory
-        if session.turns >= MOST_TURNS:
-            raise UserError(f"this row has had {MOST_TURNS} turns, which is all that a row may have")
+        async with session.lock:
+            if session.turns >= MOST_TURNS:
+                raise UserError(f"this row has had {MOST_TURNS} turns, which is all that a row may have")
+            asked, ids, opens = await self._read_messages(session, asked, is_long)
+            context = ids if opens else [*trajectory.sequence, *ids]
+            room = self.max_sequence_tokens - len(context)
+            if room < 1:
+                raise UserError(f"{len(context)} tokens leave no room in a sequence of {self.max_sequence_tokens}")
+            limit = min(asked.limit or self.sampling.max_tokens, room)
+            sampling = replace(self.sampling, max_tokens=limit, stop=(*self.sampling.stop, *asked.stops))
+            name = f"{'.'.join(map(str, trajectory.uid))}-{session.turns + 1}"
+            if stream is not None:
+                stream.name = name
+            finished = await self.engine.submit(
+                Request(
+                    trajectory.uid, torch.tensor(context), sampling, self.purpose, self.stage,
+                    first_draw=trajectory.action_tokens, on_token=stream.add_token if stream else None,
+                )
+            )  # fmt: skip
+            # Only now, so that a client that repeats a failed request finds the row unchanged.
+            trajectory.append(ids, opens=opens)
+            trajectory.append(finished.tokens.tolist(), log_probs=finished.log_probs, versions=finished.versions)
+            session.turns, session.finish_reason = session.turns + 1, finished.finish_reason
+            text = before_stop(self.template.text(trajectory.last_turn, asked.tools), asked.stops)
+            message = reply(text, bool(asked.tools))
+            if asked.prompt is not None:
+                session.said, session.text = [], asked.prompt + text
+            else:
+                session.said, session.text = [*asked.messages, message], ""
+                session.responses[name] = session.said
+            reason = "tool_calls" if "tool_calls" in message else REASONS[finished.finish_reason]
+            return TurnReply(name, message, reason, len(context), len(finished.tokens))
+
+    async def _read_messages(
+        self, session: EndpointSession, asked: TurnRequest, is_long: bool
+    ) -> tuple[TurnRequest, list[int], bool]:
+        """Return the request with its whole conversation, the token ids to append before the reply, and whether these open a new sequence.
+
+        Raises UserError for an unknown earlier response, and for messages that the chat template refuses.
+        """
         if asked.previous is not None:
             if asked.previous not in session.responses:
                 raise UserError(f"this session has no response {asked.previous!r}")
-            asked = replace(asked, messages=extended(session.responses[asked.previous], asked.messages))
+            earlier, system = session.responses[asked.previous], asked.messages[:1]
+            if system[0]["role"] != "system":
+                asked = replace(asked, messages=[*earlier, *asked.messages])
+            else:
+                # A new system message replaces the earlier one.
+                kept = earlier[1:] if earlier[0]["role"] == "system" else earlier
+                asked = replace(asked, messages=[*system, *kept, *asked.messages[1:]])
         try:
             if is_long:
                 loop = asyncio.get_running_loop()
-                ids, opens = await loop.run_in_executor(self._threads, self._context, session, asked)
-            else:
-                ids, opens = self._context(session, asked)
+                return asked, *await loop.run_in_executor(self._threads, self._context, session, asked)
+            return asked, *self._context(session, asked)
         # A chat template may raise any exception for a client's message.
         except Exception as error:
             said = shown(str(error))[1:-1]
             raise UserError(f"the messages are none for the chat template: {type(error).__name__}: {said}") from error
-        context = ids if opens else [*trajectory.sequence, *ids]
-        room = self.max_sequence_tokens - len(context)
-        if room < 1:
-            raise UserError(f"{len(context)} tokens leave no room in a sequence of {self.max_sequence_tokens}")
-        limit = min(asked.limit or self.sampling.max_tokens, room)
-        sampling = replace(self.sampling, max_tokens=limit, stop=(*self.sampling.stop, *asked.stops))
-        name = f"{session_name(trajectory.uid)}-{session.turns + 1}"
-        if stream is not None:
-            stream.name = name
-        finished = await self.engine.submit(
-            Request(
-                trajectory.uid, torch.tensor(context), sampling,
-                self.purpose, self.stage, first_draw=trajectory.action_tokens, on_token=stream.add_token if stream else None,
-            )
-        )  # fmt: skip
-        # Only now, so that a client that repeats a failed request finds the row unchanged.
-        trajectory.append(ids, opens=opens)
-        trajectory.append(finished.tokens.tolist(), log_probs=finished.log_probs, versions=finished.versions)
-        session.turns, session.finish_reason = session.turns + 1, finished.finish_reason
-        return self._said(session, asked, name, REASONS[finished.finish_reason], (len(context), len(finished.tokens)))
-
-    def _said(
-        self, session: EndpointSession, asked: TurnRequest, name: str, reason: str, counts: tuple[int, int]
-    ) -> TurnReply:
-        """Return the last turn, and remember the conversation up to it."""
-        text = before_stop(self.template.text(session.trajectory.last_turn, asked.tools), asked.stops)
-        message = reply(text, bool(asked.tools))
-        if asked.prompt is not None:
-            session.said, session.text = [], asked.prompt + text
-        else:
-            session.said, session.text = [*asked.messages, message], ""
-            session.responses[name] = session.said
-        return TurnReply(name, message, "tool_calls" if "tool_calls" in message else reason, *counts)
 
     def _context(self, session: EndpointSession, asked: TurnRequest) -> tuple[list[int], bool]:
-        """Return the token ids to append before the reply, and whether they open a new sequence."""
         if asked.prompt is not None:
             extends = bool(session.text) and asked.prompt.startswith(session.text)
             new = asked.prompt[len(session.text) :] if extends else asked.prompt
             return self.template.plain(new, session.trajectory.sequence[-1] if extends else None), not extends
         known, messages = len(session.said), asked.messages
-        if known and len(messages) > known and [*map(bare, messages[:known])] == [*map(bare, session.said)]:
+
+        def filled(messages: list[ChatMessage]) -> list[ChatMessage]:
+            """Return messages without empty fields, which client libraries add."""
+            return [{name: value for name, value in m.items() if value is not None and value != []} for m in messages]
+
+        if known and len(messages) > known and filled(messages[:known]) == filled(session.said):
             return self.template.following(messages[known:], session.trajectory.sequence[-1], asked.tools), False
         return self.template.first(messages, asked.tools), True
 
@@ -401,22 +400,6 @@ async def write(answer: web.StreamResponse, http: web.Request, events: Iterable[
         await answer.write(each.encode())
 
 
-def bare(message: ChatMessage) -> ChatMessage:
-    """Return a message without empty fields, which client libraries add."""
-    return {name: value for name, value in message.items() if value is not None and value != []}
-
-
-def extended(earlier: list[ChatMessage], messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Return an earlier conversation with new messages; a new system message replaces the earlier one."""
-    if messages[0]["role"] != "system":
-        return [*earlier, *messages]
-    return [messages[0], *(earlier[1:] if earlier[0]["role"] == "system" else earlier), *messages[1:]]
-
-
-def session_name(uid: Uid) -> str:
-    return ".".join(map(str, uid))
-
-
 def before_stop(text: str, stops: Sequence[str]) -> str:
     """Return a reply without the stop text that ended it; the stop text's tokens are still trained on."""
     ends = [place for stop in stops if (place := text.find(stop)) >= 0]
@@ -434,7 +417,6 @@ class StopMatcher:
         self._found: int | None = None
 
     def add(self, piece: str) -> None:
-        """Append to the text."""
         for number, (stop, border) in enumerate(self._stops):
             begun = self._begun[number]
             for place, character in enumerate(piece, self._length + 1):

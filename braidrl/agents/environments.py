@@ -1,4 +1,4 @@
-"""The protocol of environments, in which a model acts turn by turn, and their lookup by name.
+"""The protocol of environments, in which a model acts turn by turn, their lookup by name, and their base with tools.
 
     reset(example) ──▶ context ──▶ the model's text ──step──▶ Observation ──▶ the model's text ──step──▶ ... done
 
@@ -8,24 +8,36 @@
 `mcp:server`        the tools of an MCP server, a command or an address
 `openenv:address`   an environment of an OpenEnv server
 
-`agent:module:function` is a whole agent, not an environment; see `agents`. So is `verifiers:name`, an environment with its own loop.
+`agent:module:function` is a whole agent, not an environment; see `player`. So is `verifiers:name`, an environment with its own loop.
+
+In a process of the sandbox, an environment or agent answers requests:
+
+-> {"load": null}        <- {}
+-> {"make": null}        <- {"tools", "closes"}         -> {"step": text}             <- an observation
+-> {"reset": example}    <- {"context"}                 -> {"close": null}            <- {}
+-> {"act": [url, example]}     <- an observation        any                           <- {"failure", "detail"}
 """
 
 import asyncio
+import concurrent.futures
 import importlib
 import importlib.util
 import inspect
+import json
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from braidrl.agents.turns import Context, Observation
+from braidrl.agents.tool_calls import ToolCall, call_id, parse_tool_calls
+from braidrl.agents.turns import Context, Observation, outcome_of
 from braidrl.errors import UserError
 from braidrl.importing import PluginRegistry, import_function
+from braidrl.sandbox.answers import Answerer, Message
 
-__all__ = ["Context", "Environment", "FunctionEnvironment", "MakeEnvironment", "Observation", "environments"]
+__all__ = ["Context", "Environment", "MakeEnvironment", "Observation", "ToolTurns", "environments"]
 
 
 class Environment(Protocol):
@@ -54,16 +66,10 @@ VERIFIERS_LIBRARY = "braidrl.agents.libraries.verifiers_library"
 
 
 class FunctionEnvironment:
-    """A plain function as an environment without state: it sees every turn of the trajectory, and the example."""
+    """A function of the texts of all turns, the example and its settings, as an environment without state of its own."""
 
     def __init__(self, function: Callable[..., Any], settings: Mapping[str, Any]) -> None:
-        """Begin without a trajectory.
-
-        Args:
-            function: Takes the texts of all turns and the example, returns an Observation; may be a coroutine function.
-            settings: Further arguments of the function.
-        """
-        self._function, self._settings = function, dict(settings)
+        self._function, self._settings = function, settings
         self._example: dict[str, Any] = {}
         self._texts: list[str] = []
 
@@ -75,15 +81,62 @@ class FunctionEnvironment:
         return await called(self._function, list(self._texts), self._example, **self._settings)
 
 
+class ToolTurns(ABC):
+    """A task with tools: a turn with calls is answered with their results; a turn without calls is the final answer.
+
+    the model's turn ──parse──▶ calls, all at once ──▶ one `tool` message for each, in the order of the calls
+    """
+
+    def __init__(self, tools: Sequence[dict[str, Any]]) -> None:
+        """Set the functions' JSON schemas, in the format of chat templates."""
+        self.tools = list(tools)
+        self._names = [tool["function"]["name"] for tool in tools]
+        self.example: dict[str, Any] = {}
+
+    async def reset(self, example: dict[str, Any]) -> Context | None:
+        self.example = example
+        return None
+
+    async def step(self, text: str) -> Observation:
+        calls = parse_tool_calls(text)
+        if not calls:
+            answer = self.answered(text)
+            return await answer if inspect.isawaitable(answer) else answer
+        results = await asyncio.gather(*(self.result(call) for call in calls))
+        # Some chat templates need the name and an id, Mistral's one of nine characters.
+        return Observation(
+            [
+                {"role": "tool", "name": call.name, "tool_call_id": call_id(number), "content": result}
+                for number, (call, result) in enumerate(zip(calls, results, strict=True))
+            ]
+        )
+
+    @abstractmethod
+    def answered(self, text: str) -> Observation | Awaitable[Observation]:
+        """Score the final answer, which ends the trajectory."""
+
+    @abstractmethod
+    async def call(self, name: str, arguments: dict[str, Any]) -> Any:
+        """Call the tool `name` with `arguments`, and return its result, text or JSON. The model reads any exception."""
+
+    async def result(self, call: ToolCall) -> str:
+        """Return the function's result or its error, as text for the model."""
+        if call.fault is None and call.name not in self._names:
+            return f"error: no tool is called {call.name!r}; there are {', '.join(self._names)}"
+        if call.fault is not None or call.arguments is None:
+            return f"error: {call.fault}"
+        try:
+            found = await self.call(call.name, call.arguments)
+        # The model reads a tool's exception, and may correct its next call.
+        except Exception as error:
+            return f"error: {type(error).__name__}: {error}"
+        return found if isinstance(found, str) else json.dumps(found)
+
+
 def environments(name: str, settings: Mapping[str, Any]) -> MakeEnvironment:
-    """Return a factory of environments, one for each trajectory.
+    """Return a factory of environments, one for each trajectory. Raises UserError if there is none of this name.
 
-    Args:
-        name: `module:Class`, `module:function`, or a library's, such as `gem:name`.
-        settings: Its arguments.
-
-    Raises:
-        UserError: There is no environment of this name.
+    `name` is `module:Class`, `module:function`, or a library's, such as `gem:name`; `settings` are its arguments.
     """
     scheme, _, rest = name.partition(":")
     if scheme in LIBRARIES:
@@ -123,6 +176,39 @@ def check_environment(name: str, settings: Mapping[str, Any], python: Path | Non
         environments(name, settings)
 
 
+def answerer(name: str, params: dict[str, Any]) -> Answerer:
+    """Return the answerer for one trajectory of an environment or agent, which the first request imports."""
+    loaded: Callable[..., Any]
+    environment: Any = None
+
+    def answer(method: str, argument: Any) -> Message | Awaitable[Message]:
+        nonlocal loaded
+        if method == "load":
+            loaded = agent_of(name, params) if is_agent(name) else environments(name, params)
+            return {}
+        return played(method, argument)
+
+    async def played(method: str, argument: Any) -> Message:
+        nonlocal environment
+        call = loaded if method in ("act", "make") else getattr(environment, method)
+        found = call(*(argument if method == "act" else () if method in ("make", "close") else (argument,)))
+        found = await found if inspect.isawaitable(found) else found
+        if method == "make":
+            environment = found
+            return {"tools": list(getattr(found, "tools", ())), "closes": hasattr(found, "close")}
+        if method in ("reset", "close"):
+            return {"context": found} if method == "reset" else {}
+        seen = outcome_of(found) if method == "act" else found
+        if not isinstance(seen, Observation):
+            raise TypeError(f"`step` returned {seen!r}, which is no Observation")
+        return {
+            "said": seen.said, "reward": float(seen.reward), "done": bool(seen.done), "restart": bool(seen.restart),
+            "correct": None if seen.correct is None else bool(seen.correct),
+        }  # fmt: skip
+
+    return answer
+
+
 async def called(function: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
     """Call a coroutine function, or a plain function in a thread of its own so that it does not block the event loop."""
     if inspect.iscoroutinefunction(function):
@@ -132,25 +218,14 @@ async def called(function: Callable[..., Any], *arguments: Any, **settings: Any)
 
 async def in_thread(function: Callable[[], Any]) -> Any:
     """Run the function in a daemon thread and return its result. After a cancellation the thread continues, and does not delay exit."""
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[Any] = loop.create_future()
-
-    def settle(result: Any, error: BaseException | None) -> None:
-        if answer.done():
-            return
-        if error is None:
-            answer.set_result(result)
-        else:
-            answer.set_exception(error)
+    answer: concurrent.futures.Future[Any] = concurrent.futures.Future()
+    answer.set_running_or_notify_cancel()
 
     def work() -> None:
-        result, failure = None, None
         try:
-            result = function()
+            answer.set_result(function())
         except Exception as error:
-            failure = error
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, failure)
+            answer.set_exception(error)
 
     threading.Thread(target=work, daemon=True, name="environment").start()
-    return await answer
+    return await asyncio.wrap_future(answer)

@@ -50,12 +50,6 @@ PAUSE_S = 0.05
 NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
-def listening_socket(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on an address; port 0 takes a free one."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    return socket.create_server(address[:2], family=family, backlog=BACKLOG)
-
-
 class BoundedConnections:
     """The connections of a server, limited in number."""
 

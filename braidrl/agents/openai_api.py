@@ -10,7 +10,7 @@ For `responses`, items (message, function_call, function_call_output) become the
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from braidrl.agents.tool_calls import call_id, parse_tool_calls
@@ -73,7 +73,6 @@ class TurnReply:
 
     @property
     def calls(self) -> list[dict[str, Any]]:
-        """Return the turn's tool calls."""
         return self.message.get("tool_calls", [])
 
 
@@ -112,55 +111,38 @@ def read_common(body: Mapping[str, Any], **own: Any) -> TurnRequest:
         )
     if any(len(each) > MOST_STOP_CHARACTERS for each in stops):
         raise UserError(f"a text of stop has at most {MOST_STOP_CHARACTERS} characters")
+    name, limit = next(((name, body[name]) for name in LIMITS if body.get(name) is not None), ("", None))
+    is_number = isinstance(limit, int | float) and not isinstance(limit, bool)
+    if limit is not None and not (is_number and limit == limit // 1 and 1 <= limit < 1 << 63):
+        raise UserError(f"{name} must be a whole number from 1 on, not {shown(limit)}")
     return TurnRequest(
-        limit=limit_of(body), stops=tuple(stops), stream=bool(body.get("stream")), counts=counts, model=model, **own
-    )
-
-
-def limit_of(body: Mapping[str, Any]) -> int | None:
-    """Return a request's maximum number of tokens, or None. Raises UserError for a value that is not a positive integer."""
-    name = next((name for name in LIMITS if body.get(name) is not None), None)
-    if name is None:
-        return None
-    wanted = body[name]
-    if (
-        isinstance(wanted, bool)
-        or not isinstance(wanted, int | float)
-        or wanted != wanted // 1
-        or not 1 <= wanted < 1 << 63
-    ):
-        raise UserError(f"{name} must be a whole number from 1 on, not {shown(wanted)}")
-    return int(wanted)
+        limit=None if limit is None else int(limit), stops=tuple(stops), stream=bool(body.get("stream")), counts=counts,
+        model=model, **own,
+    )  # fmt: skip
 
 
 def read_chat(body: Mapping[str, Any]) -> TurnRequest:
-    """Read a request for a chat completion."""
     if not isinstance(body.get("messages"), list) or not body["messages"]:
         raise UserError("`messages` must be a list of {role, content}")
-    for message in body["messages"]:
-        check_message(message)
-    return read_common(body, messages=body["messages"], tools=tools_of(body))
+    return read_turns(body, body["messages"])
 
 
-def tools_of(body: Mapping[str, Any]) -> list[Any]:
-    """Return a request's tools. Raises UserError for anything but a list."""
+def read_turns(body: Mapping[str, Any], messages: list[Any], previous: str | None = None) -> TurnRequest:
+    """Read a request that continues a conversation. Raises UserError for tools that are no list, and messages with more than text."""
     tools = body.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise UserError("`tools` must be a list of functions")
-    return tools
-
-
-def check_message(message: Any) -> None:
-    """Raise UserError unless this is a message that contains only text."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise UserError(f"a message is an object with a role, not {shown(message)}")
-    content = message.get("content")
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
-    for part in parts:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise UserError(
-                f"the content of a message is text, or a list of {{type: text, text}}, not {shown(content)}"
-            )
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise UserError(f"a message is an object with a role, not {shown(message)}")
+        content = message.get("content")
+        parts = content if isinstance(content, list) else [{"type": "text", "text": content or ""}]
+        for part in parts:
+            if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise UserError(
+                    f"the content of a message is text, or a list of {{type: text, text}}, not {shown(content)}"
+                )
+    return read_common(body, messages=messages, tools=tools, previous=previous)
 
 
 def reply(text: str, with_tools: bool) -> ChatMessage:
@@ -180,34 +162,31 @@ def reply(text: str, with_tools: bool) -> ChatMessage:
 
 
 def usage(answered: TurnReply) -> dict[str, int]:
-    """Return the token counts."""
     total = answered.prompt + answered.sampled
     return {"prompt_tokens": answered.prompt, "completion_tokens": answered.sampled, "total_tokens": total}
 
 
+def completion(asked: TurnRequest, name: str, kind: str, *choices: Mapping[str, Any], **more: Any) -> dict[str, Any]:
+    """Return a completion, a chat completion, or a chunk of one, with its choices: at most one."""
+    every = [{"index": 0, "finish_reason": None, **choice} for choice in choices]
+    return {"id": name, "object": kind, "created": int(time.time()), "model": asked.model, "choices": every, **more}
+
+
 def chat_whole(asked: TurnRequest, answered: TurnReply) -> dict[str, Any]:
-    """Return a chat completion."""
-    choice = {"index": 0, "message": answered.message, "finish_reason": answered.reason}
-    return {
-        "id": answered.name, "object": "chat.completion", "created": int(time.time()), "model": asked.model, "choices": [choice],
-        "usage": usage(answered),
-    }  # fmt: skip
+    choice = {"message": answered.message, "finish_reason": answered.reason}
+    return completion(asked, answered.name, "chat.completion", choice, usage=usage(answered))
 
 
 def chunk_of(asked: TurnRequest, name: str, *choices: Mapping[str, Any], **more: Any) -> str:
-    """Return a chunk of a chat completion."""
-    head = {"id": name, "object": "chat.completion.chunk", "created": int(time.time()), "model": asked.model}
-    return event({**head, "choices": [{"index": 0, "finish_reason": None, **choice} for choice in choices], **more})
+    return event(completion(asked, name, "chat.completion.chunk", *choices, **more))
 
 
 def chat_delta(asked: TurnRequest, name: str, pieces: Sequence[str]) -> Iterator[str]:
-    """Yield the chunk with the last piece of a text."""
     role = {"role": "assistant"} if len(pieces) == 1 else {}
     yield chunk_of(asked, name, {"delta": {**role, "content": pieces[-1]}})
 
 
 def chat_events(asked: TurnRequest, answered: TurnReply, pieces: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the chunks of a chat completion after the pieces already sent."""
     name, rest = answered.name, answered.text[len("".join(pieces)) :]
     if rest or not pieces:
         yield from chat_delta(asked, name, [*pieces, rest])
@@ -220,7 +199,6 @@ def chat_events(asked: TurnRequest, answered: TurnReply, pieces: Sequence[str] =
 
 
 def read_completion(body: Mapping[str, Any]) -> TurnRequest:
-    """Read a request for a completion."""
     prompt = body.get("prompt")
     prompt = prompt[0] if isinstance(prompt, list) and len(prompt) == 1 else prompt
     if not isinstance(prompt, str) or not prompt:
@@ -229,30 +207,19 @@ def read_completion(body: Mapping[str, Any]) -> TurnRequest:
 
 
 def completion_whole(asked: TurnRequest, answered: TurnReply) -> dict[str, Any]:
-    """Return a completion."""
-    choice = {"index": 0, "text": answered.text, "logprobs": None, "finish_reason": answered.reason}
-    return {
-        "id": answered.name, "object": "text_completion", "created": int(time.time()), "model": asked.model, "choices": [choice],
-        "usage": usage(answered),
-    }  # fmt: skip
+    choice = {"text": answered.text, "logprobs": None, "finish_reason": answered.reason}
+    return completion(asked, answered.name, "text_completion", choice, usage=usage(answered))
 
 
 def completion_delta(asked: TurnRequest, name: str, pieces: Sequence[str]) -> Iterator[str]:
-    """Yield the chunk with the last piece of a text."""
-    whole = completion_whole(asked, TurnReply(name, {"content": pieces[-1]}, "", 0, 0))
-    del whole["usage"]
-    whole["choices"][0]["finish_reason"] = None
-    yield event(whole)
+    yield event(completion(asked, name, "text_completion", {"text": pieces[-1], "logprobs": None}))
 
 
 def completion_events(asked: TurnRequest, answered: TurnReply, pieces: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the chunks of a completion after the pieces already sent."""
-    whole = completion_whole(asked, answered)
-    counts = whole.pop("usage")
-    whole["choices"][0]["text"] = answered.text[len("".join(pieces)) :]
-    yield event(whole)
+    rest = {"text": answered.text[len("".join(pieces)) :], "logprobs": None, "finish_reason": answered.reason}
+    yield event(completion(asked, answered.name, "text_completion", rest))
     if asked.counts:
-        yield event({**whole, "choices": [], "usage": counts})
+        yield event(completion(asked, answered.name, "text_completion", usage=usage(answered)))
     yield DONE
 
 
@@ -266,10 +233,13 @@ COMPLETIONS = Protocol(read_completion, completion_whole, completion_delta, comp
 
 
 TEXTS = ("input_text", "output_text", "text")
+ITEM_TEXTS = {"function_call": ("call_id", "name", "arguments"), "function_call_output": ("call_id",)}
+"""Texts that items of these kinds must have."""
+OPENING = 3
+"""Events that open a response and its message, before one for each piece of its text."""
 
 
 def read_response(body: Mapping[str, Any]) -> TurnRequest:
-    """Read a request. Raises UserError for unsupported fields."""
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:
@@ -279,35 +249,27 @@ def read_response(body: Mapping[str, Any]) -> TurnRequest:
         raise UserError("`instructions` and `previous_response_id` must be texts")
     messages: list[ChatMessage] = [{"role": "system", "content": instructions}] if instructions else []
     for item in items:
-        take(item, messages)
-    for message in messages:
-        check_message(message)
-    tools = [
-        {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}} for tool in tools_of(body)
-    ]
-    return read_common(body, messages=messages, tools=tools, previous=previous)
-
-
-def take(item: Any, messages: list[ChatMessage]) -> None:
-    """Add an item to the messages; a turn's calls belong to its message. Raises UserError for an unsupported item."""
-    kind = item.get("type", "message") if isinstance(item, dict) else None
-    if kind == "message":
-        messages.append({"role": item.get("role"), "content": content_of(item.get("content"))})
-    elif kind == "function_call" and all(isinstance(item.get(key), str) for key in ("call_id", "name", "arguments")):
-        if not messages or messages[-1]["role"] != "assistant":
-            messages.append({"role": "assistant", "content": None})
-        call = {
-            "id": item["call_id"],
-            "type": "function",
-            "function": {"name": item["name"], "arguments": item["arguments"]},
-        }
-        messages[-1].setdefault("tool_calls", []).append(call)
-    elif kind == "function_call_output" and isinstance(item.get("call_id"), str):
-        messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": content_of(item.get("output"))})
-    elif kind != "reasoning":
-        raise UserError(
-            f"an item of `input` is a message, a function_call or a function_call_output, not {shown(item)}"
-        )
+        kind = item.get("type", "message") if isinstance(item, dict) else None
+        keys = ITEM_TEXTS.get(str(kind), ())
+        if kind not in ("message", "reasoning") and not (keys and all(isinstance(item.get(key), str) for key in keys)):
+            raise UserError(
+                f"an item of `input` is a message, a function_call or a function_call_output, not {shown(item)}"
+            )
+        if kind == "message":
+            messages.append({"role": item.get("role"), "content": content_of(item.get("content"))})
+        elif kind == "function_call_output":
+            result = content_of(item.get("output"))
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": result})
+        elif kind == "function_call":
+            # A turn's calls belong to its message.
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": None})
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            call = {"id": item["call_id"], "type": "function", "function": function}
+            messages[-1].setdefault("tool_calls", []).append(call)
+    asked = read_turns(body, messages, previous)
+    functions = [{name: value for name, value in tool.items() if name != "type"} for tool in asked.tools]
+    return replace(asked, tools=[{"type": "function", "function": each} for each in functions])
 
 
 def content_of(content: Any) -> Any:
@@ -318,25 +280,13 @@ def content_of(content: Any) -> Any:
 
 
 def response_whole(asked: TurnRequest, answered: TurnReply) -> dict[str, Any]:
-    """Return a response."""
     whole = answered.reason != "length"
-    counts = {
-        "input_tokens": answered.prompt,
-        "output_tokens": answered.sampled,
-        "total_tokens": answered.prompt + answered.sampled,
-    }
+    total = answered.prompt + answered.sampled
+    counts = {"input_tokens": answered.prompt, "output_tokens": answered.sampled, "total_tokens": total}
     items: list[dict[str, Any]] = []
     if answered.text or not answered.calls:
-        part = {"type": "output_text", "text": answered.text, "annotations": []}
-        items.append(
-            {
-                "id": f"{answered.name}-text",
-                "type": "message",
-                "role": "assistant",
-                "status": "completed",
-                "content": [part],
-            }
-        )
+        own = {"id": f"{answered.name}-text", "type": "message", "role": "assistant", "status": "completed"}
+        items.append({**own, "content": [{"type": "output_text", "text": answered.text, "annotations": []}]})
     for call in answered.calls:
         own = {"id": f"{answered.name}-{call['id']}", "call_id": call["id"], "status": "completed"}
         items.append({"type": "function_call", **own, **call["function"]})
@@ -351,62 +301,49 @@ def response_whole(asked: TurnRequest, answered: TurnReply) -> dict[str, Any]:
 def response_delta(asked: TurnRequest, name: str, pieces: Sequence[str]) -> Iterator[str]:
     """Yield the events with the last piece of a text; events that open the response and its message precede the first piece."""
     if len(pieces) == 1:
-        yield from every_event(asked, TurnReply(name, {"content": pieces[0]}, "stop", 0, 0), pieces)[
-            : events_sent(pieces)
-        ]
+        events = every_event(asked, TurnReply(name, {"content": pieces[0]}, "stop", 0, 0), pieces)
+        yield from events[: OPENING + 1]
     else:
         place = {"item_id": f"{name}-text", "output_index": 0, "content_index": 0}
-        yield numbered(
-            events_sent(pieces) - 1, "response.output_text.delta", {**place, "delta": pieces[-1], "logprobs": []}
-        )
+        data = {**place, "delta": pieces[-1], "logprobs": []}
+        yield numbered(OPENING + len(pieces) - 1, "response.output_text.delta", data)
 
 
 def response_events(asked: TurnRequest, answered: TurnReply, pieces: Sequence[str] = ()) -> Iterator[str]:
-    """Yield the events of a response after the pieces already sent."""
-    yield from every_event(asked, answered, pieces)[events_sent(pieces) :]
-
-
-def events_sent(pieces: Sequence[str]) -> int:
-    """Return the number of events for these pieces: one each, after the three that open the response and its message."""
-    return len(pieces) and 3 + len(pieces)
+    yield from every_event(asked, answered, pieces)[OPENING + len(pieces) if pieces else 0 :]
 
 
 def every_event(asked: TurnRequest, answered: TurnReply, pieces: Sequence[str]) -> list[str]:
-    """Return a response as numbered events."""
+    """Return a response as numbered events, of each item: added, growing, done. `pieces` are of a message's text, perhaps not all."""
     whole = response_whole(asked, answered)
     begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
-    last = "response.completed" if whole["status"] == "completed" else "response.incomplete"
-    found = [("response.created", {"response": begun}), *changes(whole["output"], pieces), (last, {"response": whole})]
-    return [numbered(number, kind, data) for number, (kind, data) in enumerate(found)]
+    found: list[tuple[str, dict[str, Any]]] = [("created", {"response": begun})]
+    for number, item in enumerate(whole["output"]):
+        place = {"item_id": item["id"], "output_index": number}
+        empty: dict[str, Any] = {"content": []} if item["type"] == "message" else {"arguments": ""}
+        added = {**item, **empty, "status": "in_progress"}
+        found.append(("output_item.added", {"output_index": number, "item": added}))
+        if item["type"] == "message":
+            (part,) = item["content"]
+            place |= {"content_index": 0}
+            found.append(("content_part.added", {**place, "part": {**part, "text": ""}}))
+            rest = part["text"][len("".join(pieces)) :]
+            for piece in (*pieces, rest) if rest or not pieces else pieces:
+                found.append(("output_text.delta", {**place, "delta": piece, "logprobs": []}))
+            found.append(("output_text.done", {**place, "text": part["text"], "logprobs": []}))
+            found.append(("content_part.done", {**place, "part": part}))
+        else:
+            arguments = item["arguments"]
+            found.append(("function_call_arguments.delta", {**place, "delta": arguments}))
+            found.append(("function_call_arguments.done", {**place, "arguments": arguments, "name": item["name"]}))
+        found.append(("output_item.done", {"output_index": number, "item": item}))
+    found.append((whole["status"], {"response": whole}))
+    return [numbered(number, f"response.{kind}", data) for number, (kind, data) in enumerate(found)]
 
 
 def numbered(number: int, kind: str, data: Mapping[str, Any]) -> str:
     """Return an event of a response, with its number."""
     return event({"type": kind, "sequence_number": number, **data}, kind)
-
-
-def changes(items: list[dict[str, Any]], pieces: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the events of each item: added, growing, done. `pieces` are pieces of a message's text, perhaps not all."""
-    for number, item in enumerate(items):
-        place = {"item_id": item["id"], "output_index": number}
-        empty: dict[str, Any] = {"content": []} if item["type"] == "message" else {"arguments": ""}
-        yield "response.output_item.added", {"output_index": number, "item": {**item, **empty, "status": "in_progress"}}
-        if item["type"] == "message":
-            (part,) = item["content"]
-            place |= {"content_index": 0}
-            yield "response.content_part.added", {**place, "part": {**part, "text": ""}}
-            rest = part["text"][len("".join(pieces)) :]
-            for piece in (*pieces, rest) if rest or not pieces else pieces:
-                yield "response.output_text.delta", {**place, "delta": piece, "logprobs": []}
-            yield "response.output_text.done", {**place, "text": part["text"], "logprobs": []}
-            yield "response.content_part.done", {**place, "part": part}
-        else:
-            yield "response.function_call_arguments.delta", {**place, "delta": item["arguments"]}
-            yield (
-                "response.function_call_arguments.done",
-                {**place, "arguments": item["arguments"], "name": item["name"]},
-            )
-        yield "response.output_item.done", {"output_index": number, "item": item}
 
 
 RESPONSES = Protocol(read_response, response_whole, response_delta, response_events)

@@ -1,4 +1,5 @@
-"""Players of trajectories: the model and an environment take turns until one of them ends the trajectory, many trajectories at once.
+"""Players of trajectories, many at once: a model and an environment take turns until one of them ends the trajectory, or an agent, a
+function with its own loop and any client library, calls the endpoint.
 
                 ┌──────────────────── text, decoded ───────────────────┐
 context ──▶ engine ──▶ sampled tokens ──append──▶ Trajectory        environment
@@ -12,13 +13,13 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from braidrl.agents.environments import Environment, called
 from braidrl.agents.trajectory import Trajectory, trajectory_columns
-from braidrl.agents.turns import EnvironmentFailed, Observation, TurnTemplate, check_context
+from braidrl.agents.turns import EnvironmentFailed, Observation, TurnTemplate, check_context, outcome_of
 from braidrl.algorithms.random import hashed
 from braidrl.data.chat import TEMPLATE
 from braidrl.data.rows import Column, FinishReason, Rows, Uid
@@ -26,6 +27,10 @@ from braidrl.engines.engine import Engine
 from braidrl.engines.requests import Request, SamplingParams
 from braidrl.errors import UserError
 from braidrl.observe.stalls import WORK
+
+if TYPE_CHECKING:
+    # Only agents need aiohttp, which is optional.
+    from braidrl.agents.endpoint import Endpoint
 
 
 @dataclass(frozen=True)
@@ -63,11 +68,17 @@ class Episode:
     killed: bool = False
     """True if the environment's process was ended from outside."""
 
+    def fail(self, failed: EnvironmentFailed) -> None:
+        """Record the failure that ended the trajectory."""
+        self.finish_reason = FinishReason.ERROR
+        self.failure, self.detail, self.killed = failed.reason, failed.detail, failed.killed
+
 
 class Player(ABC):
     """The base of players, which play each row independently."""
 
     limits: Limits
+    seed: int
     on_finished: Callable[[Episode], None]
 
     async def play(self, rows: Rows) -> list[Episode]:
@@ -98,6 +109,60 @@ class Player(ABC):
     async def one(self, uid: Uid, prompt: list[int], metadata: dict[str, Any]) -> Episode:
         """Play a row's trajectory to its end; failures in it are recorded, not raised."""
 
+    def example_of(self, uid: Uid, metadata: dict[str, Any], purpose: str) -> dict[str, Any]:
+        """Return the row's example for `Environment.reset` or an agent; `seed` is the same for all rows of a group."""
+        source, group, sample = uid
+        own = int(hashed(self.seed, "environment", purpose, source, group)) & 0x7FFFFFFF
+        return {**metadata, "source": source, "group": group, "sample": sample, "seed": own}
+
+    async def ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a user's function. Raises EnvironmentFailed for any exception and after the time limit."""
+        try:
+            with WORK.waiting():
+                async with asyncio.timeout(self.limits.timeout_s) as limit:
+                    return await called(function, *arguments)
+        except EnvironmentFailed:
+            raise
+        except Exception as error:
+            if limit.expired():
+                name = getattr(function, "__name__", "the call")
+                raise EnvironmentFailed("timeout", f"{name} took over {self.limits.timeout_s:g} s") from None
+            raise EnvironmentFailed(type(error).__name__, str(error)) from error
+
+
+@dataclass
+class Agents(Player):
+    """A player that runs one agent per row against an open endpoint. Here `limits.timeout_s` limits the whole trajectory.
+
+    async def agent(base_url, example) -> float: ...            `environment: agent:module:function`
+    """
+
+    endpoint: "Endpoint"
+    agent: Callable[..., Any]
+    limits: Limits
+    seed: int = 0
+    on_finished: Callable[[Episode], None] = field(default=lambda episode: None)
+
+    async def one(self, uid: Uid, prompt: list[int], metadata: dict[str, Any]) -> Episode:
+        """Run a row's agent; the number or Observation that it returns is the score."""
+        url = self.endpoint.open(uid)
+        example = {**self.example_of(uid, metadata, self.endpoint.purpose), "api_key": self.endpoint.key or "-"}
+        outcome: Observation | EnvironmentFailed
+        try:
+            outcome = outcome_of(await self.ask(self.agent, url, example))
+            self.limits.check(outcome.reward)
+        except EnvironmentFailed as failed:
+            outcome = failed
+        session = await self.endpoint.close(uid)
+        episode = Episode(session.trajectory, session.turns, finish_reason=session.finish_reason)
+        if isinstance(outcome, EnvironmentFailed):
+            episode.fail(outcome)
+        else:
+            episode.score, episode.correct = outcome.reward, outcome.correct
+        if not session.trajectory.sequence_lengths:
+            session.trajectory.append(prompt, opens=True)
+        return episode
+
 
 @dataclass
 class Episodes(Player):
@@ -114,19 +179,18 @@ class Episodes(Player):
     on_finished: Callable[[Episode], None] = field(default=lambda episode: None)
 
     async def one(self, uid: Uid, prompt: list[int], metadata: dict[str, Any]) -> Episode:
-        """Play a row's trajectory to its end; failures of its environment are recorded, not raised."""
         episode = Episode(Trajectory(uid))
         environment: Environment | None = None
         try:
-            environment = await self._ask(self.make)
-            await self._play(episode, environment, prompt, example_of(uid, metadata, self.seed, self.purpose))
+            environment = await self.ask(self.make)
+            await self._play(episode, environment, prompt, self.example_of(uid, metadata, self.purpose))
         except EnvironmentFailed as failed:
-            fail(episode, failed)
+            episode.fail(failed)
         if environment is not None and hasattr(environment, "close"):
             try:
-                await self._ask(environment.close)
+                await self.ask(environment.close)
             except EnvironmentFailed as failed:
-                fail(episode, failed)
+                episode.fail(failed)
         if not episode.trajectory.sequence_lengths:
             episode.trajectory.append(prompt, opens=True)
         return episode
@@ -136,7 +200,7 @@ class Episodes(Player):
     ) -> None:
         trajectory, tools = episode.trajectory, getattr(environment, "tools", ())
         template = self.template.with_arguments(example.get(TEMPLATE) or {})
-        context = await self._ask(environment.reset, example)
+        context = await self.ask(environment.reset, example)
         if context is None and not tools:
             trajectory.append(prompt, opens=True)
         else:
@@ -153,7 +217,7 @@ class Episodes(Player):
             )
         while await self._turn(episode):
             text = template.text(trajectory.last_turn, tools)
-            observation = await self._ask(environment.step, text)
+            observation = await self.ask(environment.step, text)
             if not isinstance(observation, Observation):
                 raise EnvironmentFailed("TypeError", f"`step` returned {observation!r}, which is no Observation")
             self.limits.check(episode.score + observation.reward)
@@ -194,9 +258,6 @@ class Episodes(Player):
         trajectory.append(ids, opens=opens)
         return True
 
-    async def _ask(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        return await call_user(function, *arguments, timeout_s=self.limits.timeout_s)
-
 
 def tokenised(template: Callable[..., list[int]], *said: Any) -> list[int]:
     """Tokenise an environment's text or messages. Raises EnvironmentFailed if the chat template refuses them."""
@@ -205,34 +266,6 @@ def tokenised(template: Callable[..., list[int]], *said: Any) -> list[int]:
     # A chat template may raise any exception for an environment's message.
     except Exception as error:
         raise EnvironmentFailed("template", f"{type(error).__name__}: {error}"[:600]) from error
-
-
-async def call_user(function: Callable[..., Any], *arguments: Any, timeout_s: float) -> Any:
-    """Call a user's function. Raises EnvironmentFailed for any exception and after the time limit."""
-    try:
-        with WORK.waiting():
-            async with asyncio.timeout(timeout_s) as limit:
-                return await called(function, *arguments)
-    except EnvironmentFailed:
-        raise
-    except Exception as error:
-        if limit.expired():
-            name = getattr(function, "__name__", "the call")
-            raise EnvironmentFailed("timeout", f"{name} took over {timeout_s:g} s") from None
-        raise EnvironmentFailed(type(error).__name__, str(error)) from error
-
-
-def fail(episode: Episode, failed: EnvironmentFailed) -> None:
-    """Record the failure that ended the trajectory."""
-    episode.finish_reason = FinishReason.ERROR
-    episode.failure, episode.detail, episode.killed = failed.reason, failed.detail, failed.killed
-
-
-def example_of(uid: Uid, metadata: dict[str, Any], seed: int, purpose: str) -> dict[str, Any]:
-    """Return the row's example for `Environment.reset`; `seed` is the same for all rows of a group."""
-    source, group, sample = uid
-    own = int(hashed(seed, "environment", purpose, source, group)) & 0x7FFFFFFF
-    return {**metadata, "source": source, "group": group, "sample": sample, "seed": own}
 
 
 def episode_columns(episodes: Sequence[Episode], limits: Limits) -> dict[str, Column]:

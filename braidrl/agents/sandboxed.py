@@ -48,7 +48,6 @@ class SandboxedEnvironment:
         return (await answer_of(self._talk, "reset", example)).get("context")
 
     async def step(self, text: str) -> Observation:
-        """Return the observation after the model's turn."""
         return observation_of(await answer_of(self._talk, "step", text))
 
     async def close(self) -> None:
@@ -90,7 +89,7 @@ class EnvironmentHost:
         file = source_of(self.name.removeprefix(prefix)) if scheme != "mcp" else next(iter(words), None)
         answers = 1 if self.agent else settings.max_turns + len(("make", "reset", "close"))
         self.host = CodeHost(
-            "environment", "braidrl.agents.answering:player", {"name": self.name, "params": settings.params}, "rollout.environment",
+            "environment", "braidrl.agents.environments:answerer", {"name": self.name, "params": settings.params}, "rollout.environment",
             settings, settings.variables, settings.python, settings.timeout_s, answers, ANSWER_BYTES,
             file=file, agent=self.agent,
         )  # fmt: skip
@@ -108,7 +107,6 @@ class EnvironmentHost:
             )
 
     async def talk(self) -> Talk:
-        """Return a talk with a copy for a trajectory."""
         await in_thread(self._load)
         made = self.host.talk(self._talks.discard)
         self._talks.add(made)

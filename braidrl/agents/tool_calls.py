@@ -9,7 +9,8 @@ A malformed call stays malformed in the conversion: `parse_tool_calls` describes
 import ast
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,26 +30,25 @@ class ToolCall:
 
 def parse_tool_calls(text: str) -> list[ToolCall]:
     """Return every call in a turn, in order, including malformed ones."""
-    return [parse_tool_call(match[1]) for match in CALL.finditer(text)]
-
-
-def parse_tool_call(text: str) -> ToolCall:
-    """Parse the text between one pair of tags."""
-    try:
-        call = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        where = f"{error.msg} at character {error.pos + 1}" if isinstance(error, json.JSONDecodeError) else "too deep"
-        return ToolCall(fault=f"the call is not JSON: {where}")
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return ToolCall(fault='a call is an object {"name": ..., "arguments": {...}}')
-    arguments = call.get("arguments", {})
-    if not isinstance(arguments, dict):
-        return ToolCall(call["name"], fault="the arguments must be an object")
-    return ToolCall(call["name"], arguments)
+    calls = list[ToolCall]()
+    for match in CALL.finditer(text):
+        try:
+            call = json.loads(match[1])
+        except json.JSONDecodeError as error:
+            calls.append(ToolCall(fault=f"the call is not JSON: {error.msg} at character {error.pos + 1}"))
+        except RecursionError:
+            calls.append(ToolCall(fault="the call is not JSON: too deep"))
+        else:
+            if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+                calls.append(ToolCall(fault='a call is an object {"name": ..., "arguments": {...}}'))
+            elif not isinstance(call.get("arguments", {}), dict):
+                calls.append(ToolCall(call["name"], fault="the arguments must be an object"))
+            else:
+                calls.append(ToolCall(call["name"], call.get("arguments", {})))
+    return calls
 
 
 def call_id(number: int) -> str:
-    """Return the id of a turn's call."""
     return f"call{number:05d}"
 
 
@@ -68,8 +68,7 @@ class ToolFormat:
         found = self.begins.search(text)
         if found is None:
             return None
-        bodies = self.calls(text[found.start() :], tools)
-        return text[: found.start()], tagged(bodies)
+        return text[: found.start()], tagged(self.calls(text[found.start() :], tools))
 
 
 def tagged(calls: Sequence[str]) -> str:
@@ -87,11 +86,6 @@ def hermes(text: str, tools: Tools) -> list[str]:
     return [match[1] for match in CALL.finditer(text)]
 
 
-def calls_of_hermes(text: str) -> bool:
-    """Return whether a turn's calls are already in Hermes' format."""
-    return re.search(r"<tool_call>\s*\{", text) is not None
-
-
 def up_to_last(text: str, end: str) -> str:
     """Return a text up to its last closing tag, so that a search finds an end for each beginning, in linear time."""
     return text[: text.rfind(end) + len(end)] if end in text else ""
@@ -104,12 +98,8 @@ PARAMETER = re.compile(r"<parameter=([^<>\n]+)>\n?(.*?)\n?(?:</parameter>|(?=<pa
 
 def qwen_xml(text: str, tools: Tools) -> list[str]:
     """Return the calls of Qwen3-Coder and Qwen 3.5: `<function=NAME><parameter=KEY>VALUE</parameter></function>` between the tags."""
-    return [with_values(match[1], PARAMETER.findall(match[2]), tools) for match in closed_functions(text)] or [text]
-
-
-def closed_functions(text: str) -> Iterator[re.Match[str]]:
-    """Find every function that is called and closed."""
-    return FUNCTION.finditer(up_to_last(text, "</function>"))
+    closed = FUNCTION.finditer(up_to_last(text, "</function>"))
+    return [with_values(match[1], PARAMETER.findall(match[2]), tools) for match in closed] or [text]
 
 
 CLOSED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -127,18 +117,12 @@ def with_values(name: str, values: Sequence[tuple[str, str]], tools: Tools) -> s
     functions = (tool.get("function", tool) for tool in tools)
     schema: Any = next((each for each in functions if each.get("name") == name.strip()), {})
     properties = schema.get("parameters", {}).get("properties", {})
-    arguments = {key.strip(): value_of(text, properties.get(key.strip(), {}).get("type")) for key, text in values}
+    arguments: dict[str, Any] = {key.strip(): text for key, text in values}
+    for key, text in arguments.items():
+        if properties.get(key, {}).get("type") != "string":
+            with suppress(ValueError, RecursionError):
+                arguments[key] = json.loads(text)
     return call_text(name, json.dumps(arguments))
-
-
-def value_of(text: str, kind: Any) -> Any:
-    """Convert an argument that was written as text."""
-    if kind == "string":
-        return text
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return text
 
 
 BETWEEN = re.compile(r"[; \n,]*")
@@ -152,9 +136,18 @@ def llama(text: str, tools: Tools) -> list[str]:
     """
     text = re.sub(r"<\|(?:python_tag|python_start|python_end|eom_id|eot_id|eot|eom)\|>", "", text).strip()
     if text.startswith("<function="):
-        return [call_text(match[1], match[2]) for match in closed_functions(text)] or [text]
+        closed = FUNCTION.finditer(up_to_last(text, "</function>"))
+        return [call_text(match[1], match[2]) for match in closed] or [text]
     if text.startswith("["):
-        return python_calls(text)
+        # The list is parsed but not executed.
+        try:
+            listed: Any = ast.parse(text, mode="eval").body
+            return [
+                call_text(ast.unparse(call.func), json.dumps({k.arg: ast.literal_eval(k.value) for k in call.keywords}))
+                for call in listed.elts
+            ]
+        except (SyntaxError, ValueError, TypeError, AttributeError, RecursionError, MemoryError):
+            return [text]
     found, begin = list[str](), 0
     while begin < len(text):
         try:
@@ -170,20 +163,6 @@ def llama(text: str, tools: Tools) -> list[str]:
         between = BETWEEN.match(text, end)
         begin = between.end() if between else end
     return found
-
-
-def python_calls(text: str) -> list[str]:
-    """Return the calls in a Python list, which is parsed but not executed."""
-    try:
-        calls = ast.parse(text, mode="eval").body.elts  # type: ignore[attr-defined]
-        return [
-            call_text(
-                ast.unparse(call.func), json.dumps({each.arg: ast.literal_eval(each.value) for each in call.keywords})
-            )
-            for call in calls
-        ]
-    except (SyntaxError, ValueError, TypeError, AttributeError, RecursionError, MemoryError):
-        return [text]
 
 
 NAMED = re.compile(

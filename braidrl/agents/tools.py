@@ -7,8 +7,7 @@ from typing import Any
 import torch  # noqa: F401
 from transformers.utils import get_json_schema
 
-from braidrl.agents.environments import called
-from braidrl.agents.tool_turns import ToolTurns
+from braidrl.agents.environments import ToolTurns, called
 
 
 class ToolEnvironment(ToolTurns):
@@ -20,5 +19,4 @@ class ToolEnvironment(ToolTurns):
         super().__init__([get_json_schema(function) for function in functions])
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
-        """Call one of the functions, as `ToolTurns.call`."""
         return await called(self._functions[name], **arguments)

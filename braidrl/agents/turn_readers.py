@@ -29,25 +29,22 @@ WITHOUT_READER = ("default", "inkling")
 
 def exact_over_turns(template: PromptTemplate, first: First, follow: Follow) -> bool:
     """Return True if prompts, and what follows each turn of some conversations, have the ids of the chat template's rendering."""
-    return all(exact(template, first, follow, messages, tools) for messages, tools in TRIALS)
-
-
-def exact(template: PromptTemplate, first: First, follow: Follow, messages: list[ChatMessage], tools: Tools) -> bool:
-    """Return True for one conversation. A mark stands for each turn, since templates may render earlier turns otherwise."""
     closing = template.tokenizer.decode([template.end_id])
-    turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-    opening = messages[: turns[0]] if turns else messages
-    ids = template.encode(opening, tools)
-    if first(opening, tools) != ids:
-        return False
-    for turn, following in zip(turns, [*turns, len(messages)][1:], strict=True):
-        marked = {**messages[turn], "content": MARK}
-        rendered = template.apply([*messages[:turn], marked, *messages[turn + 1 : following]], tools, opens=True)
-        calls, _, between = rendered.partition(MARK)[2].partition(closing)
-        sampled, expected = template.encode_bare([f"{messages[turn]['content']}{calls}{closing}", between])
-        if follow(ids, sampled, messages[turn + 1 : following], tools) != expected:
+    for messages, tools in TRIALS:
+        turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+        opening = messages[: turns[0]] if turns else messages
+        ids = template.encode(opening, tools)
+        if first(opening, tools) != ids:
             return False
-        ids = [*ids, *sampled, *expected]
+        for turn, following in zip(turns, [*turns, len(messages)][1:], strict=True):
+            # A mark stands for each turn, since templates may render earlier turns otherwise.
+            marked = {**messages[turn], "content": MARK}
+            rendered = template.apply([*messages[:turn], marked, *messages[turn + 1 : following]], tools, opens=True)
+            calls, _, between = rendered.partition(MARK)[2].partition(closing)
+            sampled, expected = template.encode_bare([f"{messages[turn]['content']}{calls}{closing}", between])
+            if follow(ids, sampled, messages[turn + 1 : following], tools) != expected:
+                return False
+            ids = [*ids, *sampled, *expected]
     return True
 
 

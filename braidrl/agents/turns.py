@@ -9,11 +9,12 @@ after the mark follows a turn. So it does not matter how the template changes ea
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from braidrl.agents.tool_calls import FORMATS, call_text, calls_of_hermes, format_of, tagged
+from braidrl.agents.tool_calls import FORMATS, call_text, format_of, tagged
 from braidrl.data.chat import ChatMessage, Tools, normal_message
 from braidrl.data.endings import MARK
 from braidrl.errors import UserError
@@ -49,22 +50,22 @@ class TurnTemplate:
         """
         messages = [{"role": "user", "content": said}] if isinstance(said, str) else normal(said)
         if not self.template.is_chat:
-            return self._alone("\n\n".join(message["content"] for message in messages))
+            return self.template.encode_bare(["\n\n".join(message["content"] for message in messages)])[0]
         turn = [{"role": "user", "content": "-"}, {"role": "assistant", "content": MARK}]
         after = self.template.apply([*turn, *messages], tools, opens=True).partition(MARK)[2]
         if MARK in after:
             raise UserError(f"an environment says {MARK!r}, which stands for the assistant's turn; say something else")
-        return self._alone(self._behind(after, last_token))
+        return self._continued(after, last_token)
 
     def plain(self, text: str, last_token: int | None) -> list[int]:
         """Tokenise a text that is not a chat; it opens a sequence, or continues after a sampled turn, given its last token."""
-        return self.template.encode_plain(text) if last_token is None else self._alone(self._behind(text, last_token))
+        return self.template.encode_plain([text])[0] if last_token is None else self._continued(text, last_token)
 
-    def _behind(self, text: str, last_token: int) -> str:
-        """Return the part of a text after a turn to tokenise: without the turn's end, if that was sampled."""
-        if last_token not in self.template.tokenizer.all_special_ids:
-            return text
-        return text.removeprefix(self.template.tokenizer.decode([last_token], skip_special_tokens=False))
+    def _continued(self, text: str, last_token: int) -> list[int]:
+        """Tokenise a text after a turn, without special tokens before it, and without the turn's end, if that was sampled."""
+        if last_token in self.template.tokenizer.all_special_ids:
+            text = text.removeprefix(self.template.tokenizer.decode([last_token], skip_special_tokens=False))
+        return self.template.encode_bare([text])[0]
 
     def text(self, tokens: Sequence[int], tools: Tools = ()) -> str:
         """Decode sampled tokens for an environment or a client, without special tokens; with `tools`, calls are in Hermes' format."""
@@ -91,7 +92,7 @@ class TurnTemplate:
             # What only looks like a call, in reasoning or as plain text, must not reach the environment as one.
             return self._decoded(tokens[:before], special=True).replace("<tool_call>", "<tool call>"), tagged(calls)
         # Most models write calls in Hermes' format; these stay unchanged.
-        if calls_of_hermes(plain):
+        if re.search(r"<tool_call>\s*\{", plain):
             return None
         while ends and tokens[ends - 1] in tokenizer.all_special_ids:
             ends -= 1
@@ -109,10 +110,6 @@ class TurnTemplate:
             said = message.get("content") or ""
             return (said, tagged(calls)) if calls else None
         return format_of(tokenizer.chat_template if self.template.is_chat else None).rewritten(text, tools)
-
-    def _alone(self, text: str) -> list[int]:
-        """Tokenise text in the middle of a sequence, without special tokens before it."""
-        return self.template.encode_bare([text])[0]
 
 
 def normal(context: Any) -> Any:

@@ -7,7 +7,6 @@ registries of plug-ins ────name, docstring, settings──────�
 import importlib
 import inspect
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,52 +55,39 @@ class Listed:
 
 def catalogue(kind: str) -> list[Listed]:
     """Return the built-in entries of a kind. Raises UserError for an unknown kind."""
+    found: list[Listed] = []
     if kind in ALGORITHMS:
         entries = [ALGORITHMS[kind][name] for name in ALGORITHMS[kind]]
-        return [of_algorithm(entry) for entry in entries if entry.function.__module__.startswith("braidrl.")]
+        for entry in (each for each in entries if each.function.__module__.startswith("braidrl.")):
+            settings = {name: "required" if name in entry.required else repr(v) for name, v in entry.settings.items()}
+            settings |= {name: repr(value) for name, value in entry.state.items()}
+            reads = [*map(entry.column, entry.reads), *(f"[{entry.column(name)}]" for name in entry.optional)]
+            columns = dict.fromkeys(
+                name for name in reads if name not in ("offsets", "[statistics_mask]", "[loss_mask]")
+            )
+            found.append(Listed(entry.name, summary(entry.function), settings, tuple(columns)))
+        return found
     if kind == "environments":
         return [Listed(name, about) for name, about in SCHEMES.items()]
     if kind not in PLUGINS:
         raise UserError(f"there is no list of {kind!r}. {suggest(kind, KINDS)}")
-    place, _, name = PLUGINS[kind].partition(":")
-    return list(of_plugins(getattr(importlib.import_module(place), name)))
-
-
-def of_algorithm(entry: registry.Entry) -> Listed:
-    """Return a registered algorithm with its settings and the columns that it reads."""
-    defaults = {name: "required" if name in entry.required else repr(value) for name, value in entry.settings.items()}
-    state = {name: repr(value) for name, value in entry.state.items()}
-    reads = [*map(entry.column, entry.reads), *(f"[{entry.column(name)}]" for name in entry.optional)]
-    columns = dict.fromkeys(name for name in reads if name not in ("offsets", "[statistics_mask]", "[loss_mask]"))
-    return Listed(entry.name, summary(entry.function), {**defaults, **state}, tuple(columns))
-
-
-def of_plugins(plugins: PluginRegistry) -> Iterator[Listed]:
-    """Yield the built-in plug-ins; the entry of one that needs a missing package names this package."""
+    place, _, attribute = PLUGINS[kind].partition(":")
+    plugins: PluginRegistry = getattr(importlib.import_module(place), attribute)
     for name in plugins:
         try:
-            found = plugins.find(name)
-        except UserError as error:
-            yield Listed(name, str(error))
-        else:
-            # A protocol is a pair of functions; the first one has the docstring.
-            about, settings = summary(getattr(found, "distribute", found)), {}
-            if plugins.kind == "verifier":
-                keywords = [p for p in inspect.signature(found).parameters.values() if p.kind is p.KEYWORD_ONLY]
-                settings = {p.name: "required" if p.default is p.empty else repr(p.default) for p in keywords}
-            yield Listed(name, about, settings)
+            plugin = plugins.find(name)
+        except UserError as error:  # it needs a package that is not installed
+            found.append(Listed(name, str(error)))
+            continue
+        # A protocol is a pair of functions; the first one has the docstring.
+        about, settings = summary(getattr(plugin, "distribute", plugin)), {}
+        if plugins.kind == "verifier":
+            keywords = [p for p in inspect.signature(plugin).parameters.values() if p.kind is p.KEYWORD_ONLY]
+            settings = {p.name: "required" if p.default is p.empty else repr(p.default) for p in keywords}
+        found.append(Listed(name, about, settings))
+    return found
 
 
 def summary(thing: Any) -> str:
     """Return a docstring in one line, without its lists of arguments."""
     return " ".join(SECTIONS.sub("", inspect.getdoc(thing) or "").split())
-
-
-def lines(listed: Listed) -> Iterator[str]:
-    """Yield the lines of `braid list` for one entry."""
-    yield listed.name
-    yield f"    {listed.about}"
-    if listed.settings:
-        yield f"    settings: {', '.join(f'{name}={default}' for name, default in listed.settings.items())}"
-    if listed.reads:
-        yield f"    reads: {', '.join(listed.reads)}"

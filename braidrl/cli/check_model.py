@@ -13,7 +13,6 @@ from transformers import AutoConfig
 from braidrl.engines.vllm_proof import vllm_finding
 from braidrl.errors import UserError, first_line
 from braidrl.training.acceptance import MEASURES, OPTIONAL, accept
-from braidrl.training.decoders.body import ForwardPlan
 from braidrl.training.decoders.proof import FAILURES, Finding, Refusal, Twin, packed_findings, quietly
 from braidrl.training.decoders.proven import best_plan, proof_device
 from braidrl.training.layout_proof import layout_findings
@@ -41,7 +40,11 @@ def check(model: str, layouts: bool, say: Callable[[str], None], vllm: Path | No
     except FAILURES as error:
         say(f"REFUSED {model}, {config.model_type}: a tiny model of its structure fails: {first_line(error)}")
         return False
-    say(f"{model}: {config.model_type}, {described(plan)}")
+    mixers = f", {', '.join(plan.mixers)} by rows of equal length" if plan.mixers else ""
+    computed = (
+        "rows of equal length together, with transformers' own attention" if plan.by_rows else f"packed rows{mixers}"
+    )
+    say(f"{model}: {config.model_type}, {computed}")
     for finding in findings:
         say(line(finding))
     if layouts:
@@ -72,15 +75,7 @@ def config_of(model: str) -> Any:
         ) from error
 
 
-def described(plan: ForwardPlan) -> str:
-    """Describe the computation of rows by the model."""
-    if plan.by_rows:
-        return "rows of equal length together, with transformers' own attention"
-    return f"packed rows, {', '.join(plan.mixers)} by rows of equal length" if plan.mixers else "packed rows"
-
-
 def line(finding: Finding) -> str:
-    """Return the line of one property."""
     if finding.note:
         return f"REFUSED {finding.name:{WIDTH}} {finding.note}"
     verdict = "ok      " if finding.holds else "WRONG   "

@@ -101,7 +101,8 @@ def examine_cluster(config: Config | None, say: Callable[[str], None]) -> bool:
     finally:
         cluster.close()
     for report in reports:
-        say(summary(report))
+        devices = f"{len(report.devices)} of {report.devices[0]}" if report.devices else "no CUDA device"
+        say(f"{report.node}: {devices}")
     found = problems(reports)
     for line in found:
         say(f"PROBLEM: {line}")
@@ -111,6 +112,7 @@ def examine_cluster(config: Config | None, say: Callable[[str], None]) -> bool:
 def reports_of(cluster: RayCluster, config: Config | None) -> list[NodeReport]:
     """Return the findings on each live node."""
     ray, limit_s = cluster.ray, cluster.config.start_limit_s
+    silent = f"it did not answer within {limit_s:g} s"
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
     own = {
@@ -119,7 +121,7 @@ def reports_of(cluster: RayCluster, config: Config | None) -> list[NodeReport]:
     }
     try:
         places = answers(ray, {node: actor.place.remote() for node, actor in own.items()}, limit_s)
-        reports = {node: NodeReport(f"node {node[:8]}", unseen={"Ray": silent(limit_s)}) for node in nodes}
+        reports = {node: NodeReport(f"node {node[:8]}", unseen={"Ray": silent}) for node in nodes}
         for node, (name, ip, _) in places.items():
             reports[node] = NodeReport(f"{name} ({ip}, node {node[:8]})")
         with marked_folder(config) as (folder, mark):
@@ -127,7 +129,7 @@ def reports_of(cluster: RayCluster, config: Config | None) -> list[NodeReport]:
             asked = {node: own[node].look.remote(paths, folder, mark, f"{mark}-{node[:8]}") for node in places}
             found = answers(ray, asked, limit_s)
         for node in places:
-            vars(reports[node]).update(found.get(node, {"unseen": {"its files": silent(limit_s)}}))
+            vars(reports[node]).update(found.get(node, {"unseen": {"its files": silent}}))
         others = {
             node: {reports[peer].node: place[1:] for peer, place in places.items() if peer != node} for node in places
         }
@@ -138,11 +140,6 @@ def reports_of(cluster: RayCluster, config: Config | None) -> list[NodeReport]:
     finally:
         for actor in own.values():
             ray.kill(actor)
-
-
-def silent(limit_s: float) -> str:
-    """Return the finding for a node that did not answer."""
-    return f"it did not answer within {limit_s:g} s"
 
 
 def answers(ray: Any, asked: Mapping[str, Any], limit_s: float) -> dict[str, Any]:
@@ -190,12 +187,6 @@ def paths_of(config: Config | None) -> dict[str, str]:
         **{f"data.eval.{name}": source.path for name, source in data.eval.items()},
     }
     return {key: os.path.abspath(path) for key, path in named.items() if path is not None and not is_hub_name(path)}
-
-
-def summary(report: NodeReport) -> str:
-    """Return a line about a node."""
-    devices = f"{len(report.devices)} of {report.devices[0]}" if report.devices else "no CUDA device"
-    return f"{report.node}: {devices}"
 
 
 def problems(reports: Sequence[NodeReport]) -> list[str]:

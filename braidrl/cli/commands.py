@@ -180,15 +180,19 @@ def list_kind(
     ] = None,
 ) -> None:
     """List the names that a flow or a configuration can use, with settings and sources."""
-    from braidrl.cli.catalogue import KINDS, catalogue, lines
+    from braidrl.cli.catalogue import KINDS, catalogue
 
     if kind is None:
         for known in KINDS:
             typer.echo(f"{known}: {', '.join(listed.name for listed in catalogue(known))}")
         return
     for listed in catalogue(kind):
-        for line in lines(listed):
-            typer.echo(line)
+        typer.echo(f"{listed.name}\n    {listed.about}")
+        if listed.settings:
+            settings = ", ".join(f"{name}={default}" for name, default in listed.settings.items())
+            typer.echo(f"    settings: {settings}")
+        if listed.reads:
+            typer.echo(f"    reads: {', '.join(listed.reads)}")
 
 
 @app.command()

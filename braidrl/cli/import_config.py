@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from braidrl.config import DataConfig, parse_config
+from braidrl.config import parse_config
 from braidrl.errors import UserError
 from braidrl.parsing import read_yaml
 
@@ -45,7 +45,6 @@ class Imported:
 
     @property
     def flow(self) -> str:
-        """Return the recipe."""
         named = str(self.given.get("algorithm.adv_estimator", "gae")).rpartition(".")[2].lower()
         dynamic = self.given.get("algorithm.filter_groups.enable") or "dapo" in (
             self.given.get("reward_model.reward_manager"), self.given.get("reward.reward_manager.name"),
@@ -53,8 +52,11 @@ class Imported:
         return "dapo" if dynamic and named == "grpo" else FLOWS.get(named, "grpo")
 
     def number(self, key: str, default: int = 1) -> int:
-        """Return a whole number of verl's configuration."""
         return int(self.given.get(key) or default)
+
+
+class Left(str):
+    """What to do about a key without a counterpart."""
 
 
 Rule = Callable[[Imported, str, Any, str], None]
@@ -77,15 +79,11 @@ def kl(one: Imported, key: str, value: Any, to: str) -> None:
         return
     coefficient, estimator = 0.0, None
     if in_loss and one.flow == "grpo":
-        coefficient, estimator = (
-            one.given.get(f"{ACTOR}.kl_loss_coef", 0.001),
-            one.given.get(f"{ACTOR}.kl_loss_type", "low_var_kl"),
-        )
+        coefficient = one.given.get(f"{ACTOR}.kl_loss_coef", 0.001)
+        estimator = one.given.get(f"{ACTOR}.kl_loss_type", "low_var_kl")
     elif in_reward and one.flow in HAVE_KL_IN_REWARD:
-        coefficient, estimator = (
-            one.given.get("algorithm.kl_ctrl.kl_coef", 0.001),
-            one.given.get("algorithm.kl_penalty", "kl"),
-        )
+        coefficient = one.given.get("algorithm.kl_ctrl.kl_coef", 0.001)
+        estimator = one.given.get("algorithm.kl_penalty", "kl")
         if one.given.get("algorithm.kl_ctrl.type") == "adaptive" and one.flow == "ppo":
             one.made["algorithm.kl_target"] = one.given.get("algorithm.kl_ctrl.target_kl", 0.1)
     elif in_loss or in_reward:
@@ -109,17 +107,10 @@ def clip(one: Imported, key: str, value: Any, to: str) -> None:
     one.made["algorithm.clip_high"] = one.given.get(f"{ACTOR}.clip_ratio_high", both)
 
 
-def loss(one: Imported, key: str, value: Any, to: str) -> None:
-    if value != "vanilla":
-        one.left[key] = f"algorithm.loss, where `braid list losses` has one like {value}"
-
-
 def correction(one: Imported, key: str, value: Any, to: str) -> None:
     if one.given.get("algorithm.rollout_correction.rollout_is"):
-        one.made[to] = {
-            "name": "truncated",
-            "cap": float(one.given.get("algorithm.rollout_correction.rollout_is_threshold", 2.0)),
-        }
+        cap = one.given.get("algorithm.rollout_correction.rollout_is_threshold", 2.0)
+        one.made[to] = {"name": "truncated", "cap": float(cap)}
 
 
 def eval_sets(one: Imported, key: str, value: Any, to: str) -> None:
@@ -154,13 +145,6 @@ def lora(one: Imported, key: str, value: Any, to: str) -> None:
             one.made[to]["targets"] = targets
 
 
-def schedule(one: Imported, key: str, value: Any, to: str) -> None:
-    if value in ("constant", "linear", "cosine"):
-        one.made[to] = value
-    else:
-        one.left[key] = "trainer.schedule is constant, linear or cosine"
-
-
 def axis(name: str, one: Imported, key: str, value: Any, to: str) -> None:
     """Set an axis of the trainer's layout."""
     if int(value) > 1:
@@ -170,23 +154,6 @@ def axis(name: str, one: Imported, key: str, value: Any, to: str) -> None:
 def shard(one: Imported, key: str, value: Any, to: str) -> None:
     if str(value).startswith("fsdp") and one.number("trainer.n_gpus_per_node", 8) * one.number("trainer.nnodes") > 1:
         one.made.setdefault(to, {})["shard"] = "full"
-
-
-def dtype(one: Imported, key: str, value: Any, to: str) -> None:
-    known = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}.get(str(value))
-    if known is None:
-        one.left[key] = f"{to} is bfloat16 or float32"
-    elif not (to == "dtype" and known == "bfloat16"):  # the default on CUDA
-        one.made[to] = known
-
-
-def engine(one: Imported, key: str, value: Any, to: str) -> None:
-    if value == "vllm":
-        one.made[to] = "vllm"
-    elif value not in ("hf", *UNSET):
-        one.left[key] = (
-            f"start servers of {value} and write rollout.engine=http, rollout.servers={{urls: [...], dialect: {value}}}"
-        )
 
 
 def vllm_more(one: Imported, key: str, value: Any, to: str) -> None:
@@ -229,15 +196,28 @@ def trackers(one: Imported, key: str, value: Any, to: str) -> None:
         one.left[key] = f"no tracker is called {', '.join(unknown)}; see `braid list trackers`"
 
 
-def template(one: Imported, key: str, value: Any, to: str) -> None:
-    if value and "template" in DataConfig.model_fields:
-        one.made[to] = value
-    elif value:
-        one.left[key] = "put them into the tokenizer's chat template"
-
-
+ENGINES = {"vllm": "vllm", "hf": None, **{str(unset): None for unset in UNSET}}
+DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
 VALUES: dict[str, Callable[[Imported, Any, str], Any]] = {
     "": lambda one, value, to: value,
+    "loss": lambda one, value, to: (
+        None if value == "vanilla" else Left(f"algorithm.loss, where `braid list losses` has one like {value}")
+    ),
+    "schedule": lambda one, value, to: (
+        value if value in ("constant", "linear", "cosine") else Left("trainer.schedule is constant, linear or cosine")
+    ),
+    "dtype": lambda one, value, to: (
+        None
+        if to == "dtype" and DTYPES.get(str(value)) == "bfloat16"  # the default on CUDA
+        else DTYPES.get(str(value), Left(f"{to} is bfloat16 or float32"))
+    ),
+    "engine": lambda one, value, to: ENGINES.get(
+        str(value),
+        Left(
+            f"start servers of {value} and write rollout.engine=http, rollout.servers={{urls: [...], dialect: {value}}}"
+        ),
+    ),
+    "template": lambda one, value, to: value or None,
     "given": lambda one, value, to: value if value not in UNSET else None,
     "at_least_zero": lambda one, value, to: max(0, int(value)),
     "positive": lambda one, value, to: int(value) if int(value) > 0 else None,
@@ -260,11 +240,11 @@ VALUES: dict[str, Callable[[Imported, Any, str], Any]] = {
         value if one.given.get(f"{ROLLOUT}.name") == "vllm" and (to, value) not in ONE else None
     ),
 }
-"""Rules that make the value of Braid's key `to` from verl's value; None leaves the key out."""
+"""Rules that make the value of Braid's key `to` from verl's value, or what is left to do; None leaves the key out."""
 RULES: dict[str, Rule] = {
-    "flow": flow, "kl": kl, "clip": clip, "loss": loss, "correction": correction, "eval_sets": eval_sets, "field_name": of_source,
-    "first": of_source, "lora": lora, "schedule": schedule, "shard": shard, "dtype": dtype, "engine": engine, "vllm_more": vllm_more,
-    "verify": verify, "reward_model": reward_model, "workers": workers, "trackers": trackers, "template": template,
+    "flow": flow, "kl": kl, "clip": clip, "correction": correction, "eval_sets": eval_sets, "field_name": of_source,
+    "first": of_source, "lora": lora, "shard": shard, "vllm_more": vllm_more,
+    "verify": verify, "reward_model": reward_model, "workers": workers, "trackers": trackers,
     **{name: partial(axis, name) for name in ("tensor", "pipeline", "sequence")},
 }  # fmt: skip
 """Rules that set several keys, or leave a line for the user."""
@@ -292,7 +272,10 @@ def import_config(path: Path) -> tuple[dict[str, Any], dict[str, str]]:
         elif (rule := row.get("rule", "")) in RULES:
             RULES[rule](one, key, value, row.get("to", ""))
         elif rule or "to" in row:
-            if (made := VALUES[rule](one, value, to := row.get("to", ""))) is not None:
+            made = VALUES[rule](one, value, to := row.get("to", ""))
+            if isinstance(made, Left):
+                one.left[key] = made
+            elif made is not None:
                 one.made[to] = made
         elif row.get("note") == "no counterpart" and value not in (False, 0):
             one.left[key] = "no counterpart"

@@ -12,8 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from braidrl.config import Config
-from braidrl.data.example_table import RESPONSES
-from braidrl.data.prompts import LoadedSource
+from braidrl.data.prompts import RESPONSES, LoadedSource
 from braidrl.errors import UserError
 from braidrl.runtimes.prepare.fetching import with_fetched
 from braidrl.runtimes.prepare.run_flow import build_flow, evaluation_flow
@@ -48,7 +47,7 @@ def show_data(config: Config, console: Console | None = None) -> None:
             console.print(f"{count} records left out because {escape(reason)}")
         for column in source.facts.without_form:
             console.print(f"column {escape(column)} left out, for which JSON has no form")
-        lengths = {name: source.examples.lengths(name) for name in ("prompt", *RESPONSES)}
+        lengths = {name: source.lengths(name) for name in ("prompt", *RESPONSES)}
         known = {name: tokens.numpy() for name, tokens in lengths.items() if tokens is not None}
         table = Table("tokens of the", *(f"{p}%" if p % 100 else ("least", "most")[p // 100] for p in PERCENTILES), "")
         for name, tokens in known.items():
@@ -64,7 +63,7 @@ def show_data(config: Config, console: Console | None = None) -> None:
 def samples(source: LoadedSource, tokenizer: Any) -> Iterator[str]:
     """Yield examples, evenly spread over the source, decoded from their token ids."""
     for place in sorted({round(i * (len(source) - 1) / max(1, SAMPLES - 1)) for i in range(SAMPLES)}):
-        example = source.examples[place]
+        example = source[place]
         yield f"── example {place}, record {example.line}"
         yield tokenizer.decode(source.prompt(place).tolist())
         for name in RESPONSES:

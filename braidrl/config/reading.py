@@ -160,7 +160,6 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def explain(error: ValidationError) -> str:
-    """Build a message of one line for the first error."""
     return explained(error.errors()[0], error)
 
 
@@ -190,17 +189,12 @@ def section_keys(place: tuple[int | str, ...]) -> list[str]:
     for part in place:
         if isinstance(part, int) or part not in section.model_fields:
             continue
-        found = section_type(section.model_fields[part].annotation)
-        section = found or section
+        # Find the section in an annotation such as `dict[str, RoleConfig]`.
+        annotations: list[Any] = [section.model_fields[part].annotation]
+        while annotations:
+            first = annotations.pop(0)
+            if isinstance(first, type) and issubclass(first, BaseModel):
+                section = first
+                break
+            annotations = [*getattr(first, "__args__", ()), *annotations]
     return list(section.model_fields)
-
-
-def section_type(annotation: Any) -> type[BaseModel] | None:
-    """Return the section in an annotation such as `dict[str, RoleConfig]`, or None."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    for part in getattr(annotation, "__args__", ()):
-        found = section_type(part)
-        if found:
-            return found
-    return None

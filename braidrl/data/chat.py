@@ -23,7 +23,12 @@ def normal_message(message: Mapping[str, Any]) -> ChatMessage:
     known = {name: value for name, value in message.items() if value is not None}
     # Templates test only whether the name exists.
     calls = known.pop("tool_calls", None)
-    normal = {**known, "content": text_of(known.get("content"))}
+    content = known.get("content", "")
+    if isinstance(content, list) and content:
+        texts = [p.get("text") if isinstance(p, Mapping) and p.get("type") == "text" else None for p in content]
+        # Content with other parts is unchanged.
+        content = "".join(map(str, texts)) if all(isinstance(text, str) for text in texts) else content
+    normal = {**known, "content": content}
     if not calls:
         return normal
     normal["tool_calls"] = []
@@ -36,16 +41,6 @@ def normal_message(message: Mapping[str, Any]) -> ChatMessage:
         else:
             normal["tool_calls"].append(with_arguments(call))
     return normal
-
-
-def text_of(content: Any) -> Any:
-    """Return a message's content as text: text parts are joined, None becomes empty text. Content with other parts is unchanged."""
-    if content is None:
-        return ""
-    if not isinstance(content, list) or not content:
-        return content
-    parts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content]
-    return "".join(map(str, parts)) if all(isinstance(part, str) for part in parts) else content
 
 
 def with_arguments(function: Mapping[str, Any]) -> dict[str, Any]:

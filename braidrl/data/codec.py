@@ -12,15 +12,14 @@ import math
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
-from braidrl.data.frames import CodecError, Frame, join, split
-from braidrl.data.messages import pack_message, unpack_message
+from braidrl.data.messages import CodecError, Frame, join, pack_message, split, unpack_message
 from braidrl.data.rows import Column, Objects, Rows
 
 MARK = b"braidrow"
@@ -32,7 +31,6 @@ DTYPES = {
     )
 }  # fmt: skip
 FRAMES_OF_KIND = {"index": 1, "ragged": 2, "objects": 1}
-C = TypeVar("C", Tensor, Objects)
 
 
 class PayloadForbidden(RuntimeError):
@@ -67,9 +65,26 @@ def encode(rows: Rows) -> list[Frame]:
     headers: list[ColumnHeader] = []
     frames: list[Frame] = []
     for name, column in rows.items():
-        header, parts = _encode_column(name, column)
-        headers.append(header)
-        frames += parts
+        if isinstance(column, Objects):
+            values = list(column.values)
+            text = _exact_json(values)
+            if text is None:
+                row = next(i for i, value in enumerate(values) if _exact_json(value) is None)
+                raise CodecError(
+                    f"column {name!r}, row {row}: {values[row]!r} is not a JSON value "
+                    "(None, bool, int, finite float, str, list, dict with str keys)"
+                )
+            headers.append(ColumnHeader(name, "objects", "json", (len(column),)))
+            frames.append(text.encode())
+            continue
+        kind, tensor = ("ragged", column.values) if isinstance(column, Ragged) else ("index", column)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if dtype not in DTYPES:
+            raise CodecError(f"column {name!r} is {dtype}, which does not travel; use one of {', '.join(DTYPES)}")
+        headers.append(ColumnHeader(name, kind, dtype, tuple(tensor.shape)))
+        for part in (column.offsets, tensor) if isinstance(column, Ragged) else (tensor,):
+            # numpy knows no bfloat16: the values pass as plain bytes.
+            frames.append(part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     packed = pack_message([len(rows), headers])
     return [MARK + zlib.crc32(packed).to_bytes(4, "little") + packed, *frames]
 
@@ -92,7 +107,10 @@ def decode(frames: Sequence[Frame], columns: Sequence[str] | None = None) -> Row
     for header in headers:
         count = FRAMES_OF_KIND[header.kind]
         if header.name in wanted:
-            decoded[header.name] = _decode_column(header, size, frames[position : position + count])
+            column = _decode_column(header, size, frames[position : position + count])
+            if len(column) != size:
+                raise CodecError(f"column {header.name!r} has {len(column)} rows where the header says {size}")
+            decoded[header.name] = column
         position += count
     return Rows({name: decoded[name] for name in wanted})
 
@@ -130,36 +148,6 @@ def read_header(frames: Sequence[Frame]) -> tuple[int, list[ColumnHeader]]:
     return size, headers
 
 
-def _encode_column(name: str, column: Column) -> tuple[ColumnHeader, list[Frame]]:
-    if isinstance(column, Objects):
-        values = list(column.values)
-        text = _exact_json(values)
-        if text is None:
-            row = next(i for i, value in enumerate(values) if _exact_json(value) is None)
-            raise CodecError(
-                f"column {name!r}, row {row}: {values[row]!r} is not a JSON value "
-                "(None, bool, int, finite float, str, list, dict with str keys)"
-            )
-        return ColumnHeader(name, "objects", "json", (len(column),)), [text.encode()]
-    if isinstance(column, Ragged):
-        header = _tensor_header(name, "ragged", column.values)
-        return header, [_tensor_bytes(column.offsets), _tensor_bytes(column.values)]
-    return _tensor_header(name, "index", column), [_tensor_bytes(column)]
-
-
-def _tensor_header(name: str, kind: str, tensor: Tensor) -> ColumnHeader:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    if dtype not in DTYPES:
-        raise CodecError(f"column {name!r} is {dtype}, which does not travel; use one of {', '.join(DTYPES)}")
-    return ColumnHeader(name, kind, dtype, tuple(tensor.shape))
-
-
-def _tensor_bytes(tensor: Tensor) -> memoryview:
-    # numpy knows no bfloat16: the values pass as plain bytes.
-    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return flat.numpy().data
-
-
 def _exact_json(value: Any) -> str | None:
     """Return JSON text that loads to an equal value, or None: tuples and int keys would silently change."""
     try:
@@ -171,8 +159,7 @@ def _exact_json(value: Any) -> str | None:
 
 def _decode_column(header: ColumnHeader, size: int, frames: Sequence[Frame]) -> Column:
     if header.kind == "index":
-        values = _tensor(header, header.dtype, header.shape, frames[0])
-        return _of_size(header, values, size)
+        return _tensor(header, header.dtype, header.shape, frames[0])
     if _forbidding:
         raise PayloadForbidden(
             f"column {header.name!r} is payload, and this process schedules: it carries index columns only"
@@ -184,7 +171,7 @@ def _decode_column(header: ColumnHeader, size: int, frames: Sequence[Frame]) -> 
             raise CodecError(f"column {header.name!r} is not JSON: {error}") from None
         if not isinstance(found, list):
             raise CodecError(f"column {header.name!r} is not a JSON array")
-        return _of_size(header, Objects(tuple(found)), size)
+        return Objects(tuple(found))
     offsets = _tensor(header, "int64", (size + 1,), frames[0])
     values = _tensor(header, header.dtype, header.shape, frames[1])
     if offsets[0] < 0 or offsets[-1] != len(values) or bool((offsets.diff() < 0).any()):
@@ -205,9 +192,3 @@ def _tensor(header: ColumnHeader, dtype: str, shape: tuple[int, ...], frame: Fra
     if dtype == "bool" and int(values.max()) > 1:
         raise CodecError(f"column {header.name!r}: bytes that are neither true nor false")
     return values.view(DTYPES[dtype]).reshape(shape)
-
-
-def _of_size(header: ColumnHeader, column: C, size: int) -> C:
-    if len(column) != size:
-        raise CodecError(f"column {header.name!r} has {len(column)} rows where the header says {size}")
-    return column

@@ -97,25 +97,21 @@ def aime(record: Record) -> Record | str:
 
 def hh(record: Record) -> Record | str:
     """Convert HH-RLHF: two conversations, text with `Human:` and `Assistant:`, that differ in the last answer; for preferences."""
-    chosen, rejected = dialogue(record["chosen"]), dialogue(record["rejected"])
-    if not (chosen and rejected) or chosen[:-1] != rejected[:-1]:
-        return "the two conversations differ before their last answer"
-    return as_pair(chosen, rejected)
+    return as_pair(dialogue(record["chosen"]), dialogue(record["rejected"]))
 
 
 def ultrafeedback(record: Record) -> Record | str:
     """Convert UltraFeedback, binarized: `chosen` and `rejected` as chat messages with scores; pairs with equal scores are skipped."""
-    chosen, rejected = record["chosen"], record["rejected"]
     scores = record.get("score_chosen"), record.get("score_rejected")
     if None not in scores and scores[0] == scores[1]:
         return "both responses have the same score"
-    if chosen[:-1] != rejected[:-1]:
-        return "the two conversations differ before their last answer"
-    return as_pair(chosen, rejected)
+    return as_pair(record["chosen"], record["rejected"])
 
 
 def as_pair(chosen: list[Record], rejected: list[Record]) -> Record | str:
     """Return the example of two conversations with a common beginning, or the reason to skip it."""
+    if not (chosen and rejected) or chosen[:-1] != rejected[:-1]:
+        return "the two conversations differ before their last answer"
     answers = [conversation[-1]["content"] for conversation in (chosen, rejected)]
     if any(conversation[-1]["role"] != "assistant" for conversation in (chosen, rejected)):
         return "a conversation does not end with an answer"

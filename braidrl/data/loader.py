@@ -20,9 +20,8 @@ from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.chat import TEMPLATE
-from braidrl.data.example_table import RESPONSES
 from braidrl.data.packing import equal_share
-from braidrl.data.prompts import LoadedSource
+from braidrl.data.prompts import RESPONSES, LoadedSource
 from braidrl.data.rows import Column, Objects, Rows
 from braidrl.data.sources import Example
 from braidrl.errors import UserError
@@ -49,7 +48,7 @@ class Admitted:
     def of(source: LoadedSource, number: int, position: int, epoch: int, index: int) -> "Admitted":
         """Make the admission of example `index` of a source, which is number `position` among the run's sources."""
         given = tuple(one for name in RESPONSES if (one := source.response(index, name)) is not None)
-        return Admitted(number, position, epoch, index, source.examples[index], source.prompt(index), given)
+        return Admitted(number, position, epoch, index, source[index], source.prompt(index), given)
 
 
 class Admissions:
@@ -60,9 +59,9 @@ class Admissions:
         if not sizes or not all(sizes):
             raise UserError("there are no prompts to draw from; give data.train a file with at least one")
         self.sizes, self.weights = list(sizes), list(weights)
-        self.seed = seed
-        self.shuffle = shuffle
+        self.seed, self.shuffle = seed, shuffle
         self.admitted = 0
+        self._identity = {"seed": seed, "shuffle": shuffle, "prompts": self.sizes, "weights": self.weights}
 
     @property
     def epoch_size(self) -> int:
@@ -81,20 +80,17 @@ class Admissions:
 
     def state(self) -> dict[str, Any]:
         """Return the state as JSON; a loader over the same data continues from it exactly."""
-        return {"admitted": self.admitted, "data": self._identity()}
+        return {"admitted": self.admitted, "data": dict(self._identity)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`. Raises UserError if seed, sources or weights differ."""
-        for name, value in self._identity().items():
+        for name, value in self._identity.items():
             if state["data"][name] != value:
                 raise UserError(
                     f"the checkpoint was made with {name} {state['data'][name]} of the training data and this run has {value}; "
                     "resume with the same data settings, or start a new run from its model"
                 )
         self.admitted = state["admitted"]
-
-    def _identity(self) -> dict[str, Any]:
-        return {"seed": self.seed, "shuffle": self.shuffle, "prompts": self.sizes, "weights": self.weights}
 
 
 class PromptLoader(Admissions):
@@ -112,29 +108,23 @@ class PromptLoader(Admissions):
 
     def peek(self, numbers: Sequence[int]) -> list[Admitted]:
         """Return the prompts with these admission numbers, past or future, without advancing."""
-        return [self._admitted(number) for number in numbers]
-
-    def _admitted(self, number: int) -> Admitted:
-        position, place = self._draw.locate(number)
-        source = self.sources[position]
-        epoch, index = divmod(place, len(source))
-        if self.shuffle:
-            index = shuffled(self.seed, position, epoch, len(source), index)
-        return Admitted.of(source, number, position, epoch, index)
+        found = []
+        for number in numbers:
+            position, place = self._draw.locate(number)
+            source = self.sources[position]
+            epoch, index = divmod(place, len(source))
+            if self.shuffle:
+                index = shuffled(self.seed, position, epoch, len(source), index)
+            found.append(Admitted.of(source, number, position, epoch, index))
+        return found
 
 
 def eval_rows(
     source: LoadedSource, samples: int, max_prompts: int | None = None, number: int = 0, rank: int = 0, size: int = 1
 ) -> Rows:
-    """Return the prompts of a held-out set as rows.
+    """Return the prompts of a held-out set as rows, `samples` of each of the first `max_prompts`, or the share of one of `size` ranks.
 
-    Args:
-        source: The held-out set.
-        samples: Rows of each prompt.
-        max_prompts: Number of prompts, from the first; all by default.
-        number: Number of the set, for the rows' `source`; their `group` is the prompt's position in the file.
-        rank: The rank whose share of the prompts is returned.
-        size: Number of ranks.
+    `number` is the set's, for the rows' `source`; their `group` is the prompt's position in the file.
     """
     count = len(source) if max_prompts is None else min(max_prompts, len(source))
     share = equal_share(count, rank, size)

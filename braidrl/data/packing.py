@@ -146,7 +146,16 @@ def plan_micro_batches(
         Row positions by rank and micro-batch.
     """
     if groups is not None:
-        return _plan_whole_groups(lengths, dp_size, max_tokens, costs, oversized, groups)
+        # Plan with the sums of each group, then replace each group by its rows.
+        members: dict[int, list[int]] = {}
+        for row, group in enumerate(groups):
+            members.setdefault(group, []).append(row)
+        rows_of = list(members.values())
+        tokens = [sum(lengths[row] for row in rows) for rows in rows_of]
+        group_costs = tokens if costs is None else [sum(costs[row] for row in rows) for rows in rows_of]
+        names = [f"group {group}, which must stay whole," for group in members]
+        whole = plan_micro_batches(tokens, dp_size, max_tokens, group_costs, oversized, names)
+        return [[sorted(row for item in batch for row in rows_of[item]) for batch in rank] for rank in whole]
     long = [row for row, length in enumerate(lengths) if length > max_tokens]
     if long and oversized == "refuse":
         uid = uids[long[0]] if uids is not None else long[0]
@@ -163,26 +172,6 @@ def plan_micro_batches(
         if all(rank is not None for rank in plan):
             return [rank for rank in plan if rank is not None]
         count += 1
-
-
-def _plan_whole_groups(
-    lengths: Sequence[int], dp_size: int, max_tokens: int, costs: Sequence[float] | None,
-    oversized: Literal["refuse", "alone"], groups: Sequence[int],
-) -> list[list[list[int]]]:  # fmt: skip
-    """Plan whole groups, then replace each group by its rows."""
-    members: dict[int, list[int]] = {}
-    for row, group in enumerate(groups):
-        members.setdefault(group, []).append(row)
-    rows_of = list(members.values())
-
-    def sums(numbers: Sequence[Any]) -> list[Any]:
-        return [sum(numbers[row] for row in rows) for rows in rows_of]
-
-    names = [f"group {group}, which must stay whole," for group in members]
-    plan = plan_micro_batches(
-        sums(lengths), dp_size, max_tokens, None if costs is None else sums(costs), oversized, names
-    )
-    return [[sorted(row for item in batch for row in rows_of[item]) for batch in rank] for rank in plan]
 
 
 def _pack(lengths: Sequence[int], rows: Sequence[int], count: int, max_tokens: int) -> list[list[int]] | None:

@@ -1,70 +1,107 @@
 """Loading of sources: reading, tokenisation and the length filter. Prompts that are too long are dropped and counted here.
 
-file ──Reading──▶ examples ──PromptTemplate──▶ token ids ──at most max_prompt_tokens──▶ ExampleTable ──mapped──▶ LoadedSource
+file ──Reading──▶ examples ──PromptTemplate──▶ token ids ──at most max_prompt_tokens──▶ folder/...arrow ──mapped──▶ LoadedSource
+                                                                                        folder/facts.json
 
-One process writes the table of a source; the others of its machine map the same file.
+One process writes the table of a source, by `datasets`; all processes of its machine map the file and share its memory pages. Its columns:
+
+example                        JSON of an `Example`
+prompt, response, rejected     int32 token ids; `response_trained` and `rejected_trained` are masks of the trained ones
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import glob
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, astuple, dataclass, field
 from functools import partial
 from itertools import chain, islice
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import psutil
+import torch
+from rich.console import Console
+from rich.progress import Progress
 from torch import Tensor
 
 from braidrl.config import DataConfig, SourceConfig
-from braidrl.data.example_table import ExampleTable, Facts, kept_folder, open_table, passing_folder, table_rows
-from braidrl.data.records import check_source
+from braidrl.data.conversions import CONVERSIONS
+from braidrl.data.records import check_source, place, quiet
 from braidrl.data.sources import Example, Reading
 from braidrl.data.templates import PromptTemplate
 from braidrl.errors import UserError
 
+RESPONSES = ("response", "rejected")
+BATCH = 512
+PROGRESS_AFTER_S = 2.0
+PASSING = "braid-data-"
+PACKAGES = ("datasets", "pyarrow", "transformers", "tokenizers", "jinja2")
+"""Packages whose versions affect the contents of a table."""
 
-@dataclass(frozen=True, eq=False)
-class LoadedSource:
-    """The examples of one source that passed the length filter, with their token ids."""
 
-    path: Path
-    weight: float
-    examples: ExampleTable
+@dataclass
+class Facts:
+    """Statistics of a source, collected in one pass over its examples."""
+
+    read: int = 0
+    """Number of examples, including those that are too long."""
+    left_out: dict[str, int] = field(default_factory=dict)
+    """Number of skipped records by reason."""
+    without_form: list[str] = field(default_factory=list)
+    """Columns without a JSON form, which are omitted."""
+    longest_prompt: int = 0
+    longest_row: int = 0
+    """Tokens of the longest prompt, and of the longest prompt with a given response (0 without responses)."""
+    shortest: int = 0
+    """Tokens of the shortest prompt, dropped prompts included."""
+    unanswered: int | None = None
+    """Line of the first example without an answer, if any."""
+    unanswered_fields: list[str] = field(default_factory=list)
+    """Other fields of that example."""
+
+
+class LoadedSource(Sequence[Example]):
+    """The examples of a source that passed the length filter, with their token ids, mapped from a file."""
+
+    def __init__(self, source: SourceConfig, dataset: Any, facts: Facts, folder: Path) -> None:
+        self.path, self.weight, self.facts, self.kept = source.path, source.weight, facts, str(folder)
+        self.dropped = facts.read - len(dataset)
+        """Number of prompts that were too long."""
+        # Reading a cell of a mapped column takes microseconds; a row through the data set takes a hundred times as long.
+        self._columns = {name: dataset.data.column(name) for name in dataset.column_names}
 
     def __len__(self) -> int:
-        return len(self.examples)
+        return len(self._columns["example"])
 
-    @property
-    def facts(self) -> Facts:
-        """Return the statistics of the whole source."""
-        return self.examples.facts
-
-    @property
-    def kept(self) -> str:
-        """Return the folder of the table, for other processes to map."""
-        return str(self.examples.folder)
-
-    @property
-    def dropped(self) -> int:
-        """Return the number of prompts that were too long."""
-        return self.facts.read - len(self.examples)
+    def __getitem__(self, index: int) -> Example:  # type: ignore[override]
+        return Example(*json.loads(self._columns["example"][index].as_py()))
 
     def prompt(self, index: int) -> Tensor:
         """Return token ids (T,) int64 of an example's prompt."""
-        return self.examples.tokens("prompt", index)
+        return self._cell("prompt", index, np.int64)
 
     def response(self, index: int, which: str = "response") -> tuple[Tensor, Tensor] | None:
-        """Return a given response, or None if the source was loaded without.
+        """Return the token ids (T,) int64 of a given response, or of the `rejected` one of a pair, and the mask of trained ones, (T,) bool.
 
-        Args:
-            index: The example's position.
-            which: `response`, or `rejected` for the worse one of a pair.
-
-        Returns:
-            Token ids (T,) int64, and the mask of trained ones, (T,) bool.
+        Returns None if the source was loaded without.
         """
-        if which not in self.examples.dataset.column_names:
+        if which not in self._columns:
             return None
-        return self.examples.tokens(which, index), self.examples.tokens(f"{which}_trained", index)
+        return self._cell(which, index, np.int64), self._cell(f"{which}_trained", index, bool)
+
+    def _cell(self, column: str, index: int, dtype: type) -> Tensor:
+        return torch.from_numpy(self._columns[column][index].values.to_numpy(zero_copy_only=False).astype(dtype))
 
     def report(self) -> str:
         """Return a line for the log: numbers of prompts and dropped prompts, and omitted records and columns."""
@@ -73,6 +110,120 @@ class LoadedSource:
         said += [f"{count} records left out because {reason}" for reason, count in facts.left_out.items()]
         said += [f"column {name!r} left out, for which JSON has no form" for name in facts.without_form]
         return f"{self.path}: {'; '.join(said)}"
+
+    def first_beyond(self, size: int) -> tuple[int, int] | None:
+        """Return the first row with a token id of `size` or more, and that id; None if there is no such row."""
+        found = []
+        for name in ("prompt", *RESPONSES):
+            begin = 0
+            for chunk in self._columns[name].chunks if name in self._columns else ():
+                values = chunk.flatten().to_numpy()
+                for at in np.flatnonzero(values >= size)[:1]:
+                    row = int(np.searchsorted(chunk.offsets.to_numpy() - chunk.offsets[0].as_py(), at, "right")) - 1
+                    found.append((begin + row, int(values[at])))
+                begin += len(chunk)
+        return min(found, default=None)
+
+    def lengths(self, column: str) -> Tensor | None:
+        """Return the number of tokens of every row, (K,) int64, or None if the source has no such column."""
+        import pyarrow.compute
+
+        if column not in self._columns:
+            return None
+        return torch.from_numpy(pyarrow.compute.list_value_length(self._columns[column]).to_numpy().astype(np.int64))
+
+
+def open_table(
+    source: SourceConfig, folder: Path, write: Callable[[Facts], Iterator[dict[str, Any]]], given: int
+) -> LoadedSource:
+    """Return the table in a folder of its own. If it is incomplete, one process writes it and the others wait.
+
+    `write` yields its rows, with `given` responses each, and fills in the facts. Raises UserError as `write`.
+    """
+    # Imported here: it takes a second.
+    import datasets
+    from datasets.exceptions import DatasetGenerationError
+
+    ids, mask = datasets.List(datasets.Value("int32")), datasets.List(datasets.Value("bool"))
+    types = {"example": datasets.Value("large_string"), "prompt": ids}
+    for name in RESPONSES[:given]:
+        types |= {name: ids, f"{name}_trained": mask}
+
+    def rows() -> Iterator[dict[str, Any]]:
+        facts = Facts()
+        yield from write(facts)
+        (folder / "facts.json").write_text(json.dumps(asdict(facts)), encoding="utf-8")
+
+    # The process that created the folder of a temporary table removes it after use.
+    mine = folder.name.startswith(PASSING) and not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with quiet():
+            dataset = datasets.Dataset.from_generator(
+                rows, features=datasets.Features(types), cache_dir=str(folder), fingerprint="examples"
+            )
+    except DatasetGenerationError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise error.__cause__ or error from None
+    facts = Facts(**json.loads((folder / "facts.json").read_text(encoding="utf-8")))
+    table = LoadedSource(source, dataset, facts, folder)
+    if mine:
+        # `weakref.finalize` does not run at the end of a process that multiprocessing has started.
+        Finalize(table, shutil.rmtree, (folder,), {"ignore_errors": True}, exitpriority=0)
+    return table
+
+
+def with_progress(
+    batches: Iterable[list[Example]], title: str, after_s: float = PROGRESS_AFTER_S
+) -> Iterator[list[Example]]:
+    """Yield the same batches, and show a progress bar on stderr after `after_s` seconds."""
+    started, done = time.monotonic(), 0
+    with ExitStack() as stack:
+        progress: Progress | None = None
+        for batch in batches:
+            if progress is None and time.monotonic() - started >= after_s:
+                progress = stack.enter_context(Progress(console=Console(stderr=True)))
+                task = progress.add_task(title, total=None)
+            yield batch
+            done += len(batch)
+            if progress is not None:
+                progress.update(task, completed=done)
+
+
+def kept_folder(cache: Path, source: SourceConfig, template: PromptTemplate, *further: Any) -> Path | None:
+    """Return the folder of a source's table in the cache; its name depends on files, settings, code, tokenizer and `further` values.
+
+    It returns None if the table depends on unknown code: a conversion without a version, or a tokenizer with its own code.
+    """
+    own_conversion = source.convert is not None and source.convert not in CONVERSIONS
+    tokenizer = template.tokenizer
+    own_tokenizer = not tokenizer.is_fast or not type(tokenizer).__module__.startswith("transformers.")
+    if own_tokenizer or (own_conversion and source.convert_version is None):
+        return None
+    files = sorted(path for path in source.path.rglob("*") if path.is_file()) if source.path.is_dir() else [source.path]
+    code = [path.read_text(encoding="utf-8") for path in sorted(Path(__file__).parent.glob("*.py"))]
+    chat = tokenizer.chat_template if template.is_chat else None
+    described = [
+        [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files],
+        source.model_dump(mode="json", exclude={"weight", "verify"}), code,
+        [importlib.metadata.version(name) for name in PACKAGES],
+        tokenizer.backend_tokenizer.to_str(), repr(tokenizer.special_tokens_map), chat,
+        # Some templates write the date into the prompt.
+        time.strftime("%Y-%m-%d") if "strftime" in str(chat) else "",
+        template.system_prompt, repr(dict(template.arguments)), further,
+    ]  # fmt: skip
+    name = hashlib.blake2b(json.dumps(described, default=str).encode(), digest_size=16).hexdigest()
+    return cache.expanduser() / f"{source.label}-{name}"
+
+
+def passing_folder() -> Path:
+    """Return the name of a new folder for a temporary table, and remove folders of processes that were killed."""
+    own = f"{PASSING}{platform.node()}-"
+    for folder in Path(tempfile.gettempdir()).glob(f"{glob.escape(own)}*"):
+        process = folder.name.removeprefix(own).partition("-")[0]
+        if process.isdigit() and not psutil.pid_exists(int(process)):
+            shutil.rmtree(folder, ignore_errors=True)
+    return Path(tempfile.gettempdir()) / f"{own}{os.getpid()}-{uuid.uuid4().hex}"
 
 
 @dataclass(frozen=True)
@@ -101,36 +252,6 @@ class Readers:
 ALONE = Readers()
 
 
-@dataclass(frozen=True)
-class Loading:
-    """Options for loading the sources of a run: prompt template, length limit, and fields to read."""
-
-    template: PromptTemplate
-    max_prompt_tokens: int
-    responses: bool = False
-    pairs: bool = False
-    in_memory: int | None = None
-    """Tables of sources with more examples than this are kept in `cache`; None keeps none."""
-    cache: Path = Path()
-    usual_split: str = "train"
-    readers: Readers = ALONE
-    """The processes that load together."""
-
-    @staticmethod
-    def of(data: DataConfig, template: PromptTemplate, **asked: Any) -> "Loading":
-        """Return the options of a configuration."""
-        return Loading(template, data.max_prompt_tokens, in_memory=data.in_memory, cache=data.cache, **asked)
-
-    @property
-    def given(self) -> int:
-        """Return the number of given responses per example."""
-        return 2 if self.pairs else int(self.responses)
-
-    def reading(self, source: SourceConfig) -> Reading:
-        """Return a pass over a source."""
-        return Reading(source, responses=self.responses, pairs=self.pairs, usual_split=self.usual_split)
-
-
 def load_train(
     data: DataConfig, tokenizer: Any, *, responses: bool = False, pairs: bool = False,
     kept: Sequence[str] | None = None, readers: Readers = ALONE,
@@ -141,14 +262,12 @@ def load_train(
     """
     check_train(data)
     template = PromptTemplate.of(tokenizer, data)
-    loading = Loading.of(data, template, responses=responses, pairs=pairs, readers=readers)
-    sources = data.training_sources
-    places = kept if kept is not None else [None] * len(sources)
-    return [load_source(source, loading, of_source) for source, of_source in zip(sources, places, strict=True)]
+    readings = [Reading(source, responses=responses, pairs=pairs) for source in data.training_sources]
+    places = kept if kept is not None else [None] * len(readings)
+    return [load_source(one, data, template, place, readers) for one, place in zip(readings, places, strict=True)]
 
 
 def check_train(data: DataConfig) -> None:
-    """Raise UserError if no training data is configured."""
     if not data.train:
         raise UserError("data.train is not set; give it a .jsonl or .parquet file, as in data.train=train.jsonl")
 
@@ -158,70 +277,96 @@ def load_eval(
     readers: Readers = ALONE,
 ) -> dict[str, LoadedSource]:  # fmt: skip
     """Load the held-out sets by name, as `load_train` does. Raises UserError for an invalid file."""
-    template = PromptTemplate.of(tokenizer, data)
-    loading = Loading.of(data, template, pairs=pairs, readers=readers)
-    usual = {name: "test" if name in data.eval else "train" for name in data.evaluation_sources}
-    return {
-        name: load_source(source, replace(loading, usual_split=usual[name]), kept[name] if kept else None)
-        for name, source in data.evaluation_sources.items()
-    }
+    template, found = PromptTemplate.of(tokenizer, data), {}
+    for name, source in data.evaluation_sources.items():
+        reading = Reading(source, pairs=pairs, usual_split="test" if name in data.eval else "train")
+        found[name] = load_source(reading, data, template, kept[name] if kept else None, readers)
+    return found
 
 
 def load_texts(data: DataConfig, tokenizer: Any, kept: str | None = None, readers: Readers = ALONE) -> LoadedSource:
     """Load the pre-training texts of `data.ptx`. Raises UserError if there are none, or for an invalid file."""
     if data.ptx is None:
         raise UserError("data.ptx is not set, and the flow trains on pre-training text; write data.ptx=texts.jsonl")
-    template = PromptTemplate(tokenizer, chat_template=False)
-    return load_source(data.ptx, Loading.of(data, template, readers=readers), kept)
+    return load_source(Reading(data.ptx), data, PromptTemplate(tokenizer, chat_template=False), kept, readers)
 
 
-def load_source(source: SourceConfig, loading: Loading, kept: str | None = None) -> LoadedSource:
+def load_source(
+    reading: Reading, data: DataConfig, template: PromptTemplate, kept: str | None = None, readers: Readers = ALONE
+) -> LoadedSource:
     """Read, tokenise and filter one source, or map another process's table of it.
 
-    Args:
-        source: The file or folder and its fields.
-        loading: The options.
-        kept: Another rank's `LoadedSource.kept` of it. If this machine does not have that folder, the source is read into it.
-
-    Raises:
-        UserError: The file is invalid, or no prompt is short enough.
+    `kept` is another rank's `LoadedSource.kept` of it; if this machine does not have that folder, the source is read into it.
+    Raises UserError if the file is invalid, or no prompt is short enough.
     """
+    source, given = reading.source, 2 if reading.pairs else int(reading.responses)
     check_source(source)
-    found: list[ExampleTable] = []
+    found: list[LoadedSource] = []
 
     def first() -> str:
-        found.append(first_table(source, loading))
-        return str(found[0].folder)
+        """Open the table in the cache, or write a new one, to the cache if the source is large enough."""
+        further = (data.max_prompt_tokens, reading.responses, reading.pairs, reading.usual_split)
+        keep = kept_folder(data.cache, source, template, *further)
+        begun, rest = list[Example](), iter(reading)
+        if keep is not None and not keep.is_dir():
+            begun = list(islice(rest, data.in_memory + 1))
+            keep = keep if len(begun) > data.in_memory else None
+        rows = partial(rows_of, reading, chain(begun, rest), template, data.max_prompt_tokens, given)
+        found.append(open_table(source, keep or passing_folder(), rows, given))
+        return found[0].kept
 
-    folder = loading.readers.first(first) if kept is None else kept
-    table = found[0] if found else open_table(Path(folder), partial(rows_of, source, loading, None), loading.given)
-    return LoadedSource(source.path, source.weight, table)
-
-
-def first_table(source: SourceConfig, loading: Loading) -> ExampleTable:
-    """Return a source's table from the cache, or write a new one, to the cache if the source is large enough."""
-    further = (loading.max_prompt_tokens, loading.responses, loading.pairs, loading.usual_split)
-    keep = None if loading.in_memory is None else kept_folder(loading.cache, source, loading.template, *further)
-    reading, begun = loading.reading(source), list[Example]()
-    read = iter(reading)
-    if keep is not None and not keep.is_dir():
-        assert loading.in_memory is not None
-        begun = list(islice(read, loading.in_memory + 1))
-        keep = keep if len(begun) > loading.in_memory else None
-    rows = partial(rows_of, source, loading, (reading, chain(begun, read)))
-    return open_table(keep or passing_folder(), rows, loading.given)
+    folder = readers.first(first) if kept is None else kept
+    if found:
+        return found[0]
+    rows = partial(rows_of, reading, iter(reading), template, data.max_prompt_tokens, given)
+    return open_table(source, Path(folder), rows, given)
 
 
 def rows_of(
-    source: SourceConfig, loading: Loading, begun: tuple[Reading, Iterator[Example]] | None, facts: Facts
+    reading: Reading, examples: Iterator[Example], template: PromptTemplate, limit: int, given: int, facts: Facts
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a source's table and fill in the facts; `begun` is a pass over the source already in progress."""
-    reading, examples = begun or (reading := loading.reading(source), iter(reading))
-    limit, title = loading.max_prompt_tokens, f"Tokenising {source.label}"
-    yield from table_rows(source.path, examples, loading.template, limit, loading.given, facts, title)
+    """Yield the rows of a source's table and fill in the facts; `examples` is a pass of `reading`.
+
+    Raises UserError, with the location, for an invalid example, and if no prompt is short enough.
+    """
+    path, title = reading.source.path, f"Tokenising {reading.source.label}"
+    for batch in with_progress(iter(lambda: list(islice(examples, BATCH)), []), title):
+        facts.read += len(batch)
+        texts = []
+        for example in batch:
+            with located(path, example):
+                texts.append(template.with_arguments(example.arguments).render(example.prompt, example.tools))
+        prompts = template.encode_text(texts)
+        for example, ids in zip(batch, prompts, strict=True):
+            if not ids:
+                where = place(path, example.line)
+                raise UserError(f"{where}: the tokenizer makes no token of this prompt; write some text")
+        facts.shortest = min(facts.shortest or len(prompts[0]), *map(len, prompts), len(prompts[0]))
+        for example, ids in zip(batch, prompts, strict=True):
+            if len(ids) > limit:
+                continue
+            row = {"example": json.dumps(astuple(example), separators=(",", ":")), "prompt": ids}
+            with located(path, example):
+                answers = [answer for answer in (example.response, example.rejected)[:given] if answer is not None]
+                responses = template.encode_given(example, answers)
+            for name, response in zip(RESPONSES, responses, strict=False):
+                row |= {name: response.ids, f"{name}_trained": response.trained}
+                facts.longest_row = max(facts.longest_row, len(ids) + len(response.ids))
+            facts.longest_prompt = max(facts.longest_prompt, len(ids))
+            if example.answer is None and facts.unanswered is None:
+                facts.unanswered, facts.unanswered_fields = example.line, list(example.metadata)
+            yield row
     facts.left_out, facts.without_form = dict(reading.left_out), reading.without_form
     if not facts.longest_prompt:
         raise UserError(
-            f"{source.path}: all {facts.read} prompts are longer than data.max_prompt_tokens={limit}; "
-            f"the shortest has {facts.shortest} tokens"
+            f"{path}: all {facts.read} prompts are longer than data.max_prompt_tokens={limit}; the shortest has {facts.shortest} tokens"
         )
+
+
+@contextmanager
+def located(path: Path, example: Example) -> Iterator[None]:
+    """Add an example's location to any UserError."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{place(path, example.line)}: {error}") from None

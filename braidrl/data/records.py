@@ -32,15 +32,7 @@ LINE_BYTES, FILE_BYTES = 32 << 20, 4 << 30
 
 
 def read_records(source: SourceConfig, usual_split: str = "train") -> Iterator[tuple[int, Record]]:
-    """Yield the line number, from 1, and the fields of each line or row.
-
-    Args:
-        source: A file or folder.
-        usual_split: Default split of a folder.
-
-    Raises:
-        UserError: The source cannot be read.
-    """
+    """Yield the line number, from 1, and the fields of each line or row. Raises UserError if the source cannot be read."""
     check_source(source)
     if is_arrow(source.path):
         return read_arrow(source, usual_split)
@@ -121,7 +113,11 @@ def read_arrow(source: SourceConfig, usual_split: str) -> Iterator[tuple[int, Re
         with quiet():
             if path.is_dir():
                 files = datasets.load_dataset_builder(str(path), source.subset).config.data_files or {}
-                split = choose_split(path, source.split, list(map(str, files)), usual_split)
+                known = list(map(str, files))
+                split = source.split or (known[0] if len(known) == 1 else usual_split)
+                if split not in known:
+                    remedy = f"{suggest(split, known)} Set `split` of this source to one of {', '.join(known)}."
+                    raise UserError(f"{path} has no split {split!r}. {remedy}")
                 lines = [Path(file) for file in files.get(split, ())]
                 if all(file.suffix in (".jsonl", ".json") for file in lines):
                     yield from enumerate((record for file in lines for _, record in read_json(file)), start=1)
@@ -171,18 +167,6 @@ def with_bytes(feature: Any) -> Any:
         return dataclasses.replace(feature, feature=with_bytes(feature.feature))
     media = hasattr(feature, "decode") and type(feature).__name__ != "Json"
     return dataclasses.replace(feature, decode=False) if media else feature
-
-
-def choose_split(path: Path, wanted: str | None, known: list[str], usual: str) -> str:
-    """Return the split to read: the wanted one, else the only one, else the usual one. Raises UserError if it does not exist."""
-    if wanted is None and len(known) == 1:
-        return known[0]
-    chosen = wanted or usual
-    if chosen not in known:
-        raise UserError(
-            f"{path} has no split {chosen!r}. {suggest(chosen, known)} Set `split` of this source to one of {', '.join(known)}."
-        )
-    return chosen
 
 
 def check_limits(where: str, record: Record) -> None:

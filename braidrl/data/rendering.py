@@ -10,17 +10,16 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from jinja2 import nodes
 
 from braidrl.data.chat import ChatMessage, Tools
 from braidrl.errors import UserError, shown
 
-T = TypeVar("T")
 RENDER_S = 5.0
 """Limit of one rendering in CPU seconds, independent of other programs' load. The largest known templates take some milliseconds."""
 TRIAL_S = 120.0
@@ -71,14 +70,14 @@ def render_chat(
         UserError: The template refuses the messages, fails, or breaks a limit of time or size.
     """
     check_size(tokenizer)
-
-    def render() -> str:
-        return tokenizer.apply_chat_template(
-            list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=opens, **(arguments or {})
-        )
-
     try:
-        text = within(RENDER_S, render)
+        WATCH.begin(RENDER_S)
+        try:
+            text: str = tokenizer.apply_chat_template(
+                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=opens, **(arguments or {})
+            )  # fmt: skip
+        finally:
+            WATCH.end()
     except Overdue:
         raise UserError(f"the tokenizer's chat template took more than {RENDER_S:g} s for these messages") from None
     except Exception as error:  # a template is a program and may raise anything
@@ -178,9 +177,8 @@ class RenderingWatch:
 
     def begin(self, seconds: float) -> None:
         """Watch the calling thread from now on."""
-        if (
-            self._process != os.getpid()
-        ):  # a fork has no threads of its parent, and its lock may be held by one of these
+        # A fork has no threads of its parent, and its lock may be held by one of these.
+        if self._process != os.getpid():
             self._lock, self._until, self._ended, self._process = threading.Lock(), {}, set(), os.getpid()
             threading.Thread(target=self._look, daemon=True, name="rendering watch").start()
         with self._lock:
@@ -201,15 +199,11 @@ class RenderingWatch:
         while True:
             time.sleep(LOOK_S)
             with self._lock:
-                for thread in [thread for thread, until in self._until.items() if until < cpu_seconds(thread)]:
-                    del self._until[thread]
-                    self._ended.add(thread)
-                    set_exception(thread, Overdue)
-
-
-def cpu_seconds(thread: int) -> float:
-    """Return the CPU seconds of a thread so far."""
-    return time.clock_gettime(time.pthread_getcpuclockid(thread))
+                for thread, until in list(self._until.items()):
+                    if until < time.clock_gettime(time.pthread_getcpuclockid(thread)):
+                        del self._until[thread]
+                        self._ended.add(thread)
+                        set_exception(thread, Overdue)
 
 
 WATCH = RenderingWatch()
@@ -218,12 +212,3 @@ WATCH = RenderingWatch()
 def set_exception(thread: int, kind: type[BaseException] | None) -> None:
     """Raise an exception in another thread when it next runs Python code; None cancels a pending one."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind) if kind else None)
-
-
-def within(seconds: float, call: Callable[[], T]) -> T:
-    """Return the result of a call. Raises Overdue inside the call if it takes longer than `seconds`."""
-    WATCH.begin(seconds)
-    try:
-        return call()
-    finally:
-        WATCH.end()

@@ -102,12 +102,10 @@ class Rows:
 
     @property
     def index(self) -> "Rows":
-        """Return the index columns alone."""
         return Rows({name: column for name, column in self._columns.items() if isinstance(column, Tensor)})
 
     @property
     def payload(self) -> "Rows":
-        """Return the payload columns alone."""
         return Rows({name: column for name, column in self._columns.items() if not isinstance(column, Tensor)})
 
     def take(self, rows: Tensor | Sequence[int] | Sequence[bool]) -> "Rows":
@@ -141,17 +139,18 @@ class Rows:
         for part in parts:
             if set(part) != set(parts[0]):
                 raise ValueError(f"parts differ in columns: {sorted(set(part) ^ set(parts[0]))}")
-        return Rows({name: _cat([part[name] for part in parts]) for name in parts[0]})
-
-
-def _cat(columns: Sequence[Any]) -> Column:
-    if len(columns) == 1:
-        return columns[0]
-    if isinstance(columns[0], Ragged):
-        return Ragged.cat(columns)
-    if isinstance(columns[0], Objects):
-        return Objects(tuple(value for column in columns for value in column.values))
-    return torch.cat(list(columns))
+        if len(parts) == 1:
+            return parts[0]
+        joined: dict[str, Column] = {}
+        for name, first in parts[0].items():
+            columns = [part[name] for part in parts]
+            if isinstance(first, Ragged):
+                joined[name] = Ragged.cat(columns)
+            elif isinstance(first, Objects):
+                joined[name] = Objects(tuple(value for column in columns for value in column.values))
+            else:
+                joined[name] = torch.cat(columns)
+        return Rows(joined)
 
 
 def merged_rows(size: int, segments: Sequence[tuple[Tensor, Rows]]) -> Rows:

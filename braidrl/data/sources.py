@@ -53,11 +53,6 @@ class Example:
     """Chat template arguments of this example, in addition to the run's."""
 
 
-def read_examples(source: SourceConfig, *, responses: bool = False, pairs: bool = False) -> list[Example]:
-    """Read all examples of a source, in order; see `Reading`."""
-    return list(Reading(source, responses=responses, pairs=pairs))
-
-
 class Reading:
     """One pass over a source, which yields its examples in order.
 
@@ -106,9 +101,19 @@ class Reading:
         for name, wanted in self.source.where.items():
             if find(record, name) not in (wanted if isinstance(wanted, list) else [wanted]):
                 return f"{name} is another than `where` says"
-        converted = self._converted(record, line)
+        conversion = f"{place(self.source.path, line)}: data conversion {self.source.convert}"
+        try:
+            converted = self._convert(record)
+        except Exception as error:
+            raise UserError(
+                f"{conversion} raised {type(error).__name__}: {error}; return the example, or a text that says why it is left out"
+            ) from error
         if isinstance(converted, str):
             return converted
+        if not isinstance(converted, dict):
+            raise UserError(
+                f"{conversion} returned {kind_of(converted)}; return a dict, or a text that says why the record is left out"
+            )
         values = {whole_text(str(name)): as_json(value) for name, value in converted.items()}
         without = [name for name, value in values.items() if value is NO_FORM]
         self.without_form += [name for name in without if name not in self.without_form]
@@ -122,22 +127,6 @@ class Reading:
                 return "the prompt was there before"
             self._seen.add(key)
         return example
-
-    def _converted(self, record: Record, line: int) -> Record | str:
-        where = place(self.source.path, line)
-        try:
-            converted = self._convert(record)
-        except Exception as error:
-            raise UserError(
-                f"{where}: data conversion {self.source.convert} raised {type(error).__name__}: {error}; return the example, or a "
-                "text that says why it is left out"
-            ) from error
-        if not isinstance(converted, dict | str):
-            raise UserError(
-                f"{where}: data conversion {self.source.convert} returned {kind_of(converted)}; return a dict, or a text that says "
-                "why the record is left out"
-            )
-        return converted
 
 
 def make_example(source: SourceConfig, record: Record, line: int, responses: bool, pairs: bool) -> Example | str:
@@ -159,24 +148,27 @@ def make_example(source: SourceConfig, record: Record, line: int, responses: boo
             return pair
         prompt, response, rejected = pair
     elif responses:
-        given = (response_name(source, record),)
-        prompt, response = given_response(source, record, given[0], where)
+        # The configured field, else one that is common in supervised data sets.
+        field = source.response_field
+        if not is_named(source, "response_field") and find(record, field) is ABSENT:
+            usual = (name for name in (COMPLETION, *CONVERSATIONS) if isinstance(record.get(name), list | str))
+            field = next(usual, field)
+        given = (field,)
+        prompt, response = given_response(source, record, field, where)
     else:
-        found = find_required(where, "prompt", source.prompt_field, record)
-        prompt = check_prompt(where, source.prompt_field, found)
+        prompt = prompt_of(source, record, where)
     tools, arguments = tools_and_arguments(source, record, where)
     # Fields with other names are kept too: a verifier may use the data's own name.
     used = {*given, *({"prompt", "answer"} & {source.prompt_field, source.answer_field})}
     metadata = {name: value for name, value in record.items() if name not in used}
-    return Example(prompt, find_answer(where, source, record), response, metadata, line, rejected, tools, arguments)
-
-
-def response_name(source: SourceConfig, record: Record) -> str:
-    """Return the field with the response: the configured one, else one that is common in supervised data sets."""
-    own = source.response_field
-    if is_named(source, "response_field") or find(record, own) is not ABSENT:
-        return own
-    return next((name for name in (COMPLETION, *CONVERSATIONS) if isinstance(record.get(name), list | str)), own)
+    answer = find(record, source.answer_field)
+    answer = find(record, GROUND_TRUTH) if answer is ABSENT else answer
+    if answer is ABSENT:
+        is_needed = is_named(source, "answer_field")
+        answer = find_required(where, "answer", source.answer_field, record) if is_needed else None
+    elif isinstance(answer, int | float) and not isinstance(answer, bool):
+        answer = str(answer)  # verifiers compare text
+    return Example(prompt, answer, response, metadata, line, rejected, tools, arguments)
 
 
 def given_response(source: SourceConfig, record: Record, field: str, where: str) -> tuple[Prompt, Response]:
@@ -185,7 +177,7 @@ def given_response(source: SourceConfig, record: Record, field: str, where: str)
     if isinstance(found, list) and found and not is_answer(found[0]) and isinstance(found[0], dict):
         messages = check_messages(where, field, found)
         return split_conversation(messages, source.train_on, f"{where}: {field!r}")
-    prompt = check_prompt(where, source.prompt_field, find_required(where, "prompt", source.prompt_field, record))
+    prompt = prompt_of(source, record, where)
     response = check_response(where, field, found)
     if isinstance(response, str):
         return prompt, response
@@ -196,16 +188,9 @@ def given_response(source: SourceConfig, record: Record, field: str, where: str)
 def split_conversation(
     messages: list[ChatMessage], train_on: str, where: str, least: int = 0
 ) -> tuple[list[ChatMessage], list[ChatMessage]]:
-    """Split a conversation before the turns to train on; the second part ends with an assistant's turn.
+    """Split a conversation before the turns to train on, `all` of the assistant or the `last`; the second part ends with one of these.
 
-    Args:
-        messages: The conversation.
-        train_on: `all` assistant turns, or the `last`.
-        where: Location, for messages.
-        least: Minimum number of messages before these turns.
-
-    Raises:
-        UserError: There is no such turn, or no message before it.
+    At least `least` messages come before these turns. Raises UserError if there is no such turn, or no message before it.
     """
     answers = [number for number, message in enumerate(messages) if number >= least and message["role"] == "assistant"]
     if not answers or not (start := answers[-1] if train_on == "last" else answers[0]):
@@ -233,22 +218,16 @@ def pair_of(source: SourceConfig, record: Record, where: str) -> tuple[Prompt, R
         return chosen[:same], chosen[same:], rejected[same:]
     others = [value for name, value in record.items() if name not in fields.values()]
     if isinstance(chosen, str) and isinstance(rejected, str) and not any(isinstance(v, str | list) for v in others):
-        return common_text(chosen, rejected, where)
-    prompt = check_prompt(where, source.prompt_field, find_required(where, "prompt", source.prompt_field, record))
-    return prompt, chosen, rejected
-
-
-def common_text(chosen: str, rejected: str, where: str) -> tuple[str, str, str]:
-    """Return the words that both texts start with, and the rest of each. Raises UserError if there are none."""
-    same = next(
-        (n for n, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b), min(len(chosen), len(rejected))
-    )
-    end = max(chosen.rfind(" ", 0, same + 1), chosen.rfind("\n", 0, same + 1))
-    if end <= 0:
-        raise UserError(
-            f"{where}: no field 'prompt' for the prompt, and the two responses begin differently; add the prompt"
-        )
-    return chosen[:end], chosen[end:], rejected[end:]
+        both = zip(chosen, rejected, strict=False)
+        same = next((n for n, (a, b) in enumerate(both) if a != b), min(len(chosen), len(rejected)))
+        # The prompt is the whole words that both begin with.
+        end = max(chosen.rfind(" ", 0, same + 1), chosen.rfind("\n", 0, same + 1))
+        if end <= 0:
+            raise UserError(
+                f"{where}: no field 'prompt' for the prompt, and the two responses begin differently; add the prompt"
+            )
+        return chosen[:end], chosen[end:], rejected[end:]
+    return prompt_of(source, record, where), chosen, rejected
 
 
 def tools_and_arguments(
@@ -270,17 +249,6 @@ def is_named(source: SourceConfig, key: str) -> bool:
     """Return True if the configuration gives a field another name than the default, so that it must exist."""
     # A resolved configuration sets every field, so `model_fields_set` would not tell.
     return bool(getattr(source, key) != SourceConfig.model_fields[key].default)
-
-
-def find_answer(where: str, source: SourceConfig, record: Mapping[str, Any]) -> Any:
-    """Return the reference answer, or None if the file has none. Raises UserError if a configured field is missing."""
-    answer = find(record, source.answer_field)
-    if answer is ABSENT:
-        answer = find(record, GROUND_TRUTH)
-    if answer is not ABSENT:
-        # Verifiers compare text.
-        return str(answer) if isinstance(answer, int | float) and not isinstance(answer, bool) else answer
-    return find_required(where, "answer", source.answer_field, record) if is_named(source, "answer_field") else None
 
 
 def find_required(where: str, what: str, field: str, record: Mapping[str, Any]) -> Any:
@@ -306,8 +274,10 @@ def find(record: Mapping[str, Any], field: str) -> Any:
     return value
 
 
-def check_prompt(where: str, field: str, prompt: Any) -> Prompt:
+def prompt_of(source: SourceConfig, record: Record, where: str) -> Prompt:
     """Return the prompt. Raises UserError unless it is text or chat messages, and not empty."""
+    field = source.prompt_field
+    prompt = find_required(where, "prompt", field, record)
     if isinstance(prompt, str) and prompt:
         return prompt
     if not isinstance(prompt, list) or not prompt:

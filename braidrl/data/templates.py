@@ -56,7 +56,6 @@ class PromptTemplate:
 
     @staticmethod
     def of(tokenizer: Any, data: DataConfig) -> "PromptTemplate":
-        """Return the template for a run's configuration."""
         return PromptTemplate(tokenizer, data.chat_template, data.system_prompt, data.template)
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> "PromptTemplate":
@@ -109,32 +108,34 @@ class PromptTemplate:
 
     def encode_text(self, texts: Sequence[str]) -> list[list[int]]:
         """Tokenise rendered prompts. A chat template has written its special tokens into the text already."""
-        if self.is_chat:
-            return self._encode(texts, add_special_tokens=False)
-        return [self._open(ids) for ids in self._encode(texts, add_special_tokens=True)]
+        return self.encode_bare(texts) if self.is_chat else self.encode_plain(texts)
 
-    def _open(self, ids: list[int]) -> list[int]:
-        """Return a plain prompt's ids with only one beginning of sequence and without tokens that the tokenizer appends."""
-        ids = ids[: len(ids) - self._appended]
-        bos = self.tokenizer.bos_token_id
-        while bos is not None and ids[:2] == [bos, bos]:
-            ids = ids[1:]
-        return ids
+    def encode_plain(self, texts: Sequence[str]) -> list[list[int]]:
+        """Tokenise texts that begin a sequence: with one beginning of sequence, and without tokens that the tokenizer appends."""
+        found, bos = [], self.tokenizer.bos_token_id
+        for ids in self.encode_bare(texts, special=True):
+            ids = ids[: len(ids) - self._appended]
+            while bos is not None and ids[:2] == [bos, bos]:
+                ids = ids[1:]
+            found.append(ids)
+        return found
 
     @cached_property
     def _appended(self) -> int:
         """Return the number of special tokens that the tokenizer appends to a text."""
-        plain, whole = (self._encode(["a"], add_special_tokens=special)[0] for special in (False, True))
+        plain, whole = (self.encode_bare(["a"], special)[0] for special in (False, True))
         ends = [end for end in range(len(plain), len(whole) + 1) if whole[end - len(plain) : end] == plain]
         return len(whole) - ends[-1] if ends else 0
 
-    def encode_plain(self, text: str) -> list[int]:
-        """Tokenise a text after the tokenizer's special tokens, with or without a chat template."""
-        return self._open(self._encode([text], add_special_tokens=True)[0])
-
-    def encode_bare(self, texts: Sequence[str]) -> list[list[int]]:
-        """Tokenise texts in the middle of a sequence: without special tokens."""
-        return self._encode(texts, add_special_tokens=False)
+    def encode_bare(self, texts: Sequence[str], special: bool = False) -> list[list[int]]:
+        """Tokenise texts in the middle of a sequence, without special tokens; with `special`, with all that the tokenizer adds."""
+        if not texts:
+            return []
+        # verbose=False avoids warnings about long prompts, which the length filter drops later.
+        encoded = self.tokenizer(
+            list(map(whole_text, texts)), add_special_tokens=special, return_attention_mask=False, verbose=False
+        )
+        return encoded["input_ids"]
 
     def encode(self, prompt: Prompt, tools: Tools = ()) -> list[int]:
         """Tokenise one prompt. Raises UserError if the chat template refuses the messages."""
@@ -143,7 +144,7 @@ class PromptTemplate:
     def encode_responses(self, responses: Sequence[str]) -> list[list[int]]:
         """Tokenise given responses, each with one end of sequence. Raises UserError if the tokenizer has none."""
         end = self.end_id
-        encoded = self._encode(responses, add_special_tokens=False)
+        encoded = self.encode_bare(responses)
         return [ids if ids and ids[-1] in (end, self.tokenizer.eos_token_id) else [*ids, end] for ids in encoded]
 
     def encode_given(self, example: Example, responses: Sequence[Response]) -> list[Given]:
@@ -158,9 +159,9 @@ class PromptTemplate:
                 found.append(Given(ids, [True] * len(ids)))
             else:
                 given, end = Given([], []), self.end_id
-                turns = self._turns(example, response) if self.is_chat else plain_turns(response)
+                turns = self._turns(example, response)
                 for number, (said, between) in enumerate(turns):
-                    turn, after = self._encode([said, between], add_special_tokens=False)
+                    turn, after = self.encode_bare([said, between])
                     # If the template closes turns with a special token, that token is in the text between turns.
                     closes = bool(after) and after[0] == end
                     ended = [*turn, end] if closes or number == len(turns) - 1 else turn
@@ -172,12 +173,29 @@ class PromptTemplate:
 
     def _turns(self, example: Example, response: list[ChatMessage]) -> list[tuple[str, str]]:
         """Return each assistant's turn of a conversation as rendered, and the text between it and the next one."""
+        turns: list[tuple[str, str]] = []
+        for message in () if self.is_chat else response:
+            if message["role"] == "assistant":
+                turns.append((message["content"], ""))
+            else:
+                said, between = turns[-1]
+                turns[-1] = (said, f"{between}\n\n{message['content']}")
+        if not self.is_chat:
+            return turns
         template, before = self.with_arguments(example.arguments), self.messages(example.prompt)
         whole, tools = [*before, *response], example.tools
         full, closing = template.apply(whole, tools), self.tokenizer.decode([self.end_id])
         numbers = [n for n in range(len(before), len(whole)) if whole[n]["role"] == "assistant"]
-        starts = [template.turn_start(full, whole[:number], tools) for number in numbers]
-        turns = []
+        starts = []
+        for number in numbers:
+            opened = template.apply(whole[:number], tools, opens=True)
+            if not full.startswith(opened):
+                # The template may open a turn with text that earlier turns do not have, such as an empty `<think>`.
+                marked = [*whole[:number], {"role": "assistant", "content": MARK}]
+                opened = template.apply(marked, tools).partition(MARK)[0]
+            if not full.startswith(opened):
+                raise UserError(RENDERED_OTHERWISE)
+            starts.append(len(opened))
         for number, start, stop in zip(numbers, starts, [*starts[1:], len(full)], strict=True):
             segment, content = full[start:stop], whole[number]["content"]
             end = segment.find(closing)
@@ -186,53 +204,14 @@ class PromptTemplate:
             if content.strip() in segment[:end]:
                 turns.append((segment[:end], segment[end:]))
             elif len(numbers) == 1:
-                # Such a template removes the reasoning even from the trained turn.
-                turns.append((behind(template.render(example.prompt, tools), content), ""))
+                # Such a template removes the reasoning even from the trained turn. The turn's own opening tag is not written twice.
+                tag = OPENING.search(template.render(example.prompt, tools))
+                if tag and content.lstrip().startswith(tag[1]):
+                    content = content.lstrip().removeprefix(tag[1]).removeprefix(tag[0][len(tag[1]) :])
+                turns.append((content, ""))
             else:
                 raise UserError(RENDERED_OTHERWISE)
         return turns
-
-    def turn_start(self, full: str, history: list[ChatMessage], tools: Tools) -> int:
-        """Return the start of the assistant's turn after `history` in a rendered conversation.
-
-        Raises UserError if the rendered history is not a prefix of the rendered conversation.
-        """
-        opened = self.apply(history, tools, opens=True)
-        if not full.startswith(opened):
-            # The template may open a turn with text that earlier turns do not have, such as an empty `<think>`.
-            opened = self.apply([*history, {"role": "assistant", "content": MARK}], tools).partition(MARK)[0]
-        if not full.startswith(opened):
-            raise UserError(RENDERED_OTHERWISE)
-        return len(opened)
-
-    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        if not texts:
-            return []
-        # verbose=False avoids warnings about long prompts, which the length filter drops later.
-        encoded = self.tokenizer(
-            list(map(whole_text, texts)), add_special_tokens=add_special_tokens, return_attention_mask=False,
-            verbose=False,
-        )  # fmt: skip
-        return encoded["input_ids"]
-
-
-def behind(opened: str, turn: str) -> str:
-    """Return a turn without the opening tag if the text that opens it already ends with this tag."""
-    tag = OPENING.search(opened)
-    begun = tag is not None and turn.lstrip().startswith(tag[1])
-    return turn.lstrip().removeprefix(tag[1]).removeprefix(tag[0][len(tag[1]) :]) if tag and begun else turn
-
-
-def plain_turns(response: list[ChatMessage]) -> list[tuple[str, str]]:
-    """Return each assistant's turn of a conversation in plain text, and the text between it and the next one."""
-    turns: list[tuple[str, str]] = []
-    for message in response:
-        if message["role"] == "assistant":
-            turns.append((message["content"], ""))
-        else:
-            said, between = turns[-1]
-            turns[-1] = (said, f"{between}\n\n{message['content']}")
-    return turns
 
 
 @dataclass(frozen=True)
@@ -243,23 +222,22 @@ class Retokenizer:
     template: PromptTemplate
 
     def rows(self, rows: Rows) -> Rows:
-        """Return the same rows in the role's own token ids.
+        """Return identity, length, tokens, action_mask and sequence_lengths of the same rows in the role's own token ids.
 
-        Args:
-            rows: Rows with tokens, prompt_length and metadata, which includes the example's prompt.
-
-        Returns:
-            Identity, length, tokens, action_mask and sequence_lengths. An end of sequence becomes the role's own.
+        `rows` have tokens, prompt_length and metadata, which includes the example's prompt. An end of sequence becomes the role's own.
         """
-        prompts, answers = [], []
+        texts, mask = [], []
         for number in range(len(rows)):
             about = rows["metadata"][number]
             template = self.template.with_arguments(about.get(TEMPLATE) or {})
-            prompts.append(template.encode(about["prompt"], tools_of(about.get("tools")) or []))
-            answers.append(self._answer(rows["tokens"][number][int(rows["prompt_length"][number]) :].tolist()))
-        pairs = list(zip(prompts, answers, strict=True))
-        tokens = Ragged.from_rows([prompt + answer for prompt, answer in pairs], torch.int64)
-        mask = [[False] * len(prompt) + [True] * len(answer) for prompt, answer in pairs]
+            prompt = template.encode(about["prompt"], tools_of(about.get("tools")) or [])
+            ids = rows["tokens"][number][int(rows["prompt_length"][number]) :].tolist()
+            text = self.generating.decode(ids, skip_special_tokens=True)
+            ends = bool(ids) and ids[-1] == self.generating.eos_token_id
+            answer = (template.encode_responses if ends else template.encode_bare)([text])[0]
+            texts.append(prompt + answer)
+            mask.append([False] * len(prompt) + [True] * len(answer))
+        tokens = Ragged.from_rows(texts, torch.int64)
         return Rows(
             {
                 **{name: rows[name] for name in IDENTITY},
@@ -269,9 +247,3 @@ class Retokenizer:
                 "sequence_lengths": Ragged.from_lengths(tokens.lengths, torch.ones_like(tokens.lengths)),
             }
         )
-
-    def _answer(self, ids: list[int]) -> list[int]:
-        text = self.generating.decode(ids, skip_special_tokens=True)
-        if ids and ids[-1] == self.generating.eos_token_id:
-            return self.template.encode_responses([text])[0]
-        return self.template.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

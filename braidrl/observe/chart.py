@@ -75,24 +75,22 @@ def chart(title: str, series: Sequence[Series], about: str = "", stacked: bool =
     shown = [thinned(one, MOST_BARS if stacked else MOST_POINTS) for one in series]
     stretch = max(math.ceil(len(one.steps) / len(few.steps)) for one, few in zip(series, shown, strict=True))
     told = ", ".join(filter(None, [about, f"means of {stretch} steps" if stretch > 1 else ""]))
-    coloured = [(one, PALETTE[number % len(PALETTE)]) for number, one in enumerate(shown)]
-    curves = [Curve(one.name, paint, spell(one.numbers[-1])) for one, (_, paint) in zip(series, coloured, strict=True)]
-    draw = bars if stacked else lines
-    return Chart(title, told, curves, [trace for one, paint in coloured for trace in draw(one, paint)], stacked)
-
-
-def bars(series: Series, paint: str) -> list[dict[str, Any]]:
-    """Return the plotly trace of one series as stacked bars."""
-    return [{"type": "bar", "x": series.steps, "y": series.values, "name": series.name, "marker": {"color": paint}}]
-
-
-def lines(series: Series, paint: str) -> list[dict[str, Any]]:
-    """Return the plotly traces of a curve: few points get dots, many points are drawn faintly behind their moving mean."""
-    trace = {"x": series.steps, "y": series.values, "name": series.name, "line": {"color": paint}, "mode": "lines"}
-    if len(series.numbers) < SMOOTH_FROM:
-        return [trace | {"mode": "lines+markers" if len(series.numbers) <= DOTS_UP_TO else "lines"}]
-    smooth = moving_mean(series.values, max(2, len(series.values) // 30))
-    return [trace | {"opacity": 0.32}, trace | {"y": smooth, "hoverinfo": "skip"}]
+    curves, traces = list[Curve](), list[dict[str, Any]]()
+    for number, (whole, one) in enumerate(zip(series, shown, strict=True)):
+        paint = PALETTE[number % len(PALETTE)]
+        curves.append(Curve(one.name, paint, spell(whole.numbers[-1])))
+        trace: dict[str, Any] = {"x": one.steps, "y": one.values, "name": one.name}
+        curve = {**trace, "line": {"color": paint}, "mode": "lines"}
+        if stacked:
+            traces.append({**trace, "type": "bar", "marker": {"color": paint}})
+        elif len(one.numbers) < SMOOTH_FROM:
+            # Few points get dots.
+            traces.append(curve | {"mode": "lines+markers" if len(one.numbers) <= DOTS_UP_TO else "lines"})
+        else:
+            # Many points are drawn faintly behind their moving mean.
+            smooth = moving_mean(one.values, max(2, len(one.values) // 30))
+            traces += [curve | {"opacity": 0.32}, curve | {"y": smooth, "hoverinfo": "skip"}]
+    return Chart(title, told, curves, traces, stacked)
 
 
 def thinned(series: Series, most: int) -> Series:

@@ -3,8 +3,11 @@
 workers ──Sums──▶ merge ──means──▶ MetricsWriter ──▶ metrics.jsonl, trackers
 """
 
+import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,6 @@ import torch
 from torch import Tensor
 
 from braidrl.errors import UserError
-from braidrl.observe.lines import LineFile, keep_lines, read_lines
 from braidrl.observe.trackers import TrackedRun, Trackers
 
 FILE_NAME = "metrics.jsonl"
@@ -25,6 +27,49 @@ REQUIRED_KEYS = (
 """Keys of every line. `time/<stage>` and, on evaluation steps, `eval/<set>/avg@k` are added."""
 MEASURED = ("time/", "throughput/", "utilisation/", "memory/", "weights/", "streaming/", "checks/")
 """Prefixes of metrics that depend on the clock or the machine; they differ between two equal runs."""
+
+
+class LineFile:
+    """A JSON lines file, which survives a kill: only the last line can be incomplete, and readers ignore it."""
+
+    def __init__(self, path: Path) -> None:
+        """Open a file to append to; an incomplete last line is cut off."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab")
+        self._file.truncate(path.read_bytes().rfind(b"\n") + 1)
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Append an object as a line; returns when the operating system has it."""
+        self._file.write((json.dumps(record, allow_nan=False) + "\n").encode())
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """Yield a temporary path; the file moves to `path` when the block ends without an error, else it is discarded."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    try:
+        yield unfinished
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read all whole lines of a file. Raises UserError when the file is missing, or with the number of a line that is not JSON."""
+    if not path.is_file():
+        raise UserError(f"no file {path}: is {path.parent} the folder of a run?")
+    *lines, _ = path.read_bytes().split(b"\n")
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            raise UserError(f"{path}, line {number}: not a JSON object; remove the line to read the rest") from None
+    return records
 
 
 class MetricsWriter:
@@ -40,7 +85,11 @@ class MetricsWriter:
             raise UserError(
                 f"{folder} holds the metrics of an earlier run; go on with it by --resume, or choose another name"
             )
-        kept = keep_lines(path, lambda line: line["step"] <= (resume_step or 0)) if path.exists() else []
+        kept = [line for line in read_lines(path) if line["step"] <= (resume_step or 0)] if path.exists() else []
+        if path.exists():
+            # A kill during this leaves the old file intact.
+            with whole_file(path) as unfinished:
+                unfinished.write_text("".join(json.dumps(line, allow_nan=False) + "\n" for line in kept))
         self.lacking = sorted(set(range(1, (resume_step or 0) + 1)) - {line["step"] for line in kept})
         """Steps before the checkpoint that have no line."""
         self.last: Mapping[str, Any] = kept[-1] if kept else {"step": -1}
@@ -131,7 +180,6 @@ class Sums:
                 self.add(f"{role}/{name}", number, len(values))
 
     def merge(self, other: "Sums") -> None:
-        """Add everything in `other`."""
         for name, (total, count) in other._pairs.items():
             if name.endswith("_max"):
                 self.highest(name, total)

@@ -48,18 +48,14 @@ class Bar:
         WORK.advanced()
         self._changed()
 
-    def count(self) -> str:
-        """Format the rows done, and the total if known."""
-        return f"{self.rows:,} rows" if self.total_rows is None else f"{self.rows:,}/{self.total_rows:,} rows"
-
     def details(self, now: float) -> list[str]:
-        """Format tokens per second since the stage began, and rows in flight, as far as known."""
-        parts = []
+        """Format rows done, tokens per second since the stage began, rows in flight, and the time, as far as known."""
+        parts = [f"{self.rows:,} rows" if self.total_rows is None else f"{self.rows:,}/{self.total_rows:,} rows"]
         if self.tokens:
             parts.append(f"{self.tokens / max(now - self.started, 1e-9):,.0f} tokens/s")
         if self.in_flight is not None:
             parts.append(f"{self.in_flight:,} in flight")
-        return parts
+        return [*parts, spell_seconds(now - self.started)]
 
 
 class Progress:
@@ -109,8 +105,8 @@ class Progress:
             elif now - self._last_shown >= PLAIN_EVERY:
                 for bar in self._bars:
                     if now - bar.started > SHOW_AFTER:
-                        parts = [bar.count(), *bar.details(now), spell_seconds(now - bar.started)]
-                        self.print(" ".join(filter(None, [self._where(), bar.name])) + ": " + ", ".join(parts))
+                        where = " ".join(filter(None, [self._where(), bar.name]))
+                        self.print(f"{where}: {', '.join(bar.details(now))}")
                         self._last_shown = now
 
     def _draw(self, now: float) -> None:
@@ -119,22 +115,19 @@ class Progress:
             if self._live is not None:
                 self._live.stop()
                 self._live = None
-        elif self._live is None:
-            self._live = Live(self._table(slow, now), console=self._console, auto_refresh=False, transient=True)
-            self._live.start(refresh=True)
-        elif now - self._last_shown >= REDRAW_EVERY:
-            self._live.update(self._table(slow, now), refresh=True)
+        elif self._live is None or now - self._last_shown >= REDRAW_EVERY:
+            table = Table.grid(padding=(0, 1))
+            for bar in slow:
+                drawn = ProgressBar(bar.total_rows, min(bar.rows, bar.total_rows or 0), width=BAR_WIDTH)
+                table.add_row(self._where(), bar.name, drawn if bar.total_rows else "", " · ".join(bar.details(now)))
+            if self._live is None:
+                self._live = Live(table, console=self._console, auto_refresh=False, transient=True)
+                self._live.start(refresh=True)
+            else:
+                self._live.update(table, refresh=True)
         else:
             return
         self._last_shown = now
-
-    def _table(self, bars: list[Bar], now: float) -> Table:
-        table = Table.grid(padding=(0, 1))
-        for bar in bars:
-            drawn = ProgressBar(bar.total_rows, min(bar.rows, bar.total_rows or 0), width=BAR_WIDTH)
-            details = " · ".join([bar.count(), *bar.details(now), spell_seconds(now - bar.started)])
-            table.add_row(self._where(), bar.name, drawn if bar.total_rows else "", details)
-        return table
 
     def _where(self) -> str:
         if self._step is None:

@@ -14,8 +14,7 @@ from braidrl.data.records import whole_text
 from braidrl.data.rows import FinishReason
 from braidrl.errors import UserError, first_line
 from braidrl.observe.chart import SMOOTH_FROM, Chart, Series, Tile, chart, mean, page, spell
-from braidrl.observe.lines import whole_file
-from braidrl.observe.metrics import read_metrics
+from braidrl.observe.metrics import read_metrics, whole_file
 from braidrl.observe.progress import spell_seconds
 from braidrl.observe.rollouts import (
     PROMPT_TEXT,
@@ -127,12 +126,10 @@ def write_report(run: Path) -> Path:
 
 
 def matching(picture: Picture, curves: Curves) -> list[Series]:
-    """Return the metrics that belong to the picture."""
     return [one for name, one in curves.items() if any(re.fullmatch(pattern, name) for pattern in picture.keys)]
 
 
 def charts_of(pictures: Sequence[Picture], curves: Curves) -> list[Chart]:
-    """Return the charts of all pictures that have a metric."""
     charts = []
     for picture in pictures:
         series = matching(picture, curves)

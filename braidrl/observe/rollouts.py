@@ -20,14 +20,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from torch import Tensor
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.codec import DTYPES as CODEC_DTYPES
 from braidrl.data.packing import equal_share
 from braidrl.data.rows import IDENTITY, Column, Objects, Rows
 from braidrl.errors import UserError, first_line
-from braidrl.observe.lines import whole_file
+from braidrl.observe.metrics import whole_file
 
 PROMPT_TEXT = "prompt_text"
 RESPONSE_TEXT = "response_text"
@@ -54,7 +53,6 @@ def recorded_steps(run: Path, evaluation: str | None = None) -> list[int]:
 
 
 def recorded_evaluations(run: Path) -> list[str]:
-    """List the evaluation sets with recorded rows."""
     found = (re.fullmatch(r"eval-(.+)-step-\d+\.parquet", path.name) for path in (run / "rollouts").glob("*.parquet"))
     return sorted({match[1] for match in found if match})
 
@@ -69,14 +67,14 @@ def write_rollouts(path: Path, rows: Rows, prompt_texts: Sequence[str], response
             raise ValueError(f"{len(texts)} {name} for {len(rows)} rows")
         if name in rows:
             raise ValueError(f"a column may not be called {name}: the text is written under this name")
-    arrays = {name: to_arrow(name, column) for name, column in rows.items()}
-    texts_by_name = {PROMPT_TEXT: prompt_texts, RESPONSE_TEXT: response_texts}
-    for name, texts in texts_by_name.items():
+    described, arrays = dict[str, Any](), dict[str, Any]()
+    for name, column in rows.items():
+        described[name], arrays[name] = to_arrow(name, column)
+    for name, texts in ((PROMPT_TEXT, prompt_texts), (RESPONSE_TEXT, response_texts)):
         # UTF-8 cannot hold halves of surrogate pairs, so they are removed; the tokens stay exact.
         printable = (text.encode("utf-8", "replace").decode() for text in texts)
         arrays[name] = pa.array(printable, pa.large_string())
-    described = json.dumps({name: describe(column) for name, column in rows.items()})
-    table = pa.table(arrays).replace_schema_metadata({SCHEMA_KEY: described.encode()})
+    table = pa.table(arrays).replace_schema_metadata({SCHEMA_KEY: json.dumps(described).encode()})
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
         # Several ranks recorded this step before a single one resumed the run.
@@ -169,57 +167,43 @@ def read_texts(path: Path, columns: Sequence[str] = ()) -> list[dict[str, Any]]:
     return [{name: row[name] for name in wanted if name in row} for row in found]
 
 
-def describe(column: Column) -> dict[str, Any]:
-    """Describe a column for the file's metadata: kind, data type, and shape of one entry."""
-    if isinstance(column, Objects):
-        return {"kind": "objects"}
-    values = column.values if isinstance(column, Ragged) else column
-    kind = "ragged" if isinstance(column, Ragged) else "index"
-    return {"kind": kind, "dtype": str(values.dtype).removeprefix("torch."), "shape": list(values.shape[1:])}
+def to_arrow(name: str, column: Column) -> tuple[dict[str, Any], Any]:
+    """Return a column's description (kind, data type, shape of one entry), and its values as an Arrow array.
 
-
-def to_arrow(name: str, column: Column) -> Any:
-    """Convert a column. Raises ValueError with its name if the type is not supported."""
+    Raises ValueError with its name if the type is not supported.
+    """
     if isinstance(column, Objects):
-        return pa.array([json.dumps(value) for value in column.values], pa.large_string())
-    values = (column.values if isinstance(column, Ragged) else column).detach().cpu()
-    if str(values.dtype).removeprefix("torch.") not in DTYPES:
+        return {"kind": "objects"}, pa.array([json.dumps(value) for value in column.values], pa.large_string())
+    kind, values = ("ragged", column.values) if isinstance(column, Ragged) else ("index", column)
+    about = {"kind": kind, "dtype": str(values.dtype).removeprefix("torch."), "shape": list(values.shape[1:])}
+    if about["dtype"] not in DTYPES:
         raise ValueError(f"column {name} is of type {values.dtype}, which cannot be recorded")
-    flat = pa.array(to_numpy(values))
-    width = values[0].numel() if len(values) else 1
+    numbers = values.detach().cpu().contiguous().flatten()
+    if numbers.dtype == torch.bfloat16:
+        # Parquet has no bfloat16: its bits move into a float32, so NaN survives.
+        numbers = (numbers.view(torch.int16).to(torch.int32) << 16).view(torch.float32)
+    flat, width = pa.array(numbers.numpy()), values[0].numel() if len(values) else 1
     if isinstance(column, Ragged):
-        return pa.LargeListArray.from_arrays(pa.array((column.offsets.cpu() * width).numpy()), flat)
+        return about, pa.LargeListArray.from_arrays(pa.array((column.offsets.cpu() * width).numpy()), flat)
     if values.dim() == 1:
-        return flat
-    return pa.LargeListArray.from_arrays(pa.array(np.arange(len(values) + 1) * width), flat)
+        return about, flat
+    return about, pa.LargeListArray.from_arrays(pa.array(np.arange(len(values) + 1) * width), flat)
 
 
 def from_arrow(array: Any, kind: str, dtype: str = "", shape: Sequence[int] = ()) -> Column:
-    """Invert `to_arrow`, given the result of `describe`."""
+    """Invert `to_arrow`, given its description of the column."""
     if kind == "objects":
         return Objects(tuple(json.loads(text) for text in array.to_pylist()))
     array = array.combine_chunks()
     is_list = pa.types.is_list(array.type) or pa.types.is_large_list(array.type)
     flat = array.flatten() if is_list else array
-    values = from_numpy(flat.to_numpy(zero_copy_only=False), DTYPES[dtype]).reshape(-1, *shape)
+    # A copy, because parquet's buffers are read-only.
+    values = torch.from_numpy(np.array(flat.to_numpy(zero_copy_only=False)))
+    if DTYPES[dtype] == torch.bfloat16:
+        values = (values.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
+    values = values.reshape(-1, *shape)
     if kind == "index":
         return values
     width = int(np.prod(shape, dtype=np.int64))
     lengths = array.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64) // width
     return Ragged.from_lengths(values, torch.from_numpy(lengths))
-
-
-def to_numpy(values: Tensor) -> Any:
-    """Flatten to a numpy array. Parquet has no bfloat16: its bits move into a float32, so NaN survives."""
-    flat = values.contiguous().flatten()
-    if flat.dtype == torch.bfloat16:
-        flat = (flat.view(torch.int16).to(torch.int32) << 16).view(torch.float32)
-    return flat.numpy()
-
-
-def from_numpy(values: Any, dtype: torch.dtype) -> Tensor:
-    """Invert `to_numpy`. Copies, because parquet's buffers are read-only."""
-    tensor = torch.from_numpy(np.array(values))
-    if dtype == torch.bfloat16:
-        return (tensor.view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
-    return tensor

@@ -9,7 +9,7 @@ from typing import Any
 
 from braidrl.observe.chart import Tile, page
 from braidrl.observe.progress import spell_seconds
-from braidrl.observe.trace import BusyState, Span, read_trace
+from braidrl.observe.trace import Span, read_trace
 
 # A longer time without any span means that the run was stopped and resumed.
 LONGEST_GAP = 60.0
@@ -41,26 +41,20 @@ def busy_table(spans: Sequence[Span]) -> list[Busy]:
     """
     available = covered(spans, LONGEST_GAP)
     table = []
-    for role in first_seen(span.role for span in spans):
-        own = [span for span in spans if span.role == role]
-        table.append(busy_line(own, role, ALL_STAGES, available))
-        for stage in first_seen(span.stage for span in own):
-            table.append(busy_line([span for span in own if span.stage == stage], role, stage, available))
+    for role in dict.fromkeys(span.role for span in spans):
+        of_role = [span for span in spans if span.role == role]
+        for stage in (ALL_STAGES, *dict.fromkeys(span.stage for span in of_role)):
+            own = of_role if stage == ALL_STAGES else [span for span in of_role if span.stage == stage]
+            workers = dict.fromkeys(span.worker for span in own)
+            busy, waiting = (
+                sum(covered([s for s in own if (s.worker, s.state) == (worker, state)]) for worker in workers)
+                for state in ("busy", "waiting")
+            )
+            whole = available * len(workers) or 1.0
+            done = [span for span in own if span.state == "busy"]
+            rows, tokens = sum(span.rows for span in done), sum(span.tokens for span in done)
+            table.append(Busy(role, stage, len(workers), rows, tokens, busy, waiting, busy / whole, waiting / whole))
     return table
-
-
-def busy_line(spans: Sequence[Span], role: str, stage: str, available: float) -> Busy:
-    """Return the line of these spans; `available` is each worker's time in seconds."""
-    workers = first_seen(span.worker for span in spans)
-
-    def seconds(state: BusyState) -> float:
-        return sum(covered([s for s in spans if (s.worker, s.state) == (worker, state)]) for worker in workers)
-
-    busy, waiting = seconds("busy"), seconds("waiting")
-    whole = available * len(workers) or 1.0
-    done = [span for span in spans if span.state == "busy"]
-    rows, tokens = sum(span.rows for span in done), sum(span.tokens for span in done)
-    return Busy(role, stage, len(workers), rows, tokens, busy, waiting, busy / whole, waiting / whole)
 
 
 def covered(spans: Iterable[Span], gap: float = 0.0) -> float:
@@ -73,14 +67,16 @@ def covered(spans: Iterable[Span], gap: float = 0.0) -> float:
     return total
 
 
-def first_seen(names: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(names))
-
-
 def lanes(spans: Sequence[Span]) -> list[tuple[str, list[Span]]]:
     """Return (worker, spans) pairs without overlaps; a worker with parallel work gets several lanes."""
     result = []
-    for worker in sorted({span.worker for span in spans}, key=natural_order):
+    # In this order `actor/10` comes after `actor/9`.
+    digits = re.compile(r"(\d+)")
+    workers = {
+        span.worker: [(int(part), "") if part.isdigit() else (-1, part) for part in digits.split(span.worker)]
+        for span in spans
+    }
+    for worker in sorted(workers, key=workers.__getitem__):
         own: list[list[Span]] = []
         for span in sorted((s for s in spans if s.worker == worker), key=lambda s: (s.start, s.end)):
             free = next((lane for lane in own if lane[-1].end <= span.start + CLOCK_ROUNDING), None)
@@ -92,28 +88,20 @@ def lanes(spans: Sequence[Span]) -> list[tuple[str, list[Span]]]:
     return result
 
 
-def natural_order(name: str) -> list[tuple[int, str]]:
-    """Return a sort key that places `actor/10` after `actor/9`."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
 def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
     """Return the spans in the Chrome trace event format (complete events, in microseconds), for chrome://tracing and Perfetto."""
     events: list[dict[str, Any]] = []
     process_ids: dict[str, int] = {}
     for thread_id, (worker, lane) in enumerate(lanes(spans), start=1):
-        known = worker in process_ids
-        process_id = process_ids.setdefault(worker, len(process_ids) + 1)
-        if not known:
-            events.append({"ph": "M", "name": "process_name", "pid": process_id, "args": {"name": worker}})
-            events.append(
-                {"ph": "M", "name": "process_sort_index", "pid": process_id, "args": {"sort_index": process_id}}
-            )
+        if worker not in process_ids:
+            number = process_ids[worker] = len(process_ids) + 1
+            for name, told in (("process_name", {"name": worker}), ("process_sort_index", {"sort_index": number})):
+                events.append({"ph": "M", "name": name, "pid": number, "args": told})
         for span in lane:
             name = span.stage if span.state == "busy" else f"waiting for {span.stage}"
             times = {"ts": span.start * 1e6, "dur": span.seconds * 1e6}
-            told = {"iteration": span.iteration, "rows": span.rows, "tokens": span.tokens, "version": span.version}
-            where = {"pid": process_id, "tid": thread_id, "cat": f"{span.role},{span.state}"}
+            told = {name: getattr(span, name) for name in ("iteration", "rows", "tokens", "version")}
+            where = {"pid": process_ids[worker], "tid": thread_id, "cat": f"{span.role},{span.state}"}
             events.append({"ph": "X", "name": name, **where, **times, "args": told})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 

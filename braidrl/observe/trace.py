@@ -13,22 +13,24 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from braidrl.errors import UserError
-from braidrl.observe.lines import LineFile, read_lines
-from braidrl.observe.metrics import Sums
+from braidrl.observe.metrics import LineFile, Sums, read_lines
 
 BusyState = Literal["busy", "waiting"]
 WAITING_WORTH_S = 1e-3
 """Shorter pauses of a worker are not recorded."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Span:
-    """A part of one worker's time, `start` to `end` in seconds, spent on a stage or waiting for its input."""
+    """A part of one worker's time, `start` to `end` in seconds, spent on a stage or waiting for its input.
+
+    Counts of an open span are set before it ends.
+    """
 
     worker: str
     role: str
@@ -44,15 +46,6 @@ class Span:
     @property
     def seconds(self) -> float:
         return self.end - self.start
-
-
-@dataclass
-class Done:
-    """Counts of an open span; set them before it ends."""
-
-    rows: int = 0
-    tokens: int = 0
-    version: int | None = None
 
 
 class TraceWriter:
@@ -72,15 +65,15 @@ class TraceWriter:
     def span(
         self, role: str, stage: str, iteration: int, *, rows: int = 0, tokens: int = 0, version: int | None = None,
         state: BusyState = "busy",
-    ) -> Iterator[Done]:  # fmt: skip
-        """Record the time of the block, also when it raises; the block may set counts on the yielded object."""
-        done = Done(rows, tokens, version)
+    ) -> Iterator[Span]:  # fmt: skip
+        """Record the time of the block, also when it raises; the block may set counts on the yielded span."""
         start = self.now()
+        span = Span(self.worker, role, stage, iteration, start, start, rows, tokens, version, state)
         try:
-            yield done
+            yield span
         finally:
-            counts = asdict(done)
-            self.record(Span(self.worker, role, stage, iteration, start, self.now(), **counts, state=state))
+            span.end = self.now()
+            self.record(span)
 
     def past(self, role: str, stage: str, iteration: int, seconds: float) -> None:
         """Record work that ends now and took this many seconds."""
@@ -90,7 +83,7 @@ class TraceWriter:
     def record(self, span: Span) -> None:
         """Append a span measured elsewhere."""
         with self._lock:
-            self._lines.append(asdict(span))
+            self._lines.append({one.name: getattr(span, one.name) for one in fields(Span)})
 
     def close(self) -> None:
         with self._lock:
@@ -98,18 +91,9 @@ class TraceWriter:
 
 
 @dataclass
-class BusySpan:
-    """A part of a worker's time, with seconds and sums for the iteration's metrics."""
+class BusySpan(Span):
+    """A span with sums for the iteration's metrics; `end` is the end of the time already reported."""
 
-    stage: str
-    iteration: int
-    version: int | None
-    start: float
-    reported: float
-    """End of the time already reported."""
-    rows: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
     sums: Sums = field(default_factory=Sums)
 
     def report(self) -> dict[str, Any]:
@@ -142,35 +126,32 @@ class WorkerTrace(TraceWriter):
             error.add_note(f"in {self.worker}, stage {stage}, iteration {iteration}, rows {shortened(uids)}")
             raise
         finally:
-            span.rows, span.seconds = len(uids), self.now() - span.start
+            span.rows = len(uids)
             self.end(span)
 
     def begin(self, stage: str, iteration: int, version: int | None = None) -> BusySpan:
         """Start a piece of work; this ends the waiting before it."""
         now, idle = self.now(), self._idle_since
         if idle is not None and now - idle > WAITING_WORTH_S:
-            self._note(BusySpan(stage, iteration, version, idle, idle), now, "waiting")
+            about = (self.worker, self._role, stage, iteration)
+            self.record(Span(*about, idle, now, version=version, state="waiting"))
         self._idle_since = None
         self._under_way += 1
-        return BusySpan(stage, iteration, version, now, now)
+        return BusySpan(self.worker, self._role, stage, iteration, now, now, version=version)
 
     def count(self, span: BusySpan, stage: str, rows: int, tokens: int) -> dict[str, Any]:
         """Report rows of a queue's stage, with their tokens, while the span continues, with the seconds since its last report."""
         span.rows += rows
         span.tokens += tokens
-        before, span.reported = span.reported, self.now()
-        return {"stage": stage, "seconds": span.reported - before, "sums": []}
+        before, span.end = span.end, self.now()
+        return {"stage": stage, "seconds": span.end - before, "sums": []}
 
     def end(self, span: BusySpan) -> None:
         """End a piece of work; if no other is open, waiting starts."""
-        end = self.now()
+        span.end = self.now()
         self._under_way -= 1
-        self._idle_since = None if self._under_way else end
-        self._note(span, end, "busy")
-
-    def _note(self, span: BusySpan, end: float, state: BusyState) -> None:
-        about = (self.worker, self._role, span.stage, span.iteration)
-        self.record(Span(*about, span.start, end, span.rows, span.tokens, span.version, state))
+        self._idle_since = None if self._under_way else span.end
+        self.record(span)
 
 
 def shortened(uids: Sequence[Any], most: int = 8) -> str:
@@ -181,9 +162,9 @@ def shortened(uids: Sequence[Any], most: int = 8) -> str:
 
 def traced(
     trace: TraceWriter | None, role: str, stage: str, iteration: int, **about: Any
-) -> AbstractContextManager[Done]:
+) -> AbstractContextManager[Span]:
     """Record a span as `TraceWriter.span` does; without a trace do nothing."""
-    return trace.span(role, stage, iteration, **about) if trace else nullcontext(Done())
+    return trace.span(role, stage, iteration, **about) if trace else nullcontext(Span("", role, stage, iteration, 0, 0))
 
 
 def read_trace(run: Path) -> list[Span]:

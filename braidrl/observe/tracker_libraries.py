@@ -36,11 +36,9 @@ class TensorboardTracker:
         self._writer.flush()
 
     def write_samples(self, step: int, samples: Samples) -> None:
-        rows = [
-            list(samples[0]),
-            ["---"] * len(samples[0]),
-            *([cell(value) for value in one.values()] for one in samples),
-        ]
+        cells = (["" if value is None else str(value) for value in one.values()] for one in samples)
+        escaped = ([text.replace("|", "\\|").replace("\n", "<br>") for text in texts] for texts in cells)
+        rows = [list(samples[0]), ["---"] * len(samples[0]), *escaped]
         self._writer.add_text("samples", "\n".join(f"| {' | '.join(row)} |" for row in rows), step)
 
     def close(self) -> None:
@@ -175,8 +173,3 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield from flat(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
-
-
-def cell(value: Any) -> str:
-    """Format a value for a cell of a Markdown table."""
-    return "" if value is None else str(value).replace("|", "\\|").replace("\n", "<br>")

@@ -91,13 +91,12 @@ class Trackers:
         self._say, self._reported = say, set[str]()
         self._open: list[tuple[TrackerConfig, Tracker]] = []
         for one in chosen:
-            with self._errors_raised(one.name) if must_open else self._errors_printed(one.name):
+            with self._errors_of(one.name, raised=must_open):
                 self._open.append((one, TRACKERS.find(one.name)(run, **one.params)))
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Pass a step's metrics to every tracker."""
         for one, tracker in self._open:
-            with self._errors_printed(one.name):
+            with self._errors_of(one.name):
                 tracker.write(step, metrics)
 
     def write_samples(self, step: int, read: Callable[[], Samples]) -> None:
@@ -105,43 +104,36 @@ class Trackers:
         samples: Samples | None = None
         for one, tracker in self._open:
             if one.samples_every and step % one.samples_every == 0 and isinstance(tracker, TakesSamples):
-                with self._errors_printed(one.name):
+                with self._errors_of(one.name):
                     samples = read() if samples is None else samples
                     if samples:
                         tracker.write_samples(step, samples)
 
     def write_report(self, report: Path) -> None:
-        """Pass the report to every tracker that keeps it."""
         for one, tracker in self._open:
             if isinstance(tracker, TakesReport):
-                with self._errors_printed(one.name):
+                with self._errors_of(one.name):
                     tracker.write_report(report)
 
     def close(self) -> None:
-        """Close every tracker."""
         for one, tracker in self._open:
-            with self._errors_printed(one.name):
+            with self._errors_of(one.name):
                 tracker.close()
 
     @contextmanager
-    def _errors_raised(self, name: str) -> Iterator[None]:
+    def _errors_of(self, name: str, raised: bool = False) -> Iterator[None]:
+        """Print a tracker's first error, or, with `raised`, close all trackers and raise UserError."""
         try:
             yield
         except Exception as error:
-            self.close()
             what = " ".join(f"{type(error).__name__}: {error}".split())
-            raise UserError(
-                f"trackers={name} cannot be opened ({what}); mend that, or leave it out of trackers"
-            ) from error
-
-    @contextmanager
-    def _errors_printed(self, name: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
+            if raised:
+                self.close()
+                raise UserError(
+                    f"trackers={name} cannot be opened ({what}); mend that, or leave it out of trackers"
+                ) from error
             if name not in self._reported:
                 self._reported.add(name)
-                what = " ".join(f"{type(error).__name__}: {error}".split())
                 self._say(f"tracker {name}: {what}; the run goes on, and metrics.jsonl has every number")
 
 

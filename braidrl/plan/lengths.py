@@ -12,8 +12,7 @@ from statistics import NormalDist
 import numpy as np
 
 from braidrl.config import Config
-from braidrl.data.example_table import RESPONSES
-from braidrl.data.prompts import LoadedSource
+from braidrl.data.prompts import RESPONSES, LoadedSource
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.rollouts import read_rollouts, recorded_steps, rollout_path
@@ -39,7 +38,7 @@ def batch_lengths(config: Config, given: str | None = None, sources: Sequence[Lo
         lines, trained = read_metrics(run), len(parts[0][0])
         generated = np.mean([line.get("rows/generated", trained) for line in lines]) / trained if lines else 1.0
         return Lengths(prompts[order], responses[order], max(1.0, float(generated)))
-    known = [one.numpy() for source in sources if (one := source.examples.lengths("prompt")) is not None]
+    known = [one.numpy() for source in sources if (one := source.lengths("prompt")) is not None]
     longest = np.array([config.data.max_prompt_tokens])
     prompts = spread(np.concatenate(known).astype(np.int64) if known else longest, rows)
     responses = spread(response_lengths(config, given, sources, rows), rows)
@@ -50,7 +49,7 @@ def batch_lengths(config: Config, given: str | None = None, sources: Sequence[Lo
 def response_lengths(config: Config, given: str | None, sources: Sequence[LoadedSource], rows: int) -> IntArray:
     """Return the response lengths: as given, else those of the data, else the configured maximum."""
     if given is None:
-        known = [one.numpy() for s in sources for name in RESPONSES if (one := s.examples.lengths(name)) is not None]
+        known = [one.numpy() for s in sources for name in RESPONSES if (one := s.lengths(name)) is not None]
         longest = config.rollout.max_response_tokens
         return np.concatenate(known).astype(np.int64) if known else np.array([longest])
     median, _, longest_said = given.partition(":")

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import Any
 
 from braidrl.data.codec import decode, encode
-from braidrl.data.frames import Frame
+from braidrl.data.messages import Frame
 from braidrl.data.rows import Column, Rows
 from braidrl.queue.storage import DataPlane, Evicted
 from braidrl.queue.table import Block, Row, StoredPart, in_order

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from braidrl.data.frames import Frame
+from braidrl.data.messages import Frame
 from braidrl.queue.samplers import Candidate, Sampler
 from braidrl.queue.storage import DataPlane, Place
 from braidrl.queue.table import Block, Row, StoredPart, Table, row_name

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from braidrl.cluster.shared_memory import PREFIX, shared_folder
 from braidrl.data.codec import decode, encode
-from braidrl.data.frames import Frame, laid_out, split
+from braidrl.data.messages import Frame, laid_out, split
 from braidrl.data.rows import Rows
 from braidrl.queue.table import Block
 from braidrl.queue.transport import Answer, Connections

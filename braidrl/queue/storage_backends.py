@@ -8,7 +8,7 @@ redis://host:port/0      values of a Redis server, read as copies               
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from braidrl.data.frames import Frame, join, split
+from braidrl.data.messages import Frame, join, split
 from braidrl.errors import UserError
 from braidrl.queue.storage import DataPlane, Named, Place, Segments, StorageBackend, allowed
 

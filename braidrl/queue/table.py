@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from braidrl.data.codec import decode, encode
-from braidrl.data.frames import Frame
+from braidrl.data.messages import Frame
 from braidrl.data.rows import Column, Rows
 
 Row = Any

@@ -21,7 +21,7 @@ from typing import Any
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.codec import encode
-from braidrl.data.frames import Frame
+from braidrl.data.messages import Frame
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from braidrl.queue.client import Client, assembled

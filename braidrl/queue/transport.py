@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import zmq
 from zmq.utils import z85
 
-from braidrl.data.frames import Frame
-from braidrl.data.messages import pack_message, unpack_message
+from braidrl.data.messages import Frame, pack_message, unpack_message
 
 Answer = tuple[dict[str, Any], Sequence[Frame]]
 Handler = Callable[[dict[str, Any], Sequence[Frame]], Answer | None]

@@ -17,7 +17,7 @@ import torch
 from braidrl.cluster.device_kinds import known_kinds
 from braidrl.cluster.process import usable_cores
 from braidrl.native.building import cache_folder, processor
-from braidrl.observe.lines import whole_file
+from braidrl.observe.metrics import whole_file
 
 SIDE = 2048
 NUMBERS = 1 << 26

@@ -12,9 +12,8 @@ import aiohttp
 import pytest
 import torch
 
-from braidrl.agents.agents import Agents
 from braidrl.agents.endpoint import Endpoint, TurnStream
-from braidrl.agents.player import Limits, episode_columns, failure_counts
+from braidrl.agents.player import Agents, Limits, episode_columns, failure_counts
 from braidrl.data.rows import FinishReason
 from braidrl.engines.embedded.embedded_engine import EmbeddedEngine
 from braidrl.engines.requests import Request, Response, SamplingParams

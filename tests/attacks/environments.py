@@ -9,8 +9,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from braidrl.agents.environments import called
-from braidrl.agents.tool_turns import ToolTurns
+from braidrl.agents.environments import ToolTurns, called
 from braidrl.agents.turns import Observation
 from tests.attacks.verifiers import ATTACKS, own_sockets
 

@@ -18,9 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
-from braidrl.agents.agents import Agents
 from braidrl.agents.endpoint import Endpoint
-from braidrl.agents.player import Episode, Episodes, Limits, failure_counts
+from braidrl.agents.player import Agents, Episode, Episodes, Limits, failure_counts
 from braidrl.agents.sandboxed import EnvironmentHosts, observation_of
 from braidrl.agents.turns import EnvironmentFailed
 from braidrl.config import EnvironmentConfig
@@ -201,7 +200,7 @@ def test_what_is_given_up_or_forgotten_ends_with_the_run() -> None:
 
 def test_processes_of_environments_and_programs_load_no_heavy_modules() -> None:
     names = (
-        "braidrl.sandbox.host, braidrl.agents.answering, braidrl.agents.tool_turns, braidrl.rewards.verifier, braidrl.rewards.programs, "
+        "braidrl.sandbox.host, braidrl.agents.environments, braidrl.rewards.verifier, braidrl.rewards.programs, "
         "braidrl.config, braidrl.cluster.child, braidrl.cluster.ray_processes"
     )
     asked = f"import sys; import {names}; print('torch' in sys.modules or 'transformers' in sys.modules)"

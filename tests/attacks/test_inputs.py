@@ -15,7 +15,7 @@ import pytest
 
 from braidrl.config import SourceConfig, load_config, parse_config
 from braidrl.data import rendering
-from braidrl.data.sources import read_examples
+from braidrl.data.sources import Reading
 from braidrl.errors import UserError
 from braidrl.flow.yaml_form import from_yaml
 from braidrl.runtimes.prepare.setup import prepare
@@ -249,7 +249,7 @@ def test_a_hostile_line_of_data_is_refused_with_its_place(tmp_path: Path, suffix
     content, reason = LINES[kind]
     path = tmp_path / f"data{suffix}"
     path.write_bytes(record('"2"').encode() + (content if isinstance(content, bytes) else content.encode()))
-    found = refusal(lambda: read_examples(SourceConfig(path=path)))
+    found = refusal(lambda: list(Reading(SourceConfig(path=path))))
     assert found.startswith(f"{path}, {'line' if suffix == '.jsonl' else 'row'} 2 is ") and reason in found
 
 
@@ -258,7 +258,7 @@ def test_a_json_file_that_is_a_deep_list_is_refused(tmp_path: Path) -> None:
     for depth in (70, 970, 10_000):
         path.write_text("[" * depth + "]" * depth)
         assert f"{path} is not JSON: it is nested more than 64 levels" in refusal(
-            lambda: read_examples(SourceConfig(path=path))
+            lambda: list(Reading(SourceConfig(path=path)))
         )
 
 
@@ -266,7 +266,7 @@ def test_hostile_parquet_is_refused_with_its_place(tmp_path: Path) -> None:
     path = tmp_path / "data.parquet"
 
     def fault() -> str:
-        return refusal(lambda: read_examples(SourceConfig(path=path)))
+        return refusal(lambda: list(Reading(SourceConfig(path=path))))
 
     value: Any = 1
     for _ in range(80):

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from braidrl.config import SourceConfig
+from braidrl.config import DataConfig, SourceConfig
 from braidrl.data.loader import PromptLoader, as_rows, eval_rows, join_texts
-from braidrl.data.prompts import LoadedSource, Loading, load_source
+from braidrl.data.prompts import LoadedSource, load_source
 from braidrl.data.rows import Rows
+from braidrl.data.sources import Reading
 from braidrl.data.templates import PromptTemplate
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
@@ -22,7 +23,9 @@ def load(write_jsonl: Callable[..., Path], plain_tokenizer: Any) -> Load:
     def load(records: list[Any], **settings: Any) -> LoadedSource:
         responses = "response" in records[0]
         config = SourceConfig(path=write_jsonl(records, f"{len(records)}.jsonl"), **settings)
-        return load_source(config, Loading(PromptTemplate(plain_tokenizer), 64, responses=responses))
+        return load_source(
+            Reading(config, responses=responses), DataConfig(max_prompt_tokens=64), PromptTemplate(plain_tokenizer)
+        )
 
     return load
 
@@ -99,7 +102,7 @@ def test_pretraining_text_depends_on_the_row_and_never_repeats_within_an_epoch(l
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="the shared GSM8K files are not beside this checkout")
 def test_real_gsm8k_prompts_are_admitted(chat_tokenizer: Any) -> None:
     config = SourceConfig(path=GSM8K / "test.jsonl", prompt_field="question")
-    source = load_source(config, Loading(PromptTemplate(chat_tokenizer), 300))
+    source = load_source(Reading(config), DataConfig(max_prompt_tokens=300), PromptTemplate(chat_tokenizer))
     assert source.facts.read == 1319 and 0 < source.dropped < 1319
     rows = as_rows(PromptLoader([source], seed=2).take(4), 8)
     assert len(rows) == 32

@@ -13,7 +13,7 @@ import pytest
 
 from braidrl.config import DataConfig, SourceConfig
 from braidrl.data.prompts import load_eval, load_train
-from braidrl.data.sources import Reading, read_examples
+from braidrl.data.sources import Reading
 from braidrl.errors import UserError
 
 Write = Callable[..., Path]
@@ -84,12 +84,12 @@ def test_held_out_examples_are_evaluated_and_not_trained(write_jsonl: Write, cha
     source = SourceConfig(path=write_jsonl([{"prompt": str(i)} for i in range(6)]), skip=1)
     data = DataConfig(train=[source], held_out=2)
     (train,), held_out = load_train(data, chat_tokenizer), load_eval(data, chat_tokenizer)
-    assert [example.prompt for example in train.examples] == ["3", "4", "5"]
-    assert {name: [e.prompt for e in found.examples] for name, found in held_out.items()} == {"held_out": ["1", "2"]}
+    assert [example.prompt for example in train] == ["3", "4", "5"]
+    assert {name: [e.prompt for e in found] for name, found in held_out.items()} == {"held_out": ["1", "2"]}
     again = DataConfig.model_validate(data.model_dump(mode="json"))
     assert again.evaluation_sources == data.evaluation_sources, "a run's configuration can be read again"
     with pytest.raises(ValueError, match=r"data.eval has a set of the name held_out already"):
         DataConfig(train=[source], held_out=2, eval={"held_out": source})
     with pytest.raises(ValueError, match="held_out leaves nothing of what `first` takes"):
         DataConfig(train=[source.model_copy(update={"first": 2})], held_out=2)
-    assert len(read_examples(source)) == 5
+    assert len(list(Reading(source))) == 5

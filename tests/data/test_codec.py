@@ -21,7 +21,7 @@ from braidrl.data.codec import (
     payload_forbidden,
     read_header,
 )
-from braidrl.data.frames import ALIGNMENT, CodecError, Frame, join, split
+from braidrl.data.messages import ALIGNMENT, CodecError, Frame, join, split
 from braidrl.data.rows import Column, Objects, Rows
 
 json_values = st.recursive(

@@ -16,9 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from braidrl.config import DataConfig, SourceConfig
-from braidrl.data.example_table import with_progress
 from braidrl.data.loader import LARGE, PromptLoader, as_rows, shuffled
-from braidrl.data.prompts import LoadedSource, Readers, load_eval, load_train
+from braidrl.data.prompts import LoadedSource, Readers, load_eval, load_train, with_progress
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
 from tests.data.readers import read_together

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from braidrl.config import SourceConfig
+from braidrl.config import DataConfig, SourceConfig
 from braidrl.data.loader import Admitted, PromptLoader
-from braidrl.data.prompts import LoadedSource, Loading, load_source
+from braidrl.data.prompts import LoadedSource, load_source
+from braidrl.data.sources import Reading
 from braidrl.data.templates import PromptTemplate
 from braidrl.errors import UserError
 
@@ -26,7 +27,11 @@ def make(plain_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Make
     def source(size: int, weight: float = 1.0) -> LoadedSource:
         path = folder / f"{size}.jsonl"
         path.write_text("".join(f'{{"prompt": "{i}", "answer": "{i}"}}\n' for i in range(size)))
-        return load_source(SourceConfig(path=path, weight=weight), Loading(PromptTemplate(plain_tokenizer), 9))
+        return load_source(
+            Reading(SourceConfig(path=path, weight=weight)),
+            DataConfig(max_prompt_tokens=9),
+            PromptTemplate(plain_tokenizer),
+        )
 
     return source
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from braidrl.config import DataConfig, SourceConfig
-from braidrl.data.prompts import Loading, Readers, load_eval, load_source, load_train
+from braidrl.data.prompts import Readers, load_eval, load_source, load_train
+from braidrl.data.sources import Reading
 from braidrl.data.templates import PromptTemplate
 from braidrl.errors import UserError
 from tests.data.readers import read_together
@@ -17,11 +18,13 @@ Write = Callable[..., Path]
 
 def test_prompts_that_are_too_long_are_dropped_and_counted(write_jsonl: Write, plain_tokenizer: Any) -> None:
     path = write_jsonl([{"prompt": "x" * length} for length in (3, 5, 4, 9, 1)])
-    source = load_source(SourceConfig(path=path), Loading(PromptTemplate(plain_tokenizer), 4))
+    source = load_source(
+        Reading(SourceConfig(path=path)), DataConfig(max_prompt_tokens=4), PromptTemplate(plain_tokenizer)
+    )
     assert [source.prompt(i).tolist() for i in range(len(source))] == [
         plain_tokenizer("x" * length)["input_ids"] for length in (3, 4, 1)
     ]
-    assert [e.line for e in source.examples] == [1, 3, 5]
+    assert [e.line for e in source] == [1, 3, 5]
     assert (source.facts.read, source.dropped) == (5, 2)
     assert source.report() == f"{path}: 5 prompts, 2 dropped as longer than data.max_prompt_tokens"
 
@@ -29,7 +32,7 @@ def test_prompts_that_are_too_long_are_dropped_and_counted(write_jsonl: Write, p
 def test_a_file_without_any_remaining_example_is_refused(write_jsonl: Write, plain_tokenizer: Any) -> None:
     path = write_jsonl([{"prompt": "x" * length} for length in (30, 20)])
     with pytest.raises(UserError) as caught:
-        load_source(SourceConfig(path=path), Loading(PromptTemplate(plain_tokenizer), 16))
+        load_source(Reading(SourceConfig(path=path)), DataConfig(max_prompt_tokens=16), PromptTemplate(plain_tokenizer))
     assert str(caught.value) == (
         f"{path}: all 2 prompts are longer than data.max_prompt_tokens=16; the shortest has 20 tokens"
     )
@@ -37,30 +40,40 @@ def test_a_file_without_any_remaining_example_is_refused(write_jsonl: Write, pla
 
 def test_responses_stay_with_their_prompts_when_some_are_dropped(write_jsonl: Write, plain_tokenizer: Any) -> None:
     path = write_jsonl([{"prompt": p, "response": r} for p, r in (("aa", "1"), ("too long", "2"), ("b", "34"))])
-    source = load_source(SourceConfig(path=path), Loading(PromptTemplate(plain_tokenizer), 3, responses=True))
+    source = load_source(
+        Reading(SourceConfig(path=path), responses=True),
+        DataConfig(max_prompt_tokens=3),
+        PromptTemplate(plain_tokenizer),
+    )
     responses = [source.response(i)[0] for i in range(2)]
     assert [plain_tokenizer.decode(r, skip_special_tokens=True) for r in responses] == ["1", "34"]
-    without = load_source(SourceConfig(path=path), Loading(PromptTemplate(plain_tokenizer), 3))
+    without = load_source(
+        Reading(SourceConfig(path=path)), DataConfig(max_prompt_tokens=3), PromptTemplate(plain_tokenizer)
+    )
     assert without.response(0) is None
 
 
 def test_a_prompt_that_the_template_refuses_is_named_by_its_line(write_jsonl: Write, chat_tokenizer: Any) -> None:
     path = write_jsonl([{"prompt": "a"}, {"prompt": [{"role": "wizard", "content": "b"}]}])
     with pytest.raises(UserError) as caught:
-        load_source(SourceConfig(path=path), Loading(PromptTemplate(chat_tokenizer), 100))
+        load_source(Reading(SourceConfig(path=path)), DataConfig(max_prompt_tokens=100), PromptTemplate(chat_tokenizer))
     assert str(caught.value) == f"{path}, line 2: the tokenizer's chat template refuses the messages: unknown role"
 
 
 def test_a_prompt_without_tokens_is_named_by_its_line(write_jsonl: Write, plain_tokenizer: Any) -> None:
     path = write_jsonl([{"prompt": "a"}, {"prompt": [{"role": "user", "content": ""}]}])
     with pytest.raises(UserError) as caught:
-        load_source(SourceConfig(path=path), Loading(PromptTemplate(plain_tokenizer), 100))
+        load_source(
+            Reading(SourceConfig(path=path)), DataConfig(max_prompt_tokens=100), PromptTemplate(plain_tokenizer)
+        )
     assert str(caught.value) == f"{path}, line 2: the tokenizer makes no token of this prompt; write some text"
 
 
 def test_more_prompts_than_one_batch_keep_their_order(write_jsonl: Write, plain_tokenizer: Any) -> None:
     path = write_jsonl([{"prompt": str(i)} for i in range(1100)])
-    source = load_source(SourceConfig(path=path), Loading(PromptTemplate(plain_tokenizer), 9))
+    source = load_source(
+        Reading(SourceConfig(path=path)), DataConfig(max_prompt_tokens=9), PromptTemplate(plain_tokenizer)
+    )
     assert [plain_tokenizer.decode(source.prompt(i)) for i in range(1100)] == [str(i) for i in range(1100)]
 
 
@@ -85,13 +98,23 @@ def test_an_error_of_the_first_reader_is_raised_in_all(write_jsonl: Write, plain
 
     def refused(own: Readers) -> Any:
         with pytest.raises(UserError, match="line 3: the tokenizer makes no token of this prompt"):
-            load_source(SourceConfig(path=path), Loading(PromptTemplate(plain_tokenizer), 4, readers=own))
+            load_source(
+                Reading(SourceConfig(path=path)),
+                DataConfig(max_prompt_tokens=4),
+                PromptTemplate(plain_tokenizer),
+                readers=own,
+            )
 
     read_together(4, refused)
     short = write_jsonl([{"prompt": "x" * length} for length in (30, 20)])
 
     def nothing_left(own: Readers) -> Any:
         with pytest.raises(UserError, match=r"all 2 prompts are longer .* the shortest has 20 tokens"):
-            load_source(SourceConfig(path=short), Loading(PromptTemplate(plain_tokenizer), 16, readers=own))
+            load_source(
+                Reading(SourceConfig(path=short)),
+                DataConfig(max_prompt_tokens=16),
+                PromptTemplate(plain_tokenizer),
+                readers=own,
+            )
 
     read_together(3, nothing_left)

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from braidrl.config import SourceConfig
-from braidrl.data.sources import Example, Reading, read_examples
+from braidrl.data.sources import Example, Reading
 from braidrl.errors import UserError
 
 GSM8K = Path(__file__).parents[3] / "shared" / "data" / "gsm8k"
@@ -33,7 +33,7 @@ def write_parquet(path: Path, records: list[dict[str, Any]]) -> Path:
 
 def fault(source: SourceConfig, **kwargs: Any) -> str:
     with pytest.raises(UserError) as caught:
-        read_examples(source, **kwargs)
+        list(Reading(source, **kwargs))
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -41,14 +41,14 @@ def fault(source: SourceConfig, **kwargs: Any) -> str:
 
 def test_plain_fields_become_an_example_and_the_others_its_metadata(write_jsonl: Callable[..., Path]) -> None:
     path = write_jsonl([{"prompt": "1+1=", "answer": "2", "level": 3, "tags": ["a", {"b": None}]}])
-    assert read_examples(SourceConfig(path=path)) == [
+    assert list(Reading(SourceConfig(path=path))) == [
         Example("1+1=", "2", None, {"level": 3, "tags": ["a", {"b": None}]}, 1)
     ]
 
 
 def test_verl_gsm8k_parquet_is_read_unchanged(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "train.parquet", [VERL_ROW, VERL_ROW])
-    first, second = read_examples(SourceConfig(path=path))
+    first, second = list(Reading(SourceConfig(path=path)))
     assert first.prompt == VERL_ROW["prompt"]
     assert first.answer == "2"
     assert first.metadata == {name: value for name, value in VERL_ROW.items() if name != "prompt"}
@@ -58,29 +58,29 @@ def test_verl_gsm8k_parquet_is_read_unchanged(tmp_path: Path) -> None:
 def test_dots_enter_nested_fields_and_a_field_named_with_a_dot_wins(write_jsonl: Callable[..., Path]) -> None:
     path = write_jsonl([{"a": {"b": {"q": "nested"}}, "c.d": "flat", "c": {"d": "hidden"}}])
     source = SourceConfig(path=path, prompt_field="a.b.q", answer_field="c.d")
-    assert [(e.prompt, e.answer) for e in read_examples(source)] == [("nested", "flat")]
+    assert [(e.prompt, e.answer) for e in list(Reading(source))] == [("nested", "flat")]
 
 
 def test_numbers_as_answers_become_text(write_jsonl: Callable[..., Path]) -> None:
     path = write_jsonl([{"prompt": "a", "answer": answer} for answer in (7, 0.5, "x", True, ["x", "y"], None)])
-    assert [e.answer for e in read_examples(SourceConfig(path=path))] == ["7", "0.5", "x", True, ["x", "y"], None]
+    assert [e.answer for e in list(Reading(SourceConfig(path=path)))] == ["7", "0.5", "x", True, ["x", "y"], None]
 
 
 def test_responses_are_read_only_where_asked_for(write_jsonl: Callable[..., Path]) -> None:
     source = SourceConfig(path=write_jsonl([{"prompt": "a", "response": "b"}]))
-    assert read_examples(source) == [Example("a", None, None, {"response": "b"}, 1)]
-    assert read_examples(source, responses=True) == [Example("a", None, "b", {}, 1)]
+    assert list(Reading(source)) == [Example("a", None, None, {"response": "b"}, 1)]
+    assert list(Reading(source, responses=True)) == [Example("a", None, "b", {}, 1)]
 
 
 def test_one_field_may_be_answer_and_response(write_jsonl: Callable[..., Path]) -> None:
     source = SourceConfig(path=write_jsonl([{"prompt": "a", "answer": "b"}]), response_field="answer")
-    assert read_examples(source, responses=True) == [Example("a", "b", "b", {}, 1)]
+    assert list(Reading(source, responses=True)) == [Example("a", "b", "b", {}, 1)]
 
 
 def test_empty_lines_and_a_byte_order_mark_are_skipped_but_counted(tmp_path: Path) -> None:
     path = tmp_path / "data.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n\n  \n{"prompt": "b"}')
-    assert [(e.prompt, e.line) for e in read_examples(SourceConfig(path=path))] == [("a", 1), ("b", 4)]
+    assert [(e.prompt, e.line) for e in list(Reading(SourceConfig(path=path)))] == [("a", 1), ("b", 4)]
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_files_that_are_empty_missing_or_of_another_kind_are_refused(tmp_path: P
 def test_all_of_gsm8k_is_read() -> None:
     for name, count in (("train", 7473), ("test", 1319)):
         path = GSM8K / f"{name}.jsonl"
-        examples = read_examples(SourceConfig(path=path, prompt_field="question"))
+        examples = list(Reading(SourceConfig(path=path, prompt_field="question")))
         assert len(examples) == count
         with path.open() as file:
             first = json.loads(file.readline())
@@ -199,5 +199,5 @@ def test_all_of_gsm8k_is_read() -> None:
 def test_verifiers_find_fields_under_the_names_that_the_data_have(write_jsonl: Callable[..., Path]) -> None:
     path = write_jsonl([{"question": "1+1=", "solution": {"final": "2"}, "level": 3}])
     source = SourceConfig(path=path, prompt_field="question", answer_field="solution.final")
-    (example,) = read_examples(source)
+    (example,) = list(Reading(source))
     assert example.metadata == {"question": "1+1=", "solution": {"final": "2"}, "level": 3}

@@ -61,7 +61,7 @@ def test_recorded_ids_are_prompt_and_generated_tokens(workshop: Workshop) -> Non
     rows = recorded(workshop.folder / "run", 1)
     config = workshop.config()
     (source,) = load_train(config.data, TOKENIZER)
-    prompts = {example.prompt: source.prompt(i) for i, example in enumerate(source.examples)}
+    prompts = {example.prompt: source.prompt(i) for i, example in enumerate(source)}
     engine = EmbeddedEngine(load_decoder(workshop.model), TOKENIZER, 16, 64, seed=config.seed)
     sampling = SamplingParams(temperature=TEMPERATURE, top_k=6, max_tokens=8)
     for row, uid in enumerate(rows.uids()):

@@ -11,8 +11,7 @@ import torch
 
 from braidrl.algorithms.ragged import Ragged
 from braidrl.data.codec import decode, encode
-from braidrl.data.frames import Frame
-from braidrl.data.messages import pack_message
+from braidrl.data.messages import Frame, pack_message
 from braidrl.data.rows import Objects, Rows, Uid
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.batches import Sizes

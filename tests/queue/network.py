@@ -7,8 +7,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from braidrl.data.frames import Frame
-from braidrl.data.messages import pack_message, unpack_message
+from braidrl.data.messages import Frame, pack_message, unpack_message
 from braidrl.data.rows import Rows
 from braidrl.queue.controller import ColumnController
 from braidrl.queue.samplers import sampler_named

@@ -21,8 +21,8 @@ from braidrl.agents.turns import TurnTemplate
 from braidrl.config import DataConfig, SourceConfig
 from braidrl.data.endings import end_ids_of, hidden_ids, visible_text
 from braidrl.data.loader import PromptLoader, as_rows
-from braidrl.data.prompts import LoadedSource, Loading, load_source, load_train
-from braidrl.data.sources import Reading, read_examples
+from braidrl.data.prompts import LoadedSource, load_source, load_train
+from braidrl.data.sources import Reading
 from braidrl.data.templates import PromptTemplate
 from braidrl.errors import UserError
 from braidrl.observe.report import write_report
@@ -63,8 +63,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def load(path: Path, tokenizer: Any, responses: bool = False, pairs: bool = False, **settings: Any) -> LoadedSource:
     template = PromptTemplate(tokenizer, arguments=settings.pop("arguments", {}))
-    loading = Loading(template, 4096, responses=responses, pairs=pairs)
-    return load_source(SourceConfig(path=path, **settings), loading)
+    reading = Reading(SourceConfig(path=path, **settings), responses=responses, pairs=pairs)
+    return load_source(reading, DataConfig(max_prompt_tokens=4096), template)
 
 
 def prompts(path: Path, tokenizer: Any, **settings: Any) -> list[str]:
@@ -241,7 +241,7 @@ def test_tools_may_be_json_text_and_have_another_field(write: Write) -> None:
     assert one == other and '"name": "f"' in one
     with pytest.raises(UserError, match="line 1: 'functions' is a list; write a list of functions"):
         prompts(write([{"prompt": "a", "functions": ["f"]}]), qwen(), tools_field="functions")
-    assert read_examples(SourceConfig(path=write([{"prompt": "a", "tools": ["f"]}])))[0].metadata == {"tools": ["f"]}
+    assert next(iter(Reading(SourceConfig(path=write([{"prompt": "a", "tools": ["f"]}]))))).metadata == {"tools": ["f"]}
 
 
 def test_arguments_of_the_template_are_of_the_run_the_source_and_the_row(write: Write) -> None:
@@ -276,7 +276,7 @@ def test_non_json_columns_do_no_harm_in_the_shared_cases(made: Path, tmp_path: P
     )
     for path in (file, folder):
         for convert in (None, f"{tmp_path}/own.py:example"):
-            examples = read_examples(SourceConfig(path=path, convert=convert))
+            examples = list(Reading(SourceConfig(path=path, convert=convert)))
             assert [(e.prompt[0]["content"], e.answer) for e in examples] == [("What is 2+2?", "4")] * 2  # type: ignore[index]
             assert json.dumps(examples[0].metadata)
 
@@ -293,13 +293,13 @@ def test_non_json_columns_do_no_harm_in_the_shared_cases(made: Path, tmp_path: P
     ],
 )
 def test_other_non_json_values_are_kept_as_far_as_json_allows(write: Write, value: Any, kept: Any) -> None:
-    (example,) = read_examples(SourceConfig(path=write([{"prompt": "a", "extra": value}], "data.parquet")))
+    (example,) = list(Reading(SourceConfig(path=write([{"prompt": "a", "extra": value}], "data.parquet"))))
     assert example.metadata == {"extra": kept}
 
 
 def test_a_column_of_bytes_is_left_out_and_reported(write: Write) -> None:
     source = load(write([{"prompt": "a", "answer": Decimal("1.5"), "raw": b"x"}], "data.parquet"), byte_tokenizer(None))
-    assert source.examples[0].answer == "1.5" and source.examples[0].metadata == {}
+    assert source[0].answer == "1.5" and source[0].metadata == {}
     assert source.report().endswith("; column 'raw' left out, for which JSON has no form")
 
 
@@ -320,7 +320,7 @@ def test_a_conversion_may_return_arrays_and_dates(write: Write, tmp_path: Path) 
 @needs_cases
 def test_a_lone_surrogate_is_replaced_in_the_shared_cases(made: Path) -> None:
     source = load(made / "surrogate.jsonl", qwen())
-    assert source.examples[0].prompt == "caf�"
+    assert source[0].prompt == "caf�"
     assert source.prompt(0).tolist() == PromptTemplate(qwen()).encode("caf�")
 
 
@@ -329,7 +329,7 @@ def test_text_is_whole_wherever_it_is_in_a_record(write: Write) -> None:
     messages = [{"role": "user", "content": half}, {"role": "assistant", "content": f"x{half}{whole}"}]
     records = [{"messages": messages, "answer": f"{half}a", f"k{half}": [half, {"deep": "\ude00"}]}]
     source = load(write(records), qwen(), responses=True)
-    example = source.examples[0]
+    example = source[0]
     assert (example.answer, example.metadata) == ("�a", {"k�": ["�", {"deep": "�"}]})
     assert sft(write(records), qwen())[0][1].startswith("<think>\n\n</think>\n\nx�😀")
     json.dumps(example.metadata, ensure_ascii=False).encode()
@@ -376,7 +376,7 @@ def test_results_of_a_conversion_without_a_version_are_not_cached(write: Write, 
 
     def first(data: DataConfig) -> Any:
         gc.collect()
-        return load_train(data, qwen())[0].examples[0].prompt
+        return load_train(data, qwen())[0][0].prompt
 
     import sys
 
@@ -566,10 +566,10 @@ def test_every_form_of_a_pair_gives_the_same_rows(write: Write, record: Any) -> 
 
 def test_texts_without_a_prompt_share_their_beginning(write: Write) -> None:
     path = write([{"chosen": "The sky is blue.", "rejected": "The sky is blown up."}])
-    (example,) = read_examples(SourceConfig(path=path), pairs=True)
+    (example,) = list(Reading(SourceConfig(path=path), pairs=True))
     assert (example.prompt, example.response, example.rejected) == ("The sky is", " blue.", " blown up.")
     with pytest.raises(UserError, match="line 1: no field 'prompt' for the prompt"):
-        read_examples(SourceConfig(path=write([{"chosen": "a b", "rejected": "a c", "question": "?"}])), pairs=True)
+        list(Reading(SourceConfig(path=write([{"chosen": "a b", "rejected": "a c", "question": "?"}])), pairs=True))
 
 
 def test_pairs_that_cannot_be_compared_are_left_out_with_their_reason(write: Write) -> None:

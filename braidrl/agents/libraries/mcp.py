@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any
 
-from braidrl.agents.tool_turns import ToolTurns
+from braidrl.agents.environments import ToolTurns
 from braidrl.agents.turns import Observation
 from braidrl.errors import UserError, suggest
 from braidrl.rewards.verifier import Verifier, resolve
@@ -29,14 +29,10 @@ SETTINGS = ("verify", "verify_params")
 
 
 def environment(name: str, settings: Mapping[str, Any]) -> Callable[[], Awaitable["McpEnvironment"]]:
-    """Return a factory that opens a session with a server.
+    """Return a factory that opens a session with a server. Raises UserError if the package, the command or the verifier does not exist.
 
-    Args:
-        name: A command or an address.
-        settings: `verify`, the verifier of the final answer (default `exact`), and `verify_params`, its settings.
-
-    Raises:
-        UserError: The package, the command or the verifier does not exist.
+    `name` is a command, in which `python` is this interpreter, or an address; `settings` are `verify`, the verifier of the final
+    answer (default `exact`), and `verify_params`, its settings.
     """
     if importlib.util.find_spec("mcp") is None:
         raise UserError(f"environment mcp:{name} needs mcp; install it with `pip install 'braidrl[mcp]'`")
@@ -44,13 +40,8 @@ def environment(name: str, settings: Mapping[str, Any]) -> Callable[[], Awaitabl
         if key not in SETTINGS:
             raise UserError(f"rollout.environment.params: mcp: has no setting {key!r}. {suggest(key, SETTINGS)}")
     verifier = resolve(settings.get("verify", "exact"), settings.get("verify_params"))
-    return partial(opened, server_of(name), verifier)
-
-
-def server_of(name: str) -> str | list[str]:
-    """Return an address, or the words of a command; `python` is this interpreter. Raises UserError for a command that does not exist."""
     if name.startswith(ADDRESSES):
-        return name
+        return partial(opened, name, verifier)
     words = shlex.split(name)
     if not words:
         raise UserError("mcp: names no server; write mcp:COMMAND, such as `mcp:python server.py`, or mcp:ADDRESS")
@@ -58,65 +49,49 @@ def server_of(name: str) -> str | list[str]:
         words[0] = sys.executable
     if shutil.which(words[0]) is None:
         raise UserError(f"environment mcp:{name}: there is no command {words[0]!r}; install it, or write an address")
-    return words
+    return partial(opened, words, verifier)
 
 
 async def opened(server: str | list[str], verifier: Verifier) -> "McpEnvironment":
     """Return an environment with the tools of a server. Raises what the connection raises."""
-    session = McpSession(server)
-    client = await session.open()
+    from mcp import Client, StdioServerParameters
+
+    connection: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    over = asyncio.Event()
+    reached: Any = server
+    if not isinstance(server, str):
+        reached = StdioServerParameters(command=server[0], args=server[1:], env=dict(os.environ))
+
+    async def hold() -> None:
+        """Open and close the connection in one task, as the package requires."""
+        async with Client(reached) as client:
+            connection.set_result(client)
+            await over.wait()
+
+    task = asyncio.create_task(hold())
+    await asyncio.wait((connection, task), return_when=asyncio.FIRST_COMPLETED)
+    if not connection.done():
+        await task
     try:
-        listed = await client.list_tools()
+        tools = (await connection.result().list_tools()).tools
     except BaseException:
-        await session.close()
+        over.set()
+        await task
         raise
-    functions = (
-        {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
-        for tool in listed.tools
-    )
-    return McpEnvironment(session, client, [{"type": "function", "function": each} for each in functions], verifier)
-
-
-class McpSession:
-    """A connection to a server, which one task opens and closes, as the package requires."""
-
-    def __init__(self, server: str | list[str]) -> None:
-        self.server = server
-        self._over = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-
-    async def open(self) -> Any:
-        """Return the client. Raises what the connection raises."""
-        client: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._task = asyncio.create_task(self._hold(client))
-        await asyncio.wait((client, self._task), return_when=asyncio.FIRST_COMPLETED)
-        if not client.done():
-            await self._task
-        return client.result()
-
-    async def _hold(self, opened: asyncio.Future[Any]) -> None:
-        from mcp import Client, StdioServerParameters
-
-        server: Any = self.server
-        if not isinstance(server, str):
-            server = StdioServerParameters(command=server[0], args=server[1:], env=dict(os.environ))
-        async with Client(server) as client:
-            opened.set_result(client)
-            await self._over.wait()
-
-    async def close(self) -> None:
-        """End the session, and a command's process."""
-        self._over.set()
-        if self._task is not None:
-            await self._task
+    functions = [{"name": t.name, "description": t.description or "", "parameters": t.input_schema} for t in tools]
+    schemas = [{"type": "function", "function": each} for each in functions]
+    return McpEnvironment(connection.result(), schemas, verifier, over, task)
 
 
 class McpEnvironment(ToolTurns):
     """A question, the tools of a server, and a verifier."""
 
-    def __init__(self, session: McpSession, client: Any, tools: list[dict[str, Any]], verifier: Verifier) -> None:
+    def __init__(
+        self, client: Any, tools: list[dict[str, Any]], verifier: Verifier, over: asyncio.Event, task: asyncio.Task[None]
+    ) -> None:  # fmt: skip
+        """Take a connected client; its `task` closes the connection once `over` is set."""
         super().__init__(tools)
-        self._session, self._client, self._verifier = session, client, verifier
+        self._client, self._verifier, self._over, self._task = client, verifier, over, task
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
         result = await self._client.call_tool(name, arguments)
@@ -125,16 +100,13 @@ class McpEnvironment(ToolTurns):
         return f"error: {text}" if result.is_error else text
 
     async def answered(self, text: str) -> Observation:
-        example = self.example
-        completion = {
-            "prompt": example.get("prompt"),
-            "answer": example.get("answer"),
-            "source": str(example.get("source", "")),
-        }
-        found = self._verifier({**completion, "response": text, "metadata": example})
+        own = {name: self.example.get(name) for name in ("prompt", "answer")}
+        source = str(self.example.get("source", ""))
+        found = self._verifier({**own, "source": source, "response": text, "metadata": self.example})
         found = await found if inspect.isawaitable(found) else found
         score = found if isinstance(found, Score) else Score(float(found))
         return Observation(done=True, reward=score.score, correct=score.correct)
 
     async def close(self) -> None:
-        await self._session.close()
+        self._over.set()
+        await self._task

@@ -19,15 +19,10 @@ NOT_SAID = ("metadata",)
 
 
 def environment(name: str, settings: Mapping[str, Any]) -> Callable[[], "OpenEnvEnvironment"]:
-    """Return a factory that opens a session with a server.
+    """Return a factory that opens a session with a server. Raises UserError without the package, or for a name that is no address.
 
-    Args:
-        name: The server's address.
-        settings: `action`, the field of an action for the model's text; without it the text itself is the action, a JSON object.
-            `observation`, the field of an observation that the model sees; without it the model sees all fields, as a JSON object.
-
-    Raises:
-        UserError: The package is not installed, or the name is not an address.
+    Settings are `action`, the field of an action for the model's text; without it the text itself is the action, a JSON object. And
+    `observation`, the field of an observation that the model sees; without it the model sees all fields, as a JSON object.
     """
     if importlib.util.find_spec("openenv") is None:
         raise UserError(
@@ -67,7 +62,6 @@ class OpenEnvEnvironment:
         return Observation(self._said(result.observation), float(result.reward or 0.0), bool(result.done))
 
     async def close(self) -> None:
-        """End the session."""
         await self._client.close()
 
     def _said(self, observation: dict[str, Any]) -> str:

@@ -27,14 +27,8 @@ def check_verifiers(name: str) -> None:
 
 
 def agent(name: str, settings: Mapping[str, Any]) -> Callable[[str, dict[str, Any]], Awaitable[float]]:
-    """Return a function that plays a row against the endpoint.
-
-    Args:
-        name: An environment's name, or a file.
-        settings: Arguments of its `load_environment`.
-
-    Raises:
-        UserError: The package is not installed, or has an unsupported version.
+    """Return a function that plays a row against the endpoint, given an environment's name or file, and arguments of its
+    `load_environment`. Raises UserError if the package is not installed, or has an unsupported version.
     """
     check_verifiers(name)
     os.environ.setdefault("VF_LOG_LEVEL", "ERROR")

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from braidrl.agents.environments import in_thread, is_agent
 from braidrl.agents.listening import key_of
-from braidrl.agents.player import Episode, Episodes, Limits, episode_columns, failure_counts
+from braidrl.agents.player import Agents, Episode, Episodes, Limits, episode_columns, failure_counts
 from braidrl.agents.sandboxed import EnvironmentHosts
 from braidrl.agents.trajectory import response_columns
 from braidrl.agents.turns import TurnTemplate
@@ -205,7 +205,6 @@ class Generation:
         purpose, seed = str(stage.params.get("purpose", "train")), self.config.seed
         if is_agent(stage.params["environment"]):
             # Imported here: only agents need aiohttp, which is optional.
-            from braidrl.agents.agents import Agents
             from braidrl.agents.endpoint import Endpoint
 
             longest = limits.max_sequence_tokens

@@ -23,8 +23,7 @@ from torch import Tensor
 from braidrl.cluster.process_groups import all_gather_bytes
 from braidrl.cluster.world import World
 from braidrl.data.codec import decode, encode, pack_rows, unpack_rows
-from braidrl.data.frames import join, split
-from braidrl.data.messages import pack_message, unpack_message
+from braidrl.data.messages import join, pack_message, split, unpack_message
 from braidrl.data.rows import Column, Rows, Uid, merged_rows, named_rows, tokens_of
 from braidrl.errors import UserError, no_room
 from braidrl.flow import Stage

@@ -361,9 +361,9 @@ def check_vocabulary(
     )
     remedy = "resize the embedding (`model.resize_token_embeddings`), or use the model's own tokenizer"
     for source in sources:
-        if (found := source.examples.first_beyond(size)) is not None:
+        if (found := source.first_beyond(size)) is not None:
             number, token = found
-            where = place_of(source.path, source.examples[number].line)
+            where = place_of(source.path, source[number].line)
             word = tokenizer.convert_ids_to_tokens(token)
             raise UserError(f"{where}: {sizes}: token {token}, {word!r}, is beyond it; {remedy}")
 

@@ -13,7 +13,7 @@ from braidrl.data.rows import Rows, tokens_of
 from braidrl.flow import Stage
 from braidrl.flow.compute import dropped, summed
 from braidrl.observe.metrics import Sums
-from braidrl.observe.trace import Done, TraceWriter, traced
+from braidrl.observe.trace import Span, TraceWriter, traced
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.generating.early_stop import EarlyStop, Needless, Segment
 from braidrl.runtimes.row_store import Admission, Origin, RowStore, RowText, with_added
@@ -80,7 +80,7 @@ class EagerBackend(InProcessBackend):
         stop = EarlyStop.of(segment, needless, self.executor.flow, table.uids())
         return self.run(segment.generate, table, iteration, sums, stop)
 
-    def _traced(self, stage: Stage, iteration: int, rows: int) -> AbstractContextManager[Done]:
+    def _traced(self, stage: Stage, iteration: int, rows: int) -> AbstractContextManager[Span]:
         role = stage.role or "compute"
         return traced(self.trace, role, stage.name, iteration, rows=rows, version=self.version)
 

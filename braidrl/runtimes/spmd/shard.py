@@ -19,13 +19,12 @@ from torch import Tensor
 
 from braidrl.cluster.world import World
 from braidrl.data.codec import decode, encode, unpack_rows
-from braidrl.data.frames import join, split
-from braidrl.data.messages import pack_message, unpack_message
+from braidrl.data.messages import join, pack_message, split, unpack_message
 from braidrl.data.packing import balanced_partition, imbalance
 from braidrl.data.rows import Column, Rows, named_rows, tokens_of
 from braidrl.flow import Stage
 from braidrl.observe.metrics import Sums
-from braidrl.observe.trace import BusyState, Done, TraceWriter, traced
+from braidrl.observe.trace import BusyState, Span, TraceWriter, traced
 from braidrl.runtimes.interrupts import Interrupts
 
 IN_PLACE = 1.1
@@ -140,7 +139,7 @@ class ShardExchange:
         return found
 
     @contextmanager
-    def working(self, stage: Stage, rows: Rows) -> Iterator[Done]:
+    def working(self, stage: Stage, rows: Rows) -> Iterator[Span]:
         """Trace the work on rows, and name them if it fails."""
         self.world.rows = named_rows(rows.uids() if "group" in rows else ())
         with (
@@ -152,7 +151,7 @@ class ShardExchange:
 
     def _span(
         self, role: str, stage: str, rows: int, tokens: int, state: BusyState = "busy"
-    ) -> AbstractContextManager[Done]:
+    ) -> AbstractContextManager[Span]:
         about = {"rows": rows, "tokens": tokens, "version": self.version, "state": state}
         return traced(self.trace, role, stage, self.iteration, **about)
 

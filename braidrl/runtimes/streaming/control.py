@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from braidrl.data.codec import decode
-from braidrl.data.frames import Frame
+from braidrl.data.messages import Frame
 from braidrl.errors import UserError, WorkerError
 from braidrl.flow import Kind, Stage
 from braidrl.flow.flow import is_optimized

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from braidrl.cluster.process_groups import all_gather_bytes, mesh_of, subgroup
 from braidrl.config.layout import AXES, ParallelLayout
 from braidrl.data.codec import encode, unpack_rows
-from braidrl.data.frames import join
+from braidrl.data.messages import join
 from braidrl.data.rows import Rows
 from braidrl.training.compute.packed import Packed
 from braidrl.training.decoders.body import body_of, plan_of_model

@@ -13,7 +13,7 @@ import torch
 from braidrl.algorithms.ragged import Ragged
 from braidrl.cluster.world import World
 from braidrl.data.codec import encode, pack_rows, read_header
-from braidrl.data.frames import CodecError, split
+from braidrl.data.messages import CodecError, split
 from braidrl.data.rows import Objects, Rows
 from braidrl.observe.progress import Progress
 from braidrl.runtimes.controller import SerialController

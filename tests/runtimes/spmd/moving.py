@@ -10,7 +10,7 @@ import torch
 from braidrl.algorithms.ragged import Ragged
 from braidrl.cluster.world import World
 from braidrl.data.codec import encode
-from braidrl.data.frames import join, laid_out
+from braidrl.data.messages import join, laid_out
 from braidrl.data.rows import Objects, Rows
 from braidrl.runtimes.spmd.shard import move_rows
 
