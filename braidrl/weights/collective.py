@@ -70,6 +70,8 @@ class WeightOffer:
         self.rank, self.limit_s, self.check = ranks.rank, limit_s, check
         self.sent_bytes = 0
         self._kept: dict[int, tuple[Mapping[str, WeightPart], Callable[[], bool]]] = {}
+        self._seen = set[int]()
+        """All versions that were ever offered; their numbers need not grow."""
         self._changed, self._closed = threading.Condition(), threading.Event()
         self._store = open_store(host, limit_s) if ranks.rank == 0 else None
         address = (host, self._store.port, secrets.token_hex(8)) if self._store else None
@@ -90,6 +92,7 @@ class WeightOffer:
         merged = any(part.is_merged_together for part in parts.values())
         with self._changed:
             self._kept[version] = snapshot(parts) if merged else parts, is_current
+            self._seen.add(version)
             self._changed.notify_all()
         about = (self._host, self._port, self._secret, version, self._senders, self.limit_s, self.device.type == "cuda")
         return OfferedWeights(*about, self.check)
@@ -119,7 +122,7 @@ class WeightOffer:
             try:
                 # Wait until this sender has the version.
                 with self._changed:
-                    self._changed.wait_for(lambda: max(self._kept, default=-1) >= asked["version"], self.limit_s)  # noqa: B023
+                    self._changed.wait_for(lambda: asked["version"] in self._seen, self.limit_s)  # noqa: B023
                     parts, is_current = self._kept.get(asked["version"], ({}, lambda: False))
                     before, is_before = self._kept.get(asked["held"], (None, lambda: True))
                 if not is_current():

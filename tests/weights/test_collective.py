@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -131,6 +132,15 @@ def test_versions_are_served_until_they_are_forgotten_or_changed(offer: WeightOf
     current = False
     with pytest.raises(TransferError, match="the weights have changed since that version"):
         dict(third.tensors())
+
+
+def test_a_sender_waits_for_a_version_that_other_senders_have_already(offer: WeightOffer) -> None:
+    """Numbers of versions do not grow: under streaming they are random."""
+    earlier = kept(offer, 7, {"norm": torch.zeros(3)})
+    late = threading.Timer(0.3, kept, (offer, 5, {"norm": torch.ones(3)}))
+    late.start()
+    assert torch.equal(dict(replace(earlier, version=5).tensors())["norm"], torch.ones(3))
+    late.join()
 
 
 def test_another_models_worker_refuses_the_weights_and_keeps_its_own(offer: WeightOffer) -> None:
