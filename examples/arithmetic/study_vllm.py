@@ -82,8 +82,8 @@ def vllm(study: Study) -> Numbers:
         [[way, f"{median(own):,.0f}", f"{max(own):,.0f}", f"{gaps[way]:.1e}"] for way, own in speeds.items()],
     )
     study.page(
-        "vllm", "A stock vLLM server that a run learns from",
-        "GRPO on sums, 32 prompts with 8 responses a step. `vllm serve` draws by its own random numbers, with async scheduling and in a "
+        "vllm", "vLLM in a run",
+        "A run learns from a stock server: GRPO on sums, 32 prompts with 8 responses a step. `vllm serve` draws by its own random numbers, with async scheduling and in a "
         "process of its own, and reads each version from a folder. "
         f"Held-out avg@4 goes from {points[0][1]:.2f} at step {points[0][0]:.0f} to {points[-1][1]:.2f} at step {points[-1][0]:.0f}. "
         f"The table is of {ROUNDS} short runs of each way, in turn, while both servers are there."
