@@ -83,8 +83,8 @@ def vllm(study: Study) -> Numbers:
     )
     study.page(
         "vllm", "vLLM in a run",
-        "A run learns from a stock server: GRPO on sums, 32 prompts with 8 responses a step. `vllm serve` draws by its own random numbers, with async scheduling and in a "
-        "process of its own, and reads each version from a folder. "
+        "A run learns from a stock server: GRPO on sums, 32 prompts with 8 responses a step. `vllm serve` draws by its own random "
+        "numbers, with async scheduling and in a process of its own, and reads each version from a folder. "
         f"Held-out avg@4 goes from {points[0][1]:.2f} at step {points[0][0]:.0f} to {points[-1][1]:.2f} at step {points[-1][0]:.0f}. "
         f"The table is of {ROUNDS} short runs of each way, in turn, while both servers are there."
         f"\n\n{text}\n"

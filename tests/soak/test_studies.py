@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from tests.engines.served import vllm_python
 from tests.tiny import ARITHMETIC, ROOT, load_module
 
 pytestmark = pytest.mark.soak
 
-STUDIES = ("recipes", "rewards", "runtimes", "staleness", "techniques")
+STUDIES = ("recipes", "rewards", "runtimes", "staleness", "techniques", "vllm")
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +70,12 @@ def test_the_example_learns_under_every_runtime(studies: ModuleType, study: Any)
 def test_every_way_to_take_weights_late_learns_nearly_as_much(studies: ModuleType, study: Any) -> None:
     found = studies.staleness(study)
     assert all(found[name] > found["synchronous"] - 0.1 for name in found), found
+
+
+def test_a_run_learns_from_a_stock_vllm_server(studies: ModuleType, study: Any) -> None:
+    vllm_python()
+    found = studies.vllm(study)
+    assert found["last"] > found["first"] + 0.1 and found["gap"] < 1e-4, found
 
 
 def test_studies_are_quick_when_asked(studies: ModuleType, tmp_path: Path) -> None:
