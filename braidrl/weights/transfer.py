@@ -24,6 +24,8 @@ from braidrl.weights.shard_index import Parts, ShardIndex, WeightPart, gather_sh
 LIMIT_BYTES = 64 << 20
 """Most bytes that a rank sends, and receives, in one round."""
 CHECK_BYTES = 8
+PLACE = torch.int32
+"""The type of a place in a block, which has at most `LIMIT_BYTES`."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers by size, as which values are compared, so that a changed sign of zero counts."""
 
@@ -217,7 +219,7 @@ class WeightTransfer:
             if count < 0:
                 part.put(read(piece.peer, piece.box.elements, dtype).view(piece.box.sizes), piece.box)
             elif count:
-                places = torch.unravel_index(read(piece.peer, count, torch.int32).long(), piece.box.sizes)
+                places = torch.unravel_index(read(piece.peer, count, PLACE).long(), piece.box.sizes)
                 part.block(piece.box)[places] = read(piece.peer, count, dtype).to(part.local)
         traffic.sent += sent.nbytes
         traffic.received += received.nbytes
@@ -255,11 +257,12 @@ def number_of(value: int, device: torch.device) -> Tensor:
 def changes(new: Tensor, old: Tensor) -> list[Tensor]:
     """Return as bytes the number of values that differ, their places and the values; or -1 and all values if these are fewer bytes."""
     new, old, bits = new.flatten(), old.flatten(), BITS[new.itemsize]
-    places = (new.view(bits) != old.view(bits)).nonzero().flatten().int()
-    count, said = len(places), [places, new[places]]
-    if sum(part.nbytes for part in said) >= new.nbytes:
-        count, said = -1, [new]
-    return [number_of(count, new.device), *(part.view(torch.uint8) for part in said)]
+    differs = new.view(bits) != old.view(bits)
+    count = int(torch.count_nonzero(differs))
+    if count * (PLACE.itemsize + new.itemsize) >= new.nbytes:
+        return [number_of(-1, new.device), new.view(torch.uint8)]
+    places = differs.nonzero().flatten().to(PLACE)
+    return [number_of(count, new.device), places.view(torch.uint8), new[places].view(torch.uint8)]
 
 
 class LayoutCopy:
