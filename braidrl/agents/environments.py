@@ -33,7 +33,7 @@ from typing import Any, Protocol
 
 from braidrl.agents.tool_calls import ToolCall, call_id, parse_tool_calls
 from braidrl.agents.turns import Context, Observation, outcome_of
-from braidrl.errors import UserError
+from braidrl.errors import UserError, suggest
 from braidrl.importing import PluginRegistry, import_function
 from braidrl.sandbox.answers import Answerer, Message
 
@@ -58,11 +58,16 @@ class Environment(Protocol):
 
 ENVIRONMENTS = PluginRegistry("environment", {})
 """A user's class, or function of all texts so far; names with a scheme are looked up in `LIBRARIES`."""
-LIBRARIES = {name: f"braidrl.agents.libraries.{name}" for name in ("gem", "mcp", "openenv")}
-"""The module of each scheme."""
+COLLIDES = ", where versions collide into an environment of its own, whose interpreter is rollout.environment.python"
+LIBRARIES = {
+    "gem": ("gem", "gem-llm", "`pip install 'braidrl[gem]'`"),
+    "mcp": ("mcp", "mcp", "`pip install 'braidrl[mcp]'`"),
+    "openenv": ("openenv", "openenv", f"`pip install openenv`{COLLIDES}"),
+    "verifiers": ("verifiers_library", "verifiers", f"`pip install 'verifiers>=0.1.14,<0.4'`{COLLIDES}"),
+}
+"""The module of each scheme, and the package that it needs."""
 MakeEnvironment = Callable[[], Environment | Awaitable[Environment]]
 AGENT, VERIFIERS = "agent:", "verifiers:"
-VERIFIERS_LIBRARY = "braidrl.agents.libraries.verifiers_library"
 
 
 class FunctionEnvironment:
@@ -140,7 +145,12 @@ def environments(name: str, settings: Mapping[str, Any]) -> MakeEnvironment:
     """
     scheme, _, rest = name.partition(":")
     if scheme in LIBRARIES:
-        return importlib.import_module(LIBRARIES[scheme]).environment(rest, settings)
+        module = library_of(name)
+        known = getattr(module, "SETTINGS", tuple(settings))
+        for key in settings:
+            if key not in known:
+                raise UserError(f"rollout.environment.params: {scheme}: has no setting {key!r}. {suggest(key, known)}")
+        return module.environment(rest, settings)
     found: Any = ENVIRONMENTS.find(name)
     if not isinstance(found, type):
         return partial(FunctionEnvironment, found, settings)
@@ -148,6 +158,15 @@ def environments(name: str, settings: Mapping[str, Any]) -> MakeEnvironment:
     if lacking:
         raise UserError(f"{name} is no environment: it lacks {' and '.join(lacking)}")
     return partial(found, **settings)
+
+
+def library_of(name: str) -> Any:
+    """Import the module for environments of a library, such as `gem:name`. Raises UserError if the library is not installed."""
+    scheme = name.partition(":")[0]
+    module, package, install = LIBRARIES[scheme]
+    if importlib.util.find_spec(scheme) is None:
+        raise UserError(f"environment {name} needs {package}; install it with {install}")
+    return importlib.import_module(f"braidrl.agents.libraries.{module}")
 
 
 def is_agent(name: str) -> bool:
@@ -158,7 +177,7 @@ def is_agent(name: str) -> bool:
 def agent_of(name: str, settings: Mapping[str, Any]) -> Callable[..., Any]:
     """Return an agent, a function of the endpoint's address and the example. Raises UserError if there is none of this name."""
     if name.startswith(VERIFIERS):
-        return importlib.import_module(VERIFIERS_LIBRARY).agent(name.removeprefix(VERIFIERS), settings)
+        return library_of(name).agent(name.removeprefix(VERIFIERS), settings)
     return partial(import_function(name.removeprefix(AGENT)), **settings)
 
 
@@ -169,7 +188,7 @@ def check_environment(name: str, settings: Mapping[str, Any], python: Path | Non
     if python is not None:
         return
     if name.startswith(VERIFIERS):
-        importlib.import_module(VERIFIERS_LIBRARY).check_verifiers(name.removeprefix(VERIFIERS))
+        library_of(name)
     elif name.startswith(AGENT):
         agent_of(name, settings)
     else:

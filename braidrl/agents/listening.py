@@ -18,6 +18,12 @@ from aiohttp import web
 from braidrl.config import EnvironmentConfig
 from braidrl.errors import UserError
 
+MOST_CONNECTIONS = 4096
+BACKLOG = 1024
+PAUSE_S = 0.05
+"""Seconds to wait after a connection could not be accepted."""
+NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
 
 def key_of(settings: EnvironmentConfig) -> str | None:
     """Return the key of a run's endpoint; None without one. Raises UserError as `check_listening`, or for a variable that is not set."""
@@ -41,13 +47,6 @@ def check_listening(host: str, key: str | None) -> None:
             f"rollout.environment.host={host} is reached by others, and there is no key; set a variable to one and name it in "
             "rollout.environment.key_variable"
         )
-
-
-MOST_CONNECTIONS = 4096
-BACKLOG = 1024
-PAUSE_S = 0.05
-"""Seconds to wait after a connection could not be accepted."""
-NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class BoundedConnections:

@@ -210,14 +210,24 @@ class Episodes(Player):
             except TypeError as error:
                 raise EnvironmentFailed("TypeError", str(error)) from error
             trajectory.append(tokenised(template.first, context, tools), opens=True)
-        if len(trajectory.sequence) >= self.limits.max_sequence_tokens:
-            raise UserError(
-                f"row {trajectory.uid}: a first context of {len(trajectory.sequence)} tokens leaves no room for a response "
-                f"in a sequence of {self.limits.max_sequence_tokens}; raise rollout.max_sequence_tokens"
+        while True:
+            ids = torch.tensor(trajectory.sequence, dtype=torch.int64)
+            room = self.limits.max_sequence_tokens - len(ids)
+            if room < 1:
+                raise UserError(
+                    f"row {trajectory.uid}: a first context of {len(ids)} tokens leaves no room for a response "
+                    f"in a sequence of {self.limits.max_sequence_tokens}; raise rollout.max_sequence_tokens"
+                )
+            sampling = replace(self.sampling, max_tokens=min(self.sampling.max_tokens, room))
+            drawn = trajectory.action_tokens
+            finished = await self.engine.submit(
+                Request(trajectory.uid, ids, sampling, self.purpose, self.stage, first_draw=drawn)
             )
-        while await self._turn(episode):
-            text = template.text(trajectory.last_turn, tools)
-            observation = await self.ask(environment.step, text)
+            trajectory.append(finished.tokens.tolist(), log_probs=finished.log_probs, versions=finished.versions)
+            episode.turns, episode.finish_reason = episode.turns + 1, finished.finish_reason
+            if finished.finish_reason is FinishReason.ABORT:
+                return
+            observation = await self.ask(environment.step, template.text(trajectory.last_turn, tools))
             if not isinstance(observation, Observation):
                 raise EnvironmentFailed("TypeError", f"`step` returned {observation!r}, which is no Observation")
             self.limits.check(episode.score + observation.reward)
@@ -228,21 +238,6 @@ class Episodes(Player):
             if episode.turns >= self.limits.max_turns or not self._continue(trajectory, observation, template, tools):
                 episode.finish_reason = FinishReason.LENGTH
                 return
-
-    async def _turn(self, episode: Episode) -> bool:
-        trajectory = episode.trajectory
-        context = torch.tensor(trajectory.sequence, dtype=torch.int64)
-        room = self.limits.max_sequence_tokens - len(context)
-        finished = await self.engine.submit(
-            Request(
-                trajectory.uid, context, replace(self.sampling, max_tokens=min(self.sampling.max_tokens, room)),
-                self.purpose, self.stage, first_draw=trajectory.action_tokens,
-            )
-        )  # fmt: skip
-        trajectory.append(finished.tokens.tolist(), log_probs=finished.log_probs, versions=finished.versions)
-        episode.turns += 1
-        episode.finish_reason = finished.finish_reason
-        return finished.finish_reason is not FinishReason.ABORT
 
     def _continue(self, trajectory: Trajectory, observation: Observation, template: TurnTemplate, tools: Any) -> bool:
         """Append the observation. Return False, and append nothing, if it leaves no room for another action."""

@@ -145,15 +145,12 @@ def measured(config: Config, devices: str, file: Path, say: Callable[[str], obje
     rows = config.rollout.slots or MEASURED_ROWS
     groups = max(2, min(config.trainer.prompts_per_step, rows // config.rollout.samples_per_prompt))
     tokens = min(config.rollout.max_response_tokens, MEASURED_TOKENS)
+    sizes = ((groups, tokens), (groups // 2, tokens), (groups, tokens // 4 or 1))
+    without_layout = {"layout": None, "inference_layout": None}
+    roles = {role: own.model_copy(update=without_layout) for role, own in config.roles.items()}
     with TemporaryDirectory() as folder:
         runs = []
-        for number, (prompts, longest) in enumerate(
-            ((groups, tokens), (groups // 2, tokens), (groups, tokens // 4 or 1))
-        ):
-            roles = {
-                role: own.model_copy(update={"layout": None, "inference_layout": None})
-                for role, own in config.roles.items()
-            }
+        for number, (prompts, longest) in enumerate(sizes):
             trainer = config.trainer.model_copy(update={
                 "steps": WARM_UP + MEASURED_STEPS, "prompts_per_step": prompts, "rows_per_update": None, "layout": ParallelLayout(),
                 "inference_layout": None, "max_staleness": 0, "checkpoint_every": 0, "resident_gib": None,

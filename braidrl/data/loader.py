@@ -26,6 +26,12 @@ from braidrl.data.rows import Column, Objects, Rows
 from braidrl.data.sources import Example
 from braidrl.errors import UserError
 
+# Shares of the weights are integer multiples of 1/UNIT, so that counting is exact for any admission number.
+UNIT = 1 << 32
+LARGE = 1_000_000
+"""Above this number of examples a permutation is computed element by element: a whole one takes 8 bytes of memory per example."""
+ROUNDS = 4
+
 
 @dataclass(frozen=True, eq=False)
 class Admitted:
@@ -173,10 +179,6 @@ def join_texts(rows: Rows, texts: PromptLoader, samples_per_prompt: int) -> Rows
     return rows.with_columns({"ptx_tokens": joined, "ptx_length": joined.lengths})
 
 
-# Shares of the weights are integer multiples of 1/UNIT, so that counting is exact for any admission number.
-UNIT = 1 << 32
-
-
 class WeightedDraw:
     """Assignment of numbers 0, 1, 2, ... to sources in proportion to `weights`.
 
@@ -199,11 +201,6 @@ class WeightedDraw:
                 return source, before
             number -= before
         return len(self.shares), number
-
-
-LARGE = 1_000_000
-"""Above this number of examples a permutation is computed element by element: a whole one takes 8 bytes of memory per example."""
-ROUNDS = 4
 
 
 def shuffled(seed: int, source: int, epoch: int, size: int, index: int) -> int:

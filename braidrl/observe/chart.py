@@ -14,6 +14,14 @@ TEMPLATES = Environment(
     loader=PackageLoader("braidrl.observe", "assets"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
     undefined=StrictUndefined,
 )  # fmt: skip
+MOST_POINTS = 400
+MOST_BARS = 100
+SMOOTH_FROM = 40
+DOTS_UP_TO = 30
+PALETTE = (
+    "#2a78d6", "#eb6834", "#1baf7a", "#9154cf", "#eda100", "#e0518f", "#1497b0", "#8a6a3c", "#6b8e23", "#c23b3b",
+    "#5b6f95", "#7a7a7a",
+)  # fmt: skip
 
 
 class Tile(NamedTuple):
@@ -27,16 +35,6 @@ class Tile(NamedTuple):
 def page(kind: str, name: str, **content: Any) -> str:
     """Return a whole HTML document: the template `kind` with its values. The title names the kind and the run."""
     return TEMPLATES.get_template(f"{kind}.html").render(kind=kind, name=name, **content)
-
-
-MOST_POINTS = 400
-MOST_BARS = 100
-SMOOTH_FROM = 40
-DOTS_UP_TO = 30
-PALETTE = (
-    "#2a78d6", "#eb6834", "#1baf7a", "#9154cf", "#eda100", "#e0518f", "#1497b0", "#8a6a3c", "#6b8e23", "#c23b3b",
-    "#5b6f95", "#7a7a7a",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Environments of gem-llm, such as `gem:game:GuessTheNumber-v0-easy`."""
 
 import importlib
-import importlib.util
 import logging
 import random
 import threading
@@ -21,9 +20,7 @@ LOCK = threading.Lock()
 
 
 def environment(name: str, settings: Mapping[str, Any]) -> Callable[[], "GemEnvironment"]:
-    """Return a factory of a gem environment. Raises UserError if gem is not installed or has no environment of this name."""
-    if importlib.util.find_spec("gem") is None:
-        raise UserError(f"environment gem:{name} needs gem-llm; install it with `pip install 'braidrl[gem]'`")
+    """Return a factory of a gem environment. Raises UserError if gem has no environment of this name."""
     load_gem()
     known = importlib.import_module("gem.envs.registration").ENV_REGISTRY
     if name not in known:

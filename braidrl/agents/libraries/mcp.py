@@ -7,7 +7,6 @@ the model's call ──▶ session ──▶ server ──▶ the result as text
 """
 
 import asyncio
-import importlib.util
 import inspect
 import json
 import os
@@ -20,7 +19,7 @@ from typing import Any
 
 from braidrl.agents.environments import ToolTurns
 from braidrl.agents.turns import Observation
-from braidrl.errors import UserError, suggest
+from braidrl.errors import UserError
 from braidrl.rewards.verifier import Verifier, resolve
 from braidrl.rewards.verifiers import Score
 
@@ -29,16 +28,11 @@ SETTINGS = ("verify", "verify_params")
 
 
 def environment(name: str, settings: Mapping[str, Any]) -> Callable[[], Awaitable["McpEnvironment"]]:
-    """Return a factory that opens a session with a server. Raises UserError if the package, the command or the verifier does not exist.
+    """Return a factory that opens a session with a server. Raises UserError if the command or the verifier does not exist.
 
     `name` is a command, in which `python` is this interpreter, or an address; `settings` are `verify`, the verifier of the final
     answer (default `exact`), and `verify_params`, its settings.
     """
-    if importlib.util.find_spec("mcp") is None:
-        raise UserError(f"environment mcp:{name} needs mcp; install it with `pip install 'braidrl[mcp]'`")
-    for key in settings:
-        if key not in SETTINGS:
-            raise UserError(f"rollout.environment.params: mcp: has no setting {key!r}. {suggest(key, SETTINGS)}")
     verifier = resolve(settings.get("verify", "exact"), settings.get("verify_params"))
     if name.startswith(ADDRESSES):
         return partial(opened, name, verifier)

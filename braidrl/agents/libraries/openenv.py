@@ -3,14 +3,13 @@
 the model's text ──▶ {"message": text} or the action that it wrote as JSON ──▶ server ──▶ observation, as text
 """
 
-import importlib.util
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 from braidrl.agents.turns import Observation
-from braidrl.errors import UserError, suggest
+from braidrl.errors import UserError
 
 ADDRESSES = ("http://", "https://", "ws://", "wss://")
 SETTINGS = ("action", "observation")
@@ -19,21 +18,13 @@ NOT_SAID = ("metadata",)
 
 
 def environment(name: str, settings: Mapping[str, Any]) -> Callable[[], "OpenEnvEnvironment"]:
-    """Return a factory that opens a session with a server. Raises UserError without the package, or for a name that is no address.
+    """Return a factory that opens a session with a server. Raises UserError for a name that is no address.
 
     Settings are `action`, the field of an action for the model's text; without it the text itself is the action, a JSON object. And
     `observation`, the field of an observation that the model sees; without it the model sees all fields, as a JSON object.
     """
-    if importlib.util.find_spec("openenv") is None:
-        raise UserError(
-            f"environment openenv:{name} needs openenv; install it with `pip install openenv`, where versions collide into an "
-            "environment of its own, whose interpreter is rollout.environment.python"
-        )
     if not name.startswith(ADDRESSES):
         raise UserError(f"openenv:{name} is no address of a server; write openenv:http://HOST:PORT")
-    for key in settings:
-        if key not in SETTINGS:
-            raise UserError(f"rollout.environment.params: openenv: has no setting {key!r}. {suggest(key, SETTINGS)}")
     return partial(OpenEnvEnvironment, name, settings.get("action"), settings.get("observation"))
 
 

@@ -5,7 +5,6 @@ verifiers:NAME       an environment that is installed        verifiers:file.py  
 A row plays the example of the environment's own data with its group's index; the environment's rubric gives the score.
 """
 
-import importlib.util
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -17,20 +16,10 @@ KEY_VARIABLE = "BRAID_ENDPOINT_KEY"
 """The variable of the endpoint's key for its clients, in the trajectory's process."""
 
 
-def check_verifiers(name: str) -> None:
-    """Raise UserError if the package is not installed."""
-    if importlib.util.find_spec("verifiers") is None:
-        raise UserError(
-            f"environment verifiers:{name} needs verifiers; install it with `pip install 'verifiers>=0.1.14,<0.4'`, where versions collide "
-            "into an environment of its own, whose interpreter is rollout.environment.python"
-        )
-
-
 def agent(name: str, settings: Mapping[str, Any]) -> Callable[[str, dict[str, Any]], Awaitable[float]]:
     """Return a function that plays a row against the endpoint, given an environment's name or file, and arguments of its
-    `load_environment`. Raises UserError if the package is not installed, or has an unsupported version.
+    `load_environment`. Raises UserError for an unsupported version of the package.
     """
-    check_verifiers(name)
     os.environ.setdefault("VF_LOG_LEVEL", "ERROR")
     import datasets
     import verifiers
