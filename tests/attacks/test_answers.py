@@ -112,6 +112,18 @@ ASYNC = {
     "kills all": "import os, signal\nos.kill(-1, signal.SIGKILL)\nwon = True",
     "writes its code": "open(at.code, 'a').write('#')\nwon = True",
     "changes the rewards of other rows": "import braidrl.rewards.verifier as worker\nworker.judgement = lambda value: {'score': 1.0, 'correct': True}\nwon = False",
+    "reads the environment that a parent keeps": "import os\nseen = ''\nfor p in (1, os.getppid(), at.run):\n    for name in ('environ', 'cmdline', 'auxv', 'stack'):\n        try:\n"
+    "            seen += open(f'/proc/{p}/{name}', errors='replace').read()\n        except OSError:\n            pass\nwon = 'hush' in seen",
+    "reads the environment in the memory of the run": "import ctypes, os\nlibc, held = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(64)\n"
+    "class Part(ctypes.Structure):\n    _fields_ = [('base', ctypes.c_void_p), ('size', ctypes.c_size_t)]\n"
+    "mine = Part(ctypes.addressof(held), 64)\nwon = libc.process_vm_readv(at.run, ctypes.byref(mine), 1, ctypes.byref(mine), 1, 0) > 0 or os.path.exists(f'/proc/{at.run}/mem')",
+    "stops the run": "import os, signal\nfor p in (at.run, os.getppid()):\n    if p > 0:\n        os.kill(p, signal.SIGSTOP)\nwon = os.getppid() != 0",
+    "kills the run by its group": "import os, signal\nos.killpg(at.run, signal.SIGKILL)\nwon = True",
+    "limits the run": "import resource\nresource.prlimit(at.run, resource.RLIMIT_CPU, (1, 1))\nwon = True",
+    "changes the event loop of other rows": "import asyncio\nasyncio.Task = asyncio.Runner = asyncio.run = None\n"
+    "asyncio.events._get_running_loop = lambda: None\nwon = False",
+    "changes the verifier of other rows": "import gc, types\nfor one in gc.get_objects():\n    if isinstance(one, types.FunctionType) and one.__name__ in ('tried', 'tried_async'):\n"
+    "        one.__code__ = (lambda response, metadata: True).__code__\nwon = False",
     "changes JSON": "import json\njson.loads = json.dumps = lambda *a, **k: {'check': {}}\nwon = False",
 }  # fmt: skip
 
