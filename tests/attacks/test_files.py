@@ -111,7 +111,10 @@ def test_sockets_of_the_system_are_not_there(folder: str, mode: str) -> None:
 
 
 LOOKS = {
-    **{folder: f"import os\nwon = os.path.isdir('{folder}') and bool(os.listdir('{folder}'))" for folder in ("/run", "/srv", "/mnt", "/media", "/opt", "/boot", "/sys")},
+    **{
+        folder: f"import os\nwon = os.path.isdir('{folder}') and bool(os.listdir('{folder}'))"
+        for folder in ("/run", "/srv", "/mnt", "/media", "/opt", "/boot", "/sys")
+    },
     "a socket without a file": "import socket\nsocket.socket(socket.AF_UNIX).connect('\\0' + at.name)\nwon = True",
     "a socket of another program": "won = len(open('/proc/net/unix').readlines()) > 1",
 }

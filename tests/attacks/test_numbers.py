@@ -32,7 +32,10 @@ class Broken(torch.optim.SGD):
 """
 
 
-@pytest.mark.parametrize("value", ["inf", "-inf", "nan"])
+VALUES = ("inf", "-inf", "nan")
+
+
+@pytest.mark.parametrize("value", VALUES)
 def test_infinite_weights_end_the_run_and_the_last_checkpoint_stays(workshop: Workshop, value: str) -> None:
     (workshop.folder / f"broken_{value.strip('-')}{len(value)}.py").write_text(BROKEN.replace("VALUE", value))
     optimizer = f"{workshop.folder}/broken_{value.strip('-')}{len(value)}.py:Broken"
@@ -55,7 +58,10 @@ def test_one_number_that_is_not_finite_is_found_among_all(tensor: torch.Tensor) 
     assert all_finite(others) and not all_finite([*others, tensor])
 
 
-@pytest.mark.parametrize("name", ["weights", "moments", "parts"])
+PLACES = ("weights", "moments", "parts")
+
+
+@pytest.mark.parametrize("name", PLACES)
 def test_a_checkpoint_with_a_number_that_is_not_finite_takes_no_place(workshop: Workshop, name: str) -> None:
     trainer = {"steps": 1, "checkpoint_every": 1, "keep_checkpoints": 1, "checkpoint_async": name == "parts"}
     with TrainingRun(workshop.config(trainer=trainer)) as run:

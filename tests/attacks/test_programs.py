@@ -17,8 +17,10 @@ PRINTED = [{"input": "2\n", "output": "4\n"}, {"input": "21\n", "output": "42\n"
 HONEST = "def double(x):\n    return x + x\nif __name__ == '__main__':\n    import sys\n    line = sys.stdin.readline()\n    if line:\n        print(2 * int(line))"
 ASK = "import gc, os, signal, sys, json, glob\n"
 # Solves the tests from a text that holds them.
-SOLVE = "\nimport re\nfound = dict(re.findall(r'double.(.*?). == (.*)', text)) or {json.dumps(t['input']): t['output'] for t in json.loads(text)}\n"\
+SOLVE = (
+    "\nimport re\nfound = dict(re.findall(r'double.(.*?). == (.*)', text)) or {json.dumps(t['input']): t['output'] for t in json.loads(text)}\n"
     "def double(x):\n    return eval(found[repr(x)])\nprint(found[json.dumps(sys.stdin.readline())])"
+)
 CHEATS = {
     "ends at once": "import os\nos._exit(0)",
     "raises SystemExit": "raise SystemExit(0)",
