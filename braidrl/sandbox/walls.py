@@ -199,9 +199,19 @@ def view(policy: Policy, python: str, code: CodeFiles) -> View:
         command += ["--dir" if place == Path("/dev/shm") else "--tmpfs", str(place)]
     for place in places:
         command += ["--ro-bind", str(place), str(place)]
+    removed = [code.folder] if code.folder and code.folder in shown and not all(file.exists() for file in files) else []
+    for folder in removed:  # a removed file has no place to be mounted on: its folder gets one
+        command += ["--tmpfs", str(folder)]
+        for one in set(folder.iterdir()) - files:
+            command += ["--ro-bind", str(one), str(one)]
     for file, number in zip(code.descriptors, descriptors, strict=True):
         command += ["--ro-bind-data", str(number), str(file)]
-    for locked in ["/dev", *map(str, fresh), *(HIDDEN if policy.reads else ()), *([] if policy.reads else ["/"])]:
+    for locked in [
+        "/dev",
+        *map(str, [*fresh, *removed]),
+        *(HIDDEN if policy.reads else ()),
+        *([] if policy.reads else ["/"]),
+    ]:
         if locked not in ("/dev/shm", str(TEMPORARY)):
             command += ["--remount-ro", locked]
     if not policy.reads:

@@ -65,13 +65,17 @@ def test_a_returned_value_that_is_not_plain_is_its_own_rows_failure(mode: str) -
     assert (good.score, dict(good.metrics)) == (0.5, {"a/b-c.d": 2.0})
 
 
+ESCAPES = {
+    "in an exception": "raise ValueError('\\x1b[2J\\x07\\u202e\\r gone')",
+    "in a printed text": "print('\\x1b]0;title\\x07 printed')\nwon = True",
+    "in raw bytes": "import os\nos.write(2, b'\\x1b[31m\\x9b1m raw \\xff')\nwon = True",
+    "in the name of an exception": "class Own(Exception):\n    pass\nOwn.__name__ = 'Own\\x1b[1m'\nraise Own('x')",
+}
+
+
 @needs_walls
 def test_escape_sequences_reach_neither_messages_nor_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
-    texts = [
-        "raise ValueError('\\x1b[2J\\x07\\u202e\\r gone')", "print('\\x1b]0;title\\x07 printed')\nwon = True",
-        "import os\nos.write(2, b'\\x1b[31m\\x9b1m raw \\xff')\nwon = True", "class Own(Exception):\n    pass\nOwn.__name__ = 'Own\\x1b[1m'\nraise Own('x')",
-    ]  # fmt: skip
-    found = made(texts)
+    found = made([*ESCAPES.values()])
     said = capfd.readouterr()
     for text in (*(one.detail for one in found), said.out, said.err):
         assert shown(text, keep="\n\t") == text, repr(text)

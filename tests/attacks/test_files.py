@@ -7,8 +7,9 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -129,7 +130,19 @@ def test_in_bubblewrap_there_is_nothing_but_what_python_needs() -> None:
         assert lost(one), (name, one)
 
 
-def test_a_verifiers_code_is_that_of_the_runs_start(tmp_path: Path) -> None:
+def rename_over(code: Path, text: str) -> None:
+    other = code.with_suffix(".new")
+    other.write_text(text)
+    other.rename(code)
+
+
+CHANGES: dict[str, Callable[[Path, str], Any]] = {
+    "overwritten": Path.write_text, "replaced": rename_over, "removed": lambda code, text: code.unlink(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_verifiers_code_is_that_of_the_runs_start(tmp_path: Path, change: str) -> None:
     code, other = tmp_path / "mine.py", tmp_path / "beside.py"
     other.write_text("SCORE = 0.25\n")
     code.write_text(
@@ -139,14 +152,17 @@ def test_a_verifiers_code_is_that_of_the_runs_start(tmp_path: Path) -> None:
     verifier = resolve(f"{code}:mine")
     with RewardPool(RewardConfig(timeout_s=20)) as pool:
         first, writing = (pool.submit(Completion("p", word, "a"), verifier).result(60) for word in ("ok", "write"))
-        other.write_text("SCORE = 1.0\n")
-        code.write_text("def mine(response):\n    return 1.0\n")
+        CHANGES[change](other, "SCORE = 1.0\n")
+        CHANGES[change](code, "def mine(response):\n    return 1.0\n")
         pool._hosts[verifier.key].kill()
         later = pool.submit(Completion("p", "ok", "a"), verifier).result(60)
     assert (first.score, writing.failure, later.score) == (0.25, "exception", 0.25), (first, writing, later)
 
 
-@pytest.mark.parametrize("damage", ["cut", "overwritten", "planted under its name", "empty"])
+DAMAGES = ("cut", "overwritten", "planted under its name", "empty")
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_kernel_is_compiled_again(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     source = tmp_path / "one.c"
