@@ -81,7 +81,7 @@ QUESTIONS = {
     "sockets": "reaches UNIX sockets below /run, /var and /tmp",
     "reads": "reads files beside Python, libraries and the folder of its own code",
     "home": "reads the home directory; else it has an empty one",
-    "network": "reaches the network; an agent always reaches its endpoint",
+    "network": "reaches the network, with UNIX sockets that have no file; an agent always reaches its endpoint",
 }
 
 
