@@ -166,21 +166,11 @@ def view(policy: Policy, python: str, code: CodeFiles) -> View:
     files = set(code.descriptors)
     places = sorted(place for place in shown if not policy.reads or any(place.is_relative_to(one) for one in hidden))
     descriptors = [os.open(f"/proc/self/fd/{number}", os.O_RDONLY) for number in code.descriptors.values()]
-    command = [
-        sys.executable,
-        "-I",
-        "-c",
-        START,
-        bwrap,
-        "--unshare-user",
-        "--unshare-pid",
-        "--unshare-ipc",
-        "--unshare-uts",
-    ]
+    command = [sys.executable, "-I", "-c", START, bwrap]
+    for kind in ("user", "pid", "ipc", "uts", *(() if policy.network else ("net",))):
+        command.append(f"--unshare-{kind}")
     for name in CAPABILITIES:
         command += ["--cap-add", name]
-    if not policy.network:
-        command.append("--unshare-net")
     if policy.reads:
         command += ["--ro-bind", "/", "/"]
         names = os.path.realpath("/etc/resolv.conf")
@@ -206,12 +196,7 @@ def view(policy: Policy, python: str, code: CodeFiles) -> View:
             command += ["--ro-bind", str(one), str(one)]
     for file, number in zip(code.descriptors, descriptors, strict=True):
         command += ["--ro-bind-data", str(number), str(file)]
-    for locked in [
-        "/dev",
-        *map(str, [*fresh, *removed]),
-        *(HIDDEN if policy.reads else ()),
-        *([] if policy.reads else ["/"]),
-    ]:
+    for locked in ["/dev", *map(str, [*fresh, *removed]), *(HIDDEN if policy.reads else ("/",))]:
         if locked not in ("/dev/shm", str(TEMPORARY)):
             command += ["--remount-ro", locked]
     if not policy.reads:
