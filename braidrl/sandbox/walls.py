@@ -190,9 +190,9 @@ def view(policy: Policy, python: str, code: CodeFiles) -> View:
     for place in places:
         command += ["--ro-bind", str(place), str(place)]
     removed = [code.folder] if code.folder and code.folder in shown and not all(file.exists() for file in files) else []
-    for folder in removed:  # a removed file has no place to be mounted on: its folder gets one
-        command += ["--tmpfs", str(folder)]
-        for one in set(folder.iterdir()) - files:
+    for changed in removed:  # a removed file has no place to be mounted on: its folder gets one
+        command += ["--tmpfs", str(changed)]
+        for one in set(changed.iterdir()) - files:
             command += ["--ro-bind", str(one), str(one)]
     for file, number in zip(code.descriptors, descriptors, strict=True):
         command += ["--ro-bind-data", str(number), str(file)]
