@@ -3,6 +3,7 @@
 import errno
 import os
 import reprlib
+import resource
 from collections.abc import Sequence
 from typing import Any
 
@@ -76,9 +77,12 @@ LIMITS = {
 def limit_reached(error: BaseException) -> str:
     """Return a message for an error caused by a resource limit of this process; empty text for any other."""
     found: BaseException | None = error
+    # oneDNN says no more than this, also of primitives that it does not have.
+    limited = resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
     while found is not None:
+        no_memory = isinstance(found, MemoryError) or (limited and "could not create a primitive" in str(found))
         for words, what in LIMITS.items():
-            if words in str(found) or (isinstance(found, MemoryError) and "ulimit -v" in what):
+            if words in str(found) or (no_memory and "ulimit -v" in what):
                 return f"this process may have no more {what}: {first_line(found)}; raise the limit"
         found = found.__cause__ or found.__context__
     return ""

@@ -22,7 +22,11 @@ from braidrl.errors import FailedStep, Problems, UserError, WorkerError, limit_r
 from braidrl.importing import OBJECTS_BETWEEN_COLLECTIONS, version_of
 
 EXIT_FAILURE, EXIT_USER_ERROR = 1, 2
-ADDRESS_SPACE_BYTES = 2 << 30
+LEAST = {
+    resource.RLIMIT_AS: (2 << 30, 1 << 30, "GiB of address space (ulimit -v)"),
+    resource.RLIMIT_NOFILE: (128, 1, "open files (ulimit -n)"),
+}
+"""The least value, the unit and the name of each limit: below it libraries wait without end or fail without a word."""
 ConfigFile = Annotated[
     Path | None, typer.Argument(help="A YAML configuration; optional if overrides set all that is needed.")
 ]
@@ -356,12 +360,12 @@ def main() -> None:
     ):  # as stderr: a character that the terminal cannot show is written as its number
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        most, _ = resource.getrlimit(resource.RLIMIT_AS)
-        if most != resource.RLIM_INFINITY and most < ADDRESS_SPACE_BYTES:
-            raise UserError(
-                f"this process may have {most / 2**30:.1f} GiB of address space (ulimit -v), and needs at least "
-                f"{ADDRESS_SPACE_BYTES / 2**30:.1f}; raise the limit"
-            )
+        for limit, (least, unit, what) in LEAST.items():
+            most, _ = resource.getrlimit(limit)
+            if most != resource.RLIM_INFINITY and most < least:
+                raise UserError(
+                    f"this process may have {most / unit:.4g} {what}, and needs at least {least / unit:g}; raise the limit"
+                )
         app(arguments, standalone_mode=True)
     except UserError as error:
         if debug:

@@ -70,6 +70,8 @@ def _copy(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> 
                     with contextlib.suppress(OSError):  # the descriptor of the listing itself is already closed
                         os.close(descriptor)
             exec(program, {})
+        except EOFError:  # a client without room for descriptors: it says so itself
+            pass
         except Exception:
             sys.excepthook(*sys.exc_info())
         finally:

@@ -12,11 +12,10 @@ import importlib.util
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from braidrl.cluster.process import END_LIMIT_S
@@ -145,7 +144,16 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         tries = [own, own] if own and own.policy.walls else [own, None, None] if own else [None, None]
         try:
             for host in tries:
-                found = await self._among_others(host, check) if host else await self._alone(check)
+                if host:
+                    async with self._together[check.verifier.key]:
+                        found = await self._asked(host, check)
+                else:  # in a process without other calls
+                    async with self._places:
+                        host = self._idle.pop()
+                        try:
+                            found = await self._asked(host, check)
+                        finally:
+                            self._idle.append(host)
                 if not found.get("again"):
                     break
         except asyncio.CancelledError:
@@ -155,25 +163,12 @@ class RewardPool(AbstractContextManager["RewardPool"]):
         else:
             check.future.set_result(CallOutcome.of(found, self.settings.max_abs))
 
-    async def _among_others(self, host: CodeHost, check: Check) -> Message:
-        async with self._together[check.verifier.key]:
-            return await self._asked(host, check)
-
-    async def _alone(self, check: Check) -> Message:
-        """Make a call in a process without other calls."""
-        async with self._places:
-            host = self._idle.pop()
-            try:
-                return await self._asked(host, check)
-            finally:
-                self._idle.append(host)
-
     async def _asked(self, host: CodeHost, check: Check) -> Message:
         """Return a host's answer, after it has imported the verifier."""
         if not host.has_loaded(check.verifier.key):
             if talk := self._talks.pop(host, None):
                 talk.close()
-            if failed := await self._in_thread(partial(host.load, check.verifier.key)):
+            if failed := await self._loop.run_in_executor(None, host.load, check.verifier.key):
                 return failed
         # Successive calls in one process use the same talk.
         talk = self._talks.pop(host, None) or host.talk()
@@ -184,9 +179,6 @@ class RewardPool(AbstractContextManager["RewardPool"]):
                 self._talks[host] = talk
             else:
                 talk.close()
-
-    async def _in_thread(self, work: Callable[[], Any]) -> Any:
-        return await self._loop.run_in_executor(None, work)
 
     def close(self) -> None:
         """End all processes and wait until they are gone; pending checks raise CancelledError."""

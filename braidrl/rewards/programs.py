@@ -112,7 +112,11 @@ def code(response: str, answer: Any, *, fraction: bool = False, seconds: float =
     passed, ended = 0, ""
     for number, test in enumerate(tests, 1):
         try:
-            right = passes(program, test, math.ceil(seconds))
+            if test.expected is None:
+                right = asserts_hold(program, test.given, math.ceil(seconds))
+            else:
+                with started(["-c", program], test.given, math.ceil(seconds)) as running:
+                    right = lines_of(running.output()) == lines_of(test.expected)
         except ProgramEnded as error:
             right, ended = False, ended or f"test {number}: {error}"
         passed += right
@@ -143,24 +147,17 @@ def cases_of(answer: Any) -> list[ProgramTest]:
         ]
     if not isinstance(answer, list) or not answer:
         raise ValueError("the reference answer holds no tests")
-    return [one if isinstance(one, ProgramTest) else case_of(one) for one in answer]
-
-
-def case_of(one: Any) -> ProgramTest:
-    """Return one test of a list. Raises ValueError for anything else."""
-    if isinstance(one, str):
-        return ProgramTest(one)
-    if isinstance(one, dict) and isinstance(one.get("input"), str) and isinstance(one.get("output"), str):
-        return ProgramTest(one["input"], one["output"])
-    raise ValueError(f"a test has a text as `input` and `output`, or is a text of asserts; this one is {str(one)[:80]}")
-
-
-def passes(program: str, test: ProgramTest, seconds: int) -> bool:
-    """Return whether the program passes a test. Raises ProgramEnded if a limit ended it."""
-    if test.expected is None:
-        return asserts_hold(program, test.given, seconds)
-    with started(["-c", program], test.given, seconds) as running:
-        return lines_of(running.output()) == lines_of(test.expected)
+    tests = []
+    for one in answer:
+        if isinstance(one, str):
+            tests.append(ProgramTest(one))
+        elif isinstance(one, dict) and isinstance(one.get("input"), str) and isinstance(one.get("output"), str):
+            tests.append(ProgramTest(one["input"], one["output"]))
+        else:
+            raise ValueError(
+                f"a test has a text as `input` and `output`, or is a text of asserts; this one is {str(one)[:80]}"
+            )
+    return tests
 
 
 def lines_of(text: str | None) -> list[str]:

@@ -7,6 +7,7 @@ A request that fails temporarily (429, 500 and above, a lost connection) is repe
 """
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
@@ -72,7 +73,10 @@ async def judge(
         raise ValueError(f"the judge wrote no score: {verdict[-80:]!r}")
     score = float(found[-1]) / scale
     if kept is not None and tries:
-        keep(kept, reply)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = kept.with_name(f".{kept.name}.{os.getpid()}")
+        unfinished.write_text(json.dumps(reply))
+        unfinished.replace(kept)
     usage = reply.get("usage") or {}
     read, written = (float(usage.get(name) or 0) if tries else 0.0 for name in ("prompt_tokens", "completion_tokens"))
     metrics = {
@@ -160,7 +164,11 @@ async def asked(url: str, body: Any, key: str | None, retries: int, wait_s: floa
             try:
                 async with session.post(url, json=body) as answer:
                     if answer.status < 400:
-                        return object_of(url, await answer.text()), tries
+                        text = await answer.text()
+                        with contextlib.suppress(ValueError):
+                            if isinstance(found := json.loads(text), dict):
+                                return found, tries
+                        raise Refused(f"{url}: its answer is no JSON object: {text[:80]!r}")
                     said = f"{answer.status} {' '.join((await answer.text()).split())[:200]}"
                     if answer.status != BUSY and answer.status < 500:
                         raise Refused(f"{url}: {said}")
@@ -172,17 +180,6 @@ async def asked(url: str, body: Any, key: str | None, retries: int, wait_s: floa
                 await asyncio.sleep(min(wait, LONGEST_WAIT_S))
                 wait *= 2
     raise ConnectionError(f"{url}: no answer in {retries + 1} requests, the last one {said}")
-
-
-def object_of(url: str, text: str) -> dict[str, Any]:
-    """Parse a JSON object. Raises Refused for anything else."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise Refused(f"{url}: its answer is no JSON object: {text[:80]!r}")
-    return found
 
 
 def filled(template: str, fields: Mapping[str, str]) -> str:
@@ -199,11 +196,3 @@ def shown(value: Any) -> str:
 
 def digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def keep(path: Path, reply: Mapping[str, Any]) -> None:
-    """Cache an answer atomically, for later requests of the same question."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    unfinished.write_text(json.dumps(reply))
-    unfinished.replace(path)

@@ -81,16 +81,6 @@ def resolve(name: str, settings: Mapping[str, Any] | None = None) -> Verifier:
     """
     settings = dict(settings or {})
     function = VERIFIERS.find(name)
-    parameters = _parameters(name, function)
-    reads = tuple(p for p in KNOWN_PARAMETERS if p in parameters)
-    _check_settings(name, settings, {n: p for n, p in parameters.items() if n not in reads})
-    if name in VERIFIERS and settings.get("pattern") is not None:
-        _check_pattern(name, settings["pattern"])
-    asynchronous = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
-    return Verifier(name, settings, function, reads, asynchronous)
-
-
-def _parameters(name: str, function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     try:
         parameters = inspect.signature(function).parameters
     except (ValueError, TypeError):
@@ -98,7 +88,15 @@ def _parameters(name: str, function: Callable[..., Any]) -> dict[str, inspect.Pa
     for parameter in parameters.values():
         if parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL):
             raise UserError(f"verifier {name!r}: {parameter} cannot be given by name; write plain named parameters")
-    return dict(parameters)
+    reads = tuple(p for p in KNOWN_PARAMETERS if p in parameters)
+    _check_settings(name, settings, {n: p for n, p in parameters.items() if n not in reads})
+    if name in VERIFIERS and (pattern := settings.get("pattern")) is not None:
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise UserError(f"verifier {name!r}: `pattern` {pattern!r} is no regular expression: {error}") from None
+    asynchronous = any(map(inspect.iscoroutinefunction, (function, getattr(function, "__call__", None))))  # noqa: B004
+    return Verifier(name, settings, function, reads, asynchronous)
 
 
 def _check_settings(name: str, settings: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]) -> None:
@@ -119,13 +117,6 @@ def _check_settings(name: str, settings: Mapping[str, Any], parameters: Mapping[
         json.dumps(settings)
     except TypeError as error:
         raise UserError(f"verifier {name!r}: `params` must be plain YAML values ({error})") from None
-
-
-def _check_pattern(name: str, pattern: Any) -> None:
-    try:
-        re.compile(pattern)
-    except (re.error, TypeError) as error:
-        raise UserError(f"verifier {name!r}: `pattern` {pattern!r} is no regular expression: {error}") from None
 
 
 def checks() -> Answerer:

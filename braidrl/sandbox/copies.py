@@ -45,6 +45,8 @@ PROGRAMS = "BRAID_MAY_RUN_PROGRAMS"
 """A variable that is set if models' programs may run."""
 MAPPINGS = 100_000
 """Allowed mappings of memory of all processes: code must not keep the host busy with reading their list."""
+WAITING = "02"
+"""The state of a connection to a UNIX socket that nothing has accepted."""
 PAGE_BYTES = resource.getpagesize()
 NEW_PROCESSES, NEW_MOUNTS, NEW_IPC, NEW_NETWORK = 0x20000000, 0x00020000, 0x08000000, 0x40000000
 MS_READ_ONLY, MS_RESTRICTED, MS_NO_PROGRAMS = 0b0001, 0b0110, 0b1000
@@ -74,6 +76,8 @@ class SandboxLimits:
     """Folders of which each call has its own; without any there are no namespaces, and so no sandbox."""
     kept: tuple[str, ...] = ()
     """Paths below them that stay visible."""
+    socket_bytes: int = field(default_factory=lambda: socket_buffers())
+    """Size of a socket's buffers, which count as memory."""
     network: bool = True
     """Whether it shares its host's network; otherwise it has its own with only loopback."""
 
@@ -262,6 +266,7 @@ class SandboxedCopies:
             with contextlib.suppress(OSError, IndexError), open(f"{root}/proc/{process}/statm") as file:
                 size, resident, shared, *_ = map(int, file.read().split())
                 own, mapped = own + (resident - shared) * PAGE_BYTES, mapped + size * PAGE_BYTES
+        own += sockets([f"{root}/proc/{process}" for process in processes]) * limits.socket_bytes
         for place in limits.fresh:
             with contextlib.suppress(OSError):
                 files = os.statvfs(root + place)
@@ -361,6 +366,33 @@ def shared_memory(maps: list[str]) -> int | None:
                     end = int(last, 16) - int(first, 16) + int(offset, 16)
                     found[inode] = max(found.get(inode, 0), end)
     return sum(found.values())
+
+
+def sockets(processes: list[str]) -> int:
+    """Return the number of sockets of processes, with connections to their UNIX sockets that nothing has accepted."""
+    found, waiting = set[str](), 0
+    for process in processes:
+        with contextlib.suppress(OSError):
+            for number in os.listdir(f"{process}/fd"):
+                with contextlib.suppress(OSError):
+                    found.add(os.readlink(f"{process}/fd/{number}"))
+    found = {name.strip("socket:[]") for name in found if name.startswith("socket:")}
+    if len(found) > 1:  # beside its talk
+        with contextlib.suppress(OSError), open(f"{processes[0]}/net/unix") as lines:
+            # Columns 5 to 7 are state, inode and address; a connection that waits has its listener's address.
+            table = [line.split() for line in lines]
+            listening = {line[7] for line in table if line[6] in found and len(line) > 7}
+            waiting = sum(line[5] == WAITING and line[7] in listening for line in table if len(line) > 7)
+    return len(found) + waiting
+
+
+def socket_buffers() -> int:
+    """Return the size of a socket's buffers, of which no namespace but the machine's knows the setting."""
+    try:
+        with open("/proc/sys/net/core/rmem_default") as received, open("/proc/sys/net/core/wmem_default") as sent:
+            return int(received.read()) + int(sent.read())
+    except OSError:
+        return 2 * 212_992
 
 
 def show(printed: int) -> None:

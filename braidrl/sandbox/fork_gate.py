@@ -3,7 +3,8 @@
 code ──fork──▶ kernel ──descriptor──▶ host: counts, then allows it, or kills the code
 
 The filter is needed because `RLIMIT_NPROC` does not apply to root, which runs most containers; memory of memfds, System V segments and
-queues, and tmpfs mounts of a new user namespace counts to no process; and kernel keys outlive a call. It needs no privileges.
+queues, and tmpfs mounts of a new user namespace counts to no process; and kernel keys outlive a call. Buffers of sockets keep their
+default size, by which the host counts them, and a message of a UNIX socket that is closed would not be counted. It needs no privileges.
 """
 
 import ctypes
@@ -21,13 +22,15 @@ RECEIVE, SEND = 0xC0502100, 0xC0182101
 REQUEST, ANSWER = struct.Struct("=QIIiIQ6Q"), struct.Struct("=QqiI")
 """A request holds its id, process, flags, call, architecture, instruction pointer and arguments."""
 CONTINUE = 1
-ALLOW, ASK, KILL, ABSENT = 0x7FFF0000, 0x7FC00000, 0x80000000, 0x00050000 | errno.ENOSYS
+ALLOW, ASK, KILL, IGNORE = 0x7FFF0000, 0x7FC00000, 0x80000000, 0x00050000
+ABSENT, NO_PROTOCOL = IGNORE | errno.ENOSYS, IGNORE | errno.EPROTONOSUPPORT
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-"""Instructions of the filter (classic BPF). The call's number is at byte 0, its architecture at byte 4, its first argument at byte 16."""
+"""Instructions of the filter (classic BPF). The call's number is at byte 0, its architecture at byte 4, its arguments from byte 16 on."""
 OTHER_CALLS = 0x40000000
 """Call numbers from here on belong to x32, a second interface to the kernel of x86-64."""
 CLONE_THREAD, CLONE_NAMESPACES = 0x10000, 0x7E020080
 CLONE3 = 435
+AF_UNIX, NOT_STREAM, SOL_SOCKET, SO_SNDBUF, SO_RCVBUF = 1, 0b110, 1, 7, 8
 ABSENT_EVERYWHERE = (447, 425, 428, 429, 430, 432, 442)
 """memfd_secret, io_uring_setup, open_tree, move_mount, fsopen, fsmount, mount_setattr."""
 
@@ -40,6 +43,8 @@ class Architecture:
     """The kernel's number of the architecture."""
     seccomp: int
     clone: int
+    socket: int
+    setsockopt: int
     absent: tuple[int, ...]
     """memfd_create, shmget, msgget, semget, unshare, setns, add_key, request_key, keyctl, bpf, userfaultfd, perf_event_open, mount."""
     forks: tuple[int, ...] = ()
@@ -47,9 +52,11 @@ class Architecture:
 
 ARCHITECTURES = {
     "x86_64": Architecture(
-        0xC000003E, 317, 56, (319, 29, 68, 64, 272, 308, 248, 249, 250, 321, 323, 298, 165), (57, 58)
+        0xC000003E, 317, 56, 41, 54, (319, 29, 68, 64, 272, 308, 248, 249, 250, 321, 323, 298, 165), (57, 58)
     ),
-    "aarch64": Architecture(0xC00000B7, 277, 220, (279, 194, 186, 190, 97, 268, 217, 218, 219, 280, 282, 241, 40)),
+    "aarch64": Architecture(
+        0xC00000B7, 277, 220, 198, 208, (279, 194, 186, 190, 97, 268, 217, 218, 219, 280, 282, 241, 40)
+    ),
 }
 
 
@@ -74,6 +81,11 @@ def filter_of(kind: Architecture) -> bytes:
         *((EQUAL, number, ASK) for number in kind.forks),
     ):  # fmt: skip
         steps += [(code, 0, 1, value), (RETURN, 0, 0, action)]
+    # A jump names the steps that are left out if the comparison holds, and if it does not.
+    steps += [(EQUAL, 0, 6, kind.socket), (LOAD, 0, 0, 16), (EQUAL, 0, 2, AF_UNIX), (LOAD, 0, 0, 24)]
+    steps += [(ANY_BIT, 1, 0, NOT_STREAM), (RETURN, 0, 0, ALLOW), (RETURN, 0, 0, NO_PROTOCOL)]
+    steps += [(EQUAL, 0, 7, kind.setsockopt), (LOAD, 0, 0, 24), (EQUAL, 0, 4, SOL_SOCKET), (LOAD, 0, 0, 32)]
+    steps += [(EQUAL, 1, 0, SO_SNDBUF), (EQUAL, 0, 1, SO_RCVBUF), (RETURN, 0, 0, IGNORE), (RETURN, 0, 0, ALLOW)]
     steps += [(EQUAL, 1, 0, kind.clone), (RETURN, 0, 0, ALLOW), (LOAD, 0, 0, 16)]
     steps += [(ANY_BIT, 0, 1, CLONE_NAMESPACES), (RETURN, 0, 0, ABSENT), (RETURN, 0, 0, ASK)]
     return b"".join(struct.pack("=HBBI", *step) for step in steps)

@@ -189,12 +189,6 @@ class CodeHost:
         self.process: Spawned | None = None
         self._lock, self._loading, self._closed = threading.Lock(), threading.Lock(), False
 
-    def _start(self) -> None:
-        with self._lock:
-            if not self._closed and (self.process is None or not self.process.alive):
-                self._end()
-                self.process = self._spawned()
-
     def _spawned(self) -> Spawned:
         assert self.python is not None
         inherits = None if self.settings.sandbox == "none" else (*PASSED, *self.variables)
@@ -230,8 +224,11 @@ class CodeHost:
         with self._loading:
             if self.has_loaded(argument):
                 return {}
-            self._start()
-            process, line = self.process, b""
+            with self._lock:
+                if not self._closed and (self.process is None or not self.process.alive):
+                    self._end()
+                    self.process = self._spawned()
+                process, line = self.process, b""
             with self._connect(TOGETHER if self.together else HERE) as end:
                 end.settimeout(LOAD_LIMIT_S)
                 try:

@@ -81,7 +81,7 @@ QUESTIONS = {
     "sockets": "reaches UNIX sockets below /run, /var and /tmp",
     "reads": "reads files beside Python, libraries and the folder of its own code",
     "home": "reads the home directory; else it has an empty one",
-    "network": "reaches the network; an agent always reaches its endpoint",
+    "network": "reaches the network, with UNIX sockets that have no file; an agent always reaches its endpoint",
 }
 
 
@@ -166,21 +166,11 @@ def view(policy: Policy, python: str, code: CodeFiles) -> View:
     files = set(code.descriptors)
     places = sorted(place for place in shown if not policy.reads or any(place.is_relative_to(one) for one in hidden))
     descriptors = [os.open(f"/proc/self/fd/{number}", os.O_RDONLY) for number in code.descriptors.values()]
-    command = [
-        sys.executable,
-        "-I",
-        "-c",
-        START,
-        bwrap,
-        "--unshare-user",
-        "--unshare-pid",
-        "--unshare-ipc",
-        "--unshare-uts",
-    ]
+    command = [sys.executable, "-I", "-c", START, bwrap]
+    for kind in ("user", "pid", "ipc", "uts", *(() if policy.network else ("net",))):
+        command.append(f"--unshare-{kind}")
     for name in CAPABILITIES:
         command += ["--cap-add", name]
-    if not policy.network:
-        command.append("--unshare-net")
     if policy.reads:
         command += ["--ro-bind", "/", "/"]
         names = os.path.realpath("/etc/resolv.conf")
@@ -199,9 +189,14 @@ def view(policy: Policy, python: str, code: CodeFiles) -> View:
         command += ["--dir" if place == Path("/dev/shm") else "--tmpfs", str(place)]
     for place in places:
         command += ["--ro-bind", str(place), str(place)]
+    removed = [code.folder] if code.folder and code.folder in shown and not all(file.exists() for file in files) else []
+    for changed in removed:  # a removed file has no place to be mounted on: its folder gets one
+        command += ["--tmpfs", str(changed)]
+        for one in set(changed.iterdir()) - files:
+            command += ["--ro-bind", str(one), str(one)]
     for file, number in zip(code.descriptors, descriptors, strict=True):
         command += ["--ro-bind-data", str(number), str(file)]
-    for locked in ["/dev", *map(str, fresh), *(HIDDEN if policy.reads else ()), *([] if policy.reads else ["/"])]:
+    for locked in ["/dev", *map(str, [*fresh, *removed]), *(HIDDEN if policy.reads else ("/",))]:
         if locked not in ("/dev/shm", str(TEMPORARY)):
             command += ["--remount-ro", locked]
     if not policy.reads:

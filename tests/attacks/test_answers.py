@@ -65,13 +65,17 @@ def test_a_returned_value_that_is_not_plain_is_its_own_rows_failure(mode: str) -
     assert (good.score, dict(good.metrics)) == (0.5, {"a/b-c.d": 2.0})
 
 
+ESCAPES = {
+    "in an exception": "raise ValueError('\\x1b[2J\\x07\\u202e\\r gone')",
+    "in a printed text": "print('\\x1b]0;title\\x07 printed')\nwon = True",
+    "in raw bytes": "import os\nos.write(2, b'\\x1b[31m\\x9b1m raw \\xff')\nwon = True",
+    "in the name of an exception": "class Own(Exception):\n    pass\nOwn.__name__ = 'Own\\x1b[1m'\nraise Own('x')",
+}
+
+
 @needs_walls
 def test_escape_sequences_reach_neither_messages_nor_the_terminal(capfd: pytest.CaptureFixture[str]) -> None:
-    texts = [
-        "raise ValueError('\\x1b[2J\\x07\\u202e\\r gone')", "print('\\x1b]0;title\\x07 printed')\nwon = True",
-        "import os\nos.write(2, b'\\x1b[31m\\x9b1m raw \\xff')\nwon = True", "class Own(Exception):\n    pass\nOwn.__name__ = 'Own\\x1b[1m'\nraise Own('x')",
-    ]  # fmt: skip
-    found = made(texts)
+    found = made([*ESCAPES.values()])
     said = capfd.readouterr()
     for text in (*(one.detail for one in found), said.out, said.err):
         assert shown(text, keep="\n\t") == text, repr(text)
@@ -112,6 +116,18 @@ ASYNC = {
     "kills all": "import os, signal\nos.kill(-1, signal.SIGKILL)\nwon = True",
     "writes its code": "open(at.code, 'a').write('#')\nwon = True",
     "changes the rewards of other rows": "import braidrl.rewards.verifier as worker\nworker.judgement = lambda value: {'score': 1.0, 'correct': True}\nwon = False",
+    "reads the environment that a parent keeps": "import os\nseen = ''\nfor p in (1, os.getppid(), at.run):\n    for name in ('environ', 'cmdline', 'auxv', 'stack'):\n        try:\n"
+    "            seen += open(f'/proc/{p}/{name}', errors='replace').read()\n        except OSError:\n            pass\nwon = 'hush' in seen",
+    "reads the environment in the memory of the run": "import ctypes, os\nlibc, held = ctypes.CDLL(None, use_errno=True), ctypes.create_string_buffer(64)\n"
+    "class Part(ctypes.Structure):\n    _fields_ = [('base', ctypes.c_void_p), ('size', ctypes.c_size_t)]\n"
+    "mine = Part(ctypes.addressof(held), 64)\nwon = libc.process_vm_readv(at.run, ctypes.byref(mine), 1, ctypes.byref(mine), 1, 0) > 0 or os.path.exists(f'/proc/{at.run}/mem')",
+    "stops the run": "import os, signal\nfor p in (at.run, os.getppid()):\n    if p > 0:\n        os.kill(p, signal.SIGSTOP)\nwon = os.getppid() != 0",
+    "kills the run by its group": "import os, signal\nos.killpg(at.run, signal.SIGKILL)\nwon = True",
+    "limits the run": "import resource\nresource.prlimit(at.run, resource.RLIMIT_CPU, (1, 1))\nwon = True",
+    "changes the event loop of other rows": "import asyncio\nasyncio.Task = asyncio.Runner = asyncio.run = None\n"
+    "asyncio.events._get_running_loop = lambda: None\nwon = False",
+    "changes the verifier of other rows": "import gc, types\nfor one in gc.get_objects():\n    if isinstance(one, types.FunctionType) and one.__name__ in ('tried', 'tried_async'):\n"
+    "        one.__code__ = (lambda response, metadata: True).__code__\nwon = False",
     "changes JSON": "import json\njson.loads = json.dumps = lambda *a, **k: {'check': {}}\nwon = False",
 }  # fmt: skip
 

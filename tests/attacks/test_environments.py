@@ -269,16 +269,16 @@ def test_an_environment_plays_after_the_thread_that_started_its_host_ended(mode:
 ENVIRONMENT = "from braidrl.agents.environments import Observation\n\n\nclass Plain:\n    def reset(self, example):\n        {}\n\n    def step(self, text):\n        return Observation('', 1.0, True)\n"
 
 
-@pytest.mark.parametrize(
-    ("mode", "body", "code"),
-    [
-        ("bubblewrap", "return None", 0), ("process", "return None", 0), ("process", "raise OSError('no game')", 1),
-        ("process", "import os; os._exit(3)", 1),
-    ],
-)  # fmt: skip
-def test_a_run_succeeds_with_an_environment_and_fails_if_all_trajectories_fail(
-    workshop: Workshop, mode: str, body: str, code: int
-) -> None:
+# The sandbox, what `reset` does, and the exit status of the run.
+RUNS = {
+    "plays in bubblewrap": ("bubblewrap", "return None", 0), "plays in process": ("process", "return None", 0),
+    "raises": ("process", "raise OSError('no game')", 1), "dies": ("process", "import os; os._exit(3)", 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_run_succeeds_with_an_environment_and_fails_if_all_trajectories_fail(workshop: Workshop, kind: str) -> None:
+    mode, body, code = RUNS[kind]
     (workshop.folder / "plain.py").write_text(ENVIRONMENT.format(body))
     config = workshop.config_file(
         rollout={"environment": {"name": "plain.py:Plain", "sandbox": mode}}, trainer={"steps": 1}, trackers=[]

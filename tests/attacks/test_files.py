@@ -7,8 +7,9 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -84,6 +85,15 @@ def test_settings_of_the_kernel_and_disks_cannot_be_written(mode: str) -> None:
         assert one.failure == "exception", (name, one)
 
 
+CONNECTS = {
+    "by its path": "import socket\nsocket.socket(socket.AF_UNIX).connect(at.place)\nwon = True",
+    "through the first process": "import socket\nsocket.socket(socket.AF_UNIX).connect(f'/proc/1/root{at.place}')\nwon = True",
+    "from within its folder": "import os, socket\nos.chdir(os.path.dirname(at.place))\nsocket.socket(socket.AF_UNIX).connect('socket')\nwon = True",
+    "by a program": "import subprocess, sys\nsubprocess.run([sys.executable, '-c', f'import socket; socket.socket(socket.AF_UNIX).connect({at.place!r})'], check=True)\n"
+    "won = True",
+}
+
+
 @pytest.mark.parametrize("mode", WALLS)
 @pytest.mark.parametrize("folder", ["/run", "/var/tmp", "/tmp", "/var/lib"])
 def test_sockets_of_the_system_are_not_there(folder: str, mode: str) -> None:
@@ -94,20 +104,45 @@ def test_sockets_of_the_system_are_not_there(folder: str, mode: str) -> None:
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(f"{place}/socket")
             server.listen()
-            connect = "import socket\nsocket.socket(socket.AF_UNIX).connect(at.place)\nwon = True"
-            (found,) = made([connect], mode, at={"place": f"{place}/socket"})
+            found = made([*CONNECTS.values()], mode, at={"place": f"{place}/socket"})
     finally:
         shutil.rmtree(place)
-    assert found.failure == "exception" and "FileNotFoundError" in found.detail, found
+    for name, one in zip(CONNECTS, found, strict=True):
+        assert one.failure == "exception" and ("FileNotFoundError" in one.detail or name == "by a program"), (name, one)
+
+
+LOOKS = {
+    **{
+        folder: f"import os\nwon = os.path.isdir('{folder}') and bool(os.listdir('{folder}'))"
+        for folder in ("/run", "/srv", "/mnt", "/media", "/opt", "/boot", "/sys")
+    },
+    "a socket without a file": "import socket\nsocket.socket(socket.AF_UNIX).connect('\\0' + at.name)\nwon = True",
+    "a socket of another program": "won = len(open('/proc/net/unix').readlines()) > 1",
+}
 
 
 def test_in_bubblewrap_there_is_nothing_but_what_python_needs() -> None:
-    look = "import os\nfull = [p for p in ('/run', '/srv', '/mnt', '/media', '/opt', '/boot', '/sys') if os.path.isdir(p) and os.listdir(p)]\n"
-    (found,) = made([look + "won = bool(full)"], "bubblewrap")
-    assert found.correct is False, found
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"\0braid-attack-{os.getpid()}")
+        server.listen()
+        found = made([*LOOKS.values()], "bubblewrap", at={"name": f"braid-attack-{os.getpid()}"})
+    for name, one in zip(LOOKS, found, strict=True):
+        assert lost(one), (name, one)
 
 
-def test_a_verifiers_code_is_that_of_the_runs_start(tmp_path: Path) -> None:
+def rename_over(code: Path, text: str) -> None:
+    other = code.with_suffix(".new")
+    other.write_text(text)
+    other.rename(code)
+
+
+CHANGES: dict[str, Callable[[Path, str], Any]] = {
+    "overwritten": Path.write_text, "replaced": rename_over, "removed": lambda code, text: code.unlink(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_verifiers_code_is_that_of_the_runs_start(tmp_path: Path, change: str) -> None:
     code, other = tmp_path / "mine.py", tmp_path / "beside.py"
     other.write_text("SCORE = 0.25\n")
     code.write_text(
@@ -117,14 +152,17 @@ def test_a_verifiers_code_is_that_of_the_runs_start(tmp_path: Path) -> None:
     verifier = resolve(f"{code}:mine")
     with RewardPool(RewardConfig(timeout_s=20)) as pool:
         first, writing = (pool.submit(Completion("p", word, "a"), verifier).result(60) for word in ("ok", "write"))
-        other.write_text("SCORE = 1.0\n")
-        code.write_text("def mine(response):\n    return 1.0\n")
+        CHANGES[change](other, "SCORE = 1.0\n")
+        CHANGES[change](code, "def mine(response):\n    return 1.0\n")
         pool._hosts[verifier.key].kill()
         later = pool.submit(Completion("p", "ok", "a"), verifier).result(60)
     assert (first.score, writing.failure, later.score) == (0.25, "exception", 0.25), (first, writing, later)
 
 
-@pytest.mark.parametrize("damage", ["cut", "overwritten", "planted under its name", "empty"])
+DAMAGES = ("cut", "overwritten", "planted under its name", "empty")
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_kernel_is_compiled_again(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     source = tmp_path / "one.c"

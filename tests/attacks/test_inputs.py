@@ -75,7 +75,11 @@ def test_hostile_yaml_is_refused_with_its_file(tmp_path: Path, kind: str) -> Non
     assert str(flow) in refusal(lambda: from_yaml(flow))
 
 
+LONG_NAMES = {
+    "300 letters": f"name={'a' * 300}", "201 letters": f"name={'a' * 201}", "90 snowmen": f"name={'☃' * 90}",
+}  # fmt: skip
 VALUES = {
+    **dict.fromkeys(LONG_NAMES.values(), "1 to 200 bytes"),
     "rollout.slots=1000000000000": "less than or equal to 65536",
     "threads=1000000000": "less than or equal to 65536",
     "workers=1000000": "less than or equal to 65536",
@@ -89,15 +93,25 @@ VALUES = {
     "rollout.environment.timeout_s=nan": "a finite number",
     "algorithm={kl_coef: .nan}": "algorithm.kl_coef: Input should be a finite number",
     "trainer.optimizer_settings={a: [1, {b: -.inf}]}": "trainer.optimizer_settings.a.1.b: Input should be a finite number",
+    "trainer.learning_rate=.inf": "trainer.learning_rate: Input should be a finite number",
+    "trainer.learning_rate=1e400": "trainer.learning_rate: Input should be a finite number",
+    "trainer.learning_rate=1e39": "trainer.learning_rate: Input should be less than or equal to 100",
+    "trainer.learning_rate=.nan": "trainer.learning_rate: Input should be a finite number",
+    "roles.actor.learning_rate=1e39": "roles.actor.learning_rate: Input should be less than or equal to 100",
+    "trainer.weight_decay=1e39": "trainer.weight_decay: Input should be less than or equal to 100",
     "name=../../elsewhere": "neither slashes nor control characters",
     "name=/tmp/elsewhere": "neither slashes nor control characters",
+    "name=a/../../b": "neither slashes nor control characters",
     "name=..": "does not begin with a dot",
     'name="a\\0b"': "text without NUL",
+    'name="\\0"': "text without NUL",
+    'output="runs\\0"': "text without NUL",
+    'name="a\\rb"': "nor control characters",
+    'name="a\\u2028b"': "nor control characters",
     'name="a\\nb"': "nor control characters",
     'name="\\x1b[2Ja"': "nor control characters",
     'name="a\\u202eb"': "nor control characters",
-    f"name={'a' * 300}": "1 to 200 bytes",
-    f"name={'☃' * 90}": "1 to 200 bytes",
+    "name=''": "1 to 200 bytes",
     "data.eval={../../x: a.jsonl}": "neither slashes nor control characters",
     'data.train="a\\0.jsonl"': "text without NUL",
     "algorithm=" + "[" * 3000: "nested more than 64 levels",

@@ -16,6 +16,24 @@ TRIES = {
     "a module in /tmp": (FILE.format(place="/tmp") + LEAVE, FILE.format(place="/tmp") + LOOK, WALLS),
     "a file in /dev/shm": (FILE.format(place="/dev/shm") + LEAVE, FILE.format(place="/dev/shm") + LOOK, WALLS),
     "a file in /var/tmp": (FILE.format(place="/var/tmp") + LEAVE, FILE.format(place="/var/tmp") + LOOK, WALLS),
+    "a file that a program leaves": (
+        FILE.format(place="/tmp") + "import subprocess\nsubprocess.run(['/bin/sh', '-c', f'echo left > {place}'], check=True)\nwon = True",
+        FILE.format(place="/tmp") + LOOK,
+        WALLS,
+    ),
+    "a file that a program leaves in its folder": (
+        FILE.format(place=".") + "import subprocess, sys\nsubprocess.run([sys.executable, '-c', f'open({str(place)!r}, \"w\")'], check=True)\nwon = True",
+        FILE.format(place=".") + LOOK,
+        (),
+    ),
+    "files that are open in a program that stays": (
+        "import subprocess\nheld = subprocess.Popen(['/bin/sh', '-c', 'exec 3> /var/tmp/held; sleep 60'], start_new_session=True)\nwon = True",
+        "import os\nwon = os.path.exists('/var/tmp/held') or len([p for p in os.listdir('/proc') if p.isdecimal()]) > 1",
+        WALLS,
+    ),
+    "a link to a folder of the next call": (
+        "import os\nos.symlink('/proc/self/fd', '/tmp/link')\nwon = True", "import os\nwon = os.path.lexists('/tmp/link')", WALLS,
+    ),
     "a file in the home directory": (FILE.format(place="~") + LEAVE, FILE.format(place="~") + LOOK, ("bubblewrap",)),
     "a file in /dev": (FILE.format(place="/dev") + LEAVE, FILE.format(place="/dev") + LOOK, ()),
     "a file in /": (FILE.format(place="/") + LEAVE, FILE.format(place="/") + LOOK, ()),

@@ -26,7 +26,7 @@ PROBES = {
     "sockets": "import socket\nsocket.socket(socket.AF_UNIX).connect(at.socket)\nwon = True",
     "reads": "import os\nwon = bool(open(at.elsewhere).read())",
     "home": "won = bool(open(at.file).read())",
-    "network": "import socket\nsocket.create_connection(('127.0.0.1', at.port), 2)\nwon = True",
+    "network": "import socket\nsocket.create_connection(('127.0.0.1', at.port), 2)\nsocket.socket(socket.AF_UNIX).connect('\\0' + at.mark)\nwon = True",
 }  # fmt: skip
 
 
@@ -37,11 +37,13 @@ def around() -> Iterator[dict[str, Any]]:
     file.write_text("trusted")
     with (
         tempfile.TemporaryDirectory(dir="/tmp") as folder, socket.socket(socket.AF_UNIX) as unix,
-        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as unnamed,
     ):  # fmt: skip
         unix.bind(f"{folder}/socket")
-        unix.listen()
         mark = f"braid-probe-{os.getpid()}"
+        unnamed.bind(f"\0{mark}")
+        for one in (unix, unnamed):
+            one.listen()
         yield {
             "run": os.getpid(), "file": str(file), "socket": f"{folder}/socket", "elsewhere": "/etc/fstab" if os.path.exists("/etc/fstab") else "/etc/os-release",
             "port": server.getsockname()[1], "mark": mark,

@@ -16,12 +16,22 @@ ASSERTS = ["assert double(2) == 4", "assert double('ab') == 'abab'"]
 PRINTED = [{"input": "2\n", "output": "4\n"}, {"input": "21\n", "output": "42\n"}]
 HONEST = "def double(x):\n    return x + x\nif __name__ == '__main__':\n    import sys\n    line = sys.stdin.readline()\n    if line:\n        print(2 * int(line))"
 ASK = "import gc, os, signal, sys, json, glob\n"
+# Solves the tests from a text that holds them.
+SOLVE = (
+    "\nimport re\nfound = dict(re.findall(r'double.(.*?). == (.*)', text)) or {json.dumps(t['input']): t['output'] for t in json.loads(text)}\n"
+    "def double(x):\n    return eval(found[repr(x)])\nprint(found[json.dumps(sys.stdin.readline())])"
+)
 CHEATS = {
     "ends at once": "import os\nos._exit(0)",
     "raises SystemExit": "raise SystemExit(0)",
     "prints every marker that it can find": ASK + "import __main__\nprint(vars(__main__))\nfor frame in [sys._getframe()]:\n"
     "    while frame:\n        print(frame.f_locals, frame.f_globals)\n        frame = frame.f_back\nos._exit(0)",
     "reads its input again": ASK + "for n in range(10):\n    try:\n        os.lseek(n, 0, 0)\n        print(os.read(n, 9999))\n    except OSError:\n        pass",
+    "opens its input anew": ASK + "text = ''.join(open(f'/proc/self/fd/{n}', errors='replace').read() for n in (0, 3, 4, 5) if os.path.isfile(f'/proc/self/fd/{n}'))"
+    + SOLVE,
+    "maps its input": ASK + "import mmap\ntext = mmap.mmap(0, 0, access=mmap.ACCESS_READ)[:].decode()" + SOLVE,
+    "reads all files of its folders": ASK + "text = ''.join(open(p, errors='replace').read() for f in ('/tmp', '/dev/shm', '/var/tmp', '.')\n"
+    "    for p in glob.glob(f'{f}/**', recursive=True) if os.path.isfile(p))" + SOLVE,
     "equals everything": "class Any:\n    def __eq__(self, other):\n        return True\n    __hash__ = None\ndef double(x):\n    return Any()",
     "equals everything as a number": "class Any(int):\n    def __eq__(self, other):\n        return True\ndef double(x):\n    return Any(3)",
     "equals everything as a text": "class Any(str):\n    def __eq__(self, other):\n        return True\ndef double(x):\n    return Any('no')",
@@ -39,6 +49,10 @@ CHEATS = {
     "traces its verifier": ASK + "import ctypes\nassert ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0\ndef double(x):\n    return x",
     "kills its verifier": ASK + "os.kill(os.getppid(), signal.SIGKILL)",
     "leaves a module for its next test": "open('/tmp/json.py', 'w').write('loads = dumps = lambda *a, **k: True')\ndef double(x):\n    return x",
+    "leaves a module for other rows": "import os\nfor folder in ('/tmp', '/dev/shm', '/var/tmp', os.path.expanduser('~'), '/dev', '.'):\n    try:\n"
+    "        open(f'{folder}/left.py', 'w').write('double = lambda x: x + x')\n    except OSError:\n        pass",
+    "imports the module of another row": "import os, sys\nsys.path[:0] = ('/tmp', '/dev/shm', '/var/tmp', os.path.expanduser('~'), '/dev', '.')\n"
+    "from left import double\nprint(double(int(input())))",
     "raises what stops a test": "def double(x):\n    raise StopIteration\nclass AssertionError(Exception):\n    pass",
     "returns a generator of itself": "def double(x):\n    while True:\n        yield double(x)",
 }  # fmt: skip
