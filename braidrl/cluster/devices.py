@@ -70,13 +70,7 @@ def free_memory(name: str) -> int | None:
 def devices_each(pools: Sequence[Pool], available: int, where: str) -> dict[str, int]:
     """Return the number of devices per process of each pool, including those of its engines.
 
-    Args:
-        pools: Process pools of the run.
-        available: Number of devices.
-        where: Where these devices are, for the error message.
-
-    Raises:
-        UserError: There are too few.
+    Raises UserError if fewer are `available`; it says `where`.
     """
     apart = {p.name: p.device * (1 + p.engines * p.engine_devices) for p in pools}
     shared = {p.name: p.device * max(1, p.engines * p.engine_devices) for p in pools}
@@ -92,12 +86,9 @@ def devices_each(pools: Sequence[Pool], available: int, where: str) -> dict[str,
 
 
 def assign_devices(pools: Sequence[Pool], available: int, where: str = "this machine") -> dict[str, Devices]:
-    """Return the devices of every process, named POOL-NUMBER, in the order of pools and numbers.
+    """Return the devices of every process on one node, named POOL-NUMBER, in the order of pools and numbers.
 
-    Args:
-        pools: Process pools of the run on one node.
-        available: Devices of the node.
-        where: As for `devices_each`, whose errors are raised.
+    Raises the errors of `devices_each`.
     """
     each, table, first = devices_each(pools, available, where), dict[str, Devices](), 0
     for pool in pools:
@@ -113,15 +104,9 @@ def assign_devices(pools: Sequence[Pool], available: int, where: str = "this mac
 
 
 def own_devices(available: int, engines: int = 0, engine_devices: int = 1) -> Devices:
-    """Return the devices of this process: all that it sees, or its share of them under `torchrun`.
+    """Return the devices of this process, which starts so many engines: all that it sees, or its share of them under `torchrun`.
 
-    Args:
-        available: Number of devices that this process sees.
-        engines: Number of engine processes that it starts.
-        engine_devices: Devices of each engine.
-
-    Raises:
-        UserError: There are too few.
+    Raises UserError if there are too few.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     rank = int(os.environ["LOCAL_RANK"]) if local > 1 else 0
@@ -130,11 +115,7 @@ def own_devices(available: int, engines: int = 0, engine_devices: int = 1) -> De
 
 
 def see_only(number: int) -> None:
-    """Hide all CUDA devices but one, which becomes `cuda`. Call this before the process uses CUDA.
-
-    Args:
-        number: Index among the devices that the process sees.
-    """
+    """Hide all CUDA devices that the process sees but one, which becomes `cuda`. Call this before the process uses CUDA."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = seen[number] if seen != [""] else str(number)
 

@@ -242,7 +242,14 @@ def fork(name: str, run: Callable[[Connection], None], kept_here: Sequence[int] 
     """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_forked, args=(run, theirs, [*kept_here, ours.fileno()]), name=name)
+
+    def forked() -> None:
+        for descriptor in (*kept_here, ours.fileno()):
+            os.close(descriptor)
+        _go_on_without_starter()
+        run(theirs)
+
+    process = context.Process(target=forked, name=name)
     process.start()
     theirs.close()
     return Forked(name, ours, process)
@@ -285,13 +292,6 @@ def _copied(
     descriptor = os.dup(connection.fileno())
     connection.close()
     function_of(main)(descriptor)
-
-
-def _forked(run: Callable[[Connection], None], connection: Connection, kept_by_starter: Sequence[int]) -> None:
-    for descriptor in kept_by_starter:
-        os.close(descriptor)
-    _go_on_without_starter()
-    run(connection)
 
 
 def _go_on_without_starter() -> None:

@@ -169,11 +169,7 @@ class RayCluster:
     def start(self, worker: type, place: Reservation, *arguments: Any, name: str | None = None) -> Any:
         """Start an actor of class `worker` in a reservation. It answers `fetch` in separate threads while another call runs.
 
-        Args:
-            worker: A class.
-            place: A result of `reserve`.
-            arguments: Constructor arguments.
-            name: Name by which other actors of the run find it.
+        Other actors of the run find it by `name`.
         """
         options = {
             "name": name, "num_cpus": place.cpus, "num_gpus": place.gpus, "scheduling_strategy": place.strategy,
@@ -196,17 +192,9 @@ class RayCluster:
         self.beats.look(self.actors)
 
     def ready(self, references: Sequence[Any], limit_s: float) -> list[Any]:
-        """Wait for the first of these results and return all that have arrived.
+        """Wait for the first of these references and return all that are ready; none after `limit_s` seconds.
 
-        Args:
-            references: Ray's references to results.
-            limit_s: Longest wait, in seconds.
-
-        Returns:
-            The references that are ready; none after `limit_s`.
-
-        Raises:
-            WorkerError: One of Ray's own processes is gone, or an actor sent no heartbeat for too long.
+        Raises WorkerError if one of Ray's own processes is gone, or an actor sent no heartbeat for too long.
         """
         deadline = time.monotonic() + limit_s
         while True:
@@ -249,9 +237,7 @@ class RayCluster:
     def end(self, actor: Any, process: int | None = None) -> None:
         """End one actor at once and free its bundle.
 
-        Args:
-            actor: A result of `start`.
-            process: Its process, if known and on this machine. Ray alone cannot end a process that a signal has stopped.
+        `process` is its own, if known and on this machine: Ray alone cannot end a process that a signal has stopped.
         """
         self.ray.kill(actor)
         if process is not None:

@@ -76,27 +76,22 @@ def evaluated_sets(
 def evaluate_model(config: Config) -> dict[str, float]:
     """Return the metrics of every set under `data.eval` for the model as it is, as `braid eval` prints them."""
     config = with_fetched(config)
-    if config.runtime == "distributed":
-        metrics: dict[str, float] = in_ranks(config, "braidrl.runtimes.evaluation:evaluate_rank", {})
-        return metrics
-    return evaluated(config, Progress())
+    task = {"config": config.model_dump(mode="json")}
+    if config.runtime != "distributed":
+        return evaluate_rank(World(), task)
+    metrics: dict[str, float] = in_ranks(config, "braidrl.runtimes.evaluation:evaluate_rank", {})
+    return metrics
 
 
 def evaluate_rank(world: World, task: dict[str, Any]) -> dict[str, float]:
-    """Evaluate as one rank of several."""
-    progress = Progress() if world.first else silent_progress()
-    return evaluated(parse_config(task["config"]), progress, world)
-
-
-def evaluated(config: Config, progress: Progress, world: World | None = None) -> dict[str, float]:
-    """Evaluate in one process, or as one rank; return the metrics of every set."""
-    prepared = prepare_together(config, world or World(), train=False)
+    """Evaluate as one rank of several, or alone; return the metrics of every set."""
+    config, progress = parse_config(task["config"]), Progress() if world.first else silent_progress()
+    prepared = prepare_together(config, world, train=False)
     if not config.data.evaluation_sources:
         raise UserError("data.eval names no set; give it one, as in data.eval.test=test.jsonl")
     for line in without_effect(config):
         progress.print(line)
     set_up_torch(config)
-    world = world or World()
 
     def made() -> str:
         """Make the folder of the evaluated rows, with the configuration in it."""

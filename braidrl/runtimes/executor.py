@@ -11,14 +11,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from braidrl.cluster.devices import choose_device
 from braidrl.config import Config
 from braidrl.data.rows import Column, Rows
 from braidrl.data.templates import PromptTemplate, Retokenizer
+from braidrl.engines.factory import Remote
 from braidrl.errors import BadUpdate, UserError
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.compute import computed, of_namespace, summed
@@ -91,13 +90,8 @@ class StageExecutor:
             self.residency.add(worker, self.engines.get(role), frozen)
         for role in generating:
             if role not in roles:
-                self.generation.start_remote_engine(role, ranks or DataParallel())
+                self.generation.start_engine(Remote(role, ranks or DataParallel()))
         self.residency.begin()
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device of this process's models."""
-        return choose_device(self.config.device)
 
     def exchange_weights(self, role: str, ranks: DataParallel) -> None:
         """Plan the transfer of a role's weights from training to generating processes; all of them call this together."""
