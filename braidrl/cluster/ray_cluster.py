@@ -215,15 +215,11 @@ class RayCluster:
         """Return the actors that are dead, or sent no heartbeat for `cluster.silence_s`."""
         limit_s = mute_after(self.config.silence_s)
         mute = [actor for actor in actors if self.beats.silence(actor) > limit_s]
-        dead, silent = self._dead_and_silent([actor for actor in actors if actor not in mute], limit_s)
+        dead, silent = self.dead_and_silent([actor for actor in actors if actor not in mute], limit_s)
         return [*mute, *dead, *silent]
 
-    def ended(self, limit_s: float) -> list[Any]:
-        """Return the actors that are gone; one that does not answer within `limit_s` seconds may only be busy."""
-        return self._dead_and_silent(self.actors, limit_s)[0]
-
-    def _dead_and_silent(self, actors: Sequence[Any], limit_s: float) -> tuple[list[Any], list[Any]]:
-        """Ask actors for a heartbeat; return those that are gone, and those that do not answer in time."""
+    def dead_and_silent(self, actors: Sequence[Any], limit_s: float) -> tuple[list[Any], list[Any]]:
+        """Ask actors for a heartbeat; return those that are gone, and those that do not answer in time: they may only be busy."""
         asked = {actor.__ray_ready__.options(concurrency_group=BEATS).remote(): actor for actor in actors}
         answered, silent = self.ray.wait(list(asked), num_returns=len(asked), timeout=limit_s) if asked else ([], [])
         dead = []

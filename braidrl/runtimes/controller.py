@@ -40,13 +40,9 @@ class SerialController(Generic[TableT]):
         self.seconds: dict[str, float] = {}
 
     def iterate(
-        self,
-        iteration: int,
-        version: int,
-        recorded: TableT | None = None,
-        train: bool = True,
+        self, iteration: int, version: int, recorded: TableT | None = None, train: bool = True,
         before_training: Callable[[], object] = lambda: None,
-    ) -> IterationResult[TableT]:
+    ) -> IterationResult[TableT]:  # fmt: skip
         self.seconds, sums = {stage.name: 0.0 for stage in self.flow.stages}, Sums()
         if recorded is not None:
             index = self.backend.index(recorded)

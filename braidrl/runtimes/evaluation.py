@@ -54,14 +54,9 @@ def good_enough(metrics: Mapping[str, float | int | None], stop_at: float | None
 
 
 def evaluated_sets(
-    backend: Backend[T],
-    flow: Flow,
-    names: Iterable[str],
-    settings: EvaluationConfig,
-    step: int,
-    prompts: int | None = None,
-    sums: Sums | None = None,
-) -> Iterator[tuple[str, T, dict[str, float]]]:
+    backend: Backend[T], flow: Flow, names: Iterable[str], settings: EvaluationConfig, step: int,
+    prompts: int | None = None, sums: Sums | None = None,
+) -> Iterator[tuple[str, T, dict[str, float]]]:  # fmt: skip
     """Yield each named set, its rows and its metrics under the current weights; at most `prompts` of each set are used.
 
     `step` is the seed of the stages' random numbers, and `sums` collects their counts.

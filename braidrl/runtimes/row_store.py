@@ -88,13 +88,9 @@ class RowStore:
     """Makes rows from their origin, and writes rows to files."""
 
     def __init__(
-        self,
-        config: Config,
-        tokenizer: PreTrainedTokenizerBase,
-        sources: Sequence[LoadedSource],
-        eval_sources: Mapping[str, LoadedSource],
-        texts: LoadedSource | None = None,
-    ) -> None:
+        self, config: Config, tokenizer: PreTrainedTokenizerBase, sources: Sequence[LoadedSource],
+        eval_sources: Mapping[str, LoadedSource], texts: LoadedSource | None = None,
+    ) -> None:  # fmt: skip
         self.config, self.tokenizer, self.eval_sources = config, tokenizer, eval_sources
         self.hidden = hidden_ids(tokenizer, end_ids_of(config.model.expanduser(), tokenizer))
         self.loader = PromptLoader(sources, config.seed, config.data.shuffle) if sources else None

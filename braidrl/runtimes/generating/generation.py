@@ -73,14 +73,9 @@ class Generation:
     """The engines of generating roles, by role, and the running checks."""
 
     def __init__(
-        self,
-        config: Config,
-        flow: Flow,
-        tokenizer: PreTrainedTokenizerBase,
-        rewards: RuleRewards | None,
-        progress: Progress,
-        ranks: DataParallel,
-    ) -> None:
+        self, config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase, rewards: RuleRewards | None,
+        progress: Progress, ranks: DataParallel,
+    ) -> None:  # fmt: skip
         """Start without engines; `ranks` are the processes that generate a batch together."""
         self.config, self.flow, self.tokenizer, self.progress = config, flow, tokenizer, progress
         self.ranks = ranks

@@ -56,15 +56,9 @@ class HybridBackend:
     """Implements `SerialBackend` with handles. Every role has a worker group; `home` makes the rows, and runs stages without a location."""
 
     def __init__(
-        self,
-        loader: Admissions | None,
-        groups: Mapping[str, WorkerGroup],
-        home: WorkerGroup,
-        executor: StageExecutor,
-        resources: ExitStack,
-        replace_lost: Callable[[], None],
-        trace: TraceWriter | None = None,
-    ) -> None:
+        self, loader: Admissions | None, groups: Mapping[str, WorkerGroup], home: WorkerGroup, executor: StageExecutor,
+        resources: ExitStack, replace_lost: Callable[[], None], trace: TraceWriter | None = None,
+    ) -> None:  # fmt: skip
         """Store the parts that `start_hybrid_backend` has started. `home` reads data and writes rows to files.
 
         `executor` computes on index columns and holds no role. `close` ends `resources`. `replace_lost` restarts groups that lost a

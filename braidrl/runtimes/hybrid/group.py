@@ -185,6 +185,7 @@ class WorkerGroup:
             except (WorkerFailure, UserError):
                 continue
         # The cause may be a dead worker of any pool whose rows or weights these calls needed.
-        if not isinstance(failure, WorkerDied) and (gone := self.cluster.ended(DEATH_S)):
+        gone = [] if isinstance(failure, WorkerDied) else self.cluster.dead_and_silent(self.cluster.actors, DEATH_S)[0]
+        if gone:
             names = ", ".join(self.names.get(actor._actor_id.hex(), "an actor") for actor in gone)
             raise WorkerDied(f"{names} died; others were waiting for it") from failure

@@ -23,7 +23,6 @@ from braidrl.data.prompts import Readers
 from braidrl.data.rows import Rows
 from braidrl.engines.factory import with_engines
 from braidrl.errors import UserError
-from braidrl.flow import Stage
 from braidrl.importing import import_function
 from braidrl.observe.progress import Progress
 from braidrl.observe.trace import TraceWriter
@@ -94,9 +93,9 @@ def hybrid_pools(prepared: Prepared, train: bool) -> tuple[Pool, ...]:
     return tuple(pool for pool in kept if pool.roles)
 
 
-def sign_of(stages: Sequence[Stage]) -> int:
+def sign_of(prepared: Prepared) -> int:
     """Return a hash of the stages; workers and driver must derive the same stages from a configuration."""
-    return zlib.crc32(repr(stages).encode())
+    return zlib.crc32(repr((*prepared.flow.stages, *prepared.evaluation.stages)).encode())
 
 
 def method_class(config: Config, role: str) -> type | None:
@@ -163,7 +162,7 @@ class PoolWorker:
         pools = hybrid_pools(self.prepared, order.train)
         self.spec = WorkerSpec.of(number, pools, order, config.cluster.wait_limit_s)
         set_up_torch(config)
-        return sign_of(self.prepared.stages)
+        return sign_of(self.prepared)
 
     @register(protocol="RANK_ZERO")
     def rendezvous(self) -> Meeting:

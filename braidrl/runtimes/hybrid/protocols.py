@@ -167,7 +167,5 @@ PP_AS_DP = by_share(
     "PP_AS_DP", lambda mesh: [ranks.tolist() for copy in np.swapaxes(mesh.ranks(), 0, 1) for ranks in copy]
 )
 PP_ONLY = TransferProtocol(
-    "PP_ONLY",
-    ONE_TO_ALL.distribute,
-    lambda mesh, calls, results: [results[rank] for rank in mesh.ranks()[:, 0, 0]],
+    "PP_ONLY", ONE_TO_ALL.distribute, lambda mesh, calls, results: [results[rank] for rank in mesh.ranks()[:, 0, 0]]
 )

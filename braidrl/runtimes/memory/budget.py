@@ -11,14 +11,7 @@ from braidrl.config import Config
 from braidrl.config.layout import ParallelLayout
 from braidrl.engines.factory import engine_processes, generation_layout
 from braidrl.flow import Flow, Kind
-from braidrl.runtimes.memory.residency import (
-    GIB,
-    Asset,
-    ResidencyPlan,
-    needed_assets,
-    residency_plan,
-    sizes_during,
-)
+from braidrl.runtimes.memory.residency import GIB, Asset, ResidencyPlan, needed_assets, residency_plan, sizes_during
 from braidrl.training.memory.footprint import (
     Shape,
     activation_bytes,

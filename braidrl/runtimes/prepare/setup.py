@@ -105,11 +105,6 @@ class Prepared:
         return tuple(dict.fromkeys([*(self.flow if train else self.evaluation).roles, *self.generating]))
 
     @property
-    def stages(self) -> tuple[Stage, ...]:
-        """Return the stages of the flow and of evaluation."""
-        return (*self.flow.stages, *self.evaluation.stages)
-
-    @property
     def kept(self) -> dict[str, Any]:
         """Return the table folders of this process's data, for other processes that read the same files."""
         evaluation = {name: source.kept for name, source in self.eval_sources.items()}

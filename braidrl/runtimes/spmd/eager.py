@@ -56,13 +56,9 @@ class EagerBackend(InProcessBackend):
     """One executor that holds every role; the table is the rows."""
 
     def __init__(
-        self,
-        config: Config,
-        loader: PromptLoader | None,
-        executor: StageExecutor,
-        store: RowStore,
+        self, config: Config, loader: PromptLoader | None, executor: StageExecutor, store: RowStore,
         trace: TraceWriter | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(executor, trace)
         self.config, self.loader, self.store = config, loader, store
 

@@ -42,17 +42,9 @@ class DistributedBackend(InProcessBackend):
     """One rank's backend; all ranks receive the same calls in the same order."""
 
     def __init__(
-        self,
-        config: Config,
-        flow: Flow,
-        loader: PromptLoader | None,
-        executor: StageExecutor,
-        store: RowStore,
-        world: World,
-        generating: Mapping[str, int],
-        interrupts: Interrupts,
-        trace: TraceWriter | None,
-    ) -> None:
+        self, config: Config, flow: Flow, loader: PromptLoader | None, executor: StageExecutor, store: RowStore,
+        world: World, generating: Mapping[str, int], interrupts: Interrupts, trace: TraceWriter | None,
+    ) -> None:  # fmt: skip
         """Store the parts; `generating` is the number of ranks, from rank 0 on, that generate for a role. All ranks do everything else."""
         super().__init__(executor, trace, world.first)
         self.config, self.flow, self.loader, self.store = config, flow, loader, store
