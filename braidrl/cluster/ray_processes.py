@@ -80,7 +80,7 @@ class RayProcess(Process):
 
     def end_if_silent(self, limit_s: float, folder: Path | None = None) -> bool:
         """Check the actor; the actor checks its process."""
-        silence = 0.0 if self._silent else self._cluster.beats.silence(self._actor)
+        silence = 0.0 if self._silent else self._cluster.silence(self._actor)
         if silence <= limit_s:
             return False
         self._silent = f"said nothing for {silence:.0f} s, nor did its actor, and was killed"

@@ -11,7 +11,6 @@ Generation and training each take the whole room if they take turns on the devic
 
 from dataclasses import dataclass, replace
 from math import floor
-from typing import NamedTuple
 
 from braidrl.cluster.devices import Devices, assign_devices, device_count, device_memory, free_memory
 from braidrl.cluster.pools import Pool, place
@@ -53,15 +52,11 @@ class Demand:
     """True if keys and values stay while roles train."""
 
 
-class FittingSizes(NamedTuple):
-    """Sizes that fit; None for work that the device does not do."""
+def fitting_sizes(free: int, demand: Demand) -> tuple[int | None, int | None]:
+    """Return the slots and micro-batch tokens that fit into a device's free bytes: at least 16 slots and the longest row.
 
-    slots: int | None
-    tokens: int | None
-
-
-def fitting_sizes(free: int, demand: Demand) -> FittingSizes:
-    """Return the slots and micro-batch tokens that fit into a device's free bytes: at least 16 slots and the longest row."""
+    None stands for work that the device does not do.
+    """
     room = max(0, int(free * (1 - RESERVE)) - demand.stays)
     if demand.together and demand.slot and demand.token:
         room //= 2
@@ -74,7 +69,7 @@ def fitting_sizes(free: int, demand: Demand) -> FittingSizes:
         fitting = min(most, max(0, room - demand.training) // demand.token)
         rounded = fitting // TOKEN_MULTIPLE * TOKEN_MULTIPLE or fitting
         tokens = max(demand.longest, rounded)
-    return FittingSizes(slots, tokens)
+    return slots, tokens
 
 
 def with_sizes(config: Config, slots: int | None, tokens: int | None) -> Config:

@@ -31,13 +31,11 @@ class GrpoParameters(ClippedParameters, KlParameters):
 
 def grpo(p: GrpoParameters) -> Flow:
     """Return the flow: groups of rewarded responses, and a KL term in the loss."""
-    return Flow(
-        "grpo",
-        [
-            actor.generate(),
-            *rewarded(p.reward),
-            *reference_model(p),
-            advantage.group_normalized() if p.normalise else advantage.group_centered(),
-            policy_update(p, surrogate(p), kl=kl_term(p)),
-        ],
-    )
+    stages = [
+        actor.generate(),
+        *rewarded(p.reward),
+        *reference_model(p),
+        advantage.group_normalized() if p.normalise else advantage.group_centered(),
+        policy_update(p, surrogate(p), kl=kl_term(p)),
+    ]
+    return Flow("grpo", stages)

@@ -151,7 +151,7 @@ class Generation:
         """Return the earlier tokens of rows if responses may be suspended; `version` of the weights continues them."""
         if self.config.rollout.tokens_per_iteration is None or "rollout_versions" not in rows:
             return None
-        return PartialResponses.of(stage, rows, self.config, version)
+        return PartialResponses(stage, rows, self.config, version)
 
     def _play(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
         """Play episodes in the stage's environment; environment failures are counted and the first is shown."""

@@ -113,7 +113,7 @@ class HybridWorker(PoolWorker):
         """Do as `execute` for a wave with the rows `uids`; rows of groups that are not needed end early."""
         if self.notices is not None:
             self.notices.begin(str(key))
-        stop = EarlyStop.of(segment, needless, self.flow, uids, self.notices)
+        stop = EarlyStop(segment, needless, self.flow, uids, self.notices)
         return self._write(part, stage, iteration, key, lambda rows, sums: self.executor.run(stage, rows, sums, stop))
 
     @register(protocol="DP")

@@ -73,7 +73,7 @@ class EagerBackend(InProcessBackend):
         return table
 
     def generate_needed(self, segment: Segment, table: Rows, iteration: int, sums: Sums, needless: Needless) -> Rows:
-        stop = EarlyStop.of(segment, needless, self.executor.flow, table.uids())
+        stop = EarlyStop(segment, needless, self.executor.flow, table.uids())
         return self.run(segment.generate, table, iteration, sums, stop)
 
     def _traced(self, stage: Stage, iteration: int, rows: int) -> AbstractContextManager[Span]:

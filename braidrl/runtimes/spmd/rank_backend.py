@@ -77,7 +77,7 @@ class DistributedBackend(InProcessBackend):
         self.waves += 1
         if self.notices is not None:
             self.notices.begin(str(self.waves))
-        stop = EarlyStop.of(segment, needless, self.flow, table.index.uids(), self.notices)
+        stop = EarlyStop(segment, needless, self.flow, table.index.uids(), self.notices)
         return self.run(segment.generate, table, iteration, sums, stop)
 
     def run(self, stage: Stage, table: Shard, iteration: int, sums: Sums, stop: EarlyStop | None = None) -> Shard:
