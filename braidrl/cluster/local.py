@@ -35,8 +35,8 @@ from braidrl.cluster.fork_server import copy_as_fork_server
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.process import (
     END_LIMIT_S,
-    LOOPBACK,
     ChildTask,
+    Launcher,
     Outcome,
     Process,
     ProcessSpec,
@@ -305,11 +305,8 @@ def _go_on_without_starter() -> None:
     fcntl.fcntl(end, fcntl.F_SETFL, fcntl.fcntl(end, fcntl.F_GETFL) | os.O_ASYNC)
 
 
-class LocalLauncher:
+class LocalLauncher(Launcher):
     """Starts processes on this machine, which share its cores."""
-
-    ip = LOOPBACK
-    node = "here"
 
     def __init__(self, device: str = "cpu") -> None:
         """Start a launcher for the configured `device`: cpu, cuda or auto."""
@@ -323,12 +320,6 @@ class LocalLauncher:
             self._table = assign_devices(pools, self._devices)
         self._threads = default_threads(sum(pool.workers for pool in pools))
         self._start_engines = {pool.name for pool in pools if pool.engines}
-
-    def node_of(self, pool: str, number: int) -> str:
-        return self.node
-
-    def serve(self, service: type, *arguments: Any) -> list[Any]:
-        return []
 
     def start(self, pool: str, number: int, spec: ProcessSpec) -> Process:
         """Start a process. With devices it is a fresh interpreter, since CUDA_VISIBLE_DEVICES must be set before torch is imported."""

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from braidrl.errors import BadUpdate, FailedStep, LostProcess, UserError, WorkerError
 
@@ -219,31 +219,34 @@ class Process(ABC):
         """Wait for its end, kill it after `limit_s`, and free its resources here."""
 
 
-class Launcher(Protocol):
+class Launcher(ABC):
     """Starts the processes of a run, each with its own devices."""
 
-    @property
-    def ip(self) -> str:
-        """Return the address at which other processes reach this one."""
+    ip = LOOPBACK
+    """The address at which other processes reach this one."""
+    node = "here"
+    """The name of this process's node."""
 
-    @property
-    def node(self) -> str:
-        """Return the name of this process's node."""
-
+    @abstractmethod
     def reserve(self, pools: "Sequence[Pool]") -> None:
         """Assign devices and threads to every process of the pools. Raises UserError if there are too few devices."""
 
     def node_of(self, pool: str, number: int) -> str:
         """Return the name of the node that the process with this number in a pool will run on."""
+        return self.node
 
     def serve(self, service: type, *arguments: Any) -> list[Any]:
         """Construct `service(node, ip, *arguments)` on every reserved node but this one, until `close`; return their `place()`s."""
+        return []
 
+    @abstractmethod
     def start(self, pool: str, number: int, spec: ProcessSpec) -> Process:
         """Start the process with this number in a pool and set its threads and devices; the caller closes it."""
 
+    @abstractmethod
     def answered(self, processes: Sequence[Process], seconds: float) -> list[Process]:
         """Return the processes that have an outcome or are gone; wait at most `seconds` for the first of them."""
 
+    @abstractmethod
     def close(self) -> None:
         """Free what was reserved. The callers of `start` close their processes."""
