@@ -27,7 +27,6 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 from braidrl.cluster.child import function_of
 from braidrl.cluster.devices import Devices, assign_devices, device_count
