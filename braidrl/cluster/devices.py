@@ -53,18 +53,13 @@ def device_count(name: str) -> int | None:
     return torch.cuda.device_count() if choose_device(name).type == "cuda" else None
 
 
-def device_memory(name: str) -> int | None:
-    """Return the bytes of this process's CUDA device, or None if the configured `device` is not present."""
+def device_memory(name: str, free: bool = False) -> int | None:
+    """Return the bytes of this process's CUDA device, or its `free` ones; None if the configured `device` is not present."""
     import torch
 
-    return int(torch.cuda.get_device_properties(0).total_memory) if device_count(name) else None
-
-
-def free_memory(name: str) -> int | None:
-    """Return the free bytes of this process's CUDA device, or None as `device_memory` does."""
-    import torch
-
-    return int(torch.cuda.mem_get_info()[0]) if device_count(name) else None
+    if not device_count(name):
+        return None
+    return int(torch.cuda.mem_get_info()[0] if free else torch.cuda.get_device_properties(0).total_memory)
 
 
 def devices_each(pools: Sequence[Pool], available: int, where: str) -> dict[str, int]:

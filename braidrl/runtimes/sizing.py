@@ -12,7 +12,7 @@ Generation and training each take the whole room if they take turns on the devic
 from dataclasses import dataclass, replace
 from math import floor
 
-from braidrl.cluster.devices import Devices, assign_devices, device_count, device_memory, free_memory
+from braidrl.cluster.devices import Devices, assign_devices, device_count, device_memory
 from braidrl.cluster.pools import Pool, place
 from braidrl.config import Config
 from braidrl.engines.factory import generation_layout, hosts_vllm, own_engines, pools_ranks, with_engines
@@ -174,7 +174,7 @@ def with_fitting_sizes(prepared: Prepared, memory: int | None) -> tuple[Prepared
 
 def memory_to_take(config: Config) -> int | None:
     """Return the usable bytes of a CUDA device, or None without one: the free bytes if this process computes on it."""
-    return free_memory(config.device) if config.runtime in ("eager", "distributed") else device_memory(config.device)
+    return device_memory(config.device, free=config.runtime in ("eager", "distributed"))
 
 
 def demands(prepared: Prepared) -> list[Demand]:

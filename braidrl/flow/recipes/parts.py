@@ -119,11 +119,6 @@ def policy_update(p: PolicyParameters, loss: Mapping[str, Any], **more: Any) -> 
     return actor.update(loss=loss, **{**given, **more})
 
 
-def kl_term(p: KlParameters) -> dict[str, Any] | None:
-    """Return the KL term in the loss, or None if its weight is 0."""
-    return {"name": p.kl_estimator, "coef": p.kl_coef} if p.kl_coef > 0 else None
-
-
 def reference_model(p: KlParameters) -> list[Stage]:
     """Return the stage of the reference's log-probs; none if the KL weight is 0."""
     return [reference.log_probs()] if p.kl_coef > 0 else []

@@ -33,7 +33,7 @@ from braidrl.runtimes.generating.early_stop import EarlyStop, Needless, Segment
 from braidrl.runtimes.interrupts import Interrupts
 from braidrl.runtimes.row_store import Admission, HeldOut, Origin, RowStore, RowText, with_added
 from braidrl.runtimes.spmd.eager import InProcessBackend
-from braidrl.runtimes.spmd.shard import Shard, ShardExchange, balanced_owners, equal_shares, only_present
+from braidrl.runtimes.spmd.shard import Shard, ShardExchange, balanced_owners, equal_shares, joined, only_present
 from braidrl.training.objective import UpdateCounts
 from braidrl.training.roles.checkpoint import Write
 
@@ -83,7 +83,10 @@ class DistributedBackend(InProcessBackend):
     def run(self, stage: Stage, table: Shard, iteration: int, sums: Sums, stop: EarlyStop | None = None) -> Shard:
         self.exchange.at(stage, iteration)
         if self._known_everywhere(stage, table):
-            return table.with_everywhere(self.executor.run(stage, table.index, Sums()))
+            everywhere = Rows(self.executor.run(stage, table.index, Sums()))
+            kept = everywhere.payload.take(table.mine) if len(table.mine) else Rows({})
+            index = table.index.with_columns(dict(everywhere.index.items()))
+            return replace(table, index=index, payload=joined(table.payload, kept))
         table = self._placed(stage, table)
         own, columns = Sums(), dict[str, Column]()
         # If ranks compute together, none may leave in the middle.
