@@ -71,16 +71,20 @@ def evaluated_sets(
 def evaluate_model(config: Config) -> dict[str, float]:
     """Return the metrics of every set under `data.eval` for the model as it is, as `braid eval` prints them."""
     config = with_fetched(config)
-    task = {"config": config.model_dump(mode="json")}
     if config.runtime != "distributed":
-        return evaluate_rank(World(), task)
+        return evaluated(config, World())
     metrics: dict[str, float] = in_ranks(config, "braidrl.runtimes.evaluation:evaluate_rank", {})
     return metrics
 
 
 def evaluate_rank(world: World, task: dict[str, Any]) -> dict[str, float]:
-    """Evaluate as one rank of several, or alone; return the metrics of every set."""
-    config, progress = parse_config(task["config"]), Progress() if world.first else silent_progress()
+    """Evaluate as one rank of several."""
+    return evaluated(parse_config(task["config"]), world)
+
+
+def evaluated(config: Config, world: World) -> dict[str, float]:
+    """Evaluate in one process, or as one rank; return the metrics of every set."""
+    progress = Progress() if world.first else silent_progress()
     prepared = prepare_together(config, world, train=False)
     if not config.data.evaluation_sources:
         raise UserError("data.eval names no set; give it one, as in data.eval.test=test.jsonl")
