@@ -80,12 +80,12 @@ def devices_each(pools: Sequence[Pool], available: int, where: str) -> dict[str,
     )
 
 
-def assign_devices(pools: Sequence[Pool], available: int, where: str = "this machine") -> dict[str, Devices]:
+def assign_devices(pools: Sequence[Pool], available: int) -> dict[str, Devices]:
     """Return the devices of every process on one node, named POOL-NUMBER, in the order of pools and numbers.
 
     Raises the errors of `devices_each`.
     """
-    each, table, first = devices_each(pools, available, where), dict[str, Devices](), 0
+    each, table, first = devices_each(pools, available, "this machine"), dict[str, Devices](), 0
     for pool in pools:
         for number in range(pool.workers):
             block = tuple(range(first, first + each[pool.name]))

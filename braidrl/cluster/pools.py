@@ -84,7 +84,7 @@ def place(
     )
 
 
-def check_partition(pools: Sequence[PoolConfig], roles: Sequence[str], generating: Collection[str] = ()) -> None:
+def check_partition(pools: Sequence[PoolConfig], roles: Sequence[str], generating: Collection[str]) -> None:
     """Raise UserError unless each role is in exactly one pool, and its generation in one pool at most."""
     placed: dict[str, int] = {}
     known = [*roles, *(role + GENERATE for role in generating)]

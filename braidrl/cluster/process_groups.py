@@ -25,14 +25,14 @@ SIOCGIFADDR = 0x8915
 CONNECT_S = 5.0
 
 
-def open_store(host: str, limit_s: float, port: int = 0) -> dist.TCPStore:
+def open_store(host: str, limit_s: float) -> dist.TCPStore:
     """Open a store at this process's address, for others to connect to. This process keeps it alive; readers wait `limit_s` seconds.
 
     Raises UserError if the address is not reachable even from this process; torch would wait `limit_s` and ignore signals.
     """
     # A store that opens its port itself listens on every interface.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.create_server((host, port), family=family, backlog=1024)
+    listening = socket.create_server((host, 0), family=family, backlog=1024)
     try:
         socket.create_connection(listening.getsockname()[:2], CONNECT_S).close()
     except OSError as error:

@@ -65,7 +65,7 @@ def stage_seconds(spans: Sequence[Span]) -> dict[tuple[str, int], float]:
     return dict(found)
 
 
-def quantities(done: Iterable[Work], behind: float, engine: str = "embedded") -> dict[str, float]:
+def quantities(done: Iterable[Work], behind: float, engine: str) -> dict[str, float]:
     """Return the quantities that a stage's seconds are made of, by the name of their unit cost.
 
     `behind` is the share of compute that communication can overlap; at 1, overlapped communication is not visible.

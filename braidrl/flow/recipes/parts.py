@@ -64,11 +64,9 @@ OF_THE_LOSS = ("clip_low", "clip_high", "dual_clip")
 
 
 def rewarded(
-    sources: str | Mapping[str, float],
-    of: str | None = None,
-    correct_score: float | None = None,
+    sources: str | Mapping[str, float], of: str | None = None, correct_score: float | None = None,
     wrong_score: float | None = None,
-) -> list[Stage]:
+) -> list[Stage]:  # fmt: skip
     """Return a stage for each source of rewards. Each stage adds its weighted score to `reward`, and writes its own column.
 
     Raises UserError for no source and for an invalid role name.

@@ -120,7 +120,7 @@ def role_memory(
     return resident, working
 
 
-def working_bytes(use: Deployment, activations: ActivationBytes = activation_bytes) -> dict[str, int]:
+def working_bytes(use: Deployment, activations: ActivationBytes) -> dict[str, int]:
     """Return the bytes, beside the resident ones, of computing a micro-batch, by part."""
     shape, layout, tokens = use.shape, use.layout, use.tokens
     working: dict[str, int] = {}
