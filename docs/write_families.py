@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import textwrap
 from pathlib import Path
 
 from braidrl.flow import families
 from braidrl.flow.stages import RegisteredNames
 
 PAGE = Path(inspect.getfile(families)).with_suffix(".pyi")
+NO_BREAK = "\u00a0"
 HEAD = '''"""What `families.py` offers, for editors and type checkers; written by `docs/write_families.py`."""
 
 from collections.abc import Callable, Sequence
@@ -49,10 +51,15 @@ def method(name: str, family: RegisteredNames) -> str:
     """Return one entry as a method, with its docstring."""
     signature = family.signature(name)
     parameters = [
-        f"        {parameter.name}: {annotated(parameter.annotation)}{default_of(parameter)},\n"
+        f"{parameter.name}: {annotated(parameter.annotation)}{default_of(parameter)}"
         for parameter in signature.parameters.values()
     ]
-    given = f"\n        self,\n        *,\n{''.join(parameters)}    " if parameters else "self"
+    given = "self"
+    if parameters:
+        # A line ends only between parameters.
+        unbroken = " ".join(f"{parameter.replace(' ', NO_BREAK)}," for parameter in ["self", "*", *parameters])
+        lines = textwrap.wrap(unbroken[:-1], 112, break_long_words=False, break_on_hyphens=False)
+        given = "\n" + "".join(f"        {line}\n".replace(NO_BREAK, " ") for line in lines) + "    "
     doc = inspect.getdoc(getattr(family, name)) or ""
     lines = [f"        {line}".rstrip() + "\n" for line in doc.splitlines()]
     end = '        """\n' if len(lines) > 1 else ""

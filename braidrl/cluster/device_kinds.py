@@ -108,11 +108,7 @@ class Cluster:
 
 
 def read_cluster(text: str) -> Cluster:
-    """Parse the value of `--devices`.
-
-    Raises:
-        UserError: The form is wrong, or a kind is unknown; the message names the nearest one.
-    """
+    """Parse the value of `--devices`. Raises UserError for a wrong form or an unknown kind; the message names the nearest one."""
     if text.endswith((".yaml", ".yml")):
         path = Path(text)
         if not path.is_file():

@@ -53,30 +53,19 @@ def device_count(name: str) -> int | None:
     return torch.cuda.device_count() if choose_device(name).type == "cuda" else None
 
 
-def device_memory(name: str) -> int | None:
-    """Return the bytes of this process's CUDA device, or None if the configured `device` is not present."""
+def device_memory(name: str, free: bool = False) -> int | None:
+    """Return the bytes of this process's CUDA device, or its `free` ones; None if the configured `device` is not present."""
     import torch
 
-    return int(torch.cuda.get_device_properties(0).total_memory) if device_count(name) else None
-
-
-def free_memory(name: str) -> int | None:
-    """Return the free bytes of this process's CUDA device, or None as `device_memory` does."""
-    import torch
-
-    return int(torch.cuda.mem_get_info()[0]) if device_count(name) else None
+    if not device_count(name):
+        return None
+    return int(torch.cuda.mem_get_info()[0] if free else torch.cuda.get_device_properties(0).total_memory)
 
 
 def devices_each(pools: Sequence[Pool], available: int, where: str) -> dict[str, int]:
     """Return the number of devices per process of each pool, including those of its engines.
 
-    Args:
-        pools: Process pools of the run.
-        available: Number of devices.
-        where: Where these devices are, for the error message.
-
-    Raises:
-        UserError: There are too few.
+    Raises UserError if fewer are `available`; it says `where`.
     """
     apart = {p.name: p.device * (1 + p.engines * p.engine_devices) for p in pools}
     shared = {p.name: p.device * max(1, p.engines * p.engine_devices) for p in pools}
@@ -91,15 +80,12 @@ def devices_each(pools: Sequence[Pool], available: int, where: str) -> dict[str,
     )
 
 
-def assign_devices(pools: Sequence[Pool], available: int, where: str = "this machine") -> dict[str, Devices]:
-    """Return the devices of every process, named POOL-NUMBER, in the order of pools and numbers.
+def assign_devices(pools: Sequence[Pool], available: int) -> dict[str, Devices]:
+    """Return the devices of every process on one node, named POOL-NUMBER, in the order of pools and numbers.
 
-    Args:
-        pools: Process pools of the run on one node.
-        available: Devices of the node.
-        where: As for `devices_each`, whose errors are raised.
+    Raises the errors of `devices_each`.
     """
-    each, table, first = devices_each(pools, available, where), dict[str, Devices](), 0
+    each, table, first = devices_each(pools, available, "this machine"), dict[str, Devices](), 0
     for pool in pools:
         for number in range(pool.workers):
             block = tuple(range(first, first + each[pool.name]))
@@ -113,15 +99,9 @@ def assign_devices(pools: Sequence[Pool], available: int, where: str = "this mac
 
 
 def own_devices(available: int, engines: int = 0, engine_devices: int = 1) -> Devices:
-    """Return the devices of this process: all that it sees, or its share of them under `torchrun`.
+    """Return the devices of this process, which starts so many engines: all that it sees, or its share of them under `torchrun`.
 
-    Args:
-        available: Number of devices that this process sees.
-        engines: Number of engine processes that it starts.
-        engine_devices: Devices of each engine.
-
-    Raises:
-        UserError: There are too few.
+    Raises UserError if there are too few.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     rank = int(os.environ["LOCAL_RANK"]) if local > 1 else 0
@@ -130,11 +110,7 @@ def own_devices(available: int, engines: int = 0, engine_devices: int = 1) -> De
 
 
 def see_only(number: int) -> None:
-    """Hide all CUDA devices but one, which becomes `cuda`. Call this before the process uses CUDA.
-
-    Args:
-        number: Index among the devices that the process sees.
-    """
+    """Hide all CUDA devices that the process sees but one, which becomes `cuda`. Call this before the process uses CUDA."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     os.environ["CUDA_VISIBLE_DEVICES"] = seen[number] if seen != [""] else str(number)
 

@@ -59,17 +59,9 @@ def outside_of_loops(work: Callable[[], T]) -> T:
 
 
 def run_cancelled_by_interrupts(runner: Runner, work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end; an interrupt cancels it.
+    """Run a coroutine to its end and return its result; an interrupt cancels it.
 
-    Args:
-        runner: Its event loop runs the coroutine.
-        work: The coroutine.
-
-    Returns:
-        The coroutine's result.
-
-    Raises:
-        KeyboardInterrupt: The process's handler of SIGINT or SIGTERM raised it. A second interrupt does not wait for the end.
+    Raises KeyboardInterrupt if the process's handler of SIGINT or SIGTERM raised it. A second interrupt does not wait for the end.
     """
     interrupts, running = list[int](), list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]]()
 

@@ -26,16 +26,11 @@ SPAWN = util.spawnv_passfds
 
 
 def copy_as_fork_server(modules: Iterable[str]) -> bool:
-    """Fork this process as the fork server of all processes that it and they start from now on.
+    """Fork this process as the fork server of all processes that it and they start from now on; return True if that was possible.
 
     Call it before this process computes, starts a thread or opens anything private: threads, locks and devices do not survive a
-    fork. If it is too late, this does nothing and multiprocessing starts its own server when needed.
-
-    Args:
-        modules: Modules already imported here, for the copies to run.
-
-    Returns:
-        True if the server was made.
+    fork. If it is too late, this does nothing and multiprocessing starts its own server when needed. `modules` are imported first, for
+    the copies to run.
     """
     if threading.active_count() > 1:
         return False

@@ -27,7 +27,6 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 from braidrl.cluster.child import function_of
 from braidrl.cluster.devices import Devices, assign_devices, device_count
@@ -35,8 +34,8 @@ from braidrl.cluster.fork_server import copy_as_fork_server
 from braidrl.cluster.pools import Pool
 from braidrl.cluster.process import (
     END_LIMIT_S,
-    LOOPBACK,
     ChildTask,
+    Launcher,
     Outcome,
     Process,
     ProcessSpec,
@@ -242,7 +241,14 @@ def fork(name: str, run: Callable[[Connection], None], kept_here: Sequence[int] 
     """
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_forked, args=(run, theirs, [*kept_here, ours.fileno()]), name=name)
+
+    def forked() -> None:
+        for descriptor in (*kept_here, ours.fileno()):
+            os.close(descriptor)
+        _go_on_without_starter()
+        run(theirs)
+
+    process = context.Process(target=forked, name=name)
     process.start()
     theirs.close()
     return Forked(name, ours, process)
@@ -287,13 +293,6 @@ def _copied(
     function_of(main)(descriptor)
 
 
-def _forked(run: Callable[[Connection], None], connection: Connection, kept_by_starter: Sequence[int]) -> None:
-    for descriptor in kept_by_starter:
-        os.close(descriptor)
-    _go_on_without_starter()
-    run(connection)
-
-
 def _go_on_without_starter() -> None:
     """Have the kernel send SIGCONT when the parent ends; a stopped process could not notice it and end."""
     starter = multiprocessing.parent_process()
@@ -305,11 +304,8 @@ def _go_on_without_starter() -> None:
     fcntl.fcntl(end, fcntl.F_SETFL, fcntl.fcntl(end, fcntl.F_GETFL) | os.O_ASYNC)
 
 
-class LocalLauncher:
+class LocalLauncher(Launcher):
     """Starts processes on this machine, which share its cores."""
-
-    ip = LOOPBACK
-    node = "here"
 
     def __init__(self, device: str = "cpu") -> None:
         """Start a launcher for the configured `device`: cpu, cuda or auto."""
@@ -323,12 +319,6 @@ class LocalLauncher:
             self._table = assign_devices(pools, self._devices)
         self._threads = default_threads(sum(pool.workers for pool in pools))
         self._start_engines = {pool.name for pool in pools if pool.engines}
-
-    def node_of(self, pool: str, number: int) -> str:
-        return self.node
-
-    def serve(self, service: type, *arguments: Any) -> list[Any]:
-        return []
 
     def start(self, pool: str, number: int, spec: ProcessSpec) -> Process:
         """Start a process. With devices it is a fresh interpreter, since CUDA_VISIBLE_DEVICES must be set before torch is imported."""

@@ -84,7 +84,7 @@ def place(
     )
 
 
-def check_partition(pools: Sequence[PoolConfig], roles: Sequence[str], generating: Collection[str] = ()) -> None:
+def check_partition(pools: Sequence[PoolConfig], roles: Sequence[str], generating: Collection[str]) -> None:
     """Raise UserError unless each role is in exactly one pool, and its generation in one pool at most."""
     placed: dict[str, int] = {}
     known = [*roles, *(role + GENERATE for role in generating)]
@@ -113,10 +113,8 @@ def check_partition(pools: Sequence[PoolConfig], roles: Sequence[str], generatin
 def check_exchange(pools: Sequence[Pool], whole: Mapping[str, str], grouped: bool) -> None:
     """Raise UserError if a role generates in another pool than it trains in, and its weights cannot be sent there.
 
-    Args:
-        pools: Pools of the run.
-        whole: Roles whose training backend gives its weights to engines of its own process alone, with its name.
-        grouped: True if the configuration groups training ranks for generation.
+    `whole` names the training backend of roles whose weights go only to engines of their own process. `grouped` is true if the
+    configuration groups training ranks for generation.
     """
     for role in (role for pool in pools for role in pool.generating if role not in pool.models):
         if role in whole:

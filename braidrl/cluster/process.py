@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from braidrl.errors import BadUpdate, FailedStep, LostProcess, UserError, WorkerError
 
@@ -134,12 +134,7 @@ def interrupts_handled(
 
 
 def environment_of(spec: ProcessSpec, starter: Mapping[str, str]) -> dict[str, str]:
-    """Return the whole environment of a process; it must be set before torch is imported.
-
-    Args:
-        spec: The process.
-        starter: Environment of the parent.
-    """
+    """Return the whole environment of a process started from the environment `starter`; it must be set before torch is imported."""
     own = dict(spec.environment)
     if spec.threads is not None:
         own["OMP_NUM_THREADS"] = str(spec.threads)
@@ -197,14 +192,10 @@ class Process(ABC):
 
     @abstractmethod
     def end_if_silent(self, limit_s: float, folder: Path | None = None) -> bool:
-        """Kill it if no heartbeat or no progress was received for too long. `describe_end` then says so.
+        """Kill it if no heartbeat or no progress was received for `limit_s` seconds; return True if it was killed.
 
-        Args:
-            limit_s: Limit in seconds; for progress at least ten times the longest recent time without any.
-            folder: The run's folder, for its stack.
-
-        Returns:
-            True if it was killed.
+        For progress the limit is at least ten times the longest recent time without any. `describe_end` then says so, and its stack is
+        in the run's `folder`.
         """
 
     @abstractmethod
@@ -228,58 +219,34 @@ class Process(ABC):
         """Wait for its end, kill it after `limit_s`, and free its resources here."""
 
 
-class Launcher(Protocol):
+class Launcher(ABC):
     """Starts the processes of a run, each with its own devices."""
 
-    @property
-    def ip(self) -> str:
-        """Return the address at which other processes reach this one."""
+    ip = LOOPBACK
+    """The address at which other processes reach this one."""
+    node = "here"
+    """The name of this process's node."""
 
-    @property
-    def node(self) -> str:
-        """Return the name of this process's node."""
-
+    @abstractmethod
     def reserve(self, pools: "Sequence[Pool]") -> None:
         """Assign devices and threads to every process of the pools. Raises UserError if there are too few devices."""
 
     def node_of(self, pool: str, number: int) -> str:
-        """Return the name of the node that a process will run on.
-
-        Args:
-            pool: Name of its pool.
-            number: Its number in the pool.
-        """
+        """Return the name of the node that the process with this number in a pool will run on."""
+        return self.node
 
     def serve(self, service: type, *arguments: Any) -> list[Any]:
-        """Run a service on every reserved node but this one; `close` ends it.
+        """Construct `service(node, ip, *arguments)` on every reserved node but this one, until `close`; return their `place()`s."""
+        return []
 
-        Args:
-            service: Its class, constructed there as `service(node, ip, *arguments)`.
-            arguments: Further arguments of its constructor.
-
-        Returns:
-            The result of `place()` of each service.
-        """
-
+    @abstractmethod
     def start(self, pool: str, number: int, spec: ProcessSpec) -> Process:
-        """Start a process of a pool.
+        """Start the process with this number in a pool and set its threads and devices; the caller closes it."""
 
-        Args:
-            pool: Name of the pool.
-            number: Number of the process in the pool.
-            spec: Its entry and arguments; the launcher sets threads and devices.
-
-        Returns:
-            The process. The caller closes it.
-        """
-
+    @abstractmethod
     def answered(self, processes: Sequence[Process], seconds: float) -> list[Process]:
-        """Return the processes that have an outcome or are gone.
+        """Return the processes that have an outcome or are gone; wait at most `seconds` for the first of them."""
 
-        Args:
-            processes: The processes to wait for.
-            seconds: Longest wait for the first of them.
-        """
-
+    @abstractmethod
     def close(self) -> None:
         """Free what was reserved. The callers of `start` close their processes."""

@@ -25,20 +25,14 @@ SIOCGIFADDR = 0x8915
 CONNECT_S = 5.0
 
 
-def open_store(host: str, limit_s: float, port: int = 0) -> dist.TCPStore:
-    """Open a store for others to connect to. This process keeps it alive.
+def open_store(host: str, limit_s: float) -> dist.TCPStore:
+    """Open a store at this process's address, for others to connect to. This process keeps it alive; readers wait `limit_s` seconds.
 
-    Args:
-        host: Address at which the others reach this process.
-        limit_s: Longest wait of a reader, in seconds.
-        port: By default a free one.
-
-    Raises:
-        UserError: The address is not reachable even from this process; torch would wait `limit_s` and ignore signals.
+    Raises UserError if the address is not reachable even from this process; torch would wait `limit_s` and ignore signals.
     """
     # A store that opens its port itself listens on every interface.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.create_server((host, port), family=family, backlog=1024)
+    listening = socket.create_server((host, 0), family=family, backlog=1024)
     try:
         socket.create_connection(listening.getsockname()[:2], CONNECT_S).close()
     except OSError as error:
@@ -61,18 +55,10 @@ def connect_store(host: str, port: int, limit_s: float) -> dist.TCPStore:
 def join_group(
     store: dist.Store, rank: int, size: int, limit_s: float, cuda: bool, host: str = ""
 ) -> dist.ProcessGroup:
-    """Join the group of all ranks that use a store, and return it.
+    """Join the group of all ranks that use a store, with `cuda` for tensors on CUDA devices too, and return it.
 
-    Args:
-        store: From `open_store`, or a part of one.
-        rank: Number of this process.
-        size: Number of processes.
-        limit_s: Time limit of each wait in the group, in seconds.
-        cuda: True to exchange tensors on CUDA devices too.
-        host: Address of the store; the group listens only on the interface towards it.
-
-    Raises:
-        LostPeers: Some ranks did not arrive in time; their numbers are named.
+    Each wait in the group has the limit of `limit_s` seconds. The group listens only on the interface towards `host`, the store's
+    address. Raises LostPeers with the numbers of the ranks that did not arrive in time.
     """
     if host and (interface := interface_of(address_towards(host))):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -115,23 +101,13 @@ def limit_of_all() -> timedelta:
 
 
 def subgroup(ranks: Tensor) -> dist.ProcessGroup | None:
-    """Return the group that contains this rank, or None. All ranks must call this together.
-
-    Args:
-        ranks: (groups, members) the ranks of each group.
-    """
+    """Return the group of `ranks` (groups, members) that contains this rank, or None. All ranks must call this together."""
     group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=limit_of_all())
     return group
 
 
 def mesh_of(device: str, shape: Sequence[int], names: Sequence[str]) -> DeviceMesh:
-    """Return a device mesh over all ranks, with a process group per axis.
-
-    Args:
-        device: cpu or cuda.
-        shape: Ranks along each axis.
-        names: Names of the axes.
-    """
+    """Return a device mesh (`cpu` or `cuda`) over all ranks, with a process group per axis."""
     made = init_device_mesh(device, tuple(shape), mesh_dim_names=tuple(names))
     for group in made.get_all_groups():
         _set_pg_timeout(limit_of_all(), group)
@@ -150,13 +126,7 @@ def group_between(
 ) -> dist.ProcessGroup:
     """Return a group outside the group of all ranks, usable by torch.distributed functions; a process may be in several.
 
-    Args:
-        store: As for `join_group`; so are `rank`, `size` and `limit_s`.
-        rank: Number of this process.
-        size: Number of processes.
-        limit_s: Time limit of each wait in the group, in seconds.
-        cuda: True for NCCL between CUDA devices beside gloo between hosts.
-        address: This machine's address for gloo.
+    The arguments are those of `join_group`, but `address` is this machine's own, for gloo. With `cuda` NCCL is used between devices.
     """
     group, kinds = dist.ProcessGroup(dist.PrefixStore("between", store), rank, size), dist.ProcessGroup.BackendType
     limit = timedelta(seconds=limit_s)

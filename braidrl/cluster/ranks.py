@@ -6,11 +6,10 @@ run_ranks ──task──▶ rank 0 ... rank N-1        through the launcher: o
 A failure in one rank stops the others. The user sees the failure that came first, not its consequences.
 """
 
-import contextlib
 import secrets
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -39,16 +38,9 @@ def run_ranks(
 ) -> Any:  # fmt: skip
     """Run `module:function(world, task)` in `workers` processes and return rank 0's result, a JSON value.
 
-    Args:
-        entry: The function.
-        task: A JSON object; `cuda` says whether the ranks compute on CUDA devices.
-        workers: Number of ranks, or their pool if they start engines.
-        limit_s: Longest wait of ranks for each other, in seconds.
-        launcher: Starts the ranks; by default local processes.
-        silence_s: Seconds without a heartbeat after which a process is killed.
-
-    Raises:
-        UserError, WorkerError, KeyboardInterrupt: The failure of the rank that failed first. All processes have ended.
+    `workers` is a number, or a pool if the ranks start engines; by default they are local processes. In the task, a JSON object, `cuda`
+    says whether they compute on CUDA devices. A rank waits for others at most `limit_s` seconds, and is killed after `silence_s`
+    seconds without a heartbeat. Raises the failure of the rank that failed first; all processes have then ended.
     """
     # Another client of the store cannot guess the ranks' key prefix.
     secret = secrets.token_hex(16)
@@ -56,7 +48,15 @@ def run_ranks(
     ranks: list[Process] = []
     store = None
     try:
-        with counted_interrupts() as interrupts:
+        interrupts: list[int] = []
+
+        # The ranks save and end together; then the launcher ends in the same way.
+        def collect(number: int, frame: FrameType | None) -> None:
+            interrupts.append(number)
+            if len(interrupts) > PATIENCE:
+                raise KeyboardInterrupt
+
+        with interrupts_handled(collect):
             launcher.reserve([pool])
             store = open_store(launcher.ip, limit_s)
             for rank in range(pool.workers):
@@ -87,12 +87,7 @@ def supervise(
 ) -> Any:
     """Wait until every rank is done and return rank 0's result. Raises the first failure.
 
-    Args:
-        launcher: Started the ranks.
-        ranks: All ranks.
-        interrupts: The signals received so far, which are passed on.
-        silence_s: As for `run_ranks`.
-        killed: Lines on frozen processes that were killed.
+    `interrupts` are the signals received so far, which are passed on; `killed` has lines on frozen processes that were killed.
     """
     silent, outcomes = list(ranks), dict[str, Outcome]()
     deadline, passed_on = float("inf"), 0
@@ -130,20 +125,6 @@ def end(ranks: Sequence[Process]) -> None:
     deadline = time.monotonic() + STOPPING_S
     for rank in ranks:
         rank.close(max(0.0, deadline - time.monotonic()))
-
-
-@contextlib.contextmanager
-def counted_interrupts() -> Iterator[Sequence[int]]:
-    """Collect Ctrl-C and SIGTERM. The ranks save and end together; then the launcher ends in the same way."""
-    interrupts: list[int] = []
-
-    def collect(number: int, frame: FrameType | None) -> None:
-        interrupts.append(number)
-        if len(interrupts) > PATIENCE:
-            raise KeyboardInterrupt
-
-    with interrupts_handled(collect):
-        yield interrupts
 
 
 def work(arguments: Mapping[str, Any]) -> Any:

@@ -49,37 +49,6 @@ class Reservation:
     gpus: int = 0
 
 
-class RayBeats:
-    """The time of every actor's last heartbeat."""
-
-    def __init__(self, ray: Any) -> None:
-        self._ray, self._looked = ray, time.monotonic()
-        self._asked: dict[Any, Any] = {}
-        self._heard: dict[Any, float] = {}
-
-    def look(self, actors: Sequence[Any]) -> None:
-        """Record heartbeats of these actors and ask again, at most once a second; forget other actors."""
-        now = time.monotonic()
-        if now - self._looked < BEAT_S:
-            return
-        if now - self._looked > ASLEEP_S:  # this process was itself stopped or busy
-            self._heard = dict.fromkeys(self._heard, now)
-        self._looked = now
-        watched = {actor._actor_id for actor in actors}
-        self._heard = {actor: when for actor, when in self._heard.items() if actor in watched}
-        self._asked = {actor: reference for actor, reference in self._asked.items() if actor in watched}
-        asked = {reference: actor for actor, reference in self._asked.items()}
-        answered = self._ray.wait(list(asked), num_returns=len(asked), timeout=0)[0] if asked else []
-        self._heard |= {asked[reference]: now for reference in answered}
-        for actor in actors:
-            if self._asked.get(actor._actor_id) in (None, *answered):
-                self._asked[actor._actor_id] = actor.__ray_ready__.options(concurrency_group=BEATS).remote()
-
-    def silence(self, actor: Any) -> float:
-        """Return the seconds since the last heartbeat of an actor that has sent one."""
-        return max(0.0, self._looked - self._heard.get(actor._actor_id, self._looked))
-
-
 class RayCluster:
     """A connection to a cluster, and all actors started on it. `close` ends them, and the cluster if it was started here."""
 
@@ -93,7 +62,11 @@ class RayCluster:
         """Worker names by Ray's actor id."""
         self.family = secrets.token_hex(4)
         """Prefix of the actor names of this run."""
-        self.beats = RayBeats(self.ray)
+        self._looked = time.monotonic()
+        self._asked: dict[Any, Any] = {}
+        """The reference of each actor's next heartbeat."""
+        self._heard: dict[Any, float] = {}
+        """The time of each actor's last heartbeat."""
         self.needed: dict[int, str] = {}
         """Ray's own processes, for a cluster started here."""
         if self.started:
@@ -169,11 +142,7 @@ class RayCluster:
     def start(self, worker: type, place: Reservation, *arguments: Any, name: str | None = None) -> Any:
         """Start an actor of class `worker` in a reservation. It answers `fetch` in separate threads while another call runs.
 
-        Args:
-            worker: A class.
-            place: A result of `reserve`.
-            arguments: Constructor arguments.
-            name: Name by which other actors of the run find it.
+        Other actors of the run find it by `name`.
         """
         options = {
             "name": name, "num_cpus": place.cpus, "num_gpus": place.gpus, "scheduling_strategy": place.strategy,
@@ -190,23 +159,36 @@ class RayCluster:
         return f"Ray's {' and '.join(gone)} died, and the cluster with it; resume with --resume" if gone else ""
 
     def look(self) -> None:
-        """Send a heartbeat request to every actor, at most once a second. Raises WorkerError if one of Ray's own processes is gone."""
+        """Record heartbeats of the actors and ask again, at most once a second.
+
+        Raises WorkerError if one of Ray's own processes is gone.
+        """
         if self.lost:
             raise WorkerError(self.lost)
-        self.beats.look(self.actors)
+        now = time.monotonic()
+        if now - self._looked < BEAT_S:
+            return
+        if now - self._looked > ASLEEP_S:  # this process was itself stopped or busy
+            self._heard = dict.fromkeys(self._heard, now)
+        self._looked = now
+        watched = {actor._actor_id for actor in self.actors}
+        self._heard = {actor: when for actor, when in self._heard.items() if actor in watched}
+        self._asked = {actor: reference for actor, reference in self._asked.items() if actor in watched}
+        asked = {reference: actor for actor, reference in self._asked.items()}
+        answered = self.ray.wait(list(asked), num_returns=len(asked), timeout=0)[0] if asked else []
+        self._heard |= {asked[reference]: now for reference in answered}
+        for actor in self.actors:
+            if self._asked.get(actor._actor_id) in (None, *answered):
+                self._asked[actor._actor_id] = actor.__ray_ready__.options(concurrency_group=BEATS).remote()
+
+    def silence(self, actor: Any) -> float:
+        """Return the seconds since the last heartbeat of an actor that has sent one."""
+        return max(0.0, self._looked - self._heard.get(actor._actor_id, self._looked))
 
     def ready(self, references: Sequence[Any], limit_s: float) -> list[Any]:
-        """Wait for the first of these results and return all that have arrived.
+        """Wait for the first of these references and return all that are ready; none after `limit_s` seconds.
 
-        Args:
-            references: Ray's references to results.
-            limit_s: Longest wait, in seconds.
-
-        Returns:
-            The references that are ready; none after `limit_s`.
-
-        Raises:
-            WorkerError: One of Ray's own processes is gone, or an actor sent no heartbeat for too long.
+        Raises WorkerError if one of Ray's own processes is gone, or an actor sent no heartbeat for too long.
         """
         deadline = time.monotonic() + limit_s
         while True:
@@ -214,7 +196,7 @@ class RayCluster:
             found: list[Any] = self.ray.wait(list(references), timeout=min(BEAT_S, left))[0]
             self.look()
             for actor in self.actors:
-                if (silence := self.beats.silence(actor)) > mute_after(self.config.silence_s):
+                if (silence := self.silence(actor)) > mute_after(self.config.silence_s):
                     name = self.names.get(actor._actor_id.hex(), "an actor")
                     raise LostProcess(f"{name} has said nothing for {silence:.0f} s; go on with `braid train --resume`")
             if found:
@@ -226,16 +208,12 @@ class RayCluster:
     def lost_among(self, actors: Sequence[Any]) -> list[Any]:
         """Return the actors that are dead, or sent no heartbeat for `cluster.silence_s`."""
         limit_s = mute_after(self.config.silence_s)
-        mute = [actor for actor in actors if self.beats.silence(actor) > limit_s]
-        dead, silent = self._dead_and_silent([actor for actor in actors if actor not in mute], limit_s)
+        mute = [actor for actor in actors if self.silence(actor) > limit_s]
+        dead, silent = self.dead_and_silent([actor for actor in actors if actor not in mute], limit_s)
         return [*mute, *dead, *silent]
 
-    def ended(self, limit_s: float) -> list[Any]:
-        """Return the actors that are gone; one that does not answer within `limit_s` seconds may only be busy."""
-        return self._dead_and_silent(self.actors, limit_s)[0]
-
-    def _dead_and_silent(self, actors: Sequence[Any], limit_s: float) -> tuple[list[Any], list[Any]]:
-        """Ask actors for a heartbeat; return those that are gone, and those that do not answer in time."""
+    def dead_and_silent(self, actors: Sequence[Any], limit_s: float) -> tuple[list[Any], list[Any]]:
+        """Ask actors for a heartbeat; return those that are gone, and those that do not answer in time: they may only be busy."""
         asked = {actor.__ray_ready__.options(concurrency_group=BEATS).remote(): actor for actor in actors}
         answered, silent = self.ray.wait(list(asked), num_returns=len(asked), timeout=limit_s) if asked else ([], [])
         dead = []
@@ -249,9 +227,7 @@ class RayCluster:
     def end(self, actor: Any, process: int | None = None) -> None:
         """End one actor at once and free its bundle.
 
-        Args:
-            actor: A result of `start`.
-            process: Its process, if known and on this machine. Ray alone cannot end a process that a signal has stopped.
+        `process` is its own, if known and on this machine: Ray alone cannot end a process that a signal has stopped.
         """
         self.ray.kill(actor)
         if process is not None:

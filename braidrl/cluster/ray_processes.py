@@ -12,7 +12,7 @@ from typing import Any
 
 from braidrl.cluster.local import LocalProcess, spawn
 from braidrl.cluster.pools import Pool
-from braidrl.cluster.process import BEAT_S, END_LIMIT_S, LOOPBACK, Outcome, Process, ProcessSpec
+from braidrl.cluster.process import BEAT_S, END_LIMIT_S, LOOPBACK, Launcher, Outcome, Process, ProcessSpec
 from braidrl.cluster.ray_cluster import RayCluster, Reservation, import_ray
 from braidrl.cluster.watchdog import mute_after
 from braidrl.config import ClusterConfig
@@ -80,7 +80,7 @@ class RayProcess(Process):
 
     def end_if_silent(self, limit_s: float, folder: Path | None = None) -> bool:
         """Check the actor; the actor checks its process."""
-        silence = 0.0 if self._silent else self._cluster.beats.silence(self._actor)
+        silence = 0.0 if self._silent else self._cluster.silence(self._actor)
         if silence <= limit_s:
             return False
         self._silent = f"said nothing for {silence:.0f} s, nor did its actor, and was killed"
@@ -115,7 +115,7 @@ class RayProcess(Process):
         return self._actor.perform.options(concurrency_group="aside").remote(method)
 
 
-class RayLauncher:
+class RayLauncher(Launcher):
     """Starts processes on the nodes of a cluster."""
 
     def __init__(self, config: ClusterConfig, device: str) -> None:
@@ -125,10 +125,7 @@ class RayLauncher:
         self.node = self.cluster.own_node
         self._reserved: dict[str, list[Reservation]] = {}
         self._ips = {node["NodeID"]: str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
-
-    @property
-    def ip(self) -> str:
-        return self._reached_at(self.node)
+        self.ip = self._reached_at(self.node)
 
     def reserve(self, pools: Sequence[Pool]) -> None:
         """Assign devices as every launcher does; Ray sets each actor's share of the machine's threads."""

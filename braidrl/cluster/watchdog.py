@@ -137,12 +137,9 @@ class FrozenWatch(AbstractContextManager["FrozenWatch"]):
     """Kills descendants of this process that are stopped for too long, and reports stalls of this process's own work."""
 
     def __init__(self, silence_s: float, say: Callable[[str], object], folder: Path | None = None) -> None:
-        """Start the watching thread.
+        """Start the watching thread; a process may be stopped for `silence_s` seconds.
 
-        Args:
-            silence_s: Seconds that a process may be stopped.
-            say: Prints a line for each killed process, and for each stall here.
-            folder: The run's folder, for stacks.
+        `say` prints a line for each killed process, and for each stall here; stacks go into the run's `folder`.
         """
         self.silence_s, self.say, self.folder = silence_s, say, folder
         self.killed: list[str] = []

@@ -209,12 +209,8 @@ class World:
 def join(limit_s: float, cuda: bool, engines: int = 0, engine_devices: int = 1, secret: str = "") -> World:
     """Join the world described by the environment that `torchrun` or our launchers set (RANK, WORLD_SIZE, ...).
 
-    Args:
-        limit_s: Longest wait of ranks for each other, in seconds.
-        cuda: True if ranks compute on CUDA devices; each takes its own.
-        engines: Engine processes that each rank starts.
-        engine_devices: Devices of each engine.
-        secret: Prefix of the ranks' keys in the store.
+    Ranks wait for each other at most `limit_s` seconds. With `cuda` each takes its own device, beside those of the `engines` that it
+    starts. `secret` is the prefix of the ranks' keys in the store.
     """
     if cuda:
         torch.cuda.set_device(own_devices(torch.cuda.device_count(), engines, engine_devices).every[0])

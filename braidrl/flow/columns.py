@@ -9,11 +9,11 @@ stages read the latest in serial order. A version never changes, so a writer nee
 import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from graphlib import CycleError, TopologicalSorter
 
 from braidrl.errors import UserError, suggest
-from braidrl.flow.stage import Kind, Stage
+from braidrl.flow.stage import Kind, Stage, default_name
 
 ADMISSION = "admission"
 ADMITTED = ("source", "group", "sample", "prompt", "prompt_length", "metadata")
@@ -113,8 +113,8 @@ def unique_names(stages: Sequence[Stage]) -> list[Stage]:
     named = []
     for stage in stages:
         seen[stage.name] += 1
-        numbered = seen[stage.name] > 1 and stage.name == stage.default_name
-        named.append(stage.renamed(f"{stage.name}_{seen[stage.name]}") if numbered else stage)
+        numbered = seen[stage.name] > 1 and stage.name == default_name(stage.type, stage.role, stage.params)
+        named.append(replace(stage, name=f"{stage.name}_{seen[stage.name]}") if numbered else stage)
     for name, count in Counter(stage.name for stage in named).items():
         if count > 1:
             raise UserError(f"{count} stages are called {name!r}; give each its own `id`")

@@ -24,9 +24,18 @@ def text(flow: Flow, width: int = WIDTH) -> str:
     models = [f"{role} (trained)" if role in flow.trained_roles else role for role in flow.roles]
     heading = f"{flow.name}: {len(flow.stages)} stages; models: {', '.join(models) or 'none'}"
     indent = max(len(stage.name) for stage in flow.stages)
-    lines = [*textwrap.wrap(heading, width), ""]
+    lines, versions = [*textwrap.wrap(heading, width), ""], version_numbers(flow.stages)
     for depth, group in enumerate(parallel_groups(flow), 1):
-        rows = [row for stage in group for row in stage_rows(flow, stage, width - indent - 8)]
+        rows: list[tuple[str, str]] = []  # the name, in the first line of a stage, and details
+        for stage in group:
+            reads = [versioned(column, versions) for column in flow.inputs[stage.name]]
+            writes = [versioned(ColumnVersion(name, stage.name), versions) for name in stage.writes]
+            waits = [f"{e.source} ({reason(e, flow)})" for e in flow.edges if e.target == stage.name and not e.columns]
+            rows.append((stage.name, about(stage)))
+            for label, names in (("reads  ", reads), ("writes ", writes), ("waits for ", waits)):
+                words = label + ", ".join(names) if names else ""
+                wrapped = textwrap.wrap(words, width - indent - 8, subsequent_indent=" " * len(label))
+                rows += [("", line) for line in wrapped]
         for i, (name, detail) in enumerate(rows):
             number = f"{depth:>3}" if i == 0 else "   "
             mark = " "
@@ -36,24 +45,11 @@ def text(flow: Flow, width: int = WIDTH) -> str:
     notes = []
     if any(len(group) > 1 for group in parallel_groups(flow)):
         notes.append("┌ └  these may run at the same time")
-    if versions := version_numbers(flow.stages):
+    if versions:
         notes.append(f"¹ ²  versions of one column: {', '.join(dict.fromkeys(column.name for column in versions))}")
     if flow.sampling_segment:
         notes.append(f"The stages up to {flow.sampling_segment[-1].name} run in waves until enough groups are kept.")
     return "\n".join([*lines, "", *(line for note in notes for line in textwrap.wrap(note, width))]).rstrip()
-
-
-def stage_rows(flow: Flow, stage: Stage, width: int) -> list[tuple[str, str]]:
-    """Return the lines of a stage as pairs: name (first line only) and details."""
-    versions = version_numbers(flow.stages)
-    reads = [versioned(column, versions) for column in flow.inputs[stage.name]]
-    writes = [versioned(ColumnVersion(name, stage.name), versions) for name in stage.writes]
-    waits = [f"{e.source} ({reason(e, flow)})" for e in flow.edges if e.target == stage.name and not e.columns]
-    details = [about(stage)]
-    for label, names in (("reads  ", reads), ("writes ", writes), ("waits for ", waits)):
-        if names:
-            details += textwrap.wrap(label + ", ".join(names), width, subsequent_indent=" " * len(label))
-    return [(stage.name if i == 0 else "", detail) for i, detail in enumerate(details)]
 
 
 def reason(edge: Edge, flow: Flow) -> str:

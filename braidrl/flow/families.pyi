@@ -7,13 +7,8 @@ from braidrl.flow.stage import Stage, When
 
 class AdvantageNames:
     def cost_gae(
-        self,
-        *,
-        gamma: float = 1.0,
-        lam: float = 1.0,
-        id: str | None = None,
-        when: When = ...,
-        after: Sequence[str] = ...,
+        self, *, gamma: float = 1.0, lam: float = 1.0, id: str | None = None, when: When = ...,
+        after: Sequence[str] = ...
     ) -> Stage:
         """Return A_t = Σ_l (γλ)^l·δ_{t+l} and the returns A_t + V_t, one per action token.
 
@@ -26,15 +21,8 @@ class AdvantageNames:
         """
 
     def decoupled_gae(
-        self,
-        *,
-        gamma: float = 1.0,
-        lam_critic: float = 1.0,
-        lam_actor: float | None = None,
-        alpha: float = 0.05,
-        id: str | None = None,
-        when: When = ...,
-        after: Sequence[str] = ...,
+        self, *, gamma: float = 1.0, lam_critic: float = 1.0, lam_actor: float | None = None, alpha: float = 0.05,
+        id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return `gae` with one λ for the advantages and another for the critic's returns.
 
@@ -48,22 +36,13 @@ class AdvantageNames:
         """
 
     def distillation(
-        self,
-        *,
-        id: str | None = None,
-        when: When = ...,
-        after: Sequence[str] = ...,
+        self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return log π_teacher − log π per action token; the teacher is the reference. On-policy distillation, arXiv 2306.13649."""
 
     def gae(
-        self,
-        *,
-        gamma: float = 1.0,
-        lam: float = 1.0,
-        id: str | None = None,
-        when: When = ...,
-        after: Sequence[str] = ...,
+        self, *, gamma: float = 1.0, lam: float = 1.0, id: str | None = None, when: When = ...,
+        after: Sequence[str] = ...
     ) -> Stage:
         """Return A_t = Σ_l (γλ)^l·δ_{t+l} and the returns A_t + V_t, one per action token.
 
@@ -76,21 +55,12 @@ class AdvantageNames:
         """
 
     def group_centered(
-        self,
-        *,
-        id: str | None = None,
-        when: When = ...,
-        after: Sequence[str] = ...,
+        self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return R − R̄, (B,). Dr. GRPO, arXiv 2503.20783."""
 
     def group_normalized(
-        self,
-        *,
-        epsilon: float = 1e-06,
-        id: str | None = None,
-        when: When = ...,
-        after: Sequence[str] = ...,
+        self, *, epsilon: float = 1e-06, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return (R − R̄)/(s + epsilon) with the sample deviation s, (B,); 0 in a group of one or of equal scores.
 
@@ -101,11 +71,7 @@ class AdvantageNames:
         """
 
     def leave_one_out(
-        self,
-        *,
-        id: str | None = None,
-        when: When = ...,
-        after: Sequence[str] = ...,
+        self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return R minus the mean of the other samples, which is G/(G − 1)·(R − R̄), (B,); 0 in a group of one.
 
@@ -113,30 +79,17 @@ class AdvantageNames:
         """
 
     def maxrl(
-        self,
-        *,
-        id: str | None = None,
-        when: When = ...,
-        after: Sequence[str] = ...,
+        self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return (R − R̄)/R̄ on the successes R ∈ {0, 1}, (B,); 0 in a group without a success. MaxRL, arXiv 2602.02710."""
 
     def optimal_baseline(
-        self,
-        *,
-        id: str | None = None,
-        when: When = ...,
-        after: Sequence[str] = ...,
+        self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return R − Σ l_j R_j / Σ l_j with the lengths l in action tokens as weights, (B,). OPO, arXiv 2505.23585."""
 
     def pass_at_k(
-        self,
-        *,
-        k: int = 4,
-        id: str | None = None,
-        when: When = ...,
-        after: Sequence[str] = ...,
+        self, *, k: int = 4, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return each sample's mean normalised advantage over the k-subsets of its group that contain it, (B,), in closed form.
 
@@ -152,13 +105,8 @@ class AdvantageNames:
         """
 
     def reinforce_plus_plus(
-        self,
-        *,
-        gamma: float = 1.0,
-        epsilon: float = 1e-08,
-        id: str | None = None,
-        when: When = ...,
-        after: Sequence[str] = ...,
+        self, *, gamma: float = 1.0, epsilon: float = 1e-08, id: str | None = None, when: When = ...,
+        after: Sequence[str] = ...
     ) -> Stage:
         """Return returns-to-go per action token, whitened over the batch. REINFORCE++, arXiv 2501.03262.
 
@@ -168,12 +116,7 @@ class AdvantageNames:
         """
 
     def reinforce_plus_plus_baseline(
-        self,
-        *,
-        epsilon: float = 1e-08,
-        id: str | None = None,
-        when: When = ...,
-        after: Sequence[str] = ...,
+        self, *, epsilon: float = 1e-08, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return `advantage` whitened over the batch's action tokens. `group_centered` comes before and writes R − R̄.
 
@@ -184,23 +127,13 @@ class AdvantageNames:
         """
 
     def remax(
-        self,
-        *,
-        id: str | None = None,
-        when: When = ...,
-        after: Sequence[str] = ...,
+        self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return R minus the reward of the same prompt's greedy response, (B,). ReMax, arXiv 2310.10505."""
 
     def safe_rlhf(
-        self,
-        *,
-        threshold: float = 0.0,
-        learning_rate: float = 0.1,
-        multiplier: float = 1.0,
-        id: str | None = None,
-        when: When = ...,
-        after: Sequence[str] = ...,
+        self, *, threshold: float = 0.0, learning_rate: float = 0.1, multiplier: float = 1.0, id: str | None = None,
+        when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return (A_reward − λ·A_cost)/(1 + λ) per action token. Safe-RLHF, arXiv 2310.12773.
 
@@ -212,12 +145,7 @@ class AdvantageNames:
         """
 
     def whiten(
-        self,
-        *,
-        epsilon: float = 1e-08,
-        id: str | None = None,
-        when: When = ...,
-        after: Sequence[str] = ...,
+        self, *, epsilon: float = 1e-08, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Normalise advantages to mean 0 and deviation 1 over the batch's action tokens, as implementations of PPO do.
 
@@ -229,15 +157,8 @@ class AdvantageNames:
 
 class ShapeNames:
     def adaptive_kl_penalty(
-        self,
-        *,
-        target: float,
-        gain: float = 0.1,
-        estimator: str = "k1",
-        coef: float = 0.05,
-        id: str | None = None,
-        when: When = ...,
-        after: Sequence[str] = ...,
+        self, *, target: float, gain: float = 0.1, estimator: str = "k1", coef: float = 0.05, id: str | None = None,
+        when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return `kl_penalty` with a coefficient that is adapted to a target KL. arXiv 1909.08593, section 2.2.
 
@@ -248,13 +169,7 @@ class ShapeNames:
         """
 
     def advantage_kl_penalty(
-        self,
-        *,
-        coef: float,
-        estimator: str = "k1",
-        id: str | None = None,
-        when: When = ...,
-        after: Sequence[str] = ...,
+        self, *, coef: float, estimator: str = "k1", id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return the row's `advantage` (B,) minus coef·KL(π, π_ref) summed from each action token to the row's end.
 
@@ -266,11 +181,7 @@ class ShapeNames:
         """
 
     def covariance(
-        self,
-        *,
-        id: str | None = None,
-        when: When = ...,
-        after: Sequence[str] = ...,
+        self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return (log π_old − its mean)·(A − its mean) per action token, the means over the batch's action tokens.
 
@@ -278,14 +189,8 @@ class ShapeNames:
         """
 
     def highest_covariance(
-        self,
-        *,
-        fraction: float,
-        low: float | None = None,
-        high: float | None = None,
-        id: str | None = None,
-        when: When = ...,
-        after: Sequence[str] = ...,
+        self, *, fraction: float, low: float | None = None, high: float | None = None, id: str | None = None,
+        when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return 1 for the `fraction` of the batch's action tokens with the highest covariance, 0 for others.
 
@@ -300,13 +205,7 @@ class ShapeNames:
         """
 
     def kl_penalty(
-        self,
-        *,
-        coef: float,
-        estimator: str = "k1",
-        id: str | None = None,
-        when: When = ...,
-        after: Sequence[str] = ...,
+        self, *, coef: float, estimator: str = "k1", id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return −coef·KL(π, π_ref) per action token, plus `reward` (B,) at the row's last one.
 
@@ -319,20 +218,12 @@ class ShapeNames:
         """
 
     def overlong_exclude(
-        self,
-        *,
-        id: str | None = None,
-        when: When = ...,
-        after: Sequence[str] = ...,
+        self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Apply `overlong_filter`, and exclude truncated rows from their group's statistics too; two masks (B,) float32."""
 
     def overlong_filter(
-        self,
-        *,
-        id: str | None = None,
-        when: When = ...,
-        after: Sequence[str] = ...,
+        self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return 0 for rows truncated at the length limit and 1 for others, (B,) float32, times an earlier mask.
 
@@ -340,13 +231,8 @@ class ShapeNames:
         """
 
     def overlong_penalty(
-        self,
-        *,
-        max_response_tokens: int,
-        cache: int,
-        id: str | None = None,
-        when: When = ...,
-        after: Sequence[str] = ...,
+        self, *, max_response_tokens: int, cache: int, id: str | None = None, when: When = ...,
+        after: Sequence[str] = ...
     ) -> Stage:
         """Return `reward` with soft overlong punishment, (B,): 0 up to max − cache tokens, falling to −1 at max, −1 beyond.
 
@@ -361,13 +247,7 @@ class ShapeNames:
         """
 
     def row_kl_penalty(
-        self,
-        *,
-        coef: float,
-        estimator: str = "k1",
-        id: str | None = None,
-        when: When = ...,
-        after: Sequence[str] = ...,
+        self, *, coef: float, estimator: str = "k1", id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return `reward` (B,) minus coef·KL(π, π_ref) summed over the row: the response is one action.
 
@@ -379,13 +259,7 @@ class ShapeNames:
         """
 
     def safe_rlhf_kl_penalty(
-        self,
-        *,
-        coef: float,
-        estimator: str = "k1",
-        id: str | None = None,
-        when: When = ...,
-        after: Sequence[str] = ...,
+        self, *, coef: float, estimator: str = "k1", id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Return rewards minus half of the KL penalty, and costs plus half of it, per action token.
 
@@ -400,11 +274,7 @@ class ShapeNames:
 
 class SelectNames:
     def informative_groups(
-        self,
-        *,
-        id: str | None = None,
-        when: When = ...,
-        after: Sequence[str] = ...,
+        self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Drop groups whose samples are all right or all wrong: they keep 0 < #correct < G.
 
@@ -412,11 +282,7 @@ class SelectNames:
         """
 
     def informative_rewards(
-        self,
-        *,
-        id: str | None = None,
-        when: When = ...,
-        after: Sequence[str] = ...,
+        self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Drop groups whose rewards (B,) are all equal, for graded rewards without right and wrong."""
 
@@ -424,11 +290,7 @@ class SelectNames:
 
 class DataNames:
     def join_response(
-        self,
-        *,
-        id: str | None = None,
-        when: When = ...,
-        after: Sequence[str] = ...,
+        self, *, id: str | None = None, when: When = ..., after: Sequence[str] = ...
     ) -> Stage:
         """Join prompt ids and response ids as one sequence per row. All response tokens are actions, or only those in `response_mask`.
 
@@ -447,10 +309,7 @@ class LossNames:
         """
 
     def cispo(
-        self,
-        *,
-        low: float = 1.0,
-        high: float = 4.0,
+        self, *, low: float = 1.0, high: float = 4.0
     ) -> dict[str, Any]:
         """Return −sg(clip(r, 1 − low, 1 + high))·A·log π: weights are clipped, and every token keeps its gradient.
 
@@ -463,11 +322,7 @@ class LossNames:
         """
 
     def clip(
-        self,
-        *,
-        low: float = 0.2,
-        high: float = 0.2,
-        dual: float | None = None,
+        self, *, low: float = 0.2, high: float = 0.2, dual: float | None = None
     ) -> dict[str, Any]:
         """Return −min(r·A, clip(r, 1 − low, 1 + high)·A); with `dual` c, at most −c·A where A < 0.
 
@@ -481,10 +336,7 @@ class LossNames:
         """
 
     def clip_cov(
-        self,
-        *,
-        low: float = 0.2,
-        high: float = 0.2,
+        self, *, low: float = 0.2, high: float = 0.2
     ) -> dict[str, Any]:
         """Return the clipped surrogate, with no gradient from tokens of high covariance (1 in `high_covariance`, (N,)).
 
@@ -496,12 +348,7 @@ class LossNames:
         """
 
     def decoupled(
-        self,
-        *,
-        low: float = 0.2,
-        high: float = 0.2,
-        cap: float = 5.0,
-        over_cap: Literal["clamp", "mask"] = "clamp",
+        self, *, low: float = 0.2, high: float = 0.2, cap: float = 5.0, over_cap: Literal["clamp", "mask"] = "clamp"
     ) -> dict[str, Any]:
         """Return −w·min(u·A, clip(u, 1 − low, 1 + high)·A) with u = π/π_prox and w = π_prox/π_behaviour.
 
@@ -522,9 +369,7 @@ class LossNames:
         """
 
     def dpo(
-        self,
-        *,
-        beta: float = 0.1,
+        self, *, beta: float = 0.1
     ) -> dict[str, Any]:
         """Return −log σ(β·(Σ log π/π_ref of the chosen − Σ log π/π_ref of the rejected)), repeated at each token of both rows.
 
@@ -535,9 +380,7 @@ class LossNames:
         """
 
     def dppo_tv(
-        self,
-        *,
-        delta: float = 0.15,
+        self, *, delta: float = 0.15
     ) -> dict[str, Any]:
         """Return −(π/μ)·A, 0 where A > 0 and π − μ > delta, or A < 0 and π − μ < −delta; μ is the rollout policy.
 
@@ -548,10 +391,7 @@ class LossNames:
         """
 
     def gmpo(
-        self,
-        *,
-        low: float = 0.4,
-        high: float = 0.4,
+        self, *, low: float = 0.4, high: float = 0.4
     ) -> dict[str, Any]:
         """Return −A·(Π of the row's clipped ratios)^(1/|o|), the same number at each of the row's tokens.
 
@@ -563,10 +403,7 @@ class LossNames:
         """
 
     def gspo(
-        self,
-        *,
-        low: float = 0.0003,
-        high: float = 0.0004,
+        self, *, low: float = 0.0003, high: float = 0.0004
     ) -> dict[str, Any]:
         """Return −min(s·A, clip(s, 1 − low, 1 + high)·A) with s = exp(mean over the row of log r), in token form.
 
@@ -578,10 +415,7 @@ class LossNames:
         """
 
     def kl_cov(
-        self,
-        *,
-        coef: float = 1.0,
-        estimator: str = "abs",
+        self, *, coef: float = 1.0, estimator: str = "abs"
     ) -> dict[str, Any]:
         """Return −r·A, plus coef·KL(π_old, π) on tokens of high covariance (1 in `high_covariance`, (N,)).
 
@@ -599,10 +433,7 @@ class LossNames:
         """Return −A·log π. Williams, "Simple statistical gradient-following algorithms", 1992."""
 
     def sapo(
-        self,
-        *,
-        tau_positive: float = 1.0,
-        tau_negative: float = 1.05,
+        self, *, tau_positive: float = 1.0, tau_negative: float = 1.05
     ) -> dict[str, Any]:
         """Return −(4/τ)·σ(τ(r − 1))·A: a smooth gate; τ depends on the sign of A. SAPO, arXiv 2511.20347.
 
@@ -615,9 +446,7 @@ class LossNames:
         """Return −log π of given tokens: REINFORCE with every advantage 1."""
 
     def value(
-        self,
-        *,
-        clip: float | None = 0.2,
+        self, *, clip: float | None = 0.2
     ) -> dict[str, Any]:
         """Return ½·max((V − R)², (clip(V, V_old ± clip) − R)²) per action token, (N,); without `clip` ½·(V − R)².
 
@@ -631,30 +460,22 @@ class LossNames:
 
 class KlNames:
     def abs(
-        self,
-        *,
-        coef: float,
+        self, *, coef: float
     ) -> dict[str, Any]:
         """Return |log(π/π_ref)|, (N,)."""
 
     def k1(
-        self,
-        *,
-        coef: float,
+        self, *, coef: float
     ) -> dict[str, Any]:
         """Return log(π/π_ref), (N,): unbiased, may be negative, and its gradient is 0 in expectation."""
 
     def k2(
-        self,
-        *,
-        coef: float,
+        self, *, coef: float
     ) -> dict[str, Any]:
         """Return ½·(log π/π_ref)², (N,): biased in value, unbiased in gradient."""
 
     def k3(
-        self,
-        *,
-        coef: float,
+        self, *, coef: float
     ) -> dict[str, Any]:
         """Return π_ref/π − log(π_ref/π) − 1, (N,): unbiased and never negative. GRPO, arXiv 2402.03300, equation 4."""
 
@@ -662,11 +483,7 @@ class KlNames:
 
 class CorrectionNames:
     def masked(
-        self,
-        *,
-        level: Literal["token", "sequence", "geometric"] = "token",
-        low: float = 0.5,
-        high: float = 2.0,
+        self, *, level: Literal["token", "sequence", "geometric"] = "token", low: float = 0.5, high: float = 2.0
     ) -> dict[str, Any]:
         """Return ρ where low ≤ ρ ≤ high and 0 elsewhere, (N,): masked importance sampling, IcePop at level `token`.
 
@@ -677,11 +494,7 @@ class CorrectionNames:
         """
 
     def sequence_rejection(
-        self,
-        *,
-        level: Literal["token", "sequence", "geometric"] = "geometric",
-        low: float = 0.5,
-        high: float = 2.0,
+        self, *, level: Literal["token", "sequence", "geometric"] = "geometric", low: float = 0.5, high: float = 2.0
     ) -> dict[str, Any]:
         """Return 1 where low ≤ ρ ≤ high and 0 elsewhere, (N,): rows on which engine and trainer disagree are rejected, others stay unweighted.
 
@@ -695,10 +508,7 @@ class CorrectionNames:
         """
 
     def truncated(
-        self,
-        *,
-        level: Literal["token", "sequence", "geometric"] = "token",
-        cap: float = 2.0,
+        self, *, level: Literal["token", "sequence", "geometric"] = "token", cap: float = 2.0
     ) -> dict[str, Any]:
         """Return min(ρ, cap), (N,): truncated importance sampling.
 

@@ -43,11 +43,17 @@ class Flow:
     def __init__(self, name: str, stages: Sequence[Stage]) -> None:
         """Bring the stages into serial order and resolve the columns that each reads.
 
-        The stages are in any order that their columns and `after` allow. Raises UserError if a column has no writer or two
-        independent writers, or stages wait for each other.
+        The stages are in any order that their columns and `after` allow. A `log_probs` stage is inserted if an update has
+        `old: recompute` and no stage writes `old_log_probs`. Raises UserError if a column has no writer or two independent writers, or
+        stages wait for each other.
         """
         self.name = name
-        self.stages = serial_order(unique_names(with_old_log_probs(stages)))
+        wanted = next((s for s in stages if s.params.get("old") == "recompute"), None)
+        if wanted is not None and not any("old_log_probs" in stage.writes for stage in stages):
+            # As late as possible, before the first stage that reads them or trains, so that dropped rows are not computed.
+            place = next(i for i, s in enumerate(stages) if s.kind is Kind.TRAIN or "old_log_probs" in s.reads)
+            stages = [*stages[:place], make_stage("log_probs", wanted.role), *stages[place:]]
+        self.stages = serial_order(unique_names(stages))
         check_selects(self.stages)
         self.inputs: Inputs = resolve_columns(self.stages)
 
@@ -148,18 +154,6 @@ class Flow:
         """Return the columns that the data files must provide beyond the prompt."""
         read = {c.name for inputs in self.inputs.values() for c in inputs if c.writer == ADMISSION}
         return tuple(name for name in ADMITTED_IF_GIVEN if name in read)
-
-
-def with_old_log_probs(stages: Sequence[Stage]) -> list[Stage]:
-    """Insert a `log_probs` stage if an update has `old: recompute` and no stage writes `old_log_probs`.
-
-    It is inserted as late as possible, before the first stage that reads them or trains, so that dropped rows are not computed.
-    """
-    wanted = next((s for s in stages if s.params.get("old") == "recompute"), None)
-    if wanted is None or any("old_log_probs" in stage.writes for stage in stages):
-        return list(stages)
-    position = next(i for i, s in enumerate(stages) if s.kind is Kind.TRAIN or "old_log_probs" in s.reads)
-    return [*stages[:position], make_stage("log_probs", wanted.role), *stages[position:]]
 
 
 def is_optimized(stage: Stage) -> bool:

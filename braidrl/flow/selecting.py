@@ -332,7 +332,9 @@ class GroupSelector:
                 self.barren, self.barren_scores = {}, None
                 continue
             self.barren = {**self.barren, reason: self.barren.get(reason, 0) + 1}
-            self.barren_scores = wider(self.barren_scores, self.verdicts[group].scores)
+            ranges = [known for known in (self.barren_scores, self.verdicts[group].scores) if known is not None]
+            if ranges:
+                self.barren_scores = min(low for low, _ in ranges), max(high for _, high in ranges)
             if sum(self.barren.values()) >= self.epoch_groups:
                 counts = ", ".join(
                     f"{reason.replace('_', ' ')}: {count}" for reason, count in sorted(self.barren.items())
@@ -381,13 +383,6 @@ def scores_by_group(index: Rows) -> dict[int, tuple[float, float]]:
             low, high = found.get(group, (score, score))
             found[group] = min(low, score), max(high, score)
     return found
-
-
-def wider(known: tuple[float, float] | None, more: tuple[float, float] | None) -> tuple[float, float] | None:
-    """Return the range that covers two ranges; either may be missing."""
-    if known is None or more is None:
-        return known or more
-    return min(known[0], more[0]), max(known[1], more[1])
 
 
 # `on_policy_share` is the share of a batch's groups that must start on the version on which the batch is trained:

@@ -115,28 +115,13 @@ def update(
     for column, coefficient in likelihood.items():
         if coefficient < 0:
             raise UserError(f"{role}.update: the likelihood's weight must be at least 0, got {coefficient} ({column})")
-    return update_signature(
-        role, list(entries.values()), old, [column for column, weight in likelihood.items() if weight]
-    )
-
-
-def update_signature(role: str, entries: Sequence[Entry], old: str | None, likelihood: Sequence[str]) -> Signature:
-    """Return the signature of an update with these functions and likelihood terms. Raises UserError for an unknown `old`.
-
-    Args:
-        role: The trained role.
-        entries: Loss, aggregation, KL estimator and correction.
-        old: Source of `old_log_probs`.
-        likelihood: Columns of the likelihood terms.
-    """
-    reads: set[str] = set(likelihood)
-    optional: list[str] = []
-    computed = {name for entry in entries for name in (*entry.reads, *entry.optional)}
-    for entry in entries:
-        reads |= set(columns_in_training(role, entry, entry.reads).values())
-        optional += columns_in_training(role, entry, entry.optional).values()
     if old is not None and old not in OLD:
         raise UserError(f"{role}.update: no `old` is called {old!r}. {suggest(old, OLD)}")
+    reads, optional, computed = {column for column, weight in likelihood.items() if weight}, list[str](), set[str]()
+    for entry in entries.values():
+        computed |= {*entry.reads, *entry.optional}
+        reads |= set(columns_in_training(role, entry, entry.reads).values())
+        optional += columns_in_training(role, entry, entry.optional).values()
     if "old_log_probs" in reads and old != "recompute":
         reads = reads - {"old_log_probs"} | ({"rollout_log_probs"} if old == "rollout" else set())
     one_of = (("advantages", "advantage"),) if "advantages" in reads else ()

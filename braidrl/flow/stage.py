@@ -1,7 +1,7 @@
 """A stage: its name, its role, the columns that it reads and writes. Immutable, plain data."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -92,11 +92,6 @@ class Stage:
     after: tuple[str, ...] = ()
 
     @property
-    def default_name(self) -> str:
-        """Return the stage's name without an `id`."""
-        return default_name(self.type, self.role, self.params)
-
-    @property
     def kind(self) -> Kind:
         return self.signature.kind
 
@@ -121,9 +116,6 @@ class Stage:
     def settings(self) -> dict[str, Any]:
         """Return the parameters that the stage's function takes by keyword: all but the initial values of its state."""
         return {name: value for name, value in self.params.items() if name not in self.state}
-
-    def renamed(self, name: str) -> "Stage":
-        return replace(self, name=name)
 
     def __str__(self) -> str:
         return self.name

@@ -25,7 +25,7 @@ import yaml
 
 from braidrl.errors import UserError, suggest
 from braidrl.flow.flow import Flow
-from braidrl.flow.stage import ALWAYS, Stage, When
+from braidrl.flow.stage import ALWAYS, Stage, When, default_name
 from braidrl.flow.stages import make_stage
 from braidrl.importing import relative_to
 from braidrl.parsing import parse_yaml, read_text
@@ -83,7 +83,8 @@ def to_yaml(flow: Flow) -> str:
     for stage in flow.stages:
         when = {key: getattr(stage.when, field) for key, field in WHEN_KEYS.items()} if stage.when != ALWAYS else {}
         every = {
-            "id": None if stage.name == stage.default_name else stage.name, "role": stage.role, "type": stage.type,
+            "id": None if stage.name == default_name(stage.type, stage.role, stage.params) else stage.name,
+            "role": stage.role, "type": stage.type,
             "params": dict(stage.params), "after": list(stage.after),
             "when": {key: value for key, value in when.items() if value is not None},
         }  # fmt: skip
@@ -115,10 +116,8 @@ def _read_stage(tree: Any, place: _Place, number: int) -> Stage:
     if not tree.get("type"):
         raise place.error("the stage has no type, as in `type: generate`")
     params = _with_files(tree.get("params") or {}, place.folder)
-    given, when = (
-        tree.get("after"),
-        _mapping({} if tree.get("when") is None else tree["when"], WHEN_KEYS, place.at("when")),
-    )
+    given = tree.get("after")
+    when = _mapping({} if tree.get("when") is None else tree["when"], WHEN_KEYS, place.at("when"))
     for key, value in when.items():
         if type(value) is not int and not (key == "until" and value is None):
             raise place.error(f"when: {key} must be a whole number, got {value!r}")

@@ -65,7 +65,7 @@ def stage_seconds(spans: Sequence[Span]) -> dict[tuple[str, int], float]:
     return dict(found)
 
 
-def quantities(done: Iterable[Work], behind: float, engine: str = "embedded") -> dict[str, float]:
+def quantities(done: Iterable[Work], behind: float, engine: str) -> dict[str, float]:
     """Return the quantities that a stage's seconds are made of, by the name of their unit cost.
 
     `behind` is the share of compute that communication can overlap; at 1, overlapped communication is not visible.
@@ -129,8 +129,7 @@ def nonnegative(a: npt.NDArray[np.float64], b: npt.NDArray[np.float64]) -> npt.N
 def calibrate(runs: Sequence[Observed], before: Mapping[str, Rates]) -> Rates:
     """Fit rates to runs on one kind of device; values that no run shows stay as `before`.
 
-    Raises:
-        UserError: The runs have no iteration after the warm-up.
+    Raises UserError if the runs have no iteration after the warm-up.
     """
     cluster, models = runs[0].problem.cluster, runs[0].problem.models
     group, rates = cluster.groups[0].kind, rates_for(cluster.groups[0].kind, before)

@@ -150,14 +150,9 @@ class Choices:
                 yield Choice(use, costs, {**one.resident, **other.resident}, one.working)
 
     def _fitting(
-        self,
-        model: Model,
-        group: NodeGroup,
-        uses: Iterable[Deployment],
-        devices: int,
-        part: RolePart,
+        self, model: Model, group: NodeGroup, uses: Iterable[Deployment], devices: int, part: RolePart,
         apart: bool = False,
-    ) -> Iterator[Choice]:
+    ) -> Iterator[Choice]:  # fmt: skip
         """Yield the choices that fit their devices alone, with the seconds of this part's stages."""
         room = self.problem.kind(group).memory * USABLE
         stages = [stage for stage in model.stages if (stage.kind is Kind.GENERATE) == (part == "generate")]

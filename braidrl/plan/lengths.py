@@ -20,11 +20,7 @@ from braidrl.plan.work import IntArray, Lengths
 
 
 def batch_lengths(config: Config, given: str | None = None, sources: Sequence[LoadedSource] = ()) -> Lengths:
-    """Return the lengths of one batch's rows.
-
-    Raises:
-        UserError: The lengths cannot be parsed, or the run recorded none.
-    """
+    """Return the lengths of one batch's rows. Raises UserError if they cannot be parsed, or the run recorded none."""
     rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
     if given is not None and Path(given).is_dir():
         run = Path(given)

@@ -17,7 +17,7 @@ from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.flow import is_optimized
 from braidrl.plan.rates import Cost, Rates, RuntimeRates, Work, price, rates_for
-from braidrl.plan.work import Lengths, Nodes, generate_work, infer_work, reshard_bytes, train_work
+from braidrl.plan.work import Lengths, generate_work, infer_work, reshard_bytes, train_work
 from braidrl.runtimes.memory.budget import Deployment, EngineUse, engine_use, shape_of
 from braidrl.runtimes.prepare.checks import check_plan
 from braidrl.training.memory.footprint import Shape, model_shape
@@ -171,7 +171,7 @@ class Problem:
 
     def works(self, stage: Stage, use: Deployment, group: NodeGroup, devices: int) -> list[Work]:
         """Return the work of a model's stage on its busiest device; generation returns prefill and decode."""
-        model, nodes, config = self.models[str(stage.role)], Nodes(group.devices), self.config
+        model, node, config = self.models[str(stage.role)], group.devices, self.config
         if stage.kind is Kind.GENERATE:
             # Servers are as many as there are addresses, each with what vLLM does by default.
             engine = use.engine or EngineUse(model.shape, slots_of(config), 0)
@@ -179,16 +179,16 @@ class Problem:
             multiple = ROW_MULTIPLE if self.cluster.device == "cpu" and config.rollout.engine == "embedded" else 1
             samples = config.rollout.samples_per_prompt
             shape, ranks, slots = engine.shape, engine.divisor, engine.slots
-            return [*generate_work(shape, ranks, replicas, self.lengths, slots, samples, nodes, multiple)]
+            return [*generate_work(shape, ranks, replicas, self.lengths, slots, samples, node, multiple)]
         lengths, tokens = self.rows_of(stage), use.tokens
         if config.runtime == "streaming":
             # A micro-batch cannot exceed one dispatch.
             rows = config.streaming.dispatch_rows * use.layout.ranks_per_replica
             tokens = min(tokens, math.ceil(rows * lengths.tokens / len(lengths)))
         if stage.kind is Kind.INFER:
-            return [infer_work(model.plain, use.inference or use.layout, lengths, tokens, model.scalar, nodes)]
+            return [infer_work(model.plain, use.inference or use.layout, lengths, tokens, model.scalar, node)]
         return [train_work(
-            model.shape, use.layout, lengths, tokens, use.checkpointing, model.scalar, nodes, self.updates,
+            model.shape, use.layout, lengths, tokens, use.checkpointing, model.scalar, node, self.updates,
             config.trainer.epochs,
         )]  # fmt: skip
 

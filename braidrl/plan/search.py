@@ -99,12 +99,9 @@ class Search:
     """A search over one problem; `considered` counts its work."""
 
     def __init__(
-        self,
-        problem: Problem,
-        keep: int = 8,
-        until: float | None = None,
+        self, problem: Problem, keep: int = 8, until: float | None = None,
         allowed: Callable[[Choice], bool] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Prepare a search that returns at most `keep` plans, one per partition, and ends at `until` on the monotonic clock."""
         problem.check_stages()
         self.problem, self.keep, self.until = problem, keep, until
@@ -118,8 +115,7 @@ class Search:
     def hybrid(self) -> list[Plan]:
         """Return the best plan of each partition, fastest first, at most `keep` of them.
 
-        Raises:
-            UserError: The models fit in no allocation; names the smallest number of devices that works.
+        Raises UserError if the models fit in no allocation; it names the smallest number of devices that works.
         """
         found: list[Plan] = []
         roles = tuple(self.problem.flow.roles)
@@ -211,11 +207,7 @@ def unit_of(group: NodeGroup) -> int:
 
 
 def like(problem: Problem, name: str) -> Plan:
-    """Return the best plan within another framework's placement.
-
-    Raises:
-        UserError: The name is unknown, or the models do not fit in that placement.
-    """
+    """Return the best plan within another framework's placement. Raises UserError for an unknown name, or if the models do not fit."""
     if name not in NAMES:
         raise UserError(f"--like: unknown placement {name!r}. {suggest(name, NAMES)}")
     search = Search(problem)
@@ -257,11 +249,7 @@ def halves(problem: Problem) -> RoleSets:
 
 
 def fixed(search: Search, partition: RoleSets, allowed: Callable[[Choice], bool]) -> Plan | None:
-    """Return the best plan of one partition whose sets have equal numbers of devices.
-
-    Raises:
-        UserError: The devices do not divide equally among the sets.
-    """
+    """Return the best plan of one partition whose sets have equal numbers of devices. Raises UserError if these do not divide so."""
     group = max(search.problem.cluster.groups, key=lambda group: group.size)
     size, left = divmod(group.size, len(partition))
     if left:

@@ -81,11 +81,6 @@ class SimulatedWorker:
     batch: "SimulatedTraining | None" = None
     """A trainer's batch."""
 
-    @property
-    def stage(self) -> Stage:
-        """Return the stage whose workers it stands for."""
-        return (self.consumer.updates or self.consumer.stages)[0]
-
 
 @dataclass
 class SimulatedTraining:
@@ -98,11 +93,6 @@ class SimulatedTraining:
     leases: list[Lease] = field(default_factory=list)
     pieces: list[tuple[Lease, list[list[int]]]] = field(default_factory=list)
     busy: bool = False
-
-    @property
-    def is_over(self) -> bool:
-        """Return whether all of its rows have come and all updates are made."""
-        return not self.stages and not self.rows_left and not self.busy
 
 
 class Streaming:
@@ -184,7 +174,7 @@ class Streaming:
         return changed
 
     def _go_on(self, worker: SimulatedWorker, training: SimulatedTraining) -> bool:
-        if training.is_over:
+        if not training.stages and not training.rows_left:  # all of its rows have come and all updates are made
             for lease in training.leases:
                 self.schedule.done(worker.consumer.name, self.schedule.tasks.complete(lease.number, self.clock.now))
             worker.batch = None
@@ -238,24 +228,21 @@ class Streaming:
             if self.loading.receive(engine.name, published):
                 self.clock.after(self.work.receive_seconds, partial(self.loading.received, engine.name, published))
             load = self.loading.load(engine.name, len(engine.work))
-            if load is not None:
-                self._begin_loading(engine, load.version)
-                begun = True
+            if load is None:
+                continue
+            begun = engine.loads = True
+            # After the current decode step the engine preempts its rows, whose ends are postponed.
+            ahead = self.loading.receives_ahead and self.loading.engines[engine.name].received >= load.version
+            seconds = self.work.load_seconds + (0.0 if ahead else self.work.receive_seconds)
+            step = self._until_step(engine)
+            for work in engine.work.values():
+                # Rows that end with this step are not preempted; 1e-9 covers rounding of the sums.
+                if work.end > self.clock.now + step + 1e-9:
+                    work.end, work.turn = work.end + seconds, work.turn + 1
+                    self._wait_for(engine, work)
+            engine.steps_since += seconds
+            self.clock.after(step + seconds, partial(self._loaded, engine, load.version))
         return begun
-
-    def _begin_loading(self, engine: SimulatedWorker, version: int) -> None:
-        """Start loading: after the current decode step the engine preempts its rows, whose ends are postponed."""
-        ahead = self.loading.receives_ahead and self.loading.engines[engine.name].received >= version
-        seconds = self.work.load_seconds + (0.0 if ahead else self.work.receive_seconds)
-        engine.loads = True
-        step = self._until_step(engine)
-        for work in engine.work.values():
-            # Rows that end with this step are not preempted; 1e-9 covers rounding of the sums.
-            if work.end > self.clock.now + step + 1e-9:
-                work.end, work.turn = work.end + seconds, work.turn + 1
-                self._wait_for(engine, work)
-        engine.steps_since += seconds
-        self.clock.after(step + seconds, lambda: self._loaded(engine, version))
 
     def _loaded(self, engine: SimulatedWorker, version: int) -> None:
         engine.loads = False
@@ -366,21 +353,24 @@ class Streaming:
         for rank, share in enumerate(shares):
             name = worker.name if worker.ranks == 1 else f"{worker.name}/{rank}"
             span = (self.clock.now, self.clock.now + share, rows or len(lease.rows), iteration)
-            self.result.spans.append(SimulatedSpan(name, (stage or worker.stage).name, *span))
+            # By default the first of the stages whose workers it stands for.
+            own = stage or (worker.consumer.updates or worker.consumer.stages)[0]
+            self.result.spans.append(SimulatedSpan(name, own.name, *span))
 
     def _watch(self) -> None:
         """Schedule a check when the next lease expires."""
-        deadline = self.schedule.tasks.leases.next_deadline()
+        tasks = self.schedule.tasks
+
+        def look() -> None:
+            self.watching = False
+            tasks.give_up(tasks.leases.expired(self.clock.now))
+            self._watch()
+
+        deadline = tasks.leases.next_deadline()
         if deadline is not None and not self.watching:
             self.watching = True
             # Slightly later, beyond rounding: a lease exactly at its deadline has not expired.
-            self.clock.after(deadline - self.clock.now + self.work.lease_seconds / 1000, self._look)
-
-    def _look(self) -> None:
-        self.watching = False
-        tasks = self.schedule.tasks
-        tasks.give_up(tasks.leases.expired(self.clock.now))
-        self._watch()
+            self.clock.after(deadline - self.clock.now + self.work.lease_seconds / 1000, look)
 
 
 def _workers(work: Workload, consumer: Consumer) -> list[SimulatedWorker]:

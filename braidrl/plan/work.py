@@ -92,30 +92,14 @@ def expected_longest(lengths: Lengths, among: int) -> float:
     return float(np.quantile(lengths.totals, 1 - 1 / (among + 1)))
 
 
-class Nodes(NamedTuple):
-    """The size of a node, which decides the links of a process group."""
+def sent(node: int, inner: int, ranks: int, moved: float) -> npt.NDArray[np.float64]:
+    """Return the bytes (2,) within a node of `node` devices, and between nodes, that each of `ranks` ranks, `inner` devices apart, sends.
 
-    devices: int
-
-    def sent(self, inner: int, ranks: int, moved: float) -> "Roads":
-        """Return the bytes by link that each of `ranks` ranks, `inner` devices apart, sends.
-
-        A group with several devices per node spreads its bytes over all of their network adapters.
-        """
-        if inner * ranks <= self.devices:
-            return Roads(link=moved)
-        return Roads(network=moved / max(1, self.devices // inner))
-
-
-class Roads(NamedTuple):
-    """Bytes within a node and between nodes."""
-
-    link: float = 0.0
-    network: float = 0.0
-
-    def plus(self, other: "Roads") -> "Roads":
-        """Return the sum by link."""
-        return Roads(self.link + other.link, self.network + other.network)
+    A group with several devices per node spreads its bytes over all of their network adapters.
+    """
+    if inner * ranks <= node:
+        return np.array([moved, 0.0])
+    return np.array([0.0, moved / max(1, node // inner)])
 
 
 def forward_operations(shape: Shape, tokens: float, squares: float, scalar: bool) -> float:
@@ -126,11 +110,12 @@ def forward_operations(shape: Shape, tokens: float, squares: float, scalar: bool
 
 def model_work(
     phase: Phase, shape: Shape, layout: ParallelLayout, share: Share, max_tokens: int, passes: float, scalar: bool,
-    nodes: Nodes,
+    node: int,
 ) -> Work:  # fmt: skip
     """Return the work of one rank for its model copy's share of rows, in micro-batches of `max_tokens`.
 
-    `passes` are operations in units of forward passes: 1 to infer, 3 to train, 4 with recomputation, 2 with adapters.
+    `passes` are operations in units of forward passes: 1 to infer, 3 to train, 4 with recomputation, 2 with adapters. A node has `node`
+    devices.
     """
     t, s, p = layout.tensor, layout.sequence, layout.pipeline
     layers = shape.sizes.num_hidden_layers / p
@@ -140,26 +125,27 @@ def model_work(
     computed = passes * forward_operations(shape, share.tokens, share.squares, scalar) / (t * s * p) * bubble
     width = share.tokens * shape.sizes.hidden_size * shape.element_bytes / s
     times = layers * (1 if passes == 1 else passes - 1)
-    waited, collectives = Roads(), 0.0
+    waited, collectives = np.zeros(2), 0.0
     if t > 1:
-        waited = waited.plus(nodes.sent(1, t, 4 * times * width * (t - 1) / t * bubble))
+        waited += sent(node, 1, t, 4 * times * width * (t - 1) / t * bubble)
         collectives += 4 * times * batches
     if s > 1:
-        waited = waited.plus(nodes.sent(t, s, 4 * times * width / t * (s - 1) / s * bubble))
+        waited += sent(node, t, s, 4 * times * width / t * (s - 1) / s * bubble)
         collectives += 4 * times * batches
     if p > 1:
         both = 1 if passes == 1 else 2
-        waited = waited.plus(nodes.sent(t * s * (layout.data or 1), p, both * width / t))
+        waited += sent(node, t * s * (layout.data or 1), p, both * width / t)
         collectives += both * batches * bubble
-    shared = sharing_work(shape, layout, batches, passes > 1, nodes)
+    shared = sharing_work(shape, layout, batches, passes > 1, node)
+    link, network = waited.tolist()
     return shared._replace(
         phase=phase, operations=computed, activations=passes * layers * width / t * bubble, tokens=share.tokens / s,
-        calls=layers * batches * passes * bubble, rows=share.rows, steps=1, link=shared.link + waited.link,
-        network=shared.network + waited.network, collectives=shared.collectives + collectives,
+        calls=layers * batches * passes * bubble, rows=share.rows, steps=1, link=shared.link + link,
+        network=shared.network + network, collectives=shared.collectives + collectives,
     )  # fmt: skip
 
 
-def sharing_work(shape: Shape, layout: ParallelLayout, batches: int, trains: bool, nodes: Nodes) -> Work:
+def sharing_work(shape: Shape, layout: ParallelLayout, batches: int, trains: bool, node: int) -> Work:
     """Return the data-parallel communication of `batches` micro-batches.
 
     FSDP2 gathers weights and reduce-scatters gradients layer by layer, overlapped with compute; replicas all-reduce gradients once
@@ -169,48 +155,48 @@ def sharing_work(shape: Shape, layout: ParallelLayout, batches: int, trains: boo
     layers = shape.sizes.num_hidden_layers // layout.pipeline
     own = (layers * shape.layer_parameters + beside_layers(shape, layout)) / inner
     trained = own * shape.trained / shape.parameters
-    behind, waited, collectives = Roads(), Roads(), 0.0
+    behind, waited, collectives = np.zeros(2), np.zeros(2), 0.0
     if layout.shard != "none" and g > 1:
         gathers = batches * (2 if trains else 1) if layout.shard == "full" else 1
         scatters = batches if trains else 0
         moved = gathers * own * shape.element_bytes + scatters * trained * MASTER_BYTES
-        behind = nodes.sent(inner, g, moved * (g - 1) / g)
+        behind = sent(node, inner, g, moved * (g - 1) / g)
         collectives += (gathers + scatters) * (layers + 1)
     summed = outer if layout.shard == "none" else outer // g
     if trains and summed > 1:
-        sums = nodes.sent(inner * g, summed, 2 * trained * MASTER_BYTES / g * (summed - 1) / summed)
-        waited, behind = (sums, behind) if layout.shard == "none" else (waited, behind.plus(sums))
+        sums = sent(node, inner * g, summed, 2 * trained * MASTER_BYTES / g * (summed - 1) / summed)
+        waited, behind = (sums, behind) if layout.shard == "none" else (waited, behind + sums)
         collectives += 1
+    (link, network), (behind_link, behind_network) = waited.tolist(), behind.tolist()
     return Work(
-        "train", link=waited.link, network=waited.network, collectives=collectives, behind_link=behind.link,
-        behind_network=behind.network,
+        "train", link=link, network=network, collectives=collectives, behind_link=behind_link,
+        behind_network=behind_network,
     )  # fmt: skip
 
 
 def train_work(
     shape: Shape, layout: ParallelLayout, lengths: Lengths, max_tokens: int, checkpointing: bool, scalar: bool,
-    nodes: Nodes, updates: int = 1, epochs: int = 1,
+    node: int, updates: int = 1, epochs: int = 1,
 ) -> Work:  # fmt: skip
     """Return the work of training one batch for `epochs` passes of `updates` optimizer steps."""
     share = share_of(lengths, layout.data or 1, updates)
     passes = (2.0 if shape.trained < shape.parameters else 3.0) + checkpointing
-    one = model_work("train", shape, layout, share, max_tokens, passes, scalar, nodes)
+    one = model_work("train", shape, layout, share, max_tokens, passes, scalar, node)
     divisor = layout.tensor * layout.pipeline * layout.shard_ranks
-    optimizer = shape.trained / divisor * OPTIMIZER_BYTES
-    one = one._replace(memory=optimizer)
+    one = one._replace(memory=shape.trained / divisor * OPTIMIZER_BYTES)
     return Work("train", *(number * updates * epochs for number in one[1:]))
 
 
 def infer_work(
-    shape: Shape, layout: ParallelLayout, lengths: Lengths, max_tokens: int, scalar: bool, nodes: Nodes
+    shape: Shape, layout: ParallelLayout, lengths: Lengths, max_tokens: int, scalar: bool, node: int
 ) -> Work:
     """Return the work of one forward pass over a batch."""
     share = share_of(lengths, layout.data or 1)
-    return model_work("infer", shape, layout, share, max_tokens, 1.0, scalar, nodes)
+    return model_work("infer", shape, layout, share, max_tokens, 1.0, scalar, node)
 
 
 def generate_work(
-    shape: Shape, tensor: int, replicas: int, lengths: Lengths, slots: int, samples: int, nodes: Nodes,
+    shape: Shape, tensor: int, replicas: int, lengths: Lengths, slots: int, samples: int, node: int,
     multiple: int = 1,
 ) -> tuple[Work, Work]:  # fmt: skip
     """Return the work of one rank in generation: (prefill, decode).
@@ -236,14 +222,15 @@ def generate_work(
     layers = config.num_hidden_layers
     width = config.hidden_size * shape.element_bytes
     summed = 2 * 2 * layers * width * (tensor - 1) / tensor
+    links = [sent(node, 1, tensor, summed * tokens).tolist() for tokens in (prompts * prompt, float(own.sum()))]
     prefill = Work(
         "prefill", computed, activations=layers * width * prompts * prompt / tensor, calls=layers, steps=1,
-        collectives=2 * layers * (tensor > 1), **nodes.sent(1, tensor, summed * prompts * prompt)._asdict(),
+        collectives=2 * layers * (tensor > 1), link=links[0][0], network=links[0][1],
     )  # fmt: skip
     decode = Work(
         "decode", decoded, read, layers * width * path.slot_steps / tensor, path.slot_steps,
         layers * path.steps, 0.0, path.steps, collectives=2 * layers * path.steps * (tensor > 1),
-        **nodes.sent(1, tensor, summed * float(own.sum()))._asdict(),
+        link=links[1][0], network=links[1][1],
     )  # fmt: skip
     return prefill, decode
 

@@ -40,21 +40,17 @@ class SerialController(Generic[TableT]):
         self.seconds: dict[str, float] = {}
 
     def iterate(
-        self,
-        iteration: int,
-        version: int,
-        recorded: TableT | None = None,
-        train: bool = True,
+        self, iteration: int, version: int, recorded: TableT | None = None, train: bool = True,
         before_training: Callable[[], object] = lambda: None,
-    ) -> IterationResult[TableT]:
+    ) -> IterationResult[TableT]:  # fmt: skip
         self.seconds, sums = {stage.name: 0.0 for stage in self.flow.stages}, Sums()
         if recorded is not None:
             index = self.backend.index(recorded)
             result = IterationResult(index, index, recorded, recorded, sums)
         else:
             result = self.sample(iteration, version, sums)
-        table = result.table = self.ordered(result.table)
-        states = dict(self.states)
+        table, states = self.ordered(result.table), dict(self.states)
+        result.table = table
         for stage in self.flow.stages[self.flow.recorded_stages :]:
             training = stage.kind is Kind.TRAIN
             if not stage.when.includes(iteration) or (training and not train):
@@ -115,8 +111,13 @@ class SerialController(Generic[TableT]):
         """Return a batch of selected groups, generated in waves; the surplus is dropped or kept for the next batch."""
         self.sampling.begin(version)
         tables, generated = list(self.surplus), []
-        while (wave := self.next_wave()) is not None:
-            table, verdicts = self.wave(*wave, iteration, version, sums)
+        while True:
+            count = self.sampling.next_wave()
+            # After the last wave, suspended responses of groups that are still needed have to finish.
+            ends = not count and not self.sampling.pending
+            if ends and not self.sampling.finish_now():
+                break
+            table, verdicts = self.wave(count, ends, iteration, version, sums)
             if table is not None:
                 tables.append(table)
                 generated.append(self.backend.index(table))
@@ -128,13 +129,6 @@ class SerialController(Generic[TableT]):
         index = self.backend.index(batch)
         counted = needed(Rows.cat(generated), outcome, self.config.trainer.surplus) if generated else index
         return IterationResult(counted, index, batch, batch, sums, dropped=outcome.dropped)
-
-    def next_wave(self) -> tuple[int, bool] | None:
-        """Return the number of groups to start besides the pending ones, and whether all responses must finish."""
-        count = self.sampling.next_wave()
-        if count or self.sampling.pending:
-            return count, False
-        return (0, True) if self.sampling.finish_now() else None
 
     def wave(
         self, count: int, ends: bool, iteration: int, version: int, sums: Sums
@@ -190,8 +184,7 @@ class SerialController(Generic[TableT]):
     def suspend(self, table: TableT) -> TableT | None:
         """Keep groups with a suspended response for later, and return the rows of the others; None if there are none."""
         index = self.backend.index(table)
-        ended = (index["finish_reason"] != FinishReason.ABORT).tolist()
-        aside = {group for group, whole in zip(index["group"].tolist(), ended, strict=True) if not whole}
+        aside = set(index["group"][index["finish_reason"] == FinishReason.ABORT].tolist())
         if not aside:
             return table
         self.unfinished.append(self.of_groups(table, aside))
@@ -203,14 +196,11 @@ class SerialController(Generic[TableT]):
         """Generate a wave. Return the rows without the groups that were given up, and those groups."""
         done = self.backend.generate_needed(segment, table, iteration, sums, self.sampling.needless)
         index = self.backend.index(done)
-        ended = (index["finish_reason"] == FinishReason.ABORT).tolist()
-        numbers = index["group"].tolist()
-        gone = {group for group, was in zip(numbers, ended, strict=True) if was}
-        return (self.of_groups(done, set(numbers) - gone) if gone else done), gone
+        gone = set(index["group"][index["finish_reason"] == FinishReason.ABORT].tolist())
+        return (self.of_groups(done, set(index["group"].tolist()) - gone) if gone else done), gone
 
     def of_groups(self, table: TableT, groups: Collection[int]) -> TableT:
-        chosen = set(groups)
-        numbers = self.backend.index(table)["group"].tolist()
+        chosen, numbers = set(groups), self.backend.index(table)["group"].tolist()
         return table.take([i for i, group in enumerate(numbers) if group in chosen])
 
     def ordered(self, table: TableT) -> TableT:

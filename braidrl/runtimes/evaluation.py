@@ -54,14 +54,9 @@ def good_enough(metrics: Mapping[str, float | int | None], stop_at: float | None
 
 
 def evaluated_sets(
-    backend: Backend[T],
-    flow: Flow,
-    names: Iterable[str],
-    settings: EvaluationConfig,
-    step: int,
-    prompts: int | None = None,
-    sums: Sums | None = None,
-) -> Iterator[tuple[str, T, dict[str, float]]]:
+    backend: Backend[T], flow: Flow, names: Iterable[str], settings: EvaluationConfig, step: int,
+    prompts: int | None = None, sums: Sums | None = None,
+) -> Iterator[tuple[str, T, dict[str, float]]]:  # fmt: skip
     """Yield each named set, its rows and its metrics under the current weights; at most `prompts` of each set are used.
 
     `step` is the seed of the stages' random numbers, and `sums` collects their counts.
@@ -76,27 +71,26 @@ def evaluated_sets(
 def evaluate_model(config: Config) -> dict[str, float]:
     """Return the metrics of every set under `data.eval` for the model as it is, as `braid eval` prints them."""
     config = with_fetched(config)
-    if config.runtime == "distributed":
-        metrics: dict[str, float] = in_ranks(config, "braidrl.runtimes.evaluation:evaluate_rank", {})
-        return metrics
-    return evaluated(config, Progress())
+    if config.runtime != "distributed":
+        return evaluated(config, World())
+    metrics: dict[str, float] = in_ranks(config, "braidrl.runtimes.evaluation:evaluate_rank", {})
+    return metrics
 
 
 def evaluate_rank(world: World, task: dict[str, Any]) -> dict[str, float]:
     """Evaluate as one rank of several."""
-    progress = Progress() if world.first else silent_progress()
-    return evaluated(parse_config(task["config"]), progress, world)
+    return evaluated(parse_config(task["config"]), world)
 
 
-def evaluated(config: Config, progress: Progress, world: World | None = None) -> dict[str, float]:
+def evaluated(config: Config, world: World) -> dict[str, float]:
     """Evaluate in one process, or as one rank; return the metrics of every set."""
-    prepared = prepare_together(config, world or World(), train=False)
+    progress = Progress() if world.first else silent_progress()
+    prepared = prepare_together(config, world, train=False)
     if not config.data.evaluation_sources:
         raise UserError("data.eval names no set; give it one, as in data.eval.test=test.jsonl")
     for line in without_effect(config):
         progress.print(line)
     set_up_torch(config)
-    world = world or World()
 
     def made() -> str:
         """Make the folder of the evaluated rows, with the configuration in it."""

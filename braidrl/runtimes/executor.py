@@ -11,14 +11,13 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from braidrl.cluster.devices import choose_device
 from braidrl.config import Config
 from braidrl.data.rows import Column, Rows
 from braidrl.data.templates import PromptTemplate, Retokenizer
+from braidrl.engines.factory import Remote
 from braidrl.errors import BadUpdate, UserError
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.compute import computed, of_namespace, summed
@@ -47,17 +46,10 @@ class StageExecutor:
     """Holds the workers of some roles, the engines of generating roles, and the reward processes."""
 
     def __init__(
-        self,
-        config: Config,
-        flow: Flow,
-        roles: Sequence[str],
-        tokenizer: PreTrainedTokenizerBase,
-        rewards: RuleRewards | None,
-        progress: Progress,
-        generating: Collection[str] = (),
-        ranks: DataParallel | None = None,
-        training: bool = True,
-    ) -> None:
+        self, config: Config, flow: Flow, roles: Sequence[str], tokenizer: PreTrainedTokenizerBase,
+        rewards: RuleRewards | None, progress: Progress, generating: Collection[str] = (),
+        ranks: DataParallel | None = None, training: bool = True,
+    ) -> None:  # fmt: skip
         """Load the models of `roles`, with engines for those `generating`; `ranks` are the processes that hold the same roles.
 
         A generating role outside `roles` gets its weights from other processes, after `exchange_weights`.
@@ -91,26 +83,17 @@ class StageExecutor:
             self.residency.add(worker, self.engines.get(role), frozen)
         for role in generating:
             if role not in roles:
-                self.generation.start_remote_engine(role, ranks or DataParallel())
+                self.generation.start_engine(Remote(role, ranks or DataParallel()))
         self.residency.begin()
-
-    @property
-    def device(self) -> torch.device:
-        """Return the device of this process's models."""
-        return choose_device(self.config.device)
 
     def exchange_weights(self, role: str, ranks: DataParallel) -> None:
         """Plan the transfer of a role's weights from training to generating processes; all of them call this together."""
         self.generation.exchange_weights(role, self.workers.get(role), ranks)
 
     def run(
-        self,
-        stage: Stage,
-        rows: Rows,
-        sums: Sums,
-        stop: EarlyStop | None = None,
+        self, stage: Stage, rows: Rows, sums: Sums, stop: EarlyStop | None = None,
         reduce: Callable[[Totals], Totals] = lambda totals: totals,
-    ) -> Mapping[str, Column]:
+    ) -> Mapping[str, Column]:  # fmt: skip
         """Return the columns that a generate, infer or compute stage writes, in the order of the local `rows`.
 
         Without rows only collective work is done. `stop` ends rows early that selection does not need; `reduce` sums the totals of
@@ -148,10 +131,7 @@ class StageExecutor:
         if role in self.copies:
             worker = self.copies[role].frozen
             self.generation.moves.note(role, self.copies[role].refresh())
-        with (
-            self.progress.stage(stage.name, len(rows)) as bar,
-            self.usage.computing(stage, worker, sums, rows),
-        ):
+        with self.progress.stage(stage.name, len(rows)) as bar, self.usage.computing(stage, worker, sums, rows):
             found = worker.forward(PREDICTED.get(stage.type, "log_probs"), rows, bar.update)
         if not len(rows) or stage.type != "score":
             return {stage.writes[0]: found} if len(rows) else {}
@@ -171,14 +151,9 @@ class StageExecutor:
         )
 
     def train(
-        self,
-        stage: Stage,
-        updates: Iterable[AbstractContextManager[tuple[UpdateCounts, Rows]]],
-        iteration: int,
-        sums: Sums,
-        total: int | None = None,
-        counted: bool = True,
-    ) -> None:
+        self, stage: Stage, updates: Iterable[AbstractContextManager[tuple[UpdateCounts, Rows]]], iteration: int,
+        sums: Sums, total: int | None = None, counted: bool = True,
+    ) -> None:  # fmt: skip
         """Make one optimizer step per result of `update`, or copy another role's weights if the stage has no loss.
 
         `total` is the number of local rows, for the progress bar. `counted` is true in exactly one of the processes that share the

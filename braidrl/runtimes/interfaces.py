@@ -178,13 +178,9 @@ class Controller(Protocol[T]):
         """Return the backend that does the work."""
 
     def iterate(
-        self,
-        iteration: int,
-        version: int,
-        recorded: T | None = None,
-        train: bool = True,
+        self, iteration: int, version: int, recorded: T | None = None, train: bool = True,
         before_training: Callable[[], object] = lambda: None,
-    ) -> IterationResult[T]:
+    ) -> IterationResult[T]:  # fmt: skip
         """Run every due stage of an iteration on one batch; trained roles then have version `version` + 1.
 
         Args:

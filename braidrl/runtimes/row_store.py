@@ -23,17 +23,9 @@ from braidrl.observe.rollouts import parts_of, read_rollouts, write_rollouts
 from braidrl.rewards.verify import responses
 from braidrl.runtimes.generating.partial import admitted
 
-
-class RankShare(NamedTuple):
-    """One of several ranks that read equal shares."""
-
-    rank: int = 0
-    size: int = 1
-
-
-ALL = RankShare()
-
-
+RankShare = tuple[int, int]
+"""One of several ranks that read equal shares, and their number."""
+ALL: RankShare = (0, 1)
 TEXT_COLUMNS = frozenset(("prompt", "tokens", "action_mask"))
 """The columns needed for the texts of a row."""
 
@@ -89,20 +81,16 @@ def divided(origin: Origin, ranks: int) -> list[Origin]:
         ranks = min(ranks, len(origin.numbers))
         shares = (equal_share(len(origin.numbers), rank, ranks) for rank in range(ranks))
         return [Admission(origin.numbers[share.start : share.stop]) for share in shares]
-    return [replace(origin, share=RankShare(rank, ranks)) for rank in range(ranks)]
+    return [replace(origin, share=(rank, ranks)) for rank in range(ranks)]
 
 
 class RowStore:
     """Makes rows from their origin, and writes rows to files."""
 
     def __init__(
-        self,
-        config: Config,
-        tokenizer: PreTrainedTokenizerBase,
-        sources: Sequence[LoadedSource],
-        eval_sources: Mapping[str, LoadedSource],
-        texts: LoadedSource | None = None,
-    ) -> None:
+        self, config: Config, tokenizer: PreTrainedTokenizerBase, sources: Sequence[LoadedSource],
+        eval_sources: Mapping[str, LoadedSource], texts: LoadedSource | None = None,
+    ) -> None:  # fmt: skip
         self.config, self.tokenizer, self.eval_sources = config, tokenizer, eval_sources
         self.hidden = hidden_ids(tokenizer, end_ids_of(config.model.expanduser(), tokenizer))
         self.loader = PromptLoader(sources, config.seed, config.data.shuffle) if sources else None
@@ -140,8 +128,8 @@ class RowStore:
 
     def record(self, path: Path, rows: Rows) -> None:
         """Write rows with their texts, for people and for a replay."""
-        texts = self.row_texts(rows)
-        write_rollouts(path, rows, [text.prompt for text in texts], [text.response for text in texts])
+        prompts, responses = zip(*self.row_texts(rows), strict=True) if len(rows) else ((), ())
+        write_rollouts(path, rows, list(prompts), list(responses))
 
     def save(self, path: Path, rows: Rows) -> None:
         """Write rows for a checkpoint."""

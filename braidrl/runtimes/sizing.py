@@ -11,9 +11,8 @@ Generation and training each take the whole room if they take turns on the devic
 
 from dataclasses import dataclass, replace
 from math import floor
-from typing import NamedTuple
 
-from braidrl.cluster.devices import Devices, assign_devices, device_count, device_memory, free_memory
+from braidrl.cluster.devices import Devices, assign_devices, device_count, device_memory
 from braidrl.cluster.pools import Pool, place
 from braidrl.config import Config
 from braidrl.engines.factory import generation_layout, hosts_vllm, own_engines, pools_ranks, with_engines
@@ -53,15 +52,11 @@ class Demand:
     """True if keys and values stay while roles train."""
 
 
-class FittingSizes(NamedTuple):
-    """Sizes that fit; None for work that the device does not do."""
+def fitting_sizes(free: int, demand: Demand) -> tuple[int | None, int | None]:
+    """Return the slots and micro-batch tokens that fit into a device's free bytes: at least 16 slots and the longest row.
 
-    slots: int | None
-    tokens: int | None
-
-
-def fitting_sizes(free: int, demand: Demand) -> FittingSizes:
-    """Return the slots and micro-batch tokens that fit into a device's free bytes: at least 16 slots and the longest row."""
+    None stands for work that the device does not do.
+    """
     room = max(0, int(free * (1 - RESERVE)) - demand.stays)
     if demand.together and demand.slot and demand.token:
         room //= 2
@@ -74,7 +69,7 @@ def fitting_sizes(free: int, demand: Demand) -> FittingSizes:
         fitting = min(most, max(0, room - demand.training) // demand.token)
         rounded = fitting // TOKEN_MULTIPLE * TOKEN_MULTIPLE or fitting
         tokens = max(demand.longest, rounded)
-    return FittingSizes(slots, tokens)
+    return slots, tokens
 
 
 def with_sizes(config: Config, slots: int | None, tokens: int | None) -> Config:
@@ -179,7 +174,7 @@ def with_fitting_sizes(prepared: Prepared, memory: int | None) -> tuple[Prepared
 
 def memory_to_take(config: Config) -> int | None:
     """Return the usable bytes of a CUDA device, or None without one: the free bytes if this process computes on it."""
-    return free_memory(config.device) if config.runtime in ("eager", "distributed") else device_memory(config.device)
+    return device_memory(config.device, free=config.runtime in ("eager", "distributed"))
 
 
 def demands(prepared: Prepared) -> list[Demand]:

@@ -54,14 +54,6 @@ class Drawn(NamedTuple):
         return Drawn(int(actions.sum()), int(places[actions].sum()))
 
 
-class Engines(NamedTuple):
-    """The model copies that decode for this process, the ranks per copy, and their bytes per second."""
-
-    copies: int
-    ranks: int
-    bandwidth: float
-
-
 class DeviceUsage:
     """Adds this process's device usage to the metrics of stages."""
 
@@ -130,28 +122,21 @@ class DeviceUsage:
 
         `crowd` is the largest number of rows under way at once if others took turns with these.
         """
-        engines = self._engines()
-        if engines is None or not (drawn := [row for row in drawn if row.tokens]):
+        config, drawn = self.config, [row for row in drawn if row.tokens]
+        if not drawn or config.rollout.engine == "http" or self.rates is None:
             return
+        # The model copies that decode for this process, the ranks per copy, and their bytes per second.
+        copies, bandwidth = engine_processes(config), self.rates.bandwidth
+        ranks = generation_layout(config).ranks if copies or pools_ranks(config) else 1
+        if copies:
+            threads = default_threads(copies * ranks) or int(os.environ["OMP_NUM_THREADS"])
+            if (each := own_rates(self.device, threads)) is None:
+                return
+            ranks, bandwidth = 1, copies * ranks * each.bandwidth
         tokens, seen = zip(*drawn, strict=True)
-        own_slots = max(1, slots // engines.ranks)
+        own_slots = max(1, slots // ranks)
         steps = decoding(np.array(tokens), own_slots).steps if crowd is None else sum(tokens) / crowd
-        role, dtype = str(stage.role), self.config.rollout.dtype
-        element_bytes = (DTYPES[dtype] if dtype else dtype_of(role, self.config)).itemsize
-        read = operations.decoding_bytes(
-            self._sizes_of(role), element_bytes, steps * engines.copies / engines.ranks, sum(seen)
-        )
-        sums.add(f"utilisation/bandwidth/{stage.name}", read, seconds * engines.bandwidth)
-
-    def _engines(self) -> Engines | None:
-        """Return the engines that generate for this process; None if their rates are unknown."""
-        config = self.config
-        if config.rollout.engine == "http" or self.rates is None:
-            return None
-        if not (count := engine_processes(config)):
-            ranks = generation_layout(config).ranks if pools_ranks(config) else 1
-            return Engines(1, ranks, self.rates.bandwidth)
-        processes = count * generation_layout(config).ranks
-        threads = default_threads(processes) or int(os.environ["OMP_NUM_THREADS"])
-        each = own_rates(self.device, threads)
-        return None if each is None else Engines(count, 1, processes * each.bandwidth)
+        role, dtype = str(stage.role), config.rollout.dtype
+        element_bytes = (DTYPES[dtype] if dtype else dtype_of(role, config)).itemsize
+        read = operations.decoding_bytes(self._sizes_of(role), element_bytes, steps * max(1, copies) / ranks, sum(seen))
+        sums.add(f"utilisation/bandwidth/{stage.name}", read, seconds * bandwidth)

@@ -18,11 +18,11 @@ from braidrl.plan.lengths import batch_lengths, spread
 from braidrl.plan.rates import Rates, Work, price
 from braidrl.plan.work import (
     Lengths,
-    Nodes,
     forward_operations,
     generate_work,
     infer_work,
     reshard_bytes,
+    sent,
     train_work,
 )
 from braidrl.training.memory.footprint import activation_bytes, model_shape
@@ -30,7 +30,7 @@ from braidrl.training.operations import decoding
 from braidrl.weights.generation_layout import GenerationLayout
 from tests.plan.problems import cluster, problem, write_sizes
 
-NODE = Nodes(8)
+NODE = 8
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_axes_divide_operations_and_a_pipeline_pays_its_bubble(shape) -> None:  
     # 64 rows of 128 tokens are 16 micro-batches: a pipeline of 2 idles one turn of 17.
     assert work(data=1, pipeline=2).operations == pytest.approx(whole.operations / 2 * 17 / 16)
     assert work(data=1, tensor=2).link > 0 and work(data=1, tensor=2).network == 0
-    assert infer_work(shape, ParallelLayout(data=1, tensor=4), rows(), 512, False, Nodes(2)).network > 0
+    assert infer_work(shape, ParallelLayout(data=1, tensor=4), rows(), 512, False, 2).network > 0
 
 
 def test_communication_counts_ring_all_reduce_and_gathers_per_micro_batch(shape) -> None:  # type: ignore[no-untyped-def]
@@ -102,11 +102,11 @@ def test_communication_counts_ring_all_reduce_and_gathers_per_micro_batch(shape)
 
 
 def test_group_uses_the_network_adapters_of_all_its_devices() -> None:
-    assert Nodes(8).sent(1, 8, 64.0) == (64.0, 0.0)
+    assert sent(8, 1, 8, 64.0).tolist() == [64.0, 0.0]
     # Whole nodes: a ring crosses between nodes once, and eight rings use eight adapters.
-    assert Nodes(8).sent(1, 16, 64.0) == (0.0, 8.0)
+    assert sent(8, 1, 16, 64.0).tolist() == [0.0, 8.0]
     # One device of each node, or of each second one.
-    assert Nodes(8).sent(8, 4, 64.0) == Nodes(8).sent(16, 4, 64.0) == (0.0, 64.0)
+    assert sent(8, 8, 4, 64.0).tolist() == sent(8, 16, 4, 64.0).tolist() == [0.0, 64.0]
 
 
 def test_decoding_reads_weights_once_a_step_and_slots_make_fewer_steps(shape) -> None:  # type: ignore[no-untyped-def]

@@ -17,12 +17,10 @@ class CispoParameters(PolicyParameters):
 
 def cispo(p: CispoParameters) -> Flow:
     """Return the flow: group-normalised rewards, and REINFORCE with clipped weights."""
-    return Flow(
-        "cispo",
-        [
-            actor.generate(),
-            *rewarded(p.reward),
-            advantage.group_normalized(),
-            policy_update(p, loss.cispo(low=p.clip_low, high=p.clip_high)),
-        ],
-    )
+    stages = [
+        actor.generate(),
+        *rewarded(p.reward),
+        advantage.group_normalized(),
+        policy_update(p, loss.cispo(low=p.clip_low, high=p.clip_high)),
+    ]
+    return Flow("cispo", stages)

@@ -21,12 +21,10 @@ def dr_grpo(p: DrGrpoParameters) -> Flow:
     """Return the flow: centred rewards, and sums over tokens divided by a constant."""
     constant = {"name": "token-sum-norm", "max_tokens": p.max_response_tokens}
     aggregate = constant if p.aggregate == "token-sum-norm" else p.aggregate
-    return Flow(
-        "dr_grpo",
-        [
-            actor.generate(),
-            *rewarded(p.reward),
-            advantage.group_centered(),
-            policy_update(p, surrogate(p), aggregate=aggregate),
-        ],
-    )
+    stages = [
+        actor.generate(),
+        *rewarded(p.reward),
+        advantage.group_centered(),
+        policy_update(p, surrogate(p), aggregate=aggregate),
+    ]
+    return Flow("dr_grpo", stages)

@@ -8,7 +8,6 @@ from braidrl.flow import Flow, actor, advantage
 from braidrl.flow.recipes.parts import (
     ClippedParameters,
     KlParameters,
-    kl_term,
     policy_update,
     reference_model,
     rewarded,
@@ -31,13 +30,12 @@ class GrpoParameters(ClippedParameters, KlParameters):
 
 def grpo(p: GrpoParameters) -> Flow:
     """Return the flow: groups of rewarded responses, and a KL term in the loss."""
-    return Flow(
-        "grpo",
-        [
-            actor.generate(),
-            *rewarded(p.reward),
-            *reference_model(p),
-            advantage.group_normalized() if p.normalise else advantage.group_centered(),
-            policy_update(p, surrogate(p), kl=kl_term(p)),
-        ],
-    )
+    kl = {"name": p.kl_estimator, "coef": p.kl_coef} if p.kl_coef > 0 else None
+    stages = [
+        actor.generate(),
+        *rewarded(p.reward),
+        *reference_model(p),
+        advantage.group_normalized() if p.normalise else advantage.group_centered(),
+        policy_update(p, surrogate(p), kl=kl),
+    ]
+    return Flow("grpo", stages)

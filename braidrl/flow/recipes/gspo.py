@@ -21,12 +21,10 @@ class GspoParameters(PolicyParameters):
 
 def gspo(p: GspoParameters) -> Flow:
     """Return the flow: group-normalised rewards and a sequence-level ratio."""
-    return Flow(
-        "gspo",
-        [
-            actor.generate(),
-            *rewarded(p.reward),
-            advantage.group_normalized(),
-            policy_update(p, loss.gspo(low=p.clip_low, high=p.clip_high)),
-        ],
-    )
+    stages = [
+        actor.generate(),
+        *rewarded(p.reward),
+        advantage.group_normalized(),
+        policy_update(p, loss.gspo(low=p.clip_low, high=p.clip_high)),
+    ]
+    return Flow("gspo", stages)

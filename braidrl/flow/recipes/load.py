@@ -38,7 +38,15 @@ def load_flow(name: str, params: Mapping[str, Any] | None = None, defaults: Mapp
         model = parameter_model(name, recipe)
         if model is None and params:
             raise UserError(f"recipe {name} takes no parameters, got {next(iter(params))!r}")
-        flow = recipe() if model is None else recipe(checked(name, model, params, defaults))
+        if model is None:
+            flow = recipe()
+        else:
+            known = {key: value for key, value in defaults.items() if key in model.model_fields}
+            try:
+                checked = model.model_validate({**known, **params})
+            except ValidationError as error:
+                raise UserError(f"recipe {name}: {explain(error, model)}") from None
+            flow = recipe(checked)
         if not isinstance(flow, Flow):
             raise UserError(f"{name} must return a Flow, not {type(flow).__name__}")
     if "samples_per_prompt" in defaults:
@@ -60,15 +68,6 @@ def check_group_size(flow: Flow, samples: int) -> None:
                 entry.check_group_size(settings, samples)
             except ValueError as error:
                 raise UserError(f"stage {stage.name}: {error}; raise rollout.samples_per_prompt") from None
-
-
-def checked(name: str, model: type[BaseModel], params: dict[str, Any], defaults: dict[str, Any]) -> BaseModel:
-    """Return the parameters as an instance of their model, with defaults. Raises UserError for the first invalid one."""
-    known = {key: value for key, value in defaults.items() if key in model.model_fields}
-    try:
-        return model.model_validate({**known, **params})
-    except ValidationError as error:
-        raise UserError(f"recipe {name}: {explain(error, model)}") from None
 
 
 def parameter_model(name: str, recipe: Callable[..., Any]) -> type[BaseModel] | None:

@@ -64,11 +64,9 @@ OF_THE_LOSS = ("clip_low", "clip_high", "dual_clip")
 
 
 def rewarded(
-    sources: str | Mapping[str, float],
-    of: str | None = None,
-    correct_score: float | None = None,
+    sources: str | Mapping[str, float], of: str | None = None, correct_score: float | None = None,
     wrong_score: float | None = None,
-) -> list[Stage]:
+) -> list[Stage]:  # fmt: skip
     """Return a stage for each source of rewards. Each stage adds its weighted score to `reward`, and writes its own column.
 
     Raises UserError for no source and for an invalid role name.
@@ -117,11 +115,6 @@ def policy_update(p: PolicyParameters, loss: Mapping[str, Any], **more: Any) -> 
         "aggregate": p.aggregate, "old": p.old, "entropy_coef": p.entropy_coef or None, "correction": p.correction,
     }  # fmt: skip
     return actor.update(loss=loss, **{**given, **more})
-
-
-def kl_term(p: KlParameters) -> dict[str, Any] | None:
-    """Return the KL term in the loss, or None if its weight is 0."""
-    return {"name": p.kl_estimator, "coef": p.kl_coef} if p.kl_coef > 0 else None
 
 
 def reference_model(p: KlParameters) -> list[Stage]:

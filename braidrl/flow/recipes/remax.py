@@ -15,16 +15,14 @@ class RemaxParameters(PolicyParameters, KlParameters):
 
 def remax(p: RemaxParameters) -> Flow:
     """Return the flow: PPO without a critic, and with one greedy generation per prompt as baseline."""
-    return Flow(
-        "remax",
-        [
-            actor.generate(),
-            actor.generate(into="greedy", greedy=True),
-            *rewarded(p.reward),
-            *rewarded(p.reward, of="greedy"),
-            advantage.remax(),
-            *reference_model(p),
-            *([shape.advantage_kl_penalty(coef=p.kl_coef, estimator=p.kl_estimator)] if p.kl_coef > 0 else []),
-            policy_update(p, loss.reinforce()),
-        ],
-    )
+    stages = [
+        actor.generate(),
+        actor.generate(into="greedy", greedy=True),
+        *rewarded(p.reward),
+        *rewarded(p.reward, of="greedy"),
+        advantage.remax(),
+        *reference_model(p),
+        *([shape.advantage_kl_penalty(coef=p.kl_coef, estimator=p.kl_estimator)] if p.kl_coef > 0 else []),
+        policy_update(p, loss.reinforce()),
+    ]
+    return Flow("remax", stages)

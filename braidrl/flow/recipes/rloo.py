@@ -15,14 +15,12 @@ class RlooParameters(PolicyParameters, KlParameters):
 
 def rloo(p: RlooParameters) -> Flow:
     """Return the flow: the response's KL divergence is subtracted from its reward, then the leave-one-out baseline."""
-    return Flow(
-        "rloo",
-        [
-            actor.generate(),
-            *rewarded(p.reward),
-            *reference_model(p),
-            *([shape.row_kl_penalty(coef=p.kl_coef, estimator=p.kl_estimator)] if p.kl_coef > 0 else []),
-            advantage.leave_one_out(),
-            policy_update(p, loss.reinforce()),
-        ],
-    )
+    stages = [
+        actor.generate(),
+        *rewarded(p.reward),
+        *reference_model(p),
+        *([shape.row_kl_penalty(coef=p.kl_coef, estimator=p.kl_estimator)] if p.kl_coef > 0 else []),
+        advantage.leave_one_out(),
+        policy_update(p, loss.reinforce()),
+    ]
+    return Flow("rloo", stages)

@@ -28,17 +28,15 @@ class VapoParameters(PpoParameters):
 
 def vapo(p: VapoParameters) -> Flow:
     """Return the flow: decoupled, length-adaptive GAE, Clip-Higher, token-level loss, imitation of right answers."""
-    return Flow(
-        "vapo",
-        [
-            actor.generate(),
-            *rewarded(p.reward),
-            *reference_model(p),
-            critic.values(),
-            *kl_penalty(p),
-            advantage.decoupled_gae(gamma=p.gamma, lam_critic=p.lam, alpha=p.alpha),
-            *([advantage.whiten()] if p.whiten else []),
-            critic.update(loss=loss.value(clip=p.value_clip)),
-            policy_update(p, surrogate(p), positive_coef=p.positive_coef, when=p.actor_when),
-        ],
-    )
+    stages = [
+        actor.generate(),
+        *rewarded(p.reward),
+        *reference_model(p),
+        critic.values(),
+        *kl_penalty(p),
+        advantage.decoupled_gae(gamma=p.gamma, lam_critic=p.lam, alpha=p.alpha),
+        *([advantage.whiten()] if p.whiten else []),
+        critic.update(loss=loss.value(clip=p.value_clip)),
+        policy_update(p, surrogate(p), positive_coef=p.positive_coef, when=p.actor_when),
+    ]
+    return Flow("vapo", stages)

@@ -9,7 +9,7 @@ Which rows are aborted depends on timing. The batch does not: it is the first ke
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from braidrl.cluster.world import Notices
 from braidrl.data.codec import pack_rows, unpack_rows
@@ -45,31 +45,22 @@ def segment_of(flow: Flow, iteration: int) -> Segment | None:
     return Segment(generate, verify, select) if plain and simple and due else None
 
 
-@dataclass
 class EarlyStop:
     """The state of one wave during generation; each rank that shares it has one, with all of the wave's groups."""
 
-    segment: Segment
-    needless: Needless
-    flow: Flow
-    left: dict[int, set[Uid]]
-    """Unfinished rows by group."""
-    notices: Notices | None = None
-    """Messages between ranks about finished rows; None for a rank that generates the whole wave."""
-    waiting: list[tuple[Rows, list[Pending]]] = field(default_factory=list)
-    """Finished rows, and their checks in the order of the verify stages."""
-    known: dict[int, list[Rows]] = field(default_factory=dict)
-    decided: dict[int, bool] = field(default_factory=dict)
-
-    @staticmethod
-    def of(
-        segment: Segment, needless: Needless, flow: Flow, uids: Sequence[Uid], notices: Notices | None = None
-    ) -> "EarlyStop":
-        """Return the state of a wave; `uids` names its rows on all ranks."""
-        left: dict[int, set[Uid]] = {}
+    def __init__(
+        self, segment: Segment, needless: Needless, flow: Flow, uids: Sequence[Uid], notices: Notices | None = None
+    ) -> None:
+        """Start a wave with the rows `uids` on all ranks, which exchange `notices`; None if this rank generates them all."""
+        self.segment, self.needless, self.flow, self.notices = segment, needless, flow, notices
+        self.left: dict[int, set[Uid]] = {}
+        """Unfinished rows by group."""
         for uid in uids:
-            left.setdefault(uid[1], set()).add(uid)
-        return EarlyStop(segment, needless, flow, left, notices)
+            self.left.setdefault(uid[1], set()).add(uid)
+        self.waiting: list[tuple[Rows, list[Pending]]] = []
+        """Finished rows, and their checks in the order of the verify stages."""
+        self.known: dict[int, list[Rows]] = {}
+        self.decided: dict[int, bool] = {}
 
     def add(self, rows: Rows, checks: Mapping[str, Pending]) -> None:
         """Add finished rows, and their running checks by verify stage."""

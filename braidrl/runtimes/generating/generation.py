@@ -51,39 +51,31 @@ class WeightMoves:
     def __init__(self) -> None:
         self.trace: TraceWriter | None = None
         self.version = 0
-        self._sums = Sums()
+        self.sums = Sums()
+        """The numbers since the last report."""
 
     def note(self, role: str, moved: TransferVolume | None) -> None:
         """Record one transfer of a role's weights; None, or no rounds, if nothing moved."""
         if moved is None or not moved.rounds:
             return
         for name in ("received", "rounds", "seconds"):
-            self._sums.add(f"weights/{role}/{name}", getattr(moved, name))
+            self.sums.add(f"weights/{role}/{name}", getattr(moved, name))
         if self.trace is not None:
             self.trace.past(role, "weights", self.version + 1, moved.seconds)
 
-    def note_update(self, role: str, seconds: float) -> None:
-        """Record the seconds until a role's new weights generate."""
-        self._sums.add(f"weights/{role}/update_seconds", seconds)
-
     def report(self, sums: Sums) -> None:
         """Add the numbers of the transfers since the last report."""
-        sums.merge(self._sums)
-        self._sums = Sums()
+        sums.merge(self.sums)
+        self.sums = Sums()
 
 
 class Generation:
     """The engines of generating roles, by role, and the running checks."""
 
     def __init__(
-        self,
-        config: Config,
-        flow: Flow,
-        tokenizer: PreTrainedTokenizerBase,
-        rewards: RuleRewards | None,
-        progress: Progress,
-        ranks: DataParallel,
-    ) -> None:
+        self, config: Config, flow: Flow, tokenizer: PreTrainedTokenizerBase, rewards: RuleRewards | None,
+        progress: Progress, ranks: DataParallel,
+    ) -> None:  # fmt: skip
         """Start without engines; `ranks` are the processes that generate a batch together."""
         self.config, self.flow, self.tokenizer, self.progress = config, flow, tokenizer, progress
         self.ranks = ranks
@@ -93,14 +85,11 @@ class Generation:
         self.moves, self.usage = WeightMoves(), DeviceUsage(config)
         self.environments = EnvironmentHosts(config.rollout.environment)
 
-    def start_engine(self, worker: TrainingBackend) -> None:
-        """Start the engine that generates with the weights of `worker`."""
-        engine = self.engines[worker.role] = start_engine(worker, self.config, self.tokenizer)
-        self.publishers[worker.role] = publisher_of(worker, engine, self.config)
-
-    def start_remote_engine(self, role: str, ranks: DataParallel) -> None:
-        """Start the engine of a role whose weights come from other processes; `exchange_weights` names them later."""
-        self.engines[role] = start_engine(Remote(role, ranks), self.config, self.tokenizer)
+    def start_engine(self, source: TrainingBackend | Remote) -> None:
+        """Start the engine that generates with the weights of `source`; for a `Remote` one `exchange_weights` names it later."""
+        engine = self.engines[source.role] = start_engine(source, self.config, self.tokenizer)
+        if not isinstance(source, Remote):
+            self.publishers[source.role] = publisher_of(source, engine, self.config)
 
     def exchange_weights(self, role: str, worker: TrainingBackend | None, ranks: DataParallel) -> None:
         """Plan the transfer of a role's weights between all `ranks` that train or generate.
@@ -162,7 +151,7 @@ class Generation:
         """Return the earlier tokens of rows if responses may be suspended; `version` of the weights continues them."""
         if self.config.rollout.tokens_per_iteration is None or "rollout_versions" not in rows:
             return None
-        return PartialResponses.of(stage, rows, self.config, version)
+        return PartialResponses(stage, rows, self.config, version)
 
     def _play(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
         """Play episodes in the stage's environment; environment failures are counted and the first is shown."""
@@ -257,7 +246,7 @@ class Generation:
         for role, publisher in self.publishers.items():
             start = time.perf_counter()
             self.moves.note(role, publisher.publish(version))
-            self.moves.note_update(role, time.perf_counter() - start)
+            self.moves.sums.add(f"weights/{role}/update_seconds", time.perf_counter() - start)
 
     def close(self) -> None:
         """End the processes of engines and of checks."""

@@ -7,7 +7,7 @@ Suspended and newly admitted rows are ordinary rows whose `finish_reason` is ABO
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
@@ -37,36 +37,24 @@ def to_the_end(stage: Stage) -> Stage:
     return replace(stage, params={**stage.params, TO_THE_END: True})
 
 
-@dataclass
 class PartialResponses:
     """The earlier tokens of a generate stage's rows, and their present budgets."""
 
-    config: Config
-    before: dict[Uid, Response]
-    budgets: dict[Uid, int | None]
-    asked: dict[Uid, Request] = field(default_factory=dict)
-
-    @staticmethod
-    def of(stage: Stage, rows: Rows, config: Config, version: int) -> "PartialResponses":
+    def __init__(self, stage: Stage, rows: Rows, config: Config, version: int) -> None:
         """Collect the earlier tokens of rows, which weights of `version` continue; a row that would be too stale for the next batch
         has no budget.
         """
-        before, budgets = {}, dict[Uid, int | None]()
+        self.config, self.asked = config, dict[Uid, Request]()
+        self.before, self.budgets = dict[Uid, Response](), dict[Uid, int | None]()
         starts, reasons = rows["prompt_length"].tolist(), rows["finish_reason"].tolist()
         for i, uid in enumerate(rows.uids()):
             tokens, versions = rows["tokens"][i][starts[i] :], rows["rollout_versions"][i]
-            before[uid] = Response(uid, tokens, rows["rollout_log_probs"][i], FinishReason(reasons[i]), versions)
+            self.before[uid] = Response(uid, tokens, rows["rollout_log_probs"][i], FinishReason(reasons[i]), versions)
             age = version - int(versions.min()) if len(versions) else 0
             ends = TO_THE_END in stage.params or age >= config.trainer.max_staleness
-            budgets[uid] = None if ends else config.rollout.tokens_per_iteration
-        return PartialResponses(config, before, budgets)
-
-    @property
-    def complete(self) -> dict[Uid, Response]:
-        """Return the responses that had ended before."""
-        return {
-            uid: response for uid, response in self.before.items() if response.finish_reason is not FinishReason.ABORT
-        }
+            self.budgets[uid] = None if ends else config.rollout.tokens_per_iteration
+        self.complete = {uid: r for uid, r in self.before.items() if r.finish_reason is not FinishReason.ABORT}
+        """The responses that had ended before."""
 
     def rest(self, requests: Iterable[Request]) -> list[Request]:
         """Return the remaining requests of unfinished rows, within their budgets."""

@@ -94,15 +94,9 @@ class EarlyChecks:
     """Sends finished rows of a generate stage to the reward processes while the engine continues."""
 
     def __init__(
-        self,
-        checks: Checks,
-        engine: RoleEngine,
-        rows: Rows,
-        place: Mapping[Uid, int],
-        verify: Sequence[Stage],
-        bar: Bar,
-        tell: Tell | None = None,
-    ) -> None:
+        self, checks: Checks, engine: RoleEngine, rows: Rows, place: Mapping[Uid, int], verify: Sequence[Stage],
+        bar: Bar, tell: Tell | None = None,
+    ) -> None:  # fmt: skip
         """Start; `place` gives the position of each row in `rows`, `verify` the stages that may start early.
 
         `tell` gets each finished row at once, with its checks by verify stage.

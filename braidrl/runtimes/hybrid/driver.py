@@ -26,6 +26,7 @@ from torch import Tensor
 
 from braidrl.data.codec import payload_forbidden, unpack_rows
 from braidrl.data.loader import Admissions
+from braidrl.data.packing import in_turn
 from braidrl.data.rows import Column, Rows
 from braidrl.engines.factory import generation_layout, pools_ranks
 from braidrl.errors import UserError, WorkerError, first_line
@@ -43,7 +44,7 @@ from braidrl.runtimes.hybrid.group import WorkerGroup
 from braidrl.runtimes.hybrid.handles import READ, CallResult, Future, Handle, Output, columns_read
 from braidrl.runtimes.hybrid.pool_worker import method_class
 from braidrl.runtimes.hybrid.protocols import Mesh, Registration, registered
-from braidrl.runtimes.hybrid.stage_dispatch import Partition, by_length, by_number, group_of, place, where_made
+from braidrl.runtimes.hybrid.stage_dispatch import Partition, by_length, group_of, place, rows_of_ranks, where_made
 from braidrl.runtimes.row_store import TEXT_COLUMNS, Admission, Origin, RowText, divided
 from braidrl.runtimes.saving.background import check_written
 from braidrl.training.objective import UpdateCounts, with_group_tokens
@@ -55,15 +56,9 @@ class HybridBackend:
     """Implements `SerialBackend` with handles. Every role has a worker group; `home` makes the rows, and runs stages without a location."""
 
     def __init__(
-        self,
-        loader: Admissions | None,
-        groups: Mapping[str, WorkerGroup],
-        home: WorkerGroup,
-        executor: StageExecutor,
-        resources: ExitStack,
-        replace_lost: Callable[[], None],
-        trace: TraceWriter | None = None,
-    ) -> None:
+        self, loader: Admissions | None, groups: Mapping[str, WorkerGroup], home: WorkerGroup, executor: StageExecutor,
+        resources: ExitStack, replace_lost: Callable[[], None], trace: TraceWriter | None = None,
+    ) -> None:  # fmt: skip
         """Store the parts that `start_hybrid_backend` has started. `home` reads data and writes rows to files.
 
         `executor` computes on index columns and holds no role. `close` ends `resources`. `replace_lost` restarts groups that lost a
@@ -85,7 +80,7 @@ class HybridBackend:
         """Read rows on the ranks of `home`, each its share."""
         while self.forgotten:
             group, worker, number = self.forgotten.popleft()
-            group.release(worker, number)
+            group.forgotten.setdefault(worker - group.first, []).append(number)
         key, origins = next(self.keys), divided(origin, self.home.mesh.size)
         futures = [self.home.send(rank, "make", (own, key)) for rank, own in enumerate(origins)]
         answers = self.home.wait(futures)
@@ -113,9 +108,9 @@ class HybridBackend:
             # A rank without rows could not take part in the exchange, so all rows are drawn to their ends.
             return self.run(stage, table, iteration, sums)
         output, group, index = Output(stage, table, iteration, sums), group_of(stage, self.groups), self.index(table)
-        parts = by_number(index, group.mesh.size)
-        uids = ray.put(index.uids())
-        self._begin(output, group, parts, "generate_needed", segment, needless, uids)
+        # Groups may turn out not to be needed: every rank starts with the first ones.
+        parts = rows_of_ranks(in_turn(index["group"].tolist(), group.mesh.size), group.mesh.size)
+        self._begin(output, group, parts, "generate_needed", segment, needless, ray.put(index.uids()))
         return table.with_output(output)
 
     def totals(self, stage: Stage, table: Handle) -> dict[str, float]:

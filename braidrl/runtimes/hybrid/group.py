@@ -106,10 +106,6 @@ class WorkerGroup:
                 futures.append(self.send(rank, method, call, reads, aside, together))
         return futures
 
-    def release(self, worker: int, key: int) -> None:
-        """Free the rows that a worker keeps under a key."""
-        self.forgotten.setdefault(worker - self.first, []).append(key)
-
     def send(
         self, rank: int, method: str, arguments: Sequence[Any], reads: frozenset[str] | None = None, aside: bool = False,
         together: bool = False,
@@ -151,11 +147,7 @@ class WorkerGroup:
                 try:
                     answers[ref] = self._result(future)
                 except WorkerFailure as failure:
-                    self._raise_deaths(list(waiting.values()))
-                    # The cause may be a dead worker of any pool whose rows or weights these calls needed.
-                    if not isinstance(failure, WorkerDied) and (gone := self.cluster.ended(DEATH_S)):
-                        names = ", ".join(self.names.get(actor._actor_id.hex(), "an actor") for actor in gone)
-                        raise WorkerDied(f"{names} died; others were waiting for it") from failure
+                    self._raise_deaths(list(waiting.values()), failure)
                     raise
                 # Index columns and sums go to the caller; the future keeps the location of the payload.
                 future.answer = replace(answers[ref], index=b"", sums={}, result=None)
@@ -181,8 +173,8 @@ class WorkerGroup:
             raise WorkerFailure(f"{future.who} failed in {future.what}: {' '.join(str(error).split())}") from None
         return result
 
-    def _raise_deaths(self, others: Sequence[Future]) -> None:
-        """Raise WorkerFailure for a dead worker: workers that waited for it fail too, but the dead one is the cause."""
+    def _raise_deaths(self, others: Sequence[Future], failure: WorkerFailure) -> None:
+        """Raise WorkerDied for a dead worker: workers that waited for it fail too, but the dead one is the cause."""
         ready, _ = ray.wait([f.ref for f in others], num_returns=len(others), timeout=DEATH_S) if others else ([], [])
         for future in others:
             try:
@@ -192,3 +184,8 @@ class WorkerGroup:
                 raise
             except (WorkerFailure, UserError):
                 continue
+        # The cause may be a dead worker of any pool whose rows or weights these calls needed.
+        gone = [] if isinstance(failure, WorkerDied) else self.cluster.dead_and_silent(self.cluster.actors, DEATH_S)[0]
+        if gone:
+            names = ", ".join(self.names.get(actor._actor_id.hex(), "an actor") for actor in gone)
+            raise WorkerDied(f"{names} died; others were waiting for it") from failure

@@ -35,7 +35,7 @@ from braidrl.observe.trace import traced
 from braidrl.runtimes.executor import checked
 from braidrl.runtimes.generating.early_stop import EarlyStop, Needless, Segment
 from braidrl.runtimes.hybrid.handles import CallResult, Numbers, Part, columns_read
-from braidrl.runtimes.hybrid.pool_worker import PoolWorker
+from braidrl.runtimes.hybrid.pool_worker import PoolWorker, actor_name
 from braidrl.runtimes.hybrid.protocols import register
 from braidrl.runtimes.row_store import TEXT_COLUMNS, Origin, with_added
 from braidrl.training.objective import UpdateCounts
@@ -113,7 +113,7 @@ class HybridWorker(PoolWorker):
         """Do as `execute` for a wave with the rows `uids`; rows of groups that are not needed end early."""
         if self.notices is not None:
             self.notices.begin(str(key))
-        stop = EarlyStop.of(segment, needless, self.flow, uids, self.notices)
+        stop = EarlyStop(segment, needless, self.flow, uids, self.notices)
         return self._write(part, stage, iteration, key, lambda rows, sums: self.executor.run(stage, rows, sums, stop))
 
     @register(protocol="DP")
@@ -147,9 +147,9 @@ class HybridWorker(PoolWorker):
             self.executor.train(stage, [update], iteration, sums, len(rows), counted=self.spec.rank == 0)
 
         answer = self._compute(part, stage, iteration, train)
-        if self.ranks.group is None:
+        if self.world.group is None:
             return answer
-        every = all_gather_bytes(bytearray(pack_message(Sums(answer.sums).pairs())), self.ranks.group)
+        every = all_gather_bytes(bytearray(pack_message(Sums(answer.sums).pairs())), self.world.group)
         together = Sums.merged(Sums(unpack_message(own)) for own in every)
         return replace(answer, sums=together.pairs() if self.spec.rank == 0 else {})
 
@@ -241,7 +241,9 @@ class HybridWorker(PoolWorker):
                     begun.append((places, (rank, len(requests[rank]))))
                     requests[rank].append((key, rows.astype(np.int64).tobytes(), wanted))
                 else:
-                    fetch = self.peer(worker).fetch.options(concurrency_group="rows")
+                    if worker not in self.peers:
+                        self.peers[worker] = ray.get_actor(actor_name(self.spec.family, worker))
+                    fetch = self.peers[worker].fetch.options(concurrency_group="rows")
                     edges = range(0, len(rows), FETCHED_ROWS)
                     begun.append((places, [fetch.remote(key, rows[n : n + FETCHED_ROWS], wanted) for n in edges]))
                     late |= dict.fromkeys(begun[-1][1], self.spec.peers[worker])

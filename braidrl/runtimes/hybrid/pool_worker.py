@@ -4,7 +4,7 @@ import os
 import secrets
 import threading
 import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,7 +23,6 @@ from braidrl.data.prompts import Readers
 from braidrl.data.rows import Rows
 from braidrl.engines.factory import with_engines
 from braidrl.errors import UserError
-from braidrl.flow import Stage
 from braidrl.importing import import_function
 from braidrl.observe.progress import Progress
 from braidrl.observe.trace import TraceWriter
@@ -87,18 +86,16 @@ def hybrid_pools(prepared: Prepared, train: bool) -> tuple[Pool, ...]:
     """Return the pools of a run, or of its evaluation alone, with the engine processes that they start."""
     config = prepared.config
     pools = with_engines(place(config.placement, prepared.roles(), prepared.generating, config.workers), config)
-    return pools if train else only(pools, prepared.roles(train=False))
-
-
-def only(pools: Sequence[Pool], roles: Collection[str]) -> tuple[Pool, ...]:
-    """Return the pools with only these roles, without empty pools."""
+    if train:
+        return pools
+    roles = prepared.roles(train=False)
     kept = [replace(pool, roles=tuple(r for r in pool.roles if r.removesuffix(GENERATE) in roles)) for pool in pools]
     return tuple(pool for pool in kept if pool.roles)
 
 
-def sign_of(stages: Sequence[Stage]) -> int:
+def sign_of(prepared: Prepared) -> int:
     """Return a hash of the stages; workers and driver must derive the same stages from a configuration."""
-    return zlib.crc32(repr(stages).encode())
+    return zlib.crc32(repr((*prepared.flow.stages, *prepared.evaluation.stages)).encode())
 
 
 def method_class(config: Config, role: str) -> type | None:
@@ -134,20 +131,10 @@ class PoolWorker:
         self.store: dist.Store | None = None
         self.beside: World | None = None
         self.peers: dict[int, Any] = {}
+        """Other workers of the run, found by name on first use."""
         self.exchanges: dict[str, dist.ProcessGroup] = {}
         """Process groups between the pools that train a role and generate for it, by role."""
         self.writing = BackgroundWriter()
-
-    @property
-    def ranks(self) -> DataParallel:
-        """Return the ranks of the pool."""
-        return DataParallel(self.world.group)
-
-    def peer(self, number: int) -> Any:
-        """Return another worker of the run, looked up by name on first use."""
-        if number not in self.peers:
-            self.peers[number] = ray.get_actor(actor_name(self.spec.family, number))
-        return self.peers[number]
 
     def close(self) -> None:
         """End the reward processes, and forget rows, files and ranks."""
@@ -175,7 +162,7 @@ class PoolWorker:
         pools = hybrid_pools(self.prepared, order.train)
         self.spec = WorkerSpec.of(number, pools, order, config.cluster.wait_limit_s)
         set_up_torch(config)
-        return sign_of(self.prepared.stages)
+        return sign_of(self.prepared)
 
     @register(protocol="RANK_ZERO")
     def rendezvous(self) -> Meeting:
@@ -236,7 +223,7 @@ class PoolWorker:
         silent = self.resources.enter_context(open(os.devnull, "w"))  # noqa: SIM115
         self.executor = StageExecutor(
             prepared.config, flow, pool.models, prepared.tokenizer, prepared.rewards(), Progress(stream=silent),
-            pool.generating, self.ranks,
+            pool.generating, DataParallel(self.world.group),
         )  # fmt: skip
         self.resources.callback(self.executor.close)
         self.executor.generation.moves.trace = self.trace
@@ -250,7 +237,8 @@ class PoolWorker:
         """
         host, port, secret = meeting
         store: dist.Store = connect_store(host, port, self.spec.limit_s)
-        store, rank, device = dist.PrefixStore(secret, store), first + self.spec.rank, self.executor.device.type
+        store, rank = dist.PrefixStore(secret, store), first + self.spec.rank
+        device = self.executor.usage.device.type
         check_devices_alike(role, store, rank, device)
         if role in self.exchanges:
             # Some of its ranks have ended: waiting for them would time out.

@@ -9,8 +9,10 @@ its calls; `docs/extend.md` shows how to write one.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from braidrl.flow.signatures import registration_of
 from braidrl.importing import PluginRegistry
@@ -20,15 +22,6 @@ RankCalls = list[Arguments | None]
 """The arguments of each rank, or None for a rank that is not called."""
 F = TypeVar("F", bound=Callable[..., Any])
 BUILT_IN = ("ONE_TO_ALL", "RANK_ZERO", "ALL_TO_ALL", "DP", "THREE_D", "THREE_D_MICRO_DP", "PP_AS_DP", "PP_ONLY")
-
-
-class MeshCoordinates(NamedTuple):
-    """The position of a rank along each axis of its mesh."""
-
-    pipeline: int
-    data: int
-    sequence: int
-    tensor: int
 
 
 @dataclass(frozen=True)
@@ -44,19 +37,12 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """Return how many workers the group has."""
+        """Return the number of workers."""
         return self.pipeline * self.data * self.sequence * self.tensor
 
-    @property
-    def places(self) -> list[MeshCoordinates]:
-        """Return the coordinates of each rank, in order of ranks."""
-        axes = (self.pipeline, self.data, self.sequence, self.tensor)
-        return [MeshCoordinates(*place) for place in product(*map(range, axes))]
-
-    @property
-    def micro_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks of each generation group; without groups each rank generates alone."""
-        return self.generation or tuple((rank,) for rank in range(self.size))
+    def ranks(self) -> NDArray[np.int64]:
+        """Return the ranks by their coordinates (pipeline, data, rank within one pipeline stage of one copy)."""
+        return np.arange(self.size).reshape(self.pipeline, self.data, -1)
 
 
 @runtime_checkable
@@ -130,16 +116,6 @@ def registered(worker: type, method: str) -> Registration:
     return found
 
 
-def to_everyone(mesh: Mesh, *arguments: Any) -> RankCalls:
-    """Call every rank with the same arguments."""
-    return [arguments] * mesh.size
-
-
-def to_rank_zero(mesh: Mesh, *arguments: Any) -> RankCalls:
-    """Call only rank 0."""
-    return [arguments, *[None] * (mesh.size - 1)]
-
-
 def one_each(mesh: Mesh, *lists: Sequence[Any]) -> RankCalls:
     """Call rank i with the i-th element of each list. Raises ValueError if a list's length is not the group's."""
     for given in lists:
@@ -148,72 +124,48 @@ def one_each(mesh: Mesh, *lists: Sequence[Any]) -> RankCalls:
     return list(zip(*lists, strict=True))
 
 
-def by_rows(mesh: Mesh, rows: DivisibleTable, *arguments: Any) -> RankCalls:
-    """Call each rank with its part of the rows, which may be empty, and the same other arguments; ranks of one copy pool their rows."""
-    return [(part, *arguments) for part in rows.divide(mesh.size)]
-
-
-def by_replica(mesh: Mesh, rows: DivisibleTable, *arguments: Any) -> RankCalls:
-    """Call all ranks of one model copy with the same part of the rows; each copy has its own."""
-    parts = rows.divide(mesh.data)
-    return [(parts[place.data], *arguments) for place in mesh.places]
-
-
-def of_last_pipeline_ranks(mesh: Mesh, calls: RankCalls, results: list[Any]) -> Any:
-    """Join the results of the last pipeline ranks, which have the model's outputs: one per copy, in order of data ranks."""
-    last = [place.pipeline == mesh.pipeline - 1 and place.sequence == place.tensor == 0 for place in mesh.places]
-    return in_order_of_ranks(mesh, calls, [result for result, chosen in zip(results, last, strict=True) if chosen])
-
-
-def by_generation_group(mesh: Mesh, rows: DivisibleTable, *arguments: Any) -> RankCalls:
-    """Call all ranks of a generation group with the same part of the rows; each group has its own."""
-    calls: RankCalls = [None] * mesh.size
-    for group, part in zip(mesh.micro_groups, rows.divide(len(mesh.micro_groups)), strict=True):
-        for rank in group:
-            calls[rank] = (part, *arguments)
-    return calls
-
-
-def of_generation_groups(mesh: Mesh, calls: RankCalls, results: list[Any]) -> Any:
-    """Join the results of the first rank of each generation group, in order of groups."""
-    return in_order_of_ranks(mesh, calls, [results[group[0]] for group in mesh.micro_groups])
-
-
-def by_pipeline_rank(mesh: Mesh, rows: DivisibleTable, *arguments: Any) -> RankCalls:
-    """Call pipeline ranks with their own rows, as if they were data ranks; ranks that split tensors or sequences get the same rows."""
-    parts = rows.divide(mesh.data * mesh.pipeline)
-    return [(parts[place.data * mesh.pipeline + place.pipeline], *arguments) for place in mesh.places]
-
-
-def of_pipeline_ranks_as_data(mesh: Mesh, calls: RankCalls, results: list[Any]) -> Any:
-    """Join the result of each pipeline rank, in the order in which the rows were given."""
-    places = mesh.places
-    first = [rank for rank, place in enumerate(places) if place.sequence == place.tensor == 0]
-    ordered = sorted(first, key=lambda rank: (places[rank].data, places[rank].pipeline))
-    return in_order_of_ranks(mesh, calls, [results[rank] for rank in ordered])
-
-
-def of_pipeline_ranks(mesh: Mesh, calls: RankCalls, results: list[Any]) -> list[Any]:
-    """Return a list, by pipeline rank, of the result of its first rank."""
-    first = [place.data == place.sequence == place.tensor == 0 for place in mesh.places]
-    return [result for result, chosen in zip(results, first, strict=True) if chosen]
-
-
-def in_order_of_ranks(mesh: Mesh, calls: RankCalls, results: list[Any]) -> Any:
+def joined(mesh: Mesh, calls: RankCalls, results: list[Any]) -> Any:
     """Join the rows of all ranks if the results are tables, else return the list of results."""
     return results[0].cat(results) if results and isinstance(results[0], DivisibleTable) else results
 
 
-def of_rank_zero(mesh: Mesh, calls: RankCalls, results: list[Any]) -> Any:
-    """Return the only result."""
-    return results[0]
+def by_share(name: str, shares: Callable[[Mesh], Sequence[Sequence[int]]]) -> TransferProtocol:
+    """Return a protocol that divides rows into shares, one for each entry of `shares(mesh)`, which lists ranks.
+
+    The ranks of an entry get the same rows, which may be none, and the first of them answers. All ranks get the same other arguments.
+    """
+
+    def distribute(mesh: Mesh, rows: DivisibleTable, *arguments: Any) -> RankCalls:
+        calls: RankCalls = [None] * mesh.size
+        takers = shares(mesh)
+        for ranks, part in zip(takers, rows.divide(len(takers)), strict=True):
+            for rank in ranks:
+                calls[rank] = (part, *arguments)
+        return calls
+
+    def collect(mesh: Mesh, calls: RankCalls, results: list[Any]) -> Any:
+        return joined(mesh, calls, [results[ranks[0]] for ranks in shares(mesh)])
+
+    return TransferProtocol(name, distribute, collect)
 
 
-ONE_TO_ALL = TransferProtocol("ONE_TO_ALL", to_everyone, in_order_of_ranks)
-RANK_ZERO = TransferProtocol("RANK_ZERO", to_rank_zero, of_rank_zero)
-ALL_TO_ALL = TransferProtocol("ALL_TO_ALL", one_each, in_order_of_ranks)
-DP = TransferProtocol("DP", by_rows, in_order_of_ranks)
-THREE_D = TransferProtocol("THREE_D", by_replica, of_last_pipeline_ranks)
-THREE_D_MICRO_DP = TransferProtocol("THREE_D_MICRO_DP", by_generation_group, of_generation_groups)
-PP_AS_DP = TransferProtocol("PP_AS_DP", by_pipeline_rank, of_pipeline_ranks_as_data)
-PP_ONLY = TransferProtocol("PP_ONLY", to_everyone, of_pipeline_ranks)
+ONE_TO_ALL = TransferProtocol("ONE_TO_ALL", lambda mesh, *arguments: [arguments] * mesh.size, joined)
+RANK_ZERO = TransferProtocol(
+    "RANK_ZERO",
+    lambda mesh, *arguments: [arguments, *[None] * (mesh.size - 1)],
+    lambda mesh, calls, results: results[0],
+)
+ALL_TO_ALL = TransferProtocol("ALL_TO_ALL", one_each, joined)
+# Ranks of one model copy have rows of their own, and pool them.
+DP = by_share("DP", lambda mesh: [[rank] for rank in range(mesh.size)])
+# All ranks of a copy share rows; the last pipeline ranks have the model's outputs.
+THREE_D = by_share("THREE_D", lambda mesh: np.swapaxes(mesh.ranks()[::-1], 0, 1).reshape(mesh.data, -1).tolist())
+# All ranks that generate together share rows; without groups each rank generates alone.
+THREE_D_MICRO_DP = by_share("THREE_D_MICRO_DP", lambda mesh: mesh.generation or [[rank] for rank in range(mesh.size)])
+# Pipeline ranks have rows of their own, as if they were data ranks; ranks that split tensors or sequences share them.
+PP_AS_DP = by_share(
+    "PP_AS_DP", lambda mesh: [ranks.tolist() for copy in np.swapaxes(mesh.ranks(), 0, 1) for ranks in copy]
+)
+PP_ONLY = TransferProtocol(
+    "PP_ONLY", ONE_TO_ALL.distribute, lambda mesh, calls, results: [results[rank] for rank in mesh.ranks()[:, 0, 0]]
+)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 
 from braidrl.cluster.pools import GENERATE
-from braidrl.data.packing import balanced_partition, in_turn
+from braidrl.data.packing import balanced_partition
 from braidrl.data.rows import Rows
 from braidrl.flow import Kind, Scope, Stage
 from braidrl.runtimes.hybrid.group import WorkerGroup
@@ -25,15 +25,22 @@ def place(
         holders = [output for output in table.outputs if output.holds(columns_read(stage))]
         if holders and stage.scope is not Scope.GROUP:
             return _where(table, holders)
-        divide = by_group if stage.scope is Scope.GROUP else by_length
-        return home if holders else None, divide(table.index, home.mesh.size)
+        if stage.scope is not Scope.GROUP:
+            return None, by_length(table.index, home.mesh.size)
+        groups_of_rows = table.index["group"].tolist()
+        parts = balanced_partition([1.0] * len(table), home.mesh.size, groups=groups_of_rows)
+        return home if holders else None, parts
     if stage.type == "verify":
         tokens = f"{stage.params['of']}.tokens" if "of" in stage.params else "tokens"
         generated = generations(table, tokens)
         return _where(table, generated) if generated else (home, by_length(table.index, home.mesh.size))
     group = group_of(stage, groups)
-    divide = by_prompt if stage.type == "generate" else by_length
-    return group, divide(table.index, group.mesh.size)
+    if stage.type != "generate":
+        return group, by_length(table.index, group.mesh.size)
+    # All rows of a prompt are generated on one rank, unless ranks would have no work.
+    costs, prompts = table.index["prompt_length"].tolist(), table.index["group"].tolist()
+    enough = len(set(prompts)) >= group.mesh.size
+    return group, balanced_partition(costs, group.mesh.size, groups=prompts if enough else None, equal_size=True)
 
 
 def group_of(stage: Stage, groups: Mapping[str, WorkerGroup]) -> WorkerGroup:
@@ -67,23 +74,6 @@ def by_length(index: Rows, ranks: int, whole_groups: bool = False) -> Partition:
     """
     costs = index["length"].tolist() if "length" in index else [1.0] * len(index)
     return balanced_partition(costs, ranks, groups=index["group"].tolist() if whole_groups else None)
-
-
-def by_group(index: Rows, ranks: int) -> Partition:
-    """Partition groups by equal numbers of rows."""
-    return balanced_partition([1.0] * len(index), ranks, groups=index["group"].tolist())
-
-
-def by_prompt(index: Rows, ranks: int) -> Partition:
-    """Partition rows to generate: all rows of a prompt on one rank, unless ranks would have no work."""
-    costs, groups = index["prompt_length"].tolist(), index["group"].tolist()
-    enough = len(set(groups)) >= ranks
-    return balanced_partition(costs, ranks, groups=groups if enough else None, equal_size=True)
-
-
-def by_number(index: Rows, ranks: int) -> Partition:
-    """Partition rows of groups that may turn out not to be needed: every rank starts with the first groups."""
-    return rows_of_ranks(in_turn(index["group"].tolist(), ranks), ranks)
 
 
 def rows_of_ranks(rank_of: Iterable[int], ranks: int) -> Partition:

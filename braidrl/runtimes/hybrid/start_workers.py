@@ -94,7 +94,7 @@ class RunWorkers:
             group.limit_s = config.cluster.start_limit_s
         order = ray.put(self.order)
         joined = [(group, group.call("join_run", group.numbers, [order] * group.mesh.size)) for group in fresh]
-        if any(answer.result != sign_of(self.prepared.stages) for answers in together(joined) for answer in answers):
+        if any(answer.result != sign_of(self.prepared) for answers in together(joined) for answer in answers):
             raise UserError(
                 "workers make other stages of this configuration than the driver, whose device is another; write dtype=float32 or "
                 "dtype=bfloat16 in place of auto"

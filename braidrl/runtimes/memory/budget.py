@@ -11,14 +11,7 @@ from braidrl.config import Config
 from braidrl.config.layout import ParallelLayout
 from braidrl.engines.factory import engine_processes, generation_layout
 from braidrl.flow import Flow, Kind
-from braidrl.runtimes.memory.residency import (
-    GIB,
-    Asset,
-    ResidencyPlan,
-    needed_assets,
-    residency_plan,
-    sizes_during,
-)
+from braidrl.runtimes.memory.residency import GIB, Asset, ResidencyPlan, needed_assets, residency_plan, sizes_during
 from braidrl.training.memory.footprint import (
     Shape,
     activation_bytes,
@@ -127,7 +120,7 @@ def role_memory(
     return resident, working
 
 
-def working_bytes(use: Deployment, activations: ActivationBytes = activation_bytes) -> dict[str, int]:
+def working_bytes(use: Deployment, activations: ActivationBytes) -> dict[str, int]:
     """Return the bytes, beside the resident ones, of computing a micro-batch, by part."""
     shape, layout, tokens = use.shape, use.layout, use.tokens
     working: dict[str, int] = {}

@@ -138,11 +138,9 @@ def stage_needs(
 
 
 def _kept(
-    needs: Mapping[str, frozenset[Asset]],
-    during: Mapping[str, Mapping[Asset, int]],
-    sizes: Mapping[Asset, int],
+    needs: Mapping[str, frozenset[Asset]], during: Mapping[str, Mapping[Asset, int]], sizes: Mapping[Asset, int],
     budget: int,
-) -> frozenset[Asset]:
+) -> frozenset[Asset]:  # fmt: skip
     """Return the assets that fit beside every step's needs; those that would move most often come first."""
     steps = list(needs.values())
     kept: frozenset[Asset] = frozenset()

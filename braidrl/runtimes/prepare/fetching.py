@@ -4,19 +4,9 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    HTTPError,
-    IncompleteSnapshotError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import constants, errors, snapshot_download
 
-from braidrl.config import Config, DataConfig, SourceConfig
+from braidrl.config import Config, SourceConfig
 from braidrl.data.conversions import KNOWN
 from braidrl.errors import UserError, first_line
 from braidrl.runtimes.prepare.run_flow import with_own_samples
@@ -34,8 +24,14 @@ def with_fetched(config: Config, whole: bool = True) -> Config:
         for role, own in config.roles.items()
         if own.model is not None
     }
-    model = model_here(config.model, "model", whole)
-    data = with_data_here(config.data) if whole else config.data
+    model, data = model_here(config.model, "model", whole), config.data
+    if whole:
+        sources = {
+            "train": [source_here(source, "data.train") for source in data.train],
+            "eval": {name: source_here(source, f"data.eval.{name}") for name, source in data.eval.items()},
+            "ptx": source_here(data.ptx, "data.ptx") if data.ptx is not None else None,
+        }
+        data = data.model_copy(update=sources)
     return config.model_copy(update={"model": model, "roles": {**config.roles, **roles}, "data": data})
 
 
@@ -46,16 +42,6 @@ def model_here(name: Path, key: str, whole: bool) -> Path:
             f"{key}: {name} is a GGUF file; make a model directory of it by `python examples/smollm2/fetch.py --gguf {name} FOLDER`"
         )
     return fetch(name, key, "model" if whole else "model without weights") if is_hub_name(name) else name
-
-
-def with_data_here(data: DataConfig) -> DataConfig:
-    """Return the data section with all sources on this machine."""
-    sources = {
-        "train": [source_here(source, "data.train") for source in data.train],
-        "eval": {name: source_here(source, f"data.eval.{name}") for name, source in data.eval.items()},
-        "ptx": source_here(data.ptx, "data.ptx") if data.ptx is not None else None,
-    }
-    return data.model_copy(update=sources)
 
 
 def source_here(source: SourceConfig, key: str) -> SourceConfig:
@@ -101,7 +87,13 @@ def fetch(name: Path, key: str, kind: HubKind = "model") -> Path:
         if weights and not any(folder.glob(WEIGHTS)):
             snapshot_download(repository, revision=revision, allow_patterns=[OLD_WEIGHTS])
         return folder
-    except (HTTPError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, IncompleteSnapshotError) as error:
+    except (
+        errors.HTTPError,
+        errors.HfHubHTTPError,
+        errors.HFValidationError,
+        errors.LocalEntryNotFoundError,
+        errors.IncompleteSnapshotError,
+    ) as error:
         raise UserError(f"{key}: {refusal(error, repository, revision, kind)}") from error
 
 
@@ -109,19 +101,19 @@ def refusal(error: Exception, repository: str, revision: str | None, kind: HubKi
     """Build a message of one line with the error and a remedy."""
     hub, what = constants.ENDPOINT, "data set" if kind == "dataset" else "model"
     match error:
-        case GatedRepoError():
+        case errors.GatedRepoError():
             page = f"{hub}/{'datasets/' if kind == 'dataset' else ''}{repository}"
             return f"{repository} is given to those who accept its conditions; accept them at {page}, then set HF_TOKEN"
-        case RepositoryNotFoundError():
+        case errors.RepositoryNotFoundError():
             return (
                 f"there is no file or folder {repository} here, and {hub} shows no {what} of this name; "
                 "correct it, or set HF_TOKEN where it is private"
             )
-        case RevisionNotFoundError():
+        case errors.RevisionNotFoundError():
             return f"{repository} has no revision {revision!r} at {hub}; write a branch, a tag or a commit after the @"
-        case HfHubHTTPError() if error.response is not None and error.response.status_code == 401:
+        case errors.HfHubHTTPError() if error.response is not None and error.response.status_code == 401:
             return f"{hub} does not accept the token in HF_TOKEN or of `hf auth login`; set another, or none"
-        case LocalEntryNotFoundError() | IncompleteSnapshotError():
+        case errors.LocalEntryNotFoundError() | errors.IncompleteSnapshotError():
             why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{hub} cannot be reached"
             command = f"hf download {repository}" + (" --repo-type dataset" if kind == "dataset" else "")
             command += f" --revision {revision}" if revision else ""

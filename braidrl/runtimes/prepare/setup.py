@@ -29,18 +29,7 @@ from braidrl.flow import Flow, Kind, Stage
 from braidrl.flow.flow import serial_chain
 from braidrl.rewards.verifier import resolve
 from braidrl.rewards.verify import RuleRewards
-from braidrl.runtimes.prepare.checks import (
-    check_adapters,
-    check_backends,
-    check_divided_engines,
-    check_dtypes,
-    check_generating_ranks,
-    check_layouts,
-    check_names,
-    check_roles,
-    check_weights,
-    model_settings,
-)
+from braidrl.runtimes.prepare import checks
 from braidrl.runtimes.prepare.fetching import is_hub_name
 from braidrl.runtimes.prepare.run_flow import build_flow, check_copies, evaluation_flow, with_own_samples
 from braidrl.runtimes.row_store import RowStore
@@ -74,14 +63,14 @@ class Prepared:
     def __post_init__(self) -> None:
         """Raise UserError for parts that do not fit together."""
         config, held_out, check = self.config, list(self.eval_sources.values()), self.check
-        check(lambda: check_names(config))
-        check(lambda: check_dtypes(config, self.flow.roles))
-        check(lambda: check_backends(config, self.flow))
-        check(lambda: check_layouts(config, self.flow, self.flow.roles))
-        check(lambda: check_divided_engines(config, [*self.flow.stages, *self._evaluated]))
-        check(lambda: check_adapters(config, self.flow))
-        check(lambda: check_weights(config))
-        check(lambda: check_roles(config, {*self.flow.roles, *self.evaluation.roles}, self.flow.name))
+        check(lambda: checks.check_names(config))
+        check(lambda: checks.check_dtypes(config, self.flow.roles))
+        check(lambda: checks.check_backends(config, self.flow))
+        check(lambda: checks.check_layouts(config, self.flow, self.flow.roles))
+        check(lambda: checks.check_divided_engines(config, [*self.flow.stages, *self._evaluated]))
+        check(lambda: checks.check_adapters(config, self.flow))
+        check(lambda: checks.check_weights(config))
+        check(lambda: checks.check_roles(config, {*self.flow.roles, *self.evaluation.roles}, self.flow.name))
         if self.sources and any(stage.type == "verify" for stage in self.flow.stages):
             check(lambda: check_answers(config, self.sources, config.data.training_sources))
         if held_out and any(stage.type == "verify" for stage in self.evaluation.stages):
@@ -103,11 +92,6 @@ class Prepared:
     def roles(self, train: bool = True) -> tuple[str, ...]:
         """Return the roles that need a model: in training the flow's, else the evaluation's."""
         return tuple(dict.fromkeys([*(self.flow if train else self.evaluation).roles, *self.generating]))
-
-    @property
-    def stages(self) -> tuple[Stage, ...]:
-        """Return the stages of the flow and of evaluation."""
-        return (*self.flow.stages, *self.evaluation.stages)
 
     @property
     def kept(self) -> dict[str, Any]:
@@ -192,8 +176,8 @@ def without_data(config: Config, train: bool = True, check: Check = at_once) -> 
         whole = {role: name for role, name in backends.items() if "streaming" not in supported(name)}
         check_exchange(pools, whole, bool(config.rollout.grouping))
         for pool in pools:
-            check_layouts(config, flow, pool.models, pool.workers)
-            check_generating_ranks(config, pool)
+            checks.check_layouts(config, flow, pool.models, pool.workers)
+            checks.check_generating_ranks(config, pool)
     return prepared
 
 
@@ -328,7 +312,7 @@ def check_lengths(config: Config, flow: Flow, train: Sequence[LoadedSource], hel
                 f"rows of data.train may have {trained} tokens, prompt and response together, and {key}={limit} is the most that one "
                 f"micro-batch holds; write {key}={trained}, or lower data.max_prompt_tokens or rollout.max_response_tokens"
             )
-    positions: int | None = model_settings(config.model).get("max_position_embeddings")
+    positions: int | None = checks.model_settings(config.model).get("max_position_embeddings")
     needed = max(trained, longest(held_out, responses))
     if positions is not None and needed > positions:
         raise UserError(
@@ -341,7 +325,7 @@ def embeddings_exceeded(config: Config, roles: Iterable[str], tokenizer: PreTrai
     """Return the embedding size of each role whose model has fewer tokens than the tokenizer."""
     found = {}
     for role in roles:
-        settings = model_settings(model_path(role, config))
+        settings = checks.model_settings(model_path(role, config))
         size = settings.get("vocab_size") or settings.get("text_config", {}).get("vocab_size")
         if size is not None and size < len(tokenizer):
             found[role] = int(size)

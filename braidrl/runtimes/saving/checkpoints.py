@@ -23,20 +23,8 @@ from braidrl.config import Config
 from braidrl.errors import UserError, first_line
 from braidrl.flow.selecting import Selection
 from braidrl.runtimes.interfaces import Backend, BegunBatch, Position
+from braidrl.runtimes.saving import folders
 from braidrl.runtimes.saving.background import TROUBLES, BackgroundWriter
-from braidrl.runtimes.saving.folders import (
-    begin_whole,
-    checkpoint_folder,
-    checkpoints_of,
-    discarded_on_error,
-    finish_checkpoint,
-    finish_whole,
-    latest_checkpoint,
-    partial_path,
-    read_state,
-    sync,
-    whole_folder,
-)
 from braidrl.training.roles.checkpoint import OPTIMIZER, PARTS, Write, describe_worker
 
 FORMAT = 2
@@ -79,21 +67,21 @@ class Checkpoints:
         """
         self.wait()
         self._step = state.step
-        path, kept = checkpoint_folder(self.run, state.step), self.keep_last if self.learning else None
-        partial, parts = partial_path(path), list[Write]()
+        path, kept = folders.checkpoint_folder(self.run, state.step), self.keep_last if self.learning else None
+        partial, parts = folders.partial_path(path), list[Write]()
 
         def finish() -> None:
-            with discarded_on_error(partial):
+            with folders.discarded_on_error(partial):
                 for part in parts:
                     part()
                 write_manifest(partial)
-                finish_whole(path)
-            finish_checkpoint(self.run, state.step, kept)
+                folders.finish_whole(path)
+            folders.finish_checkpoint(self.run, state.step, kept)
 
         with self._explained():
             if self.first:
-                begin_whole(path)
-            with discarded_on_error(partial) if self.first else nullcontext():
+                folders.begin_whole(path)
+            with folders.discarded_on_error(partial) if self.first else nullcontext():
                 if self.in_background:
                     parts = backend.copy_for_saving(partial)
                 else:
@@ -161,11 +149,11 @@ def resume_point(run: Path, newest_whole: bool = False) -> Path | None:
     If the latest is damaged, `newest_whole` uses the newest complete one; else UserError names the file, that checkpoint and the
     command to resume from it.
     """
-    latest = latest_checkpoint(run)
+    latest = folders.latest_checkpoint(run)
     trouble = checkpoint_damage(latest) if latest else ""
     if latest is None or not trouble:
         return latest
-    others = [other for other in reversed(checkpoints_of(run)) if other != latest]
+    others = [other for other in reversed(folders.checkpoints_of(run)) if other != latest]
     whole = next((other for other in others if not checkpoint_damage(other)), None)
     if whole is None:
         raise UserError(
@@ -182,14 +170,14 @@ def checkpoint_damage(folder: Path) -> str:
     if (folder / MANIFEST).is_file() or not (folder / "state.json").is_file():
         return damage(folder)
     try:
-        return "" if read_state(folder).get("format") == 1 else damage(folder)
+        return "" if folders.read_state(folder).get("format") == 1 else damage(folder)
     except UserError:
         return damage(folder)
 
 
 def load_checkpoint(folder: Path) -> RunState:
     """Return the state of a checkpoint. Raises UserError for a folder that is not a checkpoint of a known format."""
-    state = read_state(folder)
+    state = folders.read_state(folder)
     if state.get("format") not in (1, FORMAT):
         raise UserError(f"{folder} has checkpoint format {state.get('format')}; this version reads 1 and {FORMAT}")
     surplus = [folder / f"surplus-{number}.rows" for number in range(state["surplus"])]
@@ -218,7 +206,7 @@ READERS = 4
 def write_manifest(folder: Path) -> None:
     """Write the manifest of a complete folder, and sync its files to disk. Some threads wait for the disk while others hash."""
     with ThreadPoolExecutor(READERS) as waiting:
-        synced = waiting.map(sync, files_of(folder))
+        synced = waiting.map(folders.sync, files_of(folder))
         found = digests(folder)
         list(synced)
     (folder / MANIFEST).write_text(json.dumps({"files": found}, indent=1))
@@ -266,7 +254,7 @@ def export_model(run: Path, folder: Path, role: str | None = None) -> str:
     `role` is by default the actor, or the only role. Raises UserError if there is no such model, the checkpoint is damaged, or the
     folder exists.
     """
-    checkpoint = run if (run / "state.json").is_file() else latest_checkpoint(run)
+    checkpoint = run if (run / "state.json").is_file() else folders.latest_checkpoint(run)
     if checkpoint is None:
         raise UserError(f"{run} has no checkpoint yet; train it first, or set trainer.checkpoint_every")
     if trouble := checkpoint_damage(checkpoint):
@@ -278,6 +266,6 @@ def export_model(run: Path, folder: Path, role: str | None = None) -> str:
         raise UserError(f"{checkpoint} holds no role {role!r}, only {', '.join(roles)}; name one by --role")
     if folder.exists():
         raise UserError(f"{folder} exists; nothing was overwritten")
-    with whole_folder(folder) as partial:
+    with folders.whole_folder(folder) as partial:
         shutil.copytree(source, partial, dirs_exist_ok=True, ignore=shutil.ignore_patterns(OPTIMIZER, PARTS))
     return f"{folder}: {describe_worker(folder)}, from {checkpoint}"

@@ -56,13 +56,9 @@ class EagerBackend(InProcessBackend):
     """One executor that holds every role; the table is the rows."""
 
     def __init__(
-        self,
-        config: Config,
-        loader: PromptLoader | None,
-        executor: StageExecutor,
-        store: RowStore,
+        self, config: Config, loader: PromptLoader | None, executor: StageExecutor, store: RowStore,
         trace: TraceWriter | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(executor, trace)
         self.config, self.loader, self.store = config, loader, store
 
@@ -77,7 +73,7 @@ class EagerBackend(InProcessBackend):
         return table
 
     def generate_needed(self, segment: Segment, table: Rows, iteration: int, sums: Sums, needless: Needless) -> Rows:
-        stop = EarlyStop.of(segment, needless, self.executor.flow, table.uids())
+        stop = EarlyStop(segment, needless, self.executor.flow, table.uids())
         return self.run(segment.generate, table, iteration, sums, stop)
 
     def _traced(self, stage: Stage, iteration: int, rows: int) -> AbstractContextManager[Span]:

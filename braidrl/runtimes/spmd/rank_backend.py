@@ -33,7 +33,7 @@ from braidrl.runtimes.generating.early_stop import EarlyStop, Needless, Segment
 from braidrl.runtimes.interrupts import Interrupts
 from braidrl.runtimes.row_store import Admission, HeldOut, Origin, RowStore, RowText, with_added
 from braidrl.runtimes.spmd.eager import InProcessBackend
-from braidrl.runtimes.spmd.shard import Shard, ShardExchange, balanced_owners, equal_shares, only_present
+from braidrl.runtimes.spmd.shard import Shard, ShardExchange, balanced_owners, equal_shares, joined, only_present
 from braidrl.training.objective import UpdateCounts
 from braidrl.training.roles.checkpoint import Write
 
@@ -42,17 +42,9 @@ class DistributedBackend(InProcessBackend):
     """One rank's backend; all ranks receive the same calls in the same order."""
 
     def __init__(
-        self,
-        config: Config,
-        flow: Flow,
-        loader: PromptLoader | None,
-        executor: StageExecutor,
-        store: RowStore,
-        world: World,
-        generating: Mapping[str, int],
-        interrupts: Interrupts,
-        trace: TraceWriter | None,
-    ) -> None:
+        self, config: Config, flow: Flow, loader: PromptLoader | None, executor: StageExecutor, store: RowStore,
+        world: World, generating: Mapping[str, int], interrupts: Interrupts, trace: TraceWriter | None,
+    ) -> None:  # fmt: skip
         """Store the parts; `generating` is the number of ranks, from rank 0 on, that generate for a role. All ranks do everything else."""
         super().__init__(executor, trace, world.first)
         self.config, self.flow, self.loader, self.store = config, flow, loader, store
@@ -85,13 +77,16 @@ class DistributedBackend(InProcessBackend):
         self.waves += 1
         if self.notices is not None:
             self.notices.begin(str(self.waves))
-        stop = EarlyStop.of(segment, needless, self.flow, table.index.uids(), self.notices)
+        stop = EarlyStop(segment, needless, self.flow, table.index.uids(), self.notices)
         return self.run(segment.generate, table, iteration, sums, stop)
 
     def run(self, stage: Stage, table: Shard, iteration: int, sums: Sums, stop: EarlyStop | None = None) -> Shard:
         self.exchange.at(stage, iteration)
         if self._known_everywhere(stage, table):
-            return table.with_everywhere(self.executor.run(stage, table.index, Sums()))
+            everywhere = Rows(self.executor.run(stage, table.index, Sums()))
+            kept = everywhere.payload.take(table.mine) if len(table.mine) else Rows({})
+            index = table.index.with_columns(dict(everywhere.index.items()))
+            return replace(table, index=index, payload=joined(table.payload, kept))
         table = self._placed(stage, table)
         own, columns = Sums(), dict[str, Column]()
         # If ranks compute together, none may leave in the middle.

@@ -72,14 +72,6 @@ class Shard:
         index, payload = Rows.cat([t.index for t in tables]), Rows.cat([t.payload for t in tables])
         return Shard(index, torch.cat([t.owner for t in tables]), payload, tables[0].rank)
 
-    def with_everywhere(self, columns: Mapping[str, Column]) -> "Shard":
-        """Return the table with columns computed on every rank for all rows; of payload each rank keeps its own part."""
-        here = Rows(columns)
-        kept = here.payload.take(self.mine) if len(self.mine) else Rows({})
-        return replace(
-            self, index=self.index.with_columns(dict(here.index.items())), payload=joined(self.payload, kept)
-        )
-
 
 class ShardExchange:
     """The collectives of a table. Every rank makes the same calls in the same order, in iteration `iteration`."""

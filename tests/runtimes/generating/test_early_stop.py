@@ -118,7 +118,7 @@ def test_rank_aborts_own_rows_using_other_ranks_results(monkeypatch: pytest.Monk
     for _ in range(3):
         told = Notices(store)
         told.begin("wave")
-        ranks.append(EarlyStop.of(segment, sampling.needless, dapo, uids, told))
+        ranks.append(EarlyStop(segment, sampling.needless, dapo, uids, told))
     first, second, third = ranks
     # Group 0 has right and wrong answers and is kept, which makes groups 1 and 2 unnecessary.
     first.add(row(0, 0), {verify.name: Done(1.0)})

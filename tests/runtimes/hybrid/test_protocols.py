@@ -10,13 +10,12 @@ import pytest
 from braidrl.errors import UserError
 from braidrl.runtimes.hybrid.protocol_contract import Numbered, check_protocol
 from braidrl.runtimes.hybrid.protocols import (
+    DP,
     PROTOCOLS,
     Arguments,
     Mesh,
     RankCalls,
     TransferProtocol,
-    by_rows,
-    in_order_of_ranks,
     register,
     registered,
 )
@@ -129,7 +128,7 @@ def twice(mesh: Mesh, rows: Numbered, *arguments: Any) -> RankCalls:
 
 
 def without_the_last(mesh: Mesh, rows: Numbered, *arguments: Any) -> RankCalls:
-    return by_rows(mesh, rows.take(range(len(rows) - 1)), *arguments)
+    return DP.distribute(mesh, rows.take(range(len(rows) - 1)), *arguments)
 
 
 def one_call(mesh: Mesh, rows: Numbered, *arguments: Any) -> RankCalls:
@@ -147,12 +146,12 @@ def backwards(mesh: Mesh, calls: RankCalls, results: list[Numbered]) -> Numbered
 @pytest.mark.parametrize(
     ("distribute", "collect", "message"),
     [
-        (twice, in_order_of_ranks, "WRONG of 1 rows on 2 workers: collect returns rows"),
-        (without_the_last, in_order_of_ranks, "of 1 rows on 1 workers: distribute gives rows"),
-        (one_call, in_order_of_ranks, "of 0 rows on 2 workers: distribute has 1 entries"),
-        (no_rank, in_order_of_ranks, "distribute calls no rank"),
-        (lambda mesh, rows, *_: by_rows(mesh, rows), in_order_of_ranks, "loses or changes what is not rows"),
-        (by_rows, backwards, "of 2 rows on 2 workers: collect returns rows .*in their order"),
+        (twice, DP.collect, "WRONG of 1 rows on 2 workers: collect returns rows"),
+        (without_the_last, DP.collect, "of 1 rows on 1 workers: distribute gives rows"),
+        (one_call, DP.collect, "of 0 rows on 2 workers: distribute has 1 entries"),
+        (no_rank, DP.collect, "distribute calls no rank"),
+        (lambda mesh, rows, *_: DP.distribute(mesh, rows), DP.collect, "loses or changes what is not rows"),
+        (DP.distribute, backwards, "of 2 rows on 2 workers: collect returns rows .*in their order"),
     ],
 )
 def test_the_contract_names_a_protocols_fault(distribute: Any, collect: Any, message: str) -> None:
