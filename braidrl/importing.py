@@ -6,7 +6,6 @@ ENGINES.find("engine.py:Plain")    a user's own
 """
 
 import hashlib
-import importlib
 import importlib.util
 import inspect
 import shlex

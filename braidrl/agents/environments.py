@@ -20,7 +20,6 @@ In a process of the sandbox, an environment or agent answers requests:
 
 import asyncio
 import concurrent.futures
-import importlib
 import importlib.util
 import inspect
 import json

@@ -93,7 +93,7 @@ def trajectory_columns(trajectories: Sequence[Trajectory], reasons: Sequence[Fin
         end = trajectory.sequence_lengths[0]
         acted = trajectory.actions[:end]
         prompts.append(trajectory.tokens[: acted.index(True) if True in acted else end])
-    dtype = dtype_of([turn for t in trajectories for turn in t.log_probs])
+    dtype = next((turn.dtype for t in trajectories for turn in t.log_probs), torch.float32)
     return {
         "prompt": Ragged.from_rows(prompts, torch.int64),
         "prompt_length": torch.tensor([len(prompt) for prompt in prompts], dtype=torch.int64),
@@ -127,7 +127,7 @@ def response_columns(rows: Rows, finished: Sequence[Response]) -> dict[str, Colu
         tokens,
         tokens.with_values(actions),
         Ragged.from_lengths(tokens.lengths, torch.ones_like(tokens.lengths)),
-        Ragged.from_rows(log_probs, dtype_of(log_probs)),
+        Ragged.from_rows(log_probs, log_probs[0].dtype if log_probs else torch.float32),
         [response.versions for response in ordered],
         [response.finish_reason for response in ordered],
     )
@@ -149,8 +149,3 @@ def _columns(
         "finish_reason": torch.tensor([int(reason) for reason in reasons], dtype=torch.int64),
         "version": torch.tensor([int(each.min()) if len(each) else 0 for each in versions], dtype=torch.int64),
     }
-
-
-def dtype_of(log_probs: Sequence[Tensor]) -> torch.dtype:
-    """Return the engine's log-prob dtype, the same for all; float32 if there are none."""
-    return log_probs[0].dtype if log_probs else torch.float32

@@ -36,8 +36,8 @@ class TurnTemplate:
     """The model's format of tool calls, one of `tool_calls.FORMATS`; by default the tokenizer's own."""
 
     def first(self, context: Context, tools: Tools = ()) -> list[int]:
-        """Tokenise a whole context. Raises UserError if the chat template refuses it."""
-        return self.template.encode(normal(context), tools)
+        """Tokenise a whole context. Raises UserError for malformed tool calls, or if the chat template refuses it."""
+        return self.template.encode(context if isinstance(context, str) else [*map(normal_message, context)], tools)
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> "TurnTemplate":
         """Return a copy with further arguments of the chat template, such as a row's."""
@@ -48,7 +48,7 @@ class TurnTemplate:
 
         Raises UserError if the chat template refuses the messages.
         """
-        messages = [{"role": "user", "content": said}] if isinstance(said, str) else normal(said)
+        messages = [{"role": "user", "content": said}] if isinstance(said, str) else [*map(normal_message, said)]
         if not self.template.is_chat:
             return self.template.encode_bare(["\n\n".join(message["content"] for message in messages)])[0]
         turn = [{"role": "user", "content": "-"}, {"role": "assistant", "content": MARK}]
@@ -110,11 +110,6 @@ class TurnTemplate:
             said = message.get("content") or ""
             return (said, tagged(calls)) if calls else None
         return format_of(tokenizer.chat_template if self.template.is_chat else None).rewritten(text, tools)
-
-
-def normal(context: Any) -> Any:
-    """Return a context in the format of chat templates. Raises UserError for malformed tool calls."""
-    return context if isinstance(context, str) else [normal_message(message) for message in context]
 
 
 @dataclass(frozen=True)

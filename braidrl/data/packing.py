@@ -103,27 +103,22 @@ def _differencing(costs: Sequence[float], parts: int) -> list[list[int]]:
     while len(divisions) > 1:
         _, first, widest = heapq.heappop(divisions)
         _, other, second = divisions[0]
-        merged = _overlay(widest, second, parts)
+        # Merge the smaller division into the larger one: its fullest part into the other's emptiest, and so on.
+        large, small = (widest, second) if len(widest) >= len(second) else (second, widest)
+        untouched = parts - len(small)
+        covered = large[untouched:]
+        merged = large[:untouched]
+        for place, part in enumerate(small):
+            below = parts - 1 - place - untouched
+            if below < len(covered):
+                cost, item, items = covered[below]
+                part = (cost + part[0], min(item, part[1]), items + part[2])
+            insort(merged, part)
         # Fullest part minus emptiest; parts that are not listed are empty.
         emptiest = -merged[-1][0] if len(merged) == parts else 0
         heapq.heapreplace(divisions, (merged[0][0] + emptiest, min(first, other), merged))
     filled = [items for _, _, items in divisions[0][2]] if divisions else []
     return filled + [[] for _ in range(parts - len(filled))]
-
-
-def _overlay(one: list[Subset], other: list[Subset], parts: int) -> list[Subset]:
-    """Merge the smaller division into the larger one, in place: its fullest part into the other's emptiest, and so on."""
-    large, small = (one, other) if len(one) >= len(other) else (other, one)
-    untouched = parts - len(small)
-    covered = large[untouched:]
-    del large[untouched:]
-    for place, part in enumerate(small):
-        below = parts - 1 - place - untouched
-        if below < len(covered):
-            cost, first, items = covered[below]
-            part = (cost + part[0], min(first, part[1]), items + part[2])
-        insort(large, part)
-    return large
 
 
 def plan_micro_batches(

@@ -31,7 +31,7 @@ LINE_BYTES, FILE_BYTES = 32 << 20, 4 << 30
 """Maximum size of one record, and of a .json file, which is read whole."""
 
 
-def read_records(source: SourceConfig, usual_split: str = "train") -> Iterator[tuple[int, Record]]:
+def read_records(source: SourceConfig, usual_split: str) -> Iterator[tuple[int, Record]]:
     """Yield the line number, from 1, and the fields of each line or row. Raises UserError if the source cannot be read."""
     check_source(source)
     if is_arrow(source.path):
