@@ -147,9 +147,13 @@ class Sums:
         self._pairs = {name: (float(total), float(count)) for name, (total, count) in (pairs or {}).items()}
 
     def add(self, name: str, total: float | Tensor, count: float | Tensor = 1) -> None:
-        """Add to a mean the sum of `count` values."""
-        old_total, old_count = self._pairs.get(name, (0.0, 0.0))
-        self._pairs[name] = (old_total + float(total), old_count + float(count))
+        """Add to a mean the sum of `count` values. A name that ends in `_max` keeps the largest value instead."""
+        if name.endswith("_max"):
+            known, _ = self._pairs.get(name, (float("-inf"), 1.0))
+            self._pairs[name] = (max(known, float(total)), 1.0)
+        else:
+            old_total, old_count = self._pairs.get(name, (0.0, 0.0))
+            self._pairs[name] = (old_total + float(total), old_count + float(count))
 
     def note_failure(self, words: str, count: int = 1) -> None:
         """Count a failure under the message that the user will read."""
@@ -165,8 +169,7 @@ class Sums:
         """Keep the largest value seen. Raises ValueError unless the name ends in `_max`, which separates maxima from sums."""
         if not name.endswith("_max"):
             raise ValueError(f"{name}: only names that end in _max are reduced by their maximum")
-        known, _ = self._pairs.get(name, (float("-inf"), 1.0))
-        self._pairs[name] = (max(known, float(value)), 1.0)
+        self.add(name, value)
 
     def add_per_token(self, role: str, metrics: Mapping[str, Tensor]) -> None:
         """Add per-token numbers, tensors (A,) by name, under a role's name. A name that ends in `_max` is reduced by its maximum."""
@@ -174,17 +177,11 @@ class Sums:
         # One transfer for all: each separate read makes the host wait for the device.
         numbers = torch.stack(found).tolist() if found else []
         for (name, values), number in zip(metrics.items(), numbers, strict=True):
-            if name.endswith("_max"):
-                self.highest(f"{role}/{name}", number)
-            else:
-                self.add(f"{role}/{name}", number, len(values))
+            self.add(f"{role}/{name}", number, len(values))
 
     def merge(self, other: "Sums") -> None:
         for name, (total, count) in other._pairs.items():
-            if name.endswith("_max"):
-                self.highest(name, total)
-            else:
-                self.add(name, total, count)
+            self.add(name, total, count)
 
     @staticmethod
     def merged(parts: "Iterable[Sums]") -> "Sums":
