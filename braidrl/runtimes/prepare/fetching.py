@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from huggingface_hub import constants, errors, snapshot_download
 
-from braidrl.config import Config, SourceConfig
+from braidrl.config import Config, DataConfig, SourceConfig
 from braidrl.data.conversions import KNOWN
 from braidrl.errors import UserError, first_line
 from braidrl.runtimes.prepare.run_flow import with_own_samples
@@ -24,14 +24,8 @@ def with_fetched(config: Config, whole: bool = True) -> Config:
         for role, own in config.roles.items()
         if own.model is not None
     }
-    model, data = model_here(config.model, "model", whole), config.data
-    if whole:
-        sources = {
-            "train": [source_here(source, "data.train") for source in data.train],
-            "eval": {name: source_here(source, f"data.eval.{name}") for name, source in data.eval.items()},
-            "ptx": source_here(data.ptx, "data.ptx") if data.ptx is not None else None,
-        }
-        data = data.model_copy(update=sources)
+    model = model_here(config.model, "model", whole)
+    data = with_data_here(config.data) if whole else config.data
     return config.model_copy(update={"model": model, "roles": {**config.roles, **roles}, "data": data})
 
 
@@ -42,6 +36,16 @@ def model_here(name: Path, key: str, whole: bool) -> Path:
             f"{key}: {name} is a GGUF file; make a model directory of it by `python examples/smollm2/fetch.py --gguf {name} FOLDER`"
         )
     return fetch(name, key, "model" if whole else "model without weights") if is_hub_name(name) else name
+
+
+def with_data_here(data: DataConfig) -> DataConfig:
+    """Return the data section with all sources on this machine."""
+    sources = {
+        "train": [source_here(source, "data.train") for source in data.train],
+        "eval": {name: source_here(source, f"data.eval.{name}") for name, source in data.eval.items()},
+        "ptx": source_here(data.ptx, "data.ptx") if data.ptx is not None else None,
+    }
+    return data.model_copy(update=sources)
 
 
 def source_here(source: SourceConfig, key: str) -> SourceConfig:
