@@ -14,18 +14,6 @@ from typing import Any, Literal
 from braidrl.rewards.verifiers import Score
 
 Relation = Literal["at least", "less than"]
-RULES: dict[str, Callable[..., bool]] = {}
-"""The rules by instruction name; each is called with the response and the data's keyword arguments."""
-
-
-def rule(name: str) -> Callable[[Callable[..., bool]], Callable[..., bool]]:
-    """Register a rule under the name of its instruction."""
-
-    def registered(function: Callable[..., bool]) -> Callable[..., bool]:
-        RULES[name] = function
-        return function
-
-    return registered
 
 
 def ifeval(response: str, prompt: Any, metadata: Mapping[str, Any], *, fraction: bool = False) -> Score:
@@ -65,44 +53,8 @@ def paragraphs(text: str, separator: str) -> list[str]:
     return [part for part in re.split(separator, text) if part.strip()]
 
 
-@rule("keywords:existence")
-def has_keywords(response: str, keywords: list[str]) -> bool:
-    return all(re.search(word, response, re.IGNORECASE) for word in keywords)
-
-
-@rule("keywords:frequency")
-def has_keyword_often(response: str, keyword: str, frequency: int, relation: Relation = "at least") -> bool:
-    return compared(len(re.findall(keyword, response, re.IGNORECASE)), relation, frequency)
-
-
-@rule("keywords:forbidden_words")
-def has_no_forbidden_words(response: str, forbidden_words: list[str]) -> bool:
-    return not any(re.search(rf"\b{word}\b", response, re.IGNORECASE) for word in forbidden_words)
-
-
-@rule("keywords:letter_frequency")
-def has_letter_often(response: str, letter: str, let_frequency: int, let_relation: Relation = "at least") -> bool:
-    return compared(response.lower().count(letter.lower()), let_relation, let_frequency)
-
-
-@rule("length_constraints:number_words")
-def has_words(response: str, num_words: int, relation: Relation = "at least") -> bool:
-    return compared(len(words(response)), relation, num_words)
-
-
-@rule("length_constraints:number_sentences")
-def has_sentences(response: str, num_sentences: int, relation: Relation = "at least") -> bool:
-    sentences = [part for part in re.split(r"(?<=[.!?])[\"')\]]*\s+", response) if words(part)]
-    return compared(len(sentences), relation, num_sentences)
-
-
-@rule("length_constraints:number_paragraphs")
-def has_paragraphs(response: str, num_paragraphs: int) -> bool:
-    return len(paragraphs(response, r"\s?\*\*\*\s?")) == num_paragraphs
-
-
-@rule("length_constraints:nth_paragraph_first_word")
-def has_paragraph_that_begins(response: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+def begins(response: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
+    """Return whether one of exactly `num_paragraphs` paragraphs begins with a word."""
     found = paragraphs(response, r"\n\n")
     if len(found) != num_paragraphs or nth_paragraph > num_paragraphs:
         return False
@@ -110,90 +62,70 @@ def has_paragraph_that_begins(response: str, num_paragraphs: int, nth_paragraph:
     return bool(first) and first[0].lower() == first_word.lower()
 
 
-@rule("detectable_content:number_placeholders")
-def has_placeholders(response: str, num_placeholders: int) -> bool:
-    return len(re.findall(r"\[.*?\]", response)) >= num_placeholders
-
-
-@rule("detectable_content:postscript")
-def has_postscript(response: str, postscript_marker: str = "P.S.") -> bool:
-    spaced = r"\s*".join(map(re.escape, postscript_marker.replace(" ", "")))
-    return re.search(rf"{spaced}.*$", response, re.IGNORECASE | re.MULTILINE) is not None
-
-
-@rule("detectable_format:number_bullet_lists")
-def has_bullets(response: str, num_bullets: int) -> bool:
-    return len(re.findall(r"^\s*(?:\*[^*].*|-.*)$", response, re.MULTILINE)) == num_bullets
-
-
-@rule("detectable_format:number_highlighted_sections")
-def has_highlights(response: str, num_highlights: int) -> bool:
-    found = re.findall(r"\*\*[^\n*]*\*\*|\*[^\n*]*\*", response)
-    return sum(bool(part.strip("* ")) for part in found) >= num_highlights
-
-
-@rule("detectable_format:multiple_sections")
-def has_sections(response: str, section_spliter: str, num_sections: int) -> bool:
-    return len(re.findall(rf"\s?{re.escape(section_spliter)}\s?\d+\s?", response)) >= num_sections
-
-
-@rule("detectable_format:constrained_response")
-def is_one_of_three(response: str) -> bool:
-    return any(answer in response for answer in ("My answer is yes.", "My answer is no.", "My answer is maybe."))
-
-
-@rule("detectable_format:json_format")
 def is_json(response: str) -> bool:
-    text = re.sub(r"^```(?:json)?|```$", "", response.strip(), flags=re.IGNORECASE)
     try:
-        json.loads(text)
+        json.loads(re.sub(r"^```(?:json)?|```$", "", response.strip(), flags=re.IGNORECASE))
     except ValueError:
         return False
     return True
 
 
-@rule("detectable_format:title")
-def has_title(response: str) -> bool:
-    return any(found.strip() for found in re.findall(r"<<([^\n]+?)>>", response))
-
-
-@rule("combination:two_responses")
-def has_two_responses(response: str) -> bool:
-    parts = [part.strip() for part in response.split("******")]
-    return len(parts) == 2 and all(parts) and parts[0] != parts[1]
-
-
-@rule("combination:repeat_prompt")
-def repeats_prompt(response: str, prompt_to_repeat: str) -> bool:
-    return response.strip().lower().startswith(prompt_to_repeat.strip().lower())
-
-
-@rule("startend:end_checker")
-def ends_with(response: str, end_phrase: str) -> bool:
-    return response.strip().strip('"').lower().endswith(end_phrase.strip().lower())
-
-
-@rule("startend:quotation")
-def is_quoted(response: str) -> bool:
-    text = response.strip()
-    return len(text) > 1 and text[0] == text[-1] == '"'
-
-
-@rule("change_case:capital_word_frequency")
-def has_capital_words(response: str, capital_frequency: int, capital_relation: Relation = "at least") -> bool:
-    return compared(sum(word.isupper() for word in words(response)), capital_relation, capital_frequency)
-
-
-@rule("change_case:english_capital")
-def is_in_capitals(response: str) -> bool:
-    return response.isupper()
-
-
-@rule("change_case:english_lowercase")
-def is_in_small_letters(response: str) -> bool:
-    return response.islower()
-
-
-@rule("punctuation:no_comma")
-def has_no_comma(response: str) -> bool:
-    return "," not in response
+RULES: dict[str, Callable[..., bool]] = {
+    "keywords:existence": lambda response, keywords: all(re.search(word, response, re.I) for word in keywords),
+    "keywords:frequency": lambda response, keyword, frequency, relation="at least": compared(
+        len(re.findall(keyword, response, re.I)), relation, frequency
+    ),
+    "keywords:forbidden_words": lambda response, forbidden_words: (
+        not any(re.search(rf"\b{word}\b", response, re.I) for word in forbidden_words)
+    ),
+    "keywords:letter_frequency": lambda response, letter, let_frequency, let_relation="at least": compared(
+        response.lower().count(letter.lower()), let_relation, let_frequency
+    ),
+    "length_constraints:number_words": lambda response, num_words, relation="at least": compared(
+        len(words(response)), relation, num_words
+    ),
+    "length_constraints:number_sentences": lambda response, num_sentences, relation="at least": compared(
+        sum(bool(words(part)) for part in re.split(r"(?<=[.!?])[\"')\]]*\s+", response)), relation, num_sentences
+    ),
+    "length_constraints:number_paragraphs": lambda response, num_paragraphs: (
+        len(paragraphs(response, r"\s?\*\*\*\s?")) == num_paragraphs
+    ),
+    "length_constraints:nth_paragraph_first_word": begins,
+    "detectable_content:number_placeholders": lambda response, num_placeholders: (
+        len(re.findall(r"\[.*?\]", response)) >= num_placeholders
+    ),
+    "detectable_content:postscript": lambda response, postscript_marker="P.S.": bool(
+        re.search(r"\s*".join(map(re.escape, postscript_marker.replace(" ", ""))), response, re.I)
+    ),
+    "detectable_format:number_bullet_lists": lambda response, num_bullets: (
+        len(re.findall(r"^\s*(?:\*[^*].*|-.*)$", response, re.M)) == num_bullets
+    ),
+    "detectable_format:number_highlighted_sections": lambda response, num_highlights: (
+        sum(bool(part.strip("* ")) for part in re.findall(r"\*\*[^\n*]*\*\*|\*[^\n*]*\*", response)) >= num_highlights
+    ),
+    "detectable_format:multiple_sections": lambda response, section_spliter, num_sections: (
+        len(re.findall(rf"\s?{re.escape(section_spliter)}\s?\d+\s?", response)) >= num_sections
+    ),
+    "detectable_format:constrained_response": lambda response: any(
+        f"My answer is {answer}." in response for answer in ("yes", "no", "maybe")
+    ),
+    "detectable_format:json_format": is_json,
+    "detectable_format:title": lambda response: any(map(str.strip, re.findall(r"<<([^\n]+?)>>", response))),
+    "combination:two_responses": lambda response: (
+        len(parts := [part.strip() for part in response.split("******")]) == 2 and all(parts) and parts[0] != parts[1]
+    ),
+    "combination:repeat_prompt": lambda response, prompt_to_repeat: (
+        response.strip().lower().startswith(prompt_to_repeat.strip().lower())
+    ),
+    "startend:end_checker": lambda response, end_phrase: (
+        response.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+    ),
+    "startend:quotation": lambda response: len(text := response.strip()) > 1 and text[0] == text[-1] == '"',
+    "change_case:capital_word_frequency": lambda response, capital_frequency, capital_relation="at least": compared(
+        sum(map(str.isupper, words(response))), capital_relation, capital_frequency
+    ),
+    "change_case:english_capital": str.isupper,
+    "change_case:english_lowercase": str.islower,
+    "punctuation:no_comma": lambda response: "," not in response,
+}
+"""The rules by instruction name; each is called with the response and the data's keyword arguments."""

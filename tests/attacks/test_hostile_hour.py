@@ -124,7 +124,7 @@ def test_honest_rows_get_undisturbed_rewards_and_nothing_is_left_behind(workshop
     before = [place.read_text() for place in kernel]
     quiet, _, seconds = run(workshop, "quiet", True, runtime)
     hostile, looks, hostile_seconds = run(workshop, "hostile", False, runtime)
-    left = [one.pid for one in psutil.process_iter(["cmdline"]) if str(workshop.folder) in str(one.info["cmdline"])]
+    left = [one.pid for one in psutil.process_iter(["cmdline", "cwd"]) if str(workshop.folder) in str(one.info)]
     # Kernels for new shapes are kept until there are enough: the first half of the steps is not looked at. The last one saves.
     third, last = ([one for one in looks if STEPS * n // 4 <= one.steps < STEPS * (n + 1) // 4] for n in (2, 3))
     figures = {

@@ -46,7 +46,7 @@ TRIES = {
     "        with open(f'{place}/{n}', 'wb') as file:\n            for _ in range(60):\n                file.write(MIB)\nwon = True",
     "files and memory together": C + "for n in range(4):\n    with open(f'/tmp/{n}', 'wb') as file:\n        for _ in range(50):\n"
     "            file.write(MIB)\nheld = bytearray(b'1') * (350 << 20)\ntime.sleep(2)\nwon = True",
-    "mappings whose list is long to read": C + "libc.mmap.restype = ctypes.c_void_p\nfor n in range(2):\n    os.fork()\n"
+    "mappings whose list is long to read": C + "libc.mmap.restype = ctypes.c_void_p\nos.fork()\n"
     "for n in range(60000):\n    libc.mmap(None, 4096, n % 2, 0x4022, -1, 0)\ntime.sleep(20)\nwon = True",
     "a tmpfs in namespaces of its own": C + "assert libc.unshare(0x10020000) == 0\n"
     "assert libc.mount(b'none', b'/tmp', b'tmpfs', 0, None) == 0\nwon = True",
