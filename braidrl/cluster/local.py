@@ -221,7 +221,8 @@ def from_server(spec: ProcessSpec) -> Forked:
     itself at its start if `spec.starts` names modules, else a fresh interpreter.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([SERVER_START, *spec.modules()])
+    modules = [name.partition(":")[0] for name in (spec.entry, spec.also_calls) if name]
+    context.set_forkserver_preload([SERVER_START, *modules])
     ours, theirs = context.Pipe()
     own = {name: value for name, value in environment_of(spec, os.environ).items() if os.environ.get(name) != value}
     process = context.Process(

@@ -112,10 +112,6 @@ class ProcessSpec:
         """Return the `module:function` that is called with the descriptor of the process's end of the connection."""
         return self.entry if self.arguments is None else "braidrl.cluster.child:main"
 
-    def modules(self) -> tuple[str, ...]:
-        """Return the names of the modules that the process runs."""
-        return tuple(name.partition(":")[0] for name in (self.entry, self.also_calls) if name)
-
 
 @contextmanager
 def interrupts_handled(

@@ -56,6 +56,17 @@ class Flow:
         self.stages = serial_order(unique_names(stages))
         check_selects(self.stages)
         self.inputs: Inputs = resolve_columns(self.stages)
+        self.roles = tuple(dict.fromkeys(role for stage in self.stages for role in touched_weights(stage)))
+        """The roles that need a model, in order of first use."""
+        self.trained_roles = tuple(dict.fromkeys(s.role for s in self.stages if is_optimized(s) and s.role))
+        """The roles with an optimizer, in order of first update."""
+        self.changed_roles = tuple(dict.fromkeys(s.role for s in self.stages if s.kind is Kind.TRAIN and s.role))
+        """The roles whose weights change during a run: trained roles, and copies of another role's weights."""
+        places = {kind: [i for i, s in enumerate(self.stages, 1) if s.kind is kind] for kind in Kind}
+        self.sampling_segment = self.stages[: max(places[Kind.SELECT], default=0)]
+        """The stages up to the last `select`, which run in waves; empty for a flow without `select`."""
+        self.recorded_stages = max(places[Kind.SELECT] + places[Kind.GENERATE], default=0)
+        """The number of stages before rows are recorded: all up to the last `select` or `generate`."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Flow) and (self.name, self.stages) == (other.name, other.stages)
@@ -71,21 +82,6 @@ class Flow:
             if stage.name == name:
                 return stage
         raise UserError(f"flow {self.name} has no stage {name!r}. {suggest(name, [s.name for s in self.stages])}")
-
-    @cached_property
-    def roles(self) -> tuple[str, ...]:
-        """Return the roles that need a model, in order of first use."""
-        return tuple(dict.fromkeys(role for stage in self.stages for role in touched_weights(stage)))
-
-    @cached_property
-    def trained_roles(self) -> tuple[str, ...]:
-        """Return the roles with an optimizer, in order of first update."""
-        return tuple(dict.fromkeys(s.role for s in self.stages if is_optimized(s) and s.role))
-
-    @cached_property
-    def changed_roles(self) -> tuple[str, ...]:
-        """Return the roles whose weights change during a run: trained roles, and copies of another role's weights."""
-        return tuple(dict.fromkeys(s.role for s in self.stages if s.kind is Kind.TRAIN and s.role))
 
     @cached_property
     def scalar_roles(self) -> tuple[str, ...]:
@@ -104,17 +100,6 @@ class Flow:
         """Return True if a loss compares given responses: each prompt of the data has a chosen and a rejected one."""
         losses = [entry_of(registry.losses, s.params["loss"]["name"]) for s in self.stages if is_optimized(s)]
         return "response" in self.needs_from_data() and any(entry.needs.whole_groups for entry in losses)
-
-    @cached_property
-    def sampling_segment(self) -> tuple[Stage, ...]:
-        """Return the stages up to the last `select`, which run in waves; empty for a flow without `select`."""
-        last = max((i for i, s in enumerate(self.stages) if s.kind is Kind.SELECT), default=-1)
-        return self.stages[: last + 1]
-
-    @cached_property
-    def recorded_stages(self) -> int:
-        """Return the number of stages before rows are recorded: all up to the last `select` or `generate`."""
-        return max((i + 1 for i, s in enumerate(self.stages) if s.kind in (Kind.SELECT, Kind.GENERATE)), default=0)
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:

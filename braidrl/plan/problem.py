@@ -45,16 +45,8 @@ class Model:
     trained: bool
     scalar: bool
     stages: tuple[Stage, ...]
-
-    @property
-    def generates(self) -> bool:
-        """Return whether the role samples responses."""
-        return any(stage.kind is Kind.GENERATE for stage in self.stages)
-
-    @property
-    def infers(self) -> bool:
-        """Return whether the role infers."""
-        return any(stage.kind is Kind.INFER for stage in self.stages)
+    generates: bool
+    infers: bool
 
 
 @dataclass(eq=False)
@@ -74,8 +66,12 @@ class Problem:
     _allowed: dict[Any, bool] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Set the device."""
         self.config = self.config.model_copy(update={"device": self.cluster.device})
+        trainer = self.config.trainer
+        self.rows = trainer.prompts_per_step * self.config.rollout.samples_per_prompt
+        """The number of rows in a batch."""
+        self.updates = -(-self.rows // (trainer.rows_per_update or self.rows))
+        """The number of optimizer steps in one pass over a batch."""
 
     @cached_property
     def models(self) -> dict[str, Model]:
@@ -88,19 +84,10 @@ class Problem:
             lora = lora_of(role, self.config) if trained else None
             shape = model_shape(folder, DTYPES[dtype], scalar, lora) if lora else plain
             stages = tuple(stage for stage in self.flow.stages if stage.role == role and stage.type != "verify")
-            found[role] = Model(role, shape, plain, dtype, trained, scalar, stages)
+            kinds = {stage.kind for stage in stages}
+            generates, infers = Kind.GENERATE in kinds, Kind.INFER in kinds
+            found[role] = Model(role, shape, plain, dtype, trained, scalar, stages, generates, infers)
         return found
-
-    @cached_property
-    def updates(self) -> int:
-        """Return the number of optimizer steps in one pass over a batch."""
-        rows = self.rows
-        return -(-rows // (self.config.trainer.rows_per_update or rows))
-
-    @property
-    def rows(self) -> int:
-        """Return the number of rows in a batch."""
-        return self.config.trainer.prompts_per_step * self.config.rollout.samples_per_prompt
 
     def kind(self, group: NodeGroup) -> DeviceKind:
         """Return the device kind of a node group."""

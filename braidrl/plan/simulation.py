@@ -269,7 +269,13 @@ class Streaming:
             shares = [shares[0] - before]
             if shares[0] > limit and self.schedule.may_suspend(lease.rows[0]):
                 shares, drawn = [limit], before + limit
-        fate, seconds = self.work.fate(lease.number), max(shares) + self._until_begun(worker)
+        if not worker.work:
+            worker.steps_since = self.clock.now
+        seconds, steps = max(shares), self.work.step_seconds
+        if steps and worker.consumer.kind is Kind.GENERATE and worker.steps_since != self.clock.now:
+            # The row misses the decode step that runs when it is requested.
+            seconds += self._until_step(worker) or steps
+        fate = self.work.fate(lease.number)
         late = self.work.lease_seconds if fate == "late" else 0.0
         seconds = seconds / 2 if fate == "dies" else seconds + late
         work = worker.work[lease.number] = LeaseUnderWay(lease, self.clock.now + seconds, version, fate, drawn)
@@ -327,15 +333,6 @@ class Streaming:
         stages = [stage] if stage is not None else [one for one in worker.consumer.stages if one.kind is not Kind.TRAIN]
         costs = [sum(self.work.seconds(one.name, row) for one in stages) for row in rows]
         return [sum(costs[i] for i in part) for part in balanced_partition(costs, worker.ranks)]
-
-    def _until_begun(self, worker: SimulatedWorker) -> float:
-        """Return how long a new row of an engine waits: it misses the decode step that runs when it is requested."""
-        if not worker.work:
-            worker.steps_since = self.clock.now
-        generates = worker.consumer.kind is Kind.GENERATE
-        if not (self.work.step_seconds and generates) or worker.steps_since == self.clock.now:
-            return 0.0
-        return self._until_step(worker) or self.work.step_seconds
 
     def _until_step(self, engine: SimulatedWorker) -> float:
         """Return the seconds until an engine's decode step ends; 0 between steps and without rows."""

@@ -11,7 +11,7 @@ continuously: slots refill as rows end, and each step reads all weights, and all
 
 import math
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +29,7 @@ OPTIMIZER_BYTES = 30
 IntArray = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Lengths:
     """Prompt (R,) and response (R,) tokens of a batch's rows; `generated` is sampled rows per trained row."""
 
@@ -37,30 +37,15 @@ class Lengths:
     responses: IntArray
     generated: float = 1.0
 
-    @cached_property
-    def totals(self) -> IntArray:
-        """Return the tokens of each row, (R,)."""
-        return self.prompts + self.responses
-
-    @cached_property
-    def tokens(self) -> int:
-        """Return the total tokens."""
-        return int(self.totals.sum())
-
-    @cached_property
-    def squares(self) -> float:
-        """Return the sum of squared row lengths (attention work)."""
-        return float((self.totals.astype(np.float64) ** 2).sum())
-
-    @cached_property
-    def longest(self) -> int:
-        """Return the tokens in the longest row."""
-        return int(self.totals.max())
-
-    @cached_property
-    def ordered(self) -> IntArray:
-        """Return response lengths in ascending order, (R,)."""
-        return np.sort(self.responses)
+    def __post_init__(self) -> None:
+        self.totals: IntArray = self.prompts + self.responses
+        """The tokens of each row, (R,)."""
+        self.tokens, self.longest = int(self.totals.sum()), int(self.totals.max())
+        """All tokens, and those of the longest row."""
+        self.squares = float((self.totals.astype(np.float64) ** 2).sum())
+        """The sum of squared row lengths (attention work)."""
+        self.ordered: IntArray = np.sort(self.responses)
+        """Response lengths in ascending order, (R,)."""
 
     def __len__(self) -> int:
         return len(self.prompts)

@@ -52,7 +52,7 @@ class StageExecutor:
     ) -> None:  # fmt: skip
         """Load the models of `roles`, with engines for those `generating`; `ranks` are the processes that hold the same roles.
 
-        A generating role outside `roles` gets its weights from other processes, after `exchange_weights`.
+        A generating role outside `roles` gets its weights from other processes, after `Generation.exchange_weights`.
         Without `training` even trained roles are copies without an optimizer; they get their weights from elsewhere.
         """
         self.config, self.flow, self.progress = config, flow, progress
@@ -85,10 +85,6 @@ class StageExecutor:
             if role not in roles:
                 self.generation.start_engine(Remote(role, ranks or DataParallel()))
         self.residency.begin()
-
-    def exchange_weights(self, role: str, ranks: DataParallel) -> None:
-        """Plan the transfer of a role's weights from training to generating processes; all of them call this together."""
-        self.generation.exchange_weights(role, self.workers.get(role), ranks)
 
     def run(
         self, stage: Stage, rows: Rows, sums: Sums, stop: EarlyStop | None = None,

@@ -92,7 +92,7 @@ class Generation:
             self.publishers[source.role] = publisher_of(source, engine, self.config)
 
     def exchange_weights(self, role: str, worker: TrainingBackend | None, ranks: DataParallel) -> None:
-        """Plan the transfer of a role's weights between all `ranks` that train or generate.
+        """Plan the transfer of a role's weights between all `ranks` that train or generate; all of them call this together.
 
         `worker` trains the role here; it is None if an engine of this process receives the weights.
         """

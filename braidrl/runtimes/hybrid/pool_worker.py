@@ -245,7 +245,7 @@ class PoolWorker:
             self.exchanges.pop(role).abort()
         group = group_between(store, rank, size, self.spec.limit_s, device == "cuda", address_towards(host))
         self.exchanges[role] = group
-        self.executor.exchange_weights(role, DataParallel(group))
+        self.executor.generation.exchange_weights(role, self.executor.workers.get(role), DataParallel(group))
 
     @register(protocol="ONE_TO_ALL")
     def save(self, folder: Path) -> None:
