@@ -40,6 +40,8 @@ class GenerationServer:
         self.url, self.dialect, self.limit_s, self.sending = url.rstrip("/"), dialect, limit_s, sending
         self.weights = secrets.token_hex(8)
         """The label of its weights, unique over all runs."""
+        self._coming = self.weights
+        """The label of the weights that it is being given."""
         self._given = False
         self._held: OfferedWeights | None = None
         """The weights that it received over the network from the run's ranks."""
@@ -75,7 +77,7 @@ class GenerationServer:
 
     async def load_weights(self, weights: WeightFile | OfferedWeights) -> None:
         """Change the server's weights. Raises EngineError if that fails; the version of its weights is then unknown."""
-        label = secrets.token_hex(8)
+        label = self._coming = secrets.token_hex(8)
         held, self._held = self._held, None
         try:
             if isinstance(weights, OfferedWeights):
@@ -113,7 +115,7 @@ class GenerationServer:
             return
         before, (path, field) = self.weights, self.dialect.label
         found = (await self.ask("GET", path)).get(field)
-        if found not in (before, self.weights):
+        if found not in (before, self.weights, self._coming):
             raise EngineError(f"{self.url} was restarted, or given weights by another program: it has {found!r}")
 
     async def check_alive(self) -> None:
