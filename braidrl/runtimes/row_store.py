@@ -121,7 +121,11 @@ class RowStore:
 
     def row_texts(self, rows: Rows) -> list[RowText]:
         """Return each row's prompt and response as text."""
-        prompts = [self.tokenizer.decode(rows["prompt"][i].tolist()) for i in range(len(rows))]
+        # The rows of a group have the same prompt.
+        ids = rows["prompt"].tolist()
+        known = {tuple(one): "" for one in ids}
+        known = {one: self.tokenizer.decode(list(one)) for one in known}
+        prompts = [known[tuple(one)] for one in ids]
         skips = self.config.reward.skip_special_tokens
         said = responses(rows, self.tokenizer, self.hidden, skips) if "tokens" in rows else [""] * len(rows)
         return [RowText(*texts) for texts in zip(prompts, said, strict=True)]

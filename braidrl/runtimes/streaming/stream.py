@@ -300,7 +300,10 @@ class Stream:
         assert record.outcome is not None
         uids = sorted(batch.uids, key=lambda uid: uid[1:])
         record.final = self.stored(uids)
-        record.table = self.stored(uids, recorded=True)
+        if self.written_later.isdisjoint(self.written_before_recording):
+            record.table = self.table.held.hold_for(record.final.without(self.written_later))
+        else:
+            record.table = self.stored(uids, recorded=True)
         record.reports += record.training
         self.schedule.publish()
         return record, self.table.evict(uids)

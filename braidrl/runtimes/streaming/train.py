@@ -134,6 +134,8 @@ class Trainer:
         for later in self.stages[before + 1 : self.at]:
             for piece in self.pieces:
                 self._run(later, piece)
+        if self.at == len(self.stages):
+            return
         self.updates = UpdatesInProgress(*self.steps)
         for piece in self.pieces:
             self.updates.add(piece, piece.message["updates"])
