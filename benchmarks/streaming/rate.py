@@ -28,12 +28,11 @@ import torch
 
 from benchmarks.streaming import at_once
 from benchmarks.streaming.at_once import SAMPLES, AtOnce, passed
-from braidrl.data.codec import encode
 from braidrl.data.messages import pack_message, unpack_message
 from braidrl.data.rows import Objects, Rows
 from braidrl.flow.batches import Sizes
 from braidrl.queue.owner import StorageNode
-from braidrl.queue.table import Block
+from braidrl.queue.table import Block, StoredRows
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.rows import stored
 from braidrl.runtimes.streaming.stream import Stream
@@ -79,8 +78,9 @@ class TimedControl:
     def done(self, holder: str, consumer: str, done: Any, written: tuple[dict[str, Any], int, list[str], Any]) -> None:
         """Report leases as done, with the columns written for their rows."""
         columns, count, payload, rows = written
-        frames = encode(Rows({name: make(count, dtype=torch.int64) for name, make in columns.items()}))
-        part = {"block": self.block, "columns": payload, "frames": [0, len(frames)], "size": count, "rows": rows}
+        frames: list[Any] = []
+        index = Rows({name: make(count, dtype=torch.int64) for name, make in columns.items()})
+        part = {**StoredRows.of_block(index, self.block, payload, count).message(frames), "rows": rows}
         self.ask(
             "done", holder, [bytes(frame) for frame in frames], consumer=consumer, done=done, parts=[part], totals={},
             reports=[], unfinished=False,

@@ -18,7 +18,7 @@ from braidrl.data.codec import decode, encode
 from braidrl.data.messages import Frame
 from braidrl.data.rows import Column, Rows
 from braidrl.queue.storage import DataPlane, Evicted
-from braidrl.queue.table import Block, Row, StoredPart, in_order
+from braidrl.queue.table import Block, StoredRows, in_order
 from braidrl.queue.transport import Answer
 
 
@@ -118,7 +118,7 @@ class Client:
 
     def done(
         self, consumer: str, done: Sequence[tuple[int, Sequence[int] | None]],
-        written: Sequence[tuple[StoredPart, Any]] = (), reports: Sequence[Mapping[str, Any]] = (),
+        written: Sequence[tuple[StoredRows, Any]] = (), reports: Sequence[Mapping[str, Any]] = (),
         totals: Mapping[str, Mapping[str, float]] | None = None, unfinished: bool = False, keeps: bool = False,
     ) -> list[int]:  # fmt: skip
         """Report that rows are done.
@@ -163,12 +163,11 @@ class Client:
         self.held.difference_update(leases)
 
 
-def write_columns(data: DataPlane, columns: Mapping[str, Column], rows: Sequence[Row] = ()) -> StoredPart:
+def write_columns(data: DataPlane, columns: Mapping[str, Column]) -> StoredRows:
     """Put new columns of these rows into storage, index columns too."""
     written = Rows(columns)
     block = data.write(encode(written)) if columns else None
-    places = {row: place for place, row in enumerate(rows)}
-    return StoredPart("", written.index, block, tuple(written.payload), len(written), places)
+    return StoredRows.of_block(written.index, block, list(written.payload), len(written))
 
 
 def assembled(
@@ -193,12 +192,14 @@ def assembled(
     for piece in payload:
         names = piece["index"] if index else piece["columns"]
         positions, at = piece["positions"], piece["places"]
+        if positions is None:
+            positions = at = range(piece["rows"])
         if standing is not None:
             pairs = [(p, standing[a]) for p, a in zip(positions, at, strict=True) if a in standing]
             positions, at = [p for p, _ in pairs], [a for _, a in pairs]
         if not len(positions) or not names:
             continue
-        whole = len(positions) == piece["rows"] and positions == list(range(piece["rows"]))
+        whole = len(positions) == piece["rows"] and list(positions) == list(range(piece["rows"]))
         found[tuple(names)].append((data.read_rows(Block(*piece["block"]), names, None if whole else positions), at))
     columns = dict[str, Column]()
     for parts in found.values():

@@ -16,7 +16,7 @@ from typing import Any
 from braidrl.data.messages import Frame
 from braidrl.queue.samplers import Candidate, Sampler
 from braidrl.queue.storage import DataPlane, Place
-from braidrl.queue.table import Block, Row, StoredPart, Table, row_name
+from braidrl.queue.table import Block, Row, StoredRows, Table, row_name
 from braidrl.queue.tasks import Tasks
 from braidrl.queue.transport import Answer
 
@@ -189,10 +189,10 @@ class ColumnController(QueueController):
 
     def on_put(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Record columns of rows; the first column of a row admits it. Raises ValueError if a row has one of them already."""
-        part, rows = StoredPart.received("", request["part"], frames), [row_name(row) for row in request["rows"]]
+        part, rows = StoredRows.received(request["part"], frames), [row_name(row) for row in request["rows"]]
         part.rows = {row: place for place, row in enumerate(rows)}
         if any(row in self.table.parts.get(column, ()) for column in part.columns for row in rows):
-            self.data.free([part.block] if part.block else [])
+            self.data.free(part.blocks)
             raise ValueError(f"a row of {rows[:4]} has one of the columns {', '.join(part.columns)} already")
         self.reserved.pop(request["holder"], None)
         self.tokens.update(zip(rows, request["lengths"] or (), strict=False))
@@ -223,13 +223,13 @@ class ColumnController(QueueController):
     def on_done(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Record completed leases, with the columns written for their rows; remove rows that all tasks have completed."""
         name = request["consumer"]
-        parts = [(StoredPart.received(name, part, frames), part["rows"]) for part in request["parts"]]
+        parts = [(StoredRows.received(part, frames, name), part["rows"]) for part in request["parts"]]
         lost, rows = self.tasks.complete_parts(request["done"], parts, self.clock())
         for part, _ in parts:
             if part.rows:
                 self._store(part)
-            elif part.block is not None:
-                self.data.free([part.block])
+            else:
+                self.data.free(part.blocks)
         states = [task.lease for task in self.tasks.tasks.values()]
         self._remove([row for row in rows if all(held.get(row, 0) is None for held in states)])
         return {"lost": lost}, ()
@@ -279,7 +279,7 @@ class ColumnController(QueueController):
             "held": [[*who, rows] for who, rows in held.items()],
         }, ()  # fmt: skip
 
-    def _store(self, part: StoredPart) -> None:
+    def _store(self, part: StoredRows) -> None:
         """Add a part under the name of each of its columns."""
         assert part.block is not None
         self.table.add(part, part.columns)

@@ -16,7 +16,7 @@ from itertools import count
 from typing import Any
 
 from braidrl.queue.samplers import FIRST_IN, Candidate, Sampler, checked
-from braidrl.queue.table import Row, StoredPart
+from braidrl.queue.table import Row, StoredRows
 
 Places = Sequence[tuple[int, Sequence[int] | None]]
 """Rows by lease number and positions in the lease; None is all rows that are left."""
@@ -442,7 +442,7 @@ class Tasks:
         return rows
 
     def complete_parts(
-        self, done: Places, parts: Sequence[tuple[StoredPart, Places]], now: float
+        self, done: Places, parts: Sequence[tuple[StoredRows, Places]], now: float
     ) -> tuple[list[int], list[Row]]:
         """Complete rows of leases; the parts written for them get the names of these rows, without those of lost leases.
 

@@ -21,7 +21,7 @@ from braidrl.flow import Kind, Stage
 from braidrl.flow.flow import is_optimized
 from braidrl.queue.controller import Holder, QueueController
 from braidrl.queue.storage import DataPlane
-from braidrl.queue.table import StoredPart, StoredRows
+from braidrl.queue.table import StoredRows
 from braidrl.queue.tasks import Tasks
 from braidrl.queue.transport import Answer
 from braidrl.runtimes.streaming.groups import ROWS, Activity
@@ -149,10 +149,10 @@ class ControlPlane(QueueController):
     def on_done(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Record completed rows; the message has index columns, and the locations of the payload."""
         name, done = request["consumer"], request["done"]
-        parts = [(StoredPart.received(name, part, frames), part["rows"]) for part in request["parts"]]
+        parts = [(StoredRows.received(part, frames, name), part["rows"]) for part in request["parts"]]
         stream = next((stream for stream in self.streams if name in stream.before), None)
         if stream is None:
-            self.data.free([part.block for part, _ in parts if part.block])
+            self.data.free(block for part, _ in parts for block in part.blocks)
             return {"lost": [number for number, _ in done]}, ()
         known = next((lease for number, _ in done if (lease := stream.tasks.leases.held.get(number)) is not None), None)
         if known is not None:

@@ -15,7 +15,7 @@ from braidrl.data.rows import Rows
 from braidrl.errors import first_line
 from braidrl.queue.client import Client, assembled, write_columns
 from braidrl.queue.storage import DataPlane
-from braidrl.queue.table import StoredRows, piece
+from braidrl.queue.table import StoredRows
 from braidrl.runtimes.prepare.setup import with_data, without_data
 from braidrl.runtimes.row_store import Admission, HeldOut, Origin, Recording, Surplus
 from braidrl.runtimes.saving.background import check_written
@@ -24,10 +24,7 @@ from braidrl.runtimes.streaming.control import ControlPlane
 
 def stored(data: DataPlane, rows: Rows) -> StoredRows:
     """Put the payload of rows into storage."""
-    if not len(rows):
-        return StoredRows(rows.index)
-    part = write_columns(data, dict(rows.items()), rows.uids())
-    return StoredRows(part.index, [piece(part, part.columns, list(range(len(rows))), rows.uids())])
+    return write_columns(data, dict(rows.items()) if len(rows) else {})
 
 
 def as_order(origin: Origin) -> dict[str, Any]:

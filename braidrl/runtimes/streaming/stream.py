@@ -17,7 +17,7 @@ from braidrl.flow.columns import ADMISSION
 from braidrl.flow.compute import State, computed, dropped, next_state
 from braidrl.flow.selecting import GroupSelector, Selection, scores_by_group
 from braidrl.queue.samplers import Sampler
-from braidrl.queue.table import Block, HeldBlocks, StoredPart, StoredRows, Table
+from braidrl.queue.table import Block, HeldBlocks, StoredRows, Table
 from braidrl.queue.tasks import Places, rows_at
 from braidrl.queue.transport import Answer
 from braidrl.runtimes.interfaces import BegunBatch
@@ -214,7 +214,7 @@ class Stream:
         return answer, encode(computed_here) if list(computed_here) else ()
 
     def complete(
-        self, name: str, done: Places, parts: Sequence[tuple[StoredPart, Places]], now: float
+        self, name: str, done: Places, parts: Sequence[tuple[StoredRows, Places]], now: float
     ) -> tuple[list[int], list[Block]]:
         """Record completed rows of a consumer, with the written parts; return the lost leases, and the blocks that are now free."""
         lost, kept = self.tasks.complete_parts(done, parts, now)
@@ -222,7 +222,7 @@ class Stream:
         for part, _ in parts:
             part.writer = name
             if not part.rows:
-                freed += [part.block] if part.block else []
+                freed += part.blocks
                 continue
             self._note_lengths(list(part.rows), part.index, list(part.rows.values()))
             freed += self.table.replace(part)
@@ -231,7 +231,7 @@ class Stream:
         return lost, freed
 
     def suspend(
-        self, done: Places, parts: Sequence[tuple[StoredPart, Places]], now: float
+        self, done: Places, parts: Sequence[tuple[StoredRows, Places]], now: float
     ) -> tuple[list[int], list[Block]]:
         """Record the tokens of suspended rows; return the lost leases, and the blocks that are now free."""
         lost, freed = list[int](), list[Block]()
@@ -253,8 +253,8 @@ class Stream:
         if part.rows:
             self._note_lengths(list(part.rows), part.index, list(part.rows.values()))
             freed += self.table.replace(part)
-        elif part.block is not None:
-            freed.append(part.block)
+        else:
+            freed += part.blocks
         return lost, freed
 
     def decide(self) -> None:
@@ -266,9 +266,7 @@ class Stream:
             stage, index = self.flow[name], self.table.index(rows, self.before[name])
             if stage.kind is not Kind.SELECT:
                 columns = computed(stage, index)
-                self.table.add(
-                    StoredPart(name, Rows(columns), None, (), len(rows), {uid: n for n, uid in enumerate(rows)})
-                )
+                self.table.add(StoredRows(Rows(columns), [], name, {uid: n for n, uid in enumerate(rows)}))
                 self.schedule.judged(name, rows)
                 continue
             reasons = dropped(stage, index)
@@ -339,7 +337,7 @@ class Stream:
             self.schedule.tokens.update(zip(uids, lengths.tolist(), strict=True))
 
 
-def oldest(part: StoredPart) -> dict[Uid, int]:
+def oldest(part: StoredRows) -> dict[Uid, int]:
     """Return the `version` column of a generate stage's output, in any namespace; empty for other stages."""
     name = next(filter(is_version, part.index), None)
     if name is None:

@@ -26,7 +26,7 @@ from braidrl.observe.progress import Bar
 from braidrl.observe.trace import BusySpan, WorkerTrace
 from braidrl.queue.client import WorkItem, write_columns
 from braidrl.queue.storage import DataPlane
-from braidrl.queue.table import StoredPart
+from braidrl.queue.table import StoredRows
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.streaming.consumers import Consumer
 from braidrl.runtimes.streaming.training_batch import UpdatesInProgress
@@ -148,7 +148,7 @@ class Trainer:
 
     def finish(
         self,
-    ) -> tuple[tuple[StoredPart, Any] | None, list[int], list[dict[str, Any]], dict[str, dict[str, float]]]:
+    ) -> tuple[tuple[StoredRows, Any] | None, list[int], list[dict[str, Any]], dict[str, dict[str, float]]]:
         """End the batch. Return this rank's written columns with their rows, the leases, reports, and sums for states."""
         names = list(dict.fromkeys(name for stage in self.stages for name in stage.writes))
         own = [piece for piece in self.pieces if piece.own]

@@ -31,7 +31,7 @@ from braidrl.observe.stalls import WORK
 from braidrl.observe.trace import WorkerTrace
 from braidrl.queue.client import Client, WorkItem, write_columns
 from braidrl.queue.storage import DataPlane, Evicted
-from braidrl.queue.table import StoredPart
+from braidrl.queue.table import StoredRows
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.saving.background import BackgroundWriter
 from braidrl.runtimes.streaming.consumers import Consumer
@@ -325,13 +325,13 @@ def unpacked(message: bytes, context: WorkerContext) -> WorkItem:
     return WorkItem(answer["kind"], context.data, answer, decode(frames) if frames else Rows({}))
 
 
-def packed_part(part: StoredPart, rows: Any) -> bytes:
+def packed_part(part: StoredRows, rows: Any) -> bytes:
     """Encode the location of a rank's columns, and their rows as for `Client.done`, for the leader to report."""
     frames: list[Any] = []
     return pack_message([part.message(frames), [bytes(frame) for frame in frames], rows])
 
 
-def unpacked_part(packed: Any) -> tuple[StoredPart, Any]:
+def unpacked_part(packed: Any) -> tuple[StoredRows, Any]:
     """Decode the location of a rank's columns, and their rows."""
     message, frames, rows = unpack_message(bytes(packed))
-    return StoredPart.received("", message, frames), rows
+    return StoredRows.received(message, frames), rows
