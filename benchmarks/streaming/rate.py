@@ -31,10 +31,10 @@ from benchmarks.streaming.at_once import SAMPLES, AtOnce, passed
 from braidrl.data.messages import pack_message, unpack_message
 from braidrl.data.rows import Objects, Rows
 from braidrl.flow.batches import Sizes
+from braidrl.queue.client import write_columns
 from braidrl.queue.owner import StorageNode
 from braidrl.queue.table import Block, StoredRows
 from braidrl.runtimes.streaming.control import ControlPlane
-from braidrl.runtimes.streaming.rows import stored
 from braidrl.runtimes.streaming.stream import Stream
 
 ROOT, RUN = Path(__file__).resolve().parents[2], Path(at_once.__file__).resolve()
@@ -59,7 +59,7 @@ class TimedControl:
             "source": torch.zeros(rows, dtype=torch.int64), "group": numbers // SAMPLES, "sample": numbers % SAMPLES,
             "prompt_length": torch.full((rows,), 4), "metadata": Objects(({},) * rows),
         }  # fmt: skip
-        admitted = stored(node.data, Rows(columns))
+        admitted = write_columns(node.data, columns)
         self.timed(lambda: self.control.admit(self.control.training, admitted))
 
     def timed(self, call: Callable[[], Any]) -> Any:

@@ -24,12 +24,12 @@ from braidrl.data.codec import encode
 from braidrl.data.messages import Frame
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
-from braidrl.queue.client import Client, assembled
+from braidrl.queue.client import Client, DataPlane, Evicted, assembled
 from braidrl.queue.columns import Batch, as_rows
 from braidrl.queue.controller import ColumnController
 from braidrl.queue.owner import StorageNode
 from braidrl.queue.samplers import FIRST_IN, sampler_named
-from braidrl.queue.storage import DataPlane, Evicted, Place
+from braidrl.queue.storage import Place
 from braidrl.queue.storage_backends import data_plane
 from braidrl.queue.table import StoredRows, row_name
 from braidrl.queue.transport import Connection, QueueServer, QueueTimeout

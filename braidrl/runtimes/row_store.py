@@ -8,7 +8,7 @@ If several processes hold a run's rows, each reads and writes its share.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -82,6 +82,26 @@ def divided(origin: Origin, ranks: int) -> list[Origin]:
         shares = (equal_share(len(origin.numbers), rank, ranks) for rank in range(ranks))
         return [Admission(origin.numbers[share.start : share.stop]) for share in shares]
     return [replace(origin, share=(rank, ranks)) for rank in range(ranks)]
+
+
+def as_order(origin: Origin) -> dict[str, Any]:
+    """Encode an origin of rows for a message."""
+    match origin:
+        case Admission(numbers):
+            return {"numbers": list(numbers)}
+        case HeldOut(name):
+            return {"set": name}
+        case Surplus(path):
+            return {"file": str(path)}
+        case Recording():
+            raise ValueError("recorded rows are not streamed")
+
+
+def origin_of(order: Mapping[str, Any]) -> Origin:
+    """Decode an origin of rows from a message."""
+    if "numbers" in order:
+        return Admission(order["numbers"])
+    return HeldOut(order["set"]) if "set" in order else Surplus(Path(order["file"]))
 
 
 class RowStore:

@@ -19,11 +19,10 @@ from braidrl.data.messages import Frame
 from braidrl.errors import UserError, WorkerError
 from braidrl.flow import Kind, Stage
 from braidrl.flow.flow import is_optimized
-from braidrl.queue.controller import Holder, QueueController
-from braidrl.queue.storage import DataPlane
+from braidrl.queue.client import DataPlane
 from braidrl.queue.table import StoredRows
 from braidrl.queue.tasks import Tasks
-from braidrl.queue.transport import Answer
+from braidrl.queue.transport import Answer, Holder, QueueController
 from braidrl.runtimes.streaming.groups import ROWS, Activity
 from braidrl.runtimes.streaming.stream import IterationRecord, Stream
 from braidrl.runtimes.streaming.weights import Copy, Place, Versions, free

@@ -36,9 +36,8 @@ from braidrl.runtimes.streaming.consumers import Consumers
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.generate import GenerateLoop
 from braidrl.runtimes.streaming.groups import ROWS, Group, pools_of
-from braidrl.runtimes.streaming.rows import serve_rows
 from braidrl.runtimes.streaming.weights import remove_weights
-from braidrl.runtimes.streaming.worker import LeaseProgress, StageLoop, WorkerContext
+from braidrl.runtimes.streaming.worker import LeaseProgress, StageLoop, WorkerContext, serve_rows
 from braidrl.training.loading import load_tokenizer
 from braidrl.training.parallel.replicated import DataParallel
 

@@ -11,8 +11,10 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from braidrl.config import Config
+from braidrl.data.codec import encode
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Rows
 from braidrl.errors import BadUpdate, WorkerError
@@ -25,7 +27,8 @@ from braidrl.queue.table import HeldBlocks, StoredRows
 from braidrl.queue.transport import QueueServer
 from braidrl.runtimes.interfaces import BegunBatch, IterationResult, Position, Restart, needed
 from braidrl.runtimes.prepare.setup import Prepared
-from braidrl.runtimes.row_store import Admission, Surplus
+from braidrl.runtimes.row_store import Admission, Origin, Surplus, as_order
+from braidrl.runtimes.saving.background import check_written
 from braidrl.runtimes.streaming.consumers import Consumers
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.groups import (
@@ -39,10 +42,50 @@ from braidrl.runtimes.streaming.groups import (
 )
 from braidrl.runtimes.streaming.orders import LOOK_EVERY_S, StreamingBackend
 from braidrl.runtimes.streaming.processes import Processes, worker_launcher
-from braidrl.runtimes.streaming.rows import RowsProcess
 from braidrl.runtimes.streaming.stream import IterationRecord, Report, Stream, versions_of
 from braidrl.runtimes.streaming.weights import remove_weights
 from braidrl.weights.versions import LoadingSchedule
+
+
+class RowsProcess:
+    """The main process's side: sends requests to the process, and repeats them after a restart."""
+
+    def __init__(self, control: ControlPlane, holder: Callable[[], str], wait: Callable[[], None]) -> None:
+        """Use the queue for requests.
+
+        Args:
+            control: The queue's control plane.
+            holder: Returns the process's name at the queue, a new one after each start.
+            wait: Waits for a change of the queue, with a short limit; raises the error that ends the run.
+        """
+        self.control, self.holder, self.wait = control, holder, wait
+
+    def make(self, origin: Origin) -> StoredRows:
+        """Return the rows of `origin`, with payload in the queue. Raises UserError if a file is missing."""
+        _, made = self._ask({"do": "make", **as_order(origin)})
+        assert made is not None
+        return made
+
+    def write(self, do: str, path: Path, rows: StoredRows) -> None:
+        """Write rows to a file: `record` for people and replays, or `keep` for a checkpoint.
+
+        Raises OSError if the disk is full or gone.
+        """
+        result, _ = self._ask({"do": do, "path": str(path.resolve()), "payload": rows.payload}, rows)
+        check_written(result["trouble"])
+
+    def _ask(self, order: dict[str, Any], rows: StoredRows | None = None) -> tuple[dict[str, Any], StoredRows | None]:
+        content = [bytes(frame) for frame in encode(rows.index)] if rows is not None else []
+        while True:
+            with self.control.changed:
+                holder = self.holder()
+                given = self.control.give_order(holder, order, content) if holder in self.control.holders else None
+            self.control.notify()
+            while given is not None and given not in self.control.results and holder in self.control.holders:
+                self.wait()
+            if given in self.control.results:
+                return self.control.results.pop(given)
+            self.wait()
 
 
 class StreamingProgram:
@@ -74,7 +117,7 @@ class StreamingProgram:
         with ExitStack() as resources:
             self._start(prepared, folder, resources)
             self.backend = StreamingBackend(
-                self.rows, prepared.evaluation, self.control, self.processes, self.wait,
+                self.rows.make, self.rows.write, prepared.evaluation, self.control, self.processes, self.wait,
                 self._admit, resources.pop_all(),
             )  # fmt: skip
 

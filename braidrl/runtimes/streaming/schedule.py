@@ -10,7 +10,7 @@ The runtime and the simulator drive the same object; time is an argument.
 from collections.abc import Iterable, Mapping, Sequence
 
 from braidrl.data.rows import Uid
-from braidrl.flow.batches import Sizes, admissible, check_staleness, trained_on
+from braidrl.flow.batches import Sizes, TrainingBatch, admissible, check_staleness, trained_on
 from braidrl.flow.columns import ADMISSION
 from braidrl.flow.flow import Flow, is_optimized, weights_wait_for
 from braidrl.flow.selecting import UNFINISHED, GroupSelector, Selection, Verdict, begun_too_many, waiting_groups
@@ -18,7 +18,6 @@ from braidrl.flow.stage import Kind, Scope, Stage
 from braidrl.queue.samplers import FIRST_IN, Candidate, Sampler
 from braidrl.queue.tasks import Lease, Tasks
 from braidrl.runtimes.streaming.consumers import Consumer, Consumers
-from braidrl.runtimes.streaming.training_batch import TrainingBatch
 
 OWN_VERSION = 2
 """Added to the table number of rows that need an engine with the batch's own version."""

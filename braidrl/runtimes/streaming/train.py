@@ -18,18 +18,16 @@ from braidrl.data.messages import pack_message, unpack_message
 from braidrl.data.packing import balanced_partition
 from braidrl.data.rows import Rows, tokens_of
 from braidrl.flow import Kind, Scope, Stage
-from braidrl.flow.batches import trained_on
+from braidrl.flow.batches import UpdatesInProgress, trained_on
 from braidrl.flow.compute import State, summed, with_state
 from braidrl.flow.flow import is_optimized
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar
 from braidrl.observe.trace import BusySpan, WorkerTrace
-from braidrl.queue.client import WorkItem, write_columns
-from braidrl.queue.storage import DataPlane
+from braidrl.queue.client import DataPlane, WorkItem, write_columns
 from braidrl.queue.table import StoredRows
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.streaming.consumers import Consumer
-from braidrl.runtimes.streaming.training_batch import UpdatesInProgress
 from braidrl.training.objective import UpdateCounts
 
 
