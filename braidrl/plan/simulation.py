@@ -17,7 +17,7 @@ from braidrl.flow.batches import UpdatesInProgress
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.stage import Kind, Stage
 from braidrl.plan.workload import Fate, SimulatedSpan, Simulation, Workload
-from braidrl.queue.tasks import Lease, LeaseLost
+from braidrl.queue.table import Lease, LeaseLost
 from braidrl.runtimes.streaming.consumers import Consumer
 from braidrl.runtimes.streaming.schedule import StreamSchedule
 from braidrl.weights.versions import LoadingSchedule

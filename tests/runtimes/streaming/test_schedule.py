@@ -10,7 +10,7 @@ from braidrl.flow import Flow, Kind, Scope, Stage, actor, reference
 from braidrl.flow.batches import Sizes, UpdatesInProgress
 from braidrl.flow.selecting import begun_too_many
 from braidrl.flow.stage import Signature
-from braidrl.queue.tasks import Lease, LeaseLost
+from braidrl.queue.table import Lease, LeaseLost
 from braidrl.runtimes.streaming.schedule import StreamSchedule
 from braidrl.weights.versions import LoadingSchedule
 
