@@ -112,14 +112,17 @@ class ColumnController(QueueController):
         """Record completed leases, with the columns written for their rows; remove rows that all tasks have completed."""
         name = request["consumer"]
         parts = [(StoredRows.received(part, frames, name), part["rows"]) for part in request["parts"]]
-        lost, rows = self.tasks.complete_parts(request["done"], parts, self.clock())
+        lost, held = self.tasks.held(request["done"], parts, self.clock())
+        for lease, rows in held.items():
+            self.tasks.finish(lease, rows)
         for part, _ in parts:
             if part.rows:
                 self._store(part)
             else:
                 self.data.free(part.blocks)
         states = [task.lease for task in self.tasks.tasks.values()]
-        self._remove([row for row in rows if all(held.get(row, 0) is None for held in states)])
+        done = (row for rows in held.values() for row in rows)
+        self._remove([row for row in done if all(state.get(row, 0) is None for state in states)])
         return {"lost": lost}, ()
 
     def on_finish(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:

@@ -347,29 +347,33 @@ class Tasks:
         """Complete rows of a lease, those at some positions or all; return the rows that it still held. Raises LeaseLost."""
         lease = self.leases.current(number, now)
         rows = self.left(lease, places)
+        self.finish(lease, rows)
+        return rows
+
+    def finish(self, lease: Lease, rows: Sequence[Row]) -> None:
+        """Complete rows that a lease holds."""
         if rows:
             self.leases.shrink(lease, len(rows))
             self.tasks[lease.task].finish(rows)
-        return rows
 
-    def complete_parts(
+    def held(
         self, done: Places, parts: Sequence[tuple[StoredRows, Places]], now: float
-    ) -> tuple[list[int], list[Row]]:
-        """Complete rows of leases; the parts written for them get the names of these rows, without those of lost leases.
+    ) -> tuple[list[int], dict[Lease, list[Row]]]:
+        """Return the lost leases among those of `done`, and the rows at its positions that the others hold.
 
-        Return the lost leases, and the completed rows.
+        The parts written for rows get the names of these, without those of lost leases.
         """
-        lost, kept = list[int](), list[Row]()
+        lost, held = list[int](), dict[Lease, list[Row]]()
         leases = {number: lease for number, _ in done if (lease := self.leases.held.get(number)) is not None}
         for number, places in done:
             if number not in leases or leases[number].deadline < now:
                 lost.append(number)
             else:
-                kept += self.complete(number, now, places)
-        chosen = set(kept)
+                held.setdefault(leases[number], []).extend(self.left(leases[number], places))
+        chosen = {row for rows in held.values() for row in rows}
         for part, rows in parts:
             part.rows = {row: place for place, row in enumerate(rows_at(leases, rows)) if row in chosen}
-        return lost, kept
+        return lost, held
 
     def left(self, lease: Lease, places: Sequence[int] | None = None) -> list[Row]:
         """Return the rows of a lease that are not completed, or those at some positions."""

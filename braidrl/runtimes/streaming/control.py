@@ -11,7 +11,6 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from braidrl.data.codec import decode
@@ -162,8 +161,7 @@ class ControlPlane(QueueController):
             stream.follow(
                 {n: own for n, own in request["totals"].items() if stream.consumers.reporting[n] == name}, iteration
             )
-        finish = stream.suspend if request["unfinished"] else partial(stream.complete, name)
-        lost, freed = finish(done, parts, self.clock())
+        lost, freed = stream.done(name, done, parts, self.clock(), request["unfinished"])
         self.data.free(freed)
         return {"lost": lost}, ()
 
@@ -255,12 +253,6 @@ class ControlPlane(QueueController):
             self.orders_given += 1
             self.holders[holder].orders.append(({**order, "order": self.orders_given}, content))
             return self.orders_given
-
-    def end_stream(self, stream: Stream) -> None:
-        """Forget a stream with all of its rows."""
-        with self.changed:
-            self.streams.remove(stream)
-            self.data.free(stream.table.evict(stream.tasks.rows))
 
     def fail(self, holder: str) -> None:
         """Release the leases of a dead worker, and free blocks that it wrote without a message."""

@@ -99,13 +99,16 @@ class StreamingBackend:
         """Return the rows of the evaluation with the columns of its next stage."""
         stream, uids = self.evaluating, table.uids()
         assert stream is not None
-        while not stream.schedule.is_done(stage.name):
+        consumer = stream.consumers.of_stage[stage.name]
+        while any(stream.tasks[consumer].undone.values()):
             self.wait()
         with self.control.changed:
             table = stream.stored(uids)
         if stage is stream.flow.stages[-1]:
-            self.control.end_stream(stream)
             self.evaluating = None
+            with self.control.changed:
+                self.control.streams.remove(stream)
+                self.control.data.free(stream.table.evict(stream.tasks.rows))
             self.control.change(lambda: setattr(self.control.loading, "pinned", False))
         return table
 

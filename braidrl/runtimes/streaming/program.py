@@ -13,6 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from braidrl.cluster.local import LocalLauncher
+from braidrl.cluster.process import Launcher
+from braidrl.cluster.ray_processes import RayLauncher
 from braidrl.config import Config
 from braidrl.data.codec import encode
 from braidrl.data.loader import PromptLoader
@@ -41,7 +44,7 @@ from braidrl.runtimes.streaming.groups import (
     worker_groups,
 )
 from braidrl.runtimes.streaming.orders import LOOK_EVERY_S, StreamingBackend
-from braidrl.runtimes.streaming.processes import Processes, worker_launcher
+from braidrl.runtimes.streaming.processes import Processes
 from braidrl.runtimes.streaming.stream import IterationRecord, Report, Stream, versions_of
 from braidrl.runtimes.streaming.weights import remove_weights
 from braidrl.weights.versions import LoadingSchedule
@@ -123,7 +126,11 @@ class StreamingProgram:
 
     def _start(self, prepared: Prepared, folder: Path, resources: ExitStack) -> None:
         config, streaming = prepared.config, prepared.config.streaming
-        launcher = worker_launcher(config)
+        launcher: Launcher = (
+            RayLauncher(config.cluster, config.device)
+            if config.cluster.launcher == "ray"
+            else LocalLauncher(config.device)
+        )
         resources.callback(launcher.close)
         # A client, also on this machine, needs a secret that only this run's processes know.
         secret = secrets.token_hex(32)
@@ -142,9 +149,11 @@ class StreamingProgram:
         self.processes = Processes(
             config, folder, self.control, launcher, self.server.address, node, secret, prepared.kept
         )
-        self.rows = RowsProcess(self.control, self.processes.rows_holder, partial(self._wait_for, ROWS))
         resources.callback(self.processes.kill)
         self.processes.start(self.groups)
+        maker = next(member for member in self.processes.members if member.group.name == ROWS)
+        # It has a new name at the queue after each start.
+        self.rows = RowsProcess(self.control, lambda: maker.holder, partial(self._wait_for, ROWS))
 
     def iterate(
         self,

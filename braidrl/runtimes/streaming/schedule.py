@@ -229,10 +229,6 @@ class StreamSchedule(TrainersProgress):
         waits = any(n for table, n in tables if table[0] <= self.opened and self._may_begin(table, engine_version))
         return not waits and not any(lease.task in self.generating for lease in self.tasks.leases.held.values())
 
-    def is_done(self, stage: str) -> bool:
-        """Return True if the consumer of a stage that does not train is done with all rows in work."""
-        return not any(self.tasks[self.consumers.of_stage[stage]].undone.values())
-
     # Work
 
     def take(

@@ -18,7 +18,7 @@ from braidrl.flow.compute import State, computed, dropped, next_state
 from braidrl.flow.selecting import GroupSelector, Selection, scores_by_group
 from braidrl.queue.samplers import Sampler
 from braidrl.queue.table import Block, HeldBlocks, StoredRows, Table
-from braidrl.queue.tasks import Places, rows_at
+from braidrl.queue.tasks import Places
 from braidrl.queue.transport import Answer
 from braidrl.runtimes.interfaces import BegunBatch
 from braidrl.runtimes.streaming.schedule import StreamSchedule
@@ -213,48 +213,28 @@ class Stream:
         computed_here = self.table.index(uids, inline)
         return answer, encode(computed_here) if list(computed_here) else ()
 
-    def complete(
-        self, name: str, done: Places, parts: Sequence[tuple[StoredRows, Places]], now: float
+    def done(
+        self, name: str, done: Places, parts: Sequence[tuple[StoredRows, Places]], now: float, unfinished: bool = False
     ) -> tuple[list[int], list[Block]]:
-        """Record completed rows of a consumer, with the written parts; return the lost leases, and the blocks that are now free."""
-        lost, kept = self.tasks.complete_parts(done, parts, now)
+        """Record rows of a consumer as completed, or as suspended with their tokens; return lost leases, and blocks that are now free."""
+        lost, held = self.tasks.held(done, parts, now)
         freed, versions = list[Block](), dict[Uid, int]()
         for part, _ in parts:
-            part.writer = name
-            if not part.rows:
-                freed += part.blocks
-                continue
-            self._note_lengths(list(part.rows), part.index, list(part.rows.values()))
-            freed += self.table.replace(part)
             versions |= oldest(part)
-        self.schedule.done(name, kept, versions)
-        return lost, freed
-
-    def suspend(
-        self, done: Places, parts: Sequence[tuple[StoredRows, Places]], now: float
-    ) -> tuple[list[int], list[Block]]:
-        """Record the tokens of suspended rows; return the lost leases, and the blocks that are now free."""
-        lost, freed = list[int](), list[Block]()
-        leases = {number: lease for number, _ in done if (lease := self.tasks.leases.held.get(number)) is not None}
-        ((part, places),), kept = parts, set[Uid]()
-        part.rows = {uid: place for place, uid in enumerate(rows_at(leases, places)) if uid is not None}
-        versions = oldest(part)
-        for number, own in done:
-            lease = leases.get(number)
-            if lease is None or lease.deadline < now:
-                lost.append(number)
-                continue
-            held = self.tasks[lease.task].lease
-            rows = {row: versions[row] for row in (lease.rows[place] for place in own or ()) if held.get(row) == number}
-            if rows:
-                self.schedule.suspend(lease, rows)
-            kept |= rows.keys()
-        part.writer, part.rows = DRAWN, {uid: place for uid, place in part.rows.items() if uid in kept}
-        if part.rows:
-            self._note_lengths(list(part.rows), part.index, list(part.rows.values()))
-            freed += self.table.replace(part)
-        else:
-            freed += part.blocks
+        for lease, rows in held.items():
+            if unfinished:
+                self.schedule.suspend(lease, {row: versions[row] for row in rows})
+            else:
+                self.tasks.finish(lease, rows)
+        for part, _ in parts:
+            part.writer = DRAWN if unfinished else name
+            if part.rows:
+                self._note_lengths(list(part.rows), part.index, list(part.rows.values()))
+                freed += self.table.replace(part)
+            else:
+                freed += part.blocks
+        if not unfinished:
+            self.schedule.done(name, [row for rows in held.values() for row in rows], versions)
         return lost, freed
 
     def decide(self) -> None:
