@@ -143,6 +143,11 @@ class Task:
     def forget(self, rows: Sequence[Row]) -> None:
         """Remove rows."""
         rows = rows if self.table.keys() >= set(rows) else [row for row in rows if row in self.table]
+        if len(rows) == len(self.table):
+            # A batch leaves with nothing behind it.
+            for known in (self.table, self.lease, self.ready, self.undone, self._groups):
+                known.clear()
+            return
         left = [self.table[row] for row in rows if self.lease.get(row, 0) is not None]
         self.undone.subtract(left)
         self._withdraw(rows if left else ())
@@ -400,7 +405,7 @@ class Tasks:
         gone = [row for row in dict.fromkeys(rows) if row in self.rows]
         lost: dict[Lease, list[Row]] = {}
         for task in self.tasks.values():
-            for row in gone if task.lease else ():
+            for row in gone if task.lease and self.leases.held else ():
                 if (number := task.lease.get(row)) is not None:
                     lost.setdefault(self.leases.held[number], []).append(row)
         for lease, some in lost.items():

@@ -6,6 +6,7 @@ loader ──admit──▶ queue ◀──take, done── workers
 """
 
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -116,7 +117,7 @@ class StreamingProgram:
         self.stream = self.new_stream()
         self.opening: dict[int, Position] = {}
         """The run's position just before each iteration that was started and not finished."""
-        self.seen = 0
+        self.seen, self.watch_at = 0, 0.0
         with ExitStack() as resources:
             self._start(prepared, folder, resources)
             self.backend = StreamingBackend(
@@ -269,7 +270,10 @@ class StreamingProgram:
         """Wait as `wait` does, but watch only one group: rows are written also after a trainer's failure."""
         if self.control.refused is not None:
             raise self.control.refused
-        self.processes.watch(group)
+        if (now := time.monotonic()) >= self.watch_at:
+            # Not after each change: with small leases the queue changes a thousand times a second.
+            self.watch_at = now + LOOK_EVERY_S
+            self.processes.watch(group)
         if self.server.failure is not None:
             raise WorkerError(f"the queue's server failed:\n{self.server.failure}")
         self.seen = self.control.wait(self.seen, LOOK_EVERY_S)
