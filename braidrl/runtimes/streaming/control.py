@@ -87,6 +87,8 @@ class ControlPlane(QueueController):
         self.finished: deque[IterationRecord] = deque()
         self.results: dict[int, tuple[dict[str, Any], StoredRows | None]] = {}
         self.orders_given = 0
+        self.noticed: list[Any] = []
+        """What threads of this process wait for, at their last wake-up."""
         self.notify: Callable[[], object] = lambda: None
         """Makes the server retry waiting workers."""
 
@@ -311,7 +313,13 @@ class ControlPlane(QueueController):
         self.data.free(self.held.freed())
         self.loading.advance(self._loadable, schedule.is_generation_over(self.loading.target))
         self._note_activity()
-        super().advance()
+        # Threads of this process wake for what they wait for, not for each report of rows.
+        seen = [len(self.finished), self.is_due, self.stopping, self.loading.target, len(self.results), len(self.holders)]
+        for schedule in (stream.schedule for stream in self.streams):
+            seen += [schedule.opened, schedule.is_open, schedule.published, len(schedule.sampling.pending)]
+        if seen != self.noticed:
+            self.noticed = seen
+            super().advance()
 
     # Inside
 
