@@ -1,6 +1,8 @@
 """One measured run: an engine that answers at once, its flow, and rows per second; under this version of the code or an earlier one.
 
-python benchmarks/streaming/at_once.py FOLDER ROWS      # FOLDER has `model` and `train.jsonl`; prints JSON
+    python benchmarks/streaming/at_once.py FOLDER ROWS LEASE
+
+FOLDER has `model` and `train.jsonl`. The result is printed as JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from braidrl.data.rows import FinishReason
 from braidrl.flow import Flow, actor, advantage, loss
 
 FILE = Path(__file__).resolve()
-SAMPLES, STEPS = 8, int(os.environ.get("STEPS", 3))
+SAMPLES, STEPS = 8, 5
 # The places of engines and models in earlier versions of the code. An installed package would answer to `find_spec`.
 PACKAGE = Path(braidrl.__file__).parent
 ENGINES, MODELS = ("engines", "training") if (PACKAGE / "engines").is_dir() else ("rollout", "models")
@@ -102,8 +104,8 @@ def passed() -> Flow:
     )
 
 
-def settings(folder: Path, rows: int) -> dict[str, Any]:
-    """Return the configuration of a run with `rows` rows in flight."""
+def settings(folder: Path, rows: int, lease: int) -> dict[str, Any]:
+    """Return the configuration of a run with `rows` rows in flight, and at most `lease` rows in a lease."""
     return {
         "flow": f"{FILE}:passed", "model": str(folder / "model"), "output": str(folder), "name": "rate",
         "threads": 1, "device": "cpu", "data": {"train": str(folder / "train.jsonl")}, "runtime": "streaming",
@@ -114,7 +116,7 @@ def settings(folder: Path, rows: int) -> dict[str, Any]:
         "trainer": {
             "steps": STEPS, "prompts_per_step": rows // SAMPLES, "checkpoint_every": 0, "max_tokens_per_device": 16384,
         },
-        "streaming": {"dispatch_rows": int(os.environ.get("DR", 64))}, "evaluation": {"every": 0}, "trackers": [],
+        "streaming": {"dispatch_rows": lease}, "evaluation": {"every": 0}, "trackers": [],
     }  # fmt: skip
 
 
@@ -134,13 +136,13 @@ def cpu_seconds() -> dict[str, float]:
     return {number: found[number] for number in own}
 
 
-def measured(folder: Path, rows: int) -> dict[str, Any]:
+def measured(folder: Path, rows: int, lease: int) -> dict[str, Any]:
     """Run, and return rows per second and CPU microseconds per row, of the main program and of each process, after the first iteration."""
     from braidrl.config import parse_config
     from braidrl.runtimes.run import TrainingRun
 
     moments: list[tuple[float, dict[str, float]]] = []
-    with TrainingRun(parse_config(settings(folder, rows))) as run:
+    with TrainingRun(parse_config(settings(folder, rows, lease))) as run:
 
         def watch() -> None:
             file = run.folder / "metrics.jsonl"
@@ -171,4 +173,4 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory(prefix="braid-rate-") as own:
         for name in ("model", "train.jsonl"):
             (Path(own) / name).symlink_to(Path(sys.argv[1]) / name)
-        print(json.dumps(measured(Path(own), int(sys.argv[2]))), flush=True)
+        print(json.dumps(measured(Path(own), *map(int, sys.argv[2:]))), flush=True)

@@ -1,6 +1,6 @@
 """Rows per second from admission to the optimizer step, with an engine that answers at once, for two versions in one run.
 
-    python -m benchmarks.streaming.rate [--against COMMIT] [--rows 8192] [--turns 2]
+    python -m benchmarks.streaming.rate [--against COMMIT] [--rows 8192] [--lease 1024] [--turns 2]
 
 commit ──git archive──▶ build/rate ──at_once──▶ rows per second, CPU seconds of each process ──┐
 working tree ───────────────────────at_once──▶ rows per second, CPU seconds of each process ──┴▶ in turn; medians; how many times
@@ -38,16 +38,15 @@ from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.stream import Stream
 
 ROOT, RUN = Path(__file__).resolve().parents[2], Path(at_once.__file__).resolve()
-DISPATCH = int(os.environ.get("DR", 64))
 ENGINE, TRAINER = "actor.generate.0.0", "actor.0.0"
 
 
 class TimedControl:
     """A control plane without sockets, asked by an engine and a trainer that compute nothing; counts its CPU seconds."""
 
-    def __init__(self, node: StorageNode, rows: int) -> None:
+    def __init__(self, node: StorageNode, rows: int, lease: int) -> None:
         """Admit all rows of one iteration."""
-        self.rows, self.spent, self.leases = rows, 0.0, list[list[Any]]()
+        self.rows, self.most, self.spent, self.leases = rows, lease, 0.0, list[list[Any]]()
         self.block = Block("here", node.data.address, "braid-0-nothing-0", 8)
         self.control = ControlPlane(Stream(passed(), Sizes(1, rows // SAMPLES, SAMPLES, rows)), node.data, 600.0)
         for holder in (ENGINE, TRAINER):
@@ -87,17 +86,17 @@ class TimedControl:
         )  # fmt: skip
 
     def generate(self) -> None:
-        """Take up to 64 rows as an engine, and return them."""
-        work = self.ask("take", ENGINE, consumers=["actor.generate"], most=DISPATCH, ranks=1, slots=AtOnce.slots)
+        """Take rows as an engine, and return them."""
+        work = self.ask("take", ENGINE, consumers=["actor.generate"], most=self.most, ranks=1, slots=AtOnce.slots)
         if work.get("kind") == "rows":
             done = [[work["lease"], list(range(work["size"]))]]
             drawn = {"version": torch.zeros, "length": torch.ones, "score": torch.ones}
             self.done(ENGINE, "actor.generate", done, (drawn, work["size"], ["tokens"], done))
 
     def train(self) -> None:
-        """Take up to 64 rows as a trainer; after the last ones, step and report the batch."""
+        """Take rows as a trainer; after the last ones, step and report the batch."""
         ready = ["actor.update"] if sum(size for _, size in self.leases) == self.rows else []
-        work = self.ask("take", TRAINER, consumers=["train.actor"], most=DISPATCH, ranks=1, role="actor", ready=ready)
+        work = self.ask("take", TRAINER, consumers=["train.actor"], most=self.most, ranks=1, role="actor", ready=ready)
         if work.get("kind") == "rows":
             self.leases.append([work["lease"], work["size"]])
         elif work.get("kind") == "step":
@@ -110,11 +109,11 @@ class TimedControl:
             )
 
 
-def control_cost(rows: int) -> float:
+def control_cost(rows: int, lease: int) -> float:
     """Return the microseconds of CPU that the control plane needs per row; the trainer's last step publishes the version."""
     node = StorageNode("here", "127.0.0.1")
     try:
-        timed = TimedControl(node, rows)
+        timed = TimedControl(node, rows, lease)
         while not timed.control.finished:
             timed.generate()
             timed.train()
@@ -127,6 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--against", help="a commit to measure beside the working tree")
     parser.add_argument("--rows", type=int, default=8192)
+    parser.add_argument("--lease", type=int, default=1024, help="the most rows of a lease, and of a pass of the model")
     parser.add_argument("--turns", type=int, default=2)
     arguments = parser.parse_args()
     trees = {"now": ROOT}
@@ -147,7 +147,7 @@ def main() -> None:
         write_jsonl(Path(folder) / "train.jsonl", prompts)
         for _ in range(arguments.turns):
             for name, tree in trees.items():
-                command = [sys.executable, str(RUN), folder, str(arguments.rows)]
+                command = [sys.executable, str(RUN), folder, str(arguments.rows), str(arguments.lease)]
                 environment = os.environ | {"PYTHONPATH": str(tree)}
                 done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, check=False)
                 if done.returncode:
@@ -167,7 +167,7 @@ def main() -> None:
             key: round(middle["now"][key] / middle["before"][key], 2)
             for key in ("rows_per_second", "main_cpu_us_per_row", "all_cpu_us_per_row")
         }  # fmt: skip
-    middle["now"]["control_us_per_row"] = control_cost(arguments.rows)
+    middle["now"]["control_us_per_row"] = control_cost(arguments.rows, arguments.lease)
     print(json.dumps(middle, indent=1))
 
 
