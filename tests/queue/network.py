@@ -161,7 +161,7 @@ class Network:
     def die(self, name: str) -> None:
         client = self.clients.pop(name)
         if client.asked is not None:
-            self.untold |= {part["block"][2] for part in client.asked.get("parts", ())}
+            self.untold |= {piece["block"][2] for part in client.asked.get("parts", ()) for piece in part["payload"]}
             if client.batch is not None:
                 self.uncertain.update((str(client.task), row) for row in client.batch[1])
         self.join(client.task)
