@@ -36,7 +36,7 @@ Response: Any = import_module(f"braidrl.{ENGINES}.requests").Response
 load_tokenizer: Any = import_module(f"braidrl.{MODELS}.loading").load_tokenizer
 
 
-class AtOnce(SteppingEngine):  # type: ignore[misc]
+class AtOnce(SteppingEngine):
     """Engine that ends each row with one token, one step after it was accepted."""
 
     slots = 1024

@@ -280,12 +280,11 @@ def piece(part: StoredRows, columns: Sequence[str], places: Sequence[int], rows:
 
     `positions` in the block and `places` are None if the rows are those of the block, in its order.
     """
-    positions: list[int] | None = [
-        part.rows[row] for row in (rows if len(places) == len(rows) else map(rows.__getitem__, places))
-    ]
+    location = {"columns": columns, "block": part.block, "rows": len(part)}
+    positions = [part.rows[row] for row in (rows if len(places) == len(rows) else map(rows.__getitem__, places))]
     if len(places) == len(rows) == len(part) and positions == list(range(len(part))):
-        positions = places = None
-    return {"columns": columns, "block": part.block, "rows": len(part), "positions": positions, "places": places}
+        return {**location, "positions": None, "places": None}
+    return {**location, "positions": positions, "places": places}
 
 
 def in_order(rows: Rows, places: Sequence[int]) -> Rows:

@@ -314,7 +314,14 @@ class ControlPlane(QueueController):
         self.loading.advance(self._loadable, schedule.is_generation_over(self.loading.target))
         self._note_activity()
         # Threads of this process wake for what they wait for, not for each report of rows.
-        seen = [len(self.finished), self.is_due, self.stopping, self.loading.target, len(self.results), len(self.holders)]
+        seen = [
+            len(self.finished),
+            self.is_due,
+            self.stopping,
+            self.loading.target,
+            len(self.results),
+            len(self.holders),
+        ]
         for schedule in (stream.schedule for stream in self.streams):
             seen += [schedule.opened, schedule.is_open, schedule.published, len(schedule.sampling.pending)]
         if seen != self.noticed:
