@@ -119,9 +119,11 @@ def response_columns(rows: Rows, finished: Sequence[Response]) -> dict[str, Colu
         raise ValueError(f"{len(finished)} responses for {len(uids)} rows, which are not the same")
     ordered = [by_uid[uid] for uid in uids]
     prompts: Ragged = rows["prompt"]
-    tokens = Ragged.from_rows([torch.cat([prompts[i], r.tokens]) for i, r in enumerate(ordered)], torch.int64)
     log_probs = [response.log_probs for response in ordered]
-    stretches = torch.stack([prompts.lengths, tokens.lengths - prompts.lengths], dim=1).flatten()
+    drawn = torch.tensor([response.tokens.numel() for response in ordered], dtype=torch.int64)
+    pieces = [ids for pair in zip(prompts.unbind(), (r.tokens for r in ordered), strict=True) for ids in pair]
+    tokens = Ragged.from_lengths(torch.cat(pieces), prompts.lengths + drawn) if ordered else prompts
+    stretches = torch.stack([prompts.lengths, drawn], dim=1).flatten()
     actions = torch.tensor([False, True]).repeat(len(ordered)).repeat_interleave(stretches)
     return _columns(
         tokens,
@@ -138,14 +140,17 @@ def _columns(
     reasons: Sequence[FinishReason],
 ) -> dict[str, Column]:  # fmt: skip
     """Return the columns; `version` is the oldest among the row's action tokens, 0 without any."""
+    of_tokens = Ragged.from_rows(versions, torch.int64)
+    never = torch.iinfo(torch.int64).max
+    oldest = torch.full((len(of_tokens),), never).scatter_reduce(0, of_tokens.row_ids(), of_tokens.values, "amin")
     return {
         "tokens": tokens,
         "action_mask": action_mask,
         "sequence_lengths": sequence_lengths,
         "rollout_log_probs": log_probs,
-        "rollout_versions": Ragged.from_rows(versions, torch.int64),
+        "rollout_versions": of_tokens,
         "length": tokens.lengths,
-        "action_tokens": torch.tensor([len(each) for each in versions], dtype=torch.int64),
+        "action_tokens": of_tokens.lengths,
         "finish_reason": torch.tensor([int(reason) for reason in reasons], dtype=torch.int64),
-        "version": torch.tensor([int(each.min()) if len(each) else 0 for each in versions], dtype=torch.int64),
+        "version": oldest.where(of_tokens.lengths > 0, 0),
     }

@@ -39,8 +39,10 @@ def balanced_partition(
     Raises:
         ValueError: A cost is negative, or `parts` is below one.
     """
-    if parts < 1 or any(cost < 0 for cost in costs):
+    if parts < 1 or min(costs, default=0) < 0:
         raise ValueError(f"a partition needs costs of at least 0 and at least one part, got {parts} parts")
+    if parts == 1:
+        return [list(range(len(costs)))]
     divide = _fill_equally if equal_size else _differencing
     if groups is None:
         return [sorted(items) for items in divide(costs, parts)]

@@ -65,7 +65,7 @@ class Request:
 
     def __post_init__(self) -> None:
         """Raise ValueError for a prompt that is not a non-empty row of ids."""
-        if self.prompt.dim() != 1 or not len(self.prompt) or self.prompt.dtype != torch.int64:
+        if self.prompt.dim() != 1 or not self.prompt.numel() or self.prompt.dtype != torch.int64:
             raise ValueError(f"row {self.uid}: a prompt is one or more int64 ids, got {self.prompt.shape}")
 
     def key(self, seed: int) -> int:
@@ -108,6 +108,8 @@ def remaining_request(request: Request, ended: Response) -> Request | None:
 
 def joined(parts: Sequence[Response]) -> Response:
     """Concatenate the parts of a row, in order, to one response; each part continues the one before."""
+    if len(parts) == 1:
+        return parts[0]
     tokens, log_probs, versions = (
         torch.cat([getattr(part, name) for part in parts]) for name in ("tokens", "log_probs", "versions")
     )

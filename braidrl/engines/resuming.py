@@ -33,7 +33,8 @@ class ResumingEngine:
         parts: list[Response] = []
         rest: Request | None = request
         while rest is not None:
-            await self._running.wait()
+            if not self._running.is_set():
+                await self._running.wait()
             self._in_engine[rest.uid] = False
             try:
                 part = await self.engine.submit(rest)

@@ -96,7 +96,7 @@ def row_of(
     request: Request, tokenizer: PreTrainedTokenizerBase, end_ids: tuple[int, ...], max_sequence_tokens: int
 ) -> EngineRow:
     """Make the row of a request. Raises UserError for a prompt that leaves no room for a response."""
-    sampling, length = request.sampling, len(request.prompt)
+    sampling, length = request.sampling, request.prompt.numel()
     room = max_sequence_tokens - length
     if room < 1:
         raise UserError(
@@ -104,6 +104,7 @@ def row_of(
             f"{max_sequence_tokens}; shorten it or raise the limit"
         )
     ids = tuple(dict.fromkeys((*sampling.stop_token_ids, *(end_ids if sampling.ends else ()))))
-    begun = request.prompt[length - request.continues :].tolist()
-    texts = StopTexts(tokenizer, sampling.stop, begun) if sampling.stop else None
+    texts = None
+    if sampling.stop:
+        texts = StopTexts(tokenizer, sampling.stop, request.prompt[length - request.continues :].tolist())
     return EngineRow(request, min(sampling.max_tokens, room), ids, texts)

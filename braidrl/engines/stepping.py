@@ -193,7 +193,8 @@ class EngineReplica:
         self.engine.close()
 
     async def submit(self, request: Request) -> Response:
-        await self._awake.wait()
+        if not self._awake.is_set():
+            await self._awake.wait()
         if self._failure is not None:
             raise self._failure
         self.engine.add(request)

@@ -13,13 +13,13 @@ from typing import Literal
 
 from braidrl.data.packing import balanced_partition
 from braidrl.data.rows import Uid
+from braidrl.flow.batches import UpdatesInProgress
 from braidrl.flow.flow import is_optimized
 from braidrl.flow.stage import Kind, Stage
 from braidrl.plan.workload import Fate, SimulatedSpan, Simulation, Workload
-from braidrl.queue.tasks import Lease, LeaseLost
+from braidrl.queue.table import Lease, LeaseLost
 from braidrl.runtimes.streaming.consumers import Consumer
 from braidrl.runtimes.streaming.schedule import StreamSchedule
-from braidrl.runtimes.streaming.training_batch import UpdatesInProgress
 from braidrl.weights.versions import LoadingSchedule
 
 Runtime = Literal["eager", "hybrid", "distributed", "streaming"]

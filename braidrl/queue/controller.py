@@ -1,131 +1,19 @@
-"""The answers to requests of a queue: the common base of all controllers, and the library's own.
+"""The controller of a `TransferQueue`: its answers to requests.
 
 take ──▶ tasks: a lease of ready rows, the location of their columns │ put, done ──▶ table: new columns ──▶ rows ready for other tasks
-
-`QueueController` has what each queue needs; `ControlPlane` of the streaming runtime and `ColumnController` add what their rows are.
 """
 
-import threading
-import time
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from braidrl.data.messages import Frame
+from braidrl.queue.client import DataPlane
 from braidrl.queue.samplers import Candidate, Sampler
-from braidrl.queue.storage import DataPlane, Place
-from braidrl.queue.table import Block, Row, StoredPart, Table, row_name
+from braidrl.queue.storage import Place
+from braidrl.queue.table import Block, Row, StoredRows, Table, row_name
 from braidrl.queue.tasks import Tasks
-from braidrl.queue.transport import Answer
-
-ASLEEP_S = 2.0
-"""A process that has not read the clock for this many seconds was stopped, or its machine was."""
-
-
-@dataclass
-class Holder:
-    """A process that takes rows."""
-
-    name: str
-    address: str
-    """Address of its node's server."""
-    heard: float
-    """Time of its last request."""
-
-
-class AwakeClock:
-    """Seconds of a clock that skips times when this process was stopped and could not receive heartbeats.
-
-    For a server's thread, which reads it several times a second.
-    """
-
-    def __init__(self, asked: Callable[[], float] = time.monotonic) -> None:
-        self._asked, self._last, self._slept = asked, asked(), 0.0
-
-    def __call__(self) -> float:
-        now = self._asked()
-        if now - self._last > ASLEEP_S:
-            self._slept += now - self._last
-        self._last = now
-        return now - self._slept
-
-
-class QueueController(ABC):
-    """Answers requests. Thread-safe: one lock guards everything."""
-
-    holders: Mapping[str, Any]
-
-    def __init__(self, lease_s: float, clock: Callable[[], float] | None = None) -> None:
-        """Start without holders; a lease lasts `lease_s` seconds of the clock without a heartbeat."""
-        self.lease_s, self.clock = lease_s, clock or AwakeClock()
-        self.stopping = False
-        self.changes = 0
-        """Number of changes, for threads of this process that wait for one."""
-        self.changed = threading.Condition(threading.RLock())
-
-    @property
-    @abstractmethod
-    def queues(self) -> Collection[Tasks]:
-        """Return the tasks of all rows of this controller."""
-
-    def advance(self) -> None:
-        """Make all decisions possible now; called after every request that changes something."""
-        self.changes += 1
-        self.changed.notify_all()
-
-    def handle(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | None:
-        """Answer one request by the method `on_<request>`, or park it. Raises ValueError for an unknown request."""
-        handler: Callable[..., Answer | None] | None = getattr(self, f"on_{request['request']}", None)
-        if handler is None:
-            raise ValueError(f"there is no request {request['request']!r}")
-        with self.changed:
-            if request.get("holder") in self.holders and not request.get("parked"):
-                self.holders[request["holder"]].heard = self.clock()
-            answer = handler(request, frames)
-            if request["request"] != "take":
-                self.advance()
-        return answer
-
-    def on_renew(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Extend the leases of a slow holder that sends heartbeats, except expired ones."""
-        now = self.clock()
-        self.tick()
-        for tasks in self.queues:
-            for lease in tasks.leases.of(request["holder"]):
-                tasks.leases.renew(lease.number, now, max(self.lease_s, lease.deadline - now))
-        return {"lost": self.lost(request["held"])}, ()
-
-    def on_give_back(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
-        """Release leases whose holder cannot use them."""
-        for tasks in self.queues:
-            held = tasks.leases.held
-            tasks.give_up([held[number] for number in request["leases"] if number in held])
-        return {}, ()
-
-    def lost(self, held: Sequence[int]) -> list[int]:
-        """Return those leases that are no longer held."""
-        return [number for number in held if not any(number in tasks.leases.held for tasks in self.queues)]
-
-    def silent(self, seconds: float) -> list[str]:
-        """Return holders without any request for this many seconds: they hang, since working and waiting ones send heartbeats."""
-        now = self.clock()
-        with self.changed:
-            return [name for name, holder in self.holders.items() if now - holder.heard > seconds]
-
-    def tick(self) -> None:
-        """Release expired leases."""
-        now = self.clock()
-        with self.changed:
-            for tasks in self.queues:
-                tasks.give_up(tasks.leases.expired(now))
-
-    def wait(self, seen: int, seconds: float) -> int:
-        """Wait until there are more changes than `seen`, or until the time limit; return their number."""
-        with self.changed:
-            self.changed.wait_for(lambda: self.changes != seen, seconds)
-            return self.changes
+from braidrl.queue.transport import Answer, Holder, QueueController
 
 
 class ColumnController(QueueController):
@@ -189,10 +77,10 @@ class ColumnController(QueueController):
 
     def on_put(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Record columns of rows; the first column of a row admits it. Raises ValueError if a row has one of them already."""
-        part, rows = StoredPart.received("", request["part"], frames), [row_name(row) for row in request["rows"]]
+        part, rows = StoredRows.received(request["part"], frames), [row_name(row) for row in request["rows"]]
         part.rows = {row: place for place, row in enumerate(rows)}
         if any(row in self.table.parts.get(column, ()) for column in part.columns for row in rows):
-            self.data.free([part.block] if part.block else [])
+            self.data.free(part.blocks)
             raise ValueError(f"a row of {rows[:4]} has one of the columns {', '.join(part.columns)} already")
         self.reserved.pop(request["holder"], None)
         self.tokens.update(zip(rows, request["lengths"] or (), strict=False))
@@ -223,15 +111,18 @@ class ColumnController(QueueController):
     def on_done(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Record completed leases, with the columns written for their rows; remove rows that all tasks have completed."""
         name = request["consumer"]
-        parts = [(StoredPart.received(name, part, frames), part["rows"]) for part in request["parts"]]
-        lost, rows = self.tasks.complete_parts(request["done"], parts, self.clock())
+        parts = [(StoredRows.received(part, frames, name), part["rows"]) for part in request["parts"]]
+        lost, held = self.tasks.held(request["done"], parts, self.clock())
+        for lease, rows in held.items():
+            self.tasks.finish(lease, rows)
         for part, _ in parts:
             if part.rows:
                 self._store(part)
-            elif part.block is not None:
-                self.data.free([part.block])
+            else:
+                self.data.free(part.blocks)
         states = [task.lease for task in self.tasks.tasks.values()]
-        self._remove([row for row in rows if all(held.get(row, 0) is None for held in states)])
+        done = (row for rows in held.values() for row in rows)
+        self._remove([row for row in done if all(state.get(row, 0) is None for state in states)])
         return {"lost": lost}, ()
 
     def on_finish(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
@@ -279,7 +170,7 @@ class ColumnController(QueueController):
             "held": [[*who, rows] for who, rows in held.items()],
         }, ()  # fmt: skip
 
-    def _store(self, part: StoredPart) -> None:
+    def _store(self, part: StoredRows) -> None:
         """Add a part under the name of each of its columns."""
         assert part.block is not None
         self.table.add(part, part.columns)

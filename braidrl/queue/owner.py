@@ -14,7 +14,8 @@ from pathlib import Path
 
 from braidrl.cluster.shared_memory import PREFIX, shared_folder
 from braidrl.errors import UserError
-from braidrl.queue.storage import DataPlane, Place, Segments
+from braidrl.queue.client import DataPlane
+from braidrl.queue.storage import Place, Segments
 from braidrl.queue.storage_backends import open_storage
 from braidrl.queue.transport import QueueServer
 

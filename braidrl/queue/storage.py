@@ -12,20 +12,13 @@ import itertools
 import mmap
 import os
 import re
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from braidrl.cluster.shared_memory import PREFIX, shared_folder
-from braidrl.data.codec import decode, encode
 from braidrl.data.messages import Frame, laid_out, split
-from braidrl.data.rows import Rows
-from braidrl.queue.table import Block
-from braidrl.queue.transport import Answer, Connections
 
-DECODED = 4
-"""Number of blocks that a process keeps decoded."""
 NAME = re.compile(r"braid-[0-9a-f]+-[A-Za-z0-9_.]+-[0-9]+")
 
 
@@ -36,10 +29,6 @@ class Place(NamedTuple):
     run: str
     address: str
     storage: str = "shared_memory"
-
-
-class Evicted(LookupError):
-    """A missing block: its rows were dropped, so no stage needs them any more."""
 
 
 class StorageBackend(Protocol):
@@ -58,127 +47,6 @@ class StorageBackend(Protocol):
 
     def names(self, writer: str | None = None) -> list[str]:
         """Return the names of the run's segments, of all writers or of one."""
-
-
-class DataPlane:
-    """A process's view of the payload of all nodes. `host` names its own node, whose server is at `address`."""
-
-    def __init__(
-        self, segments: StorageBackend, address: str, host: str = "here", limit_s: float = 60.0,
-        secret: str | None = None,
-    ) -> None:  # fmt: skip
-        self.segments, self.address, self.host, self.secret = segments, address, host, secret
-        self.served = 0
-        """Bytes sent by this node's server to other nodes."""
-        self.carried = 0
-        """Bytes of payload written or read by this process."""
-        self.refuses_payload = False
-        """True if this process must not read or write payload."""
-        self.connections = Connections(limit_s, secret)
-        """Connections to other nodes' servers, and to all servers that this process asks."""
-        self._decoded: dict[tuple[str, tuple[str, ...]], Rows] = {}
-        """The last blocks of this node that were read in part."""
-
-    def write(self, frames: Sequence[Frame]) -> Block:
-        """Write frames to a segment of this node. Raises OSError if memory is full."""
-        self._carry(frames)
-        name, size = self.segments.write(frames)
-        return Block(self.host, self.address, name, size)
-
-    def read(self, block: Block) -> Sequence[Frame]:
-        """Return the block's frames: views on shared memory, or bytes from its node. Raises Evicted."""
-        if block.host == self.host:
-            return self._carry(self._here(block.name))
-        return self._carry(self._from(block, {"request": "frames", "name": block.name}))
-
-    def read_rows(self, block: Block, columns: Sequence[str], positions: Sequence[int] | None = None) -> Rows:
-        """Return the named payload columns of a block, for all rows or some positions. Raises Evicted."""
-        if block.host == self.host and positions is not None:
-            # Workers take a large block in small leases: it is decoded once.
-            key = block.name, tuple(columns)
-            if (rows := self._decoded.get(key)) is None:
-                rows = self._decoded[key] = decode(self._carry(self._here(block.name)), columns)
-                while len(self._decoded) > DECODED:
-                    self._decoded.pop(next(iter(self._decoded)), None)
-            return rows.take(positions)
-        if block.host == self.host:
-            return decode(self._carry(self._here(block.name)), columns)
-        wanted = {"columns": list(columns), "positions": positions}
-        return decode(self._carry(self._from(block, {"request": "rows", "name": block.name, **wanted})))
-
-    def free(self, blocks: Iterable[Block]) -> None:
-        """Free blocks on any node, without waiting for other nodes."""
-        by_address: defaultdict[str, list[str]] = defaultdict(list)
-        for block in blocks:
-            if block.host == self.host:
-                self.segments.unlink([block.name])
-            else:
-                by_address[block.address].append(block.name)
-        for address, names in by_address.items():
-            self.connections.tell(address, {"request": "free", "names": names})
-
-    def missing(self, blocks: Iterable[Block]) -> set[str]:
-        """Return the names of blocks that should be on this node and are missing."""
-        wanted = {block.name for block in blocks if block.host == self.host}
-        return wanted - set(self.segments.names()) if wanted else wanted
-
-    def abandon(self, address: str, writer: str, known: Collection[str]) -> None:
-        """Free the segments of a dead process of the node at `address`, except the `known` ones."""
-        request = {"request": "abandon", "writer": writer, "known": sorted(known)}
-        if address == self.address:
-            self.answer(request)
-        else:
-            self.connections.tell(address, request)
-
-    def served_by(self, address: str) -> int:
-        """Return the bytes that the node at `address` has sent to other nodes so far."""
-        if address == self.address:
-            return self.served
-        return int(self.connections.ask(address, {"request": "served"})[0]["bytes"])
-
-    def answer(self, request: dict[str, Any], frames: Sequence[Frame] = ()) -> Answer:
-        """Answer another node: send frames or rows of a block, or free blocks."""
-        if request["request"] == "served":
-            return {"bytes": self.served}, ()
-        if request["request"] == "free":
-            self.segments.unlink(request["names"])
-            return {}, ()
-        if request["request"] == "abandon":
-            self.segments.unlink(set(self.segments.names(request["writer"])) - set(request["known"]))
-            return {}, ()
-        try:
-            frames = self.segments.read(request["name"])
-        except FileNotFoundError:
-            return {"missing": request["name"]}, ()
-        if request["request"] == "rows":
-            rows, positions = decode(frames, request["columns"]), request["positions"]
-            frames = encode(rows if positions is None else rows.take(positions))
-        self.served += sum(memoryview(frame).nbytes for frame in frames)
-        return {}, frames
-
-    def close(self) -> None:
-        """Close all connections."""
-        self._decoded.clear()
-        self.connections.close()
-
-    def _carry(self, frames: Sequence[Frame]) -> Sequence[Frame]:
-        """Count payload. Raises RuntimeError in a process that must not have any."""
-        if self.refuses_payload:
-            raise RuntimeError("the main program decides and carries no payload: a worker reads and writes rows")
-        self.carried += sum(memoryview(frame).nbytes for frame in frames)
-        return frames
-
-    def _here(self, name: str) -> Sequence[Frame]:
-        try:
-            return self.segments.read(name)
-        except FileNotFoundError:
-            raise Evicted(f"{name} was evicted") from None
-
-    def _from(self, block: Block, request: dict[str, Any]) -> Sequence[Frame]:
-        answer, frames = self.connections.ask(block.address, request)
-        if "missing" in answer:
-            raise Evicted(f"{block.name} was evicted from {block.host}")
-        return frames
 
 
 class Named:

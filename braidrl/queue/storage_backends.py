@@ -10,7 +10,8 @@ from pathlib import Path
 
 from braidrl.data.messages import Frame, join, split
 from braidrl.errors import UserError
-from braidrl.queue.storage import DataPlane, Named, Place, Segments, StorageBackend, allowed
+from braidrl.queue.client import DataPlane
+from braidrl.queue.storage import Named, Place, Segments, StorageBackend, allowed
 
 
 def open_storage(storage: str, run: str, writer: str) -> StorageBackend:

@@ -2,12 +2,16 @@
 
 A column version is identified by (name, writer), and a writer writes its columns of a row together. So the table keeps *parts*,
 which one writer wrote for some rows at once, and finds columns by writer. A part's memory is freed with its last row.
+
+`Leases` says which worker holds which rows, and until when.
 """
 
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
 from typing import Any, NamedTuple
 
 from braidrl.data.codec import decode, encode
@@ -28,53 +32,60 @@ class Block(NamedTuple):
 
 
 @dataclass(eq=False)
-class StoredPart:
-    """The columns that `writer` wrote for some rows: a block with all of them, and the index columns also here."""
-
-    writer: str
-    index: Rows
-    block: Block | None
-    columns: tuple[str, ...]
-    """The payload columns."""
-    size: int
-    """The written rows; some may have been removed since."""
-    rows: dict[Row, int] = field(default_factory=dict)
-    """The position of each remaining row."""
-
-    def message(self, frames: list[Frame]) -> dict[str, Any]:
-        """Encode the part for a message, without its rows; append the index columns to the message's frames."""
-        own, first = encode(self.index), len(frames)
-        frames += own
-        return {"block": self.block, "columns": self.columns, "frames": [first, len(own)], "size": self.size}
-
-    @staticmethod
-    def received(writer: str, message: Mapping[str, Any], frames: Sequence[Frame]) -> "StoredPart":
-        """Decode a part from a message with these frames; the caller adds the rows."""
-        first, count = message["frames"]
-        block = Block(*message["block"]) if message["block"] else None
-        index = decode(list(frames[first : first + count]))
-        return StoredPart(writer, index, block, tuple(message["columns"]), message["size"])
-
-
-@dataclass(eq=False)
 class StoredRows:
-    """Rows in a process that never reads their payload: index columns, and pieces of blocks with the rest."""
+    """Rows in a process that does not read their payload: index columns, and pieces of blocks with the other columns.
+
+    What one writer writes for some rows at once is a *part*: its columns lie in one block, and `rows` names them.
+    """
 
     index: Rows
     payload: list[dict[str, Any]] = field(default_factory=list)
-    """In the form of `Table.payload`."""
+    """In the form of `piece`."""
+    writer: str = ""
+    """The stage or task that wrote a part."""
+    rows: dict[Row, int] = field(default_factory=dict)
+    """The position of each row of a part; some of its rows may have been removed since."""
+
+    @staticmethod
+    def of_block(index: Rows, block: Block | None, columns: Sequence[str], size: int) -> "StoredRows":
+        """Return rows that lie in one block, in its order; `columns` are not among the index columns."""
+        whole = {"columns": list(columns), "index": list(index), "rows": size, "positions": None, "places": None}
+        return StoredRows(index, [{**whole, "block": block}] if block is not None else [])
+
+    @staticmethod
+    def received(message: Mapping[str, Any], frames: Sequence[Frame], writer: str = "") -> "StoredRows":
+        """Decode rows from a message with these frames; the caller adds names of rows."""
+        first, count = message["frames"]
+        index = decode(list(frames[first : first + count])) if count else Rows({})
+        return StoredRows(index, message["payload"], writer)
+
+    def message(self, frames: list[Frame]) -> dict[str, Any]:
+        """Encode the rows for a message, without names of rows; append the index columns to the message's frames."""
+        own, first = encode(self.index) if len(self.index) else [], len(frames)
+        frames += own
+        return {"payload": self.payload, "frames": [first, len(own)]}
 
     def __len__(self) -> int:
-        return len(self.index)
+        return len(self.index) or (self.payload[0]["rows"] if self.payload else 0)
 
     def uids(self) -> list[Row]:
         """Return the rows' names."""
         return list(self.index.uids())
 
     @property
+    def stored(self) -> list[str]:
+        """Return the names of the columns that are not here."""
+        return [name for piece in self.payload for name in piece["columns"]]
+
+    @property
     def columns(self) -> list[str]:
         """Return the names of all columns."""
-        return [*self.index, *(name for piece in self.payload for name in piece["columns"])]
+        return [*self.index, *self.stored]
+
+    @property
+    def block(self) -> Block | None:
+        """Return the block of a part; None if it has only index columns."""
+        return Block(*self.payload[0]["block"]) if self.payload else None
 
     @property
     def blocks(self) -> set[Block]:
@@ -93,19 +104,12 @@ class StoredRows:
         pieces = [{**p, "columns": [name for name in p["columns"] if name not in names]} for p in self.payload]
         return StoredRows(self.index.without(list(names)), [piece for piece in pieces if piece["columns"]])
 
-    def part(self, writer: str, names: Iterable[str], rows: Iterable[Row] | None = None) -> StoredPart:
-        """Return some columns of all rows, or of the named ones, as a part of `writer`. The rows must be in one block."""
-        wanted, uids = set(names), self.uids()
+    def part(self, writer: str, names: Collection[str]) -> "StoredRows":
+        """Return some columns as a part of `writer`. The rows must be in one block."""
         assert len(self.payload) <= 1, "rows that are put into the queue lie in one block"
-        columns, block = tuple[str, ...](), None
-        for piece in self.payload:
-            columns = tuple(name for name in piece["columns"] if name in wanted)
-            block = Block(*piece["block"])
-        places = {uid: place for place, uid in enumerate(uids)}
-        kept = places if rows is None else {uid: places[uid] for uid in rows}
-        return StoredPart(
-            writer, self.index.only([n for n in self.index if n in wanted]), block, columns, len(uids), kept
-        )
+        pieces = [{**p, "columns": [name for name in p["columns"] if name in names]} for p in self.payload]
+        places = {uid: place for place, uid in enumerate(self.uids())}
+        return StoredRows(self.index.only([name for name in self.index if name in names]), pieces, writer, places)
 
 
 class HeldBlocks:
@@ -158,29 +162,28 @@ class Table:
 
     def __init__(self, held: HeldBlocks | None = None) -> None:
         """Begin without rows; `held` has the reference counts of several tables."""
-        self.parts: dict[str, dict[Row, StoredPart]] = {}
+        self.parts: dict[str, dict[Row, StoredRows]] = {}
         self.held = held or HeldBlocks()
 
-    def add(self, part: StoredPart, writers: Iterable[str] | None = None) -> None:
+    def add(self, part: StoredRows, writers: Iterable[str] | None = None) -> None:
         """Add a part, under its writer's name or under several."""
-        if part.block is not None:
-            self.held.hold([part.block])
+        self.held.hold(part.blocks)
         for writer in writers or (part.writer,):
             self.parts.setdefault(writer, {}).update(dict.fromkeys(part.rows, part))
 
-    def replace(self, part: StoredPart) -> list[Block]:
+    def replace(self, part: StoredRows) -> list[Block]:
         """Replace the part of the same writer; return the blocks that are now free."""
         known = self.parts.get(part.writer, {})
         before = set(map(known.__getitem__, part.rows.keys() & known.keys())) if known else ()
         self.add(part)
         return self._drop(part.rows.keys(), before)
 
-    def remove(self, part: StoredPart) -> list[Block]:
+    def remove(self, part: StoredRows) -> list[Block]:
         """Remove a part that is stored under the names of its columns; return its block if that is now free."""
         for column in part.columns:
             for row in part.rows:
                 del self.parts[column][row]
-        return self.held.release([part.block]) if part.block is not None else []
+        return self.held.release(part.blocks)
 
     def stored(self, uids: Sequence[Row], writers: Sequence[str]) -> StoredRows:
         """Return rows with the parts of some writers; their memory stays as long as the result lives."""
@@ -206,7 +209,7 @@ class Table:
         source: dict[str, str] = {}
         for writer in self._writers_of(uids, writers):
             part = self.parts[writer][uids[0]]
-            source.update({name: writer for name in part.columns if wanted is None or name in wanted})
+            source.update({name: writer for name in part.stored if wanted is None or name in wanted})
             source.update(dict.fromkeys(part.index if index else (), writer))
         pieces = []
         for writer in dict.fromkeys(source.values()):
@@ -218,7 +221,7 @@ class Table:
 
     def columns(self, rows: Sequence[Row], names: Sequence[str]) -> list[dict[str, Any]]:
         """Return the locations of columns stored under their own names, as `payload` does. Raises KeyError if one is missing."""
-        found: dict[tuple[StoredPart, tuple[int, ...]], list[str]] = {}
+        found: dict[tuple[StoredRows, tuple[int, ...]], list[str]] = {}
         for name in names:
             for part, places in self._by_part(rows, name).items():
                 found.setdefault((part, tuple(places)), []).append(name)
@@ -226,7 +229,7 @@ class Table:
 
     def evict(self, uids: Iterable[Row]) -> list[Block]:
         """Remove rows; return the blocks that are now free."""
-        gone, parts = set(uids), set[StoredPart]()
+        gone, parts = set(uids), set[StoredRows]()
         for known in self.parts.values():
             here = gone & known.keys()
             # A writer of several names has stored the same part under each.
@@ -238,13 +241,13 @@ class Table:
                     del known[uid]
         return self._drop(gone, parts)
 
-    def _drop(self, gone: Set[Row], parts: Iterable[StoredPart]) -> list[Block]:
+    def _drop(self, gone: Set[Row], parts: Iterable[StoredRows]) -> list[Block]:
         """Remove rows from parts; return the blocks that are now free."""
         freed = []
         for part in parts:
             if part.rows.keys() <= gone:
                 part.rows.clear()
-                freed += self.held.release([part.block]) if part.block is not None else []
+                freed += self.held.release(part.blocks)
             else:
                 for uid in part.rows.keys() & gone:
                     del part.rows[uid]
@@ -254,11 +257,11 @@ class Table:
         wanted = set(uids)
         return [w for w in writers if w in self.parts and wanted and self.parts[w].keys() >= wanted]
 
-    def _by_part(self, uids: Sequence[Row], writer: str) -> dict[StoredPart, list[int]]:
+    def _by_part(self, uids: Sequence[Row], writer: str) -> dict[StoredRows, list[int]]:
         parts = list(map(self.parts[writer].__getitem__, uids))
         if parts and parts.count(parts[0]) == len(parts):
             return {parts[0]: list(range(len(parts)))}
-        places: defaultdict[StoredPart, list[int]] = defaultdict(list)
+        places: defaultdict[StoredRows, list[int]] = defaultdict(list)
         for place, part in enumerate(parts):
             places[part].append(place)
         return dict(places)
@@ -267,16 +270,21 @@ class Table:
         found, order = [], []
         for part, places in self._by_part(uids, writer).items():
             positions = [part.rows[uids[place]] for place in places]
-            found.append(part.index if positions == list(range(part.size)) else part.index.take(positions))
+            found.append(part.index if positions == list(range(len(part))) else part.index.take(positions))
             order += places
         return in_order(Rows.cat(found), order)
 
 
-def piece(part: StoredPart, columns: Sequence[str], places: Sequence[int], rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the location of a part's columns for the `rows` at `places`."""
-    assert part.block is not None
-    positions = [part.rows[rows[place]] for place in places]
-    return {"columns": columns, "block": part.block, "rows": part.size, "positions": positions, "places": places}
+def piece(part: StoredRows, columns: Sequence[str], places: Sequence[int], rows: Sequence[Row]) -> dict[str, Any]:
+    """Return the location of a part's columns for the `rows` at `places`, in a block of a number of rows.
+
+    `positions` in the block and `places` are None if the rows are those of the block, in its order.
+    """
+    location = {"columns": columns, "block": part.block, "rows": len(part)}
+    positions = [part.rows[row] for row in (rows if len(places) == len(rows) else map(rows.__getitem__, places))]
+    if len(places) == len(rows) == len(part) and positions == list(range(len(part))):
+        return {**location, "positions": None, "places": None}
+    return {**location, "positions": positions, "places": places}
 
 
 def in_order(rows: Rows, places: Sequence[int]) -> Rows:
@@ -284,3 +292,91 @@ def in_order(rows: Rows, places: Sequence[int]) -> Rows:
     if list(places) == sorted(places):
         return rows
     return rows.take(sorted(range(len(places)), key=places.__getitem__))
+
+
+class LeaseLost(RuntimeError):
+    """Raised for an expired or released lease: another holder may have its rows, and results for them must not be used."""
+
+
+@dataclass(eq=False)
+class Lease:
+    """Rows that `holder` works on for `task` until `deadline`."""
+
+    number: int
+    task: Any
+    holder: str
+    rows: tuple[Row, ...]
+    deadline: float
+    left: int = 0
+    """Number of its rows that are not completed."""
+
+
+class Leases:
+    """All active leases of a queue by number, by holder and by deadline."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, Lease] = {}
+        self.by_holder: defaultdict[str, set[int]] = defaultdict(set)
+        self.rows_of: Counter[str] = Counter()
+        """Number of rows that each holder has."""
+        self._deadlines: list[tuple[float, int]] = []
+        self.numbers = count()
+
+    def take(self, task: Hashable, holder: str, rows: Sequence[Row], now: float, seconds: float) -> Lease:
+        """Lease rows to a holder for this many seconds."""
+        number = next(self.numbers)
+        lease = Lease(number, task, holder, tuple(rows), now + seconds, len(rows))
+        self.by_holder[holder].add(number)
+        self.rows_of[holder] += len(rows)
+        self.held[number] = lease
+        heappush(self._deadlines, (lease.deadline, number))
+        return lease
+
+    def current(self, number: int, now: float) -> Lease:
+        """Return an active lease. Raises LeaseLost if it has expired or was released."""
+        lease = self.held.get(number)
+        if lease is None or lease.deadline < now:
+            raise LeaseLost(
+                f"lease {number} was lost: it expired or its holder was given up, and its rows are free again"
+            )
+        return lease
+
+    def renew(self, number: int, now: float, seconds: float) -> Lease:
+        """Extend the deadline of a holder that sends heartbeats. Raises LeaseLost as `current` does."""
+        lease = self.current(number, now)
+        lease.deadline = now + seconds
+        heappush(self._deadlines, (lease.deadline, number))
+        return lease
+
+    def shrink(self, lease: Lease, rows: int) -> None:
+        """Record that some rows of a lease are completed or free; after its last row a lease ends."""
+        lease.left -= rows
+        self.rows_of[lease.holder] -= rows
+        if lease.left:
+            return
+        del self.held[lease.number]
+        self.by_holder[lease.holder].discard(lease.number)
+        if not self.by_holder[lease.holder]:
+            del self.by_holder[lease.holder], self.rows_of[lease.holder]
+
+    def of(self, holder: str) -> list[Lease]:
+        """Return the leases of one holder."""
+        return [self.held[number] for number in sorted(self.by_holder.get(holder, ()))]
+
+    def expired(self, now: float) -> list[Lease]:
+        """Return the leases whose deadline has passed."""
+        found = {}
+        while (deadline := self.next_deadline()) is not None and deadline < now:
+            number = heappop(self._deadlines)[1]
+            # A lease that was renewed twice at one moment is in the heap twice.
+            found[number] = self.held[number]
+        return list(found.values())
+
+    def next_deadline(self) -> float | None:
+        """Return the time at which the first lease expires, or None."""
+        while self._deadlines:
+            deadline, number = self._deadlines[0]
+            if number in self.held and self.held[number].deadline == deadline:
+                return deadline
+            heappop(self._deadlines)
+        return None

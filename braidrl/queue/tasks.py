@@ -9,107 +9,18 @@ A lease covers all rows of one take; its rows may be completed in parts. Ready r
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import count
 from typing import Any
 
 from braidrl.queue.samplers import FIRST_IN, Candidate, Sampler, checked
-from braidrl.queue.table import Row, StoredPart
+from braidrl.queue.table import Lease, Leases, Row, StoredRows
 
 Places = Sequence[tuple[int, Sequence[int] | None]]
 """Rows by lease number and positions in the lease; None is all rows that are left."""
 PATIENCE = 8
 """Number of times that a sampler may skip the oldest row it sees; then that row is leased."""
-
-
-class LeaseLost(RuntimeError):
-    """Raised for an expired or released lease: another holder may have its rows, and results for them must not be used."""
-
-
-@dataclass(eq=False)
-class Lease:
-    """Rows that `holder` works on for `task` until `deadline`."""
-
-    number: int
-    task: Any
-    holder: str
-    rows: tuple[Row, ...]
-    deadline: float
-    left: int = 0
-    """Number of its rows that are not completed."""
-
-
-class Leases:
-    """All active leases of a queue by number, by holder and by deadline."""
-
-    def __init__(self) -> None:
-        self.held: dict[int, Lease] = {}
-        self.by_holder: defaultdict[str, set[int]] = defaultdict(set)
-        self.rows_of: Counter[str] = Counter()
-        """Number of rows that each holder has."""
-        self._deadlines: list[tuple[float, int]] = []
-        self.numbers = count()
-
-    def take(self, task: Hashable, holder: str, rows: Sequence[Row], now: float, seconds: float) -> Lease:
-        """Lease rows to a holder for this many seconds."""
-        number = next(self.numbers)
-        lease = Lease(number, task, holder, tuple(rows), now + seconds, len(rows))
-        self.by_holder[holder].add(number)
-        self.rows_of[holder] += len(rows)
-        self.held[number] = lease
-        heappush(self._deadlines, (lease.deadline, number))
-        return lease
-
-    def current(self, number: int, now: float) -> Lease:
-        """Return an active lease. Raises LeaseLost if it has expired or was released."""
-        lease = self.held.get(number)
-        if lease is None or lease.deadline < now:
-            raise LeaseLost(
-                f"lease {number} was lost: it expired or its holder was given up, and its rows are free again"
-            )
-        return lease
-
-    def renew(self, number: int, now: float, seconds: float) -> Lease:
-        """Extend the deadline of a holder that sends heartbeats. Raises LeaseLost as `current` does."""
-        lease = self.current(number, now)
-        lease.deadline = now + seconds
-        heappush(self._deadlines, (lease.deadline, number))
-        return lease
-
-    def shrink(self, lease: Lease, rows: int) -> None:
-        """Record that some rows of a lease are completed or free; after its last row a lease ends."""
-        lease.left -= rows
-        self.rows_of[lease.holder] -= rows
-        if lease.left:
-            return
-        del self.held[lease.number]
-        self.by_holder[lease.holder].discard(lease.number)
-        if not self.by_holder[lease.holder]:
-            del self.by_holder[lease.holder], self.rows_of[lease.holder]
-
-    def of(self, holder: str) -> list[Lease]:
-        """Return the leases of one holder."""
-        return [self.held[number] for number in sorted(self.by_holder.get(holder, ()))]
-
-    def expired(self, now: float) -> list[Lease]:
-        """Return the leases whose deadline has passed."""
-        found = {}
-        while (deadline := self.next_deadline()) is not None and deadline < now:
-            number = heappop(self._deadlines)[1]
-            # A lease that was renewed twice at one moment is in the heap twice.
-            found[number] = self.held[number]
-        return list(found.values())
-
-    def next_deadline(self) -> float | None:
-        """Return the time at which the first lease expires, or None."""
-        while self._deadlines:
-            deadline, number = self._deadlines[0]
-            if number in self.held and self.held[number].deadline == deadline:
-                return deadline
-            heappop(self._deadlines)
-        return None
 
 
 class Ordered:
@@ -232,6 +143,11 @@ class Task:
     def forget(self, rows: Sequence[Row]) -> None:
         """Remove rows."""
         rows = rows if self.table.keys() >= set(rows) else [row for row in rows if row in self.table]
+        if len(rows) == len(self.table):
+            # A batch leaves with nothing behind it.
+            for known in (self.table, self.lease, self.ready, self.undone, self._groups):
+                known.clear()
+            return
         left = [self.table[row] for row in rows if self.lease.get(row, 0) is not None]
         self.undone.subtract(left)
         self._withdraw(rows if left else ())
@@ -436,29 +352,33 @@ class Tasks:
         """Complete rows of a lease, those at some positions or all; return the rows that it still held. Raises LeaseLost."""
         lease = self.leases.current(number, now)
         rows = self.left(lease, places)
+        self.finish(lease, rows)
+        return rows
+
+    def finish(self, lease: Lease, rows: Sequence[Row]) -> None:
+        """Complete rows that a lease holds."""
         if rows:
             self.leases.shrink(lease, len(rows))
             self.tasks[lease.task].finish(rows)
-        return rows
 
-    def complete_parts(
-        self, done: Places, parts: Sequence[tuple[StoredPart, Places]], now: float
-    ) -> tuple[list[int], list[Row]]:
-        """Complete rows of leases; the parts written for them get the names of these rows, without those of lost leases.
+    def held(
+        self, done: Places, parts: Sequence[tuple[StoredRows, Places]], now: float
+    ) -> tuple[list[int], dict[Lease, list[Row]]]:
+        """Return the lost leases among those of `done`, and the rows at its positions that the others hold.
 
-        Return the lost leases, and the completed rows.
+        The parts written for rows get the names of these, without those of lost leases.
         """
-        lost, kept = list[int](), list[Row]()
+        lost, held = list[int](), dict[Lease, list[Row]]()
         leases = {number: lease for number, _ in done if (lease := self.leases.held.get(number)) is not None}
         for number, places in done:
             if number not in leases or leases[number].deadline < now:
                 lost.append(number)
             else:
-                kept += self.complete(number, now, places)
-        chosen = set(kept)
+                held.setdefault(leases[number], []).extend(self.left(leases[number], places))
+        chosen = {row for rows in held.values() for row in rows}
         for part, rows in parts:
             part.rows = {row: place for place, row in enumerate(rows_at(leases, rows)) if row in chosen}
-        return lost, kept
+        return lost, held
 
     def left(self, lease: Lease, places: Sequence[int] | None = None) -> list[Row]:
         """Return the rows of a lease that are not completed, or those at some positions."""
@@ -485,7 +405,7 @@ class Tasks:
         gone = [row for row in dict.fromkeys(rows) if row in self.rows]
         lost: dict[Lease, list[Row]] = {}
         for task in self.tasks.values():
-            for row in gone if task.lease else ():
+            for row in gone if task.lease and self.leases.held else ():
                 if (number := task.lease.get(row)) is not None:
                     lost.setdefault(self.leases.held[number], []).append(row)
         for lease, some in lost.items():

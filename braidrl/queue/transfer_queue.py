@@ -24,14 +24,14 @@ from braidrl.data.codec import encode
 from braidrl.data.messages import Frame
 from braidrl.data.rows import Rows
 from braidrl.errors import UserError
-from braidrl.queue.client import Client, assembled
+from braidrl.queue.client import Client, DataPlane, Evicted, assembled
 from braidrl.queue.columns import Batch, as_rows
 from braidrl.queue.controller import ColumnController
 from braidrl.queue.owner import StorageNode
 from braidrl.queue.samplers import FIRST_IN, sampler_named
-from braidrl.queue.storage import DataPlane, Evicted, Place
+from braidrl.queue.storage import Place
 from braidrl.queue.storage_backends import data_plane
-from braidrl.queue.table import StoredPart, row_name
+from braidrl.queue.table import StoredRows, row_name
 from braidrl.queue.transport import Connection, QueueServer, QueueTimeout
 
 LOOPBACK = "127.0.0.1"
@@ -159,7 +159,7 @@ class TransferQueue:
         size = sum(memoryview(frame).nbytes for frame in frames)
         if self._has_budget and self._client.ask("reserve", wait_s=wait_s, bytes=size)[0].get("waited"):
             raise QueueFull(f"{size} bytes found no room within {wait_s:g} s: {described(self.usage())}")
-        part = StoredPart("", Rows({}), self.data.write(frames), tuple(content), len(content))
+        part = StoredRows.of_block(Rows({}), self.data.write(frames), list(content), len(content))
         told: list[Frame] = []
         named = {"rows": list(rows), "table": table, "groups": groups and list(groups), "lengths": lengths}
         message = part.message(told)
@@ -213,10 +213,10 @@ class TransferQueue:
         Returns:
             The lost leases: another consumer has their rows, and the columns written for them are discarded.
         """
-        written: list[tuple[StoredPart, Any]] = []
+        written: list[tuple[StoredRows, Any]] = []
         if columns is not None:
             content = as_rows(columns)
-            part = StoredPart("", Rows({}), self.data.write(encode(content)), tuple(content), len(content))
+            part = StoredRows.of_block(Rows({}), self.data.write(encode(content)), list(content), len(content))
             written.append((part, [(lease, list(range(len(batch.rows)))) for lease in batch.leases]))
         return self._client.done(batch.task, [(lease, None) for lease in batch.leases], written)
 

@@ -1,10 +1,11 @@
-"""The queue's sockets: a map, then raw frames; every request gets one answer, and is repeated until then.
+"""The queue's sockets and the base of its controllers: every request, a map and raw frames, gets one answer, and is repeated until then.
 
            ┌───────────── request ────────────▶ handle ──▶ answer at once
 client ────┤    again after REPEAT_S, same number   └── None ──▶ parked, and tried again after each change ──▶ answer
            └◀──── {"waited": true} after its own time limit
 
 The last answer to each sender is kept for repetitions. Nothing is unpickled. A sender of malformed requests is no longer read.
+`QueueController` has what each controller needs: holders, their leases and heartbeats.
 """
 
 import contextlib
@@ -12,8 +13,10 @@ import secrets
 import threading
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -21,6 +24,7 @@ import zmq
 from zmq.utils import z85
 
 from braidrl.data.messages import Frame, pack_message, unpack_message
+from braidrl.queue.tasks import Tasks
 
 Answer = tuple[dict[str, Any], Sequence[Frame]]
 Handler = Callable[[dict[str, Any], Sequence[Frame]], Answer | None]
@@ -45,6 +49,10 @@ AT_ONCE = 100
 """Number of requests to read before parked ones are retried."""
 REMEMBERED = 4096
 """Number of senders whose last answer is kept."""
+
+
+ASLEEP_S = 2.0
+"""A process that has not read the clock for this many seconds was stopped, or its machine was."""
 
 
 class QueueError(RuntimeError):
@@ -347,3 +355,107 @@ class QueueServer:
 
     def _send(self, sender: bytes, number: int, answer: Answer) -> None:
         self._router.send_multipart([sender, pack_message({**answer[0], "number": number}), *answer[1]], copy=False)
+
+
+@dataclass
+class Holder:
+    """A process that takes rows."""
+
+    name: str
+    address: str
+    """Address of its node's server."""
+    heard: float
+    """Time of its last request."""
+
+
+class AwakeClock:
+    """Seconds of a clock that skips times when this process was stopped and could not receive heartbeats.
+
+    For a server's thread, which reads it several times a second.
+    """
+
+    def __init__(self, asked: Callable[[], float] = time.monotonic) -> None:
+        self._asked, self._last, self._slept = asked, asked(), 0.0
+
+    def __call__(self) -> float:
+        now = self._asked()
+        if now - self._last > ASLEEP_S:
+            self._slept += now - self._last
+        self._last = now
+        return now - self._slept
+
+
+class QueueController(ABC):
+    """Answers requests. Thread-safe: one lock guards everything."""
+
+    holders: Mapping[str, Any]
+
+    def __init__(self, lease_s: float, clock: Callable[[], float] | None = None) -> None:
+        """Start without holders; a lease lasts `lease_s` seconds of the clock without a heartbeat."""
+        self.lease_s, self.clock = lease_s, clock or AwakeClock()
+        self.stopping = False
+        self.changes = 0
+        """Number of changes, for threads of this process that wait for one."""
+        self.changed = threading.Condition(threading.RLock())
+
+    @property
+    @abstractmethod
+    def queues(self) -> Collection[Tasks]:
+        """Return the tasks of all rows of this controller."""
+
+    def advance(self) -> None:
+        """Make all decisions possible now; called after every request that changes something."""
+        self.changes += 1
+        self.changed.notify_all()
+
+    def handle(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer | None:
+        """Answer one request by the method `on_<request>`, or park it. Raises ValueError for an unknown request."""
+        handler: Callable[..., Answer | None] | None = getattr(self, f"on_{request['request']}", None)
+        if handler is None:
+            raise ValueError(f"there is no request {request['request']!r}")
+        with self.changed:
+            if request.get("holder") in self.holders and not request.get("parked"):
+                self.holders[request["holder"]].heard = self.clock()
+            answer = handler(request, frames)
+            if request["request"] != "take":
+                self.advance()
+        return answer
+
+    def on_renew(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        """Extend the leases of a slow holder that sends heartbeats, except expired ones."""
+        now = self.clock()
+        self.tick()
+        for tasks in self.queues:
+            for lease in tasks.leases.of(request["holder"]):
+                tasks.leases.renew(lease.number, now, max(self.lease_s, lease.deadline - now))
+        return {"lost": self.lost(request["held"])}, ()
+
+    def on_give_back(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
+        """Release leases whose holder cannot use them."""
+        for tasks in self.queues:
+            held = tasks.leases.held
+            tasks.give_up([held[number] for number in request["leases"] if number in held])
+        return {}, ()
+
+    def lost(self, held: Sequence[int]) -> list[int]:
+        """Return those leases that are no longer held."""
+        return [number for number in held if not any(number in tasks.leases.held for tasks in self.queues)]
+
+    def silent(self, seconds: float) -> list[str]:
+        """Return holders without any request for this many seconds: they hang, since working and waiting ones send heartbeats."""
+        now = self.clock()
+        with self.changed:
+            return [name for name, holder in self.holders.items() if now - holder.heard > seconds]
+
+    def tick(self) -> None:
+        """Release expired leases."""
+        now = self.clock()
+        with self.changed:
+            for tasks in self.queues:
+                tasks.give_up(tasks.leases.expired(now))
+
+    def wait(self, seen: int, seconds: float) -> int:
+        """Wait until there are more changes than `seen`, or until the time limit; return their number."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.changes != seen, seconds)
+            return self.changes

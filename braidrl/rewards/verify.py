@@ -184,5 +184,5 @@ def responses(
 ) -> list[str]:
     """Return each row's sampled text; see `visible_text`."""
     tokens, mask = rows[f"{prefix}tokens"], rows[f"{prefix}action_mask"]
-    sampled = [tokens[row][mask[row].bool()].tolist() for row in range(len(rows))]
+    sampled = tokens.where(mask.values.bool()).tolist()
     return [visible_text(tokenizer, ids, hidden, skip_special_tokens) for ids in sampled]

@@ -8,7 +8,7 @@ If several processes hold a run's rows, each reads and writes its share.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -84,6 +84,26 @@ def divided(origin: Origin, ranks: int) -> list[Origin]:
     return [replace(origin, share=(rank, ranks)) for rank in range(ranks)]
 
 
+def as_order(origin: Origin) -> dict[str, Any]:
+    """Encode an origin of rows for a message."""
+    match origin:
+        case Admission(numbers):
+            return {"numbers": list(numbers)}
+        case HeldOut(name):
+            return {"set": name}
+        case Surplus(path):
+            return {"file": str(path)}
+        case Recording():
+            raise ValueError("recorded rows are not streamed")
+
+
+def origin_of(order: Mapping[str, Any]) -> Origin:
+    """Decode an origin of rows from a message."""
+    if "numbers" in order:
+        return Admission(order["numbers"])
+    return HeldOut(order["set"]) if "set" in order else Surplus(Path(order["file"]))
+
+
 class RowStore:
     """Makes rows from their origin, and writes rows to files."""
 
@@ -121,7 +141,11 @@ class RowStore:
 
     def row_texts(self, rows: Rows) -> list[RowText]:
         """Return each row's prompt and response as text."""
-        prompts = [self.tokenizer.decode(rows["prompt"][i].tolist()) for i in range(len(rows))]
+        # The rows of a group have the same prompt.
+        ids = rows["prompt"].tolist()
+        known = {tuple(one): "" for one in ids}
+        known = {one: self.tokenizer.decode(list(one)) for one in known}
+        prompts = [known[tuple(one)] for one in ids]
         skips = self.config.reward.skip_special_tokens
         said = responses(rows, self.tokenizer, self.hidden, skips) if "tokens" in rows else [""] * len(rows)
         return [RowText(*texts) for texts in zip(prompts, said, strict=True)]

@@ -64,11 +64,12 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             check_recorded(replay, config.trainer.steps, rollout_only)
         self.world = world or World()
         self.prepared, self.chosen = with_fitting_sizes(prepare_together(config, self.world), memory_to_take(config))
-        self.config = config = self.prepared.config
-        self.flow = self.prepared.flow
-        check_runtime(config, self.flow, generates=replay is None, trains=not rollout_only)
+        config, flow = self.prepared.config, self.prepared.flow
+        self.config, self.flow = config, flow
+        check_runtime(config, flow, generates=replay is None, trains=not rollout_only)
         if not rollout_only:
             check_engine_memory(self.prepared)
+
         self.folder = resume or Path(self.world.from_first("run folder", lambda: str(new_run_folder(config))))
         self.folder_identity = identity(self.folder)
         self.fingerprints = fingerprints(self.prepared) if self.world.first else {}
@@ -81,31 +82,33 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
         self.step, self.version, self.restarts = 0, 0, restarts
         self.saved_step: int | None = None
         self.written = self.good_enough = False
+
         with ExitStack() as resources:
             if self.world.first:
                 resources.enter_context(held_alone(self.folder))
             if world is None:  # the launcher watches ranks
                 resources.enter_context(FrozenWatch(config.cluster.silence_s, self.progress.print, self.folder))
-            checkpoint: Path | None = None
-            if resume:  # the first rank checks the files of the checkpoint
-                found = self.world.from_first("checkpoint", lambda: str(resume_point(self.folder, newest_whole) or ""))
-                checkpoint = Path(found) if found else None
-            state = load_checkpoint(checkpoint) if checkpoint is not None else None
-            if state is not None and self.world.first:
-                check_unchanged(state.fingerprints, self.fingerprints, config.trainer.accept_changes, state.step)
+            saved = self._saved(newest_whole) if resume else None
             context = RunContext(self.prepared, self.progress, True, self.folder, self.world, self.interrupts)
             self.controller = start_controller(context)
             self.backend = self.controller.backend
             resources.callback(self.backend.close)
-            if checkpoint is not None and state is not None:
-                self._restore(checkpoint, state)
-            if resume and self.world.first:
-                accepted = config.trainer.model_copy(update={"accept_changes": []})
-                write_config(self.folder, config.model_copy(update={"trainer": accepted}))
+            if saved:
+                self._restore(*saved)
             self.metrics = self._open_metrics(self.step if resume else None) if self.world.first else None
             if not resume:
                 self._rehearse_report()
             self.resources = resources.pop_all()
+
+    def _saved(self, newest_whole: bool) -> tuple[Path, RunState] | None:
+        """Return the checkpoint from which the run resumes, and its state, if there is one. Raises UserError if the data has changed."""
+        found = self.world.from_first("checkpoint", lambda: str(resume_point(self.folder, newest_whole) or ""))
+        if not found:
+            return None
+        state = load_checkpoint(Path(found))
+        if self.world.first:
+            check_unchanged(state.fingerprints, self.fingerprints, self.config.trainer.accept_changes, state.step)
+        return Path(found), state
 
     def _opened_progress(self) -> Progress:
         """Return the progress display, which first prints the run's folder, settings without effect, and the data."""
@@ -123,6 +126,10 @@ class TrainingRun(AbstractContextManager["TrainingRun"]):
             self.metrics.close()
 
     def _open_metrics(self, resume_step: int | None) -> MetricsWriter:
+        """Open the files of metrics; a resumed run also writes its configuration, in which changes are no longer accepted."""
+        if resume_step is not None:
+            accepted = self.config.trainer.model_copy(update={"accept_changes": []})
+            write_config(self.folder, self.config.model_copy(update={"trainer": accepted}))
         run = TrackedRun(self.folder, self.config.model_dump(mode="json"), resume_step)
         # A new run that ends here loses nothing; a resumed one continues without a tracker.
         trackers = Trackers(self.config.trackers, run, self.progress.print, must_open=resume_step is None)

@@ -47,7 +47,8 @@ class Drawn(NamedTuple):
     def of(prompt: Tensor, ended: Response | Episode) -> "Drawn":
         """Return the tokens drawn after a prompt, or in all turns of an episode."""
         if isinstance(ended, Response):
-            return Drawn(len(ended.tokens), operations.tokens_seen(len(prompt), len(ended.tokens)))
+            tokens = ended.tokens.numel()
+            return Drawn(tokens, operations.tokens_seen(prompt.numel(), tokens))
         actions = np.array(ended.trajectory.actions, dtype=bool)
         lengths = np.array(ended.trajectory.sequence_lengths, dtype=np.int64)
         places = np.arange(len(actions)) - np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -86,9 +86,17 @@ class LoadingSchedule:
         self.engines.pop(name, None)
 
     def advance(self, newest: int, is_generation_over: bool) -> None:
-        """Make the newest version the target, if the policy allows it now."""
-        if not self.pinned and (self.way in ("rolling", "interrupt") or is_generation_over):
-            self.target = max(self.target, newest)
+        """Move the target towards the newest version, if the policy allows it now.
+
+        Engines that load all together take one version after the other: which version a batch starts on then follows from
+        its number alone, and not from how late versions arrive.
+        """
+        if self.pinned or newest <= self.target:
+            return
+        if self.way in ("rolling", "interrupt"):
+            self.target = newest
+        elif is_generation_over:
+            self.target += 1
 
     def version_of(self, name: str) -> int | None:
         """Return the version of an engine; None for other workers."""

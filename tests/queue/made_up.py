@@ -22,7 +22,6 @@ from braidrl.queue.storage_backends import data_plane
 from braidrl.queue.table import StoredRows
 from braidrl.queue.transport import Answer, QueueServer
 from braidrl.runtimes.streaming.control import ControlPlane
-from braidrl.runtimes.streaming.rows import stored
 from braidrl.runtimes.streaming.stream import Stream
 from braidrl.weights.versions import LoadingSchedule
 
@@ -60,7 +59,7 @@ def born(groups: Sequence[int]) -> Rows:
 
 def admit(control: ControlPlane, groups: Sequence[int]) -> None:
     """Puts the rows of some groups into the queue."""
-    control.admit(control.training, control.held.hold_for(stored(control.data, born(groups))))
+    control.admit(control.training, control.held.hold_for(write_columns(control.data, dict(born(groups).items()))))
 
 
 def made_from(name: str, rows: Rows, version: int = 0) -> dict[str, Any]:
@@ -186,5 +185,5 @@ def serve(pipe: Any, arguments: Mapping[str, Any]) -> None:
 
 
 def admit_over_the_wire(worker: Client, rows: Rows) -> None:
-    put = stored(worker.data, rows)
+    put = write_columns(worker.data, dict(rows.items()))
     worker.ask("admit", encode(put.index), payload=put.payload)

@@ -12,7 +12,7 @@ from braidrl.data.rows import Rows
 from braidrl.queue.controller import ColumnController
 from braidrl.queue.samplers import sampler_named
 from braidrl.queue.storage import Place
-from braidrl.queue.table import Block, StoredPart
+from braidrl.queue.table import Block, StoredRows
 from braidrl.queue.transport import REPEAT_S, Answer, Parking
 
 TASKS = {"score": ["x"], "train": ["x", "score"]}
@@ -74,7 +74,7 @@ class Client:
 
     def part(self, column: str, rows: int) -> dict[str, Any]:
         self.frames = []
-        return StoredPart("", Rows({}), self.network.memory.write(rows), (column,), rows).message(self.frames)
+        return StoredRows.of_block(Rows({}), self.network.memory.write(rows), [column], rows).message(self.frames)
 
     def hear(self, message: dict[str, Any]) -> None:
         if self.asked is None or message["number"] != self.asked["number"]:
@@ -161,7 +161,7 @@ class Network:
     def die(self, name: str) -> None:
         client = self.clients.pop(name)
         if client.asked is not None:
-            self.untold |= {part["block"][2] for part in client.asked.get("parts", ())}
+            self.untold |= {piece["block"][2] for part in client.asked.get("parts", ()) for piece in part["payload"]}
             if client.batch is not None:
                 self.uncertain.update((str(client.task), row) for row in client.batch[1])
         self.join(client.task)

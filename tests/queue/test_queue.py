@@ -27,9 +27,9 @@ from braidrl.data.codec import encode
 from braidrl.data.messages import unpack_message
 from braidrl.flow import Flow, Kind, Scope, Stage
 from braidrl.flow.stage import Signature
-from braidrl.queue.client import Client, assembled, write_columns
+from braidrl.queue.client import Client, Evicted, assembled, write_columns
 from braidrl.queue.owner import Owner, StorageNode, owner_path, remove_abandoned
-from braidrl.queue.storage import Evicted, Place, Segments
+from braidrl.queue.storage import Place, Segments
 from braidrl.queue.storage_backends import data_plane
 from braidrl.queue.transport import Connection, QueueError, QueueTimeout
 from braidrl.runtimes.streaming.control import ControlPlane

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from braidrl.queue.samplers import SAMPLERS, Candidate, Sampler, sampler_named
-from braidrl.queue.tasks import PATIENCE, LeaseLost, Tasks
+from braidrl.queue.table import LeaseLost
+from braidrl.queue.tasks import PATIENCE, Tasks
 
 Row = tuple[int, int]
 ROWS = [(group, sample) for group in range(3) for sample in range(2)]

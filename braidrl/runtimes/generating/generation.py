@@ -232,8 +232,10 @@ class Generation:
         assert isinstance(tokens, Ragged) and isinstance(mask, Ragged)
         reflections = torch.zeros(len(tokens), dtype=torch.int64)
         if phrases := self.config.rollout.reflection_phrases:
-            responses = [tokens[row][mask[row]] for row in range(len(tokens))]
-            reflections = reflection_counts(self.tokenizer.batch_decode(responses, skip_special_tokens=True), phrases)
+            responses = [
+                self.tokenizer.decode(ids, skip_special_tokens=True) for ids in tokens.where(mask.values).tolist()
+            ]
+            reflections = reflection_counts(responses, phrases)
         return {f"{into}.{n}" if into else n: c for n, c in {**columns, "reflections": reflections}.items()}
 
     def verify(self, stage: Stage, rows: Rows, sums: Sums) -> Mapping[str, Column]:
@@ -260,8 +262,9 @@ class Generation:
 
 def requests_of(stage: Stage, rows: Rows, config: Config) -> list[Request]:
     """Return a generate stage's requests to its engine, one per row."""
-    sampling, purpose, prompts = sampling_of(stage, config), str(stage.params.get("purpose", "train")), rows["prompt"]
-    return [Request(uid, prompts[i], sampling, purpose, stage.name) for i, uid in enumerate(rows.uids())]
+    sampling, purpose = sampling_of(stage, config), str(stage.params.get("purpose", "train"))
+    prompts = rows["prompt"].unbind()
+    return [Request(uid, ids, sampling, purpose, stage.name) for uid, ids in zip(rows.uids(), prompts, strict=True)]
 
 
 def sampling_of(stage: Stage, config: Config) -> SamplingParams:

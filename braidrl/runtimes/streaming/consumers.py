@@ -8,6 +8,8 @@ actor.generate ──▶ verdicts ──▶ reference.log_probs ──▶ train.
 * Each trained role has one consumer, named `train.ROLE`: its remaining infer stages, its updates, and every computation they need.
 * Computations before the selection, and checks, run beside the last consumer whose columns they need.
 * Selection, and computations on whole groups before it, need only index columns: the main process runs them (`verdicts`).
+
+`TrainersProgress` says which step a trainer may make next, and when a batch's version is published.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,10 +18,14 @@ from functools import cached_property
 
 from braidrl.errors import UserError
 from braidrl.flow import Flow, Kind, Scope, Stage
+from braidrl.flow.batches import TrainingBatch
 from braidrl.flow.columns import ADMISSION
-from braidrl.flow.flow import is_optimized, waits_for
+from braidrl.flow.flow import is_optimized, waits_for, weights_wait_for
+from braidrl.queue.tasks import Tasks
 
 VERDICTS = "verdicts"
+OWN_VERSION = 2
+"""Added to the table number of rows that need an engine with the batch's own version."""
 
 
 @dataclass(frozen=True)
@@ -192,3 +198,97 @@ class Consumers:
 
     def _sorted(self, names: Iterable[str]) -> list[str]:
         return sorted(names, key=self._place.__getitem__)
+
+
+class TrainersProgress:
+    """The tasks of a flow's consumers, and the batches in training: which steps may be made, and what is due to be published."""
+
+    def __init__(self, flow: Flow, consumers: Consumers) -> None:
+        """Begin without batches."""
+        self.flow, self.consumers = flow, consumers
+        self.weights_wait = weights_wait_for(flow)
+        self.trainers = [c for c in consumers if c.kind is Kind.TRAIN]
+        self.generating = [c.name for c in consumers if c.kind is Kind.GENERATE]
+        self.selects = [stage.name for stage in flow.stages if stage.kind is Kind.SELECT]
+        self.whole_batches = {c.name for c in consumers if any(s.scope is Scope.BATCH or s.state for s in c.stages)}
+        """Consumers of whole batches, as one of their stages needs them or has a state."""
+        self.recorded = [c.name for c in consumers if c.stages[0] in flow.stages[: flow.recorded_stages]]
+        """Consumers of rows before they are recorded."""
+        waits = {c.name: c.waits for c in consumers if c.takes_rows} | consumers.verdicts
+        in_groups = (c.name for c in consumers if any(stage.scope is Scope.GROUP for stage in c.stages))
+        self.tasks = Tasks(waits, [*consumers.verdicts, *in_groups])
+        self.batches: dict[int, TrainingBatch] = {}
+        """The batches that are open or known. One trains at a time, and is complete when its version is published."""
+        self.published = 0
+
+    @property
+    def coming(self) -> TrainingBatch | None:
+        """Return the batch that trains next, as far as it is known."""
+        return self.batches.get(self.published + 1)
+
+    def may_step(self, stage: Stage) -> bool:
+        """Return True if a trainer may make its next step: other workers are done with the weights that it uses or changes.
+
+        The trainer itself waits for the rows of the step, and for its own stages.
+        """
+        batch = self.coming
+        if batch is None or not stage.when.includes(batch.iteration) or self._is_made(stage, batch):
+            return False
+        own = self.consumers.of_stage[stage.name]
+        others = [name for name in self.weights_wait[stage.name] if self.consumers.of_stage[name] != own]
+        return (is_optimized(stage) or batch.is_known) and all(self.is_through(name, batch) for name in others)
+
+    def stepped(self, stage: str) -> None:
+        """Record an optimizer step, or a copy of weights."""
+        self.batches[self.published + 1].made[stage] += 1
+
+    def train_again(self) -> None:
+        """Forget the training towards the next version; its trainers' leases have been released."""
+        if (batch := self.coming) is not None:
+            batch.made.clear()
+            for consumer in self.trainers:
+                if consumer.takes_rows:
+                    done = [uid for uid in batch.uids if uid in self.tasks.written[consumer.name]]
+                    self.tasks.unwrite(consumer.name, done)
+                    self.tasks[consumer.name].reopen(done)
+
+    def due_publication(self) -> int | None:
+        """Return the version to publish now, or None while rows or steps of its batch are pending."""
+        batch = self.coming
+        if batch is None or not batch.is_known:
+            return None
+        stages = (
+            stage for consumer in self.trainers for stage in consumer.updates if stage.when.includes(batch.iteration)
+        )
+        if not all(self._is_made(stage, batch) for stage in stages):
+            return None
+        return batch.iteration if all(self._is_done(name, batch) for name in self.tasks.tasks) else None
+
+    def is_drawn(self, iteration: int) -> bool:
+        """Return True if all rows of a batch have passed the recorded stages."""
+        batch = self.batches[iteration]
+        return batch.is_known and all(self._is_done(name, batch) for name in self.recorded)
+
+    def is_through(self, stage: str, batch: TrainingBatch) -> bool:
+        """Return True if a stage has done, or skips, all rows of a batch."""
+        known = self.flow[stage]
+        if known.kind is Kind.TRAIN:
+            return not known.when.includes(batch.iteration) or self._is_made(known, batch)
+        return batch.is_known and self._is_done(self.consumers.of_stage[stage], batch)
+
+    def rows_trained(self) -> tuple[int, int]:
+        """Return the number of rows that the coming batch's updates have trained, over all roles and epochs, and their total."""
+        if (batch := self.coming) is None:
+            return 0, 0
+        stages = [
+            s.name for c in self.trainers for s in c.updates if is_optimized(s) and s.when.includes(batch.iteration)
+        ]
+        return sum(batch.made[name] for name in stages) * batch.size, len(stages) * batch.steps * batch.size
+
+    def _is_made(self, stage: Stage, batch: TrainingBatch) -> bool:
+        return batch.made[stage.name] >= (batch.steps if is_optimized(stage) else 1)
+
+    def _is_done(self, name: str, batch: TrainingBatch) -> bool:
+        """Return True if a consumer is done with all rows of a batch."""
+        undone = self.tasks[name].undone
+        return not any(undone[batch.iteration, number] for number in (1, 1 + OWN_VERSION))

@@ -11,7 +11,6 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from braidrl.data.codec import decode
@@ -19,11 +18,10 @@ from braidrl.data.messages import Frame
 from braidrl.errors import UserError, WorkerError
 from braidrl.flow import Kind, Stage
 from braidrl.flow.flow import is_optimized
-from braidrl.queue.controller import Holder, QueueController
-from braidrl.queue.storage import DataPlane
-from braidrl.queue.table import StoredPart, StoredRows
+from braidrl.queue.client import DataPlane
+from braidrl.queue.table import StoredRows
 from braidrl.queue.tasks import Tasks
-from braidrl.queue.transport import Answer
+from braidrl.queue.transport import Answer, Holder, QueueController
 from braidrl.runtimes.streaming.groups import ROWS, Activity
 from braidrl.runtimes.streaming.stream import IterationRecord, Stream
 from braidrl.runtimes.streaming.weights import Copy, Place, Versions, free
@@ -89,6 +87,8 @@ class ControlPlane(QueueController):
         self.finished: deque[IterationRecord] = deque()
         self.results: dict[int, tuple[dict[str, Any], StoredRows | None]] = {}
         self.orders_given = 0
+        self.noticed: list[Any] = []
+        """What threads of this process wait for, at their last wake-up."""
         self.notify: Callable[[], object] = lambda: None
         """Makes the server retry waiting workers."""
 
@@ -149,10 +149,10 @@ class ControlPlane(QueueController):
     def on_done(self, request: dict[str, Any], frames: Sequence[Frame]) -> Answer:
         """Record completed rows; the message has index columns, and the locations of the payload."""
         name, done = request["consumer"], request["done"]
-        parts = [(StoredPart.received(name, part, frames), part["rows"]) for part in request["parts"]]
+        parts = [(StoredRows.received(part, frames, name), part["rows"]) for part in request["parts"]]
         stream = next((stream for stream in self.streams if name in stream.before), None)
         if stream is None:
-            self.data.free([part.block for part, _ in parts if part.block])
+            self.data.free(block for part, _ in parts for block in part.blocks)
             return {"lost": [number for number, _ in done]}, ()
         known = next((lease for number, _ in done if (lease := stream.tasks.leases.held.get(number)) is not None), None)
         if known is not None:
@@ -163,8 +163,7 @@ class ControlPlane(QueueController):
             stream.follow(
                 {n: own for n, own in request["totals"].items() if stream.consumers.reporting[n] == name}, iteration
             )
-        finish = stream.suspend if request["unfinished"] else partial(stream.complete, name)
-        lost, freed = finish(done, parts, self.clock())
+        lost, freed = stream.done(name, done, parts, self.clock(), request["unfinished"])
         self.data.free(freed)
         return {"lost": lost}, ()
 
@@ -257,12 +256,6 @@ class ControlPlane(QueueController):
             self.holders[holder].orders.append(({**order, "order": self.orders_given}, content))
             return self.orders_given
 
-    def end_stream(self, stream: Stream) -> None:
-        """Forget a stream with all of its rows."""
-        with self.changed:
-            self.streams.remove(stream)
-            self.data.free(stream.table.evict(stream.tasks.rows))
-
     def fail(self, holder: str) -> None:
         """Release the leases of a dead worker, and free blocks that it wrote without a message."""
         with self.changed:
@@ -320,7 +313,20 @@ class ControlPlane(QueueController):
         self.data.free(self.held.freed())
         self.loading.advance(self._loadable, schedule.is_generation_over(self.loading.target))
         self._note_activity()
-        super().advance()
+        # Threads of this process wake for what they wait for, not for each report of rows.
+        seen = [
+            len(self.finished),
+            self.is_due,
+            self.stopping,
+            self.loading.target,
+            len(self.results),
+            len(self.holders),
+        ]
+        for schedule in (stream.schedule for stream in self.streams):
+            seen += [schedule.opened, schedule.is_open, schedule.published, len(schedule.sampling.pending)]
+        if seen != self.noticed:
+            self.noticed = seen
+            super().advance()
 
     # Inside
 

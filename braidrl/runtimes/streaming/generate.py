@@ -10,15 +10,16 @@ engine's event loop: an engine of this process steps in it, others answer in it.
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Collection, Coroutine, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from braidrl.agents.player import Episode
 from braidrl.data.rows import FinishReason, Rows, Uid, tokens_of
 from braidrl.engines.engine import Engine
-from braidrl.engines.requests import Request, Response
+from braidrl.engines.requests import Response
 from braidrl.engines.resuming import ResumingEngine
 from braidrl.flow import Stage
 from braidrl.flow.compute import of_namespace
@@ -39,16 +40,8 @@ Key = tuple[int, int]
 """A running row: the number of its lease, and its position in it."""
 
 
-Ended = tuple[Response | Episode, Drawn]
-"""The result of a row when its engine has finished with it, and the tokens drawn under this lease."""
-
-
-class Flight(NamedTuple):
-    """A running row: its lease, its name, and the task that draws it."""
-
-    work: WorkItem
-    uid: Uid
-    task: asyncio.Task[Ended]
+Ended = Response | Episode | tuple[Response, Drawn]
+"""The result of a row when its engine has finished with it; of a resumed row, also the tokens drawn under this lease."""
 
 
 class GenerateLoop:
@@ -62,7 +55,10 @@ class GenerateLoop:
         # The queue limits the number of episodes.
         self.limits = limits_of(context.executor.config, self.engine.max_sequence_tokens, DataParallel())
         self.version = 0
-        self.flight: dict[Key, Flight] = {}
+        self.flight: dict[Key, asyncio.Task[Ended]] = {}
+        """The task that draws each running row."""
+        self.leases: dict[int, WorkItem] = {}
+        """The leases with running rows."""
         self.left: dict[int, int] = {}
         """Number of running rows by lease."""
         self.last: dict[Uid, asyncio.Task[Ended]] = {}
@@ -130,35 +126,38 @@ class GenerateLoop:
             return
         stage, config = self.context.consumers[work.consumer].stages[0], self.context.executor.config
         requests, uids = requests_of(stage, rows, config), rows.uids()
-        self.left[work.lease] = len(work.own)
+        self.leases[work.lease], self.left[work.lease] = work, len(work.own)
         for number, place in enumerate(work.own):
             key, uid = (work.lease, place), uids[number]
+            generate: Coroutine[Any, Any, Ended]
             if "environment" in stage.params:
                 generate = self._play(engine, stage, rows.take([number]))
             elif config.rollout.tokens_per_iteration is not None:
                 generate = self._continue(engine, to_the_end(stage) if place in ends else stage, rows.take([number]))
             else:
-                generate = self._respond(engine, requests[number])
-            if uid in self.last:
-                generate = self._after(self.last[uid], generate)
-            task = asyncio.create_task(generate)
-            task.add_done_callback(partial(self._note_end, key))
-            self.flight[key], self.last[uid] = Flight(work, uid, task), task
+                generate = engine.submit(requests[number])
+            drawing = self._draw(key, uid, self.last.get(uid), generate)
+            self.flight[key] = self.last[uid] = asyncio.create_task(drawing)
         if stage.name not in self.spans:
             self.spans[stage.name] = self.context.trace.begin(stage.name, work.iteration, self.version)
             self.pieces[stage.name] = WORK.begin(stage.name)
         self.crowd = max(self.crowd, len(self.flight))
 
-    async def _after(self, before: asyncio.Task[Ended], generate: Coroutine[Any, Any, Ended]) -> Ended:
+    async def _draw(
+        self, key: Key, uid: Uid, before: asyncio.Task[Ended] | None, generate: Coroutine[Any, Any, Ended]
+    ) -> Ended:
+        """Draw a row once the engine is done with an earlier request for it, and note its end."""
         try:
-            await asyncio.wait([before])
+            if before is not None:
+                await asyncio.wait([before])
             return await generate
         finally:
             generate.close()
-
-    async def _respond(self, engine: Engine, request: Request) -> Ended:
-        response = await engine.submit(request)
-        return response, Drawn.of(request.prompt, response)
+            if self.last.get(uid) is asyncio.current_task():
+                del self.last[uid]
+            # When another task of the loop reads this, the row's task has ended.
+            self.ended.append(key)
+            self.news.set()
 
     async def _continue(self, engine: Engine, stage: Stage, row: Rows) -> Ended:
         """Resume a row that may have tokens, within its budget; one that has ended stays as it is."""
@@ -174,11 +173,7 @@ class GenerateLoop:
 
     async def _play(self, engine: Engine, stage: Stage, row: Rows) -> Ended:
         (episode,) = await self.generation.played(engine, stage, row, self.limits)
-        return episode, Drawn.of(row["prompt"][0], episode)
-
-    def _note_end(self, key: Key, _: object) -> None:
-        self.ended.append(key)
-        self.news.set()
+        return episode
 
     def _deliver(self) -> None:
         """Begin to check, write and report finished rows, while the engine continues; rows of lost leases are another worker's."""
@@ -190,9 +185,10 @@ class GenerateLoop:
         alike: dict[tuple[str, bool], list[Key]] = {}
         for key in ended:
             # Raises the error of a row's generation.
-            result, _ = self.flight[key].task.result()
-            is_suspended = isinstance(result, Response) and result.finish_reason is FinishReason.ABORT
-            alike.setdefault((self.flight[key].work.consumer, is_suspended), []).append(key)
+            result = self.flight[key].result()
+            response = result[0] if isinstance(result, tuple) else result
+            is_suspended = isinstance(response, Response) and response.finish_reason is FinishReason.ABORT
+            alike.setdefault((self.leases[key[0]].consumer, is_suspended), []).append(key)
         for (_, unfinished), keys in alike.items():
             WORK.advanced()
             task = asyncio.create_task(self._report(keys, unfinished))
@@ -200,24 +196,25 @@ class GenerateLoop:
             self.reporting[task] = keys
 
     async def _report(self, keys: Sequence[Key], unfinished: bool) -> None:
-        flights = [self.flight[key] for key in keys]
-        places: dict[WorkItem, list[int]] = {}
-        for (_, place), flight in zip(keys, flights, strict=True):
-            places.setdefault(flight.work, []).append(place)
-        rows, done = (
-            Rows.cat([work.share(own) for work, own in places.items()]),
-            [(w.lease, own) for w, own in places.items()],
-        )
-        ended = {flight.uid: flight.task.result() for flight in flights}
-        await asyncio.to_thread(self._write, flights[0].work, rows, done, ended, unfinished)
+        places: dict[int, list[int]] = {}
+        for lease, place in keys:
+            places.setdefault(lease, []).append(place)
+        rows = Rows.cat([self.leases[lease].share(own) for lease, own in places.items()])
+        ended = [self.flight[lease, place].result() for lease, own in places.items() for place in own]
+        work = self.leases[keys[0][0]]
+        await asyncio.to_thread(self._write, work, rows, list(places.items()), ended, unfinished)
         self._forget(keys)
 
     def _write(
-        self, work: WorkItem, rows: Rows, done: list[tuple[int, list[int]]], ended: dict[Uid, Ended], unfinished: bool
+        self, work: WorkItem, rows: Rows, done: list[tuple[int, list[int]]], ended: Sequence[Ended], unfinished: bool
     ) -> None:
         consumer = self.context.consumers[work.consumer]
         stage, sums, usage = consumer.stages[0], Sums(), self.generation.usage
-        results = [ended[uid][0] for uid in rows.uids()]
+        results = [one[0] if isinstance(one, tuple) else one for one in ended]
+        drawn = [
+            one[1] if isinstance(one, tuple) else Drawn.of(prompt, one)
+            for prompt, one in zip(rows["prompt"].unbind(), ended, strict=True)
+        ]
         if "environment" in stage.params:
             episodes = [result for result in results if isinstance(result, Episode)]
             columns = dict(self.generation.episode_columns(stage, episodes, self.limits, sums))
@@ -227,7 +224,6 @@ class GenerateLoop:
         # A suspended row counts when it has ended.
         tokens = 0 if unfinished else tokens_of(of_namespace(Rows(columns), stage.params.get("into")))
         report = self.context.trace.count(self.spans[stage.name], stage.name, len(rows), tokens)
-        drawn = [ended[uid][1] for uid in rows.uids()]
         usage.decoded(stage, drawn, self.engine.slots, report["seconds"], sums, self.crowd)
         usage.note_memory(stage, sums)
         reports = [{**report, "sums": sums.pairs()}]
@@ -246,24 +242,19 @@ class GenerateLoop:
         if not keys:
             return
         for key in keys:
-            self.flight[key].task.cancel()
-        await asyncio.gather(*(self.flight[key].task for key in keys), return_exceptions=True)
+            self.flight[key].cancel()
+        await asyncio.gather(*(self.flight[key] for key in keys), return_exceptions=True)
         self._forget(keys)
 
     def _forget(self, keys: Iterable[Key]) -> None:
-        for key in keys:
-            flight = self.flight.pop(key, None)
-            if flight is None:
-                continue
-            if self.last.get(flight.uid) is flight.task:
-                del self.last[flight.uid]
-            self.left[key[0]] -= 1
-            if not self.left[key[0]]:
-                del self.left[key[0]]
-                self.client.forget_leases([key[0]])
+        for lease, rows in Counter(key[0] for key in keys if self.flight.pop(key, None) is not None).items():
+            self.left[lease] -= rows
+            if not self.left[lease]:
+                del self.left[lease], self.leases[lease]
+                self.client.forget_leases([lease])
         if self.flight and len(self.spans) == 1:
             return
-        left = {flight.work.consumer for flight in self.flight.values()}
+        left = {work.consumer for work in self.leases.values()}
         for stage in self.spans.keys() - left:
             self.context.trace.end(self.spans.pop(stage))
             WORK.end(self.pieces.pop(stage))
@@ -274,7 +265,7 @@ class GenerateLoop:
     async def _load(self, engine: ResumingEngine, work: WorkItem) -> None:
         """Load a whole version. If rows do not continue with it, running ones were dropped before."""
         if not work.message["keeps_rows"]:
-            await self._end([key for key, flight in self.flight.items() if not flight.task.done()])
+            await self._end([key for key, task in self.flight.items() if not task.done()])
         version = int(work.message["version"])
         place = next((place for role, _, place in work.message["weights"] if role == self.role), None)
         source = source_of(place) if place else None

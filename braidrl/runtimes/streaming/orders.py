@@ -22,7 +22,6 @@ from braidrl.runtimes.row_store import Origin, Recording, Surplus
 from braidrl.runtimes.saving.background import check_written
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.processes import Processes
-from braidrl.runtimes.streaming.rows import RowsProcess
 from braidrl.runtimes.streaming.stream import Stream
 from braidrl.training.roles.checkpoint import Write
 
@@ -35,13 +34,14 @@ class StreamingBackend:
     """Passes a run's requests to the workers of the queue. A table is index columns and payload locations."""
 
     def __init__(
-        self, rows: RowsProcess, evaluation: Flow, control: ControlPlane, processes: Processes, wait: Callable[[], None],
-        admit: Callable[[], object], resources: ExitStack,
+        self, make: Callable[[Origin], StoredRows], write: Callable[[str, Path, StoredRows], None], evaluation: Flow,
+        control: ControlPlane, processes: Processes, wait: Callable[[], None], admit: Callable[[], object], resources: ExitStack,
     ) -> None:  # fmt: skip
         """Use a queue and workers that have been started.
 
         Args:
-            rows: Makes rows from their origin, and writes them to files.
+            make: Makes rows from their origin.
+            write: Writes rows to a file: `record` for people and replays, or `keep` for a checkpoint.
             evaluation: The flow of evaluations.
             control: The queue's control plane.
             processes: The workers.
@@ -49,7 +49,7 @@ class StreamingBackend:
             admit: Called while batches that may start on an older version must be generated to their ends.
             resources: Ended by `close`.
         """
-        self.rows = rows
+        self.make_rows, self.write_rows = make, write
         self.evaluation, self.control, self.processes = evaluation, control, processes
         self.stream, self.wait, self.admit, self.resources = control.training, wait, admit, resources
         self.evaluating: Stream | None = None
@@ -65,7 +65,7 @@ class StreamingBackend:
         """Return rows of a checkpoint, or of an evaluation set, which workers start to generate at once."""
         if isinstance(origin, Recording):
             raise UserError("runtime=streaming cannot replay recorded rows; write runtime=eager, hybrid or distributed")
-        rows, schedule = self.rows.make(origin), self.stream.schedule
+        rows, schedule = self.make_rows(origin), self.stream.schedule
         if isinstance(origin, Surplus):
             return rows
         # An evaluation is pinned to the newest version.
@@ -89,23 +89,26 @@ class StreamingBackend:
 
     def record(self, path: Path, table: StoredRows, final: StoredRows) -> None:
         """Write the rows to a parquet file, with the columns that later stages added."""
-        self.rows.write("record", path, table.with_added(final))
+        self.write_rows("record", path, table.with_added(final))
 
     def save_rows(self, path: Path, table: StoredRows) -> None:
         """Write rows into a checkpoint."""
-        self.rows.write("keep", path, table)
+        self.write_rows("keep", path, table)
 
     def run(self, stage: Stage, table: StoredRows, iteration: int, sums: Sums) -> StoredRows:
         """Return the rows of the evaluation with the columns of its next stage."""
         stream, uids = self.evaluating, table.uids()
         assert stream is not None
-        while not stream.schedule.is_done(stage.name):
+        consumer = stream.consumers.of_stage[stage.name]
+        while any(stream.tasks[consumer].undone.values()):
             self.wait()
         with self.control.changed:
             table = stream.stored(uids)
         if stage is stream.flow.stages[-1]:
-            self.control.end_stream(stream)
             self.evaluating = None
+            with self.control.changed:
+                self.control.streams.remove(stream)
+                self.control.data.free(stream.table.evict(stream.tasks.rows))
             self.control.change(lambda: setattr(self.control.loading, "pinned", False))
         return table
 

@@ -18,7 +18,6 @@ from braidrl.cluster.local import LocalLauncher
 from braidrl.cluster.process import END_LIMIT_S, LOOPBACK, Failure, Launcher, Process, ProcessSpec
 from braidrl.cluster.process_groups import connect_store, join_group, open_store
 from braidrl.cluster.ranks import tell
-from braidrl.cluster.ray_processes import RayLauncher
 from braidrl.cluster.shared_memory import shared_folder
 from braidrl.cluster.watchdog import mute_after
 from braidrl.cluster.world import World
@@ -36,9 +35,8 @@ from braidrl.runtimes.streaming.consumers import Consumers
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.generate import GenerateLoop
 from braidrl.runtimes.streaming.groups import ROWS, Group, pools_of
-from braidrl.runtimes.streaming.rows import serve_rows
 from braidrl.runtimes.streaming.weights import remove_weights
-from braidrl.runtimes.streaming.worker import LeaseProgress, StageLoop, WorkerContext
+from braidrl.runtimes.streaming.worker import LeaseProgress, StageLoop, WorkerContext, serve_rows
 from braidrl.training.loading import load_tokenizer
 from braidrl.training.parallel.replicated import DataParallel
 
@@ -67,13 +65,6 @@ class Member:
     def holder(self) -> str:
         """Return its name at the queue."""
         return f"{self.group.name}.{self.number}.{self.starts}"
-
-
-def worker_launcher(config: Config) -> Launcher:
-    """Return the launcher of the workers: local, or Ray. Raises UserError without Ray, or without a cluster."""
-    if config.cluster.launcher == "ray":
-        return RayLauncher(config.cluster, config.device)
-    return LocalLauncher(config.device)
 
 
 class Processes:
@@ -111,10 +102,6 @@ class Processes:
         for group in [*groups, ROWS_GROUP]:
             for number in range(group.processes):
                 self.members.append(Member(group, number, 0, self._start(group, number, 0)))
-
-    def rows_holder(self) -> str:
-        """Return the queue name of the process that makes and writes rows."""
-        return next(member.holder for member in self.members if member.group is ROWS_GROUP)
 
     def trainers(self) -> dict[str, str]:
         """Return the leader of each trained role, by its name at the queue."""

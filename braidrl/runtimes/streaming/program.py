@@ -6,13 +6,19 @@ loader ──admit──▶ queue ◀──take, done── workers
 """
 
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+from braidrl.cluster.local import LocalLauncher
+from braidrl.cluster.process import Launcher
+from braidrl.cluster.ray_processes import RayLauncher
 from braidrl.config import Config
+from braidrl.data.codec import encode
 from braidrl.data.loader import PromptLoader
 from braidrl.data.rows import Rows
 from braidrl.errors import BadUpdate, WorkerError
@@ -25,7 +31,8 @@ from braidrl.queue.table import HeldBlocks, StoredRows
 from braidrl.queue.transport import QueueServer
 from braidrl.runtimes.interfaces import BegunBatch, IterationResult, Position, Restart, needed
 from braidrl.runtimes.prepare.setup import Prepared
-from braidrl.runtimes.row_store import Admission, Surplus
+from braidrl.runtimes.row_store import Admission, Origin, Surplus, as_order
+from braidrl.runtimes.saving.background import check_written
 from braidrl.runtimes.streaming.consumers import Consumers
 from braidrl.runtimes.streaming.control import ControlPlane
 from braidrl.runtimes.streaming.groups import (
@@ -38,11 +45,51 @@ from braidrl.runtimes.streaming.groups import (
     worker_groups,
 )
 from braidrl.runtimes.streaming.orders import LOOK_EVERY_S, StreamingBackend
-from braidrl.runtimes.streaming.processes import Processes, worker_launcher
-from braidrl.runtimes.streaming.rows import RowsProcess
+from braidrl.runtimes.streaming.processes import Processes
 from braidrl.runtimes.streaming.stream import IterationRecord, Report, Stream, versions_of
 from braidrl.runtimes.streaming.weights import remove_weights
 from braidrl.weights.versions import LoadingSchedule
+
+
+class RowsProcess:
+    """The main process's side: sends requests to the process, and repeats them after a restart."""
+
+    def __init__(self, control: ControlPlane, holder: Callable[[], str], wait: Callable[[], None]) -> None:
+        """Use the queue for requests.
+
+        Args:
+            control: The queue's control plane.
+            holder: Returns the process's name at the queue, a new one after each start.
+            wait: Waits for a change of the queue, with a short limit; raises the error that ends the run.
+        """
+        self.control, self.holder, self.wait = control, holder, wait
+
+    def make(self, origin: Origin) -> StoredRows:
+        """Return the rows of `origin`, with payload in the queue. Raises UserError if a file is missing."""
+        _, made = self._ask({"do": "make", **as_order(origin)})
+        assert made is not None
+        return made
+
+    def write(self, do: str, path: Path, rows: StoredRows) -> None:
+        """Write rows to a file: `record` for people and replays, or `keep` for a checkpoint.
+
+        Raises OSError if the disk is full or gone.
+        """
+        result, _ = self._ask({"do": do, "path": str(path.resolve()), "payload": rows.payload}, rows)
+        check_written(result["trouble"])
+
+    def _ask(self, order: dict[str, Any], rows: StoredRows | None = None) -> tuple[dict[str, Any], StoredRows | None]:
+        content = [bytes(frame) for frame in encode(rows.index)] if rows is not None else []
+        while True:
+            with self.control.changed:
+                holder = self.holder()
+                given = self.control.give_order(holder, order, content) if holder in self.control.holders else None
+            self.control.notify()
+            while given is not None and given not in self.control.results and holder in self.control.holders:
+                self.wait()
+            if given in self.control.results:
+                return self.control.results.pop(given)
+            self.wait()
 
 
 class StreamingProgram:
@@ -70,17 +117,21 @@ class StreamingProgram:
         self.stream = self.new_stream()
         self.opening: dict[int, Position] = {}
         """The run's position just before each iteration that was started and not finished."""
-        self.seen = 0
+        self.seen, self.watch_at = 0, 0.0
         with ExitStack() as resources:
             self._start(prepared, folder, resources)
             self.backend = StreamingBackend(
-                self.rows, prepared.evaluation, self.control, self.processes, self.wait,
+                self.rows.make, self.rows.write, prepared.evaluation, self.control, self.processes, self.wait,
                 self._admit, resources.pop_all(),
             )  # fmt: skip
 
     def _start(self, prepared: Prepared, folder: Path, resources: ExitStack) -> None:
         config, streaming = prepared.config, prepared.config.streaming
-        launcher = worker_launcher(config)
+        launcher: Launcher = (
+            RayLauncher(config.cluster, config.device)
+            if config.cluster.launcher == "ray"
+            else LocalLauncher(config.device)
+        )
         resources.callback(launcher.close)
         # A client, also on this machine, needs a secret that only this run's processes know.
         secret = secrets.token_hex(32)
@@ -99,9 +150,11 @@ class StreamingProgram:
         self.processes = Processes(
             config, folder, self.control, launcher, self.server.address, node, secret, prepared.kept
         )
-        self.rows = RowsProcess(self.control, self.processes.rows_holder, partial(self._wait_for, ROWS))
         resources.callback(self.processes.kill)
         self.processes.start(self.groups)
+        maker = next(member for member in self.processes.members if member.group.name == ROWS)
+        # It has a new name at the queue after each start.
+        self.rows = RowsProcess(self.control, lambda: maker.holder, partial(self._wait_for, ROWS))
 
     def iterate(
         self,
@@ -217,7 +270,10 @@ class StreamingProgram:
         """Wait as `wait` does, but watch only one group: rows are written also after a trainer's failure."""
         if self.control.refused is not None:
             raise self.control.refused
-        self.processes.watch(group)
+        if (now := time.monotonic()) >= self.watch_at:
+            # Not after each change: with small leases the queue changes a thousand times a second.
+            self.watch_at = now + LOOK_EVERY_S
+            self.processes.watch(group)
         if self.server.failure is not None:
             raise WorkerError(f"the queue's server failed:\n{self.server.failure}")
         self.seen = self.control.wait(self.seen, LOOK_EVERY_S)

@@ -10,23 +10,20 @@ The runtime and the simulator drive the same object; time is an argument.
 from collections.abc import Iterable, Mapping, Sequence
 
 from braidrl.data.rows import Uid
-from braidrl.flow.batches import Sizes, admissible, check_staleness, trained_on
+from braidrl.flow.batches import Sizes, TrainingBatch, admissible, check_staleness, trained_on
 from braidrl.flow.columns import ADMISSION
-from braidrl.flow.flow import Flow, is_optimized, weights_wait_for
+from braidrl.flow.flow import Flow
 from braidrl.flow.selecting import UNFINISHED, GroupSelector, Selection, Verdict, begun_too_many, waiting_groups
-from braidrl.flow.stage import Kind, Scope, Stage
+from braidrl.flow.stage import Kind
 from braidrl.queue.samplers import FIRST_IN, Candidate, Sampler
-from braidrl.queue.tasks import Lease, Tasks
-from braidrl.runtimes.streaming.consumers import Consumer, Consumers
-from braidrl.runtimes.streaming.training_batch import TrainingBatch
+from braidrl.queue.table import Lease
+from braidrl.runtimes.streaming.consumers import OWN_VERSION, Consumer, Consumers, TrainersProgress
 
-OWN_VERSION = 2
-"""Added to the table number of rows that need an engine with the batch's own version."""
 SET_ASIDE = 4
 """Table number of rows that continue once the batch of their iteration is open."""
 
 
-class StreamSchedule:
+class StreamSchedule(TrainersProgress):
     """The schedule of all rows in work.
 
     Each consumer is a task. Its rows are in the table (iteration, 0) while their batch is open, then in (iteration, 1); a trainer
@@ -39,33 +36,18 @@ class StreamSchedule:
 
     def __init__(self, flow: Flow, sizes: Sizes, samplers: Mapping[str, Sampler] | None = None) -> None:
         """Begin a run; `samplers` are those of stages whose consumers do not take the oldest rows first."""
-        self.flow, self.sizes, self.consumers = flow, sizes, Consumers(flow)
-        self.weights_wait = weights_wait_for(flow)
-        every = list(self.consumers.by_name.values())
-        waits = {c.name: c.waits for c in every if c.takes_rows} | self.consumers.verdicts
-        self.tasks = Tasks(
-            waits, [*self.consumers.verdicts, *(c.name for c in every if any(s.scope is Scope.GROUP for s in c.stages))]
-        )
-        self.tasks.facts = self._facts
+        super().__init__(flow, Consumers(flow))
+        self.sizes, self.tasks.facts = sizes, self._facts
+        every = list(self.consumers)
         self.samplers = {c.name: s for c in every for stage in c.stages if (s := (samplers or {}).get(stage.name))}
         self.sampling = sizes.sampling()
-        self.generating = [c.name for c in every if c.kind is Kind.GENERATE]
-        self.trainers = [c for c in every if c.kind is Kind.TRAIN]
-        self.selects = [stage.name for stage in flow.stages if stage.kind is Kind.SELECT]
         segment = flow.stages[: flow.recorded_stages] if sizes.sets_aside else flow.sampling_segment
-        self.whole_batches = {c.name for c in every if any(s.scope is Scope.BATCH or s.state for s in c.stages)}
-        """Consumers of whole batches, as one of their stages needs them or has a state."""
         self.segment = [c for c in every if c.stages[0] in segment and c.kind is not Kind.TRAIN]
         """Consumers of groups that may not be in the batch."""
         self.after = [c for c in every if c not in self.segment and c.takes_rows]
         """Consumers of rows of a batch."""
         self.early = [*self.consumers.verdicts, *(c.name for c in self.segment)]
         """Tasks that rows enter with their admission; they enter the others with their batch."""
-        self.recorded = [c.name for c in every if c.stages[0] in flow.stages[: flow.recorded_stages]]
-        """Consumers of rows before they are recorded."""
-        self.batches: dict[int, TrainingBatch] = {}
-        """The batches that are open or known. One trains at a time, and is complete when its version is published."""
-        self.published = 0
         self.rows_of: dict[int, list[Uid]] = {}
         self.iteration_of: dict[int, int] = {}
         """By group: the batch of its admission, later the batch that contains it."""
@@ -247,22 +229,11 @@ class StreamSchedule:
         waits = any(n for table, n in tables if table[0] <= self.opened and self._may_begin(table, engine_version))
         return not waits and not any(lease.task in self.generating for lease in self.tasks.leases.held.values())
 
-    def is_done(self, stage: str) -> bool:
-        """Return True if the consumer of a stage that does not train is done with all rows in work."""
-        return not any(self.tasks[self.consumers.of_stage[stage]].undone.values())
-
     # Work
 
     def take(
-        self,
-        name: str,
-        holder: str,
-        now: float,
-        seconds: float,
-        most: int,
-        engine_version: int | None = None,
-        ranks: int = 1,
-    ) -> Lease | None:
+        self, name: str, holder: str, now: float, seconds: float, most: int, engine_version: int | None = None, ranks: int = 1
+    ) -> Lease | None:  # fmt: skip
         """Lease ready rows, or return None.
 
         Args:
@@ -381,86 +352,12 @@ class StreamSchedule:
         """Release the leases of a dead worker."""
         self.tasks.give_up(self.tasks.leases.of(holder))
 
-    # Training
-
-    @property
-    def coming(self) -> TrainingBatch | None:
-        """Return the batch that trains next, as far as it is known."""
-        return self.batches.get(self.published + 1)
-
-    def may_step(self, stage: Stage) -> bool:
-        """Return True if a trainer may make its next step: other workers are done with the weights that it uses or changes.
-
-        The trainer itself waits for the rows of the step, and for its own stages.
-        """
-        batch = self.coming
-        if batch is None or not stage.when.includes(batch.iteration) or self._is_made(stage, batch):
-            return False
-        own = self.consumers.of_stage[stage.name]
-        others = [name for name in self.weights_wait[stage.name] if self.consumers.of_stage[name] != own]
-        return (is_optimized(stage) or batch.is_known) and all(self.is_through(name, batch) for name in others)
-
-    def stepped(self, stage: str) -> None:
-        """Record an optimizer step, or a copy of weights."""
-        self.batches[self.published + 1].made[stage] += 1
-
-    def train_again(self) -> None:
-        """Forget the training towards the next version; its trainers' leases have been released."""
-        if (batch := self.coming) is not None:
-            batch.made.clear()
-            for consumer in self.trainers:
-                if consumer.takes_rows:
-                    done = [uid for uid in batch.uids if uid in self.tasks.written[consumer.name]]
-                    self.tasks.unwrite(consumer.name, done)
-                    self.tasks[consumer.name].reopen(done)
-
-    def due_publication(self) -> int | None:
-        """Return the version to publish now, or None while rows or steps of its batch are pending."""
-        batch = self.coming
-        if batch is None or not batch.is_known:
-            return None
-        stages = (
-            stage for consumer in self.trainers for stage in consumer.updates if stage.when.includes(batch.iteration)
-        )
-        if not all(self._is_made(stage, batch) for stage in stages):
-            return None
-        return batch.iteration if all(self._is_done(name, batch) for name in self.tasks.tasks) else None
-
     def publish(self) -> TrainingBatch:
         """Publish the due version; its batch is complete and its rows are forgotten."""
         self.published += 1
         batch = self.batches.pop(self.published)
         self._forget(batch.joined)
         return batch
-
-    def is_drawn(self, iteration: int) -> bool:
-        """Return True if all rows of a batch have passed the recorded stages."""
-        batch = self.batches[iteration]
-        return batch.is_known and all(self._is_done(name, batch) for name in self.recorded)
-
-    def is_through(self, stage: str, batch: TrainingBatch) -> bool:
-        """Return True if a stage has done, or skips, all rows of a batch."""
-        known = self.flow[stage]
-        if known.kind is Kind.TRAIN:
-            return not known.when.includes(batch.iteration) or self._is_made(known, batch)
-        return batch.is_known and self._is_done(self.consumers.of_stage[stage], batch)
-
-    def rows_trained(self) -> tuple[int, int]:
-        """Return the number of rows that the coming batch's updates have trained, over all roles and epochs, and their total."""
-        if (batch := self.coming) is None:
-            return 0, 0
-        stages = [
-            s.name for c in self.trainers for s in c.updates if is_optimized(s) and s.when.includes(batch.iteration)
-        ]
-        return sum(batch.made[name] for name in stages) * batch.size, len(stages) * batch.steps * batch.size
-
-    def _is_made(self, stage: Stage, batch: TrainingBatch) -> bool:
-        return batch.made[stage.name] >= (batch.steps if is_optimized(stage) else 1)
-
-    def _is_done(self, name: str, batch: TrainingBatch) -> bool:
-        """Return True if a consumer is done with all rows of a batch."""
-        undone = self.tasks[name].undone
-        return not any(undone[batch.iteration, number] for number in (1, 1 + OWN_VERSION))
 
     def _facts(self, uid: Uid) -> Candidate:
         group = uid[1]
@@ -479,10 +376,8 @@ class StreamSchedule:
                 sure += self.rows_of[group]
         batch.uids += joined
         table = batch.iteration, 1
-        for name in self.consumers.verdicts if joined else ():
+        for name in self.early if joined else ():
             self.tasks[name].move(joined, table)
-        for consumer in self.segment if joined else ():
-            self.tasks[consumer.name].move(joined, table)
         for consumer in self.after:
             if rows := sure if consumer.kind is Kind.TRAIN else joined:
                 self.tasks[consumer.name].admit(rows, table)

@@ -17,8 +17,8 @@ from braidrl.flow.columns import ADMISSION
 from braidrl.flow.compute import State, computed, dropped, next_state
 from braidrl.flow.selecting import GroupSelector, Selection, scores_by_group
 from braidrl.queue.samplers import Sampler
-from braidrl.queue.table import Block, HeldBlocks, StoredPart, StoredRows, Table
-from braidrl.queue.tasks import Places, rows_at
+from braidrl.queue.table import Block, HeldBlocks, StoredRows, Table
+from braidrl.queue.tasks import Places
 from braidrl.queue.transport import Answer
 from braidrl.runtimes.interfaces import BegunBatch
 from braidrl.runtimes.streaming.schedule import StreamSchedule
@@ -213,48 +213,28 @@ class Stream:
         computed_here = self.table.index(uids, inline)
         return answer, encode(computed_here) if list(computed_here) else ()
 
-    def complete(
-        self, name: str, done: Places, parts: Sequence[tuple[StoredPart, Places]], now: float
+    def done(
+        self, name: str, done: Places, parts: Sequence[tuple[StoredRows, Places]], now: float, unfinished: bool = False
     ) -> tuple[list[int], list[Block]]:
-        """Record completed rows of a consumer, with the written parts; return the lost leases, and the blocks that are now free."""
-        lost, kept = self.tasks.complete_parts(done, parts, now)
+        """Record rows of a consumer as completed, or as suspended with their tokens; return lost leases, and blocks that are now free."""
+        lost, held = self.tasks.held(done, parts, now)
         freed, versions = list[Block](), dict[Uid, int]()
         for part, _ in parts:
-            part.writer = name
-            if not part.rows:
-                freed += [part.block] if part.block else []
-                continue
-            self._note_lengths(list(part.rows), part.index, list(part.rows.values()))
-            freed += self.table.replace(part)
             versions |= oldest(part)
-        self.schedule.done(name, kept, versions)
-        return lost, freed
-
-    def suspend(
-        self, done: Places, parts: Sequence[tuple[StoredPart, Places]], now: float
-    ) -> tuple[list[int], list[Block]]:
-        """Record the tokens of suspended rows; return the lost leases, and the blocks that are now free."""
-        lost, freed = list[int](), list[Block]()
-        leases = {number: lease for number, _ in done if (lease := self.tasks.leases.held.get(number)) is not None}
-        ((part, places),), kept = parts, set[Uid]()
-        part.rows = {uid: place for place, uid in enumerate(rows_at(leases, places)) if uid is not None}
-        versions = oldest(part)
-        for number, own in done:
-            lease = leases.get(number)
-            if lease is None or lease.deadline < now:
-                lost.append(number)
-                continue
-            held = self.tasks[lease.task].lease
-            rows = {row: versions[row] for row in (lease.rows[place] for place in own or ()) if held.get(row) == number}
-            if rows:
-                self.schedule.suspend(lease, rows)
-            kept |= rows.keys()
-        part.writer, part.rows = DRAWN, {uid: place for uid, place in part.rows.items() if uid in kept}
-        if part.rows:
-            self._note_lengths(list(part.rows), part.index, list(part.rows.values()))
-            freed += self.table.replace(part)
-        elif part.block is not None:
-            freed.append(part.block)
+        for lease, rows in held.items():
+            if unfinished:
+                self.schedule.suspend(lease, {row: versions[row] for row in rows})
+            else:
+                self.tasks.finish(lease, rows)
+        for part, _ in parts:
+            part.writer = DRAWN if unfinished else name
+            if part.rows:
+                self._note_lengths(list(part.rows), part.index, list(part.rows.values()))
+                freed += self.table.replace(part)
+            else:
+                freed += part.blocks
+        if not unfinished:
+            self.schedule.done(name, [row for rows in held.values() for row in rows], versions)
         return lost, freed
 
     def decide(self) -> None:
@@ -266,9 +246,7 @@ class Stream:
             stage, index = self.flow[name], self.table.index(rows, self.before[name])
             if stage.kind is not Kind.SELECT:
                 columns = computed(stage, index)
-                self.table.add(
-                    StoredPart(name, Rows(columns), None, (), len(rows), {uid: n for n, uid in enumerate(rows)})
-                )
+                self.table.add(StoredRows(Rows(columns), [], name, {uid: n for n, uid in enumerate(rows)}))
                 self.schedule.judged(name, rows)
                 continue
             reasons = dropped(stage, index)
@@ -300,7 +278,10 @@ class Stream:
         assert record.outcome is not None
         uids = sorted(batch.uids, key=lambda uid: uid[1:])
         record.final = self.stored(uids)
-        record.table = self.stored(uids, recorded=True)
+        if self.written_later.isdisjoint(self.written_before_recording):
+            record.table = self.table.held.hold_for(record.final.without(self.written_later))
+        else:
+            record.table = self.stored(uids, recorded=True)
         record.reports += record.training
         self.schedule.publish()
         return record, self.table.evict(uids)
@@ -336,7 +317,7 @@ class Stream:
             self.schedule.tokens.update(zip(uids, lengths.tolist(), strict=True))
 
 
-def oldest(part: StoredPart) -> dict[Uid, int]:
+def oldest(part: StoredRows) -> dict[Uid, int]:
     """Return the `version` column of a generate stage's output, in any namespace; empty for other stages."""
     name = next(filter(is_version, part.index), None)
     if name is None:

@@ -18,18 +18,16 @@ from braidrl.data.messages import pack_message, unpack_message
 from braidrl.data.packing import balanced_partition
 from braidrl.data.rows import Rows, tokens_of
 from braidrl.flow import Kind, Scope, Stage
-from braidrl.flow.batches import trained_on
+from braidrl.flow.batches import UpdatesInProgress, trained_on
 from braidrl.flow.compute import State, summed, with_state
 from braidrl.flow.flow import is_optimized
 from braidrl.observe.metrics import Sums
 from braidrl.observe.progress import Bar
 from braidrl.observe.trace import BusySpan, WorkerTrace
-from braidrl.queue.client import WorkItem, write_columns
-from braidrl.queue.storage import DataPlane
-from braidrl.queue.table import StoredPart
+from braidrl.queue.client import DataPlane, WorkItem, write_columns
+from braidrl.queue.table import StoredRows
 from braidrl.runtimes.executor import StageExecutor
 from braidrl.runtimes.streaming.consumers import Consumer
-from braidrl.runtimes.streaming.training_batch import UpdatesInProgress
 from braidrl.training.objective import UpdateCounts
 
 
@@ -134,6 +132,8 @@ class Trainer:
         for later in self.stages[before + 1 : self.at]:
             for piece in self.pieces:
                 self._run(later, piece)
+        if self.at == len(self.stages):
+            return
         self.updates = UpdatesInProgress(*self.steps)
         for piece in self.pieces:
             self.updates.add(piece, piece.message["updates"])
@@ -146,7 +146,7 @@ class Trainer:
 
     def finish(
         self,
-    ) -> tuple[tuple[StoredPart, Any] | None, list[int], list[dict[str, Any]], dict[str, dict[str, float]]]:
+    ) -> tuple[tuple[StoredRows, Any] | None, list[int], list[dict[str, Any]], dict[str, dict[str, float]]]:
         """End the batch. Return this rank's written columns with their rows, the leases, reports, and sums for states."""
         names = list(dict.fromkeys(name for stage in self.stages for name in stage.writes))
         own = [piece for piece in self.pieces if piece.own]

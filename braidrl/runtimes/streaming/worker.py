@@ -18,21 +18,22 @@ from pathlib import Path
 from typing import Any
 
 from braidrl.cluster.world import World
-from braidrl.config import StreamingConfig
+from braidrl.config import Config, StreamingConfig
 from braidrl.data.codec import decode, encode
 from braidrl.data.messages import pack_message, unpack_message
 from braidrl.data.packing import balanced_partition
 from braidrl.data.rows import Rows, tokens_of
-from braidrl.errors import UserError
+from braidrl.errors import UserError, first_line
 from braidrl.flow import Stage
 from braidrl.flow.flow import is_optimized
 from braidrl.observe.progress import Bar, Progress
 from braidrl.observe.stalls import WORK
 from braidrl.observe.trace import WorkerTrace
-from braidrl.queue.client import Client, WorkItem, write_columns
-from braidrl.queue.storage import DataPlane, Evicted
-from braidrl.queue.table import StoredPart
+from braidrl.queue.client import Client, DataPlane, Evicted, WorkItem, assembled, write_columns
+from braidrl.queue.table import StoredRows
 from braidrl.runtimes.executor import StageExecutor
+from braidrl.runtimes.prepare.setup import with_data, without_data
+from braidrl.runtimes.row_store import origin_of
 from braidrl.runtimes.saving.background import BackgroundWriter
 from braidrl.runtimes.streaming.consumers import Consumer
 from braidrl.runtimes.streaming.groups import Group
@@ -325,13 +326,30 @@ def unpacked(message: bytes, context: WorkerContext) -> WorkItem:
     return WorkItem(answer["kind"], context.data, answer, decode(frames) if frames else Rows({}))
 
 
-def packed_part(part: StoredPart, rows: Any) -> bytes:
+def packed_part(part: StoredRows, rows: Any) -> bytes:
     """Encode the location of a rank's columns, and their rows as for `Client.done`, for the leader to report."""
     frames: list[Any] = []
     return pack_message([part.message(frames), [bytes(frame) for frame in frames], rows])
 
 
-def unpacked_part(packed: Any) -> tuple[StoredPart, Any]:
+def unpacked_part(packed: Any) -> tuple[StoredRows, Any]:
     """Decode the location of a rank's columns, and their rows."""
     message, frames, rows = unpack_message(bytes(packed))
-    return StoredPart.received("", message, frames), rows
+    return StoredRows.received(message, frames), rows
+
+
+def serve_rows(client: Client, config: Config, kept: Mapping[str, Any], wait_s: float) -> None:
+    """Make and write rows until the run ends; `kept` are the examples that passed the length limit in the main process."""
+    store = with_data(without_data(config), True, kept).store()
+    while (work := client.take([], 0, wait_s)).kind != "stop":
+        order = work.message
+        if work.kind == "order" and order["do"] == "make":
+            made = write_columns(client.data, dict(store.make(origin_of(order)).items()))
+            client.ask("ordered", encode(made.index), order=order["order"], result={"payload": made.payload})
+        elif work.kind == "order":
+            write, trouble = {"record": store.record, "keep": store.save}[order["do"]], ""
+            try:
+                write(Path(order["path"]), assembled(client.data, work.inline, order["payload"], len(work.inline)))
+            except OSError as error:
+                trouble = first_line(error)
+            client.ask("ordered", order=order["order"], result={"trouble": trouble})

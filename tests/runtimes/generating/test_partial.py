@@ -15,7 +15,7 @@ from braidrl.algorithms.policy_metrics import repeats_itself
 from braidrl.data.rows import FinishReason
 from braidrl.errors import UserError
 from braidrl.observe.metrics import read_metrics
-from braidrl.queue.tasks import Lease
+from braidrl.queue.table import Lease
 from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.saving.folders import run_config
 from braidrl.runtimes.streaming.orders import StreamingBackend

@@ -21,7 +21,7 @@ from braidrl.errors import UserError, WorkerError
 from braidrl.observe.metrics import read_metrics
 from braidrl.observe.trace import read_trace
 from braidrl.queue.owner import remove_abandoned
-from braidrl.queue.tasks import Lease
+from braidrl.queue.table import Lease
 from braidrl.runtimes.run import TrainingRun
 from braidrl.runtimes.saving.folders import checkpoint_folder, latest_checkpoint, read_state, run_config
 from braidrl.runtimes.streaming.orders import StreamingBackend

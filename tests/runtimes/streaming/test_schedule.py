@@ -1,15 +1,18 @@
 """The streaming schedule, step by step: what is given out, what waits for what, and what leaves."""
 
+import random
+from collections import defaultdict
+
 import pytest
 
 from braidrl.data.rows import Uid
 from braidrl.flow import Flow, Kind, Scope, Stage, actor, reference
-from braidrl.flow.batches import Sizes
+from braidrl.flow.batches import Sizes, UpdatesInProgress
 from braidrl.flow.selecting import begun_too_many
 from braidrl.flow.stage import Signature
-from braidrl.queue.tasks import Lease, LeaseLost
+from braidrl.queue.table import Lease, LeaseLost
 from braidrl.runtimes.streaming.schedule import StreamSchedule
-from braidrl.runtimes.streaming.training_batch import UpdatesInProgress
+from braidrl.weights.versions import LoadingSchedule
 
 SELECT = Stage("informative", "informative", None, Signature(Kind.SELECT, ("tokens",), scope=Scope.GROUP))
 UPDATE = Stage("actor.update", "update", "actor", Signature(Kind.TRAIN, ("tokens", "old_log_probs")))
@@ -216,6 +219,34 @@ def test_engines_may_load_together_only_between_two_batches() -> None:
     assert not schedule.is_generation_over(), "the batch may need another wave"
     judge(schedule, {0: None, 1: None})
     assert schedule.close() is not None and schedule.is_generation_over()
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2, 3])
+def test_version_of_a_batch_follows_from_its_number_however_late_weights_arrive(staleness: int) -> None:
+    for seed in range(20):
+        chance, started, first = random.Random(seed), defaultdict[int, set[int]](set), 0
+        schedule, loading = begin(PLAIN, staleness), LoadingSchedule("end")
+        loading.join("engine")
+        while schedule.published < schedule.sizes.iterations:
+            match chance.choice(["admit", "generate", "train", "weights arrive"]):
+                case "admit":
+                    first += len(admit(schedule, first, loading.target)) // 2
+                case "generate" if order := loading.load("engine", 0):
+                    loading.loaded("engine", order.version)
+                case "generate":
+                    version = loading.engines["engine"].version
+                    lease = schedule.take("actor.generate", "engine", 0.0, 1.0, chance.randint(1, 4), version)
+                    for _, group, _ in finish(schedule, lease, version) if lease else ():
+                        started[schedule.iteration_of[group]].add(version)
+                case "train":
+                    work(schedule, TRAIN)
+                    while schedule.may_step(UPDATE) and schedule.is_drawn(schedule.published + 1):
+                        schedule.stepped(UPDATE.name)
+                    if schedule.due_publication():
+                        schedule.publish()
+                case _:
+                    loading.advance(schedule.published, schedule.is_generation_over(loading.target))
+        assert started == {number: {max(0, number - 1 - staleness)} for number in range(1, 6)}
 
 
 def test_engines_keep_a_version_until_the_next_batch_has_started_on_it() -> None:
