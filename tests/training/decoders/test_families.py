@@ -22,9 +22,12 @@ from tests.tiny import Workshop, braid, metrics_agree, recorded, wait_for_steps
 from tests.training.decoders.families import FAMILIES, FLOWS, write_family, write_pairs
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "data": {"data": 2}, "sequence": {"sequence": 2}, "tensor": {"tensor": 2}, "full": {"shard": "full"},
+    "data": {"data": 2}, "sequence": {"sequence": 2}, "tensor": {"tensor": 2}, "full": {"shard": "full"}, "pipeline": {"pipeline": 2},
 }  # fmt: skip
-WITHOUT_TENSOR = {"gpt_oss": "no tensor-parallel plan", "gemma4_text": "Gemma4TextModel computes with all tokens"}
+REFUSED = {
+    ("gpt_oss", "tensor"): "no tensor-parallel plan", ("gemma4_text", "tensor"): "Gemma4TextModel computes with all tokens",
+    ("gemma4_text", "pipeline"): "without providing `input_ids`",
+}  # fmt: skip
 TOLERANCE = 1e-5
 """Parts of these models compute in float32 whatever the dtype of their weights, and Adam magnifies their rounding."""
 ON_VLLM: dict[str, dict[str, Any]] = {
@@ -32,7 +35,8 @@ ON_VLLM: dict[str, dict[str, Any]] = {
     "gemma4_text": {"head_dim": 64, "global_head_dim": 64, "num_experts": None, "top_k_experts": None},
 }  # fmt: skip
 """Heads as wide as vLLM needs on a CPU, where it has no kernels for Qwen3.5 and DeepSeek V3. Files of Qwen3 MoE have other names."""
-ON_RANKS: dict[str, str] = {"qwen3_5_text": "tensor", "deepseek_v3": "tensor"}
+ON_RANKS = {"qwen3_5_text": "tensor", "deepseek_v3": "tensor", "gpt2": "pipeline"}
+"""Also GPT-2, whose learned positions only the first pipeline rank adds."""
 
 
 def shop_of(folder: Path, name: str, **changes: Any) -> Workshop:
@@ -68,19 +72,19 @@ def test_families_train_on_two_ranks_as_in_one_process(tmp_path: Path) -> None:
         assert_same_run(shop.folder / "ranks", shop.run("alone", **sections), name == "qwen3_5_text")
 
 
-@pytest.mark.parametrize("name", WITHOUT_TENSOR)
-def test_tensor_ranks_are_refused_in_a_line_where_they_cannot_divide_a_model(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(("name", "layout"), REFUSED)
+def test_axis_that_cannot_divide_a_model_is_refused_in_a_line(tmp_path: Path, name: str, layout: str) -> None:
     shop = shop_of(tmp_path, name)
-    with pytest.raises(UserError, match=WITHOUT_TENSOR[name]) as refused:
-        train(parse_config(shop.tree("refused", **laid_out(FLOWS["grpo"], "tensor"))))
-    assert "\n" not in str(refused.value) and "write tensor=1" in str(refused.value)
+    with pytest.raises(UserError, match=REFUSED[name, layout]) as refused:
+        train(parse_config(shop.tree("refused", **laid_out(FLOWS["grpo"], layout))))
+    assert "\n" not in str(refused.value) and f"write {layout}=1" in str(refused.value)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_flow_on_a_family_is_the_same_under_every_layout_and_runtime(tmp_path: Path, name: str) -> None:
     shop = shop_of(tmp_path, name)
-    layouts = [layout for layout in LAYOUTS if layout != "tensor" or name not in WITHOUT_TENSOR]
+    layouts = [layout for layout in LAYOUTS if (name, layout) not in REFUSED]
     runs = {f"{flow}-{layout}": laid_out(FLOWS[flow], layout) for flow in FLOWS for layout in layouts}
     run_in_ranks([shop.tree(each, **sections) for each, sections in runs.items()], 2)
     for flow, sections in FLOWS.items():
