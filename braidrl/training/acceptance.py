@@ -18,7 +18,16 @@ from braidrl.config import LoraConfig
 from braidrl.errors import UserError, first_line
 from braidrl.training.compute.attention import PackedSequences
 from braidrl.training.decoders.body import ForwardPlan, body_of, decoder_of, run_body, set_training, use_plan
-from braidrl.training.decoders.proof import BOUND, FAILURES, Finding, Twin, distance, gradients_of, packed_log_probs, quietly
+from braidrl.training.decoders.proof import (
+    BOUND,
+    FAILURES,
+    Finding,
+    Twin,
+    distance,
+    gradients_of,
+    packed_log_probs,
+    quietly,
+)
 from braidrl.training.decoders.proven import proof_device, remembered
 from braidrl.training.loading import read_buffers, rebuild_buffers
 from braidrl.training.lora import add_adapters, merged, plain_names

@@ -12,6 +12,7 @@ Shapes: B rows, N tokens in total.
 """
 
 import contextlib
+import copy
 import io
 import logging
 import re
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
 from braidrl.errors import first_line
-from braidrl.training.compute.attention import PackedSequences
+from braidrl.training.compute.attention import PackedSequences, parameters_of
 from braidrl.training.decoders.body import (
     PACKED,
     ForwardPlan,
@@ -75,6 +76,7 @@ class Twin:
     ) -> None:  # fmt: skip
         """Shrink a configuration; tests inject faults into Braid's models by `alter`."""
         self.config, self.device = shrink_config(config, head_width), torch.device(device)
+        self._plain = copy.deepcopy(self.config)
         still(self.config)
         self.seed, self._alter = seed, alter
         text = self.config.get_text_config()
@@ -94,8 +96,8 @@ class Twin:
 
     @cached_property
     def own(self) -> Any:
-        """Return the twin with transformers' own attention."""
-        model: Any = tiny_model(self.config, self.seed, attn_implementation="eager")
+        """Return the twin with transformers' own attention and all settings as they are."""
+        model: Any = tiny_model(self._plain, self.seed, attn_implementation="eager")
         return model.to(self.device)
 
     @cached_property
@@ -169,6 +171,8 @@ def distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
 
 def find_plan(twin: Twin) -> tuple[ForwardPlan, list[Finding]]:
     """Return the first plan whose findings hold, with the findings. Raises Refusal if there is none."""
+    if "shared_kv_states" in parameters_of(type(twin.own).forward):
+        raise Refusal("a drafter: it computes with the keys and values of another model")
     if twin.future() > BOUND:
         raise Refusal("a token's logits depend on the tokens after it, as in an encoder")
     reasons: list[str] = []

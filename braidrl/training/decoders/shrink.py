@@ -52,7 +52,7 @@ WINDOWS = re.compile(
 CHUNKS = re.compile(r"^(chunk_size|mamba_chunk_size|block_size|index_block_size|floor_scale)$")
 WIDE = re.compile(r"(_size|_dim|_rank|_width|inner|ffn|dff|dim_ff|lora_rank|d_ssm|_hidden_size)$")
 """Names of widths, which keep their ratio to the model's width."""
-KEPT = re.compile(r"(max_position|n_positions|n_ctx|vocab_size_base|^patch|^image|^kernel|type_vocab|conv_kernel)")
+KEPT = re.compile(r"(max_position|n_positions|n_ctx|^vocab_size_base|^patch|^image|^kernel|type_vocab|conv_kernel)")
 
 
 def shrink_config(config: Any, head_width: int = HEAD_WIDTH) -> Any:
@@ -101,8 +101,8 @@ def _shrunk(settings: dict[str, Any], head_width: int) -> dict[str, Any]:
             continue
         if KEPT.search(name):
             continue
-        if "vocab_size" in name and name != "vocab_size_base":
-            found[name] = VOCABULARY
+        if "vocab" in name and name != "vocab_size_base":
+            found[name] = min(value, VOCABULARY)
         elif name.endswith(("token_id", "token_index")):
             found[name] = min(value, VOCABULARY - 1)
         elif WINDOWS.match(name):
@@ -131,6 +131,8 @@ class _Sizes:
         width = next((settings[n] for n in WIDTHS if isinstance(settings.get(n), int)), 64)
         few = min(keys, 2)
         many = few * max(1, min(heads // keys, 4))
+        if not any(name in settings for name in KEY_HEADS):
+            many = few = min(heads, 4)  # CodeGen interleaves its heads in four parts
         return _Sizes(width, max(many * head_width, 32), many, few, head_width)
 
     def width(self, value: int) -> int:
@@ -313,7 +315,9 @@ def _kept_layers(kinds: dict[str, list[Any]], total: int, given: dict[str, Any])
         first.setdefault(combination, number)
     kept = sorted(first.values())[:MOST_LAYERS]
     if isinstance(given.get("layers_block_type"), list) and "hybrid" in given["layers_block_type"]:
-        kept = list(range(given["layers_block_type"].index("hybrid") + 2))
+        # Zamba's hybrid layers share weights, which needs two of them
+        hybrids = [number for number, kind in enumerate(given["layers_block_type"]) if kind == "hybrid"]
+        kept = sorted({*range(hybrids[0] + 2), *hybrids[:2]})
     periods = re.compile(r"(period|interval|_pattern|_every_n_layers|_step)$")
     period = max([1, *(value for name, value in given.items() if periods.search(name) and isinstance(value, int))])
     if not kinds or (period > 1 and len(kept) < 2):
@@ -354,10 +358,20 @@ def _others(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None
             found[name] = 1.0
         elif name in ("index_topk", "index_topk_blocks"):
             found[name] = min(value, 4)
-        elif name in ("index_n_heads", "o_groups"):
+        elif name == "index_n_heads":
+            found[name] = min(
+                value, 16
+            )  # fewer would give many keys a score of 0, and the choice among equals is arbitrary
+        elif name == "o_groups":
             found[name] = min(value, 2)
-        elif name == "index_head_dim":
+        elif name == "compress_rates" and value:
+            found[name] = {kind: max(2, min(rate // 2, 8)) for kind, rate in value.items()}
+        elif name in ("index_head_dim", "indexer_head_dim"):
             found[name] = sizes.head_width
+        elif name in ("indexer_budget", "indexer_compress_ratio"):
+            found[name] = min(value, 4 if name == "indexer_budget" else 2)
+        elif name == "hidden_size_global":
+            found[name] = sizes.small
         elif name in ("num_embeddings", "num_position_embeddings"):
             found[name] = min(value, 64)
     if given.get("n_embd") and isinstance(given.get("rotary_dim"), int):
