@@ -32,6 +32,8 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     many = hidden_states.is_cpu and (torch.is_grad_enabled() or top_k_index.numel() >= MANY * self.num_experts)
     if (not many and hidden_states.dtype is not torch.float64) or hidden_states.is_meta or self._is_expert_parallel:
         return grouped_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+    if not len(hidden_states):
+        return hidden_states
     chosen, each = top_k_index.reshape(-1), top_k_index.shape[-1]
     order = chosen.argsort(stable=True)
     counts = chosen.bincount(minlength=self.num_experts).tolist()
@@ -40,9 +42,9 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
         weights = getattr(self, name).unbind()
         biases = getattr(self, f"{name}_bias").unbind() if self.has_bias else [None] * self.num_experts
         parts = zip(rows.split(counts), weights, biases, strict=True)
-        return torch.cat(
-            [product(part, weight.t() if self.is_transposed else weight, bias) for part, weight, bias in parts]
-        )
+        return torch.cat([
+            product(part, weight.t() if self.is_transposed else weight, bias) for part, weight, bias in parts if len(part)
+        ])  # fmt: skip
 
     states = multiplied(hidden_states[order // each], "gate_up_proj" if self.has_gate else "up_proj")
     states = multiplied(self._apply_gate(states) if self.has_gate else self.act_fn(states), "down_proj")
