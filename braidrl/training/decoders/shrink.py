@@ -72,19 +72,21 @@ def _own_settings(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def tiny_model(config: Any, seed: int = 0, **options: Any) -> PreTrainedModel:
-    """Create a random model from a small configuration; parameters initialised to 0 or 1 get noise.
+    """Create a random model from a small configuration; parameters initialised to 0 or 1 get noise, and matrices are enlarged.
 
-    Otherwise untrained norms, sinks, biases and gates would hide that they are not computed.
+    Otherwise untrained norms, sinks, biases and gates would hide that they are not computed. Decays and time steps of state-space
+    layers stay: larger ones would forget a state at once.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
         with torch.no_grad():
-            for parameter in model.parameters():
+            for name, parameter in model.named_parameters():
                 if parameter.is_floating_point() and (parameter.dim() < 2 or float(parameter.std()) < 1e-3):
                     parameter.add_(0.1 * torch.randn_like(parameter))
-                elif parameter.dim() >= 2:
-                    parameter.mul_(4)
+                elif parameter.dim() >= 2 and not name.endswith(("bias", "A_log")):
+                    # a convolution's short rows more than other matrices
+                    parameter.mul_(max(4.0, parameter.shape[-1] ** -0.5 / float(parameter.std())))
     return model.eval()
 
 
