@@ -198,15 +198,17 @@ def _attention(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> N
 def _latent_attention(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
     if not isinstance(given.get("qk_rope_head_dim"), int):
         return
-    found |= {"qk_rope_head_dim": 8, "kv_lora_rank": 16}
+    # the widths that vLLM's kernels take, where wider heads are asked for
+    rope, rank, own, value = (8, 16, 16, 12) if sizes.head_width == HEAD_WIDTH else (64, 512, 128, 128)
+    found |= {"qk_rope_head_dim": rope, "kv_lora_rank": rank}
     if isinstance(given.get("qk_nope_head_dim"), int):
-        found["qk_nope_head_dim"] = 16
+        found["qk_nope_head_dim"] = own
     if isinstance(given.get("v_head_dim"), int):
-        found["v_head_dim"] = 12
+        found["v_head_dim"] = value
     if isinstance(given.get("q_lora_rank"), int):
         found["q_lora_rank"] = 24
     if isinstance(given.get("head_dim"), int):
-        found["head_dim"] = 8 if given["head_dim"] == given["qk_rope_head_dim"] else sizes.head_width
+        found["head_dim"] = rope if given["head_dim"] == given["qk_rope_head_dim"] else sizes.head_width
     found.pop("qk_head_dim", None)
 
 

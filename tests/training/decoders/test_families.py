@@ -18,7 +18,7 @@ from braidrl.runtimes.saving.folders import run_config
 from tests.engines.served import vllm_python
 from tests.invariants.traces import merged, weights
 from tests.runtimes.spmd.ranks import run_in_ranks
-from tests.tiny import Workshop, braid, metrics_agree, recorded, wait_for_steps
+from tests.tiny import Workshop, braid, metrics_agree, metrics_without_times, recorded, wait_for_steps
 from tests.training.decoders.families import FAMILIES, FLOWS, write_family, write_pairs
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -33,8 +33,11 @@ TOLERANCE = 1e-5
 ON_VLLM: dict[str, dict[str, Any]] = {
     "gpt_oss": {"head_dim": 64}, "qwen3_moe": {"head_dim": 64},
     "gemma4_text": {"head_dim": 64, "global_head_dim": 64, "num_experts": None, "top_k_experts": None},
+    "deepseek_v3": {
+        "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "qk_head_dim": 192, "v_head_dim": 128, "head_dim": 64,
+    },
 }  # fmt: skip
-"""Heads as wide as vLLM needs on a CPU, where it has no kernels for Qwen3.5 and DeepSeek V3. Files of Qwen3 MoE have other names."""
+"""Heads as wide as vLLM needs on a CPU, where its kernel for Qwen3.5 takes bfloat16 alone. Files of Qwen3 MoE have other names."""
 ON_RANKS = {"qwen3_5_text": "tensor", "deepseek_v3": "tensor", "gpt2": "pipeline"}
 """Also GPT-2, whose learned positions only the first pipeline rank adds."""
 
@@ -131,4 +134,6 @@ def test_families_generate_with_vllm_what_the_embedded_engine_does(tmp_path: Pat
             == recorded(alone, 2).ordered()["tokens"].values.tolist()
         )
         assert max(line["train/rollout_log_prob_gap"] for line in read_metrics(served)) < 1e-4
-        assert metrics_agree(served, alone, 1e-3)
+        # vLLM's numerics are not the trainer's: its run also has the metrics of a correction
+        for ours, theirs in zip(metrics_without_times(served), metrics_without_times(alone), strict=True):
+            assert {name: ours.get(name) for name in theirs} == pytest.approx(theirs, rel=1e-3, abs=1e-3)
