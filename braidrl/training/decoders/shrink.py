@@ -215,7 +215,6 @@ def _latent_attention(found: dict[str, Any], given: dict[str, Any], sizes: _Size
 def _recurrence(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None:
     _set(found, ("mamba_d_state", "state_size", "ssm_state_size"), 8)
     _set(found, ("time_step_rank", "mamba_dt_rank"), 8)
-    _set(found, ("n_groups", "mamba_n_groups", "mamba_ngroups"), 0)
     for name in ("n_groups", "mamba_n_groups", "mamba_ngroups"):
         if name in given:
             found[name] = min(given[name], 2)
@@ -378,10 +377,5 @@ def _others(found: dict[str, Any], given: dict[str, Any], sizes: _Sizes) -> None
             found[name] = sizes.small
         elif name in ("num_embeddings", "num_position_embeddings"):
             found[name] = min(value, 64)
-    if given.get("n_embd") and isinstance(given.get("rotary_dim"), int):
-        found["rotary_dim"] = 8
-    for name in ("d_head",):
-        if isinstance(given.get(name), int):
-            found[name] = sizes.small // sizes.heads
     if isinstance(given.get("dim_model_base"), int):
         found["dim_model_base"] = max(8, sizes.small * given["dim_model_base"] // sizes.original)

@@ -128,7 +128,7 @@ def test_families_generate_with_vllm_what_the_embedded_engine_does(tmp_path: Pat
     for flow in ("grpo", "dapo"):
         sections = {**FLOWS[flow], "dtype": "float32"}
         rollout = {"engine": "vllm", "reproducible": True, "python": str(python) if python else None}
-        served, alone = shop.run("served", **merged(sections, {"rollout": rollout})), shop.run(flow, **sections)
+        served, alone = shop.run(f"{flow}-vllm", **merged(sections, {"rollout": rollout})), shop.run(flow, **sections)
         assert (
             recorded(served, 2).ordered()["tokens"].values.tolist()
             == recorded(alone, 2).ordered()["tokens"].values.tolist()
