@@ -16,7 +16,6 @@ import transformers
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from braidrl.cli.check_model import described
 from braidrl.errors import first_line
 from braidrl.training.acceptance import ADAPTERS, AXES, HALF, MEASURES, OPTIONAL, accept
 from braidrl.training.decoders.proof import FAILURES, Refusal, Twin, packed_findings, quietly
@@ -132,7 +131,7 @@ def row_of(name: str) -> tuple[bool, str]:
     figure = max(f.value for f in findings[:4])
     kind = "by rows" if plan.by_rows else "mixers" if plan.mixers else "packed"
     without = ", ".join(lacks[f.name] for f in wrong)
-    return True, f"| {name} | {kind} | {without} | {described(plan)}; differs by {figure:.0e} |"
+    return True, f"| {name} | {kind} | {without} | {plan}; differs by {figure:.0e} |"
 
 
 def configuration(name: str) -> Any:

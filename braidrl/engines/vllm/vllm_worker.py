@@ -252,7 +252,9 @@ def repair_cpu_kernels() -> None:
     if current_platform.is_cpu():
         in_place = RotaryEmbedding.forward_cpu
 
-        def rotate(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        def rotate(
+            self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None
+        ) -> tuple[Tensor, Tensor | None]:
             rotated = self.forward_native if query.dim() > 2 else partial(in_place, self)
             found: tuple[Tensor, Tensor | None] = rotated(positions, query, key)
             return found

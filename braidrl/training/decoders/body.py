@@ -50,6 +50,11 @@ class ForwardPlan:
     by_rows: bool = False
     """The whole decoder runs once per length, with transformers' own attention."""
 
+    def __str__(self) -> str:
+        if self.by_rows:
+            return "rows of equal length together, with transformers' own attention"
+        return "packed rows" + (f", {', '.join(self.mixers)} by rows of equal length" if self.mixers else "")
+
     @property
     def attention(self) -> str:
         """Return the name of the model's attention implementation."""
