@@ -118,7 +118,7 @@ def test_family_is_killed_and_resumes_as_if_nothing_had_happened(tmp_path: Path,
     else:
         with TrainingRun(run_config(killed), resume=killed) as run:
             run.train()
-    assert_same_run(killed, shop.run("whole", **sections))
+    assert_same_run(killed, shop.run("whole", **sections), (name, layout) == ("qwen3_5_text", "full"))
 
 
 @pytest.mark.soak
